@@ -1,0 +1,205 @@
+"""Log-probabilities of chosen token ids from hidden states; the logits of a whole batch never exist at once.
+
+For hidden states h [n, d], head weight W [V, d] and temperature T, with z_i = h_i W^T / T:
+
+    out[i, j] = z_i[ids[i, j]] - logsumexp_v z_i[v]
+
+    d out[i, j] / d z_i[v] = 1[v = ids[i, j]] - softmax(z_i)[v]
+
+The vocabulary is walked in chunks: the forward keeps a running maximum and sum per token (online softmax, Milakov and
+Gimelshein, "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867) and gathers the chosen
+logits on the way; the backward computes each chunk's logits once more instead of keeping them. Four matrix products in
+all, against three of a plain head, and a buffer of [token block, chunk] instead of several of [n, V].
+
+Left out: a bias, logit soft-capping, and second derivatives.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 8192
+"""Vocabulary entries per chunk. With ``TOKEN_BLOCK`` rows of float32 the buffer is 32 MiB."""
+
+TOKEN_BLOCK = 1024
+"""Tokens per block; more tokens than that are walked block by block within a chunk."""
+
+
+class SelectedLogprobs(NamedTuple):
+    """What ``selected_logprobs_and_entropy`` returns.
+
+    Attributes:
+        logprobs: log p of the chosen ids, [n, m]; carries the gradient.
+        entropy: entropy of the full-vocabulary distribution in nats, [n]; no gradient.
+    """
+
+    logprobs: Float[Tensor, "n m"]
+    entropy: Float[Tensor, "n"]
+
+
+def selected_logprobs(
+    hidden: Float[Tensor, "n d"],
+    weight: Float[Tensor, "v d"],
+    token_ids: Int[Tensor, "n m"],
+    temperature: float = 1.0,
+    chunk: int = CHUNK,
+    token_block: int = TOKEN_BLOCK,
+) -> Float[Tensor, "n m"]:
+    """log softmax(hidden weight^T / temperature) at ``token_ids``, normalised over the full vocabulary.
+
+    An id may stand in several columns of a row; its gradients add up.
+
+    Args:
+        hidden: final hidden states (after the last norm), [n, d].
+        weight: the head's weight, [V, d], of the same dtype.
+        token_ids: ids in [0, V), [n, m].
+        temperature: divides the logits.
+        chunk: vocabulary entries per chunk; token_block: tokens per block. Speed and memory only, never the result.
+
+    Returns:
+        [n, m] in float32 for half precision inputs (logits and sums are float32), otherwise in their own dtype.
+
+    Raises:
+        ValueError: an id outside the vocabulary, shapes or dtypes that do not fit, a temperature or chunk of 0 or less.
+    """
+    _check(hidden, weight, token_ids, temperature, chunk, token_block)
+    return _SelectedLogprobs.apply(hidden, weight, token_ids, temperature, chunk, token_block, False)[0]
+
+
+def selected_logprobs_and_entropy(
+    hidden: Float[Tensor, "n d"],
+    weight: Float[Tensor, "v d"],
+    token_ids: Int[Tensor, "n m"],
+    temperature: float = 1.0,
+    chunk: int = CHUNK,
+    token_block: int = TOKEN_BLOCK,
+) -> SelectedLogprobs:
+    """``selected_logprobs`` and, from the same pass and without a gradient, the entropy of each row's distribution."""
+    _check(hidden, weight, token_ids, temperature, chunk, token_block)
+    return SelectedLogprobs(*_SelectedLogprobs.apply(hidden, weight, token_ids, temperature, chunk, token_block, True))
+
+
+def _check(hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, chunk: int, token_block: int) -> None:
+    if hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"The hidden states have width {hidden.shape[1]} and the head's weight {weight.shape[1]}; "
+            "pass the [V, d] weight of the same model."
+        )
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and weight is {weight.dtype}; cast one to the other's dtype.")
+    if token_ids.shape[0] != hidden.shape[0]:
+        raise ValueError(f"token_ids has {token_ids.shape[0]} rows for {hidden.shape[0]} hidden states.")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; a log-probability needs one above 0.")
+    if chunk < 1 or token_block < 1:
+        raise ValueError(f"chunk is {chunk} and token_block is {token_block}; both need at least 1.")
+    if token_ids.numel():
+        low, high = (int(bound) for bound in token_ids.aminmax())
+        if low < 0 or high >= weight.shape[0]:
+            raise ValueError(
+                f"token_ids reach from {low} to {high} and the head has a vocabulary of {weight.shape[0]}; "
+                "student and teacher must share one vocabulary, and padding ids must be masked out before."
+            )
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, token_ids, temperature, chunk, token_block, with_entropy):
+        n, vocab = hidden.shape[0], weight.shape[0]
+        dtype = _accumulation_dtype(hidden)
+        token_ids = token_ids.long()
+        highest = hidden.new_full((n,), -torch.inf, dtype=dtype)
+        total = hidden.new_zeros((n,), dtype=dtype)
+        # sum of exp(z - highest) * (z - highest), from which the entropy follows
+        moment = hidden.new_zeros((n if with_entropy else 0,), dtype=dtype)
+        selected = hidden.new_zeros(token_ids.shape, dtype=dtype)
+        for v0 in range(0, vocab, chunk):
+            w = weight[v0 : v0 + chunk]
+            for i0 in range(0, n, token_block):
+                rows = slice(i0, i0 + token_block)
+                logits = _matmul(hidden[rows], w.T)
+                if temperature != 1.0:
+                    logits /= temperature
+                inside, column = _columns(token_ids[rows], v0, w.shape[0])
+                selected[rows] = torch.where(inside, logits.gather(1, column), selected[rows])
+
+                new_highest = torch.maximum(highest[rows], logits.amax(dim=1))
+                rescale = torch.exp(highest[rows] - new_highest)  # exp(-inf) = 0 at the first chunk
+                logits -= new_highest.unsqueeze(1)
+                if with_entropy:
+                    exps = logits.exp()
+                    shift = torch.where(total[rows] > 0, highest[rows] - new_highest, 0.0)
+                    moment[rows] = rescale * (moment[rows] + total[rows] * shift) + torch.linalg.vecdot(exps, logits)
+                else:
+                    exps = logits.exp_()
+                total[rows] = rescale * total[rows] + exps.sum(dim=1)
+                highest[rows] = new_highest
+        # The maximum and log(total) stay apart: their sum would round away the second one at large logits.
+        log_total = total.log()
+        ctx.save_for_backward(hidden, weight, token_ids, highest, total.unsqueeze(1))
+        ctx.settings = temperature, chunk, token_block
+        entropy = log_total - moment / total if with_entropy else log_total.new_zeros((0,))
+        ctx.mark_non_differentiable(entropy)
+        return selected - highest.unsqueeze(1) - log_total.unsqueeze(1), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _grad_entropy):
+        hidden, weight, token_ids, highest, total = ctx.saved_tensors
+        temperature, chunk, token_block = ctx.settings
+        n, vocab = hidden.shape[0], weight.shape[0]
+        dtype = _accumulation_dtype(hidden)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad = grad / temperature
+        row_grad = grad.sum(dim=1, keepdim=True)
+        grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight and n == 0 else None
+        if needs_weight and n > 0:
+            grad_weight = torch.empty_like(weight)
+        for v0 in range(0, vocab, chunk):
+            w = weight[v0 : v0 + chunk]
+            grad_w = None
+            for i0 in range(0, n, token_block):
+                rows = slice(i0, i0 + token_block)
+                h = hidden[rows]
+                dlogits = _matmul(h, w.T)
+                if temperature != 1.0:
+                    dlogits /= temperature
+                dlogits -= highest[rows].unsqueeze(1)
+                dlogits.exp_().mul_(-row_grad[rows] / total[rows])
+                inside, column = _columns(token_ids[rows], v0, w.shape[0])
+                dlogits.scatter_add_(1, column, torch.where(inside, grad[rows], 0.0))
+                if needs_hidden:
+                    grad_hidden[rows] += _matmul(dlogits, w)
+                if needs_weight:
+                    part = _matmul(dlogits.T, h)
+                    grad_w = part if grad_w is None else grad_w.add_(part)
+            if grad_w is not None:
+                grad_weight[v0 : v0 + chunk] = grad_w
+        if needs_hidden:
+            grad_hidden = grad_hidden.to(hidden.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _accumulation_dtype(like: Tensor) -> torch.dtype:
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
+
+
+def _columns(token_ids: Tensor, v0: int, size: int) -> tuple[Tensor, Tensor]:
+    """Which ids fall into the chunk that starts at ``v0``, and their column in it (any valid one elsewhere)."""
+    column = token_ids - v0
+    inside = (column >= 0) & (column < size)
+    return inside, column.clamp_(0, size - 1)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` with a float32 result for half precision: logits rounded to bfloat16 would be off by up to 0.1 nat."""
+    half = next((t.dtype for t in (a, b) if t.dtype in (torch.bfloat16, torch.float16)), None)
+    if half is None:
+        return a @ b
+    if a.is_cuda:  # tensor cores take half precision operands and accumulate in float32
+        return torch.mm(a.to(half), b.to(half), out_dtype=torch.float32)
+    return a.float() @ b.float()

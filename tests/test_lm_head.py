@@ -1,0 +1,141 @@
+import pytest
+import torch
+
+from prime_composer.lm_head import _check, selected_logprobs, selected_logprobs_and_entropy
+
+
+def problem(dtype=torch.float64, seed=0, n=13, d=5, v=37, m=4):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(n, d, generator=g, dtype=torch.float64).mul(2).to(dtype)
+    weight = torch.randn(v, d, generator=g, dtype=torch.float64).to(dtype)
+    ids = torch.randint(0, v, (n, m), generator=g)
+    upstream = torch.randn(n, m, generator=g, dtype=torch.float64)
+    return hidden.requires_grad_(), weight.requires_grad_(), ids, upstream
+
+
+def plain(hidden, weight, ids, temperature=1.0):
+    return torch.log_softmax(hidden @ weight.T / temperature, dim=-1).gather(1, ids)
+
+
+def test_two_tokens_worked_by_hand():
+    # logits log 1, log 3, log 4 and 0, 0, 0
+    weight = torch.tensor([1.0, 3.0, 4.0]).log().unsqueeze(1)
+    out = selected_logprobs(torch.tensor([[1.0], [0.0]]), weight, torch.tensor([[2, 0], [1, 1]]), chunk=2)
+    torch.testing.assert_close(out.exp(), torch.tensor([[0.5, 0.125], [1 / 3, 1 / 3]]))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 37, 100])
+@pytest.mark.parametrize("token_block", [1, 5, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_values_and_gradients_equal_the_plain_log_softmax_in_float64(chunk, token_block, temperature):
+    hidden, weight, ids, upstream = problem()
+    out = selected_logprobs(hidden, weight, ids, temperature, chunk, token_block)
+    grads = torch.autograd.grad(out, (hidden, weight), upstream)
+    expected = plain(hidden, weight, ids, temperature)
+    expected_grads = torch.autograd.grad(expected, (hidden, weight), upstream)
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
+    for got, want in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_gradient_equals_finite_differences():
+    hidden, weight, ids, _ = problem(n=4, v=11, m=3)
+    assert torch.autograd.gradcheck(lambda h, w: selected_logprobs(h, w, ids, 0.8, 4, 3), (hidden, weight))
+
+
+def test_an_id_in_several_columns_gets_the_sum_of_their_gradients():
+    hidden, weight, _, _ = problem()
+    ids = torch.full((13, 3), 5)
+    grads = torch.autograd.grad(selected_logprobs(hidden, weight, ids, chunk=6).sum(), (hidden, weight))
+    expected = torch.autograd.grad(3 * plain(hidden, weight, ids[:, :1]).sum(), (hidden, weight))
+    for got, want in zip(grads, expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_large_logits_do_not_overflow():
+    hidden = torch.tensor([[1.0]])
+    weight = torch.tensor([[-3e4], [0.0], [3e4], [3e4]])
+    out = selected_logprobs(hidden, weight, torch.tensor([[2, 1, 0]]), chunk=1)
+    torch.testing.assert_close(out, torch.tensor([[-0.6931472, -3e4, -6e4]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_accumulated_in_float32(dtype):
+    hidden, weight, ids, upstream = problem(dtype, v=500)
+    out = selected_logprobs(hidden, weight, ids, chunk=64, token_block=4)
+    assert out.dtype == torch.float32
+    exact_hidden, exact_weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    exact = plain(exact_hidden, exact_weight, ids)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-5)
+    grads = torch.autograd.grad(out, (hidden, weight), upstream.float())
+    for got, want in zip(grads, torch.autograd.grad(exact, (exact_hidden, exact_weight), upstream), strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, want.to(dtype), rtol=2**-7, atol=1e-4)
+
+
+def test_only_the_wanted_gradients_are_computed():
+    hidden, weight, ids, upstream = problem()
+    frozen_head = selected_logprobs(hidden, weight.detach(), ids)
+    (got,) = torch.autograd.grad(frozen_head, hidden, upstream)
+    torch.testing.assert_close(got, torch.autograd.grad(plain(hidden, weight, ids), hidden, upstream)[0])
+    head_only = selected_logprobs(hidden.detach(), weight, ids)
+    (got,) = torch.autograd.grad(head_only, weight, upstream)
+    torch.testing.assert_close(got, torch.autograd.grad(plain(hidden, weight, ids), weight, upstream)[0])
+    assert not selected_logprobs(hidden.detach(), weight.detach(), ids).requires_grad
+
+
+def test_entropy_is_that_of_the_full_distribution_and_carries_no_gradient():
+    hidden, weight, ids, _ = problem()
+    out = selected_logprobs_and_entropy(hidden, weight, ids, 0.7, 8, 5)
+    p = torch.softmax(hidden @ weight.T / 0.7, dim=-1)
+    torch.testing.assert_close(out.entropy, -(p * p.log()).sum(-1).detach())
+    assert not out.entropy.requires_grad
+    torch.testing.assert_close(out.logprobs, plain(hidden, weight, ids, 0.7))
+    out.logprobs.sum().backward()
+
+
+@pytest.mark.parametrize("n, m", [(0, 4), (3, 0)])
+def test_no_tokens_or_no_ids_give_a_zero_gradient(n, m):
+    hidden, weight, ids, _ = problem(n=n, m=m)
+    out = selected_logprobs(hidden, weight, ids)
+    assert out.shape == (n, m)
+    out.sum().backward()
+    assert hidden.grad.shape == (n, 5) and not hidden.grad.any() and not weight.grad.any()
+
+
+def test_the_logits_of_a_batch_never_exist_at_once():
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple) else (out,):
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return out
+
+    hidden, weight, ids, upstream = problem(n=64, d=2, v=1000)
+    with Watch():
+        torch.autograd.grad(selected_logprobs(hidden, weight, ids, chunk=100, token_block=16), (hidden, weight), upstream)
+    assert largest <= 2000  # the weight's gradient, against 64,000 logits
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(token_ids=torch.tensor([[37]])), "reach from 37 to 37 and the head has a vocabulary of 37"),
+        (dict(token_ids=torch.tensor([[-1]])), "reach from -1 to -1"),
+        (dict(token_ids=torch.tensor([[1], [2]])), "2 rows for 1 hidden states"),
+        (dict(hidden=torch.zeros(1, 6)), "width 6 and the head's weight 5"),
+        (dict(weight=torch.zeros(37, 5, dtype=torch.float64)), "cast one to the other"),
+        (dict(temperature=0.0), "temperature is 0.0"),
+        (dict(chunk=0), "chunk is 0"),
+    ],
+)
+def test_a_call_that_cannot_be_right_says_what_to_change(change, message):
+    call = dict(hidden=torch.zeros(1, 5), weight=torch.zeros(37, 5), token_ids=torch.tensor([[1]]))
+    call |= dict(temperature=1.0, chunk=8, token_block=8) | change
+    # The check itself: with the shapes executed, as in these tests, jaxtyping speaks before it.
+    with pytest.raises(ValueError, match=message):
+        _check(**call)
