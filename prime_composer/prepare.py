@@ -4,7 +4,7 @@ Only the description and the cache key live here; ``backends/prepare.py`` trains
 tokenizer, a byte-level BPE with single digits trained on the recipe's own data, whenever their ``vocab_size`` agrees.
 """
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class PrepareConfig(BaseModel):
