@@ -1,27 +1,42 @@
 """What every loss shares: its config, and the bound loss that a trainer calls."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PositiveInt
 
-from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.contract import LossInputs, LossOutputs, Support
+from prime_composer.modifiers import SpecialTokenMask
 
 Need = Literal["ref_logprobs", "support", "advantages", "token_ids"]
 """Inputs that a trainer has to provide beyond trainer_logprobs, inference_logprobs and loss_mask."""
 
+SupportSize = PositiveInt | Literal["full"]
+"""K, the number of token ids per position; "full" is the whole vocabulary."""
+
 
 class LossConfig(BaseModel):
-    """Knobs of one loss. A subclass adds ``type: Literal["<name>"]`` and its fields, and says what it needs."""
+    """Knobs of one loss. A subclass adds ``type: Literal["<name>"]`` and its fields, and says what it needs.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    The fields here are modifiers: they work with every loss.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     needs_inputs: ClassVar[frozenset[str]] = frozenset()
+
+    special_tokens: SpecialTokenMask | None = None
+    """Takes the tokens of a chat template out of the loss."""
 
     @property
     def needs(self) -> frozenset[str]:
         """The inputs that this configuration of the loss cannot do without (``Need``)."""
-        return self.needs_inputs
+        return self.needs_inputs | self.modifier_needs
+
+    @property
+    def modifier_needs(self) -> frozenset[str]:
+        return frozenset({"token_ids"} if self.special_tokens else ())
 
     @property
     def support_size(self) -> int | Literal["full"]:
@@ -58,20 +73,38 @@ class Loss:
         self.state = config.make_state()
         self._fn = fn
 
+    def require(self, available: Iterable[str]) -> None:
+        """Raise ValueError unless all that the loss needs is among ``available``: the check at load, by recipe key."""
+        for need in sorted(self.config.needs - set(available)):
+            raise ValueError(
+                f"[{self.section}] type = {self.config.type!r} needs {need}, and the trainer gave none. {REMEDIES[need]}"
+            )
+
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """The SUM of the loss over the mask, and its metrics.
 
         Raises:
-            ValueError: an input that the loss needs is missing.
+            ValueError: an input that the loss needs is missing, or advantages carry a graph.
         """
-        for need in sorted(self.config.needs):
-            if getattr(inputs, need) is None:
-                raise ValueError(
-                    f"[{self.section}] type = {self.config.type!r} needs {need}, and the trainer gave none. {REMEDIES[need]}"
-                )
-        if self.state is None:
-            return self._fn(inputs, self.config)
-        return self._fn(inputs, self.config, self.state)
+        self.require(need for need in self.config.needs if getattr(inputs, need) is not None)
+        if inputs.advantages is not None and inputs.advantages.requires_grad:
+            raise ValueError(
+                f"[{self.section}] got advantages that carry a gradient. A divergence used as an advantage does not depend "
+                "on the sampled token: its expected policy gradient is 0. Use it as a loss of its own, or detach a reward."
+            )
+        inputs = dataclasses.replace(inputs, support=self._first_k(inputs.support))
+        metrics = {}
+        if self.config.special_tokens is not None:
+            inputs, metrics = self.config.special_tokens.apply(inputs)
+        outputs = self._fn(inputs, self.config) if self.state is None else self._fn(inputs, self.config, self.state)
+        return LossOutputs(loss=outputs.loss, metrics=outputs.metrics | metrics)
+
+    def _first_k(self, support: Support | None) -> Support | None:
+        """The K ids that this loss asked for, where another channel asked for more: most probable first."""
+        k = self.config.support_size
+        if support is None or k in (0, "full") or support.token_ids.shape[-1] <= k:
+            return support
+        return Support(support.token_ids[:, :k], support.teacher_logprobs[:, :k], support.student_logprobs[:, :k])
 
     def end_step(self, mean_loss: float) -> None:
         """Advance the state, once per optimiser step, with the step's loss per token (global over micro-batches)."""
@@ -92,3 +125,18 @@ REMEDIES = {
     "advantages": "Configure rewards: [rollout] group_size of at least 2 and a dataset with answers.",
     "token_ids": "Pass LossInputs.token_ids.",
 }
+
+
+def check_normalization(k: SupportSize, normalization: str, allow_biased: bool = False) -> None:
+    """Refuse, when a recipe is read, a normalisation that K does not allow (``divergences`` refuses the same in a call)."""
+    if normalization == "full" and k != "full":
+        raise ValueError(
+            f"normalization = 'full' is the whole vocabulary, and k = {k}: set k = 'full', or normalization = 'tail'."
+        )
+    if normalization == "renorm" and k == 1:
+        raise ValueError("normalization = 'renorm' with k = 1 is identically 0. Use normalization = 'tail', or k of at least 2.")
+    if normalization == "raw" and not allow_biased:
+        raise ValueError(
+            "normalization = 'raw' is biased: its gradient does not vanish at p = q and its value can be negative. "
+            "Use 'tail' or 'generalized', or set allow_biased = true."
+        )

@@ -1,0 +1,45 @@
+"""What every loss reports about its signal: where it sits, and how few tokens carry it. Called under ``no_grad``."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from prime_composer.contract import Support
+from prime_composer.divergences import MAX_LOG_MASS, kl_terms, log1mexp, upcast
+from prime_composer.masked import masked_mean
+
+
+def top_share(values: Float[Tensor, "seq"], mask: Bool[Tensor, "seq"], share: float = 0.01) -> Float[Tensor, ""]:
+    """Share of sum |values| over ``mask`` that its ``share`` largest tokens hold (at least one token); 0 if all are 0.
+
+    .01 is evenly spread over 100 tokens or more; near 1 means that a handful of tokens trains the model, the first failure
+    mode of "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562. No host synchronisation.
+    """
+    if values.numel() == 0:
+        return values.new_zeros(())
+    size = torch.where(mask, values.detach().abs(), 0.0)
+    held = size.sort(descending=True).values.cumsum(0)
+    last = (mask.sum() * share).ceil().long().clamp(min=1) - 1
+    return held.gather(0, last.unsqueeze(0)).squeeze(0) / held[-1].clamp(min=torch.finfo(held.dtype).tiny)
+
+
+def support_metrics(support: Support, mask: Bool[Tensor, "seq"], reverse: bool = True) -> dict[str, Tensor]:
+    """Token means of the masses on the support, and of the two parts of the tail KL.
+
+    KL over the K + 1 outcomes = ``kl_in_support`` (mass on the support times KL of the renormalised distributions) +
+    ``kl_mass`` (KL between the Bernoulli distributions of being on the support). ``reverse`` False gives KL(q || p).
+    """
+    p, q = upcast(support.student_logprobs), upcast(support.teacher_logprobs)
+    log_p_mass, log_q_mass = (torch.logsumexp(x, dim=-1).clamp(max=MAX_LOG_MASS) for x in (p, q))
+    metrics = {
+        "student_mass": masked_mean(torch.exp(log_p_mass), mask),
+        "teacher_mass": masked_mean(torch.exp(log_q_mass), mask),
+    }
+    if not reverse:
+        p, q, log_p_mass, log_q_mass = q, p, log_q_mass, log_p_mass
+    in_support = kl_terms(p, q).sum(-1) - torch.exp(log_p_mass) * (log_p_mass - log_q_mass)
+    masses = (torch.stack([x, log1mexp(x)], dim=-1) for x in (log_p_mass, log_q_mass))
+    return metrics | {
+        "kl_in_support": masked_mean(in_support, mask),
+        "kl_mass": masked_mean(kl_terms(*masses).sum(-1), mask),
+    }
