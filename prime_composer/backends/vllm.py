@@ -48,6 +48,8 @@ class Engine:
         gpu_memory_utilization: share of the GPU's memory for this engine; without meaning on a CPU build.
         enforce_eager: None is True on a CPU build and False (compiled, CUDA graphs) on a GPU.
         seed: seed of the engine's start. Sampling is seeded per call.
+        eos_token_ids: where a completion ends, beside ``SamplingParams.stop_token_ids``. None reads them from the
+            model's generation config, config and tokenizer.
         engine_args: anything else that ``vllm.LLM`` takes, for example ``{"max_num_seqs": 64}``.
 
     Raises:
@@ -68,6 +70,7 @@ class Engine:
         gpu_memory_utilization: float = GPU_MEMORY_SHARE,
         enforce_eager: bool | None = None,
         seed: int = 0,
+        eos_token_ids: Sequence[int] | None = None,
         engine_args: dict[str, Any] | None = None,
     ):
         vllm = import_vllm()
@@ -102,6 +105,11 @@ class Engine:
         config = self._llm.model_config
         self.max_model_len: int = config.max_model_len
         self.vocab_size: int = config.get_vocab_size()
+        if eos_token_ids is None:
+            from prime_composer.backends.transformers import read_eos_token_ids
+
+            eos_token_ids = read_eos_token_ids(self.model)
+        self.eos_token_ids = tuple(eos_token_ids)
         self.max_logprobs: int = self.vocab_size if config.max_logprobs == -1 else config.max_logprobs
 
     @property
@@ -111,75 +119,10 @@ class Engine:
             raise ValueError(f"The engine of {self.model} is closed; make a new one.")
         return self._llm
 
-    def update_weights(self, model: nn.Module) -> None:
-        """Load the model's weights in place, and forget every cached prefix computed with the old ones.
-
-        The names come from ``state_dict()``: unlike ``named_parameters()`` it lists ``lm_head.weight`` when it is tied
-        to the embeddings, and without it the CPU engine goes on with the old, repacked head and says nothing.
-        """
-        weights = iter(model.state_dict().items())
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self.forget_prefixes()
-
-    def forget_prefixes(self) -> None:
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: a request is still running on this engine.")
-
-    def close(self) -> None:
-        """Free the engine's memory. Closing twice is harmless."""
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            llm.llm_engine.engine_core.shutdown()
-            del llm
-            gc.collect()
-
-    def _run(self, prompts: list[list[int]], params) -> list:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-
-
-class VLLMSampler(Engine):
-    """Rollouts from a vLLM engine in this process (``rollout.Sampler``). See ``Engine`` for the other arguments.
-
-    Args:
-        eos_token_ids: where a completion ends, beside ``SamplingParams.stop_token_ids``. None reads them from the
-            model's generation config, config and tokenizer.
-    """
-
-    logprobs_mode = "processed_logprobs"
-
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        dtype: str = "float32",
-        max_model_len: int | None = None,
-        kv_cache_memory_bytes: int | None = None,
-        gpu_memory_utilization: float = GPU_MEMORY_SHARE,
-        enforce_eager: bool | None = None,
-        seed: int = 0,
-        eos_token_ids: Sequence[int] | None = None,
-        engine_args: dict[str, Any] | None = None,
-    ):
-        super().__init__(
-            model,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enforce_eager=enforce_eager,
-            seed=seed,
-            engine_args=engine_args,
-        )
-        if eos_token_ids is None:
-            from prime_composer.backends.transformers import read_eos_token_ids
-
-            eos_token_ids = read_eos_token_ids(self.model)
-        self.eos_token_ids = tuple(eos_token_ids)
-
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[Rollout]:
         """``params.n`` rollouts per prompt, in prompt order; the same seed and weights give the same rollouts.
+
+        A scorer's engine generates too (a teacher's accuracy), but its log mu is the raw one, right at T = 1 and top-p 1.
 
         The engine draws from torch's global generator, which is seeded for the call and put back after it. (A seed per
         request would be vLLM's own way; its CPU build cannot use it beside a partially prefilled prompt.)
@@ -213,6 +156,39 @@ class VLLMSampler(Engine):
                 rollout = make_rollout(prompt, completion.token_ids, logprobs, completion.finish_reason, index)
                 rollouts.extend([rollout] * (params.n if greedy else 1))
         return rollouts
+
+    def update_weights(self, model: nn.Module) -> None:
+        """Load the model's weights in place, and forget every cached prefix computed with the old ones.
+
+        The names come from ``state_dict()``: unlike ``named_parameters()`` it lists ``lm_head.weight`` when it is tied
+        to the embeddings, and without it the CPU engine goes on with the old, repacked head and says nothing.
+        """
+        weights = iter(model.state_dict().items())
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: a request is still running on this engine.")
+
+    def close(self) -> None:
+        """Free the engine's memory. Closing twice is harmless."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+
+    def _run(self, prompts: list[list[int]], params) -> list:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+
+
+class VLLMSampler(Engine):
+    """Rollouts from a vLLM engine in this process (``rollout.Sampler``): an ``Engine`` whose log mu is processed."""
+
+    logprobs_mode = "processed_logprobs"
 
 
 class VLLMScorer(Engine):
