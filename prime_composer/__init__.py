@@ -1,1 +1,45 @@
-"""Better distillation losses for PRIME-RL, as drop-in adapters; the same TOML recipe runs on one machine and on a cluster."""
+"""Better distillation losses for PRIME-RL, as drop-in adapters; the same TOML recipe runs on one machine and on a cluster.
+
+A map, in the order of the imports; nothing on the left knows anything on its right:
+
+- ``contract``, ``masked``, ``divergences``, ``lm_head``: the tensors a loss reads, the reductions, the maths.
+- ``losses``: one file per loss; ``LOSS_FNS`` is the table that everything else follows from.
+- ``recipe``, ``data``, ``prepare``, ``rollout``, ``scorer``: what a run is made of, described without importing it.
+- ``upstream``: the prime-rl room. ``backends``: vLLM and transformers.
+- ``student``, ``engine``, ``preflight``, ``evaluate``, ``checkpoint``, ``tracker``, ``train``: the one-machine engine.
+- ``runs``, ``show``, ``report``, ``cli``: what a person sees.
+
+The public names below are imported when they are first used, so that ``prime-rl --help`` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "LossInputs": "contract",
+    "LossOutputs": "contract",
+    "Support": "contract",
+    "LOSS_FNS": "losses",
+    "setup_loss_fn": "losses",
+    "forward_kl": "divergences",
+    "reverse_kl": "divergences",
+    "selected_logprobs": "lm_head",
+    "Recipe": "recipe",
+    "RecipeError": "recipe",
+    "load_recipe": "recipe",
+    "Rollout": "rollout",
+    "SamplingParams": "rollout",
+    "TeacherScores": "scorer",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

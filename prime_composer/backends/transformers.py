@@ -97,18 +97,26 @@ def load_student(
     return net, tokenizer
 
 
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Loading and saving without transformers' own progress bars: the run has one, and two would overwrite each other."""
+    logging = import_transformers().utils.logging
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
 def load_model(model: str | Path, dtype: str = "float32", device: str | torch.device | None = None) -> nn.Module:
     """A causal language model in eval mode (no dropout: the student's log-probs are those that the sampler sees)."""
     transformers = import_transformers()
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        progress = transformers.utils.logging.is_progress_bar_enabled()
-        transformers.utils.logging.disable_progress_bar()
+    with without_progress_bars():
         net = transformers.AutoModelForCausalLM.from_pretrained(str(model), dtype=getattr(torch, dtype))
-    finally:
-        if progress:
-            transformers.utils.logging.enable_progress_bar()
     return net.to(device).eval()
 
 

@@ -1,0 +1,142 @@
+"""Opens what a recipe names: the student and its sampler, the teacher and its scorer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from prime_composer.prepare import prepare_model
+from prime_composer.recipe import ModelConfig, Recipe
+from prime_composer.rollout import Rollout, Sampler
+from prime_composer.scorer import Scorer
+
+
+@dataclass
+class Engine:
+    """Everything that runs a model, open.
+
+    Attributes:
+        model: the student that trains; its tokenizer beside it.
+        sampler: samples the student's rollouts.
+        scorer: scores them with the teacher; None where the loss needs none.
+        stop_token_ids: what ends a completion beyond the engine's own EOS.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    sampler: Sampler
+    scorer: Scorer | None
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.get_output_embeddings().weight.shape[0]
+
+    def decode(self, rollout: Rollout) -> str:
+        """The completion as text, without special tokens."""
+        return self.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for part in (self.sampler, self.scorer):
+            if part is not None:
+                part.close()
+
+
+def open_engine(recipe: Recipe, status: Callable[[str], None], student_dir: Path | None = None) -> Engine:
+    """Load the student for training, and open its sampler and the teacher's scorer.
+
+    Args:
+        recipe: what to open.
+        status: told what is being waited for.
+        student_dir: the student's weights of a checkpoint; None for the recipe's own.
+    """
+    from prime_composer.backends.transformers import load_student
+
+    origin = model_dir(recipe.student, recipe)
+    status(f"loading the student from {student_dir or origin}")
+    model, tokenizer = load_student(student_dir or origin, dtype="float32")
+    if recipe.trainer.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    status(f"opening the {recipe.rollout.backend} sampler")
+    sampler = open_sampler(recipe, origin)
+    scorer = None
+    if {"support", "ref_logprobs"} & recipe.loss.needs:
+        status(f"opening the teacher's {teacher_backend(recipe)} scorer")
+        scorer = open_scorer(recipe)
+    return Engine(model, tokenizer, sampler, scorer, stop_token_ids=())
+
+
+def open_sampler(recipe: Recipe, origin: str | Path) -> Sampler:
+    """What samples the student, on the recipe's backend, from the weights at ``origin``."""
+    config = recipe.rollout
+    if config.backend == "server":
+        from prime_composer.backends.vllm_server import ServerSampler
+
+        return ServerSampler(config.url, model=str(origin))
+    if config.backend == "vllm":
+        from prime_composer.backends.vllm import VLLMSampler
+
+        return VLLMSampler(
+            origin,
+            dtype=recipe.trainer.dtype,
+            max_model_len=config.max_model_len,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+        )
+    from prime_composer.backends.transformers import TransformersSampler
+
+    return TransformersSampler(origin, dtype=recipe.trainer.dtype)
+
+
+def open_scorer(recipe: Recipe) -> Scorer:
+    """What scores with the teacher, able to answer the loss's K and the evaluation's."""
+    teacher = recipe.teacher
+    origin = model_dir(teacher, recipe)
+    backend = teacher_backend(recipe)
+    dtype = teacher.dtype or recipe.trainer.dtype
+    if backend == "server":
+        from prime_composer.backends.vllm_server import ServerScorer
+
+        return ServerScorer(teacher.url, model=str(origin))
+    if backend == "vllm":
+        from prime_composer.backends.vllm import VLLMScorer
+
+        return VLLMScorer(
+            origin,
+            dtype=dtype,
+            max_model_len=recipe.rollout.max_model_len + 1,
+            max_logprobs="full",
+            gpu_memory_utilization=teacher.gpu_memory_utilization,
+        )
+    from prime_composer.backends.transformers import TransformersScorer
+
+    return TransformersScorer(origin, dtype=dtype)
+
+
+def teacher_sampler(engine: Engine, recipe: Recipe) -> Sampler | None:
+    """What generates with the teacher, to measure its accuracy once; None without a teacher that is scored.
+
+    A vLLM teacher generates on the scorer's own engine.
+    """
+    if engine.scorer is None or hasattr(engine.scorer, "generate"):
+        return engine.scorer
+    teacher = recipe.teacher
+    origin = model_dir(teacher, recipe)
+    rollout = recipe.rollout.model_copy(update={"backend": teacher_backend(recipe), "url": teacher.url})
+    return open_sampler(recipe.model_copy(update={"rollout": rollout}), origin)
+
+
+def teacher_backend(recipe: Recipe) -> str:
+    """The teacher's backend: its own, "server" where it has a URL, or the rollout's."""
+    if recipe.teacher.url is not None:
+        return "server"
+    return recipe.teacher.backend or recipe.rollout.backend
+
+
+def model_dir(config: ModelConfig, recipe: Recipe) -> str | Path:
+    """Where a model's weights lie: its directory or hub id, or what was prepared for the recipe."""
+    return config.model if config.prepare is None else prepare_model(config.prepare, recipe.data)

@@ -1,0 +1,323 @@
+"""Recipes: one TOML file that says what is distilled into what, how, and on which data.
+
+``load_recipe`` reads a file, applies ``KEY=VALUE`` overrides and validates everything before anything heavy is imported.
+Settings that only prime-rl understands live in ``[prime_rl]``; the one-machine engine passes them by.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from prime_composer.data import DataConfig
+from prime_composer.losses import LOSS_TYPES, LossUnion
+from prime_composer.prepare import PrepareConfig
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot run: the message names the file, the key and the remedy."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """Where a model comes from: ``model`` names an existing one, or ``[*.prepare]`` builds a small one on the spot."""
+
+    model: str | None = None
+    """Directory in Hugging Face format, or a hub id where there is a network."""
+
+    prepare: PrepareConfig | None = None
+    """Build a small model here, once, and cache it."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "ModelConfig":
+        if (self.model is None) == (self.prepare is None):
+            raise ValueError("give exactly one of `model` and the table `prepare`")
+        return self
+
+
+class StudentConfig(ModelConfig):
+    """The model that is trained."""
+
+
+class TeacherConfig(ModelConfig):
+    """The model that scores the student's tokens."""
+
+    backend: Literal["vllm", "transformers", "server"] | None = None
+    """What runs the teacher; unset: the rollout's backend."""
+
+    url: str | None = None
+    """Base URL of a running vLLM server; implies backend 'server'."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Unset: the trainer's dtype."""
+
+    gpu_memory_utilization: float = Field(0.3, gt=0, le=1)
+    """Share of the GPU for the teacher's engine."""
+
+    @model_validator(mode="after")
+    def _server_has_url(self) -> "TeacherConfig":
+        if self.backend == "server" and self.url is None:
+            raise ValueError("backend = 'server' needs `url`, the base URL of a running vLLM server")
+        if self.url is not None and self.backend not in (None, "server"):
+            raise ValueError(f"`url` goes with backend = 'server', not {self.backend!r}")
+        return self
+
+
+class RolloutConfig(Section):
+    """How the student samples."""
+
+    backend: Literal["vllm", "transformers", "server"] = "vllm"
+    """What samples the rollouts."""
+
+    url: str | None = None
+    """Base URL of a running vLLM server of the student, for backend 'server'."""
+
+    group_size: int = Field(1, ge=1)
+    """Rollouts per prompt. RL terms need at least 2."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the losses always read the T = 1 policy."""
+
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus; log mu is that of the truncated distribution."""
+
+    max_tokens: int = Field(256, ge=1)
+    """Token budget of a completion."""
+
+    max_model_len: int = Field(2048, ge=2)
+    """Context of the engines: prompt and completion."""
+
+    student_fraction: float = Field(1.0, ge=0, le=1)
+    """GKD's lambda: probability that a sequence is sampled; else the data's solution."""
+
+    gpu_memory_utilization: float = Field(0.3, gt=0, le=1)
+    """Share of the GPU for the student's engine."""
+
+    @model_validator(mode="after")
+    def _server_has_url(self) -> "RolloutConfig":
+        if (self.backend == "server") != (self.url is not None):
+            raise ValueError("backend = 'server' and `url` go together")
+        return self
+
+
+class TrainerConfig(Section):
+    """The optimiser and its loop."""
+
+    steps: int = Field(ge=1)
+    """Optimiser steps."""
+
+    batch_size: int = Field(64, ge=1)
+    """Rollouts per step, a multiple of rollout.group_size."""
+
+    micro_batch_tokens: int = Field(16384, ge=1)
+    """Padded tokens per forward; gradients do not depend on it."""
+
+    lr: float = Field(2e-6, gt=0)
+    """Peak learning rate of AdamW."""
+
+    betas: tuple[float, float] = (0.9, 0.98)
+    """AdamW's betas."""
+
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Clip of the global gradient norm."""
+
+    warmup_steps: int = Field(0, ge=0)
+    """Linear warm-up."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up, down to 0."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the student's weights and its engine."""
+
+    gradient_checkpointing: bool = False
+    """Trade compute for memory in the student's backward."""
+
+    seed: int = Field(0, ge=0)
+    """Of prompts order, sampling and everything random."""
+
+
+class EvalConfig(Section):
+    """Measurement on held-out problems: greedy accuracy, and the reverse KL on rollouts sampled at T = 1."""
+
+    every: int = Field(20, ge=0)
+    """Steps between evaluations; 0: only before the first and after the last."""
+
+    size: int = Field(200, ge=1)
+    """Held-out problems for accuracy, the same ones every time."""
+
+    kl_size: int = Field(64, ge=0)
+    """Held-out problems whose rollouts measure the reverse KL; 0: none."""
+
+    kl_support: int | Literal["full", "auto"] = "auto"
+    """Ids per position of the measured KL. auto: full up to a vocabulary of 8192, else 64 and a tail."""
+
+
+class WandbConfig(Section):
+    """Weights & Biases, where ``pip install wandb`` was run."""
+
+    project: str
+    """Project."""
+
+    name: str | None = None
+    """Run name; unset: the run directory's name."""
+
+
+class LoggingConfig(Section):
+    """Metrics always go to ``metrics.jsonl`` in the run directory."""
+
+    tensorboard: bool = True
+    """Also write TensorBoard event files."""
+
+    wandb: WandbConfig | None = None
+    """Also log to Weights & Biases."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints: model, optimiser, loss state, step, recipe; written beside the old ones, then renamed."""
+
+    every: int = Field(20, ge=0)
+    """Steps between checkpoints; 0: only after the last step."""
+
+    keep: int = Field(2, ge=1)
+    """How many of the newest to keep."""
+
+
+class Recipe(Section):
+    """What is distilled into what, how, on which data."""
+
+    student: StudentConfig
+    teacher: TeacherConfig | None = None
+    loss: LossUnion
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    data: DataConfig
+    trainer: TrainerConfig
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    output_dir: str | None = None
+    """Run directory; unset: outputs/<name of the recipe file>."""
+
+    prime_rl: dict[str, Any] = Field(default_factory=dict)
+    """Native prime-rl settings, for prime-rl alone."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Recipe":
+        needs = self.loss.needs
+        for need in ("ref_logprobs", "support"):
+            if need in needs and self.teacher is None:
+                raise ValueError(f"[loss] type = {self.loss.type!r} needs {need}: add a [teacher] table")
+        if "advantages" in needs and self.rollout.group_size < 2:
+            raise ValueError(
+                f"[loss] type = {self.loss.type!r} needs advantages, which compare the rollouts of a group: "
+                "set rollout.group_size to 2 or more"
+            )
+        if self.trainer.batch_size % self.rollout.group_size:
+            raise ValueError(
+                f"trainer.batch_size = {self.trainer.batch_size} is not a multiple of "
+                f"rollout.group_size = {self.rollout.group_size}"
+            )
+        if self.rollout.max_tokens >= self.rollout.max_model_len:
+            raise ValueError(
+                f"rollout.max_tokens = {self.rollout.max_tokens} leaves no room for a prompt in "
+                f"rollout.max_model_len = {self.rollout.max_model_len}"
+            )
+        return self
+
+
+def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
+    """Read and validate a recipe.
+
+    Args:
+        path: a TOML file.
+        overrides: ``section.key=value`` items applied on top; the value is TOML, or a bare string.
+
+    Raises:
+        RecipeError: the file is missing or no TOML, a key is unknown (the nearest one is named), a value is wrong.
+    """
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such recipe. The shipped ones are in recipes/.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise RecipeError(f"{path}: not a TOML file: {error}") from None
+    for item in overrides:
+        apply_override(raw, item)
+    return parse_recipe(raw, str(path))
+
+
+def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Recipe:
+    """Validate a recipe given as nested tables; every problem is named in one ``RecipeError``."""
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors()]
+        raise RecipeError("\n".join(f"{source}: {line}" for line in lines)) from None
+
+
+def apply_override(raw: dict[str, Any], item: str) -> None:
+    """Set ``section.key=value`` in nested tables, in place."""
+    key, equals, text = item.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        raise RecipeError(f"--set {item}: write it as --set section.key=value, for example --set trainer.lr=1e-3")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    table = raw
+    for name in names[:-1]:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise RecipeError(f"--set {item}: {name} is a value in the recipe, not a table")
+    table[names[-1]] = value
+
+
+def _explain(item: Any) -> str:
+    """One pydantic error as one sentence that names the key and the remedy."""
+    loc = item["loc"]
+    key = ".".join(str(part) for part in loc if part not in LOSS_TYPES)
+    if item["type"] == "extra_forbidden":
+        known = _fields_at(loc[:-1])
+        near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}."
+        return f"unknown key {key}; {hint}"
+    if item["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        given = item["ctx"].get("tag")
+        near = difflib.get_close_matches(str(given), LOSS_TYPES, n=1)
+        what = f"unknown loss type {given!r}" if given is not None else f"{key}.type is missing"
+        return f"{what}{f'; did you mean {near[0]}?' if near else ''} The choices are: {', '.join(LOSS_TYPES)}."
+    if item["type"] == "missing":
+        return f"{key} is missing"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {message} (got {item['input']!r})" if key and item["type"] != "value_error" else (
+        f"{key}: {message}" if key else message
+    )
+
+
+def _fields_at(loc: Sequence[Any]) -> list[str]:
+    """Names of the fields of the section that an error location points into."""
+
+    here: Any = Recipe
+    for part in loc:
+        if part in LOSS_TYPES:
+            here = LOSS_TYPES[part]
+            continue
+        field = getattr(here, "model_fields", {}).get(part)
+        if field is None:
+            continue
+        options = [field.annotation, *get_args(field.annotation)]
+        models = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
+        here = models[0] if models else here
+    return list(here.model_fields)
