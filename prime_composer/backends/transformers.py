@@ -1,6 +1,7 @@
 """The student for training, and a sampler and a scorer for machines without vLLM, from transformers models."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
