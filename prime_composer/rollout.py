@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
 
+@runtime_checkable
 class Sampler(Protocol):
     """What samples rollouts of the student."""
 

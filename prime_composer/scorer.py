@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -27,6 +27,7 @@ class TeacherScores:
     teacher_logprobs: Float[Tensor, "seq k"]
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """What scores rollouts with the teacher."""
 

@@ -91,6 +91,11 @@ def import_vllm():
             # vLLM looks at an architecture for the first time in a subprocess, to keep CUDA out of this one. The guard
             # does not reach that subprocess, and on a CPU build there is no CUDA to keep out.
             registry._run_in_subprocess = lambda inspect: inspect()
+        import vllm.v1.engine.core as core
+
+        # Closing an engine destroys the process group and the model-parallel groups of the whole process, which every
+        # other engine in it still uses, and the trainer maybe too. They hold no memory worth the name: they stay.
+        core.cleanup_dist_env_and_memory = lambda: None
     return vllm
 
 

@@ -178,6 +178,8 @@ class Engine:
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
     def _run(self, prompts: list[list[int]], params) -> list:
         with warnings.catch_warnings():

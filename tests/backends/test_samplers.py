@@ -160,13 +160,15 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass():
     )
 
 
-def test_an_engine_starts_without_moving_the_global_generators_and_says_when_it_is_closed(models):
+def test_an_engine_starts_without_moving_the_global_generators_and_says_when_it_is_closed(models, vllm_sampler):
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()
     sampler = VLLMSampler(models.untied, max_model_len=64, eos_token_ids=[3])
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1]
     sampler.close()
     sampler.close()
+    # closing one engine leaves the others their process group
+    assert len(vllm_sampler.generate(PROMPTS, SamplingParams(max_tokens=2), seed=0)) == 3
     with pytest.raises(ValueError, match="closed"):
         sampler.generate([[4]], SamplingParams(max_tokens=1), seed=0)
 
