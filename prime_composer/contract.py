@@ -4,7 +4,7 @@ Position t of every tensor speaks about token t of the sequence, given the token
 its shift to the right): ``trainer_logprobs[t] = log p(token_ids[t] | token_ids[:t])``.
 
 Source: ``LossInputs`` and ``LossOutputs`` of prime_rl/trainer/rl/loss.py, https://github.com/PrimeIntellect-ai/prime-rl
-(read at 559b4477). ``support``, ``token_ids`` and ``segment_ids`` are ours.
+(read at 559b4477). ``support``, ``token_ids``, ``segment_ids`` and ``replay`` are ours.
 """
 
 import math
@@ -47,6 +47,28 @@ class Support:
             student_logprobs=torch.where(rows, self.student_logprobs, fill),
         )
 
+    def check(self, mask: Bool[Tensor, "seq"], vocab_size: int) -> None:
+        """Refuse a support that no vocabulary has. Synchronises with the device: for a first step, not for every one.
+
+        Raises:
+            ValueError: at a position of ``mask``, an id stands twice (its mass would count twice) or is outside the
+                vocabulary, or the teacher gave no score; or K exceeds the vocabulary.
+        """
+        k = self.token_ids.shape[-1]
+        if k > vocab_size:
+            raise ValueError(f"The support has K = {k} ids per position and the vocabulary only {vocab_size}.")
+        ids = self.token_ids[mask].sort(-1).values
+        if ids.numel() and (ids.max() >= vocab_size or ids.min() < 0):
+            raise ValueError(
+                f"The support has token id {int(ids.max())} (least: {int(ids.min())}), and the student's vocabulary has "
+                f"{vocab_size} ids. Do teacher and student share one tokenizer and one padded vocabulary?"
+            )
+        twice = ids[:, 1:] == ids[:, :-1]
+        if twice.any():
+            raise ValueError(f"The support has token id {int(ids[:, 1:][twice][0])} twice at one position; dedupe the ids.")
+        if self.teacher_logprobs[mask].isnan().any():
+            raise ValueError("The teacher gave no score (NaN) at a position that trains.")
+
 
 @dataclass(eq=False)
 class LossInputs:
@@ -62,6 +84,8 @@ class LossInputs:
         support: teacher and student log-probabilities on the support; None where no support was scored.
         token_ids: the tokens themselves, [seq]; read by token-wise modifiers.
         segment_ids: which sequence a token belongs to, [seq], non-decreasing; None means one sequence.
+        replay: inputs of the replay channel, a pack of preference pairs: segment 2i is the chosen and 2i + 1 the rejected
+            response of pair i. None where the trainer carries no pairs.
     """
 
     trainer_logprobs: Float[Tensor, "seq"]
@@ -73,6 +97,7 @@ class LossInputs:
     support: Support | None = None
     token_ids: Int[Tensor, "seq"] | None = None
     segment_ids: Int[Tensor, "seq"] | None = None
+    replay: "LossInputs | None" = None
 
 
 @dataclass(eq=False)

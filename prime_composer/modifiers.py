@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, model_validator
 from torch import Tensor
 
 from prime_composer.contract import LossInputs
@@ -96,6 +96,34 @@ class SpecialTokenMask(Modifier):
         return dataclasses.replace(inputs, loss_mask=mask & ~removed), metrics
 
 
+class PositionWeights(Modifier):
+    """IW-OPD: early tokens of a response weigh more, by how much of its teacher-student discrepancy still lies ahead.
+
+        w_t = 1 + gamma (1 - sum_{i<t} |a_i| / sum_i |a_i|),    a = sg(log q - log mu)
+
+    from 1 + gamma at a response's first token down to 1. A response on which teacher and sampler agree gets 1 + gamma.
+    Source: "On the Position Bias of On-Policy Distillation" (2026), https://arxiv.org/abs/2606.22600; trl's IWOPDTrainer.
+    """
+
+    gamma: NonNegativeFloat = 0.5
+    """Extra weight of the first token."""
+
+    def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
+        """Inputs with ``loss_weights`` multiplied by w. Metric: ``position_weights/mean``."""
+        mask = inputs.loss_mask
+        with torch.no_grad():
+            gap = torch.where(mask, inputs.ref_logprobs - inputs.inference_logprobs, 0.0).abs()
+            # float64: a pack's cumulative sum loses the digits of its last responses otherwise.
+            before = gap.double().cumsum(0) - gap.double()
+            prefix = before - at_segment_start(before, inputs.segment_ids)
+            total = segment_totals(gap.double(), inputs.segment_ids)
+            weights = (1 + self.gamma * (1 - prefix / total.clamp(min=1e-8))).to(gap.dtype)
+            metrics = {"position_weights/mean": masked_mean(weights, mask)}
+            if inputs.loss_weights is not None:
+                weights = weights * inputs.loss_weights
+        return dataclasses.replace(inputs, loss_weights=weights), metrics
+
+
 def segment_starts(segment_ids: Int[Tensor, "seq"]) -> Bool[Tensor, "seq"]:
     """True at the first token of each sequence of a pack."""
     starts = torch.ones_like(segment_ids, dtype=torch.bool)
@@ -112,6 +140,20 @@ def at_segment_start(counts: Tensor, segment_ids: Int[Tensor, "seq"] | None) -> 
     if segment_ids is None:
         return counts[..., :1]
     return torch.where(segment_starts(segment_ids), counts, 0).cummax(-1).values
+
+
+def segment_totals(values: Tensor, segment_ids: Int[Tensor, "seq"] | None) -> Tensor:
+    """Each token gets the sum of ``values`` over its sequence, [seq]."""
+    if segment_ids is None:
+        return values.sum().expand_as(values)
+    rows = segment_starts(segment_ids).long().cumsum(0) - 1
+    return torch.zeros_like(values).index_add(0, rows, values)[rows]
+
+
+def position_in_segment(mask: Bool[Tensor, "seq"], segment_ids: Int[Tensor, "seq"] | None) -> Int[Tensor, "seq"]:
+    """How many tokens of ``mask`` stand before a token in its sequence."""
+    before = mask.long().cumsum(0) - mask.long()
+    return before - at_segment_start(before, segment_ids)
 
 
 def resolve(config: M, tokenizer: Any) -> M:

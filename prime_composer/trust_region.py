@@ -68,3 +68,32 @@ def drift_metrics(
         "unmasked_mismatch_kl": masked_mean(mismatch_kl, mask & ~dropped),
         "is_masked": masked_mean(dropped, mask),
     }
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Which tokens a trust region drops, by the side it drops them on; True only at tokens of the mask."""
+
+    high: Bool[Tensor, "seq"]
+    low: Bool[Tensor, "seq"]
+
+    @property
+    def dropped(self) -> Bool[Tensor, "seq"]:
+        return self.high | self.low
+
+
+def signed_region(
+    signal: Float[Tensor, "seq"],
+    probs_diff: Float[Tensor, "seq"],
+    delta_low: float,
+    delta_high: float,
+    mask: Bool[Tensor, "seq"],
+) -> Region:
+    """The region that follows the signal it guards: drop iff the step would carry a probability further out.
+
+    (signal > 0 and p - mu > delta_high) or (signal < 0 and p - mu < -delta_low). DPPO's (2602.04879) rule, read with the
+    sign of the signal that multiplies rho, whatever that signal is.
+    """
+    return Region(
+        high=mask & (signal > 0) & (probs_diff > delta_high), low=mask & (signal < 0) & (probs_diff < -delta_low)
+    )

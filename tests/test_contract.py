@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from prime_composer.contract import LossInputs, Support
 from prime_composer.losses import LOSS_FNS, LOSS_TYPES, LossUnion, setup_loss_fn
@@ -12,18 +12,51 @@ from prime_composer.losses import LOSS_FNS, LOSS_TYPES, LossUnion, setup_loss_fn
 VOCAB = 40
 
 # Knobs of the losses that have no default, and settings of others that take another path through the code.
-REQUIRED: dict[str, dict] = {}
+REQUIRED: dict[str, dict] = {
+    "taid": {"total_steps": 10},
+    "entropy_aware_opd": {"tau": 1.5, "alpha": 0.5},
+}
 VARIANTS: list[dict] = [
     {"type": "sampled_reverse_kl", "dialect": "v0_6"},
+    {"type": "sampled_reverse_kl", "mode": "signed", "delta_low": 0.02, "delta_high": 0.02},
+    {"type": "sampled_reverse_kl", "mode": "signed", "clip": 1.0, "top_d": 0.9, "baseline": "topk_kl", "k": 8},
     {"type": "topk_reverse_kl", "normalization": "renorm", "k": 8},
     {"type": "topk_reverse_kl", "normalization": "generalized", "k": 8},
     {"type": "topk_reverse_kl", "normalization": "stop_gradient", "k": 8},
+    {"type": "topk_reverse_kl", "normalization": "raw", "allow_biased": True, "k": 8},
     {"type": "topk_reverse_kl", "normalization": "full", "k": "full"},
     {"type": "topk_reverse_kl", "special_tokens": {"ids": [1, 2, 3]}},
+    {"type": "topk_reverse_kl", "special_tokens": {"ids": list(range(20)), "occurrence": "all"}, "k": 8},
+    {"type": "topk_reverse_kl", "position_weights": {}},
+    {"type": "topk_reverse_kl", "rl_mix": {"kd": 0.3}},
+    {"type": "sampled_reverse_kl", "rl_mix": {"form": "add", "kd": 2.0, "loss": {"type": "ipo"}}},
     {"type": "topk_forward_kl", "normalization": "renorm", "k": 8},
+    {"type": "topk_forward_kl", "normalization": "generalized", "k": 8},
+    {"type": "topk_forward_kl", "k": "full"},
+    {"type": "generalized_jsd", "beta": 0.2, "normalization": "renorm", "k": 8},
+    {"type": "generalized_jsd", "beta": 0.9, "normalization": "generalized", "k": 8},
+    {"type": "generalized_jsd", "beta": 0.3, "normalization": "full", "k": "full"},
+    {"type": "head_tail_reverse_kl", "k": 8},
+    {"type": "head_tail_reverse_kl", "k": 8, "max_ratio": 1.0},
+    {"type": "taid", "k": "full", "normalization": "full", "total_steps": 10},
+    {"type": "taid", "normalization": "renorm", "form": "kl", "total_steps": 10, "k": 8},
+    {"type": "entropy_aware_opd", "reverse": "topk", "tau": 1.5, "alpha": 0.5, "k": 8},
+    {"type": "self_distillation", "chosen_by": "student", "k": 8, "divergence": "reverse_kl"},
+    {"type": "self_distillation", "divergence": "sampled_reverse_kl", "skip_first": 1, "max_ratio": "off"},
+    {"type": "self_distillation", "divergence": "forward_kl", "normalization": "renorm", "skip_first": 2},
+    {
+        "type": "compose",
+        "distillation": {
+            "tail": {"weight": 0.5, "loss": {"type": "topk_reverse_kl", "k": 8}},
+            "moving": {"weight": 0.25, "loss": {"type": "taid", "total_steps": 10, "k": 8}},
+            "off": {"loss": {"type": "topk_forward_kl", "k": "full"}},
+        },
+        "replay": {"weight": 0.1, "loss": {"type": "dpo"}},
+        "position_weights": {},
+    },
 ]
 # The value of these is a surrogate with a stop-gradient in it: their closed forms stand in tests of their own.
-SURROGATES = {"sampled_reverse_kl"}
+SURROGATES = {"sampled_reverse_kl", "head_tail_reverse_kl", "entropy_aware_opd", "taid", "self_distillation", "compose"}
 
 CONFIGS = [LOSS_TYPES[name](**REQUIRED.get(name, {})) for name in LOSS_TYPES] + [
     LOSS_TYPES[v["type"]](**v) for v in VARIANTS
@@ -31,7 +64,8 @@ CONFIGS = [LOSS_TYPES[name](**REQUIRED.get(name, {})) for name in LOSS_TYPES] + 
 
 
 def config_id(config) -> str:
-    return ",".join([config.type, *(f"{k}={getattr(config, k)}" for k in sorted(config.model_fields_set - {"type"}))])
+    knobs = {k: getattr(config, k) for k in sorted(config.model_fields_set - {"type"})}
+    return ",".join([config.type, *(k if isinstance(v, (dict, BaseModel)) else f"{k}={v}" for k, v in knobs.items())])
 
 
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=config_id)
@@ -63,11 +97,20 @@ def make_inputs(config, seq=12, seed=0, dtype=torch.float64, first_segment=0, ma
         support=Support(ids, leaf(log_q.gather(-1, ids)), leaf(log_p.gather(-1, ids))),
         token_ids=tokens,
         segment_ids=first_segment + torch.arange(seq) * 4 // seq,
+        replay=make_inputs(LOSS_TYPES["dpo"](), seq, seed + 50, dtype, first_segment, mask)
+        if "replay" in config.needs
+        else None,
     )
 
 
 def student_leaves(inputs: LossInputs) -> list[torch.Tensor]:
-    return [inputs.trainer_logprobs, inputs.support.student_logprobs]
+    own = [inputs.trainer_logprobs, inputs.support.student_logprobs]
+    return own + (student_leaves(inputs.replay) if inputs.replay else [])
+
+
+def with_weights(inputs: LossInputs, weights: torch.Tensor | None) -> LossInputs:
+    replay = inputs.replay and dataclasses.replace(inputs.replay, loss_weights=weights)
+    return dataclasses.replace(inputs, loss_weights=weights, replay=replay)
 
 
 def loss_and_grads(config, inputs: LossInputs):
@@ -104,20 +147,15 @@ def test_metrics_have_the_same_keys_on_every_call(config):
     assert full.metrics.keys() == empty.metrics.keys()
 
 
-@each_config
-@pytest.mark.parametrize("garbage", [0.0, float("-inf"), float("nan"), float("inf"), -1e30])
-def test_what_stands_at_masked_positions_changes_neither_loss_nor_gradient(config, garbage):
-    inputs = make_inputs(config)
-    out, grads = loss_and_grads(config, inputs)
+def soil(inputs: LossInputs, garbage: float) -> LossInputs:
     off = ~inputs.loss_mask
-    assert off.any()
 
     def dirty(x):
         return (
             x.detach().masked_fill(off if x.dim() == 1 else off.unsqueeze(-1), garbage).requires_grad_(x.requires_grad)
         )
 
-    soiled = dataclasses.replace(
+    return dataclasses.replace(
         inputs,
         trainer_logprobs=dirty(inputs.trainer_logprobs),
         inference_logprobs=dirty(inputs.inference_logprobs),
@@ -130,7 +168,17 @@ def test_what_stands_at_masked_positions_changes_neither_loss_nor_gradient(confi
             dirty(inputs.support.teacher_logprobs),
             dirty(inputs.support.student_logprobs),
         ),
+        replay=inputs.replay and soil(inputs.replay, garbage),
     )
+
+
+@each_config
+@pytest.mark.parametrize("garbage", [0.0, float("-inf"), float("nan"), float("inf"), -1e30])
+def test_what_stands_at_masked_positions_changes_neither_loss_nor_gradient(config, garbage):
+    inputs = make_inputs(config)
+    out, grads = loss_and_grads(config, inputs)
+    assert (~inputs.loss_mask).any()
+    soiled = soil(inputs, garbage)
     soiled_out, soiled_grads = loss_and_grads(config, soiled)
     torch.testing.assert_close(soiled_out.loss, out.loss, rtol=1e-14, atol=0)
     for a, b in zip(soiled_grads, grads, strict=True):
@@ -150,7 +198,8 @@ def concatenated(a: LossInputs, b: LossInputs) -> LossInputs:
         *(torch.cat([getattr(s.support, f.name).detach() for s in (a, b)]) for f in dataclasses.fields(Support))
     )
     support.student_logprobs.requires_grad_()
-    return LossInputs(**{name: cat(name) for name in names}, support=support)
+    replay = a.replay and concatenated(a.replay, b.replay)
+    return LossInputs(**{name: cat(name) for name in names}, support=support, replay=replay)
 
 
 @each_config
@@ -175,13 +224,9 @@ def test_gradient_reaches_the_students_logprobs_only(config):
 @each_config
 def test_no_weights_are_weights_of_one_and_doubled_weights_double_the_loss(config):
     inputs = make_inputs(config)
-    plain, plain_grads = loss_and_grads(config, dataclasses.replace(inputs, loss_weights=None))
-    ones, ones_grads = loss_and_grads(
-        config, dataclasses.replace(inputs, loss_weights=torch.ones(12, dtype=torch.float64))
-    )
-    twos, twos_grads = loss_and_grads(
-        config, dataclasses.replace(inputs, loss_weights=2 * torch.ones(12, dtype=torch.float64))
-    )
+    plain, plain_grads = loss_and_grads(config, with_weights(inputs, None))
+    ones, ones_grads = loss_and_grads(config, with_weights(inputs, torch.ones(12, dtype=torch.float64)))
+    twos, twos_grads = loss_and_grads(config, with_weights(inputs, 2 * torch.ones(12, dtype=torch.float64)))
     assert torch.equal(plain.loss, ones.loss)
     assert torch.equal(2 * plain.loss, twos.loss)
     for a, b, c in zip(plain_grads, ones_grads, twos_grads, strict=True):
@@ -194,7 +239,7 @@ def test_a_token_of_weight_zero_does_not_train(config):
     # A whole sequence: losses over sequences give its tokens no gradient either.
     zero = inputs.segment_ids // 2 == 0
     weights = torch.where(zero, 0.0, 1.0).double()
-    _, grads = loss_and_grads(config, dataclasses.replace(inputs, loss_weights=weights))
+    _, grads = loss_and_grads(config, with_weights(inputs, weights))
     assert all((g[zero] == 0).all() for g in grads)
 
 

@@ -7,31 +7,46 @@ The teacher's log-ratio at the token that the student sampled is the reward of a
 with ``keep`` the trust region. In expectation over y ~ mu, and without the trust region and kl_tau, its gradient is that of
 the full-vocabulary KL(student || teacher); one sample per position makes it noisy, and a few tokens carry most of it.
 
-The letters: p is the live student (``trainer_logprobs``), mu the sampler, q the teacher. Upstream's sum over future tokens
-is left out on purpose there and here: discount 0.
+Mode ``prime_rl`` is upstream's arithmetic bit for bit. Its trust region reads the sign of the RL advantage (v0.6) or always
+the low side (v0.7 and later), not the sign of A: it drops tokens that the teacher is pulling back in, and keeps some that
+run away. Mode ``signed`` reads the sign of A, and may reshape A first, in this order:
+
+    TOP-D floor    A <- log(a q/p + 1 - a), never below log(1 - a)
+    clip           A <- clamp(A, -c, c)
+    baseline       A <- A + sg KL_topK(p || q), the vOPD control variate: E_p[A] = -KL(p || q), so that the expected
+                   gradient stays and the variance falls
+
+The letters: p is the live student (``trainer_logprobs``), mu the sampler, q the teacher. A sum over future tokens is left out
+on purpose, there and here: discount 0.
 
 References: prime-rl ``opd_loss_fn`` (v0.6.0) and ``ref_kl_loss_fn`` (v0.7.0 to 559b4477),
 https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py; "On-Policy Distillation" (Thinking
-Machines, 2025), https://thinkingmachines.ai/blog/on-policy-distillation/.
+Machines, 2025), https://thinkingmachines.ai/blog/on-policy-distillation/; DPPO (2026), https://arxiv.org/abs/2602.04879;
+TOP-D (2026), https://arxiv.org/abs/2607.04751, and prime-rl's pull request 2966; vOPD (2026), https://arxiv.org/abs/2605.07865.
 """
 
+import math
 from typing import Literal
 
 import torch
-from pydantic import Field
+from jaxtyping import Float
+from pydantic import Field, PositiveFloat, model_validator
+from torch import Tensor
 
 from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.divergences import reverse_kl
 from prime_composer.loss_metrics import top_share
-from prime_composer.losses.base import LossConfig
+from prime_composer.losses.base import LossConfig, SupportSize
 from prime_composer.masked import masked_mean
-from prime_composer.trust_region import drift_metrics, importance_ratios, policy_gradient_sum
+from prime_composer.trust_region import Region, drift_metrics, importance_ratios, policy_gradient_sum, signed_region
 
 
 class SampledReverseKLLossConfig(LossConfig):
     type: Literal["sampled_reverse_kl"] = "sampled_reverse_kl"
 
-    mode: Literal["prime_rl"] = "prime_rl"
-    """``prime_rl``: loss, gradient and metric values are bit-equal to upstream's on finite inputs."""
+    mode: Literal["prime_rl", "signed"] = "prime_rl"
+    """``prime_rl``: loss, gradient and metric values are bit-equal to upstream's on finite inputs. ``signed``: the trust
+    region follows the sign of the distillation signal."""
 
     dialect: Literal["v0_6", "v0_7"] = "v0_7"
     """Mode prime_rl: v0_6 drops by the sign of the RL advantage (which it then needs), v0_7 and later on the low side only."""
@@ -45,10 +60,30 @@ class SampledReverseKLLossConfig(LossConfig):
     kl_tau: float = Field(1e-3, ge=0)
     """Factor of (log rho)^2, which holds the policy near its sampler."""
 
+    clip: PositiveFloat | None = None
+    """Mode signed: bound of |A|, in nats."""
+
+    top_d: float | None = Field(None, gt=0, lt=1)
+    """Mode signed: TOP-D's a; A is then never below log(1 - a)."""
+
+    baseline: Literal["topk_kl"] | None = None
+    """Mode signed: vOPD's control variate from the teacher's top-K (which it then needs)."""
+
+    k: SupportSize = 32
+    """Teacher tokens per position for the baseline."""
+
+    @model_validator(mode="after")
+    def _signed_only(self) -> "SampledReverseKLLossConfig":
+        for knob in ("clip", "top_d", "baseline"):
+            if self.mode == "prime_rl" and getattr(self, knob) is not None:
+                raise ValueError(f"{knob} needs mode = 'signed': mode = 'prime_rl' is upstream's arithmetic and nothing else.")
+        return self
+
     @property
     def needs(self) -> frozenset[str]:
         by_advantage = self.mode == "prime_rl" and self.dialect == "v0_6"
-        return self.modifier_needs | {"ref_logprobs"} | ({"advantages"} if by_advantage else set())
+        needs = {"ref_logprobs"} | ({"advantages"} if by_advantage else set()) | ({"support"} if self.baseline else set())
+        return self.modifier_needs | needs
 
 
 def sampled_reverse_kl_loss_fn(inputs: LossInputs, config: SampledReverseKLLossConfig) -> LossOutputs:
@@ -57,30 +92,65 @@ def sampled_reverse_kl_loss_fn(inputs: LossInputs, config: SampledReverseKLLossC
     ratios = importance_ratios(inputs)
     log_ratio, probs_diff = ratios.log_ratio, ratios.probs_diff
     with torch.no_grad():
-        signal = torch.where(mask, inputs.ref_logprobs - inputs.trainer_logprobs, 0.0)
-
-    too_high, too_low = probs_diff > config.delta_high, probs_diff < -config.delta_low
-    if config.dialect == "v0_6":
-        positive = mask & (inputs.advantages > 0)
-        negative = mask & (inputs.advantages < 0)
-        dropped = torch.where(positive, too_high, too_low)
-    else:
-        dropped = too_low
-    keep = mask & ~dropped
-    loss = policy_gradient_sum(log_ratio, signal, keep, config.kl_tau, inputs)
+        log_teacher_ratio = torch.where(mask, inputs.ref_logprobs - inputs.trainer_logprobs, 0.0)
+        if config.mode == "signed":
+            signal, region, extra = _signed(log_teacher_ratio, probs_diff, inputs, config)
+        else:
+            signal, region, extra = _prime_rl(log_teacher_ratio, probs_diff, inputs, config)
+    dropped = region.dropped
+    loss = policy_gradient_sum(log_ratio, signal, mask & ~dropped, config.kl_tau, inputs)
 
     with torch.no_grad():
-        metrics = drift_metrics(log_ratio, dropped, mask)
-        if config.dialect == "v0_6":
-            metrics |= {
-                "is_masked_low": masked_mean(negative & too_low, mask),
-                "is_masked_high": masked_mean(positive & too_high, mask),
-                "masked_advantage_positive": masked_mean(positive, mask & dropped),
-                "masked_advantage_negative": masked_mean(negative, mask & dropped),
-            }
-        metrics |= {
-            "teacher_kl" if config.dialect == "v0_6" else "ref_kl": masked_mean(signal, mask),
+        metrics = {
+            **drift_metrics(log_ratio, dropped, mask),
             "signal_abs": masked_mean(signal.abs(), mask),
             "signal_top1pct": top_share(signal, mask),
+            **extra,
         }
     return LossOutputs(loss=loss, metrics={f"sampled_reverse_kl/{name}": value for name, value in metrics.items()})
+
+
+def _prime_rl(
+    signal: Float[Tensor, "seq"], probs_diff: Float[Tensor, "seq"], inputs: LossInputs, config: SampledReverseKLLossConfig
+) -> tuple[Float[Tensor, "seq"], Region, dict[str, Tensor]]:
+    """Upstream's trust regions, and the names of upstream's metrics."""
+    mask = inputs.loss_mask
+    too_high, too_low = mask & (probs_diff > config.delta_high), mask & (probs_diff < -config.delta_low)
+    if config.dialect == "v0_7":
+        return signal, Region(high=torch.zeros_like(mask), low=too_low), {"ref_kl": masked_mean(signal, mask)}
+    positive, negative = mask & (inputs.advantages > 0), mask & (inputs.advantages < 0)
+    region = Region(high=positive & too_high, low=~positive & too_low)
+    extra = {
+        "is_masked_low": masked_mean(negative & too_low, mask),
+        "is_masked_high": masked_mean(region.high, mask),
+        "masked_advantage_positive": masked_mean(positive, region.dropped),
+        "masked_advantage_negative": masked_mean(negative, region.dropped),
+        "teacher_kl": masked_mean(signal, mask),
+    }
+    return signal, region, extra
+
+
+def _signed(
+    log_teacher_ratio: Float[Tensor, "seq"],
+    probs_diff: Float[Tensor, "seq"],
+    inputs: LossInputs,
+    config: SampledReverseKLLossConfig,
+) -> tuple[Float[Tensor, "seq"], Region, dict[str, Tensor]]:
+    """The reshaped signal, and the region by its sign."""
+    mask = inputs.loss_mask
+    signal = log_teacher_ratio
+    if config.top_d is not None:
+        floor = torch.full_like(signal, math.log1p(-config.top_d))
+        signal = torch.logaddexp(signal + math.log(config.top_d), floor)
+    if config.clip is not None:
+        signal = signal.clamp(-config.clip, config.clip)
+    extra = {"ref_kl": masked_mean(log_teacher_ratio, mask)}
+    if config.baseline is not None:
+        support = inputs.support.masked(mask)
+        baseline = reverse_kl(support.student_logprobs, support.teacher_logprobs, "tail").to(signal.dtype)
+        signal = signal + baseline
+        extra["baseline"] = masked_mean(baseline, mask)
+    signal = torch.where(mask, signal, 0.0)
+    region = signed_region(signal, probs_diff, config.delta_low, config.delta_high, mask)
+    extra["is_masked_low"], extra["is_masked_high"] = masked_mean(region.low, mask), masked_mean(region.high, mask)
+    return signal, region, extra

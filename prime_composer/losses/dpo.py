@@ -1,0 +1,56 @@
+"""DPO on (chosen, rejected) pairs: the replay channel's loss with a reference policy.
+
+Per pair, with the log-probs summed over each response's tokens,
+
+    -log sigmoid(beta [(log p - log r)(chosen) - (log p - log r)(rejected)])
+
+r is the frozen reference policy: in the pairs' inputs ``ref_logprobs`` are r's. Segment 2i of the pack is the chosen response of
+pair i and 2i + 1 the rejected one; a pair whose one side has no token of the mask trains nothing.
+
+The loss is a SUM over *pairs*. Where the trainer divides by tokens, ``loss_weights`` of tokens/pairs make that the mean over
+pairs; a pair's weight is the mean weight of its tokens.
+
+Reference: "Direct Preference Optimization" (2023), https://arxiv.org/abs/2305.18290, Eq. 7.
+"""
+
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveFloat
+
+from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.divergences import upcast
+from prime_composer.losses.base import ChannelName, LossConfig
+from prime_composer.masked import masked_mean, masked_sum
+from prime_composer.preferences import pairs_of
+
+
+class DPOLossConfig(LossConfig):
+    type: Literal["dpo"] = "dpo"
+
+    needs_inputs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs", "segment_ids"})
+    channel: ClassVar[ChannelName] = "replay"
+
+    beta: PositiveFloat = 0.1
+    """Inverse temperature: how far the policy may leave the reference for a preference."""
+
+
+def dpo_loss_fn(inputs: LossInputs, config: DPOLossConfig) -> LossOutputs:
+    """sum over pairs of -w log sigmoid(beta margin)."""
+    mask = inputs.loss_mask
+    policy = torch.where(mask, upcast(inputs.trainer_logprobs), 0.0)
+    reference = torch.where(mask, upcast(inputs.ref_logprobs).detach(), 0.0)
+    pairs = pairs_of(inputs, policy.dtype)
+    chosen, rejected = pairs.sums(policy - reference)
+    margin = config.beta * (chosen - rejected)
+    loss = masked_sum(-F.logsigmoid(margin), pairs.complete, pairs.weights)
+
+    with torch.no_grad():
+        metrics = {
+            "loss": masked_mean(-F.logsigmoid(margin), pairs.complete),
+            "margin": masked_mean(margin, pairs.complete),
+            "accuracy": masked_mean(margin > 0, pairs.complete),
+            "pairs": pairs.complete.sum().to(policy.dtype),
+        }
+    return LossOutputs(loss=loss, metrics={f"dpo/{name}": value for name, value in metrics.items()})

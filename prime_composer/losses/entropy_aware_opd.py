@@ -1,0 +1,95 @@
+"""Entropy-aware on-policy distillation: reverse KL everywhere, and forward KL on top where the teacher is unsure.
+
+    L = sum over the mask of  R + alpha 1[H(q) > tau] KL(q || p; normalization)
+
+with R the clipped sampled-token reverse KL (``reverse = "sampled"``) or the reverse KL on the same support (``"topk"``). It is
+an addition, not a switch: where the teacher has several ways to go on, the forward part keeps the student from dropping all
+but one.
+
+H(q) is measured on the support's outcomes. On K < V with ``tail`` the rest counts as one outcome, so it is a lower bound of the
+teacher's entropy and tau wants to be set against this number: the metric ``entropy`` shows it. The paper's tau, alpha and K
+could not be found; tau and alpha have no default here.
+
+Reference: "Entropy-Aware On-Policy Distillation" (2026), https://arxiv.org/abs/2603.07079.
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import NonNegativeFloat, model_validator
+
+from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.divergences import entropy, forward_kl, reverse_kl
+from prime_composer.loss_metrics import support_metrics, top_share
+from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
+from prime_composer.masked import masked_mean, masked_sum
+from prime_composer.trust_region import importance_ratios, policy_gradient_sum, signed_region
+
+
+class EntropyAwareOPDLossConfig(LossConfig):
+    type: Literal["entropy_aware_opd"] = "entropy_aware_opd"
+
+    tau: NonNegativeFloat
+    """The teacher's entropy, in nats, above which the forward KL is added."""
+
+    alpha: NonNegativeFloat
+    """Factor of the forward KL there."""
+
+    reverse: Literal["sampled", "topk"] = "sampled"
+    """The reverse KL: the sampled token's, within a trust region, or the support's."""
+
+    k: SupportSize = 32
+    """Teacher tokens per position; "full" is the whole vocabulary."""
+
+    normalization: Literal["full", "tail", "renorm"] = "tail"
+    """What stands for the vocabulary outside the support."""
+
+    delta_low: NonNegativeFloat = 0.2
+    """``sampled``: a token with A < 0 is dropped once its probability fell by more than this."""
+
+    delta_high: NonNegativeFloat = 0.2
+    """``sampled``: a token with A > 0 is dropped once its probability rose by more than this."""
+
+    @model_validator(mode="after")
+    def _defined(self) -> "EntropyAwareOPDLossConfig":
+        check_normalization(self.k, self.normalization)
+        return self
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.modifier_needs | {"support"} | ({"ref_logprobs"} if self.reverse == "sampled" else set())
+
+
+def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossConfig) -> LossOutputs:
+    """sum_mask w (R + alpha 1[H(q) > tau] KL(q || p))."""
+    mask = inputs.loss_mask
+    support = inputs.support.masked(mask)
+    p, q = support.student_logprobs, support.teacher_logprobs
+    with torch.no_grad():
+        teacher_entropy = entropy(q, config.normalization)
+        unsure = mask & (teacher_entropy > config.tau)
+    forward = forward_kl(p, q, config.normalization)
+    forward_sum = config.alpha * masked_sum(forward, unsure, inputs.loss_weights)
+    if config.reverse == "topk":
+        reverse = reverse_kl(p, q, config.normalization)
+        loss = masked_sum(reverse, mask, inputs.loss_weights) + forward_sum
+        dropped = torch.zeros_like(mask)
+    else:
+        ratios = importance_ratios(inputs)
+        with torch.no_grad():
+            signal = torch.where(mask, inputs.ref_logprobs - inputs.trainer_logprobs, 0.0)
+            dropped = signed_region(signal, ratios.probs_diff, config.delta_low, config.delta_high, mask).dropped
+            reverse = -signal
+        loss = policy_gradient_sum(ratios.log_ratio, signal, mask & ~dropped, 0.0, inputs) + forward_sum
+
+    with torch.no_grad():
+        metrics = {
+            "reverse_kl": masked_mean(reverse, mask),
+            "forward_kl": masked_mean(forward, mask),
+            "entropy": masked_mean(teacher_entropy, mask),
+            "unsure": masked_mean(unsure, mask),
+            "is_masked": masked_mean(dropped, mask),
+            "signal_top1pct": top_share(reverse, mask),
+            **support_metrics(support, mask),
+        }
+    return LossOutputs(loss=loss, metrics={f"entropy_aware_opd/{name}": value for name, value in metrics.items()})

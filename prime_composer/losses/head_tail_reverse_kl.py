@@ -1,0 +1,74 @@
+"""Reverse KL, exact on the teacher's top-K tokens and sampled outside them: unbiased for the full KL(student || teacher).
+
+Per token y ~ mu of the mask,
+
+    sum_S p sg(log p/q)  +  1[y not in S] rho sg(log p(y)/q(y)),    rho = p(y)/mu(y)
+
+The head has the gradient sum_S grad p log p/q, with no noise; the second term is its missing part sum_{not S} grad p log p/q,
+sampled, and importance weighted where the rollout is stale. Summed over y the gradient is that of the full KL, since
+sum grad p = 0. Both log-ratios are detached: a head without the detach adds the gradient of the mass P on the support, which
+no sample outside cancels.
+
+A token sampled outside S carries a large log-ratio by construction; with a flat teacher that is where this loss differs from
+``topk_reverse_kl`` with ``tail``, which has no variance and cannot tell the tokens outside S from one another.
+
+Left out: the trust region; ``max_ratio`` bounds rho instead, and gives up the unbiasedness beyond the bound.
+
+References: EMA-PG (2026), https://arxiv.org/abs/2602.04417 (head and masked sampled tail; its head is not detached);
+SC-TA of TA-OPD (2026), https://arxiv.org/abs/2608.14728.
+"""
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import PositiveFloat
+
+from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.divergences import reverse_kl, upcast, weighted_k1
+from prime_composer.loss_metrics import support_metrics, top_share
+from prime_composer.losses.base import LossConfig, SupportSize
+from prime_composer.masked import masked_mean, masked_sum
+
+
+class HeadTailReverseKLLossConfig(LossConfig):
+    type: Literal["head_tail_reverse_kl"] = "head_tail_reverse_kl"
+
+    needs_inputs: ClassVar[frozenset[str]] = frozenset({"support", "ref_logprobs", "token_ids"})
+
+    k: SupportSize = 32
+    """Teacher tokens per position; "full" is the whole vocabulary, and leaves nothing to sample."""
+
+    max_ratio: PositiveFloat | None = None
+    """Bound of rho of a token outside the support; its gradient stops there. None is unbiased."""
+
+
+def head_tail_reverse_kl_loss_fn(inputs: LossInputs, config: HeadTailReverseKLLossConfig) -> LossOutputs:
+    """sum_mask w (sum_S p sg(log p/q) + 1[y not in S] rho sg(log p(y)/q(y)))."""
+    mask = inputs.loss_mask
+    support = inputs.support.masked(mask)
+    outside = mask & ~(support.token_ids == inputs.token_ids.unsqueeze(-1)).any(-1)
+    # Tokens of the support are masked here too: their ratio has no say, and must not overflow.
+    student = torch.where(outside, upcast(inputs.trainer_logprobs), 0.0)
+    teacher = torch.where(outside, upcast(inputs.ref_logprobs), 0.0)
+    sampler = torch.where(outside, upcast(inputs.inference_logprobs), 0.0)
+    if config.max_ratio is not None:
+        # The bound moves mu up to p / max_ratio, and stops the gradient there.
+        at_bound = (student - sampler).detach() > math.log(config.max_ratio)
+        student = torch.where(at_bound, student.detach(), student)
+        sampler = torch.where(at_bound, student - math.log(config.max_ratio), sampler)
+    tail = weighted_k1(student, teacher, sampler)
+    head = reverse_kl(support.student_logprobs, support.teacher_logprobs, "stop_gradient")
+    per_token = head + tail
+    loss = masked_sum(per_token, mask, inputs.loss_weights)
+
+    with torch.no_grad():
+        metrics = {
+            "kl": masked_mean(per_token, mask),
+            "head": masked_mean(head, mask),
+            "sampled_tail": masked_mean(tail, mask),
+            "outside": masked_mean(outside, mask),
+            "signal_top1pct": top_share(per_token, mask),
+            **support_metrics(support, mask),
+        }
+    return LossOutputs(loss=loss, metrics={f"head_tail_reverse_kl/{name}": value for name, value in metrics.items()})

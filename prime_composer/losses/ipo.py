@@ -1,0 +1,53 @@
+"""prime-rl's IPO loss: a symmetric trust region on the probability difference, and a squared log-ratio.
+
+Per token of the mask, with advantage A,
+
+    -keep adv_tau A rho + kl_tau (log rho)^2,    rho = p(y)/mu(y),    keep = |p - mu| <= ipo_threshold
+
+Bit-equal to upstream on finite inputs, in loss, gradient and metric values; ``loss_weights`` as in v0.7 and later.
+
+Reference: ``ipo_loss_fn``, https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py (v0.6.0
+to 559b4477). It is not the preference loss of the same name.
+"""
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import NonNegativeFloat
+
+from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.loss_metrics import top_share
+from prime_composer.losses.base import ChannelName, LossConfig
+from prime_composer.trust_region import drift_metrics, importance_ratios, policy_gradient_sum
+
+
+class IPOLossConfig(LossConfig):
+    type: Literal["ipo"] = "ipo"
+
+    needs_inputs: ClassVar[frozenset[str]] = frozenset({"advantages"})
+    channel: ClassVar[ChannelName] = "rl"
+
+    ipo_threshold: NonNegativeFloat = 0.1
+    """A token is dropped once its probability moved by more than this."""
+
+    adv_tau: NonNegativeFloat = 1.0
+    """Factor of the advantage."""
+
+    kl_tau: NonNegativeFloat = 1e-3
+    """Factor of (log rho)^2."""
+
+
+def ipo_loss_fn(inputs: LossInputs, config: IPOLossConfig) -> LossOutputs:
+    """sum_mask w (-keep adv_tau A rho + kl_tau (log rho)^2)."""
+    mask = inputs.loss_mask
+    ratios = importance_ratios(inputs)
+    advantages = torch.where(mask, inputs.advantages, 0.0)
+    dropped = ratios.probs_diff.abs() > config.ipo_threshold
+    loss = policy_gradient_sum(ratios.log_ratio, config.adv_tau * advantages, mask & ~dropped, config.kl_tau, inputs)
+
+    with torch.no_grad():
+        metrics = {
+            **drift_metrics(ratios.log_ratio, dropped, mask),
+            "signal_top1pct": top_share(advantages, mask),
+        }
+    return LossOutputs(loss=loss, metrics={f"ipo/{name}": value for name, value in metrics.items()})

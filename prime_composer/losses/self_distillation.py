@@ -1,0 +1,118 @@
+"""Self-distillation (SDPO, OPSD, SDFT): the teacher is the policy itself, told more.
+
+The policy, conditioned on a hint (a reference solution, a verifier's feedback, a sibling's correct rollout), scores the very
+tokens that it sampled without the hint. Where that teacher comes from is the trainer's affair (``ref_logprobs`` and
+``support`` are scored with the longer prompt); the loss is a divergence, with a bounded importance factor:
+
+    L = sum over the mask of  min(sg rho, max_ratio) D(p, q),    rho = p(y)/mu(y)
+
+D is ``reverse_kl``, ``forward_kl`` or ``generalized_jsd`` on K tokens, chosen by the teacher or, as SDPO does, by the student; or
+``sampled_reverse_kl``, sg(log p - log q) log p at the sampled token. Both policies are close to one another, so a support that
+the student chose misses less than usual.
+
+``chosen_by = "student"`` needs the teacher's log-probs at ids that only the student knows: the whole vocabulary is asked for, and
+the loss picks the student's K of it. A trainer that can score ids brings those K alone.
+
+References: SDPO (2026), https://arxiv.org/abs/2601.20802, and lasgroup/SDPO 0e6d510, verl/trainer/ppo/core_algos.py; OPSD
+(2026), https://arxiv.org/abs/2601.18734; SDFT (2026), https://arxiv.org/abs/2601.19897 (skips the first tokens).
+"""
+
+from typing import Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
+
+from prime_composer.contract import LossInputs, LossOutputs, Support
+from prime_composer.divergences import forward_kl, generalized_jsd, reverse_kl, upcast
+from prime_composer.loss_metrics import support_metrics, top_share
+from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
+from prime_composer.masked import masked_mean, masked_sum
+from prime_composer.modifiers import position_in_segment
+from prime_composer.trust_region import importance_ratios
+
+
+class SelfDistillationLossConfig(LossConfig):
+    type: Literal["self_distillation"] = "self_distillation"
+
+    divergence: Literal["reverse_kl", "forward_kl", "generalized_jsd", "sampled_reverse_kl"] = "generalized_jsd"
+    """D, student against the policy that was told more."""
+
+    beta: float = Field(0.5, ge=0, le=1)
+    """``generalized_jsd``: the teacher's weight in the mixture."""
+
+    k: SupportSize = 32
+    """Tokens per position; "full" is the whole vocabulary."""
+
+    chosen_by: Literal["teacher", "student"] = "teacher"
+    """Whose K most probable tokens make the support."""
+
+    normalization: Literal["full", "tail", "renorm"] = "tail"
+    """What stands for the vocabulary outside the support."""
+
+    max_ratio: PositiveFloat | Literal["off"] = 2.0
+    """Bound of the detached factor rho that corrects for a stale rollout; "off" leaves the factor out."""
+
+    skip_first: NonNegativeInt = 0
+    """Trained tokens at the start of each response that are left out (SDFT: 3)."""
+
+    @model_validator(mode="after")
+    def _defined(self) -> "SelfDistillationLossConfig":
+        check_normalization(self.k, self.normalization)
+        return self
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.modifier_needs | {"ref_logprobs" if self.divergence == "sampled_reverse_kl" else "support"}
+
+    @property
+    def support_size(self) -> int | Literal["full"]:
+        return "full" if self.chosen_by == "student" and "support" in self.needs else super().support_size
+
+
+def self_distillation_loss_fn(inputs: LossInputs, config: SelfDistillationLossConfig) -> LossOutputs:
+    """sum_mask w min(sg rho, max_ratio) D(p, q)."""
+    mask = inputs.loss_mask
+    if config.skip_first:
+        mask = mask & (position_in_segment(mask, inputs.segment_ids) >= config.skip_first)
+    if config.divergence == "sampled_reverse_kl":
+        student = torch.where(mask, upcast(inputs.trainer_logprobs), 0.0)
+        log_ratio = (student - torch.where(mask, upcast(inputs.ref_logprobs), 0.0)).detach()
+        per_token, signal, metrics = log_ratio * student, log_ratio, {}
+    else:
+        support = _chosen(inputs.support, config).masked(mask)
+        p, q = support.student_logprobs, support.teacher_logprobs
+        if config.divergence == "reverse_kl":
+            per_token = reverse_kl(p, q, config.normalization)
+        elif config.divergence == "forward_kl":
+            per_token = forward_kl(p, q, config.normalization)
+        else:
+            per_token = generalized_jsd(p, q, config.beta, config.normalization)
+        with torch.no_grad():
+            signal, metrics = per_token, support_metrics(support, mask, reverse=config.divergence != "forward_kl")
+    with torch.no_grad():
+        # A first token that is left out must not overflow either: the ratio is read at the tokens that train.
+        ratio = torch.exp(torch.where(mask, importance_ratios(inputs).log_ratio, 0.0).clamp(-20, 20))
+        bound = torch.inf if config.max_ratio == "off" else config.max_ratio
+    weighted = per_token if config.max_ratio == "off" else ratio.clamp(max=bound) * per_token
+    loss = masked_sum(weighted, mask, inputs.loss_weights)
+
+    with torch.no_grad():
+        metrics |= {
+            "divergence": masked_mean(signal, mask),
+            "ratio": masked_mean(ratio, mask),
+            "ratio_at_bound": masked_mean(ratio >= bound, mask),
+            "signal_top1pct": top_share(signal, mask),
+        }
+    return LossOutputs(loss=loss, metrics={f"self_distillation/{name}": value for name, value in metrics.items()})
+
+
+def _chosen(support: Support, config: SelfDistillationLossConfig) -> Support:
+    """The student's K most probable tokens of what the trainer brought, where the student chooses."""
+    if config.chosen_by == "teacher" or config.k == "full" or support.token_ids.shape[-1] <= config.k:
+        return support
+    index = support.student_logprobs.detach().topk(config.k, dim=-1).indices
+    return Support(
+        token_ids=support.token_ids.gather(-1, index),
+        teacher_logprobs=support.teacher_logprobs.gather(-1, index),
+        student_logprobs=support.student_logprobs.gather(-1, index),
+    )

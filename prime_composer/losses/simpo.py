@@ -1,0 +1,53 @@
+"""SimPO on (chosen, rejected) pairs: the replay channel's loss without a reference policy.
+
+Per pair, with the *mean* log-prob of each response's tokens,
+
+    -log sigmoid(beta (mean log p(chosen) - mean log p(rejected)) - gamma)
+
+Pairs are laid out and weighted as in ``dpo``: a SUM over pairs.
+
+Reference: "SimPO" (2024), https://arxiv.org/abs/2405.14734, Eq. 6.
+"""
+
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import NonNegativeFloat, PositiveFloat
+
+from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.divergences import upcast
+from prime_composer.losses.base import ChannelName, LossConfig
+from prime_composer.masked import masked_mean, masked_sum
+from prime_composer.preferences import pairs_of
+
+
+class SimPOLossConfig(LossConfig):
+    type: Literal["simpo"] = "simpo"
+
+    needs_inputs: ClassVar[frozenset[str]] = frozenset({"segment_ids"})
+    channel: ClassVar[ChannelName] = "replay"
+
+    beta: PositiveFloat = 2.0
+    """Scale of the mean log-probs' difference."""
+
+    gamma: NonNegativeFloat = 1.0
+    """Margin by which the chosen response has to win."""
+
+
+def simpo_loss_fn(inputs: LossInputs, config: SimPOLossConfig) -> LossOutputs:
+    """sum over pairs of -w log sigmoid(beta difference - gamma)."""
+    policy = torch.where(inputs.loss_mask, upcast(inputs.trainer_logprobs), 0.0)
+    pairs = pairs_of(inputs, policy.dtype)
+    chosen, rejected = pairs.sums(policy) / pairs.lengths.clamp(min=1)
+    margin = config.beta * (chosen - rejected) - config.gamma
+    loss = masked_sum(-F.logsigmoid(margin), pairs.complete, pairs.weights)
+
+    with torch.no_grad():
+        metrics = {
+            "loss": masked_mean(-F.logsigmoid(margin), pairs.complete),
+            "margin": masked_mean(margin, pairs.complete),
+            "accuracy": masked_mean(margin > -config.gamma, pairs.complete),
+            "pairs": pairs.complete.sum().to(policy.dtype),
+        }
+    return LossOutputs(loss=loss, metrics={f"simpo/{name}": value for name, value in metrics.items()})

@@ -1,0 +1,117 @@
+"""TAID: distil from an intermediate teacher that moves from the student to the teacher as training goes on.
+
+    L = sum over the mask of  -sum p_t log p,    p_t = softmax((1 - t) sg z_s + t z_t)
+
+on the teacher's top-K (``tail``: with one outcome for the rest) or the full vocabulary. The anchor is the *current* student,
+detached; logits are mixed, not probabilities. ``cross_entropy`` is the value that public code returns; ``kl`` subtracts the
+entropy of p_t: same gradient, and 0 at p = p_t. The schedule reads whichever of the two the loss returns.
+
+``TAIDScheduler`` raises t at least linearly, and faster while the loss falls:
+
+    change = (previous - loss)/previous,   m <- beta m + (1 - beta) change
+    t <- min(t_end, max(t_start + (t_end - t_start) step/total_steps, t + alpha sigmoid(m) (1 - t)))
+
+At the default alpha the second branch wins only in runs of more than about 4,000 steps.
+
+References: "TAID: Temporally Adaptive Interpolated Distillation" (2025), https://arxiv.org/abs/2501.16937, Eq. 3-6, Alg. 1;
+SakanaAI/TAID a062892, src/distil_losses/taid.py.
+"""
+
+import math
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+
+from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.divergences import taid, upcast
+from prime_composer.loss_metrics import support_metrics, top_share
+from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
+from prime_composer.masked import masked_mean, masked_sum
+
+
+class TAIDLossConfig(LossConfig):
+    type: Literal["taid"] = "taid"
+
+    needs_inputs: ClassVar[frozenset[str]] = frozenset({"support"})
+
+    total_steps: PositiveInt
+    """Optimiser steps after which t reaches t_end at the latest; the run's number of steps."""
+
+    k: SupportSize = 32
+    """Teacher tokens per position; "full" is the whole vocabulary."""
+
+    normalization: Literal["full", "tail", "renorm"] = "tail"
+    """What stands for the vocabulary outside the support."""
+
+    form: Literal["cross_entropy", "kl"] = "cross_entropy"
+    """The value that the loss returns, and that the schedule reads; the gradient is the same."""
+
+    t_start: float = Field(0.4, ge=0, le=1)
+    """t at the first step."""
+
+    t_end: float = Field(1.0, ge=0, le=1)
+    """t at the end; 1 is the teacher itself."""
+
+    alpha: NonNegativeFloat = 5e-4
+    """Step size of the adaptive branch; 0 leaves the linear one."""
+
+    beta: float = Field(0.99, ge=0, lt=1)
+    """Momentum of the relative change of the loss."""
+
+    @model_validator(mode="after")
+    def _defined(self) -> "TAIDLossConfig":
+        check_normalization(self.k, self.normalization)
+        if self.t_start > self.t_end:
+            raise ValueError(f"t_start = {self.t_start} exceeds t_end = {self.t_end}; t only rises.")
+        return self
+
+    def make_state(self, section: str = "loss") -> "TAIDScheduler":
+        return TAIDScheduler(self)
+
+
+class TAIDScheduler:
+    """t, and what moves it. ``end_step`` once per optimiser step: micro-batches of one step all see the same t."""
+
+    def __init__(self, config: TAIDLossConfig):
+        self._config = config
+        self.t = config.t_start
+        self.momentum = 0.0
+        self.previous_loss: float | None = None
+        self.step = 0
+
+    def end_step(self, mean_loss: float) -> None:
+        """Move t by the step's loss per token; the first call only remembers it, as in the reference."""
+        config = self._config
+        if self.previous_loss is not None:
+            change = (self.previous_loss - mean_loss) / (self.previous_loss + 1e-15)
+            self.momentum = config.beta * self.momentum + (1 - config.beta) * change
+            linear = config.t_start + (config.t_end - config.t_start) * self.step / config.total_steps
+            adaptive = self.t + config.alpha / (1 + math.exp(-max(self.momentum, -700.0))) * (1 - self.t)
+            self.t = min(config.t_end, max(linear, adaptive))
+        self.previous_loss = mean_loss
+        self.step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"t": self.t, "momentum": self.momentum, "previous_loss": self.previous_loss, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.t, self.momentum = state["t"], state["momentum"]
+        self.previous_loss, self.step = state["previous_loss"], state["step"]
+
+
+def taid_loss_fn(inputs: LossInputs, config: TAIDLossConfig, state: TAIDScheduler) -> LossOutputs:
+    """sum_mask w (-sum p_t log p), or sum_mask w KL(p_t || p)."""
+    mask = inputs.loss_mask
+    support = inputs.support.masked(mask)
+    per_token = taid(support.student_logprobs, support.teacher_logprobs, state.t, config.normalization, config.form)
+    loss = masked_sum(per_token, mask, inputs.loss_weights)
+
+    with torch.no_grad():
+        metrics = {
+            config.form: masked_mean(per_token, mask),
+            "t": upcast(support.student_logprobs).new_tensor(state.t),
+            "signal_top1pct": top_share(per_token, mask),
+            **support_metrics(support, mask, reverse=False),
+        }
+    return LossOutputs(loss=loss, metrics={f"taid/{name}": value for name, value in metrics.items()})
