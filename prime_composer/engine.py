@@ -9,7 +9,7 @@ from torch import nn
 
 from prime_composer.prepare import prepare_model
 from prime_composer.recipe import ModelConfig, Recipe
-from prime_composer.rollout import Rollout, Sampler
+from prime_composer.rollout import Rollout, Sampler, SamplingParams
 from prime_composer.scorer import Scorer
 
 
@@ -64,6 +64,8 @@ def open_engine(recipe: Recipe, status: Callable[[str], None], student_dir: Path
         model.gradient_checkpointing_enable()
     status(f"opening the {recipe.rollout.backend} sampler")
     sampler = open_sampler(recipe, origin)
+    if student_dir is not None:
+        sampler.update_weights(model)
     scorer = None
     if {"support", "ref_logprobs"} & recipe.loss.needs:
         status(f"opening the teacher's {teacher_backend(recipe)} scorer")
@@ -115,6 +117,37 @@ def open_scorer(recipe: Recipe) -> Scorer:
     from prime_composer.backends.transformers import TransformersScorer
 
     return TransformersScorer(origin, dtype=dtype)
+
+
+def preflight(
+    engine: Engine, recipe: Recipe, prompts: Sequence[Sequence[int]], status: Callable[[str], None]
+) -> None:
+    """Check that student, teacher, engines and prompts fit together, before the first step; tell the warnings.
+
+    Raises:
+        PreflightError: they do not; one sentence with the remedy.
+    """
+    from prime_composer.backends.transformers import load_tokenizer
+    from prime_composer.preflight import preflight as check
+
+    teacher_tokenizer = None if engine.scorer is None else load_tokenizer(model_dir(recipe.teacher, recipe))
+    found = check(
+        model=engine.model,
+        tokenizer=engine.tokenizer,
+        sampler=engine.sampler,
+        scorer=engine.scorer,
+        teacher_tokenizer=teacher_tokenizer,
+        prompts=prompts,
+        params=SamplingParams(
+            temperature=recipe.rollout.temperature, top_p=recipe.rollout.top_p, max_tokens=recipe.rollout.max_tokens
+        ),
+        support_size=recipe.loss.support_size,
+        engine_dtype=recipe.trainer.dtype,
+    )
+    for warning in found.warnings:
+        status(f"warning: {warning}")
+    difference = found.facts["sampler_trainer_difference"]
+    status(f"preflight passed: after a weight sync, sampler and trainer differ by {difference:.1e} nat per token")
 
 
 def teacher_sampler(engine: Engine, recipe: Recipe) -> Sampler | None:

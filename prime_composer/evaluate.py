@@ -6,7 +6,7 @@ import torch
 
 from prime_composer.data import Problem, is_correct, render_prompt
 from prime_composer.divergences import reverse_kl
-from prime_composer.engine import Engine
+from prime_composer.engine import Engine, teacher_sampler
 from prime_composer.recipe import Recipe
 from prime_composer.rollout import Sampler, SamplingParams
 from prime_composer.student import micro_batches, student_inputs
@@ -45,6 +45,14 @@ def greedy_accuracy(
     correct = [is_correct(engine.decode(r), problems[r.prompt_index], recipe.data) for r in rollouts]
     truncated = [rollout.finish_reason == "length" for rollout in rollouts]
     return sum(correct) / len(correct), sum(truncated) / len(truncated)
+
+
+def teacher_accuracy(engine: Engine, recipe: Recipe, held_out: Sequence[Problem]) -> dict[str, float]:
+    """The teacher's own greedy accuracy; empty where no teacher is open."""
+    sampler = teacher_sampler(engine, recipe)
+    if sampler is None:
+        return {}
+    return {"teacher/accuracy": greedy_accuracy(engine, sampler, recipe, held_out)[0]}
 
 
 @torch.no_grad()

@@ -44,6 +44,12 @@ class Tracker:
                 project=config.wandb.project, name=config.wandb.name or run_dir.name, dir=str(run_dir), resume="allow"
             )
 
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one record, and make it safe against a crash of this process."""
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from prime_composer.checkpoint import Checkpoint, save_checkpoint
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.data import is_correct, load_problems, prompt_batches, render_prompt
-from prime_composer.engine import Engine, open_engine, teacher_sampler
-from prime_composer.evaluate import evaluate, greedy_accuracy
+from prime_composer.engine import Engine, open_engine, preflight
+from prime_composer.evaluate import evaluate, teacher_accuracy
 from prime_composer.losses import setup_loss_fn
 from prime_composer.losses.base import Loss
 from prime_composer.recipe import Recipe, TrainerConfig
@@ -26,6 +26,7 @@ from prime_composer.student import micro_batches, student_inputs
 from prime_composer.tracker import Tracker, read_metrics
 
 
+@runtime_checkable
 class Display(Protocol):
     """What watches a run: a progress bar, or nothing."""
 
@@ -46,7 +47,6 @@ class Outcome:
     steps: int
     interrupted: bool
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
-    checkpoint: Checkpoint | None = None
 
 
 def train(recipe: Recipe, run_dir: Path, display: Display, resume: Checkpoint | None = None) -> Outcome:
@@ -58,89 +58,107 @@ def train(recipe: Recipe, run_dir: Path, display: Display, resume: Checkpoint | 
     """
     config = recipe.trainer
     practice, held_out = load_problems(recipe.data)
-    engine = open_engine(recipe, display.status, student_dir=resume.path if resume else None)
     loss = setup_loss_fn(recipe.loss)
-    optimizer = torch.optim.AdamW(
-        engine.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-    )
-    start = 0
-    if resume is not None:
-        state = resume.load()
-        start = state["step"]
-        optimizer.load_state_dict(state["optimizer"])
-        loss.load_state_dict(state["loss"])
-        torch.set_rng_state(state["rng"])
-    prompts = [render_prompt(problem, recipe.data, engine.tokenizer) for problem in practice]
-    tracker = Tracker(run_dir, recipe.logging, resume_step=start if resume else None)
+    outcome = Outcome(run_dir, steps=0, interrupted=False)
+    with open_engine(recipe, display.status, student_dir=resume.path if resume else None) as engine:
+        prompts = [render_prompt(problem, recipe.data, engine.tokenizer) for problem in practice]
+        optimizer = torch.optim.AdamW(
+            engine.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+        if resume is not None:
+            state = resume.load()
+            outcome.steps = state["step"]
+            optimizer.load_state_dict(state["optimizer"])
+            loss.load_state_dict(state["loss"])
+            torch.set_rng_state(state["rng"])
+        preflight(engine, recipe, prompts, display.status)
 
-    outcome = Outcome(run_dir, start, interrupted=False)
+        with Tracker(run_dir, recipe.logging, resume_step=resume and outcome.steps) as tracker, interruptible() as stop:
+            outcome.evaluations = past_evaluations(run_dir)
+            if not outcome.evaluations:
+                display.status("measuring the teacher and the student before training")
+                outcome.evaluations[0] = evaluate(engine, recipe, held_out) | teacher_accuracy(engine, recipe, held_out)
+                tracker.log(0, outcome.evaluations[0])
+
+            for step in range(outcome.steps + 1, config.steps + 1):
+                clock = Clock()
+                batch = prompt_batches(
+                    len(practice), config.batch_size // recipe.rollout.group_size, config.seed, step - 1
+                )
+                rollouts = sample(engine, recipe, [prompts[i] for i in batch], step)
+                clock.lap("sample")
+                rewards = [
+                    float(is_correct(engine.decode(r), practice[batch[r.prompt_index]], recipe.data)) for r in rollouts
+                ]
+                clock.lap("reward")
+                scores = None if engine.scorer is None else engine.scorer.score(rollouts, recipe.loss.support_size)
+                clock.lap("score")
+
+                for group in optimizer.param_groups:
+                    group["lr"] = config.lr * lr_factor(config, step)
+                metrics = accumulate_gradients(
+                    engine.model, loss, rollouts, scores, group_advantages(rollouts, rewards), config, step
+                )
+                grad_norm = torch.nn.utils.clip_grad_norm_(engine.model.parameters(), config.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                loss.end_step(metrics["loss"])
+                clock.lap("train")
+                engine.sampler.update_weights(engine.model)
+                clock.lap("sync")
+
+                outcome.steps = step
+                last = step == config.steps
+                tokens = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
+                metrics |= {
+                    "grad_norm": float(grad_norm),
+                    "lr": optimizer.param_groups[0]["lr"],
+                    "rollout/reward": sum(rewards) / len(rewards),
+                    "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
+                    "rollout/tokens": tokens / len(rollouts),
+                    "tokens_per_second": tokens / clock.total,
+                    **clock.laps,
+                }
+                if last or (recipe.eval.every and step % recipe.eval.every == 0):
+                    outcome.evaluations[step] = evaluate(engine, recipe, held_out)
+                    metrics |= outcome.evaluations[step]
+                tracker.log(step, metrics)
+                display.step(step, metrics)
+                if last or stop.requested or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
+                    state = {"optimizer": optimizer.state_dict(), "loss": loss.state_dict(), "rng": torch.get_rng_state()}
+                    save_checkpoint(run_dir, step, engine.model, engine.tokenizer, state, recipe.checkpoint.keep)
+                if stop.requested and not last:
+                    outcome.interrupted = True
+                    break
+    return outcome
+
+
+class Clock:
+    """Seconds of the parts of a step, as metrics ``time/<part>``, and of the whole."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, part: str) -> None:
+        now = time.perf_counter()
+        self.laps[f"time/{part}"] = now - self._last
+        self.laps["time/step"] = now - self._began
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        return self.laps["time/step"]
+
+
+def past_evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
+    """What a resumed run has already measured, by step."""
+    found = {}
     for record in read_metrics(run_dir):
         measured = {name: value for name, value in record.items() if name.startswith(("eval/", "teacher/"))}
         if measured:
-            outcome.evaluations[record["step"]] = measured
-    if 0 not in outcome.evaluations:
-        display.status("measuring the teacher and the student before training")
-        outcome.evaluations[0] = evaluate(engine, recipe, held_out)
-        teacher = teacher_sampler(engine, recipe)
-        if teacher is not None:
-            outcome.evaluations[0]["teacher/accuracy"], _ = greedy_accuracy(engine, teacher, recipe, held_out)
-        tracker.log(0, outcome.evaluations[0])
-
-    def checkpoint(step: int) -> None:
-        state = {"optimizer": optimizer.state_dict(), "loss": loss.state_dict(), "rng": torch.get_rng_state()}
-        outcome.checkpoint = save_checkpoint(
-            run_dir, step, engine.model, engine.tokenizer, state, keep=recipe.checkpoint.keep
-        )
-
-    with engine, interruptible() as stop:
-        for step in range(start + 1, config.steps + 1):
-            began = time.perf_counter()
-            batch = prompt_batches(len(practice), config.batch_size // recipe.rollout.group_size, config.seed, step - 1)
-            rollouts = sample(engine, recipe, [prompts[i] for i in batch], step)
-            rewards = [float(is_correct(engine.decode(r), practice[batch[r.prompt_index]], recipe.data)) for r in rollouts]
-            sampled = time.perf_counter()
-            scores = None if engine.scorer is None else engine.scorer.score(rollouts, recipe.loss.support_size)
-            scored = time.perf_counter()
-
-            for group in optimizer.param_groups:
-                group["lr"] = config.lr * lr_factor(config, step)
-            metrics = accumulate_gradients(engine.model, loss, rollouts, scores, group_advantages(rollouts, rewards), config, step)
-            grad_norm = torch.nn.utils.clip_grad_norm_(engine.model.parameters(), config.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            loss.end_step(metrics["loss"])
-            trained = time.perf_counter()
-            engine.sampler.update_weights(engine.model)
-            outcome.steps = step
-
-            ended = time.perf_counter()
-            tokens = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
-            metrics |= {
-                "grad_norm": float(grad_norm),
-                "lr": optimizer.param_groups[0]["lr"],
-                "rollout/reward": sum(rewards) / len(rewards),
-                "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
-                "rollout/tokens": tokens / len(rollouts),
-                "time/sample": sampled - began,
-                "time/score": scored - sampled,
-                "time/train": trained - scored,
-                "time/sync": ended - trained,
-                "time/step": ended - began,
-                "tokens_per_second": tokens / (ended - began),
-            }
-            last = step == config.steps
-            if last or (recipe.eval.every and step % recipe.eval.every == 0):
-                outcome.evaluations[step] = evaluate(engine, recipe, held_out)
-                metrics |= outcome.evaluations[step]
-            tracker.log(step, metrics)
-            display.step(step, metrics)
-            if last or stop.requested or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
-                checkpoint(step)
-            if stop.requested and not last:
-                outcome.interrupted = True
-                break
-    tracker.close()
-    return outcome
+            found[record["step"]] = measured
+    return found
 
 
 def sample(engine: Engine, recipe: Recipe, prompts: Sequence[Sequence[int]], step: int) -> list[Rollout]:

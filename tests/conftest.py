@@ -9,3 +9,55 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook("prime_composer", "beartype.beartype")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--prime-rl", default=None, metavar="PATH", help="a git checkout of prime-rl for the parity tests")
+
+import copy  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import pytest  # noqa: E402
+
+TINY_MODEL = {
+    "vocab_size": 300, "hidden_size": 16, "layers": 1, "heads": 1, "head_dim": 16, "intermediate_size": 32,
+    "max_position_embeddings": 128, "sft_steps": 20, "batch_size": 8,
+}  # fmt: skip
+TINY_RECIPE: dict[str, Any] = {
+    "teacher": {"prepare": {**TINY_MODEL, "seed": 1, "sft_steps": 60}},
+    "student": {"prepare": {**TINY_MODEL, "seed": 2, "sft_steps": 5}},
+    "loss": {"type": "topk_reverse_kl", "k": 8},
+    "rollout": {"backend": "transformers", "max_tokens": 8, "max_model_len": 128},
+    "data": {"source": "generated", "size": 60},
+    "trainer": {"steps": 4, "batch_size": 6, "lr": 1e-3, "warmup_steps": 1, "schedule": "linear"},
+    "eval": {"every": 2, "size": 4, "kl_size": 4},
+    "logging": {"tensorboard": False},
+    "checkpoint": {"every": 2},
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models prepared by the tests go to a cache of their own, also in the processes that tests start."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["PRIME_COMPOSER_CACHE"] = str(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_recipe() -> Callable[..., dict[str, Any]]:
+    """Raw tables of a recipe that runs in about a second, with ``section__key=value`` changes."""
+
+    def make(**changes: Any) -> dict[str, Any]:
+        raw = copy.deepcopy(TINY_RECIPE)
+        for key, value in changes.items():
+            section, _, name = key.partition("__")
+            if name:
+                raw.setdefault(section, {})[name] = value
+            else:
+                raw[section] = value
+        return raw
+
+    return make

@@ -69,6 +69,13 @@ def read_eos_token_ids(model: str | Path) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def load_tokenizer(model: str | Path) -> Any | None:
+    """The tokenizer of a model directory or hub id; None for a directory that holds none."""
+    if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
+        return None
+    return import_transformers().AutoTokenizer.from_pretrained(str(model))
+
+
 def load_student(
     model: str | Path, dtype: str = "float32", device: str | torch.device | None = None
 ) -> tuple[nn.Module, Any]:
@@ -85,9 +92,7 @@ def load_student(
             the tokenizer knows ids that the head does not.
     """
     net = load_model(model, dtype, device)
-    tokenizer = None
-    if not Path(model).is_dir() or any(Path(model).glob("tokenizer*")):
-        tokenizer = import_transformers().AutoTokenizer.from_pretrained(str(model))
+    tokenizer = load_tokenizer(model)
     vocab_size = lm_head_weight(net).shape[0]
     if tokenizer is not None and len(tokenizer) > vocab_size:
         raise ValueError(
