@@ -41,13 +41,12 @@ def hide_cuda_packages() -> None:
             sys.modules[name] = None
 
 
-def quiet_vllm_environment() -> None:
-    """Defaults of vLLM's environment variables for engines inside this process; what the user has set stays."""
-    defaults = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives here, so that weights and the seed reach it
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+def quiet_vllm_environment(multiprocessing: bool) -> None:
+    """Defaults of vLLM's environment variables; what the user has set stays."""
+    defaults = {"VLLM_NO_USAGE_STATS": "1"}
+    if not multiprocessing:
+        # The engine lives in this process, so that the trainer's weights and the seed reach it.
+        defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     if built_for_cpu():
         # The log-probs path is one small compiled kernel: not worth a C++ compiler and 20 s on a CPU.
         defaults["TORCHDYNAMO_DISABLE"] = "1"
@@ -65,13 +64,16 @@ def use_one_thread_unless_told() -> None:
         torch.set_num_threads(1)
 
 
-def import_vllm():
+def import_vllm(multiprocessing: bool = False):
     """The vllm module, imported so that it works on a CPU build too.
+
+    Args:
+        multiprocessing: engines get a process of their own, as in a server; otherwise they live in this one.
 
     Raises:
         ImportError: vLLM is missing; the message names the pip line.
     """
-    quiet_vllm_environment()
+    quiet_vllm_environment(multiprocessing)
     hide_cuda_packages()
     use_one_thread_unless_told()
     with warnings.catch_warnings():

@@ -1,0 +1,276 @@
+"""The client against a real vLLM server process (one for the module, 25 s), and against servers that misbehave."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from prime_composer.backends.alignment import make_rollout
+from prime_composer.backends.vllm_server import ServerError, ServerSampler, ServerScorer, parse_entries
+from prime_composer.preflight import check_weight_sync
+from prime_composer.rollout import SamplingParams
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
+
+
+def save_tokenizer(directory):
+    """A word-level tokenizer of 131 words: a stock server has one, and needs it to answer with log-probs."""
+    import tokenizers
+
+    words = {f"w{i}": i for i in range(131)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1", "unk_token": "w0"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="module")
+def server(models, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("served")
+    models.tied_model.save_pretrained(directory)
+    save_tokenizer(directory)
+    # top_k of a model's generation config is a server's default: the client must not fall for it.
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "top_k": 2, "temperature": 0.2}))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "prime_composer.backends.vllm_serve", "--model", str(directory)]
+    command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "320"]
+    command += ["--kv-cache-memory-bytes", str(64 * 2**20), "--max-logprobs", "16"]
+    command += ["--logprobs-mode", "processed_logprobs"]
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+    environment |= {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "1"}
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}/v1"
+    try:
+        for _ in range(240):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield SimpleNamespace(url=url, directory=directory, log=log)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture
+def sampler(server, models):
+    sampler = ServerSampler(server.url, server.directory)
+    yield sampler
+    sampler.update_weights(models.tied_model)
+    sampler.close()
+
+
+@pytest.fixture
+def scorer(server):
+    scorer = ServerScorer(server.url)
+    yield scorer
+    scorer.close()
+
+
+def trained(rollout):
+    return rollout.loss_mask.nonzero()[:, 0].tolist()
+
+
+def test_rollouts_of_a_server_carry_the_policys_log_probs(sampler, models, plain_logprobs):
+    rollouts = sampler.generate(PROMPTS, SamplingParams(n=3, max_tokens=12), seed=0)
+    assert [r.prompt_index for r in rollouts] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert len({tuple(r.completion_ids) for r in rollouts}) == 9
+    ranks = []
+    for rollout in rollouts:
+        assert rollout.token_ids[: len(PROMPTS[rollout.prompt_index])].tolist() == PROMPTS[rollout.prompt_index]
+        rows = plain_logprobs(models.tied_model, rollout.token_ids)
+        for t in trained(rollout):
+            token = rollout.token_ids[t]
+            assert float(rollout.inference_logprobs[t]) == pytest.approx(float(rows[t, token]), abs=1e-4)
+            ranks.append(int((rows[t] > rows[t, token]).sum()))
+    assert max(ranks) > 10  # the served generation config says top_k = 2
+
+
+def test_the_nucleus_of_a_server_is_renormalised(sampler, models, plain_logprobs):
+    from prime_composer.backends.transformers import processed_logprobs
+
+    for rollout in sampler.generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0.7, top_p=0.8), seed=0):
+        rows = processed_logprobs(plain_logprobs(models.tied_model, rollout.token_ids), 0.7, 0.8)
+        for t in trained(rollout):
+            assert float(rollout.inference_logprobs[t]) == pytest.approx(float(rows[t, rollout.token_ids[t]]), abs=1e-4)
+
+
+def test_a_server_stops_where_asked_and_greedy_is_greedy(sampler, vllm_sampler):
+    params = SamplingParams(n=2, max_tokens=10, temperature=0.0)
+    ours = sampler.generate(PROMPTS, params, seed=0)
+    theirs = vllm_sampler.generate(PROMPTS, params, seed=0)
+    assert [r.token_ids.tolist() for r in ours] == [r.token_ids.tolist() for r in theirs]
+    stop = ours[0].completion_ids[2]
+    stopped = sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=10, temperature=0.0, stop_token_ids=(stop,)), 0)[
+        0
+    ]
+    first = ours[0].completion_ids.index(stop)
+    assert stopped.finish_reason == "stop" and stopped.completion_ids == ours[0].completion_ids[: first + 1]
+
+
+def test_the_same_seed_gives_a_server_the_same_rollouts(sampler):
+    runs = [sampler.generate(PROMPTS, SamplingParams(n=2, max_tokens=10), seed) for seed in (3, 4, 3)]
+    ids = [[r.token_ids.tolist() for r in run] for run in runs]
+    assert ids[0] == ids[2] != ids[1]
+
+
+def test_a_servers_scores_are_those_of_the_engine_in_this_process(server, scorer, models):
+    from prime_composer.backends.transformers import TransformersScorer
+
+    g = torch.Generator().manual_seed(0)
+    rollouts = [
+        make_rollout(prompt, ids := torch.randint(2, 131, (n,), generator=g).tolist(), [0.0] * len(ids), "length", i)
+        for i, (prompt, n) in enumerate(zip(PROMPTS, (3, 20, 1), strict=True))
+    ]
+    here = TransformersScorer(models.tied_model)
+    for k, prompts in ((0, None), (5, None), (16, [[40, 41, 42], [50], [60, 61]])):
+        theirs = scorer.score(rollouts, k, prompts)
+        for a, b, rollout in zip(theirs, here.score(rollouts, k, prompts), rollouts, strict=True):
+            mask = rollout.loss_mask
+            assert a.token_ids.shape == (len(rollout.token_ids), k) and a.ref_logprobs[~mask].isnan().all()
+            torch.testing.assert_close(a.ref_logprobs[mask], b.ref_logprobs[mask], atol=1e-4, rtol=0)
+            torch.testing.assert_close(a.teacher_logprobs[mask], b.teacher_logprobs[mask], atol=1e-4, rtol=0)
+            assert torch.equal(a.token_ids, b.token_ids)
+    with pytest.raises(ServerError, match="larger --max-logprobs, or lower the loss's k"):
+        scorer.score(rollouts, 17)
+    with pytest.raises(ValueError, match="vocabulary has 131"):
+        scorer.score(rollouts, 132)
+
+
+def test_new_weights_reach_the_server_tied_head_and_prefix_cache_included(sampler, tied_model):
+    assert check_weight_sync(sampler, tied_model, [[(5 * i) % 120 + 4 for i in range(40)]]) < 1e-4
+
+
+def test_a_connection_that_went_stale_is_opened_again(sampler):
+    sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=1), seed=0)
+    time.sleep(2)
+    assert len(sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=1), seed=0)) == 1
+
+
+def test_another_model_than_the_recipes_is_refused(server):
+    with pytest.raises(ServerError, match=rf"serves {server.directory}, and the recipe names Qwen/Qwen3-8B; set model"):
+        ServerScorer(server.url, "Qwen/Qwen3-8B")
+
+
+def test_a_prompt_too_long_for_the_server_is_refused_here(sampler):
+    with pytest.raises(ValueError, match="does not fit into max_model_len 320"):
+        sampler.generate([[5] * 300], SamplingParams(max_tokens=21), seed=0)
+
+
+def test_no_server_at_all_says_how_to_start_one():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(
+        ServerError, match=r"No vLLM server answers at http://127.0.0.1:\d+ .* correct the url in \[teacher\]"
+    ):
+        ServerScorer(f"http://127.0.0.1:{port}")
+
+
+@pytest.fixture
+def fake_server():
+    """A server that says what it is told: ``answers`` maps a path to (status, body), "drop" hangs up once."""
+    answers = {"/v1/models": (200, {"data": [{"id": "m", "root": "m", "max_model_len": 64}]})}
+    state = SimpleNamespace(answers=answers, drops=0)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
+            if state.drops:
+                state.drops -= 1
+                self.connection.shutdown(socket.SHUT_RDWR)
+                self.close_connection = True
+                return
+            status, answer = answers.get(self.path, (404, {"detail": "Not Found"}))
+            data = json.dumps(answer(body) if callable(answer) else answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST
+
+        def log_message(self, *_): ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    state.url = f"http://127.0.0.1:{server.server_address[1]}"
+    yield state
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def completion(body):
+    choice = {"index": 0, "token_ids": [7], "finish_reason": "length"}
+    choice["logprobs"] = {"token_logprobs": [-1.0], "top_logprobs": [{"w7": -1.0, "w8": -0.6}]}
+    return {"choices": [choice]}
+
+
+def test_a_hang_up_in_the_middle_is_retried_and_a_lasting_one_is_an_error(fake_server):
+    fake_server.answers["/v1/completions"] = (200, completion)
+    sampler = ServerSampler(fake_server.url)
+    fake_server.drops = 2
+    (rollout,) = sampler.generate([[5]], SamplingParams(max_tokens=1), seed=0)
+    assert rollout.token_ids.tolist() == [5, 7]
+    fake_server.drops = 10
+    with pytest.raises(ServerError, match="No vLLM server answers"):
+        sampler.generate([[5]], SamplingParams(max_tokens=1), seed=0)
+    sampler.close()
+
+
+def test_raw_log_probs_are_refused_where_they_are_not_mu(fake_server):
+    fake_server.answers["/v1/completions"] = (200, completion)
+    sampler = ServerSampler(fake_server.url)
+    assert sampler.generate([[5]], SamplingParams(max_tokens=1), seed=0)
+    for params in (SamplingParams(max_tokens=1, temperature=0.7), SamplingParams(max_tokens=1, top_p=0.9)):
+        with pytest.raises(ServerError, match="--logprobs-mode processed_logprobs"):
+            sampler.generate([[5]], params, seed=0)
+    sampler.close()
+
+
+def test_a_server_without_reload_endpoints_says_how_to_get_them(fake_server, tied_model):
+    sampler = ServerSampler(fake_server.url)
+    with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1"):
+        sampler.update_weights(tied_model)
+    sampler.close()
+
+
+def test_a_servers_own_words_reach_the_user(fake_server):
+    fake_server.answers["/v1/completions"] = (400, {"error": {"message": "no such thing"}})
+    scorer = ServerScorer(fake_server.url)
+    rollout = make_rollout([4], [5], [0.0], "length", 0)
+    with pytest.raises(ServerError, match="answered 400 to /v1/completions: no such thing"):
+        scorer.score([rollout], 2)
+    with pytest.raises(ServerError, match="'full'; set k to a number"):
+        scorer.score([rollout], "full")
+    scorer.close()
+
+
+def test_a_position_holds_k_or_k_plus_one_entries_and_a_tie_changes_nothing():
+    def entry(**values):
+        return {name[1:]: {"logprob": value, "rank": 1} for name, value in values.items()}
+
+    entries = [None, entry(_9=-7.0, _3=-1.0), entry(_4=-3.0, _5=-0.5, _6=-1.5), entry(_7=-2.0, _8=-2.0, _9=-0.5)]
+    own, ids, logprobs = parse_entries(entries, [1, 3, 4, 8], 1, 2)
+    assert own.tolist() == [-1.0, -3.0, -2.0]
+    # token 3 is in its top 2; token 4 is not; token 8 ties with 7 and is the one beyond the top 2
+    assert ids.tolist() == [[3, 9], [5, 6], [9, 7]]
+    assert logprobs.tolist() == [[-1.0, -7.0], [-0.5, -1.5], [-0.5, -2.0]]
