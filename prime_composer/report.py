@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -28,16 +29,16 @@ def print_outcome(outcome: "Outcome", recipe: Recipe) -> None:
     )
     if "eval/reverse_kl" in last:
         table.add_row("reverse KL (nats/token)", MISSING, number(first.get("eval/reverse_kl")), number(last["eval/reverse_kl"]))
-    Console().print(table)
+    console().print(table)
 
 
 def print_report(runs: Sequence[str | Path]) -> None:
     """One row per run: its loss, and its numbers at the first and at the last evaluation."""
-    table = Table()
-    table.add_column("run")
-    table.add_column("loss")
-    for name in ("steps", "teacher", "accuracy before", "after", "reverse KL before", "after", "tok/s"):
-        table.add_column(name, justify="right")
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("run", "loss"):
+        table.add_column(name, overflow="fold")
+    for name in ("steps", "teacher", "accuracy", "reverse KL", "tok/s"):
+        table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         records = read_metrics(run)
         measured = [record for record in records if "eval/accuracy" in record]
@@ -48,13 +49,11 @@ def print_report(runs: Sequence[str | Path]) -> None:
             loss_name(run),
             str(max((record["step"] for record in records), default=0)),
             percent(first.get("teacher/accuracy")),
-            percent(first.get("eval/accuracy")),
-            percent(last.get("eval/accuracy")),
-            number(first.get("eval/reverse_kl")),
-            number(last.get("eval/reverse_kl")),
+            f"{percent(first.get('eval/accuracy'))} → {percent(last.get('eval/accuracy'))}",
+            f"{number(first.get('eval/reverse_kl'))} → {number(last.get('eval/reverse_kl'))}",
             f"{speeds[len(speeds) // 2]:,.0f}" if speeds else MISSING,
         )
-    Console().print(table)
+    console().print(table)
 
 
 def draw_report(runs: Sequence[str | Path], output: Path) -> None:
@@ -115,6 +114,12 @@ def loss_name(run: str | Path) -> str:
         return json.loads((Path(run) / "recipe.json").read_text(encoding="utf-8"))["loss"]["type"]
     except (FileNotFoundError, KeyError):
         return MISSING
+
+
+def console() -> Console:
+    """The terminal; a pipe or a file, which has no width of its own, takes the whole table."""
+    out = Console()
+    return out if out.is_terminal else Console(width=120)
 
 
 def percent(value: float | None) -> str:
