@@ -1,0 +1,154 @@
+"""Special tokens and position weights against loops over sequences; text to ids."""
+
+import dataclasses
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from prime_composer.contract import LossInputs
+from prime_composer.losses import LOSS_TYPES, setup_loss_fn
+from prime_composer.modifiers import PositionWeights, SpecialTokenMask, resolve
+
+
+def packed(seed=0, seq=60) -> LossInputs:
+    g = torch.Generator().manual_seed(seed)
+    return LossInputs(
+        trainer_logprobs=torch.randn(seq, generator=g).double().neg().abs().neg(),
+        inference_logprobs=torch.randn(seq, generator=g).double().abs().neg(),
+        ref_logprobs=torch.randn(seq, generator=g).double().abs().neg(),
+        advantages=None,
+        loss_mask=torch.rand(seq, generator=g) > 0.3,
+        token_ids=torch.randint(0, 6, (seq,), generator=g),
+        segment_ids=torch.randint(0, 9, (seq,), generator=g).sort().values,
+    )
+
+
+@pytest.mark.parametrize("one_sequence", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_trained_occurrence_of_each_id_leaves_in_every_sequence(seed, one_sequence):
+    inputs = packed(seed)
+    if one_sequence:
+        inputs = dataclasses.replace(inputs, segment_ids=None)
+    seen, expected = set(), inputs.loss_mask.clone()
+    segments = [0] * 60 if one_sequence else inputs.segment_ids.tolist()
+    for t, (segment, token) in enumerate(zip(segments, inputs.token_ids.tolist(), strict=True)):
+        if inputs.loss_mask[t] and token in (1, 4) and (segment, token) not in seen:
+            seen.add((segment, token))
+            expected[t] = False
+    out, metrics = SpecialTokenMask(ids=(1, 4)).apply(inputs)
+    assert torch.equal(out.loss_mask, expected)
+    assert metrics["special_tokens/removed"].item() == pytest.approx(len(seen) / inputs.loss_mask.sum().item())
+
+
+def test_all_occurrences_leave_on_demand_and_what_left_is_reported():
+    inputs = packed()
+    out, metrics = SpecialTokenMask(ids=(1, 4), occurrence="all").apply(inputs)
+    hit = inputs.loss_mask & ((inputs.token_ids == 1) | (inputs.token_ids == 4))
+    assert torch.equal(out.loss_mask, inputs.loss_mask & ~hit) and hit.any()
+    signal = (inputs.ref_logprobs - inputs.trainer_logprobs).abs()
+    held = sum(signal[t].item() for t in range(60) if hit[t])
+    everything = sum(signal[t].item() for t in range(60) if inputs.loss_mask[t])
+    assert metrics["special_tokens/removed_signal"].item() == pytest.approx(held / inputs.loss_mask.sum().item())
+    assert metrics["special_tokens/removed_signal_share"].item() == pytest.approx(held / everything)
+
+
+def test_a_removed_token_may_be_impossible_for_the_teacher():
+    inputs = packed()
+    first = int(inputs.loss_mask.nonzero()[0])
+    inputs.ref_logprobs[first] = -torch.inf
+    inputs.trainer_logprobs.requires_grad_()
+    knobs = {"special_tokens": {"ids": [int(inputs.token_ids[first])], "occurrence": "all"}}
+    out = setup_loss_fn(LOSS_TYPES["sampled_reverse_kl"](**knobs))(inputs)
+    out.loss.backward()
+    assert out.loss.isfinite() and inputs.trainer_logprobs.grad.isfinite().all()
+    assert inputs.trainer_logprobs.grad[first] == 0
+
+
+def test_removing_tokens_equals_weights_of_zero():
+    inputs = packed()
+    kept, _ = SpecialTokenMask(ids=(2,)).apply(inputs)
+    weights = torch.where(kept.loss_mask, 1.0, 0.0).double()
+    loss = lambda i, **k: setup_loss_fn(LOSS_TYPES["sampled_reverse_kl"](**k))(i).loss  # noqa: E731
+    removed = loss(inputs, special_tokens={"ids": [2]})
+    assert removed.item() == pytest.approx(loss(dataclasses.replace(inputs, loss_weights=weights)).item(), rel=1e-12)
+
+
+class Tokenizer:
+    """As transformers' and as tokenizers' encode."""
+
+    vocabulary = {"<think>": [7], "<|im_end|>": [3], "two words": [1, 2]}
+
+    def __init__(self, wrap=False):
+        self.wrap = wrap
+
+    def encode(self, text, add_special_tokens):
+        assert add_special_tokens is False
+        ids = self.vocabulary[text]
+        return type("Encoding", (), {"ids": ids})() if self.wrap else ids
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_strings_become_ids_wherever_the_loss_stands(wrap):
+    masked = {"type": "topk_reverse_kl", "special_tokens": {"strings": ["<think>", "<|im_end|>"], "ids": [3]}}
+    config = resolve(LOSS_TYPES["topk_reverse_kl"](**masked), Tokenizer(wrap))
+    assert config.special_tokens.ids == (3, 7) and config.special_tokens.strings == ()
+    nested = LOSS_TYPES["compose"](
+        rl={"loss": {"type": "ipo", "special_tokens": {"strings": ["<think>"]}}},
+        distillation={"a": {"weight": 1, "loss": masked}},
+    )
+    nested = resolve(nested, Tokenizer(wrap))
+    assert nested.rl.loss.special_tokens.ids == (7,)
+    assert nested.distillation["a"].loss.special_tokens.ids == (3, 7)
+    mixed = LOSS_TYPES["sampled_reverse_kl"](
+        rl_mix={"kd": 0.5, "loss": {"type": "default", "special_tokens": {"strings": ["<think>"]}}}
+    )
+    assert resolve(mixed, Tokenizer(wrap)).rl_mix.loss.special_tokens.ids == (7,)
+    assert "token_ids" in mixed.needs
+
+
+def test_what_is_not_one_token_is_refused():
+    with pytest.raises(ValueError, match=r"'two words' is 2 tokens \[1, 2\]"):
+        resolve(LOSS_TYPES["topk_reverse_kl"](special_tokens={"strings": ["two words"]}), Tokenizer())
+    with pytest.raises(ValidationError, match="names no token"):
+        LOSS_TYPES["topk_reverse_kl"](special_tokens={})
+    with pytest.raises(ValueError, match="not resolved"):
+        SpecialTokenMask(strings=("<think>",)).apply(packed())
+
+
+def test_position_weights_return_the_recorded_numbers():
+    # a = log q - log mu = (-.3, .7, masked, -1): w = 1 + .5 (1 - (0, .3, 1., 1.)/2), recorded from trl's IW-OPD.
+    t = lambda *x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
+    inputs = LossInputs(
+        trainer_logprobs=t(-0.5, -1.2, -0.1, -2.0),
+        inference_logprobs=t(-0.6, -1.0, -0.1, -1.5),
+        ref_logprobs=t(-0.9, -0.3, -4.0, -2.5),
+        advantages=None,
+        loss_mask=torch.tensor([True, True, False, True]),
+    )
+    out, metrics = PositionWeights().apply(inputs)
+    assert out.loss_weights.tolist() == pytest.approx([1.5, 1.425, 1.25, 1.25])
+    assert metrics["position_weights/mean"].item() == pytest.approx((1.5 + 1.425 + 1.25) / 3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_position_weights_go_by_sequence_and_multiply_what_is_there(seed):
+    inputs = packed(seed)
+    given = torch.rand(60, dtype=torch.float64)
+    out, _ = PositionWeights(gamma=0.8).apply(dataclasses.replace(inputs, loss_weights=given))
+    for segment in inputs.segment_ids.unique():
+        where = [t for t in range(60) if inputs.segment_ids[t] == segment]
+        gap = [
+            abs((inputs.ref_logprobs - inputs.inference_logprobs)[t].item()) * inputs.loss_mask[t].item() for t in where
+        ]
+        for i, t in enumerate(where):
+            if inputs.loss_mask[t]:
+                expected = 1 + 0.8 * (1 - sum(gap[:i]) / sum(gap))
+                assert out.loss_weights[t].item() == pytest.approx(given[t].item() * expected, rel=1e-9)
+
+
+def test_position_weights_of_a_sequence_without_discrepancy_are_even():
+    inputs = packed()
+    inputs = dataclasses.replace(inputs, ref_logprobs=inputs.inference_logprobs.clone())
+    out, _ = PositionWeights(gamma=0.5).apply(inputs)
+    assert (out.loss_weights == 1.5).all()
