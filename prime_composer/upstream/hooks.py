@@ -1,0 +1,138 @@
+"""What runs when prime-rl has loaded one of the modules of ``autoload.HOOKS``. One function per process role."""
+
+import json
+import os
+from types import ModuleType
+from typing import Any
+
+from prime_composer.upstream.registration import SECTION, SWITCH, parse_loss, register, switch
+
+IMPORT_PATH = "prime_composer.upstream.loss_fn"
+
+
+def launcher(module: ModuleType) -> None:
+    """Lift the loss table out of the resolved config into the environment, where the orchestrator finds K.
+
+    Rebinds ``prime_rl.utils.config.cli`` (38494ccb and 559b4477: a re-export of pydantic_config's), which every entry
+    point copies by name after this. To go when the orchestrator's config has room for K.
+    """
+    cli = module.cli
+
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        config = cli(*args, **kwargs)
+        lift(config)
+        return config
+
+    module.cli = lifted
+
+
+def lift(config: Any) -> None:
+    """Copy ``[trainer.loss.kwargs]`` into PRIME_COMPOSER if it names our loss; check it, so that a run with a wrong
+    table ends before anything is started.
+
+    Raises:
+        ValueError: the loss table is wrong; it asks for a support and router replay is on; two tables disagree.
+    """
+    trainer = getattr(config, "trainer", None)
+    loss = getattr(trainer, "loss", None)
+    settings = switch() or {}
+    table = settings.get("loss")
+    if getattr(loss, "import_path", None) == IMPORT_PATH:
+        in_file = dict(loss.kwargs)
+        if table is not None and parse_loss(table) != parse_loss(in_file):
+            raise ValueError(f"{SWITCH} holds the loss {table} and [{SECTION}] {in_file}: keep one of them.")
+        table = in_file
+    if table is None or trainer is None:
+        return
+    k = support_size(table)
+    if k and getattr(trainer, "enable_router_replay", False):
+        raise ValueError(
+            f"[{SECTION}] type = {table['type']!r} needs the teacher's top-{k} support, which travels where router "
+            "replay would: set trainer.enable_router_replay = false, or use a loss without a support."
+        )
+    os.environ[SWITCH] = json.dumps({**settings, "loss": table})
+
+
+def support_size(table: dict[str, Any]) -> int:
+    """K of a loss table; 0 without a support.
+
+    Raises:
+        ValueError: the table is wrong, or it wants the full vocabulary.
+    """
+    size = parse_loss(table).support_size
+    if size == "full":
+        raise ValueError(
+            f"[{SECTION}] type = {table['type']!r} asks for the full vocabulary; prime-rl's wire carries a top-K "
+            "support: give it a number k."
+        )
+    return size
+
+
+def wanted_support() -> int:
+    """K for the orchestrator.
+
+    Raises:
+        ValueError: the switch is on and names no loss: this process was not started by prime-rl's `rl`.
+    """
+    settings = switch() or {}
+    if "loss" not in settings:
+        raise ValueError(
+            f"{SWITCH}=1 and no loss is named in this process. prime-rl's launcher `rl` fills it in from "
+            f"[{SECTION}]; where processes are started one by one, give each of them the table: "
+            f"""{SWITCH}='{{"loss": {{"type": "topk_reverse_kl", "k": 32}}}}'"""
+        )
+    return support_size(settings["loss"])
+
+
+def trainer_loss(module: ModuleType) -> None:
+    from prime_composer.upstream import trainer
+
+    trainer.hook_loss(module)
+    table = (switch() or {}).get("loss")
+    if table is not None:
+        register(table)
+
+
+def trainer_data(module: ModuleType) -> None:
+    from prime_composer.upstream import trainer
+
+    trainer.hook_data(module)
+
+
+def trainer_head(module: ModuleType) -> None:
+    from prime_composer.upstream import trainer
+
+    trainer.hook_head(module)
+
+
+def trainer_cp(module: ModuleType) -> None:
+    from prime_composer.upstream import trainer
+
+    trainer.hook_cp(module)
+
+
+def orchestrator_v0_6(module: ModuleType) -> None:
+    from prime_composer.upstream import orchestrator
+
+    if hasattr(module, "compute_teacher_logprobs"):
+        orchestrator.hook_v0_6(module)
+
+
+def orchestrator_client(module: ModuleType) -> None:
+    from prime_composer.upstream import orchestrator
+
+    if hasattr(module, "prefill_logprobs"):
+        orchestrator.hook_client(module)
+
+
+def orchestrator_algorithm(module: ModuleType) -> None:
+    from prime_composer.upstream import orchestrator
+
+    orchestrator.hook_algorithm(module)
+
+
+def orchestrator_routing(module: ModuleType) -> None:
+    from prime_composer.upstream import orchestrator
+
+    if hasattr(module, "assign_reference_logprobs"):
+        orchestrator.hook_routing(module)

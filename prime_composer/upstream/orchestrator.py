@@ -1,0 +1,228 @@
+"""The orchestrator's half of teacher top-K: ask for ``prompt_logprobs = K``, carry the answer on the wire.
+
+Three versions score in three places; the request and its answer are the same everywhere.
+
+    v0.6        compute_teacher_logprobs is replaced; it holds the samples that go on the wire
+    v0.7, v0.8  prefill_logprobs is replaced; score_rollout copies the support to each sample after the scores
+    newest      prefill_logprobs is replaced; assign_reference_logprobs copies it to the nodes of the episode's graph
+
+K is read from the environment (``registration.SWITCH``) when the first score is asked for, never at import: the
+launcher loads some of these modules too, before it has read its config.
+"""
+
+import asyncio
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from types import ModuleType
+from typing import Any
+
+from prime_composer.upstream import wire
+from prime_composer.upstream.hooks import wanted_support
+from prime_composer.upstream.probe import UnknownSurface, expect
+
+
+class Scores(list):
+    """log q of each token, 0.0 for the first (prime-rl's convention), with the top-K support on the side.
+
+    A slice keeps its part of the support, so that prime-rl's self-distillation can cut the hint off.
+
+    Attributes:
+        token_ids: numpy int32 [n, k], most probable first.
+        logprobs: numpy float32 [n, k]; NaN where nothing was scored.
+    """
+
+    def __init__(self, values: Sequence[float], token_ids: Any, logprobs: Any):
+        super().__init__(values)
+        self.token_ids = token_ids
+        self.logprobs = logprobs
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        return Scores(super().__getitem__(index), self.token_ids[index], self.logprobs[index])
+
+
+def parse(token_ids: Sequence[int], rows: Sequence[Mapping[str, Any] | None], k: int) -> Scores:
+    """vLLM's ``prompt_logprobs`` as ``Scores``.
+
+    Row t maps ids to {logprob, rank} and is None for the first token. The token itself always stands in it, top-K or
+    not, so a row has K or K + 1 entries: the top-K are taken by rank, never by order.
+
+    Raises:
+        ValueError: rows and tokens do not match, a row lacks its own token, or it has fewer than K entries.
+    """
+    import numpy as np
+
+    n = len(token_ids)
+    if len(rows) != n:
+        raise ValueError(f"The teacher's server scored {len(rows)} tokens of {n}; is its context long enough?")
+    ids = np.zeros((n, k), np.int32)
+    logprobs = np.full((n, k), math.nan, np.float32)
+    values = []
+    for t, (token, row) in enumerate(zip(token_ids, rows, strict=True)):
+        if not row:
+            if t > 0:
+                raise ValueError(f"The teacher's server left token {t} of {n} without a score.")
+            values.append(0.0)
+            continue
+        own = row.get(str(token))
+        if own is None:
+            raise ValueError(
+                f"The teacher's prompt_logprobs at position {t} do not hold the token {token} that stands there: "
+                "student and teacher do not share a tokenizer, or the server scored another sequence."
+            )
+        values.append(float(own["logprob"]))
+        best = sorted(row.items(), key=lambda item: (item[1]["rank"], -item[1]["logprob"]))[:k]
+        if len(best) < k:
+            raise ValueError(
+                f"The teacher's server returned {len(best)} of the top {k} log-probs at position {t}: start it with "
+                f"--max-logprobs {k} or more (vLLM's default is 20)."
+            )
+        for j, (candidate, entry) in enumerate(best):
+            ids[t, j] = int(candidate)
+            logprobs[t, j] = entry["logprob"]
+    return Scores(values, ids, logprobs)
+
+
+async def ask(client: Any, model: str, token_ids: Sequence[int], k: int) -> Scores:
+    """Score ``token_ids`` under ``model`` with prime-rl's own endpoint, ``/inference/v1/generate``, K per token.
+
+    The client is the openai client that prime-rl made: its authentication, retries and timeouts stay.
+
+    Raises:
+        ValueError: the server refuses K, or answers something else than scores of these tokens.
+    """
+    import httpx
+
+    base = str(client.base_url).rstrip("/").removesuffix("/v1")
+    body = {
+        "model": model,
+        "token_ids": list(token_ids),
+        "sampling_params": {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": max(k, 1)},
+    }
+    try:
+        response = await client.post(f"{base}/inference/v1/generate", cast_to=httpx.Response, body=body)
+    except Exception as error:
+        if getattr(error, "status_code", None) == 400 and "logprobs" in str(error):
+            raise ValueError(
+                f"The teacher at {base} refuses prompt_logprobs = {k}: start it with --max-logprobs {k} or more "
+                f"(vLLM's default is 20). It said: {error}"
+            ) from error
+        raise
+    rows = (await asyncio.to_thread(response.json)).get("prompt_logprobs") or []
+    return await asyncio.to_thread(parse, token_ids, rows, k)
+
+
+def hook_v0_6(module: ModuleType) -> None:
+    """``compute_teacher_logprobs`` (38494ccb, orchestrator/utils.py:110) asks for K and puts the support on the samples.
+    To go when prime-rl has a sample field for it."""
+    original = expect(
+        module, "compute_teacher_logprobs", ("clients", "model_name", "samples"), "prime_rl/orchestrator/utils.py"
+    )
+
+    @functools.wraps(original)
+    async def compute_teacher_logprobs(clients: Any, model_name: str, samples: Any) -> Any:
+        k = wanted_support()
+        if k == 0:
+            return await original(clients, model_name, samples)
+
+        async def score(config: Any, sample: Any) -> list[float]:
+            client = module.setup_openai_client(config)
+            scores = await ask(client, model_name, list(sample.prompt_ids) + list(sample.completion_ids), k)
+            put(sample, scores)
+            return list(scores)
+
+        pairs = zip(cycle(clients), samples, strict=False)
+        return await asyncio.gather(*(score(config, sample) for config, sample in pairs))
+
+    if not hasattr(module, "setup_openai_client"):
+        raise UnknownSurface("prime_rl.orchestrator.utils lost setup_openai_client, which makes the teacher's client.")
+    module.compute_teacher_logprobs = compute_teacher_logprobs
+
+
+def hook_client(module: ModuleType) -> None:
+    """``prefill_logprobs`` (d334ea52 utils/client.py:571, 559b4477 utils/client.py:479), looked up by the scorer at
+    every call, asks for K. To go with ``hook_v0_6``."""
+    original = expect(module, "prefill_logprobs", ("openai", "model", "token_ids"), "prime_rl/utils/client.py")
+
+    @functools.wraps(original)
+    async def prefill_logprobs(openai: Any, model: str, token_ids: list[int]) -> list[float]:
+        k = wanted_support()
+        if k == 0:
+            return await original(openai, model, token_ids)
+        return await ask(openai, model, token_ids, k)
+
+    module.prefill_logprobs = prefill_logprobs
+
+
+def hook_algorithm(module: ModuleType) -> None:
+    """``score_rollout`` of the distilling algorithms (d334ea52 and 60bc2954: orchestrator/algo/opd.py:44, opsd.py:72)
+    copies the support to each sample. The newest versions have no such method; ``hook_routing`` serves them."""
+    for name in ("OPDAlgorithm", "OPSDAlgorithm"):
+        cls = module.__dict__.get(name)
+        if cls is None or not hasattr(cls, "score_rollout"):
+            continue
+        cls.score_rollout = _and_put(
+            expect(cls, "score_rollout", ("self", "rollout"), f"prime_rl/orchestrator/algo of {name}")
+        )
+
+
+def _and_put(original: Any) -> Any:
+    @functools.wraps(original)
+    async def score_rollout(self: Any, rollout: Any) -> None:
+        await original(self, rollout)
+        for sample in rollout.samples:
+            if isinstance(sample.ref_logprobs, Scores):
+                put(sample, sample.ref_logprobs)
+                sample.ref_logprobs = list(sample.ref_logprobs)
+
+    return score_rollout
+
+
+def hook_routing(module: ModuleType) -> None:
+    """``assign_reference_logprobs`` (559b4477, orchestrator/algo/routing.py:37), which opd and opsd copy by name after
+    this, also puts the support on the branch's nodes, prompt nodes too: a branch has a wire payload only if all its
+    nodes have. To go with ``hook_v0_6``."""
+    original = expect(
+        module, "assign_reference_logprobs", ("branch", "values"), "prime_rl/orchestrator/algo/routing.py"
+    )
+
+    @functools.wraps(original)
+    def assign_reference_logprobs(branch: Any, values: Any) -> None:
+        original(branch, list(values) if isinstance(values, Scores) else values)
+        if not isinstance(values, Scores):
+            return
+        payload = wire.pack(values.token_ids, values.logprobs)
+        start = 0
+        for node in branch.nodes:
+            end = start + len(node.token_ids)
+            if node.routed_experts is None:
+                node.routed_experts = payload[start:end].copy()
+            elif node.routed_experts.shape[1:] != payload.shape[1:]:
+                refuse_router_replay()
+            start = end
+
+    module.assign_reference_logprobs = assign_reference_logprobs
+
+
+def put(sample: Any, scores: Scores) -> None:
+    """The support on a sample's ``routed_experts``.
+
+    Raises:
+        ValueError: router replay is already there.
+    """
+    if sample.routed_experts is not None:
+        refuse_router_replay()
+    payload = wire.pack(scores.token_ids, scores.logprobs)
+    kind = type(sample).__module__
+    routed = __import__(kind, fromlist=["RoutedExperts"]).RoutedExperts
+    sample.routed_experts = routed(data=payload.tobytes(), shape=list(payload.shape), dtype="int32")
+
+
+def refuse_router_replay() -> None:
+    raise ValueError(
+        "The rollouts carry router-replay data where the teacher's top-K support travels. Start the inference server "
+        "without enable_return_routed_experts, or use a loss without a support (sampled_reverse_kl)."
+    )

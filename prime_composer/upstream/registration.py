@@ -1,0 +1,296 @@
+"""Our losses inside prime-rl's trainer: translated at the door, bound where its tokens arrive, counted.
+
+Two roads lead here, and a loss that was bound over either is a ``Registered``:
+
+- *plain launcher*: ``[trainer.loss] type = "custom", import_path = "prime_composer.upstream.loss_fn"`` with our loss
+  table as ``kwargs``. prime-rl imports the path in its ``setup_*`` function; ``enter`` sees that, and binds the loss to
+  the distillation slot too, which no recipe key reaches (``opd_loss_fn``, ``ref_kl_loss_fn``).
+- *whole-run adapter* (``hooks``): the same, plus the teacher's top-K support.
+"""
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from prime_composer.contract import LossInputs, Support
+from prime_composer.losses import LOSS_TYPES, LossUnion, setup_loss_fn
+from prime_composer.losses.base import Loss, LossConfig
+from prime_composer.upstream.probe import ERAS, LOSS_MODULE, Era, expect, probe_loss
+
+SWITCH = "PRIME_COMPOSER"
+"""Environment variable of the whole-run adapter: "1", or a JSON object with the loss table under ``loss``."""
+
+SECTION = "trainer.loss.kwargs"
+SETUPS = frozenset(era.setup for era in ERAS)
+
+Aligned = Callable[[Any], tuple[Tensor | None, Support | None]]
+"""Finds the token ids and the support of upstream's ``LossInputs`` of one sequence."""
+
+
+class Registered:
+    """One of our losses, callable with the ``LossInputs`` of either era, returning upstream's own ``LossOutputs``.
+
+    Attributes:
+        loss: the bound loss.
+        calls, tokens: how often it ran, on how many tokens, since the last optimiser step.
+        steps: optimiser steps since it was registered.
+    """
+
+    def __init__(self, loss: Loss, era: Era, outputs: type, aligned: Aligned | None = None):
+        self.loss = loss
+        self.era = era
+        self.calls = 0
+        self.steps = 0
+        self._outputs = outputs
+        self._aligned = aligned
+        self._sums: list[Tensor] = []
+        self._counts: list[Tensor] = []
+
+    def __call__(self, inputs: Any) -> Any:
+        """``loss`` of one sequence: the SUM over ``loss_mask``, weighted by ``loss_weights`` where the era has them."""
+        token_ids, support = (None, None) if self._aligned is None else self._aligned(inputs)
+        out = self.loss(
+            LossInputs(
+                trainer_logprobs=inputs.trainer_logprobs,
+                inference_logprobs=inputs.inference_logprobs,
+                ref_logprobs=getattr(inputs, self.era.ref_field),
+                advantages=inputs.advantages,
+                loss_mask=inputs.loss_mask,
+                loss_weights=getattr(inputs, "loss_weights", None),
+                support=support,
+                token_ids=token_ids,
+            )
+        )
+        self.calls += 1
+        self._sums.append(out.loss.detach())
+        self._counts.append(inputs.loss_mask.sum())
+        return self._outputs(loss=out.loss, metrics=out.metrics)
+
+    def end_step(self) -> None:
+        """Close one optimiser step: log the first one's calls, advance a schedule.
+
+        Raises:
+            RuntimeError: the first step ended and the loss was never called, on any rank.
+        """
+        self.steps += 1
+        if self.steps == 1 or self.loss.state is not None:
+            total, tokens, calls = self._global_totals()
+            if self.steps == 1 and calls == 0:
+                raise RuntimeError(
+                    f"prime_composer: [{self.loss.section}] type = {self.loss.config.type!r} was registered with "
+                    f"prime-rl and never called in the first optimiser step: no token was sent to the rl loss or to "
+                    f"{self.era.slot}. Distillation tokens come from "
+                    + (
+                        '[orchestrator] training_mode = "opd".'
+                        if self.era.name == "v0.6"
+                        else '[orchestrator.algo] type = "opd" (or "opsd").'
+                    )
+                )
+            if self.steps == 1:
+                say(f"{self.loss.config.type} was called {calls:.0f} times on {tokens:.0f} tokens in the first step")
+            if tokens > 0:
+                self.loss.end_step(total / tokens)
+        self.calls = 0
+        self._sums, self._counts = [], []
+
+    def _global_totals(self) -> tuple[float, float, float]:
+        """Loss sum, tokens and calls of this step over all ranks (a rank may have had nothing but padding)."""
+        local = [float(sum(self._sums)), float(sum(self._counts)), float(self.calls)]
+        dist = torch.distributed
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return local[0], local[1], local[2]
+        device = self._sums[0].device if self._sums else torch.get_default_device()
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        totals = torch.tensor(local, dtype=torch.float64, device=device)
+        dist.all_reduce(totals)
+        total, tokens, calls = totals.tolist()
+        return total, tokens, calls
+
+
+_registered: Registered | None = None
+_step_hook: Any = None
+
+
+def current() -> Registered | None:
+    """The loss that is registered in this process."""
+    return _registered
+
+
+def parse_loss(table: dict[str, Any], section: str = SECTION) -> LossConfig:
+    """The loss table of a recipe, checked. Strings are taken for numbers where a number belongs: prime-rl's command
+    line (``--trainer.loss.kwargs.k 32``) delivers strings.
+
+    Raises:
+        ValueError: no or an unknown ``type`` (the message lists the choices), an unknown key (it names the nearest).
+    """
+    try:
+        return _ADAPTER.validate_python(table)
+    except ValidationError as error:
+        raise ValueError("; ".join(_explain(item, table, section) for item in error.errors())) from None
+
+
+_ADAPTER: TypeAdapter[Any] = TypeAdapter(LossUnion)
+
+
+def _explain(item: Any, table: dict[str, Any], section: str) -> str:
+    kind = table.get("type")
+    if kind not in LOSS_TYPES:
+        near = difflib.get_close_matches(str(kind), LOSS_TYPES, n=1)
+        said = "has no `type`" if kind is None else f"has the unknown type {kind!r}"
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return f"[{section}] {said}.{hint} The losses are: {', '.join(sorted(LOSS_TYPES))}"
+    path = [str(part) for part in item["loc"] if part not in LOSS_TYPES]
+    key = ".".join(path)
+    if item["type"] == "extra_forbidden":
+        known = LOSS_TYPES[kind].model_fields
+        near = difflib.get_close_matches(path[-1], known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"{kind} takes: {', '.join(known)}"
+        return f"[{section}] has the unknown key {key!r}; {hint}"
+    return f"[{section}] {key}: {item['msg']}"
+
+
+def register(table: dict[str, Any], section: str = SECTION) -> Registered:
+    """Bind a loss in this trainer process: distillation tokens go to it from now on, rl tokens where
+    ``[trainer.loss] import_path`` names ``prime_composer.upstream.loss_fn``.
+
+    Rebinds ``prime_rl.trainer.rl.loss.opd_loss_fn`` (38494ccb, loss.py:201) or ``ref_kl_loss_fn`` (559b4477,
+    loss.py:186); both are module globals that prime-rl resolves after this. To go when ``[trainer.loss]`` reaches
+    distillation tokens by itself.
+
+    Args:
+        table: the loss table, ``type`` and knobs.
+        section: where the table stands, for messages.
+
+    Raises:
+        ValueError: the table is wrong, or the loss needs what this road cannot bring; says what to run instead.
+        UnknownSurface: this prime-rl is none that is known.
+    """
+    global _registered, _step_hook
+    module = sys.modules.get(LOSS_MODULE) or __import__(LOSS_MODULE, fromlist=["_"])
+    era = probe_loss(module)
+    config = parse_loss(table, section)
+    if _registered is not None and _registered.loss.config != config:
+        raise ValueError(
+            f"Two losses for one trainer: {_registered.loss.config!r} is registered already, and [{section}] says "
+            f"{config!r}. Keep one of {SWITCH} and [trainer.loss]."
+        )
+    aligned = _adapter_for(config)
+    if aligned is None:
+        refuse_plain(config, section)
+    expect(module, era.slot, ("inputs",), f"prime_rl/trainer/rl/loss.py of {era.name}")
+    _registered = Registered(setup_loss_fn(config, section), era, module.LossOutputs, aligned)
+    setattr(module, era.slot, _registered)
+    if _step_hook is None:
+        _step_hook = register_optimizer_step_post_hook(_after_step)
+    say(f"{config.type} registered ({era.name} contract): rl tokens and {era.slot}")
+    return _registered
+
+
+def refuse_plain(config: LossConfig, section: str = SECTION) -> None:
+    """Refuse a loss that the plain road cannot feed.
+
+    Raises:
+        ValueError: says what is missing and which command brings it.
+    """
+    missing = sorted(set(config.needs) & {"support", "token_ids"})
+    if missing:
+        raise ValueError(
+            f"[{section}] type = {config.type!r} needs {' and '.join(missing)}, which prime-rl's own wire does not "
+            f"carry to a custom loss. Start the run with the adapter, which asks the teacher for it: "
+            f"`prime-rl rl --config FILE --engine prime-rl`, or {SWITCH}=1 in front of prime-rl's own `rl @ FILE`."
+        )
+
+
+def _adapter_for(config: LossConfig) -> Aligned | None:
+    """The adapter's source of supports, where its hooks are in place."""
+    trainer = sys.modules.get("prime_composer.upstream.trainer")
+    return None if trainer is None else trainer.ROOM.serve(config)
+
+
+def unregister() -> None:
+    """Forget the registered loss (the module global that ``register`` rebound stays as it is)."""
+    global _registered, _step_hook
+    _registered = None
+    if _step_hook is not None:
+        _step_hook.remove()
+        _step_hook = None
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if _registered is not None:
+        _registered.end_step()
+
+
+def loss_fn(inputs: Any, **table: Any) -> Any:
+    """What ``[trainer.loss] import_path = "prime_composer.upstream.loss_fn"`` names; ``table`` is our loss table.
+
+    Returns:
+        prime-rl's own ``LossOutputs``: the SUM over the mask, and 0-dim metrics.
+    """
+    registered = _registered
+    if registered is None:
+        registered = register(table)
+    return registered(inputs)
+
+
+def enter(frame: FrameType | None) -> Callable[..., Any]:
+    """``loss_fn``, registered first if the one who asks for it is prime-rl's ``setup_*``.
+
+    prime-rl binds a custom loss to its rl slot only, and hands the kwargs to no one at import time: they are read from
+    the local ``loss_config`` of the function that imports. Works in all versions (v0.6.0 loss.py:275-283, 559b4477
+    loss.py:239-249). To go with the rebinding of ``register``.
+    """
+    for _ in range(4):
+        if frame is None:
+            break
+        if frame.f_code.co_name in SETUPS and frame.f_globals.get("__name__") == LOSS_MODULE:
+            register(dict(frame.f_locals["loss_config"].kwargs))
+            break
+        frame = frame.f_back
+    return loss_fn
+
+
+def switch() -> dict[str, Any] | None:
+    """What the environment says about the whole-run adapter: None when off, else its settings ({} for "1").
+
+    Raises:
+        ValueError: the value is neither "1" nor a JSON object.
+    """
+    value = os.environ.get(SWITCH, "").strip()
+    if value in ("", "0"):
+        return None
+    if value == "1":
+        return {}
+    try:
+        settings = json.loads(value)
+    except json.JSONDecodeError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{SWITCH}={value!r}: write {SWITCH}=1, or a JSON object such as {EXAMPLE}")
+    unknown = set(settings) - {"loss", "teachers"}
+    if unknown:
+        raise ValueError(f"{SWITCH}: unknown key {sorted(unknown)[0]!r}; known: loss, teachers. Example: {EXAMPLE}")
+    return settings
+
+
+EXAMPLE = f"""{SWITCH}='{{"loss": {{"type": "topk_reverse_kl", "k": 32}}}}'"""
+
+
+def say(text: str) -> None:
+    """One line in the log of the process that prime-rl runs us in."""
+    logger = sys.modules.get("prime_rl.utils.logger")
+    line = f"prime_composer: {text}"
+    if logger is None:
+        print(line, file=sys.stderr, flush=True)
+    else:
+        logger.get_logger().info(line)

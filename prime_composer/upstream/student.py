@@ -1,0 +1,158 @@
+"""Student logits on the support, beside prime-rl's output head: no second vocabulary pass, no second weight gradient.
+
+prime-rl's fused head returns log p(label) and nothing else; logits of the vocabulary never exist. With z = W h / T,
+
+    log p(id) = z_id - logZ = (z_id - z_label) + log p(label),
+
+so the difference ``z_id - z_label`` at the K ids of the support, K + 1 rows of W per token, is all that is missing. It
+is differentiable by hand, and the softmax part of the gradient flows through prime-rl's own log p(label).
+
+Two things make it exact and cheap:
+
+- Logits are rounded like the head rounds them (to the dtype of the matrix product), then soft-capped and divided by T:
+  a label that stands in the support gets exactly log p(label), in bfloat16 too.
+- ``W[ids]`` under autograd would allocate a second dense [V, d] weight gradient. Here the weight passes through ``Fold``
+  on its way into prime-rl's head, and the few rows are added into the one dense gradient that comes back.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+GATHERED = 1 << 24
+"""Elements of W gathered at once (64 MiB in float32); more rows are walked in blocks."""
+
+
+class Rows:
+    """The rows that take part, and what their backward leaves for the weight's gradient."""
+
+    def __init__(self, ids: Int[Tensor, "n m"], index: Int[Tensor, "r"], inv_temperature: Float[Tensor, "r"]):
+        self.ids = ids
+        self.index = index
+        self.inv_temperature = inv_temperature
+        self.hidden: Tensor | None = None
+        self.grad_logits: Tensor | None = None
+
+    def add_to(self, grad: Float[Tensor, "v d"]) -> None:
+        """grad[id] += sum of grad_logits * hidden over the rows that read this id; float32 sums, one rounding."""
+        if self.grad_logits is None or self.hidden is None:
+            return
+        used, place = self.ids.unique(return_inverse=True)
+        row = torch.arange(self.ids.shape[0], device=place.device).unsqueeze(1).expand_as(place)
+        coefficients = torch.sparse_coo_tensor(
+            torch.stack([place.reshape(-1), row.reshape(-1)]),
+            self.grad_logits.reshape(-1),
+            (used.numel(), self.ids.shape[0]),
+            check_invariants=False,
+        )
+        step = max(1, GATHERED // self.hidden.shape[1])
+        if used.numel() <= step:
+            grad.index_add_(0, used, torch.sparse.mm(coefficients, self.hidden.float()).to(grad.dtype))
+        else:  # wide enough to matter: one block of hidden columns at a time
+            width = max(1, GATHERED // used.numel())
+            for start in range(0, self.hidden.shape[1], width):
+                part = torch.sparse.mm(coefficients, self.hidden[:, start : start + width].float().contiguous())
+                grad[:, start : start + width].index_add_(0, used, part.to(grad.dtype))
+        self.grad_logits = self.hidden = None
+
+
+class Fold(torch.autograd.Function):
+    """The weight, unchanged; in the backward the rows' contributions join the gradient that prime-rl's head returns.
+
+    The second output is an order token: ``Logits`` takes it as an input, so autograd runs this node after both the head
+    and ``Logits``. The gradient is changed in place: it is the fresh tensor that the head's backward just made.
+    """
+
+    @staticmethod
+    def forward(ctx, weight, rows):
+        ctx.rows = rows
+        return weight.view_as(weight), weight.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _token):
+        ctx.rows.add_to(grad)
+        return grad, None
+
+
+class Logits(torch.autograd.Function):
+    """z_id - z_label of the rows that take part, [n, K]; 0 elsewhere."""
+
+    @staticmethod
+    def forward(ctx, hidden, token, weight, rows, softcap):
+        h = hidden[rows.index]
+        k = rows.ids.shape[1] - 1
+        capped, slope = _logits(h, weight, rows.ids, softcap)
+        out = capped.new_zeros((hidden.shape[0], k))
+        out[rows.index] = (capped[:, :k] - capped[:, k:]) * rows.inv_temperature.unsqueeze(1)
+        ctx.save_for_backward(h, weight, slope)
+        ctx.rows, ctx.shape = rows, hidden.shape
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        h, weight, slope = ctx.saved_tensors
+        rows = ctx.rows
+        g = grad[rows.index] * rows.inv_temperature.unsqueeze(1)
+        g = torch.cat([g, -g.sum(dim=1, keepdim=True)], dim=1)
+        if slope is not None:
+            g = g * slope
+        rows.grad_logits, rows.hidden = g, h
+        grad_hidden = None
+        if ctx.needs_input_grad[0]:
+            grad_h = torch.empty_like(h)
+            for part in _blocks(rows.ids, weight):
+                w = weight[rows.ids[part]].float()
+                grad_h[part] = torch.bmm(g[part].unsqueeze(1), w).squeeze(1).to(h.dtype)
+            grad_hidden = h.new_zeros(ctx.shape).index_copy_(0, rows.index, grad_h)
+        return grad_hidden, grad.new_zeros(()), None, None, None
+
+
+def _logits(h: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Soft-capped logits of ``ids`` in float32 (float64 for float64), and the slope of the cap."""
+    dtype = torch.float64 if h.dtype == torch.float64 else torch.float32
+    z = torch.empty(ids.shape, dtype=dtype, device=h.device)
+    for part in _blocks(ids, weight):
+        w = weight[ids[part]].to(dtype)
+        z[part] = torch.bmm(w, h[part].to(dtype).unsqueeze(2)).squeeze(2).to(h.dtype).to(dtype)
+    if softcap is None:
+        return z, None
+    tanh = torch.tanh(z / softcap)
+    return softcap * tanh, 1 - tanh**2
+
+
+def _blocks(ids: Tensor, weight: Tensor) -> list[slice]:
+    step = max(1, GATHERED // (ids.shape[1] * weight.shape[1]))
+    return [slice(start, start + step) for start in range(0, ids.shape[0], step)]
+
+
+def rows_of(
+    ids: Int[Tensor, "n k"], labels: Int[Tensor, "n"], wanted: Bool[Tensor, "n"], temperature: Float[Tensor, "n"] | None
+) -> Rows | None:
+    """The rows of ``wanted``, their support ids and label; None where nothing is wanted."""
+    index = wanted.nonzero().squeeze(1)
+    if index.numel() == 0:
+        return None
+    with_label = torch.cat([ids[index], labels[index].unsqueeze(1)], dim=1).long()
+    one = torch.ones((), device=index.device) if temperature is None else temperature[index]
+    return Rows(with_label, index, (1.0 / one).expand(index.shape[0]))
+
+
+def support_logits(
+    hidden: Float[Tensor, "n d"], token: Tensor, weight: Float[Tensor, "v d"], rows: Rows, softcap: float | None = None
+) -> Float[Tensor, "n k"]:
+    """Student logits at the support minus the label's, [n, k]; the gradient reaches ``hidden``, and the weight's rows
+    through the ``Fold`` that made ``token``.
+
+    Raises:
+        ValueError: an id outside the head's vocabulary.
+    """
+    highest = int(rows.ids.max())
+    if highest >= weight.shape[0]:
+        raise ValueError(
+            f"The teacher's top-K holds the token id {highest} and the student's head has a vocabulary of "
+            f"{weight.shape[0]}: student and teacher must share one tokenizer."
+        )
+    return Logits.apply(hidden, token, weight.detach(), rows, softcap)

@@ -1,0 +1,24 @@
+"""A pytest plugin for upstream's own tests: no GPU, and our adapter installed like its .pth would."""
+
+import functools
+
+import torch
+from driver import stand_ins
+
+from prime_composer.upstream import autoload
+
+
+def on_cpu(function):
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        kwargs.pop("device", None)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+stand_ins()
+torch.Tensor.cuda = lambda self, *args, **kwargs: self
+for name in ("randn", "tensor", "zeros", "ones", "full", "rand"):
+    setattr(torch, name, on_cpu(getattr(torch, name)))
+autoload.install()

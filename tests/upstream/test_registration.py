@@ -1,0 +1,154 @@
+import fake_prime_rl
+import pytest
+import torch
+
+from prime_composer.losses import LOSS_FNS, LOSS_TYPES
+from prime_composer.upstream import registration
+
+ERAS = ("v0.6", "v0.7")
+SLOT = {"v0.6": "opd_loss_fn", "v0.7": "ref_kl_loss_fn"}
+
+
+@pytest.fixture(params=ERAS)
+def module(request, monkeypatch):
+    monkeypatch.delenv("PRIME_COMPOSER", raising=False)
+    module = fake_prime_rl.put(monkeypatch, fake_prime_rl.loss_module(request.param))
+    module.era = request.param
+    yield module
+    registration.unregister()
+
+
+def setup(module, **table):
+    config = fake_prime_rl.custom(**table)
+    return module.setup_loss_fns(config)["rl"] if module.era == "v0.6" else module.setup_rl_loss_fn(config)
+
+
+def inputs(module, n=6, ref=True):
+    generator = torch.Generator().manual_seed(0)
+    rows = [-torch.rand(n, generator=generator) for _ in range(3)]
+    rows[0].requires_grad_()
+    mask = torch.arange(n) % 3 != 0
+    return module.LossInputs(rows[0], rows[1], rows[2] if ref else None, torch.ones(n), mask)
+
+
+def test_prime_rls_setup_binds_our_loss_to_rl_and_to_distillation_tokens(module):
+    rl = setup(module, type="sampled_reverse_kl", dialect="v0_7")
+    slot = getattr(module, SLOT[module.era])
+    for fn in (rl, slot):
+        out = fn(inputs(module))
+        assert type(out) is module.LossOutputs
+        assert out.loss.shape == () and out.loss.requires_grad
+        assert all(value.shape == () and not value.requires_grad for value in out.metrics.values())
+    assert registration.current().calls == 2
+
+
+def test_asking_for_loss_fn_elsewhere_registers_nothing(module):
+    from prime_composer.upstream import loss_fn
+
+    assert loss_fn is registration.loss_fn
+    assert registration.current() is None
+
+
+def test_loss_weights_reach_the_loss(module):
+    if module.era == "v0.6":
+        pytest.skip("v0.6 has no weight streams")
+    fn = setup(module, type="sampled_reverse_kl")
+    one, two = inputs(module), inputs(module)
+    two.loss_weights = torch.full((6,), 2.0)
+    assert fn(two).loss.item() == pytest.approx(2 * fn(one).loss.item(), rel=1e-6)
+
+
+def test_numbers_that_the_command_line_turned_into_strings_are_numbers_again(module):
+    setup(module, type="sampled_reverse_kl", kl_tau="0.25", delta_low="1e-1")
+    config = registration.current().loss.config
+    assert (config.kl_tau, config.delta_low) == (0.25, 0.1)
+    assert registration.parse_loss({"type": "topk_reverse_kl", "k": "16"}).k == 16
+
+
+def test_an_unknown_key_names_the_nearest_one(module):
+    with pytest.raises(ValueError, match="unknown key 'kl_taus'; did you mean 'kl_tau'"):
+        setup(module, type="sampled_reverse_kl", kl_taus=0.1)
+
+
+def test_an_unknown_loss_lists_the_losses(module):
+    with pytest.raises(ValueError, match="topk_reverse_kl") as caught:
+        setup(module, type="topk_revers_kl")
+    assert all(name in str(caught.value) for name in LOSS_TYPES)
+    with pytest.raises(ValueError, match="has no `type`"):
+        setup(module, k=3)
+
+
+SUPPORTED = [
+    name
+    for name, config in LOSS_TYPES.items()
+    if not [f for f in config.model_fields.values() if f.is_required()] and "support" in config().needs
+]
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_a_loss_that_needs_a_support_is_refused_on_the_plain_road_with_the_command_to_use(module, name):
+    with pytest.raises(ValueError, match="--engine prime-rl") as caught:
+        setup(module, type=name)
+    assert "PRIME_COMPOSER=1" in str(caught.value)
+    assert getattr(module, SLOT[module.era]).__name__ == SLOT[module.era]
+
+
+def test_the_table_of_losses_is_covered():
+    assert "topk_reverse_kl" in SUPPORTED and len(LOSS_FNS) >= 3
+
+
+def step(optimizer):
+    optimizer.param_groups[0]["params"][0].grad = torch.zeros(1)
+    optimizer.step()
+
+
+def test_a_registered_loss_that_is_never_called_stops_the_run_at_the_first_step(module):
+    setup(module, type="sampled_reverse_kl")
+    with pytest.raises(RuntimeError, match="never called in the first optimiser step") as caught:
+        step(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
+    assert {"v0.6": 'training_mode = "opd"', "v0.7": '[orchestrator.algo] type = "opd"'}[module.era] in str(caught.value)
+
+
+def test_a_called_loss_is_counted_and_the_run_goes_on(module, capfd):
+    setup(module, type="sampled_reverse_kl")
+    getattr(module, SLOT[module.era])(inputs(module))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    step(optimizer)
+    assert "called 1 times on 4 tokens" in capfd.readouterr().err
+    step(optimizer)
+    assert registration.current().calls == 0
+
+
+def test_a_schedule_advances_once_per_optimiser_step_with_the_mean_loss(module):
+    setup(module, type="sampled_reverse_kl")
+    registered, seen = registration.current(), []
+    registered.loss.end_step = seen.append
+    outs = [registered(inputs(module)).loss.item() for _ in range(2)]
+    step(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
+    assert seen == [pytest.approx(sum(outs) / 8)]
+
+
+def test_two_different_losses_in_one_trainer_are_refused(module):
+    setup(module, type="sampled_reverse_kl")
+    setup(module, type="sampled_reverse_kl")
+    with pytest.raises(ValueError, match="Two losses for one trainer"):
+        setup(module, type="sampled_reverse_kl", kl_tau=0.5)
+
+
+def test_a_missing_teacher_names_the_remedy(module):
+    fn = setup(module, type="sampled_reverse_kl")
+    with pytest.raises(ValueError, match="needs ref_logprobs"):
+        fn(inputs(module, ref=False))
+
+
+@pytest.mark.parametrize("value,settings", [("", None), ("0", None), ("1", {}), ('{"loss": {"k": 1}}', {"loss": {"k": 1}})])
+def test_the_switch(monkeypatch, value, settings):
+    monkeypatch.setenv("PRIME_COMPOSER", value)
+    assert registration.switch() == settings
+
+
+@pytest.mark.parametrize("value", ["yes", "[1]", '{"los": 1}'])
+def test_a_wrong_switch_shows_how_to_write_it(monkeypatch, value):
+    monkeypatch.setenv("PRIME_COMPOSER", value)
+    with pytest.raises(ValueError, match="topk_reverse_kl"):
+        registration.switch()
