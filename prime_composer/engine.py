@@ -110,7 +110,7 @@ def open_scorer(recipe: Recipe) -> Scorer:
         return VLLMScorer(
             origin,
             dtype=dtype,
-            max_model_len=recipe.rollout.max_model_len + 1,
+            max_model_len=recipe.rollout.max_model_len,
             max_logprobs="full",
             gpu_memory_utilization=teacher.gpu_memory_utilization,
         )

@@ -22,11 +22,11 @@ from typing import Any  # noqa: E402
 import pytest  # noqa: E402
 
 TINY_MODEL = {
-    "vocab_size": 300, "hidden_size": 16, "layers": 1, "heads": 1, "head_dim": 16, "intermediate_size": 32,
+    "vocab_size": 300, "hidden_size": 16, "layers": 1, "heads": 1, "head_dim": 32, "intermediate_size": 32,
     "max_position_embeddings": 128, "sft_steps": 20, "batch_size": 8,
 }  # fmt: skip
 TINY_RECIPE: dict[str, Any] = {
-    "teacher": {"prepare": {**TINY_MODEL, "seed": 1, "sft_steps": 60}},
+    "teacher": {"prepare": {**TINY_MODEL, "seed": 1, "sft_steps": 150}},
     "student": {"prepare": {**TINY_MODEL, "seed": 2, "sft_steps": 5}},
     "loss": {"type": "topk_reverse_kl", "k": 8},
     "rollout": {"backend": "transformers", "max_tokens": 8, "max_model_len": 128},

@@ -2,15 +2,12 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command import interrupt_after, prime_rl, toml
 
 from prime_composer.cli import choose_engine
 from prime_composer.runs import claim_run_dir
@@ -18,22 +15,6 @@ from prime_composer.runs import claim_run_dir
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "gsm8k_opd.toml"
 Raw = Callable[..., dict[str, Any]]
-
-
-def prime_rl(*words: object, cwd: Path | None = None, check: bool = False) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=check, timeout=300)
-
-
-def toml(raw: dict[str, Any]) -> str:
-    """A recipe as TOML text: every table inline, which JSON's syntax nearly is."""
-
-    def value(item: Any) -> str:
-        if isinstance(item, dict):
-            return "{" + ", ".join(f"{key} = {value(inner)}" for key, inner in item.items()) + "}"
-        return json.dumps(item)
-
-    return "\n".join(f"{key} = {value(item)}" for key, item in raw.items()) + "\n"
 
 
 @pytest.fixture
@@ -100,17 +81,10 @@ def test_resuming_needs_a_checkpoint_and_the_same_recipe(tiny_file: Path, tmp_pa
 def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(tiny_recipe: Raw, tmp_path: Path) -> None:
     path = tmp_path / "long.toml"
     path.write_text(toml(tiny_recipe(trainer__steps=2000, checkpoint__every=0)))
-    command = [sys.executable, "-m", "prime_composer.cli", "rl", "--config", str(path)]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "outputs" / "long" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "continue with --resume --output-dir outputs/long" in out
+    done = interrupt_after(3, ["rl", "--config", path], tmp_path, metrics)
+    assert done.returncode == 130, done.stderr
+    assert "continue with --resume --output-dir outputs/long" in done.stdout
     (checkpoint,) = (tmp_path / "outputs" / "long" / "checkpoints").iterdir()
     last = json.loads(metrics.read_text().splitlines()[-1])["step"]
     assert checkpoint.name == f"step_{last:06d}"

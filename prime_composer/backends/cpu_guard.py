@@ -7,6 +7,7 @@ it. None of these packages is needed for text, so they are declared absent; on a
 Can go once PyPI's vLLM for the CPU depends on CPU builds, or transformers survives a torchvision that does not load.
 """
 
+import logging
 import os
 import random
 import sys

@@ -1,0 +1,39 @@
+"""Running the command line in processes of their own."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def prime_rl(*words: object, cwd: Path | None = None, check: bool = False) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=check, timeout=300)
+
+
+def toml(raw: dict[str, Any]) -> str:
+    """A recipe as TOML text: every table inline, which JSON's syntax nearly is."""
+
+    def value(item: Any) -> str:
+        if isinstance(item, dict):
+            return "{" + ", ".join(f"{key} = {value(inner)}" for key, inner in item.items()) + "}"
+        return json.dumps(item)
+
+    return "\n".join(f"{key} = {value(item)}" for key, item in raw.items()) + "\n"
+
+
+def interrupt_after(steps: int, words: list[object], cwd: Path, metrics: Path) -> subprocess.CompletedProcess[str]:
+    """Start a run, and press Ctrl-C once it has written its start and ``steps`` steps."""
+    command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
+    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 240
+    while not (metrics.exists() and metrics.read_text().count("\n") > steps):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
