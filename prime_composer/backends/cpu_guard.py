@@ -77,6 +77,9 @@ def import_vllm(multiprocessing: bool = False):
     quiet_vllm_environment(multiprocessing)
     hide_cuda_packages()
     use_one_thread_unless_told()
+    if built_for_cpu():
+        # It says, before vLLM has set up its logging, that Triton has no CPU backend.
+        logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -15,6 +15,7 @@ from prime_composer.backends.alignment import (
     make_rollout,
     place,
     sequences_to_score,
+    top_k,
 )
 from prime_composer.backends.cpu_guard import hide_cuda_packages
 from prime_composer.lm_head import selected_logprobs
@@ -436,7 +437,7 @@ def top_logprobs(
     for first in range(0, max(len(states), 1), rows):
         block = torch.log_softmax((states[first : first + rows] @ weight.T).float(), dim=-1)
         own_ids = labels[first : first + rows, None]
-        top = block.topk(k, dim=-1)
-        ids.append(torch.cat([own_ids, top.indices], dim=1))
-        logprobs.append(torch.cat([block.gather(1, own_ids), top.values], dim=1))
+        top_values, top_ids = top_k(block, k)
+        ids.append(torch.cat([own_ids, top_ids], dim=1))
+        logprobs.append(torch.cat([block.gather(1, own_ids), top_values], dim=1))
     return torch.cat(ids), torch.cat(logprobs)
