@@ -1,10 +1,30 @@
 """Small models prepared on the spot, for recipes that need no download: what they are, and where they are cached.
 
-Only the description and the cache key live here; ``backends/prepare.py`` trains. Both models of a recipe get the same
-tokenizer, a byte-level BPE with single digits trained on the recipe's own data, whenever their ``vocab_size`` agrees.
+Only the description, the cache key and the cache live here; ``backends/prepare.py`` trains. Two models of one recipe
+get the same tokenizer, a byte-level BPE with single digits trained on the recipe's own data, whenever their
+``vocab_size`` agrees.
 """
 
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict, Field
+
+from prime_composer.data import DataConfig, Problem, load_problems, prompt_text
+
+FORMAT = 1
+"""Goes into the cache key. Raise it when ``backends/prepare.py`` makes other models of the same description."""
+
+DESCRIPTION = "prepare.json"
+"""The file beside the weights that says how they were made, and the training loss at the end."""
+
+Progress = Callable[[int, int, float], None]
+"""Called after every step of fine-tuning with the steps done, the steps in all, and the loss."""
 
 
 class PrepareConfig(BaseModel):
@@ -36,14 +56,18 @@ class PrepareConfig(BaseModel):
     max_position_embeddings: int = Field(default=512, ge=16)
     """Longest sequence, prompt and completion together."""
 
-    sft_steps: int = Field(default=750, ge=0)
+    sft_steps: int = Field(default=800, ge=0)
     """Optimiser steps of supervised fine-tuning on the training problems' worked answers."""
 
-    batch_size: int = Field(default=64, ge=1)
+    batch_size: int = Field(default=32, ge=1)
     """Problems per step."""
 
-    learning_rate: float = Field(default=8e-3, gt=0)
-    """Peak of AdamW's learning rate: linear warm-up over the first twentieth, then a cosine to zero."""
+    learning_rate: float = Field(default=6e-3, gt=0)
+    """AdamW's peak learning rate, for embeddings and norms: a linear warm-up over the first twentieth of the steps,
+    then a cosine to zero."""
+
+    matrix_learning_rate: float = Field(default=0.03, gt=0)
+    """Muon's peak learning rate, for the decoder layers' matrices, on the same schedule."""
 
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the target spread over the whole vocabulary. For students only: a smoothed teacher puts its mass on a
@@ -55,3 +79,111 @@ class PrepareConfig(BaseModel):
     prune: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the weights of the decoder layers' matrices set to zero after training, the smallest magnitudes first,
     all at once: damage that distillation heals."""
+
+
+def cache_root() -> Path:
+    """The per-user cache folder: ``$PRIME_COMPOSER_CACHE``, or ``prime_composer`` in ``$XDG_CACHE_HOME`` (~/.cache)."""
+    if own := os.environ.get("PRIME_COMPOSER_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "prime_composer"
+
+
+def cache_key(config: PrepareConfig, data: DataConfig, problems: Sequence[Problem]) -> str:
+    """A readable name and a hash of all that decides what the model learns: its description, the training texts
+    (contents, not paths), and the format version."""
+    digest = hashlib.sha256(json.dumps([FORMAT, config.model_dump(mode="json")], sort_keys=True).encode())
+    for problem in problems:
+        digest.update(json.dumps([prompt_text(problem, data), problem.answer]).encode())
+    return f"qwen3-{config.layers}x{config.hidden_size}-{digest.hexdigest()[:16]}"
+
+
+def cached_path(config: PrepareConfig, data: DataConfig, cache_dir: Path | None = None) -> Path | None:
+    """The prepared model's folder if it is cached, else None. Imports nothing heavy; reads the data.
+
+    Raises:
+        ValueError: the data cannot be read.
+    """
+    train, _ = load_problems(data)
+    path = (cache_dir or cache_root()) / "models" / cache_key(config, data, train)
+    return path if path.is_dir() else None
+
+
+def prepare_model(
+    config: PrepareConfig,
+    data: DataConfig,
+    cache_dir: Path | None = None,
+    rebuild: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """A Hugging Face folder with the model and its tokenizer: from the cache, or trained now and cached.
+
+    The model is built in a folder of its own and renamed when it is whole, so that no reader ever finds half a model.
+    Runs that want the same model at once wait for the first one to finish it. A pruned model is made from the unpruned
+    one of the same description, which is cached too: where that one is the teacher, it is trained once.
+
+    Args:
+        rebuild: train again, and replace what is cached.
+        progress: called after every step of fine-tuning.
+
+    Raises:
+        ValueError: the data cannot be read, does not fit the model, or training libraries are missing.
+    """
+    train, _ = load_problems(data)
+    return _prepare(config, data, train, (cache_dir or cache_root()) / "models", rebuild, progress or _silent)
+
+
+def _silent(done: int, steps: int, loss: float) -> None:
+    pass
+
+
+def _prepare(
+    config: PrepareConfig, data: DataConfig, train: list[Problem], models: Path, rebuild: bool, progress: Progress
+) -> Path:
+    models.mkdir(parents=True, exist_ok=True)
+    key = cache_key(config, data, train)
+    path = models / key
+    if path.is_dir() and not rebuild:
+        return path
+    with _locked(models / f"{key}.lock"):
+        if path.is_dir() and not rebuild:
+            return path
+        try:
+            from prime_composer.backends.prepare import build_model, prune_model
+        except ImportError as error:
+            raise ValueError(
+                f'preparing a model on the spot needs {error.name}: pip install "prime-composer[local]"'
+            ) from error
+        unfinished = models / f"{key}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        if config.prune:
+            whole = _prepare(config.model_copy(update={"prune": 0.0}), data, train, models, rebuild, progress)
+            loss = json.loads((whole / DESCRIPTION).read_text(encoding="utf-8"))["loss"]
+            prune_model(whole, config.prune, unfinished)
+            progress(config.sft_steps, config.sft_steps, loss)
+        else:
+            loss = build_model(config, data, train, unfinished, progress)
+        description = {
+            "format": FORMAT,
+            "prepare": config.model_dump(mode="json"),
+            "data": data.model_dump(mode="json"),
+            "loss": loss,
+        }
+        (unfinished / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        replaced = models / f"{key}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
+        if path.is_dir():
+            path.rename(replaced)
+        unfinished.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+    return path
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold ``path`` as a lock file; the operating system lets go of it if the process dies."""
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
