@@ -23,17 +23,36 @@ def top_share(values: Float[Tensor, "seq"], mask: Bool[Tensor, "seq"], share: fl
     return held.gather(0, last.unsqueeze(0)).squeeze(0) / held[-1].clamp(min=torch.finfo(held.dtype).tiny)
 
 
+def topk_overlap_min(student_logprobs: Float[Tensor, "*pos k"]) -> Float[Tensor, "*pos"]:
+    """The least overlap of the support with the student's own top K that the masses allow.
+
+    Of the tokens outside the support, at most p_tail/p_j can be more probable than token j, or the tail would not hold them. A
+    token that ranks r-th (from 0) within the support is certainly in the student's top K if r + p_tail/p_j < K. 1 where the
+    support is the whole vocabulary (more than 1024 ids are taken for that).
+    """
+    k = student_logprobs.shape[-1]
+    if k > 1024:
+        return torch.ones_like(student_logprobs[..., 0])
+    ranked = student_logprobs.sort(dim=-1, descending=True).values
+    log_tail = log1mexp(torch.logsumexp(ranked, dim=-1, keepdim=True).clamp(max=MAX_LOG_MASS))
+    others = torch.exp((log_tail - ranked).clamp(max=80.0))
+    rank = torch.arange(k, device=ranked.device, dtype=ranked.dtype)
+    return (rank + others < k).to(ranked.dtype).mean(-1)
+
+
 def support_metrics(support: Support, mask: Bool[Tensor, "seq"], reverse: bool = True) -> dict[str, Tensor]:
-    """Token means of the masses on the support, and of the two parts of the tail KL.
+    """Token means of the masses on the support, of the two parts of the tail KL, and of the overlap.
 
     KL over the K + 1 outcomes = ``kl_in_support`` (mass on the support times KL of the renormalised distributions) +
     ``kl_mass`` (KL between the Bernoulli distributions of being on the support). ``reverse`` False gives KL(q || p).
+    ``topk_overlap_min``: share of the K ids that are certainly among the student's own K most probable ones.
     """
     p, q = upcast(support.student_logprobs), upcast(support.teacher_logprobs)
     log_p_mass, log_q_mass = (torch.logsumexp(x, dim=-1).clamp(max=MAX_LOG_MASS) for x in (p, q))
     metrics = {
         "student_mass": masked_mean(torch.exp(log_p_mass), mask),
         "teacher_mass": masked_mean(torch.exp(log_q_mass), mask),
+        "topk_overlap_min": masked_mean(topk_overlap_min(p), mask),
     }
     if not reverse:
         p, q, log_p_mass, log_q_mass = q, p, log_q_mass, log_p_mass

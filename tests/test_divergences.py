@@ -612,3 +612,13 @@ def test_bf16_is_computed_in_float32_and_stays_finite(name, fn, normalization, p
     # Rounding to bf16 can carry the mass of the log-probs themselves over 1, the renormalised rows stay divergences.
     if normalization == "renorm":
         assert value >= -1e-5
+
+
+@pytest.mark.parametrize("n", ["full", "tail", "renorm", "generalized"])
+def test_the_teacher_never_gets_a_gradient(n):
+    p, q = (double([[0.3, 0.2], [0.6, 0.1]]).log().requires_grad_() for _ in range(2))
+    values = [D.reverse_kl(p, q, n), D.forward_kl(p, q, n), D.generalized_jsd(p, q, 0.3, n), D.k2(p, q), D.k3(p, q)]
+    if n != "generalized":
+        values.append(D.taid(p, q, 0.4, n))
+    sum(v.sum() for v in values).backward()
+    assert q.grad is None and p.grad is not None

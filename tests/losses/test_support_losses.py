@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from prime_composer.contract import LossInputs, Support
-from prime_composer.loss_metrics import support_metrics, top_share
+from prime_composer.loss_metrics import support_metrics, top_share, topk_overlap_min
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -200,3 +200,36 @@ def test_the_parts_of_a_tail_kl_add_up_to_it(name):
     metrics = setup_loss_fn(LOSS_TYPES[name](k=2))(dataclasses.replace(inputs, support=narrow)).metrics
     total = metrics[f"{name}/kl_in_support"] + metrics[f"{name}/kl_mass"]
     assert total.item() == pytest.approx(metrics[f"{name}/kl"].item(), rel=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_least_overlap_with_the_students_top_k_never_exceeds_the_overlap(seed):
+    g = torch.Generator().manual_seed(seed)
+    log_p = (3 * torch.randn(30, generator=g, dtype=torch.float64)).log_softmax(-1)
+    log_q = log_p + 2 * torch.randn(30, generator=g, dtype=torch.float64)
+    ids = log_q.topk(8).indices
+    overlap = len(set(ids.tolist()) & set(log_p.topk(8).indices.tolist())) / 8
+    assert topk_overlap_min(log_p[ids]).item() <= overlap
+
+
+def test_the_least_overlap_of_a_sharp_student_is_the_overlap():
+    # p = .9, .05, .03, .01, rest .01 in all: the four are the student's first four whatever the rest looks like, were it not
+    # for the fourth, which one token of the rest could tie.
+    assert topk_overlap_min(double([0.9, 0.05, 0.03, 0.0101]).log()).item() == 1.0
+    # Outside, .5: it may hold one token of .5, ten of .05, or fifty of .01.
+    assert topk_overlap_min(double([0.4, 0.06, 0.03, 0.01]).log()).item() == pytest.approx(1 / 4)
+
+
+def test_a_token_that_trains_without_a_teacher_score_is_refused():
+    loss = setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](k=2), "loss.here")
+    inputs = sdpo_inputs()
+    inputs.support.teacher_logprobs[1, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"\[loss.here\].*support is NaN at 1 of 2 .* position 1"):
+        loss(inputs)
+    inputs = sdpo_inputs()
+    inputs.ref_logprobs[0] = torch.nan
+    assert loss(inputs).loss.isfinite()  # it does not read ref_logprobs
+    with pytest.raises(ValueError, match="ref_logprobs is NaN at 1 of 2"):
+        setup_loss_fn(LOSS_TYPES["sampled_reverse_kl"]())(inputs)
+    inputs.loss_mask[0] = False
+    assert setup_loss_fn(LOSS_TYPES["sampled_reverse_kl"]())(inputs).loss.isfinite()

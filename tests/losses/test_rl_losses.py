@@ -1,0 +1,81 @@
+"""``default`` and ``ipo`` token by token, from the definitions, in probabilities."""
+
+import math
+
+import pytest
+import torch
+
+from prime_composer.contract import LossInputs
+from prime_composer.losses import LOSS_TYPES, setup_loss_fn
+
+P = [0.8, 0.8, 0.8, 0.1, 0.1, 0.1, 0.5, 0.9, 0.2]
+MU = [0.5, 0.5, 0.5, 0.6, 0.6, 0.6, 0.45, 0.9, 0.3]
+A = [1.5, -0.7, 0.0, 1.1, -2.0, 0.0, 0.4, -0.3, 0.9]
+W = [1.0, 2.0, 0.5, 1.0, 3.0, 1.0, 0.25, 1.0, 1.0]
+MASK = [True] * 8 + [False]
+
+
+def run(config, weights=True):
+    t = lambda x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
+    inputs = LossInputs(
+        trainer_logprobs=t(P).log().requires_grad_(),
+        inference_logprobs=t(MU).log(),
+        ref_logprobs=None,
+        advantages=t(A),
+        loss_mask=torch.tensor(MASK),
+        loss_weights=t(W) if weights else None,
+    )
+    out = setup_loss_fn(config)(inputs)
+    out.loss.backward()
+    return out, inputs.trainer_logprobs.grad
+
+
+def dppo_drops(p, mu, a, low=0.25, high=0.2):
+    return p - mu > high if a > 0 else p - mu < -low
+
+
+def ipo_drops(p, mu, a):
+    return abs(p - mu) > 0.2
+
+
+@pytest.mark.parametrize(
+    ("config", "drops"),
+    [
+        (LOSS_TYPES["default"](dppo_mask_low=0.25, dppo_mask_high=0.2, adv_tau=0.7, kl_tau=0.01), dppo_drops),
+        (LOSS_TYPES["ipo"](ipo_threshold=0.2, adv_tau=0.7, kl_tau=0.01), ipo_drops),
+    ],
+    ids=["default", "ipo"],
+)
+def test_each_token_is_its_definition(config, drops):
+    out, grad = run(config)
+    loss, expected, dropped = 0.0, [], []
+    for p, mu, a, w, m in zip(P, MU, A, W, MASK, strict=True):
+        dropped.append(m and drops(p, mu, a))
+        pull = 0.0 if dropped[-1] else 0.7 * a * p / mu
+        loss += m * w * (-pull + 0.01 * math.log(p / mu) ** 2)
+        expected.append(m * w * (-pull + 0.02 * math.log(p / mu)))
+    assert out.loss.item() == pytest.approx(loss, rel=1e-12)
+    assert grad.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    assert out.metrics[f"{config.type}/is_masked"].item() == pytest.approx(sum(dropped) / 8)
+    assert 2 <= sum(dropped) <= 6
+
+
+def test_default_returns_the_numbers_recorded_from_prime_rl():
+    # default_loss_fn of prime-rl 559b4477 (the same at eaf95997f), float64.
+    t = lambda *x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
+    inputs = LossInputs(
+        trainer_logprobs=t(-0.2, -2.5, -0.3, -1.6, -0.7).requires_grad_(),
+        inference_logprobs=t(-1.2, -0.4, -1.5, -0.3, -0.7),
+        ref_logprobs=None,
+        advantages=t(1, 1, -1, -1, 0),
+        loss_mask=torch.ones(5, dtype=torch.bool),
+    )
+    out = setup_loss_fn(LOSS_TYPES["default"]())(inputs)
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(3.206200494484, abs=1e-11)
+    expected = [0.002, -0.126656428253, 3.322516922737, -0.0026, 0.0]
+    assert inputs.trainer_logprobs.grad.tolist() == pytest.approx(expected, abs=1e-11)
+    for name, value in dict(
+        masked_mismatch_kl=0.645406810747, unmasked_mismatch_kl=0.780857783663, is_masked_low=0.2
+    ).items():
+        assert out.metrics[f"default/{name}"].item() == pytest.approx(value, abs=1e-7)
