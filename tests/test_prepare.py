@@ -133,8 +133,9 @@ def test_pruning_removes_exactly_the_asked_share_even_among_equal_weights(fracti
 def test_pruning_goes_by_magnitude_within_each_matrix():
     from prime_composer.backends.prepare import prune_by_magnitude
 
-    small, large = torch.nn.Parameter(torch.tensor([[0.1, -0.4, 0.2, 0.3]])), torch.nn.Parameter(
-        torch.tensor([[-10.0], [40.0], [-30.0], [20.0]])
+    small, large = (
+        torch.nn.Parameter(torch.tensor([[0.1, -0.4, 0.2, 0.3]])),
+        torch.nn.Parameter(torch.tensor([[-10.0], [40.0], [-30.0], [20.0]])),
     )
     prune_by_magnitude([small, large], 0.5)
     assert small.tolist() == [pytest.approx([0.0, -0.4, 0.0, 0.3])]
