@@ -7,10 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from prime_composer.data import Problem
+from prime_composer.losses.base import LossConfig
 from prime_composer.prepare import prepare_model
 from prime_composer.recipe import ModelConfig, Recipe
+from prime_composer.replay import Pair, read_pairs
 from prime_composer.rollout import Rollout, Sampler, SamplingParams
-from prime_composer.scorer import Scorer
+from prime_composer.scorer import Scorer, TeacherScores
+from prime_composer.self_teacher import PolicyTeacher
 
 
 @dataclass
@@ -18,17 +22,25 @@ class Engine:
     """Everything that runs a model, open.
 
     Attributes:
+        recipe: what was opened.
         model: the student that trains; its tokenizer beside it.
         sampler: samples the student's rollouts.
-        scorer: scores them with the teacher; None where the loss needs none.
+        scorer: scores them with a teacher of its own; None where the loss needs none.
+        policy_teacher: scores them with the policy itself, told more; None without ``[teacher.policy]``.
+        reference: the frozen policy of the replay channel's loss, where that needs one.
+        pairs: preference pairs of a file.
         stop_token_ids: what ends a completion beyond the engine's own EOS.
     """
 
+    recipe: Recipe
     model: nn.Module
     tokenizer: Any
     sampler: Sampler
-    scorer: Scorer | None
-    stop_token_ids: tuple[int, ...]
+    scorer: Scorer | None = None
+    policy_teacher: PolicyTeacher | None = None
+    reference: nn.Module | None = None
+    pairs: Sequence[Pair] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -38,6 +50,47 @@ class Engine:
         """The completion as text, without special tokens."""
         return self.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
 
+    def score(
+        self,
+        rollouts: Sequence[Rollout],
+        texts: Sequence[str],
+        problems: Sequence[Problem],
+        rewards: Sequence[float],
+    ) -> tuple[list[int], list[TeacherScores] | None]:
+        """Which rollouts have a teacher, and its scores of those; every one and None where the loss needs no teacher.
+
+        Only a policy teacher leaves rollouts out: those that it has no hint for.
+        """
+        everything = list(range(len(rollouts)))
+        size = self.recipe.loss.support_size
+        if self.scorer is not None:
+            return everything, self.scorer.score(rollouts, size)
+        if self.policy_teacher is None:
+            return everything, None
+        hints = self.policy_teacher.hints(rollouts, texts, problems, rewards)
+        told = [index for index, hint in enumerate(hints) if hint is not None]
+        if not told:
+            return [], []
+        prompts = [self.policy_teacher.prompt(problems[i], hints[i], texts[i].strip()) for i in told]
+        k = student_support_size(self.recipe.loss)
+        return told, self.policy_teacher.score(
+            [rollouts[i] for i in told], prompts, size if k is None else k, chosen_by_student=k is not None
+        )
+
+    def end_step(self, step: int) -> None:
+        """Give the new weights to the sampler, and to a teacher that follows the policy."""
+        self.sampler.update_weights(self.model)
+        if self.policy_teacher is not None:
+            self.policy_teacher.end_step(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has to hold beside the student: the weights of a teacher that moves."""
+        return {} if self.policy_teacher is None else self.policy_teacher.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.policy_teacher is not None:
+            self.policy_teacher.load_state_dict(state)
+
     def __enter__(self) -> "Engine":
         return self
 
@@ -45,6 +98,12 @@ class Engine:
         for part in (self.sampler, self.scorer):
             if part is not None:
                 part.close()
+
+
+def student_support_size(loss: LossConfig) -> int | None:
+    """K where the loss wants the student to choose the support and K is less than the vocabulary; None otherwise."""
+    k = getattr(loss, "k", None)
+    return k if getattr(loss, "chosen_by", "teacher") == "student" and k != "full" else None
 
 
 def open_engine(recipe: Recipe, status: Callable[[str], None], student_dir: Path | None = None) -> Engine:
@@ -66,11 +125,18 @@ def open_engine(recipe: Recipe, status: Callable[[str], None], student_dir: Path
     sampler = open_sampler(recipe, origin)
     if student_dir is not None:
         sampler.update_weights(model)
-    scorer = None
-    if {"support", "ref_logprobs"} & recipe.loss.needs:
+    engine = Engine(recipe, model, tokenizer, sampler)
+    if recipe.teacher is not None and recipe.teacher.policy is not None:
+        engine.policy_teacher = PolicyTeacher(recipe.teacher.policy, recipe.data, model, tokenizer)
+    elif {"support", "ref_logprobs"} & recipe.loss.needs:
         status(f"opening the teacher's {teacher_backend(recipe)} scorer")
-        scorer = open_scorer(recipe)
-    return Engine(model, tokenizer, sampler, scorer, stop_token_ids=())
+        engine.scorer = open_scorer(recipe)
+    if "replay" in recipe.loss.needs:
+        if "ref_logprobs" in recipe.loss.replay.loss.needs:
+            engine.reference = load_student(origin, dtype="float32")[0].requires_grad_(False)
+        if recipe.replay.path is not None:
+            engine.pairs = read_pairs(recipe.replay.path, recipe.data, tokenizer)
+    return engine
 
 
 def open_sampler(recipe: Recipe, origin: str | Path) -> Sampler:

@@ -33,14 +33,21 @@ def evaluate(engine: Engine, recipe: Recipe, held_out: Sequence[Problem]) -> dic
 
 
 def greedy_accuracy(
-    engine: Engine, sampler: Sampler, recipe: Recipe, held_out: Sequence[Problem]
+    engine: Engine,
+    sampler: Sampler,
+    recipe: Recipe,
+    held_out: Sequence[Problem],
+    prompts: Sequence[Sequence[int]] | None = None,
 ) -> tuple[float, float]:
-    """Share of correct, and of truncated, greedy answers to the first ``eval.size`` held-out problems."""
+    """Share of correct, and of truncated, greedy answers to the first ``eval.size`` held-out problems.
+
+    Args:
+        prompts: what is read in the place of each problem's own prompt.
+    """
     problems = held_out[: recipe.eval.size]
-    prompts = [render_prompt(problem, recipe.data, engine.tokenizer) for problem in problems]
-    params = SamplingParams(
-        temperature=0.0, max_tokens=recipe.rollout.max_tokens, stop_token_ids=engine.stop_token_ids
-    )
+    if prompts is None:
+        prompts = [render_prompt(problem, recipe.data, engine.tokenizer) for problem in problems]
+    params = SamplingParams(temperature=0.0, max_tokens=recipe.rollout.max_tokens, stop_token_ids=engine.stop_token_ids)
     rollouts = sampler.generate(prompts, params, seed=KL_SEED)
     correct = [is_correct(engine.decode(r), problems[r.prompt_index], recipe.data) for r in rollouts]
     truncated = [rollout.finish_reason == "length" for rollout in rollouts]
@@ -48,11 +55,16 @@ def greedy_accuracy(
 
 
 def teacher_accuracy(engine: Engine, recipe: Recipe, held_out: Sequence[Problem]) -> dict[str, float]:
-    """The teacher's own greedy accuracy; empty where no teacher is open."""
-    sampler = teacher_sampler(engine, recipe)
+    """The teacher's own greedy accuracy: of a policy teacher the policy's, told the reference solutions."""
+    prompts = None
+    if engine.policy_teacher is not None:
+        sampler = engine.sampler
+        prompts = [engine.policy_teacher.prompt(problem, problem.answer) for problem in held_out[: recipe.eval.size]]
+    else:
+        sampler = teacher_sampler(engine, recipe)
     if sampler is None:
         return {}
-    return {"teacher/accuracy": greedy_accuracy(engine, sampler, recipe, held_out)[0]}
+    return {"teacher/accuracy": greedy_accuracy(engine, sampler, recipe, held_out, prompts)[0]}
 
 
 @torch.no_grad()

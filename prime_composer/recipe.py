@@ -37,8 +37,10 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> "ModelConfig":
-        if (self.model is None) == (self.prepare is None):
-            raise ValueError("give exactly one of `model` and the table `prepare`")
+        origins = [name for name in ("model", "prepare", "policy") if getattr(self, name, None) is not None]
+        if len(origins) != 1:
+            choices = "`model` and the table `prepare`" if not hasattr(self, "policy") else "`model`, `prepare` and `policy`"
+            raise ValueError(f"give exactly one of {choices}" + (f", not {' and '.join(origins)}" if origins else ""))
         return self
 
 
@@ -46,8 +48,54 @@ class StudentConfig(ModelConfig):
     """The model that is trained."""
 
 
+HINT_TEMPLATES = {
+    "reference": "{question}\nA correct solution: {hint}\nSolve it again.",
+    "sibling": "{question}\nA correct solution: {hint}\nSolve it again.",
+    "feedback": "{question}\nAn earlier attempt: {attempt}\nIts verdict: {hint}\nSolve it again.",
+}
+"""What the told policy reads in the place of the question, by the kind of hint."""
+
+
+class PolicyTeacherConfig(Section):
+    """Self-distillation: the teacher is the policy itself, and its prompt carries a hint that the student never sees.
+
+    A rollout for which there is no hint (no correct sibling) trains nothing.
+    """
+
+    hint: Literal["reference", "sibling", "feedback"] = "reference"
+    """``reference``: the data's solution (OPSD, SDFT). ``sibling``: the first correct rollout of the same group other
+    than itself (SDPO). ``feedback``: the verifier's verdict on the rollout, with the right answer (SDPO)."""
+
+    template: str | None = None
+    """The question as the teacher reads it: ``{question}``, ``{hint}`` and, if wanted, ``{attempt}``, the rollout's own
+    text. Unset: a plain English one for each kind of hint."""
+
+    update: Literal["live", "ema", "sync"] = "ema"
+    """Whose weights: the current policy's, their moving average, or a copy renewed every ``sync_every`` steps."""
+
+    ema_rate: float = Field(0.05, gt=0, le=1)
+    """``ema``: teacher <- (1 - rate) teacher + rate policy after each step (SDPO 0.05; OPSD 0.001)."""
+
+    sync_every: int = Field(10, ge=1)
+    """``sync``: steps between two copies."""
+
+    @model_validator(mode="after")
+    def _template_reads_the_hint(self) -> "PolicyTeacherConfig":
+        for name in ("{question}", "{hint}"):
+            if name not in self.text:
+                raise ValueError(f"template must contain {name}")
+        return self
+
+    @property
+    def text(self) -> str:
+        return HINT_TEMPLATES[self.hint] if self.template is None else self.template
+
+
 class TeacherConfig(ModelConfig):
-    """The model that scores the student's tokens."""
+    """The model that scores the student's tokens: a model of its own, or the policy itself, told more."""
+
+    policy: PolicyTeacherConfig | None = None
+    """The teacher is the student itself, told more; needs no `model` and no `prepare`."""
 
     backend: Literal["vllm", "transformers", "server"] | None = None
     """What runs the teacher; unset: the rollout's backend."""
@@ -104,6 +152,26 @@ class RolloutConfig(Section):
     def _server_has_url(self) -> "RolloutConfig":
         if (self.backend == "server") != (self.url is not None):
             raise ValueError("backend = 'server' and `url` go together")
+        return self
+
+
+class ReplayConfig(Section):
+    """Where the preference pairs of the ``[loss.replay]`` channel come from."""
+
+    source: Literal["rollouts", "jsonl"] = "rollouts"
+    """``rollouts``: a correct and a wrong rollout of the same group. ``jsonl``: a file with one object per line, with the
+    strings "question", "chosen" and "rejected"."""
+
+    path: Path | None = None
+    """For ``jsonl``: the file."""
+
+    pairs_per_step: int = Field(16, ge=1)
+    """Pairs of a step: at most this many of the rollouts', or exactly this many of the file's, in rotation."""
+
+    @model_validator(mode="after")
+    def _path_belongs_to_jsonl(self) -> "ReplayConfig":
+        if (self.source == "jsonl") != (self.path is not None):
+            raise ValueError('source = "jsonl" and `path` go together')
         return self
 
 
@@ -201,6 +269,7 @@ class Recipe(Section):
     loss: LossUnion
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     data: DataConfig
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
     trainer: TrainerConfig
     eval: EvalConfig = Field(default_factory=EvalConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
@@ -213,15 +282,13 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Recipe":
-        needs = self.loss.needs
-        for need in ("ref_logprobs", "support"):
-            if need in needs and self.teacher is None:
-                raise ValueError(f"[loss] type = {self.loss.type!r} needs {need}: add a [teacher] table")
-        if "advantages" in needs and self.rollout.group_size < 2:
+        if self.loss.channel == "replay":
             raise ValueError(
-                f"[loss] type = {self.loss.type!r} needs advantages, which compare the rollouts of a group: "
-                "set rollout.group_size to 2 or more"
+                f"[loss] type = {self.loss.type!r} reads preference pairs: make it the replay channel of a compose loss, "
+                "[loss.replay] weight and [loss.replay.loss]"
             )
+        for section, (name, needs) in self.loss.needs_by_section().items():
+            self._can_feed(f"[{section}] type = {name!r}", needs)
         if self.trainer.batch_size % self.rollout.group_size:
             raise ValueError(
                 f"trainer.batch_size = {self.trainer.batch_size} is not a multiple of "
@@ -233,6 +300,29 @@ class Recipe(Section):
                 f"rollout.max_model_len = {self.rollout.max_model_len}"
             )
         return self
+
+
+    def _can_feed(self, who: str, needs: frozenset[str]) -> None:
+        """Refuse a loss, or a channel of one, whose inputs this recipe cannot bring."""
+        for need in sorted(needs & {"ref_logprobs", "support"}):
+            if self.teacher is None:
+                raise ValueError(f"{who} needs {need}: add a [teacher] table")
+        if "advantages" in needs and self.rollout.group_size < 2:
+            raise ValueError(
+                f"{who} needs advantages, which compare the rollouts of a group: set rollout.group_size to 2 or more"
+            )
+        if "replay" in needs and self.replay.source == "rollouts" and self.rollout.group_size < 2:
+            raise ValueError(f"{who} pairs the rollouts of a group: set rollout.group_size to 2 or more")
+        reads_mu = "support" not in needs or needs & {"ref_logprobs", "advantages"}
+        reads_mu = reads_mu or getattr(self.loss, "max_ratio", "off") != "off"
+        if self.rollout.student_fraction < 1 and reads_mu:
+            raise ValueError(
+                f"{who} reads the sampler's probabilities, and the data's solutions have none: "
+                "with rollout.student_fraction below 1 use a loss on a support, such as generalized_jsd"
+            )
+        policy = None if self.teacher is None else self.teacher.policy
+        if policy is not None and policy.hint == "sibling" and self.rollout.group_size < 2:
+            raise ValueError("teacher.policy.hint = 'sibling' compares a group: set rollout.group_size to 2 or more")
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:

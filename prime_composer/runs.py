@@ -30,7 +30,8 @@ def run_local(recipe: Recipe, recipe_path: Path, output_dir: str | None, resume:
         write_recipe(run_dir, recipe)
     print(f"run directory: {run_dir}" + (f", resuming after step {checkpoint.step}" if checkpoint else ""))
     with Screen(total=recipe.trainer.steps, done=checkpoint.step if checkpoint else 0) as screen:
-        from prime_composer.train import NonFiniteLoss, train
+        from prime_composer.gradients import NonFiniteLoss
+        from prime_composer.train import train
 
         try:
             prepare_models(recipe, screen=screen)

@@ -89,7 +89,7 @@ class Screen:
 
 def describe(metrics: dict[str, float]) -> str:
     """The numbers of a step in one line."""
-    parts = [f"loss {metrics['loss']:.4f}"]
+    parts = [f"loss {metrics['loss']:.4f}"] if "loss" in metrics else ["no rollout had a teacher"]
     if "eval/reverse_kl" in metrics:
         parts.append(f"reverse KL {metrics['eval/reverse_kl']:.3f}")
     if "eval/accuracy" in metrics:

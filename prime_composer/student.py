@@ -1,6 +1,7 @@
 """The student's side of a step: rollouts to padded micro-batches, one forward, and the loss's inputs."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,23 @@ def student_inputs(
         support=support,
         token_ids=label.to(device),
         segment_ids=torch.arange(len(rollouts)).repeat_interleave(counts).to(device),
+    )
+
+
+def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossInputs:
+    """Inputs without a token, in the graph of ``like``: for a micro-batch that only brings preference pairs."""
+    none = like.trainer_logprobs[:0]
+    detached = none.detach()
+    wide = detached.unsqueeze(-1).expand(0, 1 if support_size == "full" else max(1, support_size))
+    return LossInputs(
+        trainer_logprobs=none,
+        inference_logprobs=detached,
+        ref_logprobs=detached,
+        advantages=detached,
+        loss_mask=like.loss_mask[:0],
+        support=Support(token_ids=wide.long(), teacher_logprobs=wide, student_logprobs=wide),
+        token_ids=like.token_ids[:0],
+        segment_ids=like.segment_ids[:0],
     )
 
 

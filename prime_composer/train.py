@@ -6,23 +6,22 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from prime_composer.checkpoint import Checkpoint, save_checkpoint
-from prime_composer.contract import LossInputs, LossOutputs
-from prime_composer.data import is_correct, load_problems, prompt_batches, render_prompt
+from prime_composer.data import Problem, is_correct, load_problems, prompt_batches, render_prompt
 from prime_composer.engine import Engine, open_engine, preflight
 from prime_composer.evaluate import evaluate, teacher_accuracy
+from prime_composer.gradients import Batch, accumulate_gradients
 from prime_composer.losses import setup_loss_fn
-from prime_composer.losses.base import Loss
+from prime_composer.modifiers import resolve
 from prime_composer.recipe import Recipe, TrainerConfig
+from prime_composer.replay import Pair, pairs_of_rollouts, response
 from prime_composer.rollout import Rollout, SamplingParams
-from prime_composer.scorer import TeacherScores
-from prime_composer.student import micro_batches, student_inputs
 from prime_composer.tracker import Tracker, read_metrics
 
 
@@ -33,10 +32,6 @@ class Display(Protocol):
     def status(self, text: str) -> None: ...
 
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
-
-
-class NonFiniteLoss(RuntimeError):
-    """The loss is NaN or infinite: the message names step, sequence and loss."""
 
 
 @dataclass
@@ -58,9 +53,9 @@ def train(recipe: Recipe, run_dir: Path, display: Display, resume: Checkpoint | 
     """
     config = recipe.trainer
     practice, held_out = load_problems(recipe.data)
-    loss = setup_loss_fn(recipe.loss)
     outcome = Outcome(run_dir, steps=0, interrupted=False)
     with open_engine(recipe, display.status, student_dir=resume.path if resume else None) as engine:
+        loss = setup_loss_fn(resolve(recipe.loss, engine.tokenizer))
         prompts = [render_prompt(problem, recipe.data, engine.tokenizer) for problem in practice]
         optimizer = torch.optim.AdamW(
             engine.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
@@ -70,6 +65,7 @@ def train(recipe: Recipe, run_dir: Path, display: Display, resume: Checkpoint | 
             outcome.steps = state["step"]
             optimizer.load_state_dict(state["optimizer"])
             loss.load_state_dict(state["loss"])
+            engine.load_state_dict(state["teacher"])
             torch.set_rng_state(state["rng"])
         preflight(engine, recipe, prompts, display.status)
 
@@ -82,55 +78,117 @@ def train(recipe: Recipe, run_dir: Path, display: Display, resume: Checkpoint | 
 
             for step in range(outcome.steps + 1, config.steps + 1):
                 clock = Clock()
-                batch = prompt_batches(
-                    len(practice), config.batch_size // recipe.rollout.group_size, config.seed, step - 1
-                )
-                rollouts = sample(engine, recipe, [prompts[i] for i in batch], step)
-                clock.lap("sample")
-                rewards = [
-                    float(is_correct(engine.decode(r), practice[batch[r.prompt_index]], recipe.data)) for r in rollouts
-                ]
-                clock.lap("reward")
-                scores = None if engine.scorer is None else engine.scorer.score(rollouts, recipe.loss.support_size)
-                clock.lap("score")
-
+                batch, metrics = collect(engine, recipe, practice, prompts, step, clock)
                 for group in optimizer.param_groups:
                     group["lr"] = config.lr * lr_factor(config, step)
-                metrics = accumulate_gradients(
-                    engine.model, loss, rollouts, scores, group_advantages(rollouts, rewards), config, step
-                )
+                trained = accumulate_gradients(engine.model, loss, batch, config, step, engine.reference)
                 grad_norm = torch.nn.utils.clip_grad_norm_(engine.model.parameters(), config.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-                loss.end_step(metrics["loss"])
+                if trained:
+                    loss.end_step(trained["loss"])
                 clock.lap("train")
-                engine.sampler.update_weights(engine.model)
+                engine.end_step(step)
                 clock.lap("sync")
 
                 outcome.steps = step
                 last = step == config.steps
-                tokens = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
-                metrics |= {
-                    "grad_norm": float(grad_norm),
-                    "lr": optimizer.param_groups[0]["lr"],
-                    "rollout/reward": sum(rewards) / len(rewards),
-                    "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
-                    "rollout/tokens": tokens / len(rollouts),
-                    "tokens_per_second": tokens / clock.total,
-                    **clock.laps,
-                }
+                metrics |= trained | {"grad_norm": float(grad_norm), "lr": optimizer.param_groups[0]["lr"]} | clock.laps
+                metrics["tokens_per_second"] = batch.tokens / clock.laps["time/step"]
                 if last or (recipe.eval.every and step % recipe.eval.every == 0):
                     outcome.evaluations[step] = evaluate(engine, recipe, held_out)
                     metrics |= outcome.evaluations[step]
                 tracker.log(step, metrics)
                 display.step(step, metrics)
                 if last or stop.requested or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
-                    state = {"optimizer": optimizer.state_dict(), "loss": loss.state_dict(), "rng": torch.get_rng_state()}
+                    state = {
+                        "optimizer": optimizer.state_dict(),
+                        "loss": loss.state_dict(),
+                        "teacher": engine.state_dict(),
+                        "rng": torch.get_rng_state(),
+                    }
                     save_checkpoint(run_dir, step, engine.model, engine.tokenizer, state, recipe.checkpoint.keep)
                 if stop.requested and not last:
                     outcome.interrupted = True
                     break
     return outcome
+
+
+def collect(
+    engine: Engine,
+    recipe: Recipe,
+    practice: Sequence[Problem],
+    prompts: Sequence[Sequence[int]],
+    step: int,
+    clock: "Clock",
+) -> tuple[Batch, dict[str, float]]:
+    """The step's batch: rollouts, their rewards, the teacher's scores, preference pairs; and what they measured."""
+    config = recipe.trainer
+    asked = prompt_batches(len(practice), config.batch_size // recipe.rollout.group_size, config.seed, step - 1)
+    rollouts = sample(engine, recipe, [practice[i] for i in asked], [prompts[i] for i in asked], step)
+    clock.lap("sample")
+    problems = [practice[asked[rollout.prompt_index]] for rollout in rollouts]
+    texts = [engine.decode(rollout) for rollout in rollouts]
+    rewards = [float(is_correct(text, problem, recipe.data)) for text, problem in zip(texts, problems, strict=True)]
+    advantages = group_advantages(rollouts, rewards)
+    pairs = preference_pairs(engine, recipe, rollouts, rewards, step)
+    metrics = {
+        "rollout/reward": sum(rewards) / len(rewards),
+        "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
+        "rollout/tokens": sum(int(r.loss_mask.sum()) for r in rollouts) / len(rollouts),
+    }
+    clock.lap("reward")
+    told, scores = engine.score(rollouts, texts, problems, rewards)
+    clock.lap("score")
+    if len(told) < len(rollouts):
+        metrics["rollout/without_hint"] = 1 - len(told) / len(rollouts)
+    return Batch([rollouts[i] for i in told], scores, [advantages[i] for i in told], pairs), metrics
+
+
+def sample(
+    engine: Engine, recipe: Recipe, problems: Sequence[Problem], prompts: Sequence[Sequence[int]], step: int
+) -> list[Rollout]:
+    """The step's rollouts: ``group_size`` for each prompt.
+
+    Under ``student_fraction`` lambda below 1 (GKD, https://arxiv.org/abs/2306.13649, Alg. 1) each sequence is sampled
+    with probability lambda, and otherwise it is the data's solution.
+    """
+    config = recipe.rollout
+    params = SamplingParams(
+        n=config.group_size,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        max_tokens=config.max_tokens,
+        stop_token_ids=engine.stop_token_ids,
+    )
+    seed = derive_seed(recipe.trainer.seed, "rollouts", step)
+    if config.student_fraction == 1:
+        return engine.sampler.generate(prompts, params, seed=seed)
+    coin = random.Random(derive_seed(recipe.trainer.seed, "student_fraction", step))
+    sequences = [index for index in range(len(prompts)) for _ in range(config.group_size)]
+    sampled = [coin.random() < config.student_fraction for _ in sequences]
+    asked = [index for index, mine in zip(sequences, sampled, strict=True) if mine]
+    params = replace(params, n=1)
+    fresh = iter(engine.sampler.generate([prompts[i] for i in asked], params, seed=seed) if asked else [])
+    return [
+        replace(next(fresh), prompt_index=index)
+        if mine
+        else response(prompts[index], problems[index].answer, recipe.data, engine.tokenizer, index)
+        for index, mine in zip(sequences, sampled, strict=True)
+    ]
+
+
+def preference_pairs(
+    engine: Engine, recipe: Recipe, rollouts: Sequence[Rollout], rewards: Sequence[float], step: int
+) -> list[Pair]:
+    """The step's pairs for the replay channel; none where the loss has no such channel."""
+    if "replay" not in recipe.loss.needs:
+        return []
+    count = recipe.replay.pairs_per_step
+    if recipe.replay.source == "rollouts":
+        return pairs_of_rollouts(rollouts, rewards, count)
+    order = prompt_batches(len(engine.pairs), count, recipe.trainer.seed, step - 1)
+    return [engine.pairs[i] for i in order]
 
 
 class Clock:
@@ -146,10 +204,6 @@ class Clock:
         self.laps["time/step"] = now - self._began
         self._last = now
 
-    @property
-    def total(self) -> float:
-        return self.laps["time/step"]
-
 
 def past_evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
     """What a resumed run has already measured, by step."""
@@ -159,69 +213,6 @@ def past_evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
         if measured:
             found[record["step"]] = measured
     return found
-
-
-def sample(engine: Engine, recipe: Recipe, prompts: Sequence[Sequence[int]], step: int) -> list[Rollout]:
-    """The step's rollouts: ``group_size`` for each prompt."""
-    config = recipe.rollout
-    params = SamplingParams(
-        n=config.group_size,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        max_tokens=config.max_tokens,
-        stop_token_ids=engine.stop_token_ids,
-    )
-    return engine.sampler.generate(prompts, params, seed=derive_seed(recipe.trainer.seed, "rollouts", step))
-
-
-def accumulate_gradients(
-    model: torch.nn.Module,
-    loss: Loss,
-    rollouts: Sequence[Rollout],
-    scores: Sequence[TeacherScores] | None,
-    advantages: Sequence[float] | None,
-    config: TrainerConfig,
-    step: int,
-) -> dict[str, float]:
-    """Backward of (sum of the losses) / (tokens of the whole step), micro-batch by micro-batch.
-
-    Returns:
-        "loss", the loss per token of the step, and the loss's own metrics, averaged over micro-batches by tokens.
-
-    Raises:
-        NonFiniteLoss: before the bad micro-batch's backward.
-    """
-    total = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
-    parts: list[tuple[int, LossOutputs]] = []
-    for indices in micro_batches(rollouts, config.micro_batch_tokens):
-        with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
-            inputs = student_inputs(
-                model,
-                [rollouts[i] for i in indices],
-                None if scores is None else [scores[i] for i in indices],
-                None if advantages is None else [advantages[i] for i in indices],
-            )
-        outputs = loss(inputs)
-        if not torch.isfinite(outputs.loss):
-            raise NonFiniteLoss(describe_non_finite(loss, inputs, outputs, indices, step))
-        (outputs.loss / total).backward()
-        parts.append((inputs.loss_mask.shape[0], LossOutputs(outputs.loss.detach(), outputs.metrics)))
-    metrics = {"loss": float(sum(part.loss for _, part in parts)) / total}
-    for name in parts[0][1].metrics:
-        metrics[name] = float(sum(tokens * part.metrics[name] for tokens, part in parts)) / total
-    return metrics
-
-
-def describe_non_finite(
-    loss: Loss, inputs: LossInputs, outputs: LossOutputs, indices: Sequence[int], step: int
-) -> str:
-    """Which sequence made the loss NaN or infinite: each one alone, the others masked."""
-    for segment, rollout in enumerate(indices):
-        alone = LossInputs(**{**vars(inputs), "loss_mask": inputs.segment_ids == segment})
-        value = float(loss(alone).loss.detach())
-        if not math.isfinite(value):
-            return f"step {step}: the loss {loss.config.type!r} of rollout {rollout} is {value}; training stops here"
-    return f"step {step}: the loss {loss.config.type!r} is {float(outputs.loss.detach())}; training stops here"
 
 
 def group_advantages(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[float]:
