@@ -200,8 +200,11 @@ class Loss:
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """The SUM of the loss over the mask, and its metrics.
 
+        A token of the mask whose teacher score is NaN makes the sum NaN: the trainer stops there, and knows the rollout. A
+        missing score must never be 0.0 instead, which means probability 1.
+
         Raises:
-            ValueError: an input that the loss needs is missing, or a score of a token that trains; advantages carry a graph.
+            ValueError: an input that the loss needs is missing, or advantages carry a graph.
         """
         self.require(need for need in self.config.needs if getattr(inputs, need) is not None)
         if inputs.advantages is not None and inputs.advantages.requires_grad:
@@ -215,7 +218,6 @@ class Loss:
             if modifier is not None:
                 inputs, reported = modifier.apply(inputs)
                 metrics |= reported
-        self._require_scores(inputs)
         outputs = self._fn(inputs, self.config) if self.state is None else self._fn(inputs, self.config, self.state)
         if self._own_mean is not None and outputs.loss.requires_grad:
             self._own_mean.add(outputs.loss, inputs.loss_mask)
@@ -226,23 +228,6 @@ class Loss:
         return LossOutputs(
             loss=rl_weight * rl.loss + kd_weight * outputs.loss, metrics=outputs.metrics | metrics | rl.metrics
         )
-
-    def _require_scores(self, inputs: LossInputs) -> None:
-        """Say so where a token that trains has no teacher score; a 0 in its place would mean probability 1.
-
-        Tensors on the CPU only: elsewhere the check would wait for the device, and the NaN reaches the trainer's loss.
-        """
-        for need, scores in (("ref_logprobs", inputs.ref_logprobs), ("support", inputs.support)):
-            if need not in self.config.needs or inputs.loss_mask.device.type != "cpu":
-                continue
-            scores = scores if need == "ref_logprobs" else scores.teacher_logprobs.sum(-1)
-            missing = (inputs.loss_mask & scores.isnan()).nonzero()
-            if len(missing):
-                raise ValueError(
-                    f"[{self.section}] type = {self.config.type!r}: the teacher's {need} is NaN at {len(missing)} of "
-                    f"{int(inputs.loss_mask.sum())} tokens that train, the first at position {int(missing[0])}. Take tokens "
-                    "without a score out of the loss_mask."
-                )
 
     def _first_k(self, support: Support | None) -> Support | None:
         """The K ids that this loss asked for, where another channel asked for more: most probable first."""
