@@ -186,7 +186,11 @@ def open_scorer(recipe: Recipe) -> Scorer:
 
 
 def preflight(
-    engine: Engine, recipe: Recipe, prompts: Sequence[Sequence[int]], status: Callable[[str], None]
+    engine: Engine,
+    recipe: Recipe,
+    problems: Sequence[Problem],
+    prompts: Sequence[Sequence[int]],
+    status: Callable[[str], None],
 ) -> None:
     """Check that student, teacher, engines and prompts fit together, before the first step; tell the warnings.
 
@@ -194,8 +198,18 @@ def preflight(
         PreflightError: they do not; one sentence with the remedy.
     """
     from prime_composer.backends.transformers import load_tokenizer
+    from prime_composer.preflight import PreflightError
     from prime_composer.preflight import preflight as check
 
+    if engine.policy_teacher is not None:
+        told = max(len(engine.policy_teacher.best_prompt(problem)) for problem in problems)
+        attempt = recipe.rollout.max_tokens if "{attempt}" in recipe.teacher.policy.text else 0
+        needed = told + attempt + recipe.rollout.max_tokens
+        if needed > recipe.rollout.max_model_len:
+            raise PreflightError(
+                f"The longest prompt with its hint has {told} tokens, with attempt and response up to {needed}; raise "
+                f"rollout.max_model_len from {recipe.rollout.max_model_len} to {needed}, or shorten the hint's template."
+            )
     teacher_tokenizer = None if engine.scorer is None else load_tokenizer(model_dir(recipe.teacher, recipe))
     found = check(
         model=engine.model,

@@ -55,11 +55,11 @@ def greedy_accuracy(
 
 
 def teacher_accuracy(engine: Engine, recipe: Recipe, held_out: Sequence[Problem]) -> dict[str, float]:
-    """The teacher's own greedy accuracy: of a policy teacher the policy's, told the reference solutions."""
+    """The teacher's own greedy accuracy: of a policy teacher the policy's own, told everything."""
     prompts = None
     if engine.policy_teacher is not None:
         sampler = engine.sampler
-        prompts = [engine.policy_teacher.prompt(problem, problem.answer) for problem in held_out[: recipe.eval.size]]
+        prompts = [engine.policy_teacher.best_prompt(problem) for problem in held_out[: recipe.eval.size]]
     else:
         sampler = teacher_sampler(engine, recipe)
     if sampler is None:

@@ -50,10 +50,7 @@ class PolicyTeacher:
         if self.config.hint == "reference":
             return [problem.answer for problem in problems]
         if self.config.hint == "feedback":
-            return [
-                "This is correct." if reward > 0 else f"This is wrong; the right answer is {problem.final}."
-                for problem, reward in zip(problems, rewards, strict=True)
-            ]
+            return [verdict(problem, reward) for problem, reward in zip(problems, rewards, strict=True)]
         found: list[str | None] = []
         for own, rollout in enumerate(rollouts):
             siblings = (
@@ -63,6 +60,11 @@ class PolicyTeacher:
             )
             found.append(next(siblings, None))
         return found
+
+    def best_prompt(self, problem: Problem) -> list[int]:
+        """A prompt that tells everything: the solution, or the verdict on an attempt that was wrong."""
+        told = verdict(problem, reward=0.0) if self.config.hint == "feedback" else problem.answer
+        return self.prompt(problem, told)
 
     def score(
         self,
@@ -99,3 +101,8 @@ class PolicyTeacher:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.config.update != "live":
             self.model.load_state_dict(state)
+
+
+def verdict(problem: Problem, reward: float) -> str:
+    """The verifier's feedback on a rollout."""
+    return "This is correct." if reward > 0 else f"This is wrong; the right answer is {problem.final}."

@@ -67,7 +67,7 @@ def train(recipe: Recipe, run_dir: Path, display: Display, resume: Checkpoint | 
             loss.load_state_dict(state["loss"])
             engine.load_state_dict(state["teacher"])
             torch.set_rng_state(state["rng"])
-        preflight(engine, recipe, prompts, display.status)
+        preflight(engine, recipe, practice, prompts, display.status)
 
         with Tracker(run_dir, recipe.logging, resume_step=resume and outcome.steps) as tracker, interruptible() as stop:
             outcome.evaluations = past_evaluations(run_dir)

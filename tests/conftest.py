@@ -23,7 +23,7 @@ import pytest  # noqa: E402
 
 TINY_MODEL = {
     "vocab_size": 300, "hidden_size": 16, "layers": 1, "heads": 1, "head_dim": 32, "intermediate_size": 32,
-    "max_position_embeddings": 128, "sft_steps": 20, "batch_size": 8,
+    "max_position_embeddings": 256, "sft_steps": 20, "batch_size": 8,
 }  # fmt: skip
 TINY_RECIPE: dict[str, Any] = {
     "teacher": {"prepare": {**TINY_MODEL, "seed": 1, "sft_steps": 150}},
