@@ -97,7 +97,9 @@ def preflight(
     found.warnings += sampling_warnings(params)
     found.facts["sampler_trainer_difference"] = check_weight_sync(sampler, model, prompts, engine_dtype)
     if scorer is not None:
-        check_scores(scorer, probe_rollouts(sampler, prompts), support_size, vocab_size)
+        # Within the run's own budget, which check_context has compared with the teacher's context.
+        probe = SamplingParams(max_tokens=min(PROBE_TOKENS, params.max_tokens))
+        check_scores(scorer, sampler.generate([list(prompts[0])], probe, seed=0), support_size, vocab_size)
     return found
 
 
@@ -320,10 +322,6 @@ def probe_prompt(prompts: Sequence[Sequence[int]], max_model_len: int | None) ->
     )
     tokens = [token for ids in prompts[:PROBE_PROMPT_TOKENS] for token in ids]
     return (tokens * (length // len(tokens) + 1))[: max(length, 1)]
-
-
-def probe_rollouts(sampler: Sampler, prompts: Sequence[Sequence[int]]) -> list[Rollout]:
-    return sampler.generate([list(prompts[0])], SamplingParams(max_tokens=PROBE_TOKENS), seed=0)
 
 
 def sync_difference(sampler: Sampler, model: nn.Module, prompt: list[int]) -> float:

@@ -222,6 +222,8 @@ class VLLMScorer(Engine):
         """
         k = check_support_size(support_size, self.vocab_size, self.max_logprobs, "max_logprobs")
         scored = sequences_to_score(rollouts, prompts)
+        if not scored:
+            return []
         check_lengths([s.token_ids for s in scored], 1, self.max_model_len)
         request = self._vllm.SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=k, flat_logprobs=True, detokenize=False
