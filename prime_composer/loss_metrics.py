@@ -17,7 +17,7 @@ def top_share(values: Float[Tensor, "seq"], mask: Bool[Tensor, "seq"], share: fl
     """
     if values.numel() == 0:
         return values.new_zeros(())
-    size = torch.where(mask, values.detach().abs(), 0.0)
+    size = torch.where(mask, upcast(values.detach()).abs(), 0.0)
     held = size.sort(descending=True).values.cumsum(0)
     last = (mask.sum() * share).ceil().long().clamp(min=1) - 1
     return held.gather(0, last.unsqueeze(0)).squeeze(0) / held[-1].clamp(min=torch.finfo(held.dtype).tiny)

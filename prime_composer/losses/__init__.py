@@ -10,6 +10,7 @@ Distillation, on a support of the teacher's top-K tokens (or all of them):
     self_distillation       the teacher is the policy itself, told more (SDPO, OPSD, SDFT)
 On the sampled token alone:
     sampled_reverse_kl      what prime-rl ships, bit for bit; or with a trust region of its own
+    sft                     cross-entropy on given tokens
 RL on rewards: default, ipo. Preference pairs: dpo, simpo. A weighted sum of channels: compose.
 
 Modifiers work with all of them: ``[loss.special_tokens]``, ``[loss.position_weights]``, ``[loss.rl_mix]``.
@@ -35,6 +36,7 @@ from prime_composer.losses.head_tail_reverse_kl import HeadTailReverseKLLossConf
 from prime_composer.losses.ipo import IPOLossConfig, ipo_loss_fn
 from prime_composer.losses.sampled_reverse_kl import SampledReverseKLLossConfig, sampled_reverse_kl_loss_fn
 from prime_composer.losses.self_distillation import SelfDistillationLossConfig, self_distillation_loss_fn
+from prime_composer.losses.sft import SFTLossConfig, sft_loss_fn
 from prime_composer.losses.simpo import SimPOLossConfig, simpo_loss_fn
 from prime_composer.losses.taid import TAIDLossConfig, taid_loss_fn
 from prime_composer.losses.topk_forward_kl import TopKForwardKLLossConfig, topk_forward_kl_loss_fn
@@ -49,6 +51,7 @@ LOSS_FNS: dict[type[LossConfig], Callable[..., LossOutputs]] = {
     TAIDLossConfig: taid_loss_fn,
     EntropyAwareOPDLossConfig: entropy_aware_opd_loss_fn,
     SelfDistillationLossConfig: self_distillation_loss_fn,
+    SFTLossConfig: sft_loss_fn,
     DefaultLossConfig: default_loss_fn,
     IPOLossConfig: ipo_loss_fn,
     DPOLossConfig: dpo_loss_fn,

@@ -89,11 +89,15 @@ def self_distillation_loss_fn(inputs: LossInputs, config: SelfDistillationLossCo
             per_token = generalized_jsd(p, q, config.beta, config.normalization)
         with torch.no_grad():
             signal, metrics = per_token, support_metrics(support, mask, reverse=config.divergence != "forward_kl")
-    with torch.no_grad():
-        # A first token that is left out must not overflow either: the ratio is read at the tokens that train.
-        ratio = torch.exp(torch.where(mask, importance_ratios(inputs).log_ratio, 0.0).clamp(-20, 20))
-        bound = torch.inf if config.max_ratio == "off" else config.max_ratio
-    weighted = per_token if config.max_ratio == "off" else ratio.clamp(max=bound) * per_token
+    if config.max_ratio == "off":
+        ratio, bound = torch.ones_like(per_token), torch.inf
+        weighted = per_token
+    else:
+        with torch.no_grad():
+            # A first token that is left out must not overflow either: the ratio is read at the tokens that train.
+            ratio = torch.exp(torch.where(mask, importance_ratios(inputs).log_ratio, 0.0).clamp(-20, 20))
+            bound = config.max_ratio
+        weighted = ratio.clamp(max=bound) * per_token
     loss = masked_sum(weighted, mask, inputs.loss_weights)
 
     with torch.no_grad():

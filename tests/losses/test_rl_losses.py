@@ -1,4 +1,4 @@
-"""``default`` and ``ipo`` token by token, from the definitions, in probabilities."""
+"""``default``, ``ipo`` and ``sft`` token by token, from the definitions, in probabilities."""
 
 import math
 
@@ -79,3 +79,10 @@ def test_default_returns_the_numbers_recorded_from_prime_rl():
         masked_mismatch_kl=0.645406810747, unmasked_mismatch_kl=0.780857783663, is_masked_low=0.2
     ).items():
         assert out.metrics[f"default/{name}"].item() == pytest.approx(value, abs=1e-7)
+
+
+def test_sft_is_the_weighted_negative_log_likelihood():
+    out, grad = run(LOSS_TYPES["sft"]())
+    assert out.loss.item() == pytest.approx(-sum(w * math.log(p) for p, w, m in zip(P, W, MASK, strict=True) if m))
+    assert grad.tolist() == [-w * m for w, m in zip(W, MASK, strict=True)]
+    assert out.metrics["sft/nll"].item() == pytest.approx(-sum(math.log(p) for p in P[:8]) / 8)

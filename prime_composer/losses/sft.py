@@ -1,0 +1,37 @@
+"""Cross-entropy on given tokens: supervised fine-tuning, or sequence-level distillation where the teacher wrote them.
+
+    L = -sum over the mask of w log p(y)
+
+Bit-equal to upstream on finite inputs, in loss, gradient and metric value; ``loss_weights`` as in v0.7 and later. It needs no
+teacher at training time, and nothing on-policy: what it trains on is the data's affair.
+
+References: ``sft_loss_fn`` (v0.6.0) and ``ce_loss_fn`` (v0.7.0 to 559b4477),
+https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py; "Sequence-Level Knowledge
+Distillation" (2016), https://arxiv.org/abs/1606.07947.
+"""
+
+from typing import Literal
+
+import torch
+
+from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.losses.base import LossConfig
+from prime_composer.masked import masked_mean
+
+
+class SFTLossConfig(LossConfig):
+    type: Literal["sft"] = "sft"
+
+
+def sft_loss_fn(inputs: LossInputs, config: SFTLossConfig) -> LossOutputs:
+    """-sum_mask w log p."""
+    mask = inputs.loss_mask
+    nll = -inputs.trainer_logprobs
+    if inputs.loss_weights is not None:
+        nll = nll * torch.where(mask, inputs.loss_weights, 1.0)
+    # Upstream's order of summation: the tokens of the mask alone.
+    loss = nll[mask].sum()
+
+    with torch.no_grad():
+        metrics = {"nll": masked_mean(-inputs.trainer_logprobs, mask)}
+    return LossOutputs(loss=loss, metrics={f"sft/{name}": value for name, value in metrics.items()})
