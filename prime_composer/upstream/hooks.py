@@ -42,7 +42,10 @@ def lift(config: Any) -> None:
         if table is not None and parse_loss(table) != parse_loss(in_file):
             raise ValueError(f"{SWITCH} holds the loss {table} and [{SECTION}] {in_file}: keep one of them.")
         table = in_file
-    if table is None or trainer is None:
+    if trainer is None:
+        return
+    if table is None:  # on, and nothing to do: prime-rl's own losses
+        os.environ[SWITCH] = json.dumps({**settings, "loss": None})
         return
     k = support_size(table)
     if k and getattr(trainer, "enable_router_replay", False):
@@ -81,7 +84,7 @@ def wanted_support() -> int:
             f"[{SECTION}]; where processes are started one by one, give each of them the table: "
             f"""{SWITCH}='{{"loss": {{"type": "topk_reverse_kl", "k": 32}}}}'"""
         )
-    return support_size(settings["loss"])
+    return 0 if settings["loss"] is None else support_size(settings["loss"])
 
 
 def trainer_loss(module: ModuleType) -> None:

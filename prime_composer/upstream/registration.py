@@ -179,6 +179,8 @@ def register(table: dict[str, Any], section: str = SECTION) -> Registered:
     module = sys.modules.get(LOSS_MODULE) or __import__(LOSS_MODULE, fromlist=["_"])
     era = probe_loss(module)
     config = parse_loss(table, section)
+    if _registered is not None and _registered.loss.config == config and getattr(module, era.slot) is _registered:
+        return _registered
     if _registered is not None and _registered.loss.config != config:
         raise ValueError(
             f"Two losses for one trainer: {_registered.loss.config!r} is registered already, and [{section}] says "

@@ -1,0 +1,60 @@
+"""The recipe of the whole-run tests, exported like a user's, with the settings that a CPU needs under [prime_rl]."""
+
+from pathlib import Path
+
+from prime_composer.recipe import parse_recipe
+from prime_composer.upstream.export import export_recipe
+
+HERE = Path(__file__).resolve().parent
+DIALECT = {"v0.6.0": "v0.6", "v0.7.0": "v0.7", "v0.8.0": "v0.8", "newest": "head"}
+STEPS, BATCH = 2, 8
+
+
+def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len=128, steps=STEPS, **algo):
+    """The native TOML of ``version``: a tiny student and teacher, eight sums, two steps."""
+    dialect = DIALECT[version]
+    newer = dialect in ("v0.8", "head")
+    recipe = {
+        "student": {"model": str(models / "student")},
+        "teacher": {"model": str(models / "teacher"), "url": teacher},
+        "loss": loss,
+        "rollout": {"backend": "server", "url": student, "max_tokens": 12, "max_model_len": seq_len},
+        "data": {},
+        "trainer": {"steps": steps, "batch_size": BATCH, "lr": 1e-2},
+        "checkpoint": {"every": 0},
+        "output_dir": "outputs",
+    }
+    model = {"attn": "sdpa", "impl": "hf", "fused_lm_head_token_chunk_size": 64 if fused else "disabled"}
+    if dialect != "v0.6":
+        model |= {"ac": "None", "ac_offloading": "None", "compile": "None", "optim_cpu_offload": False}
+    if newer:
+        model |= {"attn": "flash_attention_2", "impl": "custom"}
+    prime_rl = {
+        "deployment": {"num_train_gpus": ranks, "num_infer_gpus": 1},
+        "trainer": {"model": model},
+        "weight_broadcast": {"type": "filesystem"},
+        "orchestrator": {"renderer": {"name": "qwen3"}, "train": {}},
+    }
+    if dialect == "v0.6":
+        prime_rl["orchestrator"]["train"]["env"] = [{"id": "tiny-env", "name": "sums"}]
+        prime_rl["orchestrator"]["collect_inference_metrics"] = False
+    elif dialect == "v0.7":
+        harness = {"id": "tiny-harness", "runtime": {"type": "subprocess"}}
+        prime_rl["orchestrator"]["train"]["env"] = [
+            {"name": "sums", "taskset": {"id": "tiny-taskset"}, "harness": harness}
+        ]
+    else:
+        agent = {"harness": {"id": "tiny-harness"}, "runtime": {"type": "subprocess"}}
+        env = {"taskset": {"id": "tiny-taskset"}, "agent": agent}
+        prime_rl["orchestrator"]["train"]["source"] = [{"name": "sums", "env": env}]
+    if newer:
+        prime_rl["rollout_transport"] = {"type": "filesystem"}
+    if dialect == "head":
+        prime_rl["monitors"] = {"file": {}}
+    else:
+        for part in ("trainer", "orchestrator"):
+            prime_rl[part]["wandb"] = {"project": "test", "name": part, "offline": True}
+    for key, value in algo.items():
+        prime_rl["orchestrator"][key] = value
+    recipe["prime_rl"] = prime_rl
+    return export_recipe(parse_recipe(recipe), dialect)

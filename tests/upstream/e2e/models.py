@@ -1,0 +1,52 @@
+"""Two tiny models of Qwen3's architecture and one byte-level tokenizer with Qwen3's special tokens, on disk.
+
+usage: models.py TARGET [--tied]
+"""
+
+import sys
+from pathlib import Path
+
+SPECIAL = (
+    "<|endoftext|> <|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call> <tool_response> </tool_response> "
+    "<tools> </tools>"
+).split()
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.add_special_tokens({"additional_special_tokens": SPECIAL[:3]})
+    fast.add_tokens(SPECIAL[3:])
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def main(target, tied):
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tok = tokenizer()
+    eos = tok.convert_tokens_to_ids("<|im_end|>")
+    for name, layers, seed in (("student", 2, 0), ("teacher", 3, 1)):
+        torch.manual_seed(seed)
+        config = Qwen3Config(
+            vocab_size=288, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=tied,
+            initializer_range=0.15, eos_token_id=eos, bos_token_id=None, pad_token_id=0, dtype=torch.bfloat16,
+        )  # fmt: skip
+        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(target / name)
+        tok.save_pretrained(target / name)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), "--tied" in sys.argv)

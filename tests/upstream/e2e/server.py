@@ -1,0 +1,117 @@
+"""A small HTTP inference server on a CPU: what prime-rl's orchestrator asks of vLLM, backed by a Hugging Face model.
+
+usage: server.py MODEL PORT LOG.jsonl
+
+Every request is logged; for /inference/v1/generate with the tokens that came in and went out. Sampling is seeded.
+"""
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+MAX_NEW = 12
+
+
+class Engine:
+    def __init__(self, path, log):
+        torch.set_num_threads(1)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        self.lock = threading.Lock()
+        self.generator = torch.Generator().manual_seed(0)
+        self.log = open(log, "a", buffering=1)  # noqa: SIM115
+
+    def logprobs(self, ids, temperature=1.0):
+        return (self.model(torch.tensor([ids])).logits[0].float() / temperature).log_softmax(-1)
+
+    @torch.no_grad()
+    def generate(self, body):
+        params = body.get("sampling_params", {})
+        prompt = list(body["token_ids"])
+        temperature = params.get("temperature", 1.0) or 1e-6
+        stop = set(params.get("stop_token_ids") or [])
+        with self.lock:
+            scores = self.score(prompt, params["prompt_logprobs"]) if params.get("prompt_logprobs") else None
+            out, content, reason = [], [], "length"
+            for _ in range(min(params.get("max_tokens") or 16, MAX_NEW)):
+                row = self.logprobs(prompt + out, temperature)[-1]
+                token = int(torch.multinomial(row.exp(), 1, generator=self.generator))
+                out.append(token)
+                content.append({"token": f"token_id:{token}", "logprob": row[token].item(), "top_logprobs": []})
+                if token in stop:
+                    reason = "stop"
+                    break
+        choice = {"index": 0, "token_ids": out, "finish_reason": reason, "logprobs": {"content": content}}
+        return {"request_id": "r", "choices": [choice], "prompt_logprobs": scores}
+
+    def score(self, ids, k):
+        """vLLM's form: None for the first token; the token itself comes first, top-K or not, each with its rank."""
+        table = self.logprobs(ids)
+        rows = [None]
+        for t in range(1, len(ids)):
+            row = table[t - 1]
+            entries = {str(ids[t]): {"logprob": row[ids[t]].item(), "rank": int((row >= row[ids[t]]).sum())}}
+            values, best = row.topk(k)
+            for rank, (value, token) in enumerate(zip(values.tolist(), best.tolist(), strict=True), 1):
+                entries.setdefault(str(token), {"logprob": value, "rank": rank})
+            rows.append(entries)
+        return rows
+
+    @torch.no_grad()
+    def update(self, folder):
+        state = {}
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            state.update(load_file(file))
+        with self.lock:
+            missing = self.model.load_state_dict(state, strict=False).missing_keys
+        return {"tensors": len(state), "missing": [name for name in missing if name != "lm_head.weight"]}
+
+
+def handler(engine, name):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *args):
+            pass
+
+        def reply(self, value, code=200):
+            data = json.dumps(value).encode()
+            self.send_response(code)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self):
+            if self.path.startswith("/v1/models"):
+                card = {"id": name, "object": "model", "created": 0, "owned_by": "test", "max_model_len": 512}
+                return self.reply({"object": "list", "data": [card]})
+            return self.reply({})
+
+        def do_POST(self):
+            raw = self.rfile.read(int(self.headers.get("content-length") or 0))
+            body = json.loads(raw) if raw else {}
+            path = self.path.split("?")[0]
+            note = {"path": path}
+            answer = {}
+            if path == "/inference/v1/generate":
+                answer = engine.generate(body)
+                params = body.get("sampling_params", {})
+                note |= {"in": body["token_ids"], "out": answer["choices"][0]["token_ids"], "params": params}
+                note["top_p"] = body.get("top_p")
+            elif path == "/update_weights" and body.get("weight_dir"):
+                note |= engine.update(body["weight_dir"]) | {"weight_dir": body["weight_dir"]}
+            engine.log.write(json.dumps(note) + "\n")
+            return self.reply(answer)
+
+    return Handler
+
+
+if __name__ == "__main__":
+    path, port, log = sys.argv[1:4]
+    ThreadingHTTPServer(("127.0.0.1", int(port)), handler(Engine(path, log), path)).serve_forever()

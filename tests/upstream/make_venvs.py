@@ -1,0 +1,46 @@
+"""Makes the environments of the whole-run tests: v0.6.0 and the newest prime-rl need different versions of verifiers.
+
+    python tests/upstream/make_venvs.py [NAME ...]
+
+Each goes to ``prime_composer/venvs/NAME`` in the per-user cache directory (or PRIME_COMPOSER_VENVS), 1.7 GB and about
+two minutes each. This package is installed into it as an editable, with its .pth; prime-rl itself is never installed, it
+is read from a checkout.
+"""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from prime_rl_checkout import REPO, cache_dir  # noqa: E402
+
+NAMES = ("v0.6", "newest")
+
+
+def venvs_dir() -> Path:
+    named = os.environ.get("PRIME_COMPOSER_VENVS")
+    return Path(named) if named else cache_dir() / "venvs"
+
+
+def python_of(name: str) -> Path:
+    folder = venvs_dir() / name
+    return folder / "Scripts" / "python.exe" if os.name == "nt" else folder / "bin" / "python"
+
+
+def make(name: str) -> None:
+    folder = venvs_dir() / name
+    if not python_of(name).exists():
+        venv.create(folder, with_pip=True)
+    pip = [str(python_of(name)), "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, "-r", str(HERE / f"requirements_{name}.txt")], check=True)
+    subprocess.run([*pip, "--no-deps", "-e", str(REPO)], check=True)
+    print(f"{name}: {folder}")
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:] or NAMES:
+        make(wanted)

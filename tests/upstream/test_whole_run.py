@@ -1,0 +1,164 @@
+"""The real thing: an unmodified prime-rl (launcher, orchestrator, env server, trainer) distils on a CPU, two optimiser
+steps, with the teacher's top-K carried by our adapter; its numbers are checked against float64.
+
+Needs a checkout of prime-rl and the environments of make_venvs.py; skipped where one is absent. What stands in for a GPU
+is in rig/, what stands in for vLLM is e2e/server.py; both exist in the test's processes only.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from make_venvs import python_of
+from prime_rl_checkout import extract, find_checkout
+
+HERE = Path(__file__).parent
+E2E = HERE / "e2e"
+sys.path.insert(0, str(E2E))
+
+import cpu_recipe  # noqa: E402
+import launch_run  # noqa: E402
+
+K = 8
+TOP_K = {"type": "topk_reverse_kl", "k": K}
+SAMPLED = {"type": "sampled_reverse_kl"}
+
+
+@pytest.fixture(scope="module")
+def tree(request, tmp_path_factory):
+    checkout = find_checkout(request.config.getoption("--prime-rl", default=None))
+    target = tmp_path_factory.mktemp("prime-rl")
+
+    def extracted(version):
+        if checkout is None:
+            pytest.skip("no prime-rl checkout (--prime-rl PATH)")
+        return extract(checkout, version, target)
+
+    return extracted
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = {}
+
+    def make(python, tied):
+        if tied not in made:
+            folder = tmp_path_factory.mktemp("models")
+            command = [python, str(E2E / "models.py"), str(folder), *(["--tied"] if tied else [])]
+            subprocess.run(command, check=True, capture_output=True, env=cpu_env())
+            made[tied] = folder
+        return made[tied]
+
+    return make
+
+
+def cpu_env():
+    import os
+
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PRIME_COMPOSER")}
+    return {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+
+
+def run(version, tree, models, folder, loss, *, ranks=1, fused=True, tied=False, switch="1", **algo):
+    """One whole run; returns what the servers saw, the trainer's log and the rows of upstream's metric stream."""
+    python = str(python_of("v0.6" if version == "v0.6.0" else "newest"))
+    if not Path(python).exists():
+        pytest.skip("no environment for it (python tests/upstream/make_venvs.py)")
+    made = models(python, tied)
+    student = launch_run.Server(python, made / "student", folder / "student.jsonl")
+    teacher = launch_run.Server(python, made / "teacher", folder / "teacher.jsonl")
+    try:
+        student.wait()
+        teacher.wait()
+        config = folder / "run.toml"
+        config.write_text(
+            cpu_recipe.native(version, student.url, teacher.url, made, loss, ranks=ranks, fused=fused, **algo)
+        )
+        more = {} if switch is None else {"PRIME_COMPOSER": switch}
+        env = launch_run.environment(python, tree(version), folder, **more)
+        command = [python, "-m", "prime_rl.entrypoints.rl", "@", str(config)]
+        code = launch_run.run(command, env, folder, 240)
+    finally:
+        student.stop()
+        teacher.stop()
+    logs = {path.name: path.read_text(errors="replace") for path in folder.rglob("*.log")}
+    if code != 0:
+        tails = "\n".join(f"== {name}\n{text[-3000:]}" for name, text in logs.items())
+        pytest.fail(f"the launcher ended with {code}\n{tails}")
+    seen = {"student": student.requests(), "teacher": teacher.requests()}
+    return {"python": python, "models": made, "folder": folder, "trainer": logs["trainer.log"], **seen}
+
+
+def metric_rows(result, version):
+    """Upstream's own metric stream of the trainer: its JSONL monitor, or W&B's offline file."""
+    folder = result["folder"]
+    if version == "newest":
+        return [json.loads(line) for line in (folder / "outputs/metrics.jsonl").read_text().splitlines()]
+    (file,) = (folder / "outputs" / "wandb").glob("offline-run-*/*.wandb")
+    command = [result["python"], str(E2E / "read_wandb.py"), str(file)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=cpu_env())
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def first_value(rows, name):
+    return next(row[name] for row in rows if name in row)
+
+
+def reference(result):
+    """float64, from the first batch that the teacher was asked about."""
+    generated = [r for r in result["student"] if r["path"] == "/inference/v1/generate"]
+    prompts = {json.dumps(r["in"] + r["out"]): len(r["in"]) for r in generated}
+    asked = [r["in"] for r in result["teacher"] if r["path"] == "/inference/v1/generate"][: cpu_recipe.BATCH]
+    sequences = [[tokens, prompts[json.dumps(tokens)]] for tokens in asked]
+    file = result["folder"] / "sequences.json"
+    file.write_text(json.dumps(sequences))
+    update = [r for r in result["student"] if r.get("weight_dir")][-1]
+    made = result["models"]
+    command = [result["python"], str(E2E / "reference.py"), str(made / "student"), str(made / "teacher"), str(K), str(file)]
+    command.append(str(result["folder"] / update["weight_dir"]))
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=cpu_env())
+    return json.loads(done.stdout), update
+
+
+RUNS = [
+    ("v0.6.0", {"fused": False}),
+    ("v0.6.0", {"fused": True, "ranks": 2, "tied": True}),
+    ("newest", {"fused": True}),
+    ("newest", {"fused": False, "ranks": 2, "tied": True}),
+]
+
+
+@pytest.mark.parametrize("version,how", RUNS, ids=lambda value: value if isinstance(value, str) else "-".join(value))
+def test_teacher_top_k_through_the_whole_unmodified_prime_rl(tree, models, tmp_path, version, how):
+    result = run(version, tree, models, tmp_path, TOP_K, **how)
+    assert all(r["params"]["prompt_logprobs"] == K for r in result["teacher"] if "params" in r)
+    assert "topk_reverse_kl was called" in result["trainer"]
+    rows = metric_rows(result, version)
+    expected, update = reference(result)
+    mean = sum(expected["tail_kl"]) / len(expected["tail_kl"])
+    # bfloat16 models: the logits of both sides are rounded to 8 bits.
+    assert first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(mean, abs=5e-3)
+    assert first_value(rows, "topk_reverse_kl/kl/max") == pytest.approx(max(expected["tail_kl"]), abs=1e-2)
+    assert first_value(rows, "topk_reverse_kl/kl_in_support/mean") > 0
+    assert 0 < first_value(rows, "loss/mean") < 10
+    assert first_value(rows, "optim/grad_norm") > 0
+    steps = {row["step"] for row in rows if "optim/grad_norm" in row}
+    assert len(steps) == cpu_recipe.STEPS
+    # The weights moved, reached the inference server whole, and the server took them.
+    assert expected["moved"] > 1e-3
+    assert update["tensors"] > 10 and not update["missing"]
+
+
+@pytest.mark.parametrize("version", ["v0.6.0", "newest"])
+def test_the_plain_launcher_runs_our_sampled_loss_with_nothing_else_installed(tree, models, tmp_path, version):
+    result = run(version, tree, models, tmp_path, SAMPLED, switch=None)
+    assert all(r["params"]["prompt_logprobs"] == 1 for r in result["teacher"] if "params" in r)
+    assert "sampled_reverse_kl was called" in result["trainer"]
+    rows = metric_rows(result, version)
+    expected, _ = reference(result)
+    mean = sum(expected["log_ratio"]) / len(expected["log_ratio"])
+    name = "teacher_kl" if version == "v0.6.0" else "ref_kl"
+    assert first_value(rows, f"sampled_reverse_kl/{name}/mean") == pytest.approx(mean, abs=2e-2)
+    assert expected["moved"] > 1e-3
