@@ -74,7 +74,12 @@ def _rl(args: argparse.Namespace) -> int:
     engine, reason = choose_engine(args.engine)
     print(f"engine: {engine} ({reason})")
     if engine == "prime-rl":
-        raise ValueError("--engine prime-rl is not available yet; use --engine local")
+        from prime_composer.upstream.launch import is_native, launch, read_toml
+        from prime_composer.upstream.probe import has_prime_rl
+
+        # Without prime-rl, launch says so; then there is nothing to prepare for.
+        models = _prepared(args) if has_prime_rl() and not is_native(read_toml(Path(args.config))) else {}
+        return launch(args.config, args.overrides, args.output_dir, args.resume, models)
     set_environment()
     from prime_composer.recipe import load_recipe
     from prime_composer.runs import run_local
@@ -91,21 +96,42 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    raise ValueError("export is not available yet")
+    from prime_composer.prepare import cached_path
+    from prime_composer.recipe import load_recipe
+    from prime_composer.upstream.export import export_recipe
+
+    recipe = load_recipe(args.config, args.overrides)
+    roles = {"student": recipe.student, "teacher": recipe.teacher}
+    asked = {role: model for role, model in roles.items() if model is not None and model.prepare is not None}
+    found = {role: cached_path(model.prepare, recipe.data) for role, model in asked.items()}
+    text = export_recipe(recipe, args.dialect, {role: path for role, path in found.items() if path is not None})
+    if args.output is None:
+        print(text, end="")
+        return 0
+    try:
+        with open(args.output, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ValueError(f"{args.output} exists and was left as it is; name another --output, or remove it") from None
+    print(f"wrote {args.output}; run it with: PRIME_COMPOSER=1 rl @ {args.output}")
+    return 0
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    set_environment()
-    from prime_composer.recipe import load_recipe
-    from prime_composer.runs import prepare_models
-
-    recipe = load_recipe(args.config, args.overrides)
-    paths = prepare_models(recipe, rebuild=args.rebuild)
+    paths = _prepared(args, rebuild=args.rebuild)
     if not paths:
         print("this recipe names existing models; there is nothing to prepare")
     for role, path in paths.items():
         print(f"{role}: {path}")
     return 0
+
+
+def _prepared(args: argparse.Namespace, rebuild: bool = False) -> dict[str, Path]:
+    set_environment()
+    from prime_composer.recipe import load_recipe
+    from prime_composer.runs import prepare_models
+
+    return prepare_models(load_recipe(args.config, args.overrides), rebuild=rebuild)
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -357,7 +357,10 @@ def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Recipe:
 
 
 def apply_override(raw: dict[str, Any], item: str) -> None:
-    """Set ``section.key=value`` in nested tables, in place."""
+    """Set ``section.key=value`` in nested tables, in place.
+
+    A model has one origin: ``student.model=DIR`` takes the place of the recipe's ``[student.prepare]``.
+    """
     key, equals, text = item.partition("=")
     names = key.strip().split(".")
     if not equals or not all(names):
@@ -371,6 +374,9 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
             raise RecipeError(f"--set {item}: {name} is a value in the recipe, not a table")
+    if names[0] in ("student", "teacher") and names[1:] == ["model"]:
+        for origin in ("prepare", "policy"):
+            table.pop(origin, None)
     table[names[-1]] = value
 
 

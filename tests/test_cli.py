@@ -2,6 +2,7 @@
 
 import json
 import os
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,25 @@ def test_report_draws_several_runs_and_refuses_what_is_no_run(tiny_file: Path, t
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     done = prime_rl("report", tmp_path / "nowhere")
     assert done.returncode == 2 and "is it a run directory?" in done.stderr
+
+
+def test_export_writes_a_native_file_once_and_names_the_known_dialects(tmp_path: Path) -> None:
+    path = tmp_path / "out.toml"
+    words = ("export", RECIPE, "--set", "student.model=S", "--set", "teacher.model=T", "--output", path, "--dialect")
+    done = prime_rl(*words, "v1")
+    assert done.returncode == 2 and "v0.6, v0.7, v0.8, head" in done.stderr and not path.exists()
+    assert prime_rl(*words, "head").returncode == 0
+    native = tomllib.loads(path.read_text())
+    assert native["trainer"]["loss"]["import_path"] == "prime_composer.upstream.loss_fn"
+    assert native["trainer"]["loss"]["kwargs"]["type"] == "topk_reverse_kl"
+    done = prime_rl(*words, "v0.6")
+    assert done.returncode == 2 and "exists and was left as it is" in done.stderr
+    assert tomllib.loads(path.read_text()) == native
+
+
+def test_the_prime_rl_engine_without_prime_rl_says_what_to_install() -> None:
+    done = prime_rl("rl", "--config", RECIPE, "--engine", "prime-rl")
+    assert done.returncode == 2 and "there is no prime-rl in this environment" in done.stderr
 
 
 def test_prepare_says_where_the_models_are(tiny_file: Path, tmp_path: Path) -> None:

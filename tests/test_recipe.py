@@ -110,6 +110,12 @@ def test_overrides_are_typed_like_toml_and_reach_new_tables(tmp_path: Path) -> N
     assert recipe.rollout.top_p == 0.5
 
 
+def test_naming_a_model_takes_the_place_of_the_one_that_the_recipe_prepares() -> None:
+    recipe = load_recipe(ROOT / "recipes" / "gsm8k_opd.toml", ["student.model=elsewhere"])
+    assert recipe.student.model == "elsewhere" and recipe.student.prepare is None
+    assert recipe.teacher.prepare is not None
+
+
 @pytest.mark.parametrize("item", ["trainer.lr", "=3", "trainer..lr=3"])
 def test_an_override_without_key_or_value_is_refused_with_an_example(item: str) -> None:
     with pytest.raises(RecipeError, match="--set trainer.lr=1e-3"):
