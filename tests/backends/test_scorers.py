@@ -79,6 +79,22 @@ def test_the_support_is_the_top_k_of_the_full_vocabulary_distribution(scorer, ro
         torch.testing.assert_close(score.teacher_logprobs[rollout.loss_mask].exp().sum(-1), torch.ones(12))
 
 
+def test_the_same_tokens_with_a_longer_and_a_shorter_prompt_are_scored_side_by_side(scorer, rollouts):
+    tokens = rollouts[2].token_ids.tolist()
+    cuts = (9, 3, 20)
+    together = scorer.score(
+        [make_rollout(tokens[:n], tokens[n:], [0.0] * (len(tokens) - n), "stop", 0) for n in cuts], 4
+    )
+    for n, score in zip(cuts, together, strict=True):
+        torch.testing.assert_close(score.teacher_logprobs[n:], together[1].teacher_logprobs[n:], atol=1e-5, rtol=0)
+        assert torch.equal(score.token_ids[n:], together[1].token_ids[n:])
+        assert (score.teacher_logprobs[n:] < 0).all()
+
+
+def test_nothing_to_score_is_no_score(scorer):
+    assert scorer.score([], 4) == []
+
+
 def test_no_support_is_a_support_of_width_zero(scorer, rollouts):
     assert [s.token_ids.shape for s in scorer.score(rollouts, 0)] == [(13, 0), (3, 0), (27, 0), (15, 0)]
 
