@@ -1,12 +1,21 @@
 """What every loss reports about its signal: where it sits, and how few tokens carry it. Called under ``no_grad``."""
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from prime_composer.contract import Support
 from prime_composer.divergences import MAX_LOG_MASS, kl_terms, log1mexp, upcast
-from prime_composer.masked import masked_mean
+from prime_composer.masked import masked_sum
+
+
+def token_mean(values: Shaped[Tensor, "seq"], mask: Bool[Tensor, "seq"]) -> Float[Tensor, ""]:
+    """Mean over ``mask``, 0 for an empty mask, without the host synchronisation of ``masked_mean``'s indexing.
+
+    ``masked_mean`` is for the metrics that have to be bit-equal to prime-rl's.
+    """
+    values = values if values.is_floating_point() else values.float()
+    return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
 def top_share(values: Float[Tensor, "seq"], mask: Bool[Tensor, "seq"], share: float = 0.01) -> Float[Tensor, ""]:
@@ -50,15 +59,15 @@ def support_metrics(support: Support, mask: Bool[Tensor, "seq"], reverse: bool =
     p, q = upcast(support.student_logprobs), upcast(support.teacher_logprobs)
     log_p_mass, log_q_mass = (torch.logsumexp(x, dim=-1).clamp(max=MAX_LOG_MASS) for x in (p, q))
     metrics = {
-        "student_mass": masked_mean(torch.exp(log_p_mass), mask),
-        "teacher_mass": masked_mean(torch.exp(log_q_mass), mask),
-        "topk_overlap_min": masked_mean(topk_overlap_min(p), mask),
+        "student_mass": token_mean(torch.exp(log_p_mass), mask),
+        "teacher_mass": token_mean(torch.exp(log_q_mass), mask),
+        "topk_overlap_min": token_mean(topk_overlap_min(p), mask),
     }
     if not reverse:
         p, q, log_p_mass, log_q_mass = q, p, log_q_mass, log_p_mass
     in_support = kl_terms(p, q).sum(-1) - torch.exp(log_p_mass) * (log_p_mass - log_q_mass)
     masses = (torch.stack([x, log1mexp(x)], dim=-1) for x in (log_p_mass, log_q_mass))
     return metrics | {
-        "kl_in_support": masked_mean(in_support, mask),
-        "kl_mass": masked_mean(kl_terms(*masses).sum(-1), mask),
+        "kl_in_support": token_mean(in_support, mask),
+        "kl_mass": token_mean(kl_terms(*masses).sum(-1), mask),
     }

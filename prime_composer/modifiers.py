@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, model_validator
 from torch import Tensor
 
 from prime_composer.contract import LossInputs
-from prime_composer.masked import masked_mean, masked_sum
+from prime_composer.loss_metrics import token_mean
+from prime_composer.masked import masked_sum
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -80,14 +81,14 @@ class SpecialTokenMask(Modifier):
                 "special_tokens.strings are not resolved to ids yet: call prime_composer.modifiers.resolve(config, tokenizer)."
             )
         mask = inputs.loss_mask
-        wanted = torch.tensor(self.ids, device=inputs.token_ids.device, dtype=inputs.token_ids.dtype)
-        hits = (inputs.token_ids == wanted.unsqueeze(-1)) & mask
+        # One comparison per id: a tensor of the ids would have to be copied to the device, and waited for.
+        hits = torch.stack([inputs.token_ids == i for i in self.ids]) & mask
         if self.occurrence == "first":
             earlier = hits.long().cumsum(-1) - hits.long()
             hits = hits & (earlier == at_segment_start(earlier, inputs.segment_ids))
         removed = hits.any(0)
         with torch.no_grad():
-            metrics = {"special_tokens/removed": masked_mean(removed, mask)}
+            metrics = {"special_tokens/removed": token_mean(removed, mask)}
             if inputs.ref_logprobs is not None:
                 signal = (inputs.ref_logprobs - inputs.trainer_logprobs).abs()
                 everything, taken = masked_sum(signal, mask), masked_sum(signal, removed)
@@ -118,7 +119,7 @@ class PositionWeights(Modifier):
             prefix = before - at_segment_start(before, inputs.segment_ids)
             total = segment_totals(gap.double(), inputs.segment_ids)
             weights = (1 + self.gamma * (1 - prefix / total.clamp(min=1e-8))).to(gap.dtype)
-            metrics = {"position_weights/mean": masked_mean(weights, mask)}
+            metrics = {"position_weights/mean": token_mean(weights, mask)}
             if inputs.loss_weights is not None:
                 weights = weights * inputs.loss_weights
         return dataclasses.replace(inputs, loss_weights=weights), metrics

@@ -21,8 +21,9 @@ from pydantic import PositiveFloat
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import upcast
+from prime_composer.loss_metrics import token_mean
 from prime_composer.losses.base import ChannelName, LossConfig
-from prime_composer.masked import masked_mean, masked_sum
+from prime_composer.masked import masked_sum
 from prime_composer.preferences import pairs_of
 
 
@@ -48,9 +49,9 @@ def dpo_loss_fn(inputs: LossInputs, config: DPOLossConfig) -> LossOutputs:
 
     with torch.no_grad():
         metrics = {
-            "loss": masked_mean(-F.logsigmoid(margin), pairs.complete),
-            "margin": masked_mean(margin, pairs.complete),
-            "accuracy": masked_mean(margin > 0, pairs.complete),
+            "loss": token_mean(-F.logsigmoid(margin), pairs.complete),
+            "margin": token_mean(margin, pairs.complete),
+            "accuracy": token_mean(margin > 0, pairs.complete),
             "pairs": pairs.complete.sum().to(policy.dtype),
         }
     return LossOutputs(loss=loss, metrics={f"dpo/{name}": value for name, value in metrics.items()})

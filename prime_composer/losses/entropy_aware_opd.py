@@ -20,9 +20,9 @@ from pydantic import NonNegativeFloat, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import entropy, forward_kl, reverse_kl
-from prime_composer.loss_metrics import support_metrics, top_share
+from prime_composer.loss_metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
-from prime_composer.masked import masked_mean, masked_sum
+from prime_composer.masked import masked_sum
 from prime_composer.trust_region import importance_ratios, policy_gradient_sum, signed_region
 
 
@@ -84,11 +84,11 @@ def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossCon
 
     with torch.no_grad():
         metrics = {
-            "reverse_kl": masked_mean(reverse, mask),
-            "forward_kl": masked_mean(forward, mask),
-            "entropy": masked_mean(teacher_entropy, mask),
-            "unsure": masked_mean(unsure, mask),
-            "is_masked": masked_mean(dropped, mask),
+            "reverse_kl": token_mean(reverse, mask),
+            "forward_kl": token_mean(forward, mask),
+            "entropy": token_mean(teacher_entropy, mask),
+            "unsure": token_mean(unsure, mask),
+            "is_masked": token_mean(dropped, mask),
             "signal_top1pct": top_share(reverse, mask),
             **support_metrics(support, mask),
         }

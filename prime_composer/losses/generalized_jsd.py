@@ -18,9 +18,9 @@ from pydantic import Field, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import generalized_jsd
-from prime_composer.loss_metrics import support_metrics, top_share
+from prime_composer.loss_metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
-from prime_composer.masked import masked_mean, masked_sum
+from prime_composer.masked import masked_sum
 
 
 class GeneralizedJSDLossConfig(LossConfig):
@@ -52,7 +52,7 @@ def generalized_jsd_loss_fn(inputs: LossInputs, config: GeneralizedJSDLossConfig
 
     with torch.no_grad():
         metrics = {
-            "jsd": masked_mean(per_token, mask),
+            "jsd": token_mean(per_token, mask),
             "signal_top1pct": top_share(per_token, mask),
             **support_metrics(support, mask),
         }

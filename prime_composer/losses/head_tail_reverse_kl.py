@@ -26,9 +26,9 @@ from pydantic import PositiveFloat
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import reverse_kl, upcast, weighted_k1
-from prime_composer.loss_metrics import support_metrics, top_share
+from prime_composer.loss_metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize
-from prime_composer.masked import masked_mean, masked_sum
+from prime_composer.masked import masked_sum
 
 
 class HeadTailReverseKLLossConfig(LossConfig):
@@ -64,10 +64,10 @@ def head_tail_reverse_kl_loss_fn(inputs: LossInputs, config: HeadTailReverseKLLo
 
     with torch.no_grad():
         metrics = {
-            "kl": masked_mean(per_token, mask),
-            "head": masked_mean(head, mask),
-            "sampled_tail": masked_mean(tail, mask),
-            "outside": masked_mean(outside, mask),
+            "kl": token_mean(per_token, mask),
+            "head": token_mean(head, mask),
+            "sampled_tail": token_mean(tail, mask),
+            "outside": token_mean(outside, mask),
             "signal_top1pct": top_share(per_token, mask),
             **support_metrics(support, mask),
         }

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import reverse_kl
-from prime_composer.loss_metrics import top_share
+from prime_composer.loss_metrics import token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize
 from prime_composer.masked import masked_mean
 from prime_composer.trust_region import Region, drift_metrics, importance_ratios, policy_gradient_sum, signed_region
@@ -103,7 +103,7 @@ def sampled_reverse_kl_loss_fn(inputs: LossInputs, config: SampledReverseKLLossC
     with torch.no_grad():
         metrics = {
             **drift_metrics(log_ratio, dropped, mask),
-            "signal_abs": masked_mean(signal.abs(), mask),
+            "signal_abs": token_mean(signal.abs(), mask),
             "signal_top1pct": top_share(signal, mask),
             **extra,
         }
@@ -144,13 +144,13 @@ def _signed(
         signal = torch.logaddexp(signal + math.log(config.top_d), floor)
     if config.clip is not None:
         signal = signal.clamp(-config.clip, config.clip)
-    extra = {"ref_kl": masked_mean(log_teacher_ratio, mask)}
+    extra = {"ref_kl": token_mean(log_teacher_ratio, mask)}
     if config.baseline is not None:
         support = inputs.support.masked(mask)
         baseline = reverse_kl(support.student_logprobs, support.teacher_logprobs, "tail").to(signal.dtype)
         signal = signal + baseline
-        extra["baseline"] = masked_mean(baseline, mask)
+        extra["baseline"] = token_mean(baseline, mask)
     signal = torch.where(mask, signal, 0.0)
     region = signed_region(signal, probs_diff, config.delta_low, config.delta_high, mask)
-    extra["is_masked_low"], extra["is_masked_high"] = masked_mean(region.low, mask), masked_mean(region.high, mask)
+    extra["is_masked_low"], extra["is_masked_high"] = token_mean(region.low, mask), token_mean(region.high, mask)
     return signal, region, extra

@@ -24,9 +24,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs, Support
 from prime_composer.divergences import forward_kl, generalized_jsd, reverse_kl, upcast
-from prime_composer.loss_metrics import support_metrics, top_share
+from prime_composer.loss_metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
-from prime_composer.masked import masked_mean, masked_sum
+from prime_composer.masked import masked_sum
 from prime_composer.modifiers import position_in_segment
 from prime_composer.trust_region import importance_ratios
 
@@ -102,9 +102,9 @@ def self_distillation_loss_fn(inputs: LossInputs, config: SelfDistillationLossCo
 
     with torch.no_grad():
         metrics |= {
-            "divergence": masked_mean(signal, mask),
-            "ratio": masked_mean(ratio, mask),
-            "ratio_at_bound": masked_mean(ratio >= bound, mask),
+            "divergence": token_mean(signal, mask),
+            "ratio": token_mean(ratio, mask),
+            "ratio_at_bound": token_mean(ratio >= bound, mask),
             "signal_top1pct": top_share(signal, mask),
         }
     return LossOutputs(loss=loss, metrics={f"self_distillation/{name}": value for name, value in metrics.items()})

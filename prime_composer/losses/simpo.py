@@ -17,8 +17,9 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import upcast
+from prime_composer.loss_metrics import token_mean
 from prime_composer.losses.base import ChannelName, LossConfig
-from prime_composer.masked import masked_mean, masked_sum
+from prime_composer.masked import masked_sum
 from prime_composer.preferences import pairs_of
 
 
@@ -45,9 +46,9 @@ def simpo_loss_fn(inputs: LossInputs, config: SimPOLossConfig) -> LossOutputs:
 
     with torch.no_grad():
         metrics = {
-            "loss": masked_mean(-F.logsigmoid(margin), pairs.complete),
-            "margin": masked_mean(margin, pairs.complete),
-            "accuracy": masked_mean(margin > -config.gamma, pairs.complete),
+            "loss": token_mean(-F.logsigmoid(margin), pairs.complete),
+            "margin": token_mean(margin, pairs.complete),
+            "accuracy": token_mean(margin > -config.gamma, pairs.complete),
             "pairs": pairs.complete.sum().to(policy.dtype),
         }
     return LossOutputs(loss=loss, metrics={f"simpo/{name}": value for name, value in metrics.items()})

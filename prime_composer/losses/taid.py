@@ -25,9 +25,9 @@ from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import taid, upcast
-from prime_composer.loss_metrics import support_metrics, top_share
+from prime_composer.loss_metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
-from prime_composer.masked import masked_mean, masked_sum
+from prime_composer.masked import masked_sum
 
 
 class TAIDLossConfig(LossConfig):
@@ -109,7 +109,7 @@ def taid_loss_fn(inputs: LossInputs, config: TAIDLossConfig, state: TAIDSchedule
 
     with torch.no_grad():
         metrics = {
-            config.form: masked_mean(per_token, mask),
+            config.form: token_mean(per_token, mask),
             "t": upcast(support.student_logprobs).new_tensor(state.t),
             "signal_top1pct": top_share(per_token, mask),
             **support_metrics(support, mask, reverse=False),

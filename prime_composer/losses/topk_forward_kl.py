@@ -18,9 +18,9 @@ from pydantic import model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import forward_kl
-from prime_composer.loss_metrics import support_metrics, top_share
+from prime_composer.loss_metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
-from prime_composer.masked import masked_mean, masked_sum
+from prime_composer.masked import masked_sum
 
 
 class TopKForwardKLLossConfig(LossConfig):
@@ -53,7 +53,7 @@ def topk_forward_kl_loss_fn(inputs: LossInputs, config: TopKForwardKLLossConfig)
     loss = masked_sum(per_token, mask, inputs.loss_weights)
     with torch.no_grad():
         metrics = {
-            "kl": masked_mean(per_token, mask),
+            "kl": token_mean(per_token, mask),
             "signal_top1pct": top_share(per_token, mask),
             **support_metrics(support, mask, reverse=False),
         }

@@ -163,10 +163,13 @@ def test_a_normalisation_that_k_does_not_allow_is_refused_when_the_recipe_is_rea
 
 
 def test_the_share_of_the_top_percent():
-    values = torch.tensor([5.0] + [-1.0] * 95 + [100.0] * 4)
-    mask = torch.arange(100) < 96
-    assert top_share(values, mask).item() == pytest.approx(5 / 100)  # one token of 96
-    assert top_share(values, mask, share=0.02).item() == pytest.approx(6 / 100)  # two of them
+    values = torch.tensor([5.0] + [-1.0] * 39 + [100.0] * 60)
+    mask = torch.arange(100) < 40
+    assert top_share(values, mask).item() == pytest.approx(5 / 44)  # one token of 40, at least
+    assert top_share(values, mask, share=0.02).item() == pytest.approx(
+        5 / 44
+    )  # .8 tokens: one, though the pack has 100
+    assert top_share(values, mask, share=0.05).item() == pytest.approx(6 / 44)  # two of them
     assert top_share(values, torch.zeros(100, dtype=torch.bool)) == 0
     assert top_share(values[:0], mask[:0]) == 0
     assert top_share(torch.zeros(4), torch.ones(4, dtype=torch.bool)) == 0
