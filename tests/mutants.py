@@ -37,6 +37,7 @@ FIRST = {
     "losses/self_distillation.py": ["test_support_losses"],
     "losses/default.py": ["test_rl_losses"],
     "losses/ipo.py": ["test_rl_losses"],
+    "losses/sft.py": ["test_rl_losses"],
     "losses/dpo.py": ["test_preferences"],
     "losses/simpo.py": ["test_preferences"],
     "losses/compose.py": ["test_compose"],
@@ -265,6 +266,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "zero advantage on the high side": ("losses/default.py", "mask & (advantages > 0)", "mask & (advantages >= 0)"),
     "advantage temperature ignored": ("losses/default.py", "config.adv_tau * advantages", "advantages"),
     "ipo one-sided": ("losses/ipo.py", "ratios.probs_diff.abs()", "ratios.probs_diff"),
+    "sft weights ignored": ("losses/sft.py", "    if inputs.loss_weights is not None:", "    if False:"),
+    "sft mean for sum": ("losses/sft.py", "nll[mask].sum()", "nll[mask].mean()"),
     # preferences
     "dpo without its reference": ("losses/dpo.py", "pairs.sums(policy - reference)", "pairs.sums(policy)"),
     "rejected preferred": ("losses/dpo.py", "(chosen - rejected)", "(rejected - chosen)"),
