@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_composer.recipe import Recipe, RecipeError
+from prime_composer.upstream.environment import NAME, data_settings
 from prime_composer.upstream.probe import DIALECTS
 
 IMPORT_PATH = "prime_composer.upstream.loss_fn"
@@ -130,12 +131,11 @@ def refuse(recipe: Recipe, dialect: str) -> None:
             f'loss.k = "full": prime-rl\'s wire carries a top-K support. Give [loss] type = {recipe.loss.type!r} a '
             "number k, or run the recipe with --engine local."
         )
-    known = {"ref_logprobs", "support", "advantages", "token_ids"}
-    unknown = sorted(set(recipe.loss.needs) - known)
-    if unknown:
+    pairs = sorted(set(recipe.loss.needs) & {"replay", "segment_ids"})
+    if pairs:
         raise RecipeError(
-            f"[loss] type = {recipe.loss.type!r} needs {', '.join(unknown)}, which prime-rl {dialect} does not carry: "
-            "run the recipe with --engine local."
+            f"[loss] type = {recipe.loss.type!r} needs {' and '.join(pairs)}: preference pairs, and prime-rl hands a loss "
+            "one sequence at a time. Set the replay channel's weight to 0, or run the recipe with --engine local."
         )
     if {"ref_logprobs", "support"} & recipe.loss.needs and "advantages" in recipe.loss.needs and dialect != "v0.6":
         raise RecipeError(
@@ -201,16 +201,15 @@ def loss_table(recipe: Recipe, dialect: str) -> dict[str, Any]:
 
 
 def environment(recipe: Recipe, dialect: str) -> dict[str, Any]:
-    """GSM8K as each version ships it."""
+    """The recipe's [data], served by ``prime_composer_problems``."""
+    settings = data_settings(recipe.data)
     if dialect == "v0.6":
-        arguments = {"dataset_name": "openai/gsm8k", "dataset_subset": "main"}
-        return {"id": "math-env", "name": "gsm8k", "args": arguments}
+        return {"id": NAME, "name": "problems", "args": settings}
+    taskset = {"id": NAME, **settings}
     if dialect == "v0.7":
-        taskset = {"id": "gsm8k-v1", "split": "train"}
-        return {"name": "gsm8k", "taskset": taskset, "harness": {"id": "null", "runtime": {"type": "subprocess"}}}
-    taskset = {"id": "gsm8k-v1" if dialect == "v0.8" else "gsm8k"}
+        return {"name": "problems", "taskset": taskset, "harness": {"id": "null", "runtime": {"type": "subprocess"}}}
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-    return {"name": "gsm8k", "env": {"taskset": taskset, "agent": agent}}
+    return {"name": "problems", "env": {"taskset": taskset, "agent": agent}}
 
 
 def plain(value: Any) -> Any:

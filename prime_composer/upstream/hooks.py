@@ -53,7 +53,24 @@ def lift(config: Any) -> None:
             f"[{SECTION}] type = {table['type']!r} needs the teacher's top-{k} support, which travels where router "
             "replay would: set trainer.enable_router_replay = false, or use a loss without a support."
         )
+    table = with_ids(table, trainer.model.name)
+    if getattr(loss, "import_path", None) == IMPORT_PATH:
+        loss.kwargs.clear()
+        loss.kwargs.update(table)
     os.environ[SWITCH] = json.dumps({**settings, "loss": table})
+
+
+def with_ids(table: dict[str, Any], model: str) -> dict[str, Any]:
+    """The loss table with its special tokens as ids: the launcher knows the tokenizer, the trainer's loss does not."""
+    config = parse_loss(table)
+    if '"strings"' not in json.dumps(table):
+        return table
+    from transformers import AutoTokenizer
+
+    from prime_composer.modifiers import resolve
+
+    resolved = resolve(config, AutoTokenizer.from_pretrained(model))
+    return {"type": resolved.type, **resolved.model_dump(mode="json", exclude_unset=True)}
 
 
 def support_size(table: dict[str, Any]) -> int:

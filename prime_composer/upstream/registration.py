@@ -187,8 +187,7 @@ def register(table: dict[str, Any], section: str = SECTION) -> Registered:
             f"{config!r}. Keep one of {SWITCH} and [trainer.loss]."
         )
     aligned = _adapter_for(config)
-    if aligned is None:
-        refuse_plain(config, section)
+    refuse(config, era, aligned is not None, section)
     expect(module, era.slot, ("inputs",), f"prime_rl/trainer/rl/loss.py of {era.name}")
     _registered = Registered(setup_loss_fn(config, section), era, module.LossOutputs, aligned)
     setattr(module, era.slot, _registered)
@@ -198,18 +197,32 @@ def register(table: dict[str, Any], section: str = SECTION) -> Registered:
     return _registered
 
 
-def refuse_plain(config: LossConfig, section: str = SECTION) -> None:
-    """Refuse a loss that the plain road cannot feed.
+def refuse(config: LossConfig, era: Era, adapter: bool, section: str = SECTION) -> None:
+    """Refuse, at load, a loss that prime-rl cannot feed on this road.
 
     Raises:
-        ValueError: says what is missing and which command brings it.
+        ValueError: says what is missing, why, and what to run instead.
     """
-    missing = sorted(set(config.needs) & {"support", "token_ids"})
-    if missing:
+    said = f"[{section}] type = {config.type!r} needs "
+    pairs = sorted(set(config.needs) & {"replay", "segment_ids"})
+    if pairs:
         raise ValueError(
-            f"[{section}] type = {config.type!r} needs {' and '.join(missing)}, which prime-rl's own wire does not "
-            f"carry to a custom loss. Start the run with the adapter, which asks the teacher for it: "
-            f"`prime-rl rl --config FILE --engine prime-rl`, or {SWITCH}=1 in front of prime-rl's own `rl @ FILE`."
+            f"{said}{' and '.join(pairs)}: preference pairs, and prime-rl {era.name} hands a loss one sequence at a time "
+            "and has no field that ties two of them together. Set the replay channel's weight to 0, or run the recipe "
+            "with --engine local."
+        )
+    missing = sorted(set(config.needs) & {"support", "token_ids"})
+    if missing and not adapter:
+        raise ValueError(
+            f"{said}{' and '.join(missing)}, which prime-rl's own wire does not carry to a custom loss. Start the run "
+            f"with the adapter, which brings it: `prime-rl rl --config FILE --engine prime-rl`, or {SWITCH}=1 in front "
+            "of prime-rl's own `rl @ FILE`."
+        )
+    if era.name != "v0.6" and "advantages" in config.needs and {"ref_logprobs", "support"} & config.needs:
+        raise ValueError(
+            f"{said}advantages and a teacher for the same tokens; this prime-rl (the {era.name} contract) sends a token "
+            "either to the rl loss or to distillation, and fills the missing advantages with 0. For sampled_reverse_kl "
+            'set dialect = "v0_7"; mix rewards in through prime-rl\'s own per-environment algorithms.'
         )
 
 

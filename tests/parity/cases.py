@@ -9,19 +9,19 @@ KINDS = {
     "v0.6": {
         "default": {"type": "default"},
         "ipo": {"type": "ipo"},
-        "sft": {"type": "ce"},
+        "sft": {"type": "sft"},
         "opd": {"type": "sampled_reverse_kl", "dialect": "v0_6"},
     },
     "v0.7": {
         "default": {"type": "default"},
         "ipo": {"type": "ipo"},
-        "ce": {"type": "ce"},
+        "ce": {"type": "sft"},
         "ref_kl": {"type": "sampled_reverse_kl", "dialect": "v0_7"},
     },
 }
 """Era: prime-rl's loss: our loss table that is to equal it."""
 
-METRIC_PREFIXES = ("sampled_reverse_kl/", "default/", "ipo/", "ce/", "ref_kl/")
+METRIC_PREFIXES = ("sampled_reverse_kl/", "default/", "ipo/", "sft/", "ref_kl/")
 
 
 def plain_metrics(metrics):

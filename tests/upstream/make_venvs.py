@@ -19,6 +19,8 @@ sys.path.insert(0, str(HERE.parent))
 from prime_rl_checkout import REPO, cache_dir  # noqa: E402
 
 NAMES = ("v0.6", "newest")
+VERIFIERS = {"v0.7.0": "0.2.0", "v0.8.0": "0.2.2.dev76"}
+"""Versions in between run in the newest environment, with their own verifiers in front of it."""
 
 
 def venvs_dir() -> Path:
@@ -31,6 +33,11 @@ def python_of(name: str) -> Path:
     return folder / "Scripts" / "python.exe" if os.name == "nt" else folder / "bin" / "python"
 
 
+def verifiers_of(version: str) -> Path | None:
+    """A folder for PYTHONPATH, for the versions that need another verifiers than their environment holds."""
+    return venvs_dir() / f"verifiers-{version}" if version in VERIFIERS else None
+
+
 def make(name: str) -> None:
     folder = venvs_dir() / name
     if not python_of(name).exists():
@@ -38,6 +45,10 @@ def make(name: str) -> None:
     pip = [str(python_of(name)), "-m", "pip", "install", "--quiet"]
     subprocess.run([*pip, "-r", str(HERE / f"requirements_{name}.txt")], check=True)
     subprocess.run([*pip, "--no-deps", "-e", str(REPO)], check=True)
+    if name == "newest":
+        for version, number in VERIFIERS.items():
+            target = ["--target", str(verifiers_of(version)), "--upgrade", "--no-deps", f"verifiers=={number}"]
+            subprocess.run([*pip, *target], check=True)
     print(f"{name}: {folder}")
 
 

@@ -1,0 +1,264 @@
+"""The orchestrator's half: parsing, asking, and where each version's support goes."""
+
+import asyncio
+import json
+import math
+import sys
+import types
+
+import pytest
+
+numpy = pytest.importorskip("numpy")
+
+from prime_composer.upstream import hooks, orchestrator, registration  # noqa: E402
+
+ROWS = [
+    None,
+    {"7": {"logprob": -3.0, "rank": 5}, "1": {"logprob": -0.1, "rank": 1}, "2": {"logprob": -2.0, "rank": 2}},
+    {"1": {"logprob": -1.5, "rank": 2}, "9": {"logprob": -0.4, "rank": 1}},
+]
+TOKENS = [4, 7, 1]
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": {"type": "topk_reverse_kl", "k": 2}}))
+
+
+def test_top_k_is_taken_by_rank_from_rows_of_k_or_k_plus_one_entries():
+    scores = orchestrator.parse(TOKENS, ROWS, 2)
+    assert scores == [0.0, -3.0, -1.5]
+    assert scores.token_ids.tolist()[1:] == [[1, 2], [9, 1]]
+    assert scores.logprobs[1:].ravel().tolist() == pytest.approx([-0.1, -2.0, -0.4, -1.5])
+    assert numpy.isnan(scores.logprobs[0]).all()
+
+
+def test_a_slice_keeps_its_part_of_the_support():
+    tail = orchestrator.parse(TOKENS, ROWS, 2)[1:]
+    assert tail == [-3.0, -1.5] and tail.token_ids.tolist() == [[1, 2], [9, 1]]
+
+
+@pytest.mark.parametrize(
+    "tokens,rows,k,said",
+    [
+        (TOKENS, ROWS[:2], 2, "scored 2 tokens of 3"),
+        ([4, 8, 1], ROWS, 2, "do not hold the token 8"),
+        (TOKENS, ROWS, 3, "--max-logprobs 3"),
+        (TOKENS, [None, None, ROWS[2]], 2, "left token 1 of 3 without a score"),
+    ],
+)
+def test_an_answer_that_does_not_fit_is_one_sentence(tokens, rows, k, said):
+    with pytest.raises(ValueError, match=said):
+        orchestrator.parse(tokens, rows, k)
+
+
+class Client:
+    """Answers like the openai client that prime-rl made."""
+
+    base_url = "http://teacher:8001/v1/"
+
+    def __init__(self):
+        self.asked = []
+
+    async def post(self, url, cast_to, body):
+        self.asked.append((url, body))
+        return types.SimpleNamespace(json=lambda: {"prompt_logprobs": ROWS})
+
+
+def test_the_request_is_prime_rls_own_with_k():
+    client = Client()
+    scores = asyncio.run(orchestrator.ask(client, "teacher", TOKENS, 2))
+    url, body = client.asked[0]
+    assert url == "http://teacher:8001/inference/v1/generate"
+    assert body["token_ids"] == TOKENS
+    assert body["sampling_params"] == {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 2}
+    assert scores.token_ids.shape == (3, 2)
+
+
+def test_a_server_that_refuses_k_is_told_how_to_be_started():
+    class Refusal(Exception):
+        status_code = 400
+
+    class Small(Client):
+        async def post(self, url, cast_to, body):
+            raise Refusal("Requested prompt logprobs of 32, which is greater than max allowed: 20")
+
+    with pytest.raises(ValueError, match="--max-logprobs 32"):
+        asyncio.run(orchestrator.ask(Small(), "teacher", TOKENS, 32))
+
+
+class RoutedExperts:
+    def __init__(self, data, shape, dtype):
+        self.data, self.shape, self.dtype = data, shape, dtype
+
+
+class Sample:
+    def __init__(self):
+        self.prompt_ids, self.completion_ids = TOKENS[:1], TOKENS[1:]
+        self.token_ids, self.ref_logprobs, self.routed_experts = TOKENS, None, None
+
+
+Sample.__module__ = RoutedExperts.__module__ = __name__
+
+
+def carried(routed):
+    array = numpy.frombuffer(routed.data, dtype=numpy.int32).reshape(routed.shape)
+    return array[:, 0].tolist(), array[:, 1].copy().view(numpy.float32)
+
+
+def test_v0_6_puts_the_support_on_the_samples_and_returns_the_flat_scores():
+    module, client = types.ModuleType("prime_rl.orchestrator.utils"), Client()
+
+    async def compute_teacher_logprobs(clients, model_name, samples): ...
+
+    module.compute_teacher_logprobs = compute_teacher_logprobs
+    module.setup_openai_client = lambda config: client
+    orchestrator.hook_v0_6(module)
+    samples = [Sample(), Sample()]
+    flat = asyncio.run(module.compute_teacher_logprobs(["config"], "teacher", samples))
+    assert flat == [[0.0, -3.0, -1.5]] * 2 and all(type(row) is list for row in flat)
+    assert samples[0].routed_experts.shape == [3, 2, 2] and samples[0].routed_experts.dtype == "int32"
+    ids, logprobs = carried(samples[1].routed_experts)
+    assert ids[1:] == [[1, 2], [9, 1]] and logprobs[2].tolist() == pytest.approx([-0.4, -1.5])
+
+
+def client_module(client):
+    module = types.ModuleType("prime_rl.utils.client")
+
+    async def prefill_logprobs(openai, model, token_ids):
+        return "prime-rl's own"
+
+    module.prefill_logprobs = prefill_logprobs
+    orchestrator.hook_client(module)
+    return module
+
+
+def test_v0_7_and_v0_8_copy_the_support_to_each_sample_after_their_own_scoring():
+    client = Client()
+    clients = client_module(client)
+    algo = types.ModuleType("prime_rl.orchestrator.algo.opd")
+
+    class OPDAlgorithm:
+        async def score_rollout(self, rollout):
+            for sample in rollout.samples:
+                sample.ref_logprobs = await clients.prefill_logprobs(client, "teacher", list(sample.token_ids))
+
+    algo.OPDAlgorithm = OPDAlgorithm
+    orchestrator.hook_algorithm(algo)
+    rollout = types.SimpleNamespace(samples=[Sample()])
+    asyncio.run(OPDAlgorithm().score_rollout(rollout))
+    sample = rollout.samples[0]
+    assert type(sample.ref_logprobs) is list and sample.ref_logprobs == [0.0, -3.0, -1.5]
+    assert carried(sample.routed_experts)[0][1:] == [[1, 2], [9, 1]]
+
+
+class Node:
+    def __init__(self, tokens):
+        self.token_ids, self.routed_experts = tokens, None
+
+
+def routing_module():
+    module = types.ModuleType("prime_rl.orchestrator.algo.routing")
+    module.given = []
+
+    def assign_reference_logprobs(branch, values):
+        module.given.append(values)
+
+    module.assign_reference_logprobs = assign_reference_logprobs
+    orchestrator.hook_routing(module)
+    return module
+
+
+def test_the_newest_version_gets_it_on_every_node_of_the_branch():
+    module = routing_module()
+    nodes = [Node(TOKENS[:1]), Node(TOKENS[1:])]
+    branch = types.SimpleNamespace(nodes=nodes, token_ids=TOKENS)
+    module.assign_reference_logprobs(branch, orchestrator.parse(TOKENS, ROWS, 2))
+    assert type(module.given[0]) is list
+    assert [node.routed_experts.shape for node in nodes] == [(1, 2, 2), (2, 2, 2)]
+    assert nodes[1].routed_experts[:, 0].tolist() == [[1, 2], [9, 1]]
+
+
+def test_self_distillation_cuts_the_hint_off_and_keeps_the_rest_of_the_support():
+    module = routing_module()
+    hint = [4]
+    scores = orchestrator.parse(TOKENS, ROWS, 2)[len(hint) :]
+    nodes = [Node(TOKENS[1:])]
+    module.assign_reference_logprobs(types.SimpleNamespace(nodes=nodes, token_ids=TOKENS[1:]), scores)
+    assert nodes[0].routed_experts[:, 0].tolist() == [[1, 2], [9, 1]]
+
+
+def test_router_replay_in_the_rollouts_is_refused():
+    sample = Sample()
+    sample.routed_experts = RoutedExperts(b"", [3, 12, 8], "uint8")
+    with pytest.raises(ValueError, match="enable_return_routed_experts"):
+        orchestrator.put(sample, orchestrator.parse(TOKENS, ROWS, 2))
+    module, node = routing_module(), Node(TOKENS)
+    node.routed_experts = numpy.zeros((3, 12, 8), numpy.uint8)
+    with pytest.raises(ValueError, match="enable_return_routed_experts"):
+        module.assign_reference_logprobs(types.SimpleNamespace(nodes=[node]), orchestrator.parse(TOKENS, ROWS, 2))
+
+
+@pytest.mark.parametrize("loss", [{"type": "sampled_reverse_kl"}, None])
+def test_a_loss_without_a_support_leaves_prime_rls_own_request_alone(monkeypatch, loss):
+    monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": loss}))
+    module = client_module(Client())
+    assert asyncio.run(module.prefill_logprobs("client", "teacher", TOKENS)) == "prime-rl's own"
+
+
+def test_a_process_that_was_not_started_by_the_launcher_is_told_to_name_the_loss(monkeypatch):
+    monkeypatch.setenv("PRIME_COMPOSER", "1")
+    with pytest.raises(ValueError, match="no loss is named in this process"):
+        hooks.wanted_support()
+
+
+def config(table=None, replay=False, path=hooks.IMPORT_PATH):
+    loss = types.SimpleNamespace(import_path=path, kwargs=table) if table else types.SimpleNamespace()
+    model = types.SimpleNamespace(name="a/model")
+    return types.SimpleNamespace(trainer=types.SimpleNamespace(loss=loss, enable_router_replay=replay, model=model))
+
+
+def test_the_launcher_lifts_the_loss_table_out_of_the_config(monkeypatch):
+    monkeypatch.setenv("PRIME_COMPOSER", "1")
+    hooks.lift(config({"type": "topk_reverse_kl", "k": "16"}))
+    assert registration.switch() == {"loss": {"type": "topk_reverse_kl", "k": "16"}}
+    assert hooks.wanted_support() == 16
+
+
+def test_special_tokens_written_as_text_become_ids_where_the_tokenizer_is_known(monkeypatch):
+    transformers = types.ModuleType("transformers")
+    tokenizer = types.SimpleNamespace(encode=lambda text, add_special_tokens: {"<think>": [42]}[text])
+    transformers.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda name: tokenizer)
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    monkeypatch.setenv("PRIME_COMPOSER", "1")
+    given = config({"type": "topk_reverse_kl", "k": 2, "special_tokens": {"strings": ["<think>"]}})
+    hooks.lift(given)
+    for table in (given.trainer.loss.kwargs, registration.switch()["loss"]):
+        assert registration.parse_loss(table).special_tokens.ids == (42,)
+        assert registration.parse_loss(table).special_tokens.strings == ()
+
+
+def test_another_loss_in_the_config_leaves_the_run_as_it_is(monkeypatch):
+    monkeypatch.setenv("PRIME_COMPOSER", "1")
+    hooks.lift(config({"x": 1}, path="somebody.elses"))
+    assert registration.switch() == {"loss": None} and hooks.wanted_support() == 0
+
+
+def test_two_tables_that_disagree_are_refused(monkeypatch):
+    hooks.lift(config({"type": "topk_reverse_kl", "k": 2}))
+    with pytest.raises(ValueError, match="keep one of them"):
+        hooks.lift(config({"type": "topk_reverse_kl", "k": 4}))
+
+
+def test_router_replay_and_a_support_are_refused_before_anything_starts(monkeypatch):
+    with pytest.raises(ValueError, match="enable_router_replay = false"):
+        hooks.lift(config({"type": "topk_reverse_kl", "k": 2}, replay=True))
+    monkeypatch.setenv("PRIME_COMPOSER", "1")
+    hooks.lift(config({"type": "sampled_reverse_kl"}, replay=True))
+
+
+def test_the_full_vocabulary_is_refused(monkeypatch):
+    monkeypatch.setenv("PRIME_COMPOSER", "1")
+    with pytest.raises(ValueError, match="give it a number k"):
+        hooks.lift(config({"type": "topk_reverse_kl", "k": "full"}))
+    assert math.isfinite(hooks.support_size({"type": "topk_reverse_kl", "k": 3}))
