@@ -145,7 +145,7 @@ def open_sampler(recipe: Recipe, origin: str | Path) -> Sampler:
     if config.backend == "server":
         from prime_composer.backends.vllm_server import ServerSampler
 
-        return ServerSampler(config.url, model=str(origin))
+        return ServerSampler(config.url, model=str(origin), weights_dir=config.weights_dir)
     if config.backend == "vllm":
         from prime_composer.backends.vllm import VLLMSampler
 

@@ -1,12 +1,13 @@
 """Measurement on held-out problems: greedy accuracy, and the exact reverse KL on the student's own rollouts."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from prime_composer.data import Problem, is_correct, render_prompt
 from prime_composer.divergences import reverse_kl
-from prime_composer.engine import Engine, teacher_sampler
+from prime_composer.engine import Engine, teacher_backend, teacher_sampler
 from prime_composer.recipe import Recipe
 from prime_composer.rollout import Sampler, SamplingParams
 from prime_composer.student import micro_batches, student_inputs
@@ -71,9 +72,7 @@ def teacher_accuracy(engine: Engine, recipe: Recipe, held_out: Sequence[Problem]
 def mean_reverse_kl(engine: Engine, recipe: Recipe, held_out: Sequence[Problem]) -> float:
     """Mean KL(student || teacher) per token, in nats, on rollouts of the first ``eval.kl_size`` held-out problems."""
     prompts = [render_prompt(problem, recipe.data, engine.tokenizer) for problem in held_out[: recipe.eval.kl_size]]
-    size = recipe.eval.kl_support
-    if size == "auto":
-        size = "full" if engine.vocab_size <= FULL_VOCABULARY_UP_TO else 64
+    size = kl_support(engine, recipe)
     params = SamplingParams(max_tokens=recipe.rollout.max_tokens, stop_token_ids=engine.stop_token_ids)
     rollouts = engine.sampler.generate(prompts, params, seed=KL_SEED)
     scores = engine.scorer.score(rollouts, size)
@@ -88,3 +87,13 @@ def mean_reverse_kl(engine: Engine, recipe: Recipe, held_out: Sequence[Problem])
         total += float(kl.double().sum())
         tokens += kl.shape[0]
     return total / tokens
+
+
+def kl_support(engine: Engine, recipe: Recipe) -> int | Literal["full"]:
+    """Ids per position of the measured KL. A server answers as many as the loss asks for, or vLLM's default of 20."""
+    size = recipe.eval.kl_support
+    if size != "auto":
+        return size
+    if teacher_backend(recipe) == "server":
+        return recipe.loss.support_size or 20
+    return "full" if engine.vocab_size <= FULL_VOCABULARY_UP_TO else 64

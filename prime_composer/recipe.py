@@ -127,6 +127,10 @@ class RolloutConfig(Section):
     url: str | None = None
     """Base URL of a running vLLM server of the student, for backend 'server'."""
 
+    weights_dir: Path | None = None
+    """For backend 'server': a directory that this process can write and the server can read; new weights travel through
+    it. Unset: the system's temporary directory, for a server on this machine."""
+
     group_size: int = Field(1, ge=1)
     """Rollouts per prompt. RL terms need at least 2."""
 
