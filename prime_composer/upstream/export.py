@@ -65,7 +65,10 @@ def export_tables(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None
             ENVIRONMENT_KEY[dialect]: [environment(recipe, dialect)],
         },
     }
-    if distils:
+    if distils and recipe.teacher is not None and recipe.teacher.policy is not None:
+        # The policy told the reference solution: prime-rl reads it from the task, as our environment names it.
+        orchestrator["algo"] = {"type": "opsd", "demo_key": "answer"}
+    elif distils:
         assert recipe.teacher is not None  # the recipe has checked it
         name = model_name(recipe.teacher.model, models, "teacher")
         url = recipe.teacher.url or DEFAULT_TEACHER_URL
@@ -106,8 +109,10 @@ def export_tables(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None
             wandb["name"] = recipe.logging.wandb.name
         table |= {"monitors": {"wandb": wandb}} if dialect == "head" else {"wandb": wandb}
     if recipe.rollout.url is None:
-        memory = {"gpu_memory_utilization": max(recipe.rollout.gpu_memory_utilization, 0.5)}
-        table["inference"] = {"vllm": memory} if dialect == "head" else memory
+        memory = {}
+        if "gpu_memory_utilization" in recipe.rollout.model_fields_set:
+            memory["gpu_memory_utilization"] = recipe.rollout.gpu_memory_utilization
+        table["inference"] = {"vllm": memory} if dialect == "head" and memory else memory
     return table
 
 
@@ -131,6 +136,7 @@ def refuse(recipe: Recipe, dialect: str) -> None:
             f'loss.k = "full": prime-rl\'s wire carries a top-K support. Give [loss] type = {recipe.loss.type!r} a '
             "number k, or run the recipe with --engine local."
         )
+    refuse_told_policy(recipe, dialect)
     pairs = sorted(set(recipe.loss.needs) & {"replay", "segment_ids"})
     if pairs:
         raise RecipeError(
@@ -142,6 +148,31 @@ def refuse(recipe: Recipe, dialect: str) -> None:
             f"[loss] type = {recipe.loss.type!r} needs advantages and a teacher for the same tokens; prime-rl "
             f"{dialect} assigns no advantages to distillation tokens. Use dialect v0.6, or --engine local."
         )
+
+
+def refuse_told_policy(recipe: Recipe, dialect: str) -> None:
+    """Self-distillation as far as prime-rl's ``opsd`` has it: the live policy, with the data's solution in front.
+
+    Raises:
+        RecipeError: names the key that asks for more.
+    """
+    policy = None if recipe.teacher is None else recipe.teacher.policy
+    if policy is None:
+        return
+    if dialect == "v0.6":
+        raise RecipeError("teacher.policy: prime-rl v0.6 has no self-distillation. Use v0.7 or newer, or --engine local.")
+    asked = {
+        "hint": (policy.hint, "reference", "its opsd knows the data's demonstration alone, not a verdict or a sibling"),
+        "update": (policy.update, "live", "its opsd scores with the policy's current weights"),
+        "template": (policy.template, None, "its opsd puts the hint into a system message before the question"),
+    }
+    for key, (value, possible, why) in asked.items():
+        if value != possible:
+            remedy = "leave it out" if possible is None else f"set it to {possible!r}"
+            raise RecipeError(
+                f"teacher.policy.{key} = {value!r}: prime-rl cannot do that ({why}). {remedy}, or run the recipe with "
+                "--engine local."
+            )
 
 
 def model_name(name: str | None, models: Mapping[str, Any], role: str) -> str:

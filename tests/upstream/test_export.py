@@ -103,6 +103,34 @@ def test_what_prime_rl_cannot_do_is_named(changes, said):
         export_recipe(recipe(**changes), "head")
 
 
+def told(**policy):
+    return parse_recipe({**recipe().model_dump(exclude_unset=True), "teacher": {"policy": policy}})
+
+
+def test_self_distillation_is_prime_rls_opsd_with_the_datas_solution_as_the_hint():
+    for dialect in ("v0.7", "v0.8", "head"):
+        table = tomllib.loads(export_recipe(told(update="live"), dialect))
+        assert table["orchestrator"]["algo"] == {"type": "opsd", "demo_key": "answer"}
+
+
+@pytest.mark.parametrize(
+    "policy,key",
+    [
+        ({"update": "live", "hint": "feedback"}, "teacher.policy.hint"),
+        ({"update": "ema"}, "teacher.policy.update"),
+        ({"update": "live", "template": "{question} {hint}"}, "teacher.policy.template"),
+    ],
+)
+def test_what_opsd_cannot_do_is_refused_by_name(policy, key):
+    with pytest.raises(RecipeError, match=key):
+        export_recipe(told(**policy), "head")
+
+
+def test_v0_6_has_no_self_distillation():
+    with pytest.raises(RecipeError, match="v0.6 has no self-distillation"):
+        export_recipe(told(update="live"), "v0.6")
+
+
 def test_a_prepared_model_has_to_be_built_first():
     raw = tomllib.loads((REPO / "recipes" / "gsm8k_opd.toml").read_text())
     parsed = parse_recipe(raw)

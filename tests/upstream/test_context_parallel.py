@@ -1,0 +1,81 @@
+"""Context parallelism: two ranks, each with half of the sequence, over gloo. prime-rl's attention kernels for it need
+flash-attn and are not run; what is ours, sharding the ids and gathering the log-probs, is."""
+
+import os
+import socket
+import types
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+V, D, K, N = 53, 8, 4, 12
+
+
+def worker(rank, port, results):
+    from prime_composer.upstream import trainer
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    trainer.ROOM.k = K
+    cp = types.ModuleType("prime_rl.utils.cp")
+
+    def setup_cp_params(input_ids, position_ids, cp_rank, cp_world_size, cp_group, *, seq_lens, cp_style="ring"):
+        return input_ids.chunk(cp_world_size, dim=1)[cp_rank], position_ids.chunk(cp_world_size, dim=1)[cp_rank]
+
+    cp.setup_cp_params = setup_cp_params
+    trainer.hook_cp(cp)
+    module = types.ModuleType("prime_rl.trainer.models.layers.lm_head")
+
+    class VanillaOutputLinear(torch.nn.Linear):
+        def forward(self, hidden_states, labels=None, temperature=None):
+            return {"logits": torch.nn.functional.linear(hidden_states, self.weight)}
+
+    VanillaOutputLinear.__module__ = module.__name__
+    module.VanillaOutputLinear = VanillaOutputLinear
+    trainer.hook_head(module)
+
+    torch.manual_seed(0)
+    head = VanillaOutputLinear(D, V, bias=False)
+    hidden = torch.randn(1, N, D)
+    ids = torch.randint(0, V, (1, N))
+    top = torch.stack([torch.randperm(V)[:K] for _ in range(N)])
+    packed = torch.stack([top.int(), torch.zeros(N, K).view(torch.int32)], dim=1)[None]
+    mask = torch.ones(1, N, dtype=torch.bool)
+    mask[0, 0] = False
+    batch = {"input_ids": ids, "loss_mask": mask, "temperatures": torch.ones(1, N), "routed_experts": packed}
+    trainer.ROOM.begin(batch)
+    labels = torch.cat([ids[:, 1:], torch.zeros(1, 1, dtype=torch.long)], dim=1)
+    cp.setup_cp_params(ids, torch.arange(N)[None], rank, 2, torch.distributed.group.WORLD, seq_lens=torch.tensor([N]))
+    half = slice(rank * N // 2, (rank + 1) * N // 2)
+    local = hidden[:, half].clone().requires_grad_()
+    head(local, labels[:, half], temperature=torch.ones(1, N // 2))
+    found = trainer.ROOM.bin.student
+    (found * torch.arange(1.0, K + 1)).sum().backward()
+    z = hidden[0] @ head.weight.t()
+    difference = z.gather(1, torch.roll(top, -1, 0)) - z.gather(1, labels[0].unsqueeze(1))
+    expected = torch.cat([torch.zeros(1, K), difference[:-1]])
+    whole = hidden.clone().requires_grad_()
+    z = whole[0] @ head.weight.detach().t()
+    z = z.gather(1, torch.roll(top, -1, 0)) - z.gather(1, labels[0].unsqueeze(1))
+    (z[:-1] * torch.arange(1.0, K + 1)).sum().backward()
+    # Every rank computes the whole loss, so the gather's backward sums two copies, as it does for prime-rl's log-probs.
+    results[rank] = (
+        (found - expected).abs().max().item(),
+        (local.grad - 2 * whole.grad[:, half]).abs().max().item(),
+    )
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_find_what_one_rank_finds():
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no distributed package")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with mp.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        mp.spawn(worker, args=(port, results), nprocs=2)
+        assert set(results.keys()) == {0, 1}
+        for value, gradient in results.values():
+            assert value < 1e-5 and gradient < 1e-5
