@@ -1,9 +1,12 @@
 """What every loss of the table keeps, parametrised over ``LOSS_FNS``: a new loss is covered without a line here."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from prime_composer.contract import LossInputs, Support
@@ -332,3 +335,49 @@ def test_every_loss_names_itself_and_its_function():
         assert fn.__name__ == f"{name}_loss_fn"
         assert fn.__module__ == config.__module__ == f"prime_composer.losses.{fn.__module__.rsplit('.', 1)[1]}"
         assert all(field.description for key, field in config.model_fields.items() if key != "type"), name
+
+
+def rows(inputs: LossInputs, index: torch.Tensor, **changed) -> LossInputs:
+    """The positions ``index`` of every tensor, as new leaves."""
+
+    def take(x):
+        return x.detach()[index].requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+    values = {f.name: take(getattr(inputs, f.name)) for f in dataclasses.fields(LossInputs)}
+    values["support"] = Support(*(take(getattr(inputs.support, f.name)) for f in dataclasses.fields(Support)))
+    values["replay"] = inputs.replay and rows(inputs.replay, index, **changed)
+    return LossInputs(**{**values, **changed})
+
+
+@each_config
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(index=st.lists(st.integers(0, 11), min_size=1, max_size=9), garbage=st.sampled_from([0.0, -math.inf, math.nan]))
+def test_padding_anywhere_changes_neither_loss_nor_gradient(config, index, garbage):
+    inputs = make_inputs(config, seed=4, mask=torch.ones(12, dtype=torch.bool))
+    out, grads = loss_and_grads(config, inputs)
+    # Each position of ``index`` stands twice, once as padding: of its own sequence, and masked.
+    order = torch.tensor([t for t in range(12) for _ in range(1 + index.count(t))])
+    real = torch.cat([torch.ones(1, dtype=torch.bool), order[1:] != order[:-1]])
+    padded = soil(rows(inputs, order, loss_mask=real), garbage)
+    padded_out, padded_grads = loss_and_grads(config, padded)
+    torch.testing.assert_close(padded_out.loss, out.loss, rtol=1e-11, atol=1e-12)
+    for got, expected in zip(padded_grads, grads, strict=True):
+        torch.testing.assert_close(got[real], expected, rtol=1e-11, atol=1e-13)
+        assert (got[~real] == 0).all()
+
+
+@each_config
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(order=st.permutations(range(4)))
+def test_the_order_of_the_sequences_in_a_pack_does_not_matter(config, order):
+    # Eight sequences of three tokens; chosen and rejected stay next to one another.
+    inputs = make_inputs(config, seq=24, seed=5, mask=torch.rand(24, generator=torch.Generator().manual_seed(1)) > 0.2)
+    segments = torch.arange(8).repeat_interleave(3)
+    inputs = rows(inputs, torch.arange(24), segment_ids=segments)
+    out, grads = loss_and_grads(config, inputs)
+    index = torch.cat([torch.arange(6) + 6 * pair for pair in order])
+    shuffled = rows(inputs, index, segment_ids=segments)
+    shuffled_out, shuffled_grads = loss_and_grads(config, shuffled)
+    torch.testing.assert_close(shuffled_out.loss, out.loss, rtol=1e-11, atol=1e-12)
+    for got, expected in zip(shuffled_grads, grads, strict=True):
+        torch.testing.assert_close(got, expected[index], rtol=1e-11, atol=1e-13)
