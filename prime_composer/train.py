@@ -58,7 +58,7 @@ def train(recipe: Recipe, run_dir: Path, display: Display, resume: Checkpoint | 
         loss = setup_loss_fn(resolve(recipe.loss, engine.tokenizer))
         prompts = [render_prompt(problem, recipe.data, engine.tokenizer) for problem in practice]
         optimizer = torch.optim.AdamW(
-            engine.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+            engine.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
         if resume is not None:
             state = resume.load()
