@@ -21,6 +21,12 @@ class Tracker:
     """
 
     def __init__(self, run_dir: Path, config: LoggingConfig, resume_step: int | None = None):
+        wandb = None
+        if config.wandb is not None:
+            try:
+                import wandb
+            except ImportError:
+                raise ValueError("[logging.wandb] needs Weights & Biases: pip install wandb") from None
         path = run_dir / METRICS_FILE
         if resume_step is not None:
             kept = [record for record in read_metrics(run_dir) if record["step"] <= resume_step]
@@ -35,11 +41,7 @@ class Tracker:
 
             purge = None if resume_step is None else resume_step + 1
             self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
-        if config.wandb is not None:
-            try:
-                import wandb
-            except ImportError:
-                raise ValueError("[logging.wandb] needs Weights & Biases: pip install wandb") from None
+        if wandb is not None:
             self._wandb = wandb.init(
                 project=config.wandb.project, name=config.wandb.name or run_dir.name, dir=str(run_dir), resume="allow"
             )
