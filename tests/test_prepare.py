@@ -64,6 +64,14 @@ def test_tokens_spell_the_text_with_one_token_per_digit(tiny):
     assert "".join(pieces) == " 12 + 345 = 357\n#### 357"
 
 
+def test_digits_are_never_merged_however_large_the_vocabulary():
+    from prime_composer.backends.prepare import train_tokenizer
+
+    tokenizer = train_tokenizer(load_problems(DataConfig(size=400))[0], DATA, 800)
+    digits = [piece for piece in tokenizer.get_vocab() if set(piece) & set("0123456789")]
+    assert sorted(digits) == list("0123456789")
+
+
 def test_the_same_description_gives_the_same_bytes(tiny, tmp_path):
     torch.rand(3)  # the state of the global generator does not matter
     again = prepare_model(TINY, DATA, tmp_path)
@@ -72,6 +80,7 @@ def test_the_same_description_gives_the_same_bytes(tiny, tmp_path):
 
 
 def test_preparing_leaves_the_callers_random_state_and_threads_alone(tmp_path):
+    torch.rand(3)  # not where an earlier preparation would have left it
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     prepare_model(TINY, DATA, tmp_path)
     assert torch.get_num_threads() == threads
@@ -148,6 +157,17 @@ def test_targets_are_the_answers_next_tokens():
     token_ids, targets = _padded([([5, 6], [7, 8, 9]), ([4], [3])])
     assert token_ids.tolist() == [[5, 6, 7, 8], [4, 0, 0, 0]]
     assert targets.tolist() == [[-1, 7, 8, 9], [3, -1, -1, -1]]
+
+
+def test_batches_share_the_epoch_out_by_length():
+    from prime_composer.backends.prepare import _batch_of_similar_lengths
+
+    examples = [([1] * length, [2]) for length in range(1, 33)]  # four steps of eight make an epoch
+    config = TINY.model_copy(update={"batch_size": 8})
+    batches = [_batch_of_similar_lengths(examples, config, step) for step in range(8)]
+    for epoch in (batches[:4], batches[4:]):
+        assert sorted(len(prompt) for batch in epoch for prompt, _ in batch) == list(range(1, 33))
+        assert sorted(max(len(prompt) for prompt, _ in batch) for batch in epoch) == [8, 16, 24, 32]
 
 
 def test_everything_that_the_model_learns_from_is_in_the_cache_key(tmp_path):
