@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from make_venvs import python_of
+from make_venvs import python_of, verifiers_of
 from prime_rl_checkout import extract, find_checkout
 
 HERE = Path(__file__).parent
@@ -61,10 +61,10 @@ def cpu_env():
     return {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
 
 
-def run(version, tree, models, folder, loss, *, ranks=1, fused=True, tied=False, switch="1", **algo):
+def run(version, tree, models, folder, loss, *, ranks=1, fused=True, tied=False, switch="1", **more_of_it):
     """One whole run; returns what the servers saw, the trainer's log and the rows of upstream's metric stream."""
     python = str(python_of("v0.6" if version == "v0.6.0" else "newest"))
-    if not Path(python).exists():
+    if not Path(python).exists() or not (verifiers_of(version) or Path(python)).exists():
         pytest.skip("no environment for it (python tests/upstream/make_venvs.py)")
     made = models(python, tied)
     student = launch_run.Server(python, made / "student", folder / "student.jsonl")
@@ -74,10 +74,12 @@ def run(version, tree, models, folder, loss, *, ranks=1, fused=True, tied=False,
         teacher.wait()
         config = folder / "run.toml"
         config.write_text(
-            cpu_recipe.native(version, student.url, teacher.url, made, loss, ranks=ranks, fused=fused, **algo)
+            cpu_recipe.native(version, student.url, teacher.url, made, loss, ranks=ranks, fused=fused, **more_of_it)
         )
         more = {} if switch is None else {"PRIME_COMPOSER": switch}
         env = launch_run.environment(python, tree(version), folder, **more)
+        if verifiers_of(version) is not None:
+            env["PYTHONPATH"] = f"{verifiers_of(version)}{launch_run.os.pathsep}{env['PYTHONPATH']}"
         command = [python, "-m", "prime_rl.entrypoints.rl", "@", str(config)]
         code = launch_run.run(command, env, folder, 240)
     finally:
@@ -125,6 +127,8 @@ def reference(result):
 RUNS = [
     ("v0.6.0", {"fused": False}),
     ("v0.6.0", {"fused": True, "ranks": 2, "tied": True}),
+    ("v0.7.0", {"fused": True}),
+    ("v0.8.0", {"fused": True}),
     ("newest", {"fused": True}),
     ("newest", {"fused": False, "ranks": 2, "tied": True}),
 ]
@@ -149,6 +153,20 @@ def test_teacher_top_k_through_the_whole_unmodified_prime_rl(tree, models, tmp_p
     # The weights moved, reached the inference server whole, and the server took them.
     assert expected["moved"] > 1e-3
     assert update["tensors"] > 10 and not update["missing"]
+
+
+def test_self_distillation_in_the_newest_version_scores_with_the_policy_told_the_answer(tree, models, tmp_path):
+    result = run("newest", tree, models, tmp_path, TOP_K, told=True)
+    scored = [r for r in result["student"] if r["path"] == "/inference/v1/generate" and "prompt_logprobs" in r["params"]]
+    sampled = [r["in"] + r["out"] for r in result["student"] if r["path"] == "/inference/v1/generate"]
+    assert scored and not [r for r in result["teacher"] if r["path"] == "/inference/v1/generate"]
+    # The hint stands in front of the very same tokens.
+    assert all(r["params"]["prompt_logprobs"] == K for r in scored)
+    assert all(any(r["in"][-len(tokens) :] == tokens and len(r["in"]) > len(tokens) for tokens in sampled) for r in scored)
+    rows = metric_rows(result, "newest")
+    assert "topk_reverse_kl was called" in result["trainer"]
+    assert first_value(rows, "topk_reverse_kl/kl/mean") > 0
+    assert first_value(rows, "optim/grad_norm") > 0
 
 
 @pytest.mark.parametrize("version", ["v0.6.0", "newest"])

@@ -10,7 +10,7 @@ DIALECT = {"v0.6.0": "v0.6", "v0.7.0": "v0.7", "v0.8.0": "v0.8", "newest": "head
 STEPS, BATCH = 2, 8
 
 
-def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len=128, steps=STEPS, **algo):
+def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len=128, steps=STEPS, told=False):
     """The native TOML of ``version``: a tiny student and teacher, eight sums, two steps."""
     dialect = DIALECT[version]
     newer = dialect in ("v0.8", "head")
@@ -54,7 +54,8 @@ def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len
     else:
         for part in ("trainer", "orchestrator"):
             prime_rl[part]["wandb"] = {"project": "test", "name": part, "offline": True}
-    for key, value in algo.items():
-        prime_rl["orchestrator"][key] = value
+    if told:  # the policy, told the answer, is its own teacher
+        recipe["teacher"] = {"policy": {"update": "live"}}
+        prime_rl["orchestrator"]["algo"] = {"renderer": {"name": "qwen3"}}
     recipe["prime_rl"] = prime_rl
     return export_recipe(parse_recipe(recipe), dialect)

@@ -1,29 +1,29 @@
 """One chat completion in this process; upstream's `null` harness starts a `uv` script that wants PyPI at run time."""
 
 import httpx
-from verifiers.v1.configs.harness import HarnessConfig
-from verifiers.v1.harness import Harness
-from verifiers.v1.runtimes import ProgramResult
+import verifiers.v1 as vf
 
 
-class TinyHarnessConfig(HarnessConfig):
+class TinyHarnessConfig(vf.HarnessConfig):
     pass
 
 
-class TinyHarness(Harness[TinyHarnessConfig]):
+class TinyHarness(vf.Harness[TinyHarnessConfig]):
     APPENDS_SYSTEM_PROMPT = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data=None):
+        if data is None:  # verifiers 0.2.0, prime-rl v0.7
+            data = getattr(trace.task, "data", trace.task)
         _, prompt = self.resolve_prompt(data)
         body = {"model": ctx.model, "messages": [{"role": "user", "content": prompt}]}
         async with httpx.AsyncClient(timeout=60) as client:
             url = f"{endpoint.rstrip('/')}/chat/completions"
             reply = await client.post(url, headers={"Authorization": f"Bearer {secret}"}, json=body)
         if reply.status_code == 200:
-            return ProgramResult(0, reply.text[:200], "")
-        return ProgramResult(1, reply.text[:200], reply.text[:500])
+            return vf.ProgramResult(0, reply.text[:200], "")
+        return vf.ProgramResult(1, reply.text[:200], reply.text[:500])
 
 
 __all__ = ["TinyHarness"]
