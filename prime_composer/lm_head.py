@@ -14,7 +14,9 @@ all, against three of a plain head, and a buffer of [token block, chunk] instead
 Left out: a bias, logit soft-capping, and second derivatives.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -50,7 +52,7 @@ def selected_logprobs(
 ) -> Float[Tensor, "n m"]:
     """log softmax(hidden weight^T / temperature) at ``token_ids``, normalised over the full vocabulary.
 
-    An id may stand in several columns of a row; its gradients add up.
+    An id may stand in several columns of a row; its gradients add up. The dtype of the inputs decides, under autocast too.
 
     Args:
         hidden: final hidden states (after the last norm), [n, d].
@@ -105,8 +107,20 @@ def _check(hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float
             )
 
 
+def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Every operation in the dtype it is written in: autocast would round float32 logits to bfloat16 on their way."""
+
+    @wraps(method)
+    def run(ctx, first, *rest):
+        with torch.autocast(first.device.type, enabled=False):
+            return method(ctx, first, *rest)
+
+    return run
+
+
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
+    @_without_autocast
     def forward(ctx, hidden, weight, token_ids, temperature, chunk, token_block, with_entropy):
         n, vocab = hidden.shape[0], weight.shape[0]
         dtype = _accumulation_dtype(hidden)
@@ -147,6 +161,7 @@ class _SelectedLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @_without_autocast
     def backward(ctx, grad, _grad_entropy):
         hidden, weight, token_ids, highest, total = ctx.saved_tensors
         temperature, chunk, token_block = ctx.settings

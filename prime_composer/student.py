@@ -51,6 +51,9 @@ def student_inputs(
     attention = (torch.arange(ids.shape[1]) < lengths.unsqueeze(-1)).long()
     # Hidden state t-1 predicts token t.
     hidden = hidden_states(model, ids.to(device), attention.to(device))[:, :-1][trained[:, 1:].to(device)]
+    if torch.is_autocast_enabled(device.type):
+        # The residual stream stays float32 under autocast; the head's products are half precision like all others.
+        hidden = hidden.to(torch.get_autocast_dtype(device.type))
     label = ids[trained]
 
     support_ids = None if scores is None else _cat([s.token_ids for s in scores], rollouts)

@@ -73,6 +73,19 @@ def test_half_precision_is_accumulated_in_float32(dtype):
         torch.testing.assert_close(got, want.to(dtype), rtol=2**-7, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_around_it_changes_nothing(dtype):
+    # bfloat16 logits are off by 0.02 nat, and so are the sums: supports then hold more than all the mass.
+    hidden, weight, ids, upstream = problem(dtype, v=500)
+    plainly = selected_logprobs(hidden, weight, ids, chunk=64)
+    with torch.autocast("cpu", torch.bfloat16):
+        within = selected_logprobs(hidden, weight, ids, chunk=64)
+        grads = torch.autograd.grad(within, (hidden, weight), upstream.to(within.dtype))
+    assert torch.equal(within, plainly)
+    for got, want in zip(grads, torch.autograd.grad(plainly, (hidden, weight), upstream.to(plainly.dtype)), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_only_the_wanted_gradients_are_computed():
     hidden, weight, ids, upstream = problem()
     frozen_head = selected_logprobs(hidden, weight.detach(), ids)

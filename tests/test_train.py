@@ -136,6 +136,23 @@ def test_micro_batches_keep_every_rollout_once_and_the_budget() -> None:
         assert len(group) == 1 or longest * len(group) <= 40
 
 
+def test_in_bfloat16_the_log_probs_are_still_those_of_one_distribution(tiny_recipe: Raw) -> None:
+    recipe = parse_recipe(tiny_recipe())
+    model, _ = load_student(prepare_model(recipe.student.prepare, recipe.data))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(8)
+    rollouts, _ = random_rollouts(300, LENGTHS, k=2)
+    everything = torch.arange(300)
+    scores = [
+        TeacherScores(torch.zeros(n), everything.expand(n, -1), torch.zeros(n, 300)) for n in (len(r.token_ids) for r in rollouts)
+    ]
+    batch, config = Batch(rollouts, scores), TrainerConfig(steps=1, dtype="bfloat16")
+    loss = setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](k="full"))
+    ((_, inputs),) = gradients_module.micro_batch_inputs(model, loss, batch, config, batch.tokens, None)
+    mass = inputs.support.student_logprobs.double().exp().sum(-1)
+    torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=1e-5)
+
+
 def test_a_rollout_without_a_prompt_is_refused(tiny_model: torch.nn.Module) -> None:
     rollouts, scores = random_rollouts(300, [(0, 4)], k=2)
     with pytest.raises(ValueError, match="needs a prompt"):
