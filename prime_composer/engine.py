@@ -114,13 +114,13 @@ def open_engine(recipe: Recipe, status: Callable[[str], None], student_dir: Path
         status: told what is being waited for.
         student_dir: the student's weights of a checkpoint; None for the recipe's own.
     """
-    from prime_composer.backends.transformers import load_student
+    from prime_composer.backends.transformers import checkpoint_layers, load_student
 
     origin = model_dir(recipe.student, recipe)
     status(f"loading the student from {student_dir or origin}")
     model, tokenizer = load_student(student_dir or origin, dtype="float32")
     if recipe.trainer.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        checkpoint_layers(model)
     status(f"opening the {recipe.rollout.backend} sampler")
     sampler = open_sampler(recipe, origin)
     if student_dir is not None:

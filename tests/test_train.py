@@ -16,6 +16,7 @@ import torch
 from prime_composer import gradients as gradients_module
 from prime_composer.backends.transformers import load_student
 from prime_composer.checkpoint import list_checkpoints
+from prime_composer.engine import open_engine
 from prime_composer.gradients import Batch, NonFiniteLoss, accumulate_gradients
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.prepare import prepare_model
@@ -151,6 +152,23 @@ def test_in_bfloat16_the_log_probs_are_still_those_of_one_distribution(tiny_reci
     ((_, inputs),) = gradients_module.micro_batch_inputs(model, loss, batch, config, batch.tokens, None)
     mass = inputs.support.student_logprobs.double().exp().sum(-1)
     torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=1e-5)
+
+
+def test_gradient_checkpointing_recomputes_each_layer_to_the_same_gradient_and_wakes_no_dropout(tiny_recipe: Raw) -> None:
+    rollouts, scores = random_rollouts(300, LENGTHS, k=8)
+    recipe = parse_recipe(tiny_recipe(trainer={**tiny_recipe()["trainer"], "gradient_checkpointing": True}))
+    found = {}
+    for name, checkpointing in (("plain", False), ("recomputed", True)):
+        trainer = recipe.trainer.model_copy(update={"gradient_checkpointing": checkpointing})
+        with open_engine(recipe.model_copy(update={"trainer": trainer}), lambda text: None) as engine:
+            model, calls = engine.model.double(), []
+            (layer,) = model.model.layers
+            layer.self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(torch.is_grad_enabled()))
+            found[name] = gradients(model, rollouts, scores, micro_batch_tokens=1000), len(calls)
+            assert not any(part.training for part in layer.modules() if part is not layer)
+    assert found["plain"][1] == 1 and found["recomputed"][1] == 2
+    for name, gradient in found["plain"][0].items():
+        torch.testing.assert_close(found["recomputed"][0][name], gradient, rtol=1e-9, atol=1e-12)
 
 
 def test_a_rollout_without_a_prompt_is_refused(tiny_model: torch.nn.Module) -> None:

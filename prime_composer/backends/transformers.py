@@ -127,6 +127,27 @@ def load_model(model: str | Path, dtype: str = "float32", device: str | torch.de
     return net.to(device).eval()
 
 
+def checkpoint_layers(model: nn.Module) -> None:
+    """Recompute each layer in the backward instead of keeping its activations; dropout stays off.
+
+    transformers recomputes only layers whose ``training`` flag is up. It goes up on those layers alone: what is in them
+    stays in eval mode.
+
+    Raises:
+        ValueError: the model cannot do it.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layers that can be recomputed; set trainer.gradient_checkpointing = false."
+        )
+    for layer in layers:
+        layer.training = True
+
+
 def lm_head_weight(model: nn.Module) -> Tensor:
     """The weight [V, d] that turns the final hidden states into logits; the embeddings' own where they are tied.
 
