@@ -1,4 +1,4 @@
-"""The ``prime-rl`` command: rl, check, export, prepare, report. Parses first, imports after."""
+"""The ``prime-rl`` command: rl, check, export, prepare, report, study. Parses first, imports after."""
 
 import argparse
 import os
@@ -67,6 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     report = command("report", _report, "Draw one or several runs as a PNG and print their table.")
     report.add_argument("runs", metavar="RUN_DIR", nargs="+")
     report.add_argument("--output", metavar="FILE", help="the PNG; default: report.png in the (first) run directory")
+
+    study = command("study", _study, "Run several variants of a recipe over several seeds, and compare them.")
+    study.add_argument("config", metavar="FILE", help="the study, a TOML file")
+    study.add_argument("--output-dir", metavar="DIR", help="where the runs go; what has finished there is kept")
     return parser
 
 
@@ -142,6 +146,12 @@ def _report(args: argparse.Namespace) -> int:
     draw_report(args.runs, output)
     print(f"figure: {output}")
     return 0
+
+
+def _study(args: argparse.Namespace) -> int:
+    from prime_composer.study import run_study
+
+    return run_study(Path(args.config), args.output_dir)
 
 
 def choose_engine(asked: str) -> tuple[str, str]:

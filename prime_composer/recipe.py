@@ -9,7 +9,7 @@ import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -42,6 +42,9 @@ class ModelConfig(Section):
             choices = "`model` and the table `prepare`" if not hasattr(self, "policy") else "`model`, `prepare` and `policy`"
             raise ValueError(f"give exactly one of {choices}" + (f", not {' and '.join(origins)}" if origins else ""))
         return self
+
+
+S = TypeVar("S", bound=Section)
 
 
 class StudentConfig(ModelConfig):
@@ -339,24 +342,34 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     Raises:
         RecipeError: the file is missing or no TOML, a key is unknown (the nearest one is named), a value is wrong.
     """
-    path = Path(path)
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecipeError(f"{path}: no such recipe. The shipped ones are in recipes/.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise RecipeError(f"{path}: not a TOML file: {error}") from None
+    raw = read_tables(path, "recipe", "recipes/")
     for item in overrides:
         apply_override(raw, item)
     return parse_recipe(raw, str(path))
 
 
+def read_tables(path: str | os.PathLike[str], what: str, shipped: str) -> dict[str, Any]:
+    """The tables of a TOML file. ``what`` it is and where the ``shipped`` ones are go into the message of a missing one."""
+    path = Path(path)
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such {what}. The shipped ones are in {shipped}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise RecipeError(f"{path}: not a TOML file: {error}") from None
+
+
 def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Recipe:
     """Validate a recipe given as nested tables; every problem is named in one ``RecipeError``."""
+    return parse_tables(Recipe, raw, source)
+
+
+def parse_tables(cls: type[S], raw: dict[str, Any], source: str) -> S:
+    """Nested tables as a ``cls``; every problem is named, with its key, in one ``RecipeError``."""
     try:
-        return Recipe.model_validate(raw)
+        return cls.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors()]
+        lines = [_explain(item, cls) for item in error.errors()]
         raise RecipeError("\n".join(f"{source}: {line}" for line in lines)) from None
 
 
@@ -384,12 +397,12 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
     table[names[-1]] = value
 
 
-def _explain(item: Any) -> str:
+def _explain(item: Any, root: type[BaseModel]) -> str:
     """One pydantic error as one sentence that names the key and the remedy."""
     loc = item["loc"]
     key = ".".join(str(part) for part in loc if part not in LOSS_TYPES)
     if item["type"] == "extra_forbidden":
-        known = _fields_at(loc[:-1])
+        known = _fields_at(loc[:-1], root)
         near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}."
         return f"unknown key {key}; {hint}"
@@ -406,10 +419,9 @@ def _explain(item: Any) -> str:
     )
 
 
-def _fields_at(loc: Sequence[Any]) -> list[str]:
-    """Names of the fields of the section that an error location points into."""
-
-    here: Any = Recipe
+def _fields_at(loc: Sequence[Any], root: type[BaseModel]) -> list[str]:
+    """Names of the fields of the section of ``root`` that an error location points into."""
+    here: Any = root
     for part in loc:
         if part in LOSS_TYPES:
             here = LOSS_TYPES[part]

@@ -11,7 +11,7 @@ from prime_composer.losses import LOSS_TYPES
 from prime_composer.recipe import Recipe, RecipeError, load_recipe, parse_recipe
 
 ROOT = Path(__file__).parent.parent
-RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))
+RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.toml") if path.parent.name != "studies")
 
 SMALL: dict[str, Any] = {
     "student": {"model": "s"},
