@@ -16,7 +16,7 @@ from prime_composer.checkpoint import Checkpoint, save_checkpoint
 from prime_composer.data import Problem, is_correct, load_problems, prompt_batches, render_prompt
 from prime_composer.engine import Engine, open_engine, preflight
 from prime_composer.evaluate import evaluate, teacher_accuracy
-from prime_composer.gradients import Batch, accumulate_gradients
+from prime_composer.gradients import Batch, NonFiniteLoss, accumulate_gradients
 from prime_composer.losses import setup_loss_fn
 from prime_composer.modifiers import resolve
 from prime_composer.recipe import Recipe, TrainerConfig
@@ -83,6 +83,11 @@ def train(recipe: Recipe, run_dir: Path, display: Display, resume: Checkpoint | 
                     group["lr"] = config.lr * lr_factor(config, step)
                 trained = accumulate_gradients(engine.model, loss, batch, config, step, engine.reference)
                 grad_norm = torch.nn.utils.clip_grad_norm_(engine.model.parameters(), config.max_grad_norm)
+                if not torch.isfinite(grad_norm):
+                    # A finite loss may have such a gradient, and weights are not to be saved after it.
+                    raise NonFiniteLoss(
+                        f"step {step}: the gradient of the loss {recipe.loss.type!r} is {float(grad_norm)}; training stops here"
+                    )
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 if trained:

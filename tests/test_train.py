@@ -305,3 +305,21 @@ def test_a_diverging_run_stops_and_leaves_the_last_good_checkpoint(
     with pytest.raises(NonFiniteLoss, match="step 4"):
         run(tiny_recipe(trainer__steps=6), tmp_path / "run", display)
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "run")] == [2]
+
+
+def test_a_finite_loss_with_a_gradient_that_is_not_stops_before_the_weights_are_touched_and_saved(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = gradients_module.student_inputs
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        inputs = original(*args, **kwargs)
+        if len(display.steps) == 3:
+            inputs.support.student_logprobs.register_hook(lambda gradient: gradient * math.nan)
+        return inputs
+
+    display = Silent()
+    monkeypatch.setattr(gradients_module, "student_inputs", poisoned)
+    with pytest.raises(NonFiniteLoss, match="step 4: the gradient of the loss 'topk_reverse_kl' is nan"):
+        run(tiny_recipe(trainer__steps=6), tmp_path / "run", display)
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "run")] == [2]
