@@ -16,10 +16,12 @@ from prime_composer.scorer import TeacherScores
 from prime_composer.student import empty_inputs, micro_batches, student_inputs
 
 REPLAY_METRICS = "compose/replay/"
+PAIRS = f"{REPLAY_METRICS}pairs"
+"""The one metric that is a count: the step's is the sum of its micro-batches'."""
 
 
 class NonFiniteLoss(RuntimeError):
-    """The loss is NaN or infinite: the message names step, sequence and loss."""
+    """The loss, or its gradient, is NaN or infinite: the message names step and loss, and the sequence of a loss."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +55,7 @@ def accumulate_gradients(
 
     Returns:
         "loss", the loss per token of the step, and the loss's own metrics, averaged over micro-batches by tokens (those
-        of the replay channel by pairs). Nothing where there is nothing to train on.
+        of the replay channel by pairs, of which there are the sum). Nothing where there is nothing to train on.
 
     Raises:
         NonFiniteLoss: before the bad micro-batch's backward.
@@ -72,10 +74,11 @@ def accumulate_gradients(
         tokens, pairs = tokens + n_tokens, pairs + n_pairs
         loss_sum = loss_sum + outputs.loss.detach()
         for name, value in outputs.metrics.items():
-            sums[name] = sums.get(name, 0.0) + (n_pairs if name.startswith(REPLAY_METRICS) else n_tokens) * value
+            weight = 1 if name == PAIRS else n_pairs if name.startswith(REPLAY_METRICS) else n_tokens
+            sums[name] = sums.get(name, 0.0) + weight * value
     if not tokens and not pairs:
         return {}
-    counts = {name: pairs if name.startswith(REPLAY_METRICS) else tokens for name in sums}
+    counts = {name: 1 if name == PAIRS else pairs if name.startswith(REPLAY_METRICS) else tokens for name in sums}
     return {"loss": float(loss_sum) / total} | {name: float(sums[name]) / count for name, count in counts.items() if count}
 
 

@@ -255,6 +255,7 @@ def test_the_replay_channel_counts_as_its_weight_times_the_mean_over_pairs(name:
         expected = 0.5 * sum(values) / len(values)
         expected.backward()
         assert metrics["loss"] == pytest.approx(float(expected.detach()), rel=1e-9)
+        assert metrics["compose/replay/pairs"] == 3
         torch.testing.assert_close(gradient, model.model.norm.weight.grad, rtol=1e-8, atol=1e-12)
 
 
