@@ -67,7 +67,8 @@ def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossCon
     p, q = support.student_logprobs, support.teacher_logprobs
     with torch.no_grad():
         teacher_entropy = entropy(q, config.normalization)
-        unsure = mask & (teacher_entropy > config.tau)
+        # Written so that a missing score (NaN) counts as unsure and makes the sum NaN, as in every other loss.
+        unsure = mask & ~(teacher_entropy <= config.tau)
     forward = forward_kl(p, q, config.normalization)
     forward_sum = config.alpha * masked_sum(forward, unsure, inputs.loss_weights)
     if config.reverse == "topk":

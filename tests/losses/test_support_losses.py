@@ -233,6 +233,9 @@ def test_a_missing_score_of_a_token_that_trains_shows_in_the_sum_and_elsewhere_d
         LOSS_TYPES["taid"](total_steps=9),
     ):
         assert setup_loss_fn(config)(inputs).loss.isnan()
+    # The sampled token has a score there and the support has none: the entropy that gates the forward part is missing.
+    inputs.loss_mask = torch.tensor([False, True, True])
+    assert setup_loss_fn(LOSS_TYPES["entropy_aware_opd"](tau=0.5, alpha=1.0, k=2))(inputs).loss.isnan()
     inputs.loss_mask = torch.tensor([False, False, True])
     for config in (
         LOSS_TYPES["topk_reverse_kl"](k=2),
