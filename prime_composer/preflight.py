@@ -306,6 +306,12 @@ def check_scores(
                 f"The teacher puts id {int(ids.max())} into the support and the student's head has {vocab_size} entries; "
                 "choose a smaller k, or a teacher with the student's vocabulary."
             )
+        ordered = ids.sort(dim=-1).values
+        if (ordered[:, 1:] == ordered[:, :-1]).any():
+            raise PreflightError(
+                "The teacher's support has an id twice at one position, whose mass would count twice; check the server's "
+                "version."
+            )
         inside = ids == rollout.token_ids[mask].unsqueeze(-1)
         found = support[inside] - own[inside.any(dim=-1)]
         if not (found.abs() <= 1e-3).all():

@@ -191,7 +191,7 @@ def test_a_sampler_of_other_weights_is_caught_before_any_sync(models, tied_model
         check_weight_sync(TransformersSampler(models.untied), tied_model, PROMPTS)
 
 
-@pytest.mark.parametrize("fault", ["nan", "mass", "id", "alignment"])
+@pytest.mark.parametrize("fault", ["nan", "mass", "id", "twice", "alignment"])
 def test_scores_that_cannot_be_log_probs_are_refused(sampler, fault):
     rollouts = sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=4), seed=0)
     n = len(rollouts[0].token_ids)
@@ -204,10 +204,12 @@ def test_scores_that_cannot_be_log_probs_are_refused(sampler, fault):
         support[:, 1] = -0.001
     elif fault == "id":
         ids[-1, 1] = 200
+    elif fault == "twice":
+        ids[-1, 1], support[-1, 1] = ids[-1, 0], support[-1, 0]
     else:
         support[-1, 0] = -2.0
     scorer = Limits(TeacherScores(own, ids, support))
-    message = {"id": "puts id 200", "alignment": "out of alignment"}.get(fault, "not log-probabilities")
+    message = {"id": "puts id 200", "twice": "has an id twice", "alignment": "out of alignment"}.get(fault, "not log-probabilities")
     with pytest.raises(PreflightError, match=message):
         check_scores(scorer, rollouts, 2, VOCAB)
 
