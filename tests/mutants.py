@@ -243,8 +243,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # entropy-aware, self-distillation
     "forward KL where the teacher is sure": (
         "losses/entropy_aware_opd.py",
-        "teacher_entropy > config.tau",
-        "teacher_entropy < config.tau",
+        "~(teacher_entropy <= config.tau)",
+        "~(teacher_entropy > config.tau)",
     ),
     "entropy-aware switch instead of an addition": (
         "losses/entropy_aware_opd.py",
