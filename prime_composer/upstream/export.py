@@ -2,7 +2,7 @@
 
 What the recipe says is written where that version wants it; ``[prime_rl]`` of the recipe, native settings that only
 prime-rl knows, is merged on top and wins; its sub-tables named after a dialect (``[prime_rl.head]``) count for that
-dialect alone. What a version cannot do is an error that names the key, never a silent loss.
+dialect alone; ``[[prime_rl.teachers]]`` are more teachers to mix in, which travel in the environment. What a version cannot do is an error that names the key, never a silent loss.
 
     meaning              v0.6                          v0.7                       v0.8                  head
     distillation         training_mode = "opd"         [orchestrator.algo] type = "opd"                 =
@@ -37,7 +37,7 @@ def export_recipe(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None
         RecipeError: the dialect is unknown; the recipe asks for something that this dialect cannot do.
     """
     table = export_tables(recipe, dialect, models)
-    keep = {key: value for key, value in recipe.prime_rl.items() if key not in DIALECTS}
+    keep = {key: value for key, value in recipe.prime_rl.items() if key not in (*DIALECTS, "teachers")}
     merge(table, keep)
     merge(table, recipe.prime_rl.get(dialect, {}))
     head = (
@@ -45,6 +45,9 @@ def export_recipe(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None
         "#     prime-rl rl --config THIS_FILE --engine prime-rl\n"
         "# which is PRIME_COMPOSER=1 in front of prime-rl's own `rl @ THIS_FILE`.\n"
     )
+    if "teachers" in recipe.prime_rl:
+        settings = {"loss": loss_table(recipe, dialect), "teachers": plain(recipe.prime_rl["teachers"])}
+        head += f"# More teachers are mixed in by the environment: PRIME_COMPOSER='{json.dumps(settings)}'\n"
     return head + to_toml(table)
 
 

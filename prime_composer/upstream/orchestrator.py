@@ -13,14 +13,16 @@ launcher loads some of these modules too, before it has read its config.
 import asyncio
 import functools
 import math
+import os
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from prime_composer.upstream import wire
 from prime_composer.upstream.hooks import wanted_support
 from prime_composer.upstream.probe import UnknownSurface, expect
+from prime_composer.upstream.registration import SWITCH, switch
 
 
 class Scores(list):
@@ -115,6 +117,84 @@ async def ask(client: Any, model: str, token_ids: Sequence[int], k: int) -> Scor
     return await asyncio.to_thread(parse, token_ids, rows, k)
 
 
+class Teacher(NamedTuple):
+    """One more teacher, beside the one that prime-rl knows."""
+
+    url: str
+    model: str
+    weight: float
+
+
+def more_teachers() -> list[Teacher]:
+    """The teachers that are mixed in, from the environment's ``teachers``; prime-rl's own keeps the rest of the weight.
+
+    Raises:
+        ValueError: an entry is not a table of url, model and weight, or nothing is left for prime-rl's own teacher.
+    """
+    entries = (switch() or {}).get("teachers") or []
+    teachers = []
+    for entry in entries:
+        if not isinstance(entry, Mapping) or set(entry) != set(Teacher._fields) or not float(entry["weight"]) > 0:
+            raise ValueError(
+                f"{SWITCH}: each entry of teachers is {{url, model, weight}} with a weight above 0, not {entry!r}."
+            )
+        teachers.append(Teacher(str(entry["url"]), str(entry["model"]), float(entry["weight"])))
+    if sum(teacher.weight for teacher in teachers) >= 1:
+        raise ValueError(f"{SWITCH}: the weights of teachers leave nothing for the teacher of prime-rl's config; sum < 1.")
+    return teachers
+
+
+def mix(scores: Sequence[Scores], weights: Sequence[float]) -> Scores:
+    """Several teachers as one, mixed in probability space: q(v) = sum_i w_i q_i(v).
+
+    The sampled token's q is exact. The support is the K ids of the largest mixed mass among the teachers' top-K; what a
+    teacher holds on an id outside its own top-K is not known and stays in the tail, so the mixed log-probs are lower
+    bounds, exact where the teachers agree on the id. Use a normalisation with a tail.
+    """
+    import numpy as np
+
+    if len(scores) == 1:
+        return scores[0]
+    n, k = scores[0].logprobs.shape
+    log_w = np.log(np.asarray(weights, dtype=np.float64))
+    values = [0.0] * min(n, 1)
+    ids = np.zeros((n, k), np.int32)
+    logprobs = np.full((n, k), math.nan, np.float32)
+    for t in range(1, n):
+        values.append(float(np.logaddexp.reduce([w + score[t] for w, score in zip(log_w, scores, strict=True)])))
+        mass: dict[int, float] = {}
+        for w, score in zip(log_w, scores, strict=True):
+            for token, logprob in zip(score.token_ids[t].tolist(), score.logprobs[t].tolist(), strict=True):
+                mass[token] = float(np.logaddexp(mass.get(token, -math.inf), w + logprob))
+        best = sorted(mass.items(), key=lambda item: -item[1])[:k]
+        for j, (token, logprob) in enumerate(best):
+            ids[t, j], logprobs[t, j] = token, logprob
+    return Scores(values, ids, logprobs)
+
+
+_clients: dict[str, Any] = {}
+
+
+async def ask_all(client: Any, model: str, token_ids: Sequence[int], k: int) -> Scores:
+    """``ask`` prime-rl's own teacher, and mix in the others."""
+    others = more_teachers()
+    if not others:
+        return await ask(client, model, token_ids, k)
+    from openai import AsyncOpenAI
+
+    for teacher in others:
+        if teacher.url not in _clients:
+            _clients[teacher.url] = AsyncOpenAI(
+                base_url=teacher.url, api_key=os.environ.get("VLLM_API_KEY") or "EMPTY", max_retries=5
+            )
+    scores = await asyncio.gather(
+        ask(client, model, token_ids, k),
+        *(ask(_clients[teacher.url], teacher.model, token_ids, k) for teacher in others),
+    )
+    weights = [teacher.weight for teacher in others]
+    return mix(scores, [1 - sum(weights), *weights])
+
+
 def hook_v0_6(module: ModuleType) -> None:
     """``compute_teacher_logprobs`` (38494ccb, orchestrator/utils.py:110) asks for K and puts the support on the samples.
     To go when prime-rl has a sample field for it."""
@@ -125,12 +205,12 @@ def hook_v0_6(module: ModuleType) -> None:
     @functools.wraps(original)
     async def compute_teacher_logprobs(clients: Any, model_name: str, samples: Any) -> Any:
         k = wanted_support()
-        if k == 0:
+        if k == 0 and not more_teachers():
             return await original(clients, model_name, samples)
 
         async def score(config: Any, sample: Any) -> list[float]:
             client = module.setup_openai_client(config)
-            scores = await ask(client, model_name, list(sample.prompt_ids) + list(sample.completion_ids), k)
+            scores = await ask_all(client, model_name, list(sample.prompt_ids) + list(sample.completion_ids), k)
             put(sample, scores)
             return list(scores)
 
@@ -150,9 +230,9 @@ def hook_client(module: ModuleType) -> None:
     @functools.wraps(original)
     async def prefill_logprobs(openai: Any, model: str, token_ids: list[int]) -> list[float]:
         k = wanted_support()
-        if k == 0:
+        if k == 0 and not more_teachers():
             return await original(openai, model, token_ids)
-        return await ask(openai, model, token_ids, k)
+        return await ask_all(openai, model, token_ids, k)
 
     module.prefill_logprobs = prefill_logprobs
 
@@ -192,7 +272,7 @@ def hook_routing(module: ModuleType) -> None:
     @functools.wraps(original)
     def assign_reference_logprobs(branch: Any, values: Any) -> None:
         original(branch, list(values) if isinstance(values, Scores) else values)
-        if not isinstance(values, Scores):
+        if not isinstance(values, Scores) or not values.token_ids.shape[1]:
             return
         payload = wire.pack(values.token_ids, values.logprobs)
         start = 0
@@ -208,11 +288,13 @@ def hook_routing(module: ModuleType) -> None:
 
 
 def put(sample: Any, scores: Scores) -> None:
-    """The support on a sample's ``routed_experts``.
+    """The support, if there is one, on a sample's ``routed_experts``.
 
     Raises:
         ValueError: router replay is already there.
     """
+    if not scores.token_ids.shape[1]:
+        return
     if sample.routed_experts is not None:
         refuse_router_replay()
     payload = wire.pack(scores.token_ids, scores.logprobs)

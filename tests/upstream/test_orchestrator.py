@@ -262,3 +262,49 @@ def test_the_full_vocabulary_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="give it a number k"):
         hooks.lift(config({"type": "topk_reverse_kl", "k": "full"}))
     assert math.isfinite(hooks.support_size({"type": "topk_reverse_kl", "k": 3}))
+
+
+def one(values, ids, probabilities):
+    return orchestrator.Scores(values, numpy.array(ids, numpy.int32), numpy.log(numpy.array(probabilities)).astype("f4"))
+
+
+def test_two_teachers_are_mixed_in_probability_space():
+    first = one([0.0, math.log(0.2)], [[0, 0], [5, 6]], [[1, 1], [0.7, 0.2]])
+    second = one([0.0, math.log(0.5)], [[0, 0], [6, 7]], [[1, 1], [0.5, 0.4]])
+    mixed = orchestrator.mix([first, second], [0.25, 0.75])
+    # sampled token: .25 * .2 + .75 * .5; id 6: the same sum; id 7: .75 * .4; id 5: .25 * .7
+    assert mixed[1] == pytest.approx(math.log(0.425))
+    assert mixed.token_ids[1].tolist() == [6, 7]
+    assert numpy.exp(mixed.logprobs[1]).tolist() == pytest.approx([0.425, 0.3], rel=1e-5)
+    assert numpy.isnan(mixed.logprobs[0]).all()
+
+
+def test_more_teachers_are_asked_and_prime_rls_own_keeps_the_rest_of_the_weight(monkeypatch):
+    extra = {"url": "http://other:8002/v1", "model": "other", "weight": 0.25}
+    switch = {"loss": {"type": "topk_reverse_kl", "k": 2}, "teachers": [extra]}
+    monkeypatch.setenv("PRIME_COMPOSER", json.dumps(switch))
+    own, other = Client(), Client()
+    monkeypatch.setitem(orchestrator._clients, extra["url"], other)
+    openai = types.ModuleType("openai")
+    openai.AsyncOpenAI = None
+    monkeypatch.setitem(sys.modules, "openai", openai)
+    module = client_module(own)
+    scores = asyncio.run(module.prefill_logprobs(own, "teacher", TOKENS))
+    assert other.asked[0][1]["model"] == "other" and own.asked[0][1]["model"] == "teacher"
+    assert list(scores) == pytest.approx([0.0, -3.0, -1.5])  # both said the same
+
+
+@pytest.mark.parametrize(
+    "teachers,said", [([{"url": "u", "model": "m"}], "each entry"), ([{"url": "u", "model": "m", "weight": 1.0}], "sum < 1")]
+)
+def test_wrong_teachers_are_one_sentence(monkeypatch, teachers, said):
+    monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": None, "teachers": teachers}))
+    with pytest.raises(ValueError, match=said):
+        orchestrator.more_teachers()
+
+
+def test_a_sampled_loss_with_two_teachers_puts_nothing_on_the_wire():
+    scores = orchestrator.parse(TOKENS, ROWS, 0)
+    sample = Sample()
+    orchestrator.put(sample, scores)
+    assert sample.routed_experts is None and orchestrator.mix([scores, scores], [0.5, 0.5]) == pytest.approx([0, -3, -1.5])
