@@ -1,6 +1,7 @@
 """Problems, prompts, answer checking and batch order."""
 
 import json
+import os
 import re
 from collections import Counter
 from decimal import Decimal
@@ -228,6 +229,15 @@ def test_math_verify_works_outside_the_main_thread():
     config = DataConfig(answer_check="math_verify")
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(is_correct, "The answer is 18.", problem_with("18"), config).result() is True
+
+
+@pytest.mark.skipif("PRIME_COMPOSER_GSM8K" not in os.environ, reason="PRIME_COMPOSER_GSM8K does not name GSM8K's folder")
+def test_the_real_gsm8k_loads_whole_and_its_own_answers_pass_the_check():
+    config = DataConfig(source="jsonl", path=os.environ["PRIME_COMPOSER_GSM8K"])
+    train, held_out = load_problems(config)
+    assert (len(train), len(held_out)) == (7473, 1319)  # the sizes of Cobbe et al., 2021, Section 2
+    assert all(is_correct(problem.answer, problem, config) for problem in train + held_out)
+    assert not any("<<" in problem.answer for problem in train + held_out)
 
 
 def test_the_reference_is_what_follows_the_last_mark():
