@@ -76,6 +76,15 @@ class Fold(torch.autograd.Function):
         return grad, None
 
 
+def folded(weight: Float[Tensor, "v d"], rows: Rows) -> tuple[Tensor, Tensor]:
+    """The weight to hand to prime-rl's head, and the order token for ``support_logits``."""
+    through, token = Fold.apply(weight, rows)
+    # What torch.nn.Parameter's isinstance check reads: prime-rl's activation offloading (559b4477, act_offloading.py:135)
+    # leaves parameters where they are, and would copy this view of one to the host and back in every micro batch.
+    through._is_param = True
+    return through, token
+
+
 class Logits(torch.autograd.Function):
     """z_id - z_label of the rows that take part, [n, K]; 0 elsewhere."""
 
@@ -86,15 +95,17 @@ class Logits(torch.autograd.Function):
         capped, slope = _logits(h, weight, rows.ids, softcap)
         out = capped.new_zeros((hidden.shape[0], k))
         out[rows.index] = (capped[:, :k] - capped[:, k:]) * rows.inv_temperature.unsqueeze(1)
-        ctx.save_for_backward(h, weight, slope)
+        ctx.save_for_backward(h, slope)
+        # Not among the saved tensors: prime-rl's activation offloading would copy the whole head to the host.
+        ctx.weight = weight
         ctx.rows, ctx.shape = rows, hidden.shape
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        h, weight, slope = ctx.saved_tensors
-        rows = ctx.rows
+        h, slope = ctx.saved_tensors
+        rows, weight = ctx.rows, ctx.weight
         g = grad[rows.index] * rows.inv_temperature.unsqueeze(1)
         g = torch.cat([g, -g.sum(dim=1, keepdim=True)], dim=1)
         if slope is not None:

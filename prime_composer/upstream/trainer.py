@@ -23,7 +23,7 @@ from prime_composer.losses.base import LossConfig
 from prime_composer.upstream import wire
 from prime_composer.upstream.probe import UnknownSurface, expect, probe_loss
 from prime_composer.upstream.registration import SWITCH, Aligned, say
-from prime_composer.upstream.student import Fold, rows_of, support_logits
+from prime_composer.upstream.student import folded, rows_of, support_logits
 
 KEY = "prime_composer_support"
 
@@ -170,7 +170,7 @@ def _beside(original: Any) -> Any:
             out = original(self, hidden_states, labels, temperature=temperature)
             local = hidden_states.new_zeros((hidden_states.shape[1], here.k), dtype=torch.float32)
         else:
-            weight, token = Fold.apply(self.weight, rows)
+            weight, token = folded(self.weight, rows)
             # An instance attribute hides the parameter of the same name for this one call.
             self.__dict__["weight"] = weight
             try:

@@ -185,6 +185,24 @@ def test_the_weight_gets_one_dense_gradient(head, room):
     assert head.weight.grad.abs().sum() > 0
 
 
+def test_activation_offloading_never_sees_the_heads_weight_as_an_activation(head, room):
+    """prime-rl's default offloading copies every saved tensor that is no nn.Parameter to the host."""
+    type(head).softcap = None
+    micro_batch, _ = batch()
+    seen = []
+
+    def pack(tensor):
+        if not isinstance(tensor, torch.nn.Parameter):
+            seen.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ours, logprobs = student(head, room, micro_batch, torch.randn(1, N, D, requires_grad=True))
+    assert seen and (V, D) not in seen  # a plain linear layer saves the transposed view with or without us
+    (ours.sum() + logprobs.sum()).backward()
+    assert head.weight.grad.abs().sum() > 0
+
+
 def test_nothing_is_left_on_the_head_after_its_forward(head, room):
     type(head).softcap = None
     micro_batch, _ = batch()
