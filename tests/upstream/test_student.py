@@ -162,6 +162,21 @@ def test_a_label_inside_the_support_has_exactly_prime_rls_own_log_prob(head, roo
     assert torch.equal(ours[mask, 2], logprobs[mask])
 
 
+def test_in_bfloat16_the_support_is_of_the_same_rounded_policy_as_prime_rls_own_log_probs(head, room):
+    type(head).softcap = None
+    head.bfloat16()
+    with torch.no_grad():
+        head.weight.normal_(0, 1)
+    micro_batch, top = batch()
+    hidden = torch.randn(1, N, D).bfloat16()
+    ours, _ = student(head, room, micro_batch, hidden)
+    rounded = (hidden[0] @ head.weight.t()).float().log_softmax(-1)
+    rounded = torch.cat([torch.zeros(1, V), rounded[:-1]]).gather(1, top)
+    mask = micro_batch["loss_mask"][0]
+    # A dot product on the edge between two bfloat16 numbers may fall to either side: allow that for one entry in fifty.
+    assert ((ours - rounded)[mask].abs() < 1e-5).float().mean() > 0.98
+
+
 def test_the_weight_gets_one_dense_gradient(head, room):
     """Counts [V, D] allocations in the backward: prime-rl's head makes one; a gather under autograd would add another."""
     type(head).softcap = None
