@@ -201,6 +201,12 @@ def preflight(
     from prime_composer.preflight import PreflightError
     from prime_composer.preflight import preflight as check
 
+    for section, (name, _) in recipe.loss.needs_by_section().items():
+        if name == "sft" and recipe.rollout.student_fraction == 1:
+            raise PreflightError(
+                f"[{section}] type = 'sft' on the student's own samples has an expected gradient of 0, since nothing tells a "
+                "good sample from a bad one; set rollout.student_fraction = 0 to train on the data's solutions."
+            )
     if engine.policy_teacher is not None:
         told = max(len(engine.policy_teacher.best_prompt(problem)) for problem in problems)
         attempt = recipe.rollout.max_tokens if "{attempt}" in recipe.teacher.policy.text else 0

@@ -296,6 +296,12 @@ class Recipe(Section):
             )
         for section, (name, needs) in self.loss.needs_by_section().items():
             self._can_feed(f"[{section}] type = {name!r}", needs)
+        if self.rollout.student_fraction < 1 and self.loss.reads_sampler:
+            raise ValueError(
+                f"[loss] type = {self.loss.type!r} reads the sampler's probabilities, and the data's solutions have none: "
+                "with rollout.student_fraction below 1 use a loss on a support, such as generalized_jsd (self_distillation "
+                "with max_ratio = 'off'), or sft; in a sum, for every channel"
+            )
         if self.trainer.batch_size % self.rollout.group_size:
             raise ValueError(
                 f"trainer.batch_size = {self.trainer.batch_size} is not a multiple of "
@@ -320,16 +326,14 @@ class Recipe(Section):
             )
         if "replay" in needs and self.replay.source == "rollouts" and self.rollout.group_size < 2:
             raise ValueError(f"{who} pairs the rollouts of a group: set rollout.group_size to 2 or more")
-        reads_mu = "support" not in needs or needs & {"ref_logprobs", "advantages"}
-        reads_mu = reads_mu or getattr(self.loss, "max_ratio", "off") != "off"
-        if self.rollout.student_fraction < 1 and reads_mu:
-            raise ValueError(
-                f"{who} reads the sampler's probabilities, and the data's solutions have none: "
-                "with rollout.student_fraction below 1 use a loss on a support, such as generalized_jsd"
-            )
         policy = None if self.teacher is None else self.teacher.policy
         if policy is not None and policy.hint == "sibling" and self.rollout.group_size < 2:
             raise ValueError("teacher.policy.hint = 'sibling' compares a group: set rollout.group_size to 2 or more")
+        if policy is not None and policy.hint == "sibling" and "advantages" in needs:
+            raise ValueError(
+                f"{who} needs the advantages of whole groups, and teacher.policy.hint = 'sibling' leaves the only correct "
+                "rollout of a group out, so that its wrong ones alone would train: set hint to 'reference' or 'feedback'"
+            )
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:

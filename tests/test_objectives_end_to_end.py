@@ -21,7 +21,7 @@ from prime_composer.replay import Pair, pairs_of_rollouts, read_pairs, response
 from prime_composer.rollout import Rollout
 from prime_composer.self_teacher import PolicyTeacher
 from prime_composer.tracker import read_metrics
-from prime_composer.train import train
+from prime_composer.train import group_advantages, train
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -76,7 +76,7 @@ def test_every_distillation_loss_trains_and_logs_its_metrics_at_every_step(
 
 
 def test_the_losses_named_here_and_the_rl_and_replay_ones_are_all_there_are() -> None:
-    assert set(LOSS_TYPES) == {*DISTILLATION, "topk_reverse_kl", "default", "ipo", "dpo", "simpo", "compose"}
+    assert set(LOSS_TYPES) == {*DISTILLATION, "topk_reverse_kl", "sft", "default", "ipo", "dpo", "simpo", "compose"}
 
 
 def test_the_schedule_of_taid_moves_with_optimiser_steps_and_survives_a_resume(tiny_recipe: Raw, tmp_path: Path) -> None:
@@ -295,6 +295,55 @@ def test_a_loss_that_reads_the_samplers_probabilities_is_refused_on_the_datas_so
     raw["rollout"]["student_fraction"] = 0.5
     with pytest.raises(RecipeError, match="student_fraction below 1 use a loss on a support"):
         parse_recipe(raw)
+
+
+def test_losses_that_read_no_sampler_may_train_on_the_datas_solutions(tiny_recipe: Raw, tmp_path: Path) -> None:
+    near = {"weight": 1.0, "loss": {"type": "generalized_jsd", "k": 4}}
+    for loss in (
+        {"type": "sft"},
+        {"type": "self_distillation", "k": 4, "max_ratio": "off"},
+        {"type": "compose", "rl": {"weight": 0.0}, "distillation": {"near": near}},
+    ):
+        raw = tiny_recipe(loss=loss, trainer__steps=1)
+        raw["rollout"]["student_fraction"] = 0.0
+        record = run(raw, tmp_path / loss["type"])[1]
+        assert math.isfinite(record["loss"]) and record["grad_norm"] > 0
+    told = {"weight": 1.0, "loss": {"type": "self_distillation", "k": 4}}
+    for loss in (
+        {"type": "self_distillation", "k": 4},
+        {"type": "compose", "distillation": {"near": near}},
+        {"type": "compose", "rl": {"weight": 0.0}, "distillation": {"near": near, "told": told}},
+    ):
+        raw = tiny_recipe(loss=loss, rollout__group_size=2)
+        raw["rollout"]["student_fraction"] = 0.5
+        with pytest.raises(RecipeError, match="reads the sampler's probabilities"):
+            parse_recipe(raw)
+
+
+def test_cross_entropy_on_the_students_own_samples_is_refused_before_the_first_step(
+    tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    # E_p[grad log p] = 0: it would walk at random.
+    with pytest.raises(ValueError, match=r"\[loss\] type = 'sft' .* set rollout.student_fraction = 0"):
+        run(tiny_recipe(loss={"type": "sft"}), tmp_path / "run")
+
+
+def test_a_sibling_hint_is_refused_beside_an_rl_term(tiny_recipe: Raw, student: tuple[Any, Any]) -> None:
+    # Why: of a group with one correct rollout, those that have a hint are the wrong ones, all of negative advantage.
+    group, rewards = [rollout(0) for _ in range(4)], [0.0, 1.0, 0.0, 0.0]
+    teacher = PolicyTeacher(PolicyTeacherConfig(hint="sibling"), DATA, *student)
+    hints = teacher.hints(group, ["w", "right", "w", "w"], [PROBLEM] * 4, rewards)
+    advantages = group_advantages(group, rewards)
+    assert sum(a for a, hint in zip(advantages, hints, strict=True) if hint) == -0.75 and sum(advantages) == 0
+    raw = tiny_recipe(
+        teacher={"policy": {"hint": "sibling"}},
+        loss={"type": "self_distillation", "k": 4, "rl_mix": {"form": "add", "kd": 1.0}},
+        rollout__group_size=2,
+    )
+    with pytest.raises(RecipeError, match="leaves the only correct rollout of a group out"):
+        parse_recipe(raw)
+    raw["teacher"]["policy"]["hint"] = "feedback"
+    parse_recipe(raw)
 
 
 def test_a_preference_loss_alone_is_refused_with_its_place(tiny_recipe: Raw) -> None:

@@ -70,6 +70,11 @@ class LossConfig(BaseModel):
         """K, the number of teacher token ids per position that the scorer has to bring; 0 for none."""
         return getattr(self, "k", 0) if "support" in self.needs else 0
 
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether log mu matters. Text that nobody sampled has none: a policy gradient cannot train on it."""
+        return bool(self.needs & {"ref_logprobs", "advantages"})
+
     def make_state(self, section: str = "loss") -> "LossState | None":
         """State that lives across optimiser steps (a schedule), or None."""
         return None

@@ -98,6 +98,11 @@ class ComposeLossConfig(LossConfig):
         sizes = [channel.loss.support_size for _, channel in self.active().values()]
         return "full" if "full" in sizes else max(sizes)
 
+    @property
+    def reads_sampler(self) -> bool:
+        channels = (channel.loss for name, (_, channel) in self.active().items() if name != "replay")
+        return bool(self.modifier_needs & {"ref_logprobs", "advantages"}) or any(loss.reads_sampler for loss in channels)
+
     def make_state(self, section: str = "loss") -> "Channels":
         return Channels(self, section)
 

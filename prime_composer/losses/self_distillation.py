@@ -65,6 +65,10 @@ class SelfDistillationLossConfig(LossConfig):
         return self.modifier_needs | {"ref_logprobs" if self.divergence == "sampled_reverse_kl" else "support"}
 
     @property
+    def reads_sampler(self) -> bool:
+        return super().reads_sampler or self.max_ratio != "off"
+
+    @property
     def support_size(self) -> int | Literal["full"]:
         return "full" if self.chosen_by == "student" and "support" in self.needs else super().support_size
 
