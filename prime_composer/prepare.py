@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from prime_composer.data import DataConfig, Problem, load_problems, prompt_text
 
@@ -56,7 +56,7 @@ class PrepareConfig(BaseModel):
     max_position_embeddings: int = Field(default=512, ge=16)
     """Longest sequence, prompt and completion together."""
 
-    sft_steps: int = Field(default=900, ge=0)
+    sft_steps: int = Field(default=800, ge=0)
     """Optimiser steps of supervised fine-tuning on the training problems' worked answers."""
 
     batch_size: int = Field(default=32, ge=1)
@@ -76,9 +76,24 @@ class PrepareConfig(BaseModel):
     seed: int = 0
     """Seed of the initial weights and of the batch order."""
 
+    hint_template: str | None = None
+    """Teaches the model to read a hint: the question as it is asked in ``hint_share`` of the examples, with ``{question}``
+    and ``{hint}``, the worked answer. For self-distillation, whose ``[teacher.policy]`` then uses the same template."""
+
+    hint_share: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of the training examples that carry the hint; goes with ``hint_template``."""
+
     prune: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the weights of the decoder layers' matrices set to zero after training, the smallest magnitudes first,
     all at once: damage that distillation heals."""
+
+    @model_validator(mode="after")
+    def _hints_fit(self) -> "PrepareConfig":
+        if (self.hint_template is None) != (self.hint_share is None):
+            raise ValueError("hint_template and hint_share go together")
+        if self.hint_template is not None and not all(n in self.hint_template for n in ("{question}", "{hint}")):
+            raise ValueError("hint_template must contain {question} and {hint}")
+        return self
 
 
 def cache_root() -> Path:
@@ -91,7 +106,7 @@ def cache_root() -> Path:
 def cache_key(config: PrepareConfig, data: DataConfig, problems: Sequence[Problem]) -> str:
     """A readable name and a hash of all that decides what the model learns: its description, the training texts
     (contents, not paths), and the format version."""
-    digest = hashlib.sha256(json.dumps([FORMAT, config.model_dump(mode="json")], sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([FORMAT, config.model_dump(mode="json", exclude_none=True)], sort_keys=True).encode())
     for problem in problems:
         digest.update(json.dumps([prompt_text(problem, data), problem.answer]).encode())
     return f"qwen3-{config.layers}x{config.hidden_size}-{digest.hexdigest()[:16]}"

@@ -56,6 +56,8 @@ class Screen:
         self._start_task(f"{role} SFT", total=1)
 
         def progress(done: int, steps: int, loss: float) -> None:
+            if self._task is None:  # a pruned copy of a model that was just trained or found
+                return
             self._progress.update(self._task, completed=done, total=steps, numbers=f"loss {loss:.3f}")
             if not self.console.is_terminal and done == steps:
                 self._print(f"{role}: {steps} steps of SFT, loss {loss:.3f}")

@@ -7,6 +7,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ def build_model(
         ValueError: an example is longer than the model's context.
     """
     tokenizer = train_tokenizer(problems, data, config.vocab_size)
-    examples = [_tokenized(problem, data, tokenizer) for problem in problems]
+    examples = [_tokenized(problem, data, tokenizer) for problem in with_hints(problems, config)]
     longest = max(len(prompt) + len(answer) for prompt, answer in examples)
     if longest > config.max_position_embeddings:
         raise ValueError(
@@ -127,6 +128,20 @@ def model_config(config: PrepareConfig, vocab_size: int, eos_token_id: int) -> Q
         pad_token_id=eos_token_id,
         dtype="float32",
     )
+
+
+def with_hints(problems: Sequence[Problem], config: PrepareConfig) -> list[Problem]:
+    """The problems, a share of them with the worked answer as a hint in the question."""
+    if config.hint_template is None:
+        return list(problems)
+    chance = random.Random(f"hints {config.seed}")
+    found = []
+    for problem in problems:
+        if chance.random() < config.hint_share:
+            text = config.hint_template.replace("{hint}", problem.answer).replace("{question}", problem.question)
+            problem = replace(problem, question=text)
+        found.append(problem)
+    return found
 
 
 def _tokenized(problem: Problem, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
