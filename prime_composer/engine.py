@@ -208,13 +208,23 @@ def preflight(
                 "good sample from a bad one; set rollout.student_fraction = 0 to train on the data's solutions."
             )
     if engine.policy_teacher is not None:
-        told = max(len(engine.policy_teacher.best_prompt(problem)) for problem in problems)
-        attempt = recipe.rollout.max_tokens if "{attempt}" in recipe.teacher.policy.text else 0
-        needed = told + attempt + recipe.rollout.max_tokens
+        policy, new_tokens = engine.policy_teacher, recipe.rollout.max_tokens
+        if policy.config.hint == "sibling":  # a rollout's text, not the data's
+            told = max(len(policy.prompt(problem, "")) for problem in problems) + new_tokens
+        else:
+            told = max(len(policy.best_prompt(problem)) for problem in problems)
+        attempt = new_tokens if "{attempt}" in policy.config.text else 0
+        needed = told + attempt + new_tokens
         if needed > recipe.rollout.max_model_len:
             raise PreflightError(
                 f"The longest prompt with its hint has {told} tokens, with attempt and response up to {needed}; raise "
                 f"rollout.max_model_len from {recipe.rollout.max_model_len} to {needed}, or shorten the hint's template."
+            )
+        positions = engine.model.config.get_text_config().max_position_embeddings
+        if needed > positions:
+            raise PreflightError(
+                f"The longest prompt with its hint has {told} tokens, with attempt and response up to {needed}, and the "
+                f"student has only {positions} positions; shorten the hint's template, or lower rollout.max_tokens."
             )
     teacher_tokenizer = None if engine.scorer is None else load_tokenizer(model_dir(recipe.teacher, recipe))
     found = check(

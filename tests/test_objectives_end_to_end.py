@@ -183,6 +183,23 @@ def test_a_hint_that_leaves_no_room_for_the_response_is_refused_before_the_first
         run(raw, tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("policy", "rollout_changes", "message"),
+    [
+        ({"template": "{question} {hint}" + " x" * 150}, {"max_model_len": 1000}, "has only 256 positions"),
+        # A sibling's text may take all of max_tokens, whatever the data's own solutions take.
+        ({"hint": "sibling", "template": "{question} {hint}"}, {"max_tokens": 90, "max_model_len": 200}, "max_model_len from 200"),
+    ],
+)
+def test_a_told_prompt_is_measured_against_the_model_and_with_the_longest_hint_there_may_be(
+    policy: dict[str, str], rollout_changes: dict[str, int], message: str, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    raw = tiny_recipe(teacher={"policy": policy}, loss={"type": "self_distillation", "k": 8}, rollout__group_size=2)
+    raw["rollout"] |= rollout_changes
+    with pytest.raises(ValueError, match=message):
+        run(raw, tmp_path / "run")
+
+
 def test_rollouts_without_a_hint_train_nothing_and_are_counted(tiny_recipe: Raw, tmp_path: Path) -> None:
     raw = tiny_recipe(
         teacher={"policy": {"hint": "sibling"}},
