@@ -11,7 +11,7 @@ from prime_composer.data import Problem
 from prime_composer.losses.base import LossConfig
 from prime_composer.prepare import prepare_model
 from prime_composer.recipe import ModelConfig, Recipe
-from prime_composer.replay import Pair, read_pairs
+from prime_composer.replay import Pair, read_pairs, response
 from prime_composer.rollout import Rollout, Sampler, SamplingParams
 from prime_composer.scorer import Scorer, TeacherScores
 from prime_composer.self_teacher import PolicyTeacher
@@ -225,6 +225,18 @@ def preflight(
             raise PreflightError(
                 f"The longest prompt with its hint has {told} tokens, with attempt and response up to {needed}, and the "
                 f"student has only {positions} positions; shorten the hint's template, or lower rollout.max_tokens."
+            )
+    limit = getattr(engine.scorer, "max_model_len", None)
+    if recipe.rollout.student_fraction < 1 and limit is not None:
+        longest = max(
+            len(response(prompt, problem.answer, recipe.data, engine.tokenizer, 0).token_ids)
+            for prompt, problem in zip(prompts, problems, strict=True)
+        )
+        if longest >= limit:
+            raise PreflightError(
+                f"The longest solution of the data has {longest} tokens with its prompt, and the teacher takes {limit - 1}; "
+                f"raise rollout.max_model_len (a server's --max-model-len) to {longest + 1}, set rollout.student_fraction = 1, "
+                "or leave such problems out of the data."
             )
     teacher_tokenizer = None if engine.scorer is None else load_tokenizer(model_dir(recipe.teacher, recipe))
     found = check(

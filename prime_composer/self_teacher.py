@@ -1,6 +1,7 @@
 """Self-distillation: the policy itself as the teacher, told more than the student that it scores."""
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -37,10 +38,9 @@ class PolicyTeacher:
 
     def prompt(self, problem: Problem, hint: str, attempt: str = "") -> list[int]:
         """The prompt that the teacher reads."""
-        text = self.config.text
-        # The question goes in last: its own braces stay as they are.
-        for name, value in (("{hint}", hint), ("{attempt}", attempt), ("{question}", problem.question)):
-            text = text.replace(name, value)
+        values = {"{hint}": hint, "{attempt}": attempt, "{question}": problem.question}
+        # In one pass: braces in what goes in stay as they are.
+        text = re.sub("|".join(map(re.escape, values)), lambda found: values[found[0]], self.config.text)
         return render_prompt(replace(problem, question=text), self.data, self.tokenizer)
 
     def hints(

@@ -101,6 +101,13 @@ def test_a_reference_hint_stands_in_the_teachers_prompt_and_only_there(student: 
     assert text == "Question: Ada has 2 apples and buys 3 more. How many? Told: 2 + 3 = 5\n#### 5\nAnswer:"
 
 
+def test_braces_in_question_hint_and_attempt_stay_as_they_are(student: tuple[Any, Any]) -> None:
+    config = PolicyTeacherConfig(template="{question}|{hint}|{attempt}")
+    teacher = PolicyTeacher(config, DataConfig(prompt_template="{question}"), *student)
+    prompt = teacher.prompt(Problem("a {hint}", "x"), hint="b {attempt} {question}", attempt="c {question}")
+    assert student[1].decode(prompt) == "a {hint}|b {attempt} {question}|c {question}"
+
+
 def test_a_sibling_hint_is_the_first_correct_rollout_of_the_group_other_than_itself(student: tuple[Any, Any]) -> None:
     teacher = PolicyTeacher(PolicyTeacherConfig(hint="sibling"), DATA, *student)
     rollouts = [rollout(0), rollout(0), rollout(0), rollout(1), rollout(1)]
@@ -312,6 +319,20 @@ def test_a_loss_that_reads_the_samplers_probabilities_is_refused_on_the_datas_so
     raw["rollout"]["student_fraction"] = 0.5
     with pytest.raises(RecipeError, match="student_fraction below 1 use a loss on a support"):
         parse_recipe(raw)
+
+
+def test_a_solution_that_the_teacher_cannot_read_is_refused_before_the_first_step(
+    tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    path = tmp_path / "problems.jsonl"
+    rows = [{"question": f"{i} + 1?", "answer": ("2 " * 300 if i % 2 else "") + f"#### {i + 1}"} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    models = parse_recipe(tiny_recipe())
+    raw = tiny_recipe(loss={"type": "generalized_jsd", "k": 8}, data={"source": "jsonl", "path": str(path)})
+    raw |= {role: {"model": str(prepare_model(getattr(models, role).prepare, models.data))} for role in ("teacher", "student")}
+    raw["rollout"] |= {"student_fraction": 0.5}
+    with pytest.raises(ValueError, match="longest solution of the data has .* and the teacher takes 255"):
+        run(raw, tmp_path / "run")
 
 
 def test_losses_that_read_no_sampler_may_train_on_the_datas_solutions(tiny_recipe: Raw, tmp_path: Path) -> None:
