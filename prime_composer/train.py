@@ -156,7 +156,8 @@ def sample(
     """The step's rollouts: ``group_size`` for each prompt.
 
     Under ``student_fraction`` lambda below 1 (GKD, https://arxiv.org/abs/2306.13649, Alg. 1) each sequence is sampled
-    with probability lambda, and otherwise it is the data's solution.
+    with probability lambda, and otherwise it is the data's solution. The paper tosses its coin once per step; one per
+    sequence has the same mean and less variance.
     """
     config = recipe.rollout
     params = SamplingParams(

@@ -5,8 +5,9 @@
 ``beta`` is the teacher's weight in the mixture: 0 is forward KL and 1 is reverse KL by convention, and the scale jumps at both
 ends (see ``divergences.generalized_jsd``). Bounded, unlike either KL.
 
-Left out: GKD's lambda, the share of sequences that the student generated itself, is a matter of the data; the engine decides
-it per sequence before it samples. Temperatures: log-probs are of T = 1.
+Left out: GKD's lambda, the share of sequences that the student generated itself, is a matter of the data; the engine draws it
+per sequence before it samples, where the paper's Alg. 1 draws once per step. The paper's mean over each sequence (Eq. 2):
+every token of the batch counts alike here. Temperatures: log-probs are of T = 1.
 
 References: GKD, "On-Policy Distillation of Language Models" (2023), https://arxiv.org/abs/2306.13649, Eq. 1-2, Alg. 1.
 """

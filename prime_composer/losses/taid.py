@@ -36,7 +36,8 @@ class TAIDLossConfig(LossConfig):
     needs_inputs: ClassVar[frozenset[str]] = frozenset({"support"})
 
     total_steps: PositiveInt
-    """Optimiser steps after which t reaches t_end at the latest; the run's number of steps."""
+    """The run's number of optimiser steps, over which t rises. As in the reference, the first two train at t_start and the
+    last one, without the adaptive branch, two of total_steps equal rises short of t_end."""
 
     k: SupportSize = 32
     """Teacher tokens per position; "full" is the whole vocabulary."""

@@ -7,8 +7,8 @@ however improbable the token is for either of them, where the reverse KL's is no
 
 Left out: importance weighting, as in ``topk_reverse_kl``.
 
-References: GKD, "On-Policy Distillation of Language Models" (2023), https://arxiv.org/abs/2306.13649, Eq. 1-2; top-K
-forward KL on raw teacher scores: "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562.
+Reference: GKD, "On-Policy Distillation of Language Models" (2023), https://arxiv.org/abs/2306.13649, Eq. 1-2, on the full
+vocabulary and as a mean over each sequence first; here it is a sum over tokens.
 """
 
 from typing import ClassVar, Literal
