@@ -158,23 +158,19 @@ def _short(value: Any) -> str:
 def run_study(path: Path, output_dir: str | None = None) -> int:
     """Run what is missing of a study, draw the comparison and print its table. Returns the exit status: 1 if a run failed.
 
-    A run that diverges (status 1) is named in the table and the others go on; a wrong set-up stops the study.
+    A run that diverges is named in the table and the others go on; a wrong set-up stops the study. Ctrl-C stops it after
+    the step at hand, compares what there is, and returns 130.
     """
     study, runs = load_study(path, output_dir)
     folder = runs[0].run_dir.parent
     print(f"study: {len(study.variants)} variants, {len(study.seeds)} seeds, in {folder}", flush=True)
-    failed = []
-    for number, run in enumerate(runs, 1):
-        label = f"[{number}/{len(runs)}] {run.name}"
-        if is_finished(run):
-            print(f"{label}: {in_short(run)} (kept)", flush=True)
-            continue
-        print(f"{label}: running; progress in {run.log}", flush=True)
-        if start(run):
-            print(f"{label}: {in_short(run)}", flush=True)
-        else:
-            failed.append(run.name)
-            print(f"{label}: failed, see {run.log}", flush=True)
+    failed: list[str] = []
+    stopped = False
+    try:
+        for number, run in enumerate(runs, 1):
+            failed += [] if finish(run, f"[{number}/{len(runs)}] {run.name}") else [run.name]
+    except KeyboardInterrupt:
+        stopped = True
     results = compare(study, runs)
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     table = as_table(results)
@@ -183,7 +179,20 @@ def run_study(path: Path, output_dir: str | None = None) -> int:
     print(f"\n{table}\nfigure: {folder / 'study.png'}\nnumbers: {folder / 'results.json'}, {folder / 'table.md'}")
     if failed:
         print(f"prime-rl study: failed: {', '.join(failed)}; the table leaves them out", file=sys.stderr)
-    return 1 if failed else 0
+    if stopped:
+        print("stopped; the same command goes on where this one was")
+    return 130 if stopped else 1 if failed else 0
+
+
+def finish(run: Run, label: str) -> bool:
+    """Run it unless that is done, and say how it went; False if it diverged."""
+    if is_finished(run):
+        print(f"{label}: {in_short(run)} (kept)", flush=True)
+        return True
+    print(f"{label}: running; progress in {run.log}", flush=True)
+    done = start(run)
+    print(f"{label}: {in_short(run) if done else f'failed, see {run.log}'}", flush=True)
+    return done
 
 
 def is_finished(run: Run) -> bool:
@@ -276,11 +285,12 @@ def compare(study: StudyConfig, runs: Sequence[Run]) -> dict[str, Any]:
     for variant, own in study.variants.items():
         mine = [run for run in runs if run.variant == variant]
         done = [run for run in mine if is_finished(run)]
+        unfinished = [run.seed for run in mine if run not in done]
         by_seed = {str(run.seed): measured(run) for run in done}
         results["variants"][variant] = {
             "overrides": list(own),
             "loss": mine[0].recipe.loss.model_dump(mode="json"),
-            "unfinished_seeds": [run.seed for run in mine if run not in done],
+            "unfinished_seeds": unfinished,
             "teacher_accuracy": read_metrics(done[0].run_dir)[0].get("teacher/accuracy") if done else None,
             "seeds": by_seed,
             "over_seeds": {name: list(over_seeds([series[name] for series in by_seed.values()])) for name in SERIES},

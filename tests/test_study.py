@@ -143,6 +143,23 @@ def test_a_run_that_cannot_start_stops_the_study_with_its_last_words(study_file:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("ended", "status", "said"), [(130, 130, "goes on where"), (1, 1, "failed: sampled-seed0, tail-seed0")])
+def test_a_study_that_is_stopped_or_whose_runs_diverge_compares_what_there_is(
+    ended: int,
+    status: int,
+    said: str,
+    study_file: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(study_module, "call", lambda command, log: ended)
+    assert main(["study", str(study_file(seeds=[0])), "--output-dir", str(tmp_path / "here")]) == status
+    shown = capsys.readouterr()
+    assert said in shown.out + shown.err
+    assert "| tail | 0 of 1 | – | – | – |" in (tmp_path / "here" / "table.md").read_text()
+
+
 def test_the_table_has_mean_and_range_and_leaves_out_what_is_missing() -> None:
     seeds = [[(0, 0.25), (4, 0.5)], [(0, 0.25), (4, 0.75)]]
     empty = {"accuracy": [], "reverse_kl": [], "top1pct": []}
