@@ -171,7 +171,7 @@ def refuse_told_policy(recipe: Recipe, dialect: str) -> None:
     }
     for key, (value, possible, why) in asked.items():
         if value != possible:
-            remedy = "leave it out" if possible is None else f"set it to {possible!r}"
+            remedy = "Leave it out" if possible is None else f"Set it to {possible!r}"
             raise RecipeError(
                 f"teacher.policy.{key} = {value!r}: prime-rl cannot do that ({why}). {remedy}, or run the recipe with "
                 "--engine local."

@@ -20,7 +20,7 @@ sys.path.insert(0, str(E2E))
 import cpu_recipe  # noqa: E402
 import launch_run  # noqa: E402
 
-RECIPES = sorted((REPO / "recipes").rglob("*.toml"))
+RECIPES = sorted((REPO / "recipes").glob("*.toml"))
 
 
 def recipe(**changes):

@@ -51,6 +51,8 @@ def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len
         prime_rl["rollout_transport"] = {"type": "filesystem"}
     if dialect == "head":
         prime_rl["monitors"] = {"file": {}}
+        # A server with real metrics lets it grow to hundreds of rollouts in flight, and as many worker processes.
+        prime_rl["orchestrator"]["concurrency"] = {"max_inflight": BATCH}
     else:
         for part in ("trainer", "orchestrator"):
             prime_rl[part]["wandb"] = {"project": "test", "name": part, "offline": True}
