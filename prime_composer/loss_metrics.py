@@ -22,7 +22,8 @@ def top_share(values: Float[Tensor, "seq"], mask: Bool[Tensor, "seq"], share: fl
     """Share of sum |values| over ``mask`` that its ``share`` largest tokens hold (at least one token); 0 if all are 0.
 
     .01 is evenly spread over 100 tokens or more; near 1 means that a handful of tokens trains the model, the first failure
-    mode of "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562. No host synchronisation.
+    mode of "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562. A share of few tokens is larger: the
+    engine averages it over micro-batches, so compare runs of one ``micro_batch_tokens``. No host synchronisation.
     """
     if values.numel() == 0:
         return values.new_zeros(())

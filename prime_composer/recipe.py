@@ -213,7 +213,7 @@ class TrainerConfig(Section):
     """After warm-up, down to 0."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the student's weights and its engine."""
+    """Of the student's matrix products and its engine; the weights that train are float32 either way."""
 
     gradient_checkpointing: bool = False
     """Trade compute for memory in the student's backward."""
