@@ -85,6 +85,50 @@ class Server:
         self.output.close()
 
 
+class VllmServer:
+    """Real vLLM on a CPU, behind vllm_proxy.py; ``python`` here is one that has vLLM."""
+
+    def __init__(self, python, model, log, core):
+        self.log = Path(log)
+        self.port, self.inner = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        command = [python, "-m", "prime_composer.backends.vllm_serve", "--model", str(model), "--port", str(self.inner)]
+        command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256", "--max-logprobs", "32"]
+        command += ["--enable-scale-out", "--kv-cache-memory-bytes", str(64 * 2**20), "--max-num-seqs", "8"]
+        command += ["--logprobs-mode", "processed_logprobs"]
+        env = {key: value for key, value in os.environ.items() if not key.startswith("PRIME_COMPOSER")}
+        env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": core, "VLLM_NO_USAGE_STATS": "1"}
+        env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(REPO)}
+        self.output = open(self.log.with_suffix(".out"), "w")  # noqa: SIM115
+        proxy = [python, str(HERE / "vllm_proxy.py"), str(self.port), str(self.inner), str(log)]
+        self.processes = [
+            subprocess.Popen(each, env=env, stdout=self.output, stderr=self.output, cwd=self.log.parent, start_new_session=True)
+            for each in (command, proxy)
+        ]
+
+    def wait(self, timeout=300):
+        end = time.monotonic() + timeout
+        while time.monotonic() < end and self.processes[0].poll() is None:
+            try:
+                return urllib.request.urlopen(f"http://127.0.0.1:{self.inner}/health", timeout=2).status
+            except OSError:
+                time.sleep(0.5)
+        raise RuntimeError(f"vLLM did not start: {self.output.name}")
+
+    def requests(self):
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+    def stop(self):
+        for process in self.processes:  # its engine and workers are in its process group
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                try:
+                    os.killpg(process.pid, number)
+                    process.wait(10)
+                except (ProcessLookupError, subprocess.TimeoutExpired):
+                    continue
+        self.output.close()
+
+
 def run(command, env, folder, timeout):
     """Runs the launcher in a process group of its own; kills the whole group at the end, whatever happened."""
     log = folder / "launcher.log"

@@ -40,8 +40,8 @@ def main(target, tied):
     for name, layers, seed in (("student", 2, 0), ("teacher", 3, 1)):
         torch.manual_seed(seed)
         config = Qwen3Config(
-            vocab_size=288, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=tied,
+            vocab_size=288, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=32, max_position_embeddings=512, tie_word_embeddings=tied,
             initializer_range=0.15, eos_token_id=eos, bos_token_id=None, pad_token_id=0, dtype=torch.bfloat16,
         )  # fmt: skip
         Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(target / name)
