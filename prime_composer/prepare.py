@@ -56,7 +56,7 @@ class PrepareConfig(BaseModel):
     max_position_embeddings: int = Field(default=512, ge=16)
     """Longest sequence, prompt and completion together."""
 
-    sft_steps: int = Field(default=800, ge=0)
+    sft_steps: int = Field(default=900, ge=0)
     """Optimiser steps of supervised fine-tuning on the training problems' worked answers."""
 
     batch_size: int = Field(default=32, ge=1)
