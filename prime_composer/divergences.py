@@ -60,7 +60,11 @@ def log1mexp(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def log_tail_mass(logprobs: Float[Tensor, "*pos k"]) -> Float[Tensor, "*pos"]:
-    """log(1 - P), the mass outside the support; the log-mass is clamped at -1e-7, where float32 has nothing left."""
+    """log(1 - P), the mass outside the support; the log-mass is clamped at -1e-7, where float32 has nothing left.
+
+    Beyond it there is no gradient either: a student that has put all its mass on S is not pulled out again by the tail of a
+    forward KL, however much the teacher keeps outside.
+    """
     return log1mexp(torch.logsumexp(logprobs, dim=-1).clamp(max=MAX_LOG_MASS))
 
 
