@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from launch_run import free_port
+
 from prime_composer.recipe import parse_recipe
 from prime_composer.upstream.export import export_recipe
 
@@ -49,6 +51,8 @@ def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len
         prime_rl["orchestrator"]["train"]["source"] = [{"name": "sums", "env": env}]
     if newer:
         prime_rl["rollout_transport"] = {"type": "filesystem"}
+    if newer:  # two runs on one machine would meet at its default port
+        prime_rl["orchestrator"]["env_server_base_port"] = free_port()
     if dialect == "head":
         prime_rl["monitors"] = {"file": {}}
         # A server with real metrics lets it grow to hundreds of rollouts in flight, and as many worker processes.
