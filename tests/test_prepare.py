@@ -175,6 +175,7 @@ def test_everything_that_the_model_learns_from_is_in_the_cache_key(tmp_path):
         "vocab_size": 301, "hidden_size": 24, "layers": 2, "heads": 2, "head_dim": 8, "intermediate_size": 16,
         "tie_word_embeddings": False, "max_position_embeddings": 128, "sft_steps": 5, "batch_size": 9,
         "learning_rate": 1e-3, "matrix_learning_rate": 1e-2, "label_smoothing": 0.1, "seed": 1, "prune": 0.5,
+        "hint_template": "{hint} {question}", "hint_share": 0.5,
     }  # fmt: skip
     assert set(changes) == set(PrepareConfig.model_fields)
     keys = [key_of(TINY.model_copy(update={name: value})) for name, value in changes.items()]
