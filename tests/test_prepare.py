@@ -159,6 +159,26 @@ def test_targets_are_the_answers_next_tokens():
     assert targets.tolist() == [[-1, 7, 8, 9], [3, -1, -1, -1]]
 
 
+def test_a_share_of_the_examples_carries_the_worked_answer_as_a_hint():
+    from prime_composer.backends.prepare import with_hints
+
+    problems = load_problems(DataConfig(size=600))[0]
+    config = TINY.model_copy(update={"hint_template": "{hint} | {question}", "hint_share": 0.25})
+    told = with_hints(problems, config)
+    hinted = [(a, b) for a, b in zip(problems, told, strict=True) if a != b]
+    assert 0.18 * len(problems) < len(hinted) < 0.32 * len(problems)
+    assert all(b.question == f"{a.answer} | {a.question}" and b.answer == a.answer for a, b in hinted)
+    assert with_hints(problems, config) == told
+    assert with_hints(problems, TINY) == problems
+
+
+def test_hint_template_and_share_go_together():
+    with pytest.raises(ValidationError, match="hint_template and hint_share go together"):
+        PrepareConfig(hint_share=0.5)
+    with pytest.raises(ValidationError, match="must contain {question} and {hint}"):
+        PrepareConfig(hint_template="{hint}", hint_share=0.5)
+
+
 def test_batches_share_the_epoch_out_by_length():
     from prime_composer.backends.prepare import _batch_of_similar_lengths
 
