@@ -95,7 +95,7 @@ class VllmServer:
         command = [python, "-m", "prime_composer.backends.vllm_serve", "--model", str(model), "--port", str(self.inner)]
         command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256", "--max-logprobs", "32"]
         command += ["--enable-scale-out", "--kv-cache-memory-bytes", str(64 * 2**20), "--max-num-seqs", "8"]
-        command += ["--logprobs-mode", "processed_logprobs"]
+        command += ["--logprobs-mode", "processed_logprobs", "--return-tokens-as-token-ids"]
         env = {key: value for key, value in os.environ.items() if not key.startswith("PRIME_COMPOSER")}
         env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": core, "VLLM_NO_USAGE_STATS": "1"}
         env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(REPO)}
