@@ -330,10 +330,12 @@ def as_table(results: Mapping[str, Any]) -> str:
 
 
 def spread(series: Sequence[Mapping[str, int | float]], text: Any) -> str:
-    """The last measurement: mean (min to max)."""
+    """The last measurement: mean (min to max), or the one value that all seeds have."""
     if not series:
         return MISSING
     last = series[-1]
+    if last["min"] == last["max"]:
+        return text(last["mean"])
     return f"{text(last['mean'])} ({text(last['min'])} to {text(last['max'])})"
 
 

@@ -5,6 +5,21 @@
 Same tokenizer, another use of it: the teacher gives the student's end-of-text token probability e^-20 everywhere, as a chat
 model does that ends its turns with another token; the rest of its distribution keeps its proportions. The planted teacher
 scores the student's training; what is printed was measured against the true one (``eval/reverse_kl`` is not planted).
+
+What came out for recipes/gsm8k_opd.toml, one seed, 40 steps (``--seeds 0 --steps 40``); the mask takes out the first end of text
+of a response. "top 1 %" and "removed" (the mask's share of |A|) are means over the first quarter of the steps:
+
+    loss         teacher  mask    accuracy  cut off  true KL  top 1 %  removed
+    sampled      true     no         79.0%     0.0%    0.136    18.6%     0.0%
+    sampled      planted  no         61.5%    99.0%    1.661    13.5%     0.0%
+    sampled      planted  yes        79.0%     4.5%    0.270    18.1%    59.2%
+    tail K = 16  true     no         83.5%     0.0%    0.062    22.5%     0.0%
+    tail K = 16  planted  no         80.0%    35.0%    0.754    18.0%     0.0%
+    tail K = 16  planted  yes        84.5%     0.0%    0.112    21.0%    63.8%
+
+One token in about 16 holds three fifths of |A|, and teaches the sampled token's student never to stop. The tail loss feels it
+less: the token is not among the teacher's 16, so the bucket's mass is compared, not its e^-20. The mask brings back the
+accuracy of both, and not all of the KL.
 """
 
 import argparse
