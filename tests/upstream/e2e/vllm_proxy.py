@@ -1,5 +1,5 @@
-"""A running vLLM server with the two things prime-rl's own inference server adds to it: weight updates from a directory,
-and /pause and /resume around them. Everything else goes through untouched. usage: vllm_proxy.py PORT VLLM_PORT LOG.jsonl
+"""A running vLLM server with the things prime-rl's own inference server adds to it: weight updates from a directory,
+/pause and /resume around them, and log-probs that name their token by id. Everything else goes through untouched. usage: vllm_proxy.py PORT VLLM_PORT LOG.jsonl
 """
 
 import json
@@ -53,7 +53,12 @@ class Handler(BaseHTTPRequestHandler):
         else:
             status, reply = self.forward(self.path, data, "POST")
             if path == "/inference/v1/generate" and status == 200:
-                out = json.loads(reply)["choices"][0]["token_ids"]
+                answer = json.loads(reply)
+                out = answer["choices"][0]["token_ids"]
+                entries = (answer["choices"][0].get("logprobs") or {}).get("content") or []
+                for token, entry in zip(out, entries, strict=False):
+                    entry["token"] = f"token_id:{token}"
+                reply = json.dumps(answer).encode()
                 note |= {"in": body["token_ids"], "out": out, "params": body.get("sampling_params", {})}
             elif status != 200:
                 note |= {"status": status, "said": reply.decode()[:2000], "body": str(body)[:500]}
