@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import prime_rl, toml
+from command import toml
 
 from prime_composer import study as study_module
 from prime_composer.cli import main
@@ -136,11 +136,13 @@ def test_a_study_compares_its_runs_keeps_the_finished_ones_and_takes_up_the_othe
     assert "holds a run with another [trainer]; nothing was touched" in capsys.readouterr().err
 
 
-def test_a_run_that_cannot_start_stops_the_study_with_its_last_words(study_file: Callable[..., Path], tmp_path: Path) -> None:
-    done = prime_rl("study", study_file(overrides=['data={source = "jsonl", path = "absent.jsonl"}']), cwd=tmp_path)
-    assert done.returncode == 2
-    assert "sampled-seed0 ended with status 2" in done.stderr and "absent.jsonl" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_run_that_cannot_start_stops_the_study_with_its_last_words(
+    study_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = study_file(overrides=['data={source = "jsonl", path = "absent.jsonl"}'])
+    assert main(["study", str(path), "--output-dir", str(tmp_path / "here")]) == 2
+    said = capsys.readouterr().err
+    assert "sampled-seed0 ended with status 2" in said and "absent.jsonl" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize(("ended", "status", "said"), [(130, 130, "goes on where"), (1, 1, "failed: sampled-seed0, tail-seed0")])
