@@ -1,6 +1,6 @@
 """What our losses cost inside prime-rl's trainer: its own output head, its own compute_loss, forward and backward.
 
-    python benchmarks/prime_rl_step.py CHECKOUT [--version newest] [--vocab 151936] [--hidden 1024] [--tokens 256] [--k 32]
+    python tests/bench_prime_rl_step.py CHECKOUT [--version newest] [--vocab 151936] [--hidden 1024] [--tokens 256] [--k 32]
 
 Four variants, each in a fresh process, interleaved over ``--rounds``: prime-rl's own OPD; sampled_reverse_kl; topk with
 the support gathered beside the head as the adapter does; and the same gathered the naive way, by ``W[ids]`` under autograd.
