@@ -157,7 +157,7 @@ def open_sampler(recipe: Recipe, origin: str | Path) -> Sampler:
         )
     from prime_composer.backends.transformers import TransformersSampler
 
-    return TransformersSampler(origin, dtype=recipe.trainer.dtype)
+    return TransformersSampler(origin, dtype=recipe.trainer.dtype, max_model_len=config.max_model_len)
 
 
 def open_scorer(recipe: Recipe) -> Scorer:
@@ -182,7 +182,7 @@ def open_scorer(recipe: Recipe) -> Scorer:
         )
     from prime_composer.backends.transformers import TransformersScorer
 
-    return TransformersScorer(origin, dtype=dtype)
+    return TransformersScorer(origin, dtype=dtype, max_model_len=recipe.rollout.max_model_len)
 
 
 def preflight(

@@ -331,7 +331,7 @@ def test_a_solution_that_the_teacher_cannot_read_is_refused_before_the_first_ste
     raw = tiny_recipe(loss={"type": "generalized_jsd", "k": 8}, data={"source": "jsonl", "path": str(path)})
     raw |= {role: {"model": str(prepare_model(getattr(models, role).prepare, models.data))} for role in ("teacher", "student")}
     raw["rollout"] |= {"student_fraction": 0.5}
-    with pytest.raises(ValueError, match="longest solution of the data has .* and the teacher takes 255"):
+    with pytest.raises(ValueError, match="longest solution of the data has .* and the teacher takes 127"):
         run(raw, tmp_path / "run")
 
 
