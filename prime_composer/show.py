@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 LINE_EVERY = 10
 """Steps between two lines where the output is no terminal."""
@@ -24,9 +24,8 @@ class Screen:
         self._latest: dict[str, float] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=10),  # the numbers beside it need most of 80 columns
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
             TextColumn("{task.fields[numbers]}"),
             console=self.console,
             transient=True,
@@ -71,7 +70,7 @@ class Screen:
         self._latest |= metrics
         numbers = describe(self._latest)
         if self._task is None:
-            self._start_task("distilling", total=self.total)
+            self._start_task("step", total=self.total)
         self._progress.update(self._task, completed=step, numbers=numbers)
         if not self.console.is_terminal and (step % LINE_EVERY == 0 or "eval/accuracy" in metrics):
             self._print(f"step {step}/{self.total}  {numbers}")
