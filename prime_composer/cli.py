@@ -5,10 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,6 +15,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except ValueError as error:
         print(f"prime-rl {args.command}: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        # A backend that is missing names its own pip line; the rest of the engine has one.
+        hint = "" if "pip install" in str(error) else ". This command needs: pip install 'prime-composer[local]'"
+        print(f"prime-rl {args.command}: {error}{hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)

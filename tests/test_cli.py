@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +132,17 @@ def test_export_writes_a_native_file_once_and_names_the_known_dialects(tmp_path:
 def test_the_prime_rl_engine_without_prime_rl_says_what_to_install() -> None:
     done = prime_rl("rl", "--config", RECIPE, "--engine", "prime-rl")
     assert done.returncode == 2 and "there is no prime-rl in this environment" in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["rich", "vllm"])
+def test_a_missing_extra_is_one_message_with_the_pip_line(missing: str, tiny_recipe: Raw, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.toml"
+    path.write_text(toml(tiny_recipe(rollout__backend="vllm")))
+    code = f"import sys; sys.modules[{missing!r}] = None; import prime_composer.cli as c; sys.exit(c.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "rl", "--config", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "pip install 'prime-composer[local]'" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_prepare_says_where_the_models_are(tiny_file: Path, tmp_path: Path) -> None:
