@@ -310,6 +310,11 @@ def prompt_text(problem: Problem, config: DataConfig) -> str:
     return config.prompt_template.replace("{question}", problem.question)
 
 
+def answer_text(answer: str, config: DataConfig) -> str:
+    """An answer as it follows the prompt: a chat template ends its line, any other prompt ends without a space."""
+    return answer if config.chat_template else f" {answer}"
+
+
 def render_prompt(problem: Problem, config: DataConfig, tokenizer: Tokenizer) -> list[int]:
     """The prompt's token ids.
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from prime_composer.contract import LossInputs
-from prime_composer.data import DataConfig, Problem, render_prompt
+from prime_composer.data import DataConfig, Problem, answer_text, render_prompt
 from prime_composer.rollout import Rollout
 from prime_composer.student import student_inputs
 
@@ -67,9 +67,7 @@ def read_pairs(path: Path, data: DataConfig, tokenizer: Any) -> list[Pair]:
 
 def response(prompt: Sequence[int], text: str, data: DataConfig, tokenizer: Any, prompt_index: int) -> Rollout:
     """A given text as the response to a prompt, end of text included; nobody sampled it, so it has no log mu (NaN)."""
-    # A template without a chat format ends without a space, and an answer starts with one; a chat template ends its line.
-    text = text if data.chat_template else f" {text}"
-    completion = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    completion = [*tokenizer.encode(answer_text(text, data), add_special_tokens=False), tokenizer.eos_token_id]
     token_ids = torch.tensor([*prompt, *completion])
     return Rollout(
         token_ids=token_ids,

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from prime_composer.tracker import read_metrics
+
 
 def prime_rl(*words: object, cwd: Path | None = None, check: bool = False) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
@@ -37,3 +39,11 @@ def interrupt_after(steps: int, words: list[object], cwd: Path, metrics: Path) -
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def numbers(run_dir: Path) -> list[dict[str, float]]:
+    """The records of a run without what a clock measured."""
+    return [
+        {key: value for key, value in record.items() if not key.startswith("time/") and key != "tokens_per_second"}
+        for record in read_metrics(run_dir)
+    ]

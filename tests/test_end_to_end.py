@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import interrupt_after, prime_rl, toml
+from command import interrupt_after, numbers, prime_rl, toml
 from safetensors.torch import load_file
 
 from prime_composer.tracker import read_metrics
@@ -14,13 +14,6 @@ from prime_composer.tracker import read_metrics
 pytest.importorskip("vllm", reason="real vLLM is not installed: pip install -e '.[local,test]'")
 
 Raw = Callable[..., dict[str, Any]]
-
-
-def numbers(run_dir: Path) -> list[dict[str, float]]:
-    return [
-        {key: value for key, value in record.items() if not key.startswith("time/") and key != "tokens_per_second"}
-        for record in read_metrics(run_dir)
-    ]
 
 
 @pytest.fixture(scope="module")

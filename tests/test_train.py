@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from command import numbers
 
 from prime_composer import gradients as gradients_module
 from prime_composer.backends.transformers import load_student
@@ -49,14 +50,6 @@ def run(raw: dict[str, Any], run_dir: Path, display: Silent | None = None, resum
     run_dir.mkdir(exist_ok=True)
     checkpoint = list_checkpoints(run_dir)[-1] if resume else None
     return train(parse_recipe(raw), run_dir, display or Silent(), resume=checkpoint)
-
-
-def numbers(run_dir: Path) -> list[dict[str, float]]:
-    """The records of a run without what a clock measured."""
-    return [
-        {key: value for key, value in record.items() if not key.startswith("time/") and key != "tokens_per_second"}
-        for record in read_metrics(run_dir)
-    ]
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages, preserved_rng
 from prime_composer.backends.transformers import without_progress_bars
-from prime_composer.data import DataConfig, Problem, prompt_batches, prompt_text
+from prime_composer.data import DataConfig, Problem, answer_text, prompt_batches, prompt_text
 from prime_composer.prepare import PrepareConfig, Progress
 
 hide_cuda_packages()
@@ -99,14 +99,9 @@ def train_tokenizer(problems: Sequence[Problem], data: DataConfig, vocab_size: i
         show_progress=False,
     )
     # Prompt and answer apart, as they are tokenized: no token may span the border between them.
-    texts = [text for problem in problems for text in (prompt_text(problem, data), answer_text(problem))]
+    texts = [text for problem in problems for text in (prompt_text(problem, data), answer_text(problem.answer, data))]
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
-
-
-def answer_text(problem: Problem) -> str:
-    """What the model learns to write after the prompt, before the end of text."""
-    return " " + problem.answer
 
 
 def model_config(config: PrepareConfig, vocab_size: int, eos_token_id: int) -> Qwen3Config:
@@ -145,7 +140,7 @@ def with_hints(problems: Sequence[Problem], config: PrepareConfig) -> list[Probl
 
 
 def _tokenized(problem: Problem, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    answer = tokenizer.encode(answer_text(problem)) + [tokenizer.eos_token_id]
+    answer = tokenizer.encode(answer_text(problem.answer, data)) + [tokenizer.eos_token_id]
     return tokenizer.encode(prompt_text(problem, data)), answer
 
 

@@ -6,33 +6,32 @@ returned once (prime-rl eaf95997f ``opd_loss_fn``, 559b4477 ``ref_kl_loss_fn``, 
 """
 
 import dataclasses
-import os
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
+from prime_rl_checkout import find_checkout
 
 from prime_composer.contract import LossInputs
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 
-CHECKOUT = Path(os.environ.get("PRIME_RL_CHECKOUT", Path.home() / ".cache" / "prime_composer" / "prime-rl"))
 TAGS = {"v0.6.0": "v0_6", "v0.7.0": "v0_7", "v0.8.0": "v0_7", "HEAD": "v0_7"}
 
 
 @pytest.fixture(params=TAGS)
 def upstream(request, monkeypatch):
-    if not (CHECKOUT / ".git").exists():
-        pytest.skip(f"no prime-rl checkout at {CHECKOUT} (set PRIME_RL_CHECKOUT)")
+    checkout = find_checkout(request.config.getoption("--prime-rl", default=None))
+    if checkout is None:
+        pytest.skip("no prime-rl checkout (--prime-rl PATH)")
     source = subprocess.run(
-        ["git", "-C", str(CHECKOUT), "show", f"{request.param}:src/prime_rl/trainer/rl/loss.py"],
+        ["git", "-C", str(checkout), "show", f"{request.param}:src/prime_rl/trainer/rl/loss.py"],
         capture_output=True,
         text=True,
     )
     if source.returncode:
-        pytest.skip(f"the checkout at {CHECKOUT} has no {request.param}")
+        pytest.skip(f"the checkout at {checkout} has no {request.param}")
     configs = types.ModuleType("prime_rl.configs.trainer")
     for name in ("CustomLossConfig", "DefaultLossConfig", "IPOLossConfig", "LossConfig"):
         setattr(configs, name, type(name, (), {}))
