@@ -20,6 +20,7 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
+from prime_rl_checkout import extract, find_checkout  # noqa: E402
 
 TINY_MODEL = {
     "vocab_size": 300, "hidden_size": 16, "layers": 1, "heads": 1, "head_dim": 32, "intermediate_size": 32,
@@ -44,6 +45,25 @@ def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     os.environ["PRIME_COMPOSER_CACHE"] = str(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def checkout(request: pytest.FixtureRequest) -> Path | None:
+    """A git checkout of prime-rl, None where there is none."""
+    return find_checkout(request.config.getoption("--prime-rl", default=None))
+
+
+@pytest.fixture(scope="session")
+def trees(checkout: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Version of prime-rl -> its extracted tree; skips where there is no checkout."""
+    target = tmp_path_factory.mktemp("prime-rl")
+
+    def tree(version: str) -> Path:
+        if checkout is None:
+            pytest.skip("no prime-rl checkout (--prime-rl PATH)")
+        return extract(checkout, version, target)
+
+    return tree
 
 
 @pytest.fixture(scope="session")

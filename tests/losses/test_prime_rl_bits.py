@@ -12,7 +12,6 @@ import types
 
 import pytest
 import torch
-from prime_rl_checkout import find_checkout
 
 from prime_composer.contract import LossInputs
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
@@ -21,8 +20,7 @@ TAGS = {"v0.6.0": "v0_6", "v0.7.0": "v0_7", "v0.8.0": "v0_7", "HEAD": "v0_7"}
 
 
 @pytest.fixture(params=TAGS)
-def upstream(request, monkeypatch):
-    checkout = find_checkout(request.config.getoption("--prime-rl", default=None))
+def upstream(request, monkeypatch, checkout):
     if checkout is None:
         pytest.skip("no prime-rl checkout (--prime-rl PATH)")
     source = subprocess.run(

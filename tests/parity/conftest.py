@@ -2,27 +2,9 @@
 
 import pytest
 from outcomes import golden, live
-from prime_rl_checkout import COMMITS, commit_of, extract, find_checkout
+from prime_rl_checkout import COMMITS, commit_of
 
 ran: dict[str, str] = {}
-
-
-@pytest.fixture(scope="session")
-def checkout(request):
-    return find_checkout(request.config.getoption("--prime-rl", default=None))
-
-
-@pytest.fixture(scope="session")
-def trees(checkout, tmp_path_factory):
-    """Version -> extracted tree; skips where there is no checkout."""
-    target = tmp_path_factory.mktemp("prime-rl")
-
-    def tree(version):
-        if checkout is None:
-            pytest.skip("no prime-rl checkout (--prime-rl PATH)")
-        return extract(checkout, version, target)
-
-    return tree
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from make_venvs import python_of, verifiers_of
-from prime_rl_checkout import REPO, VERSIONS, extract, find_checkout
+from prime_rl_checkout import REPO, VERSIONS
 
 from prime_composer.recipe import RecipeError, load_recipe, parse_recipe
 from prime_composer.upstream.export import export_recipe, to_toml
@@ -154,12 +154,11 @@ def test_toml_survives_a_round_trip():
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_prime_rls_own_parser_and_dry_run_take_every_recipe(request, tmp_path, version):
-    checkout = find_checkout(request.config.getoption("--prime-rl", default=None))
+def test_prime_rls_own_parser_and_dry_run_take_every_recipe(trees, tmp_path, version):
     python = python_of("v0.6" if version == "v0.6.0" else "newest")
-    if checkout is None or not python.exists():
-        pytest.skip("no prime-rl checkout, or no environment for it (python tests/upstream/make_venvs.py)")
-    tree = extract(checkout, version, tmp_path)
+    if not python.exists():
+        pytest.skip("no environment for it (python tests/upstream/make_venvs.py)")
+    tree = trees(version)
     dialect = cpu_recipe.DIALECT[version]
     files, refused = [], {}
     models = {"student": "Qwen/Qwen3-0.6B", "teacher": "Qwen/Qwen3-4B"}

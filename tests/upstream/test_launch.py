@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from make_venvs import python_of
-from prime_rl_checkout import REPO, extract, find_checkout
+from prime_rl_checkout import REPO
 
 from prime_composer.recipe import RecipeError
 from prime_composer.upstream import launch
@@ -72,12 +72,11 @@ CODE = (
 
 
 @pytest.mark.parametrize("version", ["v0.6.0", "newest"])
-def test_prime_rls_launcher_takes_a_recipe_and_then_its_own_native_export(request, tmp_path, version):
-    checkout = find_checkout(request.config.getoption("--prime-rl", default=None))
+def test_prime_rls_launcher_takes_a_recipe_and_then_its_own_native_export(trees, tmp_path, version):
     python = python_of("v0.6" if version == "v0.6.0" else "newest")
-    if checkout is None or not python.exists():
-        pytest.skip("no prime-rl checkout, or no environment for it (python tests/upstream/make_venvs.py)")
-    env = launch_run.environment(str(python), extract(checkout, version, tmp_path), tmp_path)
+    if not python.exists():
+        pytest.skip("no environment for it (python tests/upstream/make_venvs.py)")
+    env = launch_run.environment(str(python), trees(version), tmp_path)
     del env["PRIME_CPU_RIG"]
     recipe = tmp_path / "mine.toml"
     recipe.write_text(RECIPE)

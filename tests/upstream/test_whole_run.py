@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from make_venvs import python_of, verifiers_of
-from prime_rl_checkout import extract, find_checkout
 
 HERE = Path(__file__).parent
 E2E = HERE / "e2e"
@@ -32,19 +31,6 @@ everything = pytest.mark.skipif(
 K = 8
 TOP_K = {"type": "topk_reverse_kl", "k": K}
 SAMPLED = {"type": "sampled_reverse_kl"}
-
-
-@pytest.fixture(scope="module")
-def tree(request, tmp_path_factory):
-    checkout = find_checkout(request.config.getoption("--prime-rl", default=None))
-    target = tmp_path_factory.mktemp("prime-rl")
-
-    def extracted(version):
-        if checkout is None:
-            pytest.skip("no prime-rl checkout (--prime-rl PATH)")
-        return extract(checkout, version, target)
-
-    return extracted
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +53,7 @@ def cpu_env():
     return {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
 
 
-def run(version, tree, models, folder, loss, *, vllm=None, ranks=1, fused=True, tied=False, switch="1", **more_of_it):
+def run(version, trees, models, folder, loss, *, vllm=None, ranks=1, fused=True, tied=False, switch="1", **more_of_it):
     """One whole run; returns what the servers saw, the trainer's log and the rows of upstream's metric stream."""
     python = str(python_of("v0.6" if version == "v0.6.0" else "newest"))
     if not Path(python).exists() or not (verifiers_of(version) or Path(python)).exists():
@@ -87,7 +73,7 @@ def run(version, tree, models, folder, loss, *, vllm=None, ranks=1, fused=True, 
             cpu_recipe.native(version, student.url, teacher.url, made, loss, ranks=ranks, fused=fused, **more_of_it)
         )
         more = {} if switch is None else {"PRIME_COMPOSER": switch}
-        env = launch_run.environment(python, tree(version), folder, **more)
+        env = launch_run.environment(python, trees(version), folder, **more)
         if verifiers_of(version) is not None:
             env["PYTHONPATH"] = f"{verifiers_of(version)}{launch_run.os.pathsep}{env['PYTHONPATH']}"
         command = [python, "-m", "prime_rl.entrypoints.rl", "@", str(config)]
@@ -145,8 +131,8 @@ RUNS = [
 
 
 @pytest.mark.parametrize("version,how", RUNS, ids=lambda value: value if isinstance(value, str) else "-".join(value))
-def test_teacher_top_k_through_the_whole_unmodified_prime_rl(tree, models, tmp_path, version, how):
-    result = run(version, tree, models, tmp_path, TOP_K, **how)
+def test_teacher_top_k_through_the_whole_unmodified_prime_rl(trees, models, tmp_path, version, how):
+    result = run(version, trees, models, tmp_path, TOP_K, **how)
     assert all(r["params"]["prompt_logprobs"] == K for r in result["teacher"] if "params" in r)
     assert "topk_reverse_kl was called" in result["trainer"]
     rows = metric_rows(result, version)
@@ -167,10 +153,10 @@ def test_teacher_top_k_through_the_whole_unmodified_prime_rl(tree, models, tmp_p
 
 @everything
 @pytest.mark.parametrize("version", ["newest"])
-def test_with_real_vllm_as_student_and_as_teacher(tree, models, tmp_path, version):
+def test_with_real_vllm_as_student_and_as_teacher(trees, models, tmp_path, version):
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
-    result = run(version, tree, models, tmp_path, TOP_K, vllm=sys.executable)
+    result = run(version, trees, models, tmp_path, TOP_K, vllm=sys.executable)
     rows = metric_rows(result, version)
     expected, update = reference(result)
     mean = sum(expected["tail_kl"]) / len(expected["tail_kl"])
@@ -182,8 +168,8 @@ def test_with_real_vllm_as_student_and_as_teacher(tree, models, tmp_path, versio
 
 
 @everything
-def test_self_distillation_in_the_newest_version_scores_with_the_policy_told_the_answer(tree, models, tmp_path):
-    result = run("newest", tree, models, tmp_path, TOP_K, told=True)
+def test_self_distillation_in_the_newest_version_scores_with_the_policy_told_the_answer(trees, models, tmp_path):
+    result = run("newest", trees, models, tmp_path, TOP_K, told=True)
     scored = [r for r in result["student"] if r["path"] == "/inference/v1/generate" and "prompt_logprobs" in r["params"]]
     sampled = [r["in"] + r["out"] for r in result["student"] if r["path"] == "/inference/v1/generate"]
     assert scored and not [r for r in result["teacher"] if r["path"] == "/inference/v1/generate"]
@@ -198,8 +184,8 @@ def test_self_distillation_in_the_newest_version_scores_with_the_policy_told_the
 
 @everything
 @pytest.mark.parametrize("version", ["v0.6.0", "newest"])
-def test_the_plain_launcher_runs_our_sampled_loss_with_nothing_else_installed(tree, models, tmp_path, version):
-    result = run(version, tree, models, tmp_path, SAMPLED, switch=None)
+def test_the_plain_launcher_runs_our_sampled_loss_with_nothing_else_installed(trees, models, tmp_path, version):
+    result = run(version, trees, models, tmp_path, SAMPLED, switch=None)
     assert all(r["params"]["prompt_logprobs"] == 1 for r in result["teacher"] if "params" in r)
     assert "sampled_reverse_kl was called" in result["trainer"]
     rows = metric_rows(result, version)
