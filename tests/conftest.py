@@ -60,7 +60,7 @@ def trees(checkout: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
     def tree(version: str) -> Path:
         if checkout is None:
-            pytest.skip("no prime-rl checkout (--prime-rl PATH)")
+            pytest.skip("no prime-rl checkout (--prime-rl=PATH)")
         return extract(checkout, version, target)
 
     return tree

@@ -1,7 +1,9 @@
 """Finds a checkout of prime-rl and reads any of its versions with git, without touching its work tree.
 
-Looked for: ``pytest --prime-rl PATH``, the environment variable PRIME_RL_CHECKOUT, ``prime_composer/prime-rl`` in the
-per-user cache directory (``git clone https://github.com/PrimeIntellect-ai/prime-rl`` there).
+Looked for: ``pytest --prime-rl=PATH`` (with the ``=``: after a space pytest would take the checkout for a folder of tests,
+since it reads this option's definition after its conftests), the environment variable PRIME_RL_CHECKOUT,
+``prime_composer/prime-rl`` in the per-user cache directory (``git clone https://github.com/PrimeIntellect-ai/prime-rl``
+there).
 """
 
 import io
@@ -49,7 +51,7 @@ def find_checkout(option: str | None = None) -> Path | None:
         return place
     if named or os.environ.get("PRIME_COMPOSER_REQUIRE_UPSTREAM") == "1":
         raise FileNotFoundError(
-            f"no git checkout of prime-rl at {place}: pass --prime-rl PATH, set PRIME_RL_CHECKOUT, or clone "
+            f"no git checkout of prime-rl at {place}: pass --prime-rl=PATH, set PRIME_RL_CHECKOUT, or clone "
             "https://github.com/PrimeIntellect-ai/prime-rl there"
         )
     return None

@@ -22,7 +22,7 @@ TAGS = {"v0.6.0": "v0_6", "v0.7.0": "v0_7", "v0.8.0": "v0_7", "HEAD": "v0_7"}
 @pytest.fixture(params=TAGS)
 def upstream(request, monkeypatch, checkout):
     if checkout is None:
-        pytest.skip("no prime-rl checkout (--prime-rl PATH)")
+        pytest.skip("no prime-rl checkout (--prime-rl=PATH)")
     source = subprocess.run(
         ["git", "-C", str(checkout), "show", f"{request.param}:src/prime_rl/trainer/rl/loss.py"],
         capture_output=True,
