@@ -47,28 +47,6 @@ class Support:
             student_logprobs=torch.where(rows, self.student_logprobs, fill),
         )
 
-    def check(self, mask: Bool[Tensor, "seq"], vocab_size: int) -> None:
-        """Refuse a support that no vocabulary has. Synchronises with the device: for a first step, not for every one.
-
-        Raises:
-            ValueError: at a position of ``mask``, an id stands twice (its mass would count twice) or is outside the
-                vocabulary, or the teacher gave no score; or K exceeds the vocabulary.
-        """
-        k = self.token_ids.shape[-1]
-        if k > vocab_size:
-            raise ValueError(f"The support has K = {k} ids per position and the vocabulary only {vocab_size}.")
-        ids = self.token_ids[mask].sort(-1).values
-        if ids.numel() and (ids.max() >= vocab_size or ids.min() < 0):
-            raise ValueError(
-                f"The support has token id {int(ids.max())} (least: {int(ids.min())}), and the student's vocabulary has "
-                f"{vocab_size} ids. Do teacher and student share one tokenizer and one padded vocabulary?"
-            )
-        twice = ids[:, 1:] == ids[:, :-1]
-        if twice.any():
-            raise ValueError(f"The support has token id {int(ids[:, 1:][twice][0])} twice at one position; dedupe the ids.")
-        if self.teacher_logprobs[mask].isnan().any():
-            raise ValueError("The teacher gave no score (NaN) at a position that trains.")
-
 
 @dataclass(eq=False)
 class LossInputs:

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_composer import divergences as D
-from prime_composer.contract import Support
 
 GOLDEN = Path(__file__).parent / "golden"
 KL_ROWS = ["full", "tail", "renorm", "generalized", "stop_gradient", "raw"]
@@ -399,29 +398,6 @@ def test_what_cannot_teach_is_refused_with_the_reason():
         D.taid_target(p, q, -0.1)
     with pytest.raises(ValueError, match="expected gradient 0"):
         D.k1(p.requires_grad_(), q)
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([[0, 1], [2, 2]], "id 2 twice"),
-        ([[0, 1], [2, 9]], "token id 9"),
-        ([[0, 1], [2, -1]], "least: -1"),
-    ],
-)
-def test_a_support_that_no_vocabulary_has_is_refused(ids, message):
-    support = Support(torch.tensor(ids), torch.full((2, 2), -1.0), torch.full((2, 2), -1.0))
-    with pytest.raises(ValueError, match=message):
-        support.check(torch.tensor([True, True]), vocab_size=9)
-    support.check(torch.tensor([True, False]), vocab_size=9)
-    with pytest.raises(ValueError, match="K = 2 .* only 1"):
-        support.check(torch.tensor([True, False]), vocab_size=1)
-
-
-def test_a_missing_teacher_score_is_refused():
-    support = Support(torch.tensor([[0, 1]]), torch.tensor([[-1.0, float("nan")]]), torch.full((1, 2), -1.0))
-    with pytest.raises(ValueError, match="no score"):
-        support.check(torch.tensor([True]), vocab_size=9)
 
 
 # --- golden numbers and the learning fixture -------------------------------------------------------------------------------
