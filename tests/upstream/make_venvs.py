@@ -1,12 +1,14 @@
 """Makes the environments of the whole-run tests: v0.6.0 and the newest prime-rl need different versions of verifiers.
 
-    python tests/upstream/make_venvs.py [NAME ...]
+    python tests/upstream/make_venvs.py [newest | v0.6 | all]
 
-Each goes to ``prime_composer/venvs/NAME`` in the per-user cache directory (or PRIME_COMPOSER_VENVS), 1.7 GB and about
-two minutes each. This package is installed into it as an editable, with its .pth; prime-rl itself is never installed, it
-is read from a checkout.
+Each goes to ``prime_composer/venvs/NAME`` in the per-user cache directory (or PRIME_COMPOSER_VENVS), with PyTorch's CPU
+build (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu where pip's index has none) 1.7 GB and about two minutes
+each. This package is installed into it as an editable, with its .pth; prime-rl itself is never installed, it is read
+from a checkout.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -52,6 +54,13 @@ def make(name: str) -> None:
     print(f"{name}: {folder}")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", choices=[*NAMES, "all"], default="all", help="default: all")
+    names = parser.parse_args().names
+    for name in NAMES if "all" in names else names:
+        make(name)
+
+
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or NAMES:
-        make(wanted)
+    main()
