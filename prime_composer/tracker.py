@@ -9,6 +9,7 @@ from typing import Any
 from prime_composer.recipe import LoggingConfig
 
 METRICS_FILE = "metrics.jsonl"
+WANDB_ID_FILE = "wandb_run_id.txt"
 
 
 class Tracker:
@@ -42,9 +43,18 @@ class Tracker:
             purge = None if resume_step is None else resume_step + 1
             self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
         if wandb is not None:
+            # A resumed run goes on in its own W&B run. Steps that this one already holds it keeps, and ignores ours:
+            # they repeat the same numbers.
+            known = run_dir / WANDB_ID_FILE
+            again = resume_step is not None and known.exists()
             self._wandb = wandb.init(
-                project=config.wandb.project, name=config.wandb.name or run_dir.name, dir=str(run_dir), resume="allow"
+                project=config.wandb.project,
+                name=config.wandb.name or run_dir.name,
+                dir=str(run_dir),
+                id=known.read_text(encoding="utf-8") if again else None,
+                resume="allow",
             )
+            known.write_text(self._wandb.id, encoding="utf-8")
 
     def __enter__(self) -> "Tracker":
         return self

@@ -1,5 +1,6 @@
 """Metrics: what is written, what a resumed run takes back, what a crash may cut off."""
 
+import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,20 +50,56 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
     assert events.Tags()["scalars"] == ["loss"]
 
 
-def test_wandb_gets_every_record_and_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A stand-in for W&B: what it was told, in order. It names its runs run-1, run-2, ... unless told an id."""
     seen: list[Any] = []
-    run = SimpleNamespace(log=lambda metrics, step: seen.append((step, metrics)), finish=lambda: seen.append("finished"))
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: seen.append(settings) or run))
-    with Tracker(tmp_path, LoggingConfig(tensorboard=False, wandb={"project": "p"})) as tracker:
+    ids = itertools.count(1)
+
+    def init(**settings: Any) -> SimpleNamespace:
+        seen.append(settings)
+        return SimpleNamespace(
+            id=settings["id"] or f"run-{next(ids)}",
+            log=lambda metrics, step: seen.append((step, metrics)),
+            finish=lambda: seen.append("finished"),
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    return seen
+
+
+WANDB = LoggingConfig(tensorboard=False, wandb={"project": "p"})
+
+
+def test_wandb_gets_every_record_and_is_finished(tmp_path: Path, wandb: list[Any]) -> None:
+    with Tracker(tmp_path, WANDB) as tracker:
         tracker.log(1, {"loss": 0.5})
-    assert (seen[0]["project"], seen[0]["name"]) == ("p", tmp_path.name)
-    assert seen[1:] == [(1, {"loss": 0.5}), "finished"]
+    assert (wandb[0]["project"], wandb[0]["name"], wandb[0]["id"]) == ("p", tmp_path.name, None)
+    assert wandb[1:] == [(1, {"loss": 0.5}), "finished"]
+
+
+def test_a_resumed_run_goes_on_in_its_own_wandb_run(tmp_path: Path, wandb: list[Any]) -> None:
+    for run_dir in (tmp_path / "one", tmp_path / "two"):
+        run_dir.mkdir()
+        Tracker(run_dir, WANDB).close()
+    for _ in range(2):
+        Tracker(tmp_path / "one", WANDB, resume_step=0).close()
+    settings = [entry for entry in wandb if entry != "finished"]
+    assert [entry["id"] for entry in settings] == [None, None, "run-1", "run-1"]
+    assert settings[2]["resume"] == settings[3]["resume"] == "allow"
+
+
+def test_a_run_resumed_with_wandb_only_then_opens_a_wandb_run(tmp_path: Path, wandb: list[Any]) -> None:
+    write(tmp_path, 2)
+    Tracker(tmp_path, WANDB, resume_step=1).close()
+    Tracker(tmp_path, WANDB, resume_step=1).close()
+    assert [entry["id"] for entry in wandb if entry != "finished"] == [None, "run-1"]
 
 
 def test_a_missing_wandb_is_one_message_with_the_pip_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
-        Tracker(tmp_path, LoggingConfig(tensorboard=False, wandb={"project": "p"}))
+        Tracker(tmp_path, WANDB)
 
 
 def test_the_report_takes_each_number_from_its_own_records(tmp_path: Path) -> None:
