@@ -43,8 +43,8 @@ class Tracker:
             purge = None if resume_step is None else resume_step + 1
             self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
         if wandb is not None:
-            # A resumed run goes on in its own W&B run. Steps that this one already holds it keeps, and ignores ours:
-            # they repeat the same numbers.
+            # A resumed run goes on in its own W&B run, which ignores the steps that it holds already: the resumed run
+            # only repeats their numbers.
             known = run_dir / WANDB_ID_FILE
             again = resume_step is not None and known.exists()
             self._wandb = wandb.init(

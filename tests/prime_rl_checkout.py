@@ -1,9 +1,8 @@
 """Finds a checkout of prime-rl and reads any of its versions with git, without touching its work tree.
 
-Looked for: ``pytest --prime-rl=PATH`` (with the ``=``: after a space pytest would take the checkout for a folder of tests,
-since it reads this option's definition after its conftests), the environment variable PRIME_RL_CHECKOUT,
-``prime_composer/prime-rl`` in the per-user cache directory (``git clone https://github.com/PrimeIntellect-ai/prime-rl``
-there).
+Looked for: ``pytest --prime-rl=PATH`` (with the ``=``: pytest learns of the option from a conftest, and until then takes a
+path after a space for a folder of tests), the environment variable PRIME_RL_CHECKOUT, ``prime_composer/prime-rl`` in the
+per-user cache directory (``git clone https://github.com/PrimeIntellect-ai/prime-rl`` there).
 """
 
 import io
