@@ -107,9 +107,9 @@ def _export(args: argparse.Namespace) -> int:
     from prime_composer.upstream.export import export_recipe
 
     recipe = load_recipe(args.config, args.overrides)
-    roles = {"student": recipe.student, "teacher": recipe.teacher}
-    asked = {role: model for role, model in roles.items() if model is not None and model.prepare is not None}
-    found = {role: cached_path(model.prepare, recipe.data) for role, model in asked.items()}
+    roles = {"student": recipe.student, **recipe.scored_by}
+    asked = {role: model.prepare for role, model in roles.items() if model.prepare is not None}
+    found = {role: cached_path(config, recipe.sources) for role, config in asked.items()}
     text = export_recipe(recipe, args.dialect, {role: path for role, path in found.items() if path is not None})
     if args.output is None:
         print(text, end="")

@@ -6,18 +6,24 @@ Math Word Problems", 2021, https://arxiv.org/abs/2110.14168). Nothing heavy is i
 """
 
 import json
+import math
 import random
 import re
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 FINAL_MARK = "####"
+
+PROBLEMS = "problems"
+"""The environment's name where a recipe has a single ``[data]``."""
 
 
 class DataConfig(BaseModel):
@@ -45,6 +51,9 @@ class DataConfig(BaseModel):
     seed: int = 0
     """For ``generated``: the seed of the problems."""
 
+    operations: tuple[Literal[1, 2, 3], ...] = Field(default=(1, 2, 3), min_length=1)
+    """For ``generated``: how many operations a problem may take."""
+
     hold_out: float = Field(default=0.1, gt=0.0, lt=1.0)
     """Share of the distinct questions set aside for testing, where the source has no test split of its own."""
 
@@ -60,6 +69,24 @@ class DataConfig(BaseModel):
     answer_check: Literal["gsm8k", "math_verify"] = "gsm8k"
     """``gsm8k``: the number after the first ``####`` must equal the reference's, exactly, as a decimal number.
     ``math_verify``: the Math-Verify library extracts an answer from free text and LaTeX and compares it."""
+
+    ratio: float = Field(default=1.0, gt=0.0)
+    """Share of the prompts, relative to the other ``[environments]``; 1 each by default, as in prime-rl."""
+
+    teacher: str | dict[str, float] | None = None
+    """With ``[teachers]``: the one that scores these problems' rollouts; or a table ``name = weight``, a mixture of
+    theirs. Unset: all of them, by their own weights."""
+
+    teacher_key: str | None = None
+    """For ``jsonl`` and ``hub``, with ``[teachers]``: the key under which each row names its own teacher; a row without
+    it goes where ``teacher`` says."""
+
+    @field_validator("teacher")
+    @classmethod
+    def _weights_are_weights(cls, teacher: str | dict[str, float] | None) -> str | dict[str, float] | None:
+        if isinstance(teacher, dict) and (not teacher or not all(0 < w < float("inf") for w in teacher.values())):
+            raise ValueError("a mixture is a table of name = weight, each weight above 0")
+        return teacher
 
     @field_validator("prompt_template")
     @classmethod
@@ -77,15 +104,24 @@ class DataConfig(BaseModel):
             )
         if self.source != "jsonl" and self.path is not None:
             raise ValueError(f'path is read only with source = "jsonl", and source = {self.source!r}')
+        if self.source == "generated" and self.teacher_key is not None:
+            raise ValueError("teacher_key names a key of the data's rows, and generated problems have none: use `teacher`")
         return self
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its worked answer, which ends in ``#### <number>``."""
+    """A question and its worked answer, which ends in ``#### <number>``.
+
+    Attributes:
+        environment: which of the recipe's environments it belongs to.
+        teacher: the teacher that the data names for it.
+    """
 
     question: str
     answer: str
+    environment: str = PROBLEMS
+    teacher: str | None = None
 
     @property
     def final(self) -> str:
@@ -105,6 +141,24 @@ class Tokenizer(Protocol):
 # --------------------------------------------------------------------------------------------------------- loading
 
 
+def load_environments(sources: Mapping[str, DataConfig]) -> tuple[list[Problem], list[Problem]]:
+    """The problems of all environments to train on, one environment after the other, and the held-out ones, the
+    environments in turn, so that a part of them is of all.
+
+    Raises:
+        ValueError: as ``load_problems``, or one environment trains on what another one holds out.
+    """
+    practice: list[Problem] = []
+    held_out: list[list[Problem]] = []
+    for name, config in sources.items():
+        train, test = ([replace(p, environment=name) for p in problems] for problems in load_problems(config))
+        practice += train
+        held_out.append(test)
+    aside = [problem for turn in zip_longest(*held_out) for problem in turn if problem is not None]
+    _refuse_overlap(practice, aside, "[environments]")
+    return practice, aside
+
+
 def load_problems(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
     """The problems to train on and the held-out ones, in a fixed order, with no question in both.
 
@@ -113,7 +167,8 @@ def load_problems(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
             held-out questions overlap.
     """
     if config.source == "generated":
-        train, held_out = split_by_question(generate_problems(config.size, config.seed), config.hold_out, config.seed)
+        problems = generate_problems(config.size, config.seed, config.operations)
+        train, held_out = split_by_question(problems, config.hold_out, config.seed)
         origin = "the generated problems"
     elif config.source == "hub":
         train, held_out = _from_hub(config)
@@ -122,21 +177,25 @@ def load_problems(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
         path = config.path.expanduser()
         origin = str(path)
         if path.is_dir():
-            train, held_out = read_jsonl(path / "train.jsonl"), read_jsonl(path / "test.jsonl")
+            train, held_out = (read_jsonl(path / f"{split}.jsonl", config.teacher_key) for split in ("train", "test"))
         else:
-            train, held_out = split_by_question(read_jsonl(path), config.hold_out, config.seed)
+            train, held_out = split_by_question(read_jsonl(path, config.teacher_key), config.hold_out, config.seed)
     if not config.calculator_annotations:
         train, held_out = ([_without_annotations(p) for p in problems] for problems in (train, held_out))
     for name, problems in (("training", train), ("held-out", held_out)):
         if not problems:
             raise ValueError(f"{origin} leaves no {name} problems; raise [data] size or change hold_out")
+    _refuse_overlap(train, held_out, origin)
+    return train, held_out
+
+
+def _refuse_overlap(train: Sequence[Problem], held_out: Sequence[Problem], origin: str) -> None:
     shared = {p.question for p in train} & {p.question for p in held_out}
     if shared:
         raise ValueError(
             f"{origin}: {len(shared)} question(s) are both trained on and held out, so accuracy would be flattered. "
             f"Remove them from one side. The first: {min(shared)!r}"
         )
-    return train, held_out
 
 
 def split_by_question(problems: list[Problem], hold_out: float, seed: int) -> tuple[list[Problem], list[Problem]]:
@@ -147,8 +206,11 @@ def split_by_question(problems: list[Problem], hold_out: float, seed: int) -> tu
     return [p for p in problems if p.question not in aside], [p for p in problems if p.question in aside]
 
 
-def read_jsonl(path: Path) -> list[Problem]:
+def read_jsonl(path: Path, teacher_key: str | None = None) -> list[Problem]:
     """The problems of one JSONL file, one JSON object per line; empty lines are passed over.
+
+    Args:
+        teacher_key: under which a row names its teacher.
 
     Raises:
         ValueError: the file is missing, or lines are malformed: ``file:line: what is wrong``, the first five of them.
@@ -164,7 +226,7 @@ def read_jsonl(path: Path) -> list[Problem]:
             if not line.strip():
                 continue
             try:
-                problems.append(_problem_of_line(line))
+                problems.append(_problem_of_line(line, teacher_key))
             except ValueError as error:
                 complaints.append(f"{path}:{number}: {error}")
     if complaints:
@@ -173,17 +235,17 @@ def read_jsonl(path: Path) -> list[Problem]:
     return problems
 
 
-def _problem_of_line(line: bytes) -> Problem:
+def _problem_of_line(line: bytes, teacher_key: str | None) -> Problem:
     try:
         row = json.loads(line.strip())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
-    return _problem_of_row(row)
+    return _problem_of_row(row, teacher_key)
 
 
-def _problem_of_row(row: Any) -> Problem:
+def _problem_of_row(row: Any, teacher_key: str | None) -> Problem:
     if not isinstance(row, dict):
         raise ValueError(f'expected an object with "question" and "answer", found {type(row).__name__}')
     for key in ("question", "answer"):
@@ -198,7 +260,10 @@ def _problem_of_row(row: Any) -> Problem:
         raise ValueError(f'"answer" has no "{FINAL_MARK} <number>" at its end')
     if final_number(problem.answer[problem.answer.rindex(FINAL_MARK) :]) is None:
         raise ValueError(f'what follows "{FINAL_MARK}" in "answer" is not a number: {problem.final!r}')
-    return problem
+    teacher = None if teacher_key is None else row.get(teacher_key)
+    if teacher is not None and not isinstance(teacher, str):
+        raise ValueError(f'"{teacher_key}" must be the name of a teacher, found {type(teacher).__name__}')
+    return replace(problem, teacher=teacher)
 
 
 def _from_hub(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
@@ -216,7 +281,7 @@ def _from_hub(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
         problems = []
         for number, row in enumerate(splits[split], start=1):
             try:
-                problems.append(_problem_of_row(row))
+                problems.append(_problem_of_row(row, config.teacher_key))
             except ValueError as error:
                 raise ValueError(f"{config.hub_id}, split {split}, row {number}: {error}") from error
         found.append(problems)
@@ -224,7 +289,7 @@ def _from_hub(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
 
 
 def _without_annotations(problem: Problem) -> Problem:
-    return Problem(problem.question, re.sub(r"<<[^<>]*>>", "", problem.answer))
+    return replace(problem, answer=re.sub(r"<<[^<>]*>>", "", problem.answer))
 
 
 # ------------------------------------------------------------------------------------------------------- generated
@@ -235,8 +300,8 @@ NAMES = (
 ITEMS = "apples books cards coins eggs hats keys lamps mugs nuts pens pins rings shells stamps toys".split()
 
 
-def generate_problems(size: int, seed: int) -> list[Problem]:
-    """``size`` problems with distinct questions, from six templates of one to three operations.
+def generate_problems(size: int, seed: int, operations: Sequence[int] = (1, 2, 3)) -> list[Problem]:
+    """``size`` problems with distinct questions, from six templates of one to three ``operations``.
 
     The templates take turns; every number, worked step and answer is a positive integer below 100.
 
@@ -244,11 +309,12 @@ def generate_problems(size: int, seed: int) -> list[Problem]:
         ValueError: the templates cannot make that many distinct questions.
     """
     rng = random.Random(f"problems {seed}")
+    templates = [template for template, count in TEMPLATES.items() if count in operations]
     problems: dict[str, Problem] = {}
     for attempt in range(20 * size):
         if len(problems) == size:
             break
-        problem = TEMPLATES[attempt % len(TEMPLATES)](rng, rng.choice(NAMES), rng.choice(ITEMS))
+        problem = templates[attempt % len(templates)](rng, rng.choice(NAMES), rng.choice(ITEMS))
         problems.setdefault(problem.question, problem)
     if len(problems) < size:
         raise ValueError(f"[data] size = {size}: the templates make only {len(problems)} distinct questions")
@@ -299,7 +365,8 @@ def _daily(rng: random.Random, name: str, items: str) -> Problem:
     return _worked(question, (a, "+", b), (a + b, "*", c), ((a + b) * c, "-", d))
 
 
-TEMPLATES = (_buys, _gives, _boxes, _boxes_and_more, _finds_and_loses, _daily)
+TEMPLATES = {_buys: 1, _gives: 1, _boxes: 1, _boxes_and_more: 2, _finds_and_loses: 2, _daily: 3}
+"""Each with its number of operations."""
 
 
 # --------------------------------------------------------------------------------------------- prompts and answers
@@ -383,7 +450,41 @@ def prompt_batches(n_problems: int, batch_prompts: int, seed: int, step: int) ->
     ]
 
 
-@lru_cache(maxsize=8)
+def environment_batches(sizes: Sequence[int], ratios: Sequence[float], batch_prompts: int, seed: int, step: int) -> list[int]:
+    """``prompt_batches`` over several environments, whose problems stand one after the other: the same promises.
+
+    A step's prompts are shared out by ``ratios``, each environment's count within one of its exact share (systematic
+    sampling, with an offset drawn anew each step, so that the shares are exact on average); each environment walks
+    through permutations of its own problems.
+    """
+    if len(sizes) == 1:
+        return prompt_batches(sizes[0], batch_prompts, seed, step)
+    counts = [_shares(tuple(ratios), batch_prompts, seed, earlier) for earlier in range(step + 1)]
+    batch, start = [], 0
+    for environment, size in enumerate(sizes):
+        first = sum(count[environment] for count in counts[:step])
+        for i in range(first, first + counts[step][environment]):
+            batch.append(start + _permutation(size, seed, i // size)[i % size])
+        start += size
+    return batch
+
+
+@cache
+def _shares(ratios: tuple[float, ...], batch_prompts: int, seed: int, step: int) -> list[int]:
+    """How many of a step's prompts each environment gets."""
+    offset = random.Random(f"environments {seed} {step}").random()
+    total, reached, before, counts = sum(ratios), 0.0, 0, []
+    for ratio in ratios:
+        reached += ratio
+        # How many of the points offset, offset + 1, ... lie below this environment's end of the line.
+        below = min(batch_prompts, max(0, math.ceil(batch_prompts * reached / total - offset)))
+        counts.append(below - before)
+        before = below
+    counts[-1] += batch_prompts - before
+    return counts
+
+
+@lru_cache(maxsize=32)
 def _permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
     order = list(range(n))
     random.Random(f"order {seed} {epoch}").shuffle(order)

@@ -10,11 +10,12 @@ from torch import nn
 from prime_composer.data import Problem
 from prime_composer.losses.base import LossConfig
 from prime_composer.prepare import prepare_model
-from prime_composer.recipe import ModelConfig, Recipe
+from prime_composer.recipe import ModelConfig, Recipe, TeacherConfig, spoken
 from prime_composer.replay import Pair, read_pairs, response
 from prime_composer.rollout import Rollout, Sampler, SamplingParams
 from prime_composer.scorer import Scorer, TeacherScores
 from prime_composer.self_teacher import PolicyTeacher
+from prime_composer.teachers import Teachers
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Engine:
         recipe: what was opened.
         model: the student that trains; its tokenizer beside it.
         sampler: samples the student's rollouts.
-        scorer: scores them with a teacher of its own; None where the loss needs none.
+        teachers: score them with models of their own; None where the loss needs none.
         policy_teacher: scores them with the policy itself, told more; None without ``[teacher.policy]``.
         reference: the frozen policy of the replay channel's loss, where that needs one.
         pairs: preference pairs of a file.
@@ -36,7 +37,7 @@ class Engine:
     model: nn.Module
     tokenizer: Any
     sampler: Sampler
-    scorer: Scorer | None = None
+    teachers: Teachers | None = None
     policy_teacher: PolicyTeacher | None = None
     reference: nn.Module | None = None
     pairs: Sequence[Pair] = ()
@@ -63,8 +64,8 @@ class Engine:
         """
         everything = list(range(len(rollouts)))
         size = self.recipe.loss.support_size
-        if self.scorer is not None:
-            return everything, self.scorer.score(rollouts, size)
+        if self.teachers is not None:
+            return everything, self.teachers.score(rollouts, problems, size)
         if self.policy_teacher is None:
             return everything, None
         hints = self.policy_teacher.hints(rollouts, texts, problems, rewards)
@@ -95,7 +96,7 @@ class Engine:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for part in (self.sampler, self.scorer):
+        for part in (self.sampler, self.teachers):
             if part is not None:
                 part.close()
 
@@ -127,15 +128,18 @@ def open_engine(recipe: Recipe, status: Callable[[str], None], student_dir: Path
         sampler.update_weights(model)
     engine = Engine(recipe, model, tokenizer, sampler)
     if recipe.teacher is not None and recipe.teacher.policy is not None:
-        engine.policy_teacher = PolicyTeacher(recipe.teacher.policy, recipe.data, model, tokenizer)
+        engine.policy_teacher = PolicyTeacher(recipe.teacher.policy, recipe.sources, model, tokenizer)
     elif {"support", "ref_logprobs"} & recipe.loss.needs:
-        status(f"opening the teacher's {teacher_backend(recipe)} scorer")
-        engine.scorer = open_scorer(recipe)
+        scorers = {}
+        engine.teachers = Teachers(scorers, recipe.mixture)
+        for role, teacher in recipe.scored_by.items():
+            status(f"opening the {spoken(role)}'s {teacher_backend(teacher, recipe)} scorer")
+            scorers[role] = open_scorer(teacher, recipe)
     if "replay" in recipe.loss.needs:
         if "ref_logprobs" in recipe.loss.replay.loss.needs:
             engine.reference = load_student(origin, dtype="float32")[0].requires_grad_(False)
         if recipe.replay.path is not None:
-            engine.pairs = read_pairs(recipe.replay.path, recipe.data, tokenizer)
+            engine.pairs = read_pairs(recipe.replay.path, recipe.sources, tokenizer)
     return engine
 
 
@@ -160,11 +164,10 @@ def open_sampler(recipe: Recipe, origin: str | Path) -> Sampler:
     return TransformersSampler(origin, dtype=recipe.trainer.dtype, max_model_len=config.max_model_len)
 
 
-def open_scorer(recipe: Recipe) -> Scorer:
-    """What scores with the teacher, able to answer the loss's K and the evaluation's."""
-    teacher = recipe.teacher
+def open_scorer(teacher: TeacherConfig, recipe: Recipe) -> Scorer:
+    """What scores with a teacher, able to answer the loss's K and the evaluation's."""
     origin = model_dir(teacher, recipe)
-    backend = teacher_backend(recipe)
+    backend = teacher_backend(teacher, recipe)
     dtype = teacher.dtype or recipe.trainer.dtype
     if backend == "server":
         from prime_composer.backends.vllm_server import ServerScorer
@@ -226,25 +229,27 @@ def preflight(
                 f"The longest prompt with its hint has {told} tokens, with attempt and response up to {needed}, and the "
                 f"student has only {positions} positions; shorten the hint's template, or lower rollout.max_tokens."
             )
-    limit = getattr(engine.scorer, "max_model_len", None)
-    if recipe.rollout.student_fraction < 1 and limit is not None:
+    teachers = {}
+    if engine.teachers is not None:
+        for role, scorer in engine.teachers.scorers.items():
+            teachers[role] = (scorer, load_tokenizer(model_dir(recipe.scored_by[role], recipe)))
+    limits = [scorer.max_model_len for scorer, _ in teachers.values() if getattr(scorer, "max_model_len", None) is not None]
+    if recipe.rollout.student_fraction < 1 and limits:
         longest = max(
-            len(response(prompt, problem.answer, recipe.data, engine.tokenizer, 0).token_ids)
+            len(response(prompt, problem.answer, recipe.data_of(problem), engine.tokenizer, 0).token_ids)
             for prompt, problem in zip(prompts, problems, strict=True)
         )
-        if longest >= limit:
+        if longest >= min(limits):
             raise PreflightError(
-                f"The longest solution of the data has {longest} tokens with its prompt, and the teacher takes {limit - 1}; "
-                f"raise rollout.max_model_len (a server's --max-model-len) to {longest + 1}, set rollout.student_fraction = 1, "
-                "or leave such problems out of the data."
+                f"The longest solution of the data has {longest} tokens with its prompt, and the teacher takes "
+                f"{min(limits) - 1}; raise rollout.max_model_len (a server's --max-model-len) to {longest + 1}, set "
+                "rollout.student_fraction = 1, or leave such problems out of the data."
             )
-    teacher_tokenizer = None if engine.scorer is None else load_tokenizer(model_dir(recipe.teacher, recipe))
     found = check(
         model=engine.model,
         tokenizer=engine.tokenizer,
         sampler=engine.sampler,
-        scorer=engine.scorer,
-        teacher_tokenizer=teacher_tokenizer,
+        teachers=teachers,
         prompts=prompts,
         params=SamplingParams(
             temperature=recipe.rollout.temperature, top_p=recipe.rollout.top_p, max_tokens=recipe.rollout.max_tokens
@@ -258,26 +263,22 @@ def preflight(
     status(f"preflight passed: after a weight sync, sampler and trainer differ by {difference:.1e} nat per token")
 
 
-def teacher_sampler(engine: Engine, recipe: Recipe) -> Sampler | None:
-    """What generates with the teacher, to measure its accuracy once; None without a teacher that is scored.
-
-    A vLLM teacher generates on the scorer's own engine.
-    """
-    if engine.scorer is None or hasattr(engine.scorer, "generate"):
-        return engine.scorer
-    teacher = recipe.teacher
-    origin = model_dir(teacher, recipe)
-    rollout = recipe.rollout.model_copy(update={"backend": teacher_backend(recipe), "url": teacher.url})
-    return open_sampler(recipe.model_copy(update={"rollout": rollout}), origin)
+def teacher_sampler(scorer: Scorer, teacher: TeacherConfig, recipe: Recipe) -> Sampler:
+    """What generates with a teacher, to measure its accuracy once. On vLLM it is the scorer's own engine."""
+    if hasattr(scorer, "generate"):
+        return scorer
+    rollout = recipe.rollout.model_copy(update={"backend": teacher_backend(teacher, recipe), "url": teacher.url})
+    trainer = recipe.trainer.model_copy(update={"dtype": teacher.dtype or recipe.trainer.dtype})
+    return open_sampler(recipe.model_copy(update={"rollout": rollout, "trainer": trainer}), model_dir(teacher, recipe))
 
 
-def teacher_backend(recipe: Recipe) -> str:
+def teacher_backend(teacher: TeacherConfig, recipe: Recipe) -> str:
     """The teacher's backend: its own, "server" where it has a URL, or the rollout's."""
-    if recipe.teacher.url is not None:
+    if teacher.url is not None:
         return "server"
-    return recipe.teacher.backend or recipe.rollout.backend
+    return teacher.backend or recipe.rollout.backend
 
 
 def model_dir(config: ModelConfig, recipe: Recipe) -> str | Path:
     """Where a model's weights lie: its directory or hub id, or what was prepared for the recipe."""
-    return config.model if config.prepare is None else prepare_model(config.prepare, recipe.data)
+    return config.model if config.prepare is None else prepare_model(config.prepare, recipe.sources)

@@ -6,7 +6,7 @@ tokens, an engine that keeps an old head when embeddings are tied, and one that 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -60,8 +60,7 @@ def preflight(
     model: nn.Module,
     tokenizer: Any,
     sampler: Sampler,
-    scorer: Scorer | None,
-    teacher_tokenizer: Any | None,
+    teachers: Mapping[str, tuple[Scorer, Any | None]],
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     support_size: int | Literal["full"] = 0,
@@ -72,35 +71,48 @@ def preflight(
     Args:
         model: the student that trains; its tokenizer beside it.
         sampler: the student's sampler.
-        scorer: the teacher's scorer, None where the loss needs none.
-        teacher_tokenizer: the teacher's tokenizer; None where it cannot be had, which becomes a warning.
+        teachers: by the name of its table in the recipe, each teacher's scorer and its tokenizer, or None in the place of
+            one that cannot be had, which becomes a warning; empty where the loss needs no teacher.
         prompts: the prompts of the run, as token ids (the longest one is checked against the context).
         params: how the run samples.
         support_size: the K of the loss.
         engine_dtype: the sampler's dtype, which sets the tolerance of the live comparison.
 
     Raises:
-        PreflightError: one sentence with the remedy.
+        PreflightError: one sentence with the remedy, after the name of the teacher where there are several.
     """
     found = Preflight()
     vocab_size = lm_head_weight(model).shape[0]
-    check_context(prompts, params.max_tokens, sampler, scorer)
-    if scorer is not None:
-        if teacher_tokenizer is None:
-            found.warnings.append(
-                "The teacher's tokenizer is out of reach, so nobody has checked that its token ids mean the same as the "
-                "student's; give [teacher] a model directory or hub id."
-            )
-        else:
-            found.warnings += check_tokenizers(tokenizer, teacher_tokenizer)
-        found.warnings += check_vocabularies(vocab_size, scorer, tokenizer, support_size)
+    check_context(prompts, params.max_tokens, sampler, None)
+    for name, (scorer, teacher_tokenizer) in teachers.items():
+        with named(name if len(teachers) > 1 else None):
+            check_context(prompts, params.max_tokens, sampler, scorer)
+            if teacher_tokenizer is None:
+                found.warnings.append(
+                    "The teacher's tokenizer is out of reach, so nobody has checked that its token ids mean the same as the "
+                    f"student's; give [{name}] a model directory or hub id."
+                )
+            else:
+                found.warnings += check_tokenizers(tokenizer, teacher_tokenizer)
+            found.warnings += check_vocabularies(vocab_size, scorer, tokenizer, support_size)
     found.warnings += sampling_warnings(params)
     found.facts["sampler_trainer_difference"] = check_weight_sync(sampler, model, prompts, engine_dtype)
-    if scorer is not None:
-        # Within the run's own budget, which check_context has compared with the teacher's context.
-        probe = SamplingParams(max_tokens=min(PROBE_TOKENS, params.max_tokens))
-        check_scores(scorer, sampler.generate([list(prompts[0])], probe, seed=0), support_size, vocab_size)
+    # Within the run's own budget, which check_context has compared with the teachers' contexts.
+    probe = SamplingParams(max_tokens=min(PROBE_TOKENS, params.max_tokens))
+    rollouts = sampler.generate([list(prompts[0])], probe, seed=0) if teachers else []
+    for name, (scorer, _) in teachers.items():
+        with named(name if len(teachers) > 1 else None):
+            check_scores(scorer, rollouts, support_size, vocab_size)
     return found
+
+
+@contextmanager
+def named(teacher: str | None) -> Iterator[None]:
+    """Say which of several teachers an error is about."""
+    try:
+        yield
+    except PreflightError as error:
+        raise PreflightError(f"[{teacher}]: {error}" if teacher else str(error)) from None
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

@@ -9,13 +9,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from prime_composer.data import DataConfig, Problem, load_problems, prompt_text
+from prime_composer.data import DataConfig, Problem, load_environments, prompt_text
 
 FORMAT = 1
 """Goes into the cache key. Raise it when ``backends/prepare.py`` makes other models of the same description."""
@@ -83,6 +83,9 @@ class PrepareConfig(BaseModel):
     hint_share: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of the training examples that carry the hint; goes with ``hint_template``."""
 
+    environments: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Which of the recipe's ``[environments]`` it is trained on; unset: all. The tokenizer always reads all of them."""
+
     prune: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the weights of the decoder layers' matrices set to zero after training, the smallest magnitudes first,
     all at once: damage that distillation heals."""
@@ -103,29 +106,32 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "prime_composer"
 
 
-def cache_key(config: PrepareConfig, data: DataConfig, problems: Sequence[Problem]) -> str:
+def cache_key(config: PrepareConfig, sources: Mapping[str, DataConfig], problems: Sequence[Problem]) -> str:
     """A readable name and a hash of all that decides what the model learns: its description, the training texts
     (contents, not paths), and the format version."""
     digest = hashlib.sha256(json.dumps([FORMAT, config.model_dump(mode="json", exclude_none=True)], sort_keys=True).encode())
     for problem in problems:
-        digest.update(json.dumps([prompt_text(problem, data), problem.answer]).encode())
+        texts = [prompt_text(problem, sources[problem.environment]), problem.answer]
+        if config.environments is not None:
+            texts.append(str(problem.environment in config.environments))
+        digest.update(json.dumps(texts).encode())
     return f"qwen3-{config.layers}x{config.hidden_size}-{digest.hexdigest()[:16]}"
 
 
-def cached_path(config: PrepareConfig, data: DataConfig, cache_dir: Path | None = None) -> Path | None:
+def cached_path(config: PrepareConfig, sources: Mapping[str, DataConfig], cache_dir: Path | None = None) -> Path | None:
     """The prepared model's folder if it is cached, else None. Imports nothing heavy; reads the data.
 
     Raises:
         ValueError: the data cannot be read.
     """
-    train, _ = load_problems(data)
-    path = (cache_dir or cache_root()) / "models" / cache_key(config, data, train)
+    train, _ = load_environments(sources)
+    path = (cache_dir or cache_root()) / "models" / cache_key(config, sources, train)
     return path if path.is_dir() else None
 
 
 def prepare_model(
     config: PrepareConfig,
-    data: DataConfig,
+    sources: Mapping[str, DataConfig],
     cache_dir: Path | None = None,
     rebuild: bool = False,
     progress: Progress | None = None,
@@ -137,14 +143,16 @@ def prepare_model(
     one of the same description, which is cached too: where that one is the teacher, it is trained once.
 
     Args:
+        config: the model.
+        sources: the recipe's environments, by name.
         rebuild: train again, and replace what is cached.
         progress: called after every step of fine-tuning.
 
     Raises:
         ValueError: the data cannot be read, does not fit the model, or training libraries are missing.
     """
-    train, _ = load_problems(data)
-    return _prepare(config, data, train, (cache_dir or cache_root()) / "models", rebuild, progress or _silent)
+    train, _ = load_environments(sources)
+    return _prepare(config, sources, train, (cache_dir or cache_root()) / "models", rebuild, progress or _silent)
 
 
 def _silent(done: int, steps: int, loss: float) -> None:
@@ -152,10 +160,15 @@ def _silent(done: int, steps: int, loss: float) -> None:
 
 
 def _prepare(
-    config: PrepareConfig, data: DataConfig, train: list[Problem], models: Path, rebuild: bool, progress: Progress
+    config: PrepareConfig,
+    sources: Mapping[str, DataConfig],
+    train: list[Problem],
+    models: Path,
+    rebuild: bool,
+    progress: Progress,
 ) -> Path:
     models.mkdir(parents=True, exist_ok=True)
-    key = cache_key(config, data, train)
+    key = cache_key(config, sources, train)
     path = models / key
     if path.is_dir() and not rebuild:
         return path
@@ -172,16 +185,16 @@ def _prepare(
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         if config.prune:
-            whole = _prepare(config.model_copy(update={"prune": 0.0}), data, train, models, rebuild, progress)
+            whole = _prepare(config.model_copy(update={"prune": 0.0}), sources, train, models, rebuild, progress)
             loss = json.loads((whole / DESCRIPTION).read_text(encoding="utf-8"))["loss"]
             prune_model(whole, config.prune, unfinished)
             progress(config.sft_steps, config.sft_steps, loss)
         else:
-            loss = build_model(config, data, train, unfinished, progress)
+            loss = build_model(config, sources, train, unfinished, progress)
         description = {
             "format": FORMAT,
             "prepare": config.model_dump(mode="json"),
-            "data": data.model_dump(mode="json"),
+            "data": {name: data.model_dump(mode="json") for name, data in sources.items()},
             "loss": loss,
         }
         (unfinished / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")

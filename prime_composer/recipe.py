@@ -6,14 +6,15 @@ Settings that only prime-rl understands live in ``[prime_rl]``; the one-machine 
 
 import difflib
 import os
+import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from prime_composer.data import DataConfig
+from prime_composer.data import PROBLEMS, DataConfig, Problem
 from prime_composer.losses import LOSS_TYPES, LossUnion
 from prime_composer.prepare import PrepareConfig
 
@@ -118,6 +119,19 @@ class TeacherConfig(ModelConfig):
             raise ValueError("backend = 'server' needs `url`, the base URL of a running vLLM server")
         if self.url is not None and self.backend not in (None, "server"):
             raise ValueError(f"`url` goes with backend = 'server', not {self.backend!r}")
+        return self
+
+
+class OneOfSeveralConfig(TeacherConfig):
+    """One of several teachers, under ``[teachers.NAME]``."""
+
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Its share of the mixture, relative to the others', where neither [data] nor a row names a teacher."""
+
+    @model_validator(mode="after")
+    def _is_a_model(self) -> "OneOfSeveralConfig":
+        if self.policy is not None:
+            raise ValueError("`policy` is self-distillation, which has one teacher: use [teacher.policy]")
         return self
 
 
@@ -273,9 +287,16 @@ class Recipe(Section):
 
     student: StudentConfig
     teacher: TeacherConfig | None = None
+    teachers: dict[str, OneOfSeveralConfig] = Field(default_factory=dict)
+    """Several teachers by name, in the place of ``[teacher]``. Each problem's rollouts are scored by the teachers that its
+    row, or its ``[data]`` or ``[environments.NAME]``, names; two or more are mixed in probability space."""
+
     loss: LossUnion
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    data: DataConfig
+    data: DataConfig | None = None
+    environments: dict[str, DataConfig] = Field(default_factory=dict)
+    """Several kinds of problems by name, in the place of ``[data]``, each a table like it."""
+
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     trainer: TrainerConfig
     eval: EvalConfig = Field(default_factory=EvalConfig)
@@ -286,6 +307,74 @@ class Recipe(Section):
 
     prime_rl: dict[str, Any] = Field(default_factory=dict)
     """Native prime-rl settings, for prime-rl alone."""
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> "Recipe":
+        if self.teachers and self.teacher is not None:
+            raise ValueError("[teacher] and [teachers.*]: keep one of them")
+        if self.data is None and not self.environments:
+            raise ValueError("data is missing: add a [data] table, or several [environments.*]")
+        if self.data is not None and self.environments:
+            raise ValueError("[data] and [environments.*]: keep one of them")
+        for section, names in (("teachers", self.teachers), ("environments", self.environments)):
+            for name in names:
+                if re.fullmatch(r"[A-Za-z0-9_-]+", name) is None:
+                    raise ValueError(f"[{section}.{name!r}]: a name is made of letters, digits, - and _")
+        for name, data in self.sources.items():
+            where = "data" if self.data is not None else f"environments.{name}"
+            asked = [data.teacher] if isinstance(data.teacher, str) else list(data.teacher or ())
+            if not self.teachers and (asked or data.teacher_key is not None):
+                raise ValueError(f"{where}.teacher{'' if asked else '_key'} chooses among [teachers.*], and there are none")
+            for teacher in asked:
+                if teacher not in self.teachers:
+                    raise ValueError(f"{where}.teacher names {teacher!r}; [teachers] has {', '.join(self.teachers)}")
+        for role, model in {"student": self.student, **self.scored_by}.items():
+            for name in (model.prepare and model.prepare.environments) or ():
+                if name not in self.environments:
+                    known = ", ".join(self.environments) or "none"
+                    raise ValueError(f"{role}: prepare.environments names {name!r}; [environments] has {known}")
+        return self
+
+    @property
+    def sources(self) -> dict[str, DataConfig]:
+        """The environments by name; a single ``[data]`` is called "problems"."""
+        return self.environments or {PROBLEMS: self.data}
+
+    def data_of(self, problem: Problem) -> DataConfig:
+        """How a problem is asked and checked."""
+        return self.sources[problem.environment]
+
+    @property
+    def scored_by(self) -> dict[str, TeacherConfig]:
+        """The teachers that are models of their own, by role: "teacher", or "teachers.NAME"; none for a policy teacher."""
+        if self.teacher is not None:
+            return {} if self.teacher.policy is not None else {"teacher": self.teacher}
+        return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+
+    def mixture(self, problem: Problem) -> dict[str, float]:
+        """Who scores this problem's rollouts: shares by role, which add up to 1.
+
+        Raises:
+            RecipeError: the data names a teacher that the recipe does not have.
+        """
+        if problem.teacher is None or not self.teachers:
+            return self.mixture_of(problem.environment)
+        if problem.teacher not in self.teachers:
+            raise RecipeError(
+                f"the problem {problem.question[:60]!r} names the teacher {problem.teacher!r}; [teachers] has "
+                f"{', '.join(self.teachers)}"
+            )
+        return {f"teachers.{problem.teacher}": 1.0}
+
+    def mixture_of(self, environment: str) -> dict[str, float]:
+        """Who scores the rollouts of an environment, where no row says otherwise."""
+        if not self.teachers:
+            return dict.fromkeys(self.scored_by, 1.0)
+        asked = self.sources[environment].teacher
+        if asked is None:
+            asked = {name: teacher.weight for name, teacher in self.teachers.items()}
+        weights: Mapping[str, float] = {asked: 1.0} if isinstance(asked, str) else asked
+        return {f"teachers.{name}": weight / sum(weights.values()) for name, weight in weights.items()}
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Recipe":
@@ -318,8 +407,8 @@ class Recipe(Section):
     def _can_feed(self, who: str, needs: frozenset[str]) -> None:
         """Refuse a loss, or a channel of one, whose inputs this recipe cannot bring."""
         for need in sorted(needs & {"ref_logprobs", "support"}):
-            if self.teacher is None:
-                raise ValueError(f"{who} needs {need}: add a [teacher] table")
+            if self.teacher is None and not self.teachers:
+                raise ValueError(f"{who} needs {need}: add a [teacher] table, or several [teachers.*]")
         if "advantages" in needs and self.rollout.group_size < 2:
             raise ValueError(
                 f"{who} needs advantages, which compare the rollouts of a group: set rollout.group_size to 2 or more"
@@ -334,6 +423,11 @@ class Recipe(Section):
                 f"{who} needs the advantages of whole groups, and teacher.policy.hint = 'sibling' leaves the only correct "
                 "rollout of a group out, so that its wrong ones alone would train: set hint to 'reference' or 'feedback'"
             )
+
+
+def spoken(role: str) -> str:
+    """A role as a person says it: "student", "teacher", "teacher NAME"."""
+    return role.replace("teachers.", "teacher ")
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
@@ -395,7 +489,7 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
             raise RecipeError(f"--set {item}: {name} is a value in the recipe, not a table")
-    if names[0] in ("student", "teacher") and names[1:] == ["model"]:
+    if names[0] in ("student", "teacher", "teachers") and names[-1] == "model":
         for origin in ("prepare", "policy"):
             table.pop(origin, None)
     table[names[-1]] = value

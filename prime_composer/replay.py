@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from prime_composer.contract import LossInputs
-from prime_composer.data import DataConfig, Problem, answer_text, render_prompt
+from prime_composer.data import PROBLEMS, DataConfig, Problem, answer_text, render_prompt
 from prime_composer.rollout import Rollout
 from prime_composer.student import student_inputs
 
@@ -39,8 +39,9 @@ def pairs_of_rollouts(rollouts: Sequence[Rollout], rewards: Sequence[float], lim
     return pairs[:limit]
 
 
-def read_pairs(path: Path, data: DataConfig, tokenizer: Any) -> list[Pair]:
-    """The pairs of a JSONL file: one object per line with the strings "question", "chosen" and "rejected".
+def read_pairs(path: Path, sources: Mapping[str, DataConfig], tokenizer: Any) -> list[Pair]:
+    """The pairs of a JSONL file: one object per line with the strings "question", "chosen" and "rejected", and, where a
+    recipe has several environments, "environment", whose prompt is used.
 
     Raises:
         ValueError: the file is missing or empty, or a line is malformed: ``file:line: what is wrong``.
@@ -58,6 +59,10 @@ def read_pairs(path: Path, data: DataConfig, tokenizer: Any) -> list[Pair]:
         for key in ("question", "chosen", "rejected"):
             if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
                 raise ValueError(f'{path}:{number}: "{key}" must be a string that is not empty')
+        environment = row.get("environment", PROBLEMS)
+        if environment not in sources:
+            raise ValueError(f'{path}:{number}: "environment" must be one of {", ".join(sources)}')
+        data = sources[environment]
         prompt = render_prompt(Problem(row["question"], row["chosen"]), data, tokenizer)
         pairs.append(Pair(*(response(prompt, row[key], data, tokenizer, 0) for key in ("chosen", "rejected"))))
     if not pairs:

@@ -24,11 +24,17 @@ def print_outcome(outcome: "Outcome", recipe: Recipe) -> None:
     table = Table(title=f"{recipe.loss.type}, {outcome.steps} steps")
     for name in ("", "teacher", "student before", "student after"):
         table.add_column(name, justify="left" if not name else "right")
-    table.add_row(
-        "accuracy", percent(first.get("teacher/accuracy")), percent(first.get("eval/accuracy")), percent(last.get("eval/accuracy"))
-    )
-    if "eval/reverse_kl" in last:
-        table.add_row("reverse KL (nats/token)", MISSING, number(first.get("eval/reverse_kl")), number(last["eval/reverse_kl"]))
+    accuracy, kl = "eval/accuracy", "eval/reverse_kl"
+    table.add_row("accuracy", percent(first.get("teacher/accuracy")), percent(first.get(accuracy)), percent(last.get(accuracy)))
+    for name in recipe.environments:
+        if f"{accuracy}/{name}" in last:
+            cells = (first.get(f"teacher/accuracy/{name}"), first.get(f"{accuracy}/{name}"), last[f"{accuracy}/{name}"])
+            table.add_row(f"  {name}", *map(percent, cells))
+    if kl in last:
+        table.add_row("reverse KL (nats/token)", MISSING, number(first.get(kl)), number(last[kl]))
+        for name in recipe.environments:
+            if f"{kl}/{name}" in last:
+                table.add_row(f"  {name}", MISSING, number(first.get(f"{kl}/{name}")), number(last[f"{kl}/{name}"]))
     console().print(table)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from prime_composer.checkpoint import Checkpoint, list_checkpoints
 from prime_composer.prepare import cached_path, prepare_model
-from prime_composer.recipe import Recipe, RecipeError
+from prime_composer.recipe import Recipe, RecipeError, spoken
 
 RECIPE_FILE = "recipe.json"
 
@@ -141,15 +141,15 @@ def prepare_models(recipe: Recipe, rebuild: bool = False, screen: Any = None) ->
     from prime_composer.show import Screen
 
     paths = {}
-    for role, config in (("teacher", recipe.teacher), ("student", recipe.student)):
-        if config is None or config.prepare is None:
+    for role, config in {**recipe.scored_by, "student": recipe.student}.items():
+        if config.prepare is None:
             continue
-        path = None if rebuild else cached_path(config.prepare, recipe.data)
+        path = None if rebuild else cached_path(config.prepare, recipe.sources)
         if path is None:
             if screen is None:
                 with Screen(total=config.prepare.sft_steps) as own:
-                    path = prepare_model(config.prepare, recipe.data, rebuild=rebuild, progress=own.preparing(role))
+                    path = prepare_model(config.prepare, recipe.sources, rebuild=rebuild, progress=own.preparing(spoken(role)))
             else:
-                path = prepare_model(config.prepare, recipe.data, progress=screen.preparing(role))
+                path = prepare_model(config.prepare, recipe.sources, progress=screen.preparing(spoken(role)))
         paths[role] = path
     return paths

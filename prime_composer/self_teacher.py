@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,14 +24,14 @@ class PolicyTeacher:
 
     Args:
         config: the recipe's ``[teacher.policy]``.
-        data: how prompts are written.
+        sources: how prompts are written, by environment.
         model: the student that trains. ``update = "live"`` scores with this very model.
         tokenizer: the student's.
     """
 
-    def __init__(self, config: PolicyTeacherConfig, data: DataConfig, model: nn.Module, tokenizer: Any):
+    def __init__(self, config: PolicyTeacherConfig, sources: Mapping[str, DataConfig], model: nn.Module, tokenizer: Any):
         self.config = config
-        self.data = data
+        self.sources = sources
         self.tokenizer = tokenizer
         self.policy = model
         self.model = model if config.update == "live" else copy.deepcopy(model).requires_grad_(False)
@@ -41,7 +41,7 @@ class PolicyTeacher:
         values = {"{hint}": hint, "{attempt}": attempt, "{question}": problem.question}
         # In one pass: braces in what goes in stay as they are.
         text = re.sub("|".join(map(re.escape, values)), lambda found: values[found[0]], self.config.text)
-        return render_prompt(replace(problem, question=text), self.data, self.tokenizer)
+        return render_prompt(replace(problem, question=text), self.sources[problem.environment], self.tokenizer)
 
     def hints(
         self, rollouts: Sequence[Rollout], texts: Sequence[str], problems: Sequence[Problem], rewards: Sequence[float]

@@ -4,6 +4,7 @@ import math
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from prime_composer.checkpoint import Checkpoint, save_checkpoint
-from prime_composer.data import Problem, is_correct, load_problems, prompt_batches, render_prompt
+from prime_composer.data import (
+    Problem,
+    environment_batches,
+    is_correct,
+    load_environments,
+    prompt_batches,
+    render_prompt,
+)
 from prime_composer.engine import Engine, open_engine, preflight
 from prime_composer.evaluate import evaluate, teacher_accuracy
 from prime_composer.gradients import Batch, NonFiniteLoss, accumulate_gradients
@@ -52,11 +60,13 @@ def train(recipe: Recipe, run_dir: Path, display: Display, resume: Checkpoint | 
         NonFiniteLoss: training diverged; the newest checkpoint is the last good one.
     """
     config = recipe.trainer
-    practice, held_out = load_problems(recipe.data)
+    practice, held_out = load_environments(recipe.sources)
+    for problem in [*practice, *held_out]:
+        recipe.mixture(problem)  # a row may name a teacher that is not there
     outcome = Outcome(run_dir, steps=0, interrupted=False)
     with open_engine(recipe, display.status, student_dir=resume.path if resume else None) as engine:
         loss = setup_loss_fn(resolve(recipe.loss, engine.tokenizer))
-        prompts = [render_prompt(problem, recipe.data, engine.tokenizer) for problem in practice]
+        prompts = [render_prompt(problem, recipe.data_of(problem), engine.tokenizer) for problem in practice]
         optimizer = torch.optim.AdamW(
             engine.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
@@ -129,12 +139,16 @@ def collect(
 ) -> tuple[Batch, dict[str, float]]:
     """The step's batch: rollouts, their rewards, the teacher's scores, preference pairs; and what they measured."""
     config = recipe.trainer
-    asked = prompt_batches(len(practice), config.batch_size // recipe.rollout.group_size, config.seed, step - 1)
+    counted = Counter(problem.environment for problem in practice)
+    sizes, ratios = zip(*((counted[name], source.ratio) for name, source in recipe.sources.items()), strict=True)
+    asked = environment_batches(sizes, ratios, config.batch_size // recipe.rollout.group_size, config.seed, step - 1)
     rollouts = sample(engine, recipe, [practice[i] for i in asked], [prompts[i] for i in asked], step)
     clock.lap("sample")
     problems = [practice[asked[rollout.prompt_index]] for rollout in rollouts]
     texts = [engine.decode(rollout) for rollout in rollouts]
-    rewards = [float(is_correct(text, problem, recipe.data)) for text, problem in zip(texts, problems, strict=True)]
+    rewards = [
+        float(is_correct(text, problem, recipe.data_of(problem))) for text, problem in zip(texts, problems, strict=True)
+    ]
     advantages = group_advantages(rollouts, rewards)
     pairs = preference_pairs(engine, recipe, rollouts, rewards, step)
     metrics = {
@@ -142,6 +156,11 @@ def collect(
         "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
         "rollout/tokens": sum(int(r.loss_mask.sum()) for r in rollouts) / len(rollouts),
     }
+    if len(sizes) > 1:
+        for name in recipe.sources:
+            mine = [reward for reward, problem in zip(rewards, problems, strict=True) if problem.environment == name]
+            if mine:
+                metrics[f"rollout/reward/{name}"] = sum(mine) / len(mine)
     clock.lap("reward")
     told, scores = engine.score(rollouts, texts, problems, rewards)
     clock.lap("score")
@@ -179,7 +198,7 @@ def sample(
     return [
         replace(next(fresh), prompt_index=index)
         if mine
-        else response(prompts[index], problems[index].answer, recipe.data, engine.tokenizer, index)
+        else response(prompts[index], problems[index].answer, recipe.data_of(problems[index]), engine.tokenizer, index)
         for index, mine in zip(sequences, sampled, strict=True)
     ]
 

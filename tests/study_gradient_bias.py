@@ -21,7 +21,7 @@ set_environment()
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from prime_composer.data import load_problems, prompt_batches, render_prompt  # noqa: E402
+from prime_composer.data import load_environments, prompt_batches, render_prompt  # noqa: E402
 from prime_composer.engine import open_engine  # noqa: E402
 from prime_composer.gradients import Batch, accumulate_gradients  # noqa: E402
 from prime_composer.losses import setup_loss_fn  # noqa: E402
@@ -71,16 +71,16 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=8)
     args = parser.parse_args()
     recipe = load_recipe(args.recipe, [*args.overrides, 'loss={type = "topk_reverse_kl", k = "full", normalization = "full"}'])
-    practice, _ = load_problems(recipe.data)
+    practice, _ = load_environments(recipe.sources)
     grads: dict[str, list[Tensor]] = {name: [] for name in LOSSES}
     outside: dict[str, list[tuple[float, float]]] = {name: [] for name in LOSSES}
     with open_engine(recipe, lambda text: None) as engine:
-        prompts = [render_prompt(problem, recipe.data, engine.tokenizer) for problem in practice]
+        prompts = [render_prompt(problem, recipe.data_of(problem), engine.tokenizer) for problem in practice]
         count = recipe.trainer.batch_size // recipe.rollout.group_size
         for step in range(args.batches):
             asked = prompt_batches(len(practice), count, recipe.trainer.seed, step)
             rollouts = sample(engine, recipe, [practice[i] for i in asked], [prompts[i] for i in asked], step)
-            batch = Batch(rollouts, engine.scorer.score(rollouts, "full"))
+            batch = Batch(rollouts, engine.teachers.score(rollouts, [practice[asked[r.prompt_index]] for r in rollouts], "full"))
             for name, raw in LOSSES.items():
                 metrics = accumulate_gradients(engine.model, setup_loss_fn(parse_loss(raw)), batch, recipe.trainer, step)
                 grads[name].append(torch.cat([p.grad.flatten() for p in engine.model.parameters()]))

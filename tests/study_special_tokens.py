@@ -101,11 +101,11 @@ def run(path: Path, loss: str, planted: bool, seed: int, steps: int) -> list[dic
     recipe = load_recipe(path, [*overrides, "eval.every=0", "checkpoint.every=0", "logging.tensorboard=false"])
     true_scorer = engine_module.open_scorer
 
-    def open_planted(recipe) -> Scorer:
+    def open_planted(teacher, recipe) -> Scorer:
         from prime_composer.backends.transformers import load_tokenizer
 
-        tokenizer = load_tokenizer(engine_module.model_dir(recipe.teacher, recipe))
-        scorer = PlantedScorer(true_scorer(recipe), tokenizer.convert_tokens_to_ids(END))
+        tokenizer = load_tokenizer(engine_module.model_dir(teacher, recipe))
+        scorer = PlantedScorer(true_scorer(teacher, recipe), tokenizer.convert_tokens_to_ids(END))
         return scorer
 
     engine_module.open_scorer = open_planted if planted else true_scorer

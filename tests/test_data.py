@@ -13,9 +13,11 @@ from prime_composer import data
 from prime_composer.data import (
     DataConfig,
     Problem,
+    environment_batches,
     final_number,
     generate_problems,
     is_correct,
+    load_environments,
     load_problems,
     prompt_batches,
     read_jsonl,
@@ -70,7 +72,7 @@ def test_the_same_seed_makes_the_same_problems_and_another_seed_others():
 
 
 def test_asking_for_more_questions_than_the_templates_make_names_the_key(monkeypatch):
-    for name, values in {"NAMES": ["Ada"], "ITEMS": ["books"], "TEMPLATES": data.TEMPLATES[2:3]}.items():
+    for name, values in {"NAMES": ["Ada"], "ITEMS": ["books"], "TEMPLATES": {data._boxes: 1}}.items():
         monkeypatch.setattr(data, name, values)
     assert len(generate_problems(60, 0)) == 60
     with pytest.raises(ValueError, match=r"\[data\] size = 100.*only 64 distinct"):
@@ -307,3 +309,60 @@ def test_hub_splits_become_problems(monkeypatch):
     rows["test"] = [{"question": "b", "answer": "two"}]
     with pytest.raises(ValueError, match="openai/gsm8k, split test, row 1: .*####"):
         load_problems(DataConfig(source="hub"))
+
+
+# ------------------------------------------------------------------------------------------------- several environments
+
+
+def test_environments_share_out_a_step_by_their_ratios_and_walk_through_their_own_problems():
+    sizes, ratios, batch = (30, 7, 50), (1.0, 2.0, 0.5), 8
+    owner = [0] * 30 + [1] * 7 + [2] * 50
+    asked = [environment_batches(sizes, ratios, batch, 3, step) for step in range(350)]
+    for step in asked:
+        assert len(step) == batch
+        for environment, ratio in enumerate(ratios):
+            count = sum(owner[i] == environment for i in step)
+            assert abs(count - batch * ratio / sum(ratios)) < 1
+    flat = [i for step in asked for i in step]
+    for environment, ratio in enumerate(ratios):
+        mine = [i for i in flat if owner[i] == environment]
+        assert len(mine) / len(flat) == pytest.approx(ratio / sum(ratios), abs=0.005)
+        # Every problem once before any comes again.
+        size = sizes[environment]
+        assert all(len(set(mine[at : at + size])) == size for at in range(0, len(mine) - size + 1, size))
+    assert environment_batches(sizes, ratios, batch, 3, 5) == asked[5]
+    assert environment_batches(sizes, ratios, batch, 4, 5) != asked[5]
+
+
+def test_a_single_environment_is_asked_as_ever():
+    assert environment_batches((40,), (2.0,), 8, 1, 7) == prompt_batches(40, 8, 1, 7)
+
+
+def test_operations_choose_the_templates():
+    for operations in ((1,), (2, 3)):
+        for problem in generate_problems(60, 0, operations):
+            assert problem.answer.count(" = ") in operations
+
+
+def test_environments_are_loaded_one_after_the_other_and_held_out_in_turn():
+    sources = {"a": DataConfig(size=40, operations=(1,)), "b": DataConfig(size=20, operations=(2,))}
+    practice, held_out = load_environments(sources)
+    assert [p.environment for p in practice] == ["a"] * 36 + ["b"] * 18
+    assert [p.environment for p in held_out] == ["a", "b", "a", "b", "a", "a"]
+
+
+def test_what_one_environment_trains_on_no_other_one_may_hold_out():
+    sources = {"a": DataConfig(size=40), "b": DataConfig(size=40, hold_out=0.5)}
+    with pytest.raises(ValueError, match=r"\[environments\]: .* both trained on and held out"):
+        load_environments(sources)
+
+
+def test_a_row_may_name_its_teacher(tmp_path):
+    rows = [{"question": "a?", "answer": "#### 1", "by": "x"}, {"question": "b?", "answer": "#### 2"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert [p.teacher for p in read_jsonl(path, "by")] == ["x", None]
+    assert [p.teacher for p in read_jsonl(path)] == [None, None]
+    path.write_text(json.dumps({**rows[0], "by": 3}))
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: \"by\" must be the name of a teacher, found int"):
+        read_jsonl(path, "by")

@@ -41,10 +41,11 @@ def run(raw: dict[str, Any], run_dir: Path, resume: bool = False) -> list[dict[s
 @pytest.fixture(scope="module")
 def student(tiny_recipe: Raw) -> tuple[torch.nn.Module, Any]:
     recipe = parse_recipe(tiny_recipe())
-    return load_student(prepare_model(recipe.student.prepare, recipe.data))
+    return load_student(prepare_model(recipe.student.prepare, recipe.sources))
 
 
 DATA = DataConfig()
+SOURCES = {"problems": DATA}
 PROBLEM = Problem("Ada has 2 apples and buys 3 more. How many?", "2 + 3 = 5\n#### 5")
 
 
@@ -96,34 +97,34 @@ def test_the_schedule_of_taid_moves_with_optimiser_steps_and_survives_a_resume(t
 
 def test_a_reference_hint_stands_in_the_teachers_prompt_and_only_there(student: tuple[Any, Any]) -> None:
     model, tokenizer = student
-    teacher = PolicyTeacher(PolicyTeacherConfig(template="{question} Told: {hint}"), DATA, model, tokenizer)
+    teacher = PolicyTeacher(PolicyTeacherConfig(template="{question} Told: {hint}"), SOURCES, model, tokenizer)
     text = tokenizer.decode(teacher.prompt(PROBLEM, PROBLEM.answer))
     assert text == "Question: Ada has 2 apples and buys 3 more. How many? Told: 2 + 3 = 5\n#### 5\nAnswer:"
 
 
 def test_braces_in_question_hint_and_attempt_stay_as_they_are(student: tuple[Any, Any]) -> None:
     config = PolicyTeacherConfig(template="{question}|{hint}|{attempt}")
-    teacher = PolicyTeacher(config, DataConfig(prompt_template="{question}"), *student)
+    teacher = PolicyTeacher(config, {"problems": DataConfig(prompt_template="{question}")}, *student)
     prompt = teacher.prompt(Problem("a {hint}", "x"), hint="b {attempt} {question}", attempt="c {question}")
     assert student[1].decode(prompt) == "a {hint}|b {attempt} {question}|c {question}"
 
 
 def test_a_sibling_hint_is_the_first_correct_rollout_of_the_group_other_than_itself(student: tuple[Any, Any]) -> None:
-    teacher = PolicyTeacher(PolicyTeacherConfig(hint="sibling"), DATA, *student)
+    teacher = PolicyTeacher(PolicyTeacherConfig(hint="sibling"), SOURCES, *student)
     rollouts = [rollout(0), rollout(0), rollout(0), rollout(1), rollout(1)]
     hints = teacher.hints(rollouts, ["a", "b", "c", "d", "e"], [PROBLEM] * 5, [1.0, 0.0, 1.0, 1.0, 0.0])
     assert hints == ["c", "a", "a", None, "d"]
 
 
 def test_feedback_names_the_right_answer_of_a_wrong_rollout(student: tuple[Any, Any]) -> None:
-    teacher = PolicyTeacher(PolicyTeacherConfig(hint="feedback"), DATA, *student)
+    teacher = PolicyTeacher(PolicyTeacherConfig(hint="feedback"), SOURCES, *student)
     hints = teacher.hints([rollout(0), rollout(1)], ["x", "y"], [PROBLEM] * 2, [0.0, 1.0])
     assert hints == ["This is wrong; the right answer is 5.", "This is correct."]
 
 
 def test_the_policy_teacher_scores_the_rollouts_own_tokens_after_the_longer_prompt(student: tuple[Any, Any]) -> None:
     model, tokenizer = student
-    teacher = PolicyTeacher(PolicyTeacherConfig(update="live"), DATA, model, tokenizer)
+    teacher = PolicyTeacher(PolicyTeacherConfig(update="live"), SOURCES, model, tokenizer)
     prompt = teacher.prompt(PROBLEM, PROBLEM.answer)
     mine = rollout(0, (5, 6, 40, 41, 42))
     (scores,) = teacher.score([mine], [prompt], 8)
@@ -135,7 +136,7 @@ def test_the_policy_teacher_scores_the_rollouts_own_tokens_after_the_longer_prom
 
 def test_the_student_may_choose_the_support(student: tuple[Any, Any]) -> None:
     model, tokenizer = student
-    teacher = PolicyTeacher(PolicyTeacherConfig(update="live"), DATA, model, tokenizer)
+    teacher = PolicyTeacher(PolicyTeacherConfig(update="live"), SOURCES, model, tokenizer)
     mine = rollout(0, (5, 6, 40, 41, 42))
     (scores,) = teacher.score([mine], [teacher.prompt(PROBLEM, "9")], 8, chosen_by_student=True)
     with torch.no_grad():
@@ -145,10 +146,10 @@ def test_the_student_may_choose_the_support(student: tuple[Any, Any]) -> None:
 
 def test_an_ema_teacher_follows_at_its_rate_and_a_synced_one_in_jumps(tiny_recipe: Raw) -> None:
     recipe = parse_recipe(tiny_recipe())
-    model, tokenizer = load_student(prepare_model(recipe.student.prepare, recipe.data))
+    model, tokenizer = load_student(prepare_model(recipe.student.prepare, recipe.sources))
     before = model.model.norm.weight.detach().clone()
-    ema = PolicyTeacher(PolicyTeacherConfig(update="ema", ema_rate=0.25), DATA, model, tokenizer)
-    synced = PolicyTeacher(PolicyTeacherConfig(update="sync", sync_every=2), DATA, model, tokenizer)
+    ema = PolicyTeacher(PolicyTeacherConfig(update="ema", ema_rate=0.25), SOURCES, model, tokenizer)
+    synced = PolicyTeacher(PolicyTeacherConfig(update="sync", sync_every=2), SOURCES, model, tokenizer)
     with torch.no_grad():
         model.model.norm.weight.add_(1.0)
     for teacher in (ema, synced):
@@ -230,22 +231,22 @@ def test_pairs_join_a_correct_and_a_wrong_rollout_of_one_group() -> None:
 def test_pairs_are_read_with_file_and_line_of_what_is_wrong(student: tuple[Any, Any], tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"question": "q", "chosen": "5", "rejected": "6"}) + "\n")
-    (pair,) = read_pairs(path, DATA, student[1])
+    (pair,) = read_pairs(path, SOURCES, student[1])
     assert student[1].decode(pair.chosen.completion_ids) == " 5" + student[1].eos_token
     path.write_text(path.read_text() + '{"question": "q", "chosen": 3, "rejected": "6"}\n')
     with pytest.raises(ValueError, match='pairs.jsonl:2: "chosen" must be a string'):
-        read_pairs(path, DATA, student[1])
+        read_pairs(path, SOURCES, student[1])
     with pytest.raises(ValueError, match="no such file"):
-        read_pairs(tmp_path / "absent.jsonl", DATA, student[1])
+        read_pairs(tmp_path / "absent.jsonl", SOURCES, student[1])
 
 
 @pytest.mark.parametrize("name", ["dpo", "simpo"])
 def test_the_replay_channel_counts_as_its_weight_times_the_mean_over_pairs(name: str, tiny_recipe: Raw) -> None:
     recipe = parse_recipe(tiny_recipe())
-    folder = prepare_model(recipe.student.prepare, recipe.data)
+    folder = prepare_model(recipe.student.prepare, recipe.sources)
     model, tokenizer = load_student(folder)
     model.double()
-    reference, _ = load_student(prepare_model(recipe.teacher.prepare, recipe.data))
+    reference, _ = load_student(prepare_model(recipe.teacher.prepare, recipe.sources))
     reference.double()
     prompt = tokenizer.encode("Question: 1 + 1?\nAnswer:")
     texts = [("2", "3 or so"), ("#### 2 and more", "1"), ("x", "y z")]
@@ -329,7 +330,7 @@ def test_a_solution_that_the_teacher_cannot_read_is_refused_before_the_first_ste
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     models = parse_recipe(tiny_recipe())
     raw = tiny_recipe(loss={"type": "generalized_jsd", "k": 8}, data={"source": "jsonl", "path": str(path)})
-    raw |= {role: {"model": str(prepare_model(getattr(models, role).prepare, models.data))} for role in ("teacher", "student")}
+    raw |= {role: {"model": str(prepare_model(getattr(models, role).prepare, models.sources))} for role in ("teacher", "student")}
     raw["rollout"] |= {"student_fraction": 0.5}
     with pytest.raises(ValueError, match="longest solution of the data has .* and the teacher takes 127"):
         run(raw, tmp_path / "run")
@@ -369,7 +370,7 @@ def test_cross_entropy_on_the_students_own_samples_is_refused_before_the_first_s
 def test_a_sibling_hint_is_refused_beside_an_rl_term(tiny_recipe: Raw, student: tuple[Any, Any]) -> None:
     # Why: of a group with one correct rollout, those that have a hint are the wrong ones, all of negative advantage.
     group, rewards = [rollout(0) for _ in range(4)], [0.0, 1.0, 0.0, 0.0]
-    teacher = PolicyTeacher(PolicyTeacherConfig(hint="sibling"), DATA, *student)
+    teacher = PolicyTeacher(PolicyTeacherConfig(hint="sibling"), SOURCES, *student)
     hints = teacher.hints(group, ["w", "right", "w", "w"], [PROBLEM] * 4, rewards)
     advantages = group_advantages(group, rewards)
     assert sum(a for a, hint in zip(advantages, hints, strict=True) if hint) == -0.75 and sum(advantages) == 0

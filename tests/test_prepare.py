@@ -20,6 +20,7 @@ TINY = PrepareConfig(
     vocab_size=300, hidden_size=16, layers=1, heads=1, head_dim=16, intermediate_size=32, sft_steps=4, batch_size=8
 )
 DATA = DataConfig(size=60)
+SOURCES = {"problems": DATA}
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +30,11 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny(cache):
-    return prepare_model(TINY, DATA, cache)
+    return prepare_model(TINY, SOURCES, cache)
 
 
 def key_of(config=TINY, data=DATA):
-    return cache_key(config, data, load_problems(data)[0])
+    return cache_key(config, {"problems": data}, load_problems(data)[0])
 
 
 def load(path):
@@ -67,14 +68,14 @@ def test_tokens_spell_the_text_with_one_token_per_digit(tiny):
 def test_digits_are_never_merged_however_large_the_vocabulary():
     from prime_composer.backends.prepare import train_tokenizer
 
-    tokenizer = train_tokenizer(load_problems(DataConfig(size=400))[0], DATA, 800)
+    tokenizer = train_tokenizer(load_problems(DataConfig(size=400))[0], SOURCES, 800)
     digits = [piece for piece in tokenizer.get_vocab() if set(piece) & set("0123456789")]
     assert sorted(digits) == list("0123456789")
 
 
 def test_the_same_description_gives_the_same_bytes(tiny, tmp_path):
     torch.rand(3)  # the state of the global generator does not matter
-    again = prepare_model(TINY, DATA, tmp_path)
+    again = prepare_model(TINY, SOURCES, tmp_path)
     for file in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json"):
         assert (again / file).read_bytes() == (tiny / file).read_bytes()
 
@@ -82,7 +83,7 @@ def test_the_same_description_gives_the_same_bytes(tiny, tmp_path):
 def test_preparing_leaves_the_callers_random_state_and_threads_alone(tmp_path):
     torch.rand(3)  # not where an earlier preparation would have left it
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    prepare_model(TINY, DATA, tmp_path)
+    prepare_model(TINY, SOURCES, tmp_path)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -90,14 +91,14 @@ def test_preparing_leaves_the_callers_random_state_and_threads_alone(tmp_path):
 def test_fine_tuning_learns(tmp_path):
     losses = []
     config = TINY.model_copy(update={"sft_steps": 60})
-    prepare_model(config, DATA, tmp_path, progress=lambda done, steps, loss: losses.append(loss))
+    prepare_model(config, SOURCES, tmp_path, progress=lambda done, steps, loss: losses.append(loss))
     assert len(losses) == 60
     assert losses[0] > 5.0  # log 300 = 5.7 before anything is learnt
     assert losses[-1] < 0.6 * losses[0]
 
 
 def test_teacher_and_student_of_other_sizes_get_the_same_tokenizer(tiny, cache):
-    other = prepare_model(TINY.model_copy(update={"layers": 2, "sft_steps": 0, "seed": 5}), DATA, cache)
+    other = prepare_model(TINY.model_copy(update={"layers": 2, "sft_steps": 0, "seed": 5}), SOURCES, cache)
     assert (other / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
 
 
@@ -105,14 +106,14 @@ def test_a_cached_model_is_not_trained_again(tiny, cache):
     def progress(done, steps, loss):
         raise AssertionError("trained again")
 
-    assert cached_path(TINY, DATA, cache) == tiny
-    assert prepare_model(TINY, DATA, cache, progress=progress) == tiny
+    assert cached_path(TINY, SOURCES, cache) == tiny
+    assert prepare_model(TINY, SOURCES, cache, progress=progress) == tiny
 
 
 def test_a_pruned_model_is_the_cached_whole_one_without_its_smallest_weights(tiny, cache):
     calls = []
     pruned = prepare_model(
-        TINY.model_copy(update={"prune": 0.7}), DATA, cache, progress=lambda *numbers: calls.append(numbers)
+        TINY.model_copy(update={"prune": 0.7}), SOURCES, cache, progress=lambda *numbers: calls.append(numbers)
     )
     assert [numbers[:2] for numbers in calls] == [(4, 4)]  # nothing was trained
     assert (pruned / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
@@ -195,7 +196,7 @@ def test_everything_that_the_model_learns_from_is_in_the_cache_key(tmp_path):
         "vocab_size": 301, "hidden_size": 24, "layers": 2, "heads": 2, "head_dim": 8, "intermediate_size": 16,
         "tie_word_embeddings": False, "max_position_embeddings": 128, "sft_steps": 5, "batch_size": 9,
         "learning_rate": 1e-3, "matrix_learning_rate": 1e-2, "label_smoothing": 0.1, "seed": 1, "prune": 0.5,
-        "hint_template": "{hint} {question}", "hint_share": 0.5,
+        "hint_template": "{hint} {question}", "hint_share": 0.5, "environments": ("problems",),
     }  # fmt: skip
     assert set(changes) == set(PrepareConfig.model_fields)
     keys = [key_of(TINY.model_copy(update={name: value})) for name, value in changes.items()]
@@ -233,7 +234,7 @@ else:
     progress = None
     from prime_composer.backends import prepare
     prepare.PreTrainedTokenizerFast.save_pretrained = die
-prepare_model(config, DataConfig(size=60), Path(sys.argv[1]), progress=progress, rebuild=sys.argv[4] == "rebuild")
+prepare_model(config, {"problems": DataConfig(size=60)}, Path(sys.argv[1]), progress=progress, rebuild=sys.argv[4] == "rebuild")
 """
 
 
@@ -244,27 +245,27 @@ def killed(cache, moment, rebuild=""):
 
 def test_a_kill_in_the_middle_leaves_no_half_model_and_the_next_run_succeeds(tmp_path):
     killed(tmp_path, "training")
-    assert cached_path(TINY, DATA, tmp_path) is None
+    assert cached_path(TINY, SOURCES, tmp_path) is None
     killed(tmp_path, "saving")
     assert (tmp_path / "models" / f"{key_of()}.unfinished" / "model.safetensors").exists()  # it came that far
-    assert cached_path(TINY, DATA, tmp_path) is None
-    path = prepare_model(TINY, DATA, tmp_path)
+    assert cached_path(TINY, SOURCES, tmp_path) is None
+    path = prepare_model(TINY, SOURCES, tmp_path)
     assert (path / "model.safetensors").exists() and (path / "tokenizer.json").exists()
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name, f"{path.name}.lock"]
 
 
 def test_a_kill_during_a_rebuild_leaves_the_old_model_whole(tmp_path):
-    path = prepare_model(TINY, DATA, tmp_path)
+    path = prepare_model(TINY, SOURCES, tmp_path)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     killed(tmp_path, "saving", "rebuild")
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
 def test_rebuilding_trains_again_and_replaces(tmp_path):
-    path = prepare_model(TINY, DATA, tmp_path)
+    path = prepare_model(TINY, SOURCES, tmp_path)
     (path / "stale").touch()
     steps = []
-    assert prepare_model(TINY, DATA, tmp_path, rebuild=True, progress=lambda *n: steps.append(n)) == path
+    assert prepare_model(TINY, SOURCES, tmp_path, rebuild=True, progress=lambda *n: steps.append(n)) == path
     assert len(steps) == 4 and not (path / "stale").exists()
 
 
@@ -279,7 +280,7 @@ def test_runs_that_want_the_same_model_at_once_train_it_once(tmp_path, monkeypat
 
     monkeypatch.setattr("prime_composer.backends.prepare.build_model", slow_build)
     found = []
-    runs = [threading.Thread(target=lambda: found.append(prepare_model(TINY, DATA, tmp_path))) for _ in range(3)]
+    runs = [threading.Thread(target=lambda: found.append(prepare_model(TINY, SOURCES, tmp_path))) for _ in range(3)]
     for run in runs:
         run.start()
     for run in runs:
@@ -290,15 +291,15 @@ def test_runs_that_want_the_same_model_at_once_train_it_once(tmp_path, monkeypat
 
 def test_an_example_longer_than_the_context_names_the_remedy(tmp_path):
     with pytest.raises(ValueError, match="longest training example has .* raise it to at least"):
-        prepare_model(TINY.model_copy(update={"max_position_embeddings": 16}), DATA, tmp_path)
-    assert cached_path(TINY, DATA, tmp_path) is None
+        prepare_model(TINY.model_copy(update={"max_position_embeddings": 16}), SOURCES, tmp_path)
+    assert cached_path(TINY, SOURCES, tmp_path) is None
 
 
 def test_looking_for_a_cached_model_imports_nothing_heavy(tmp_path):
     code = (
         "import sys; from pathlib import Path; from prime_composer.data import DataConfig\n"
         "from prime_composer.prepare import PrepareConfig, cached_path\n"
-        "assert cached_path(PrepareConfig(), DataConfig(size=60), Path(sys.argv[1])) is None\n"
+        "assert cached_path(PrepareConfig(), {'problems': DataConfig(size=60)}, Path(sys.argv[1])) is None\n"
         "print([name for name in ('transformers', 'tokenizers', 'vllm', 'datasets') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)

@@ -70,7 +70,7 @@ def test_an_unknown_loss_type_is_answered_with_every_choice() -> None:
 def test_a_missing_table_is_named() -> None:
     raw = copy.deepcopy(SMALL)
     del raw["data"]
-    assert refusal(raw) == "r.toml: data is missing"
+    assert refusal(raw) == "r.toml: data is missing: add a [data] table, or several [environments.*]"
 
 
 def test_a_loss_that_needs_a_teacher_is_refused_without_one() -> None:

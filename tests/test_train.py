@@ -77,7 +77,7 @@ def random_rollouts(vocab: int, lengths: list[tuple[int, int]], k: int) -> tuple
 @pytest.fixture(scope="module")
 def tiny_model(tiny_recipe: Raw) -> torch.nn.Module:
     recipe = parse_recipe(tiny_recipe())
-    model, _ = load_student(prepare_model(recipe.student.prepare, recipe.data))
+    model, _ = load_student(prepare_model(recipe.student.prepare, recipe.sources))
     return model.double()
 
 
@@ -132,7 +132,7 @@ def test_micro_batches_keep_every_rollout_once_and_the_budget() -> None:
 
 def test_in_bfloat16_the_log_probs_are_still_those_of_one_distribution(tiny_recipe: Raw) -> None:
     recipe = parse_recipe(tiny_recipe())
-    model, _ = load_student(prepare_model(recipe.student.prepare, recipe.data))
+    model, _ = load_student(prepare_model(recipe.student.prepare, recipe.sources))
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(8)
     rollouts, _ = random_rollouts(300, LENGTHS, k=2)

@@ -6,7 +6,7 @@
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,11 @@ LENGTH_GROUPS = 4
 
 
 def build_model(
-    config: PrepareConfig, data: DataConfig, problems: Sequence[Problem], folder: Path, progress: Progress
+    config: PrepareConfig,
+    sources: Mapping[str, DataConfig],
+    problems: Sequence[Problem],
+    folder: Path,
+    progress: Progress,
 ) -> float:
     """Write tokenizer, model and generation config into ``folder``. The same arguments give the same bytes.
 
@@ -41,8 +45,10 @@ def build_model(
     Raises:
         ValueError: an example is longer than the model's context.
     """
-    tokenizer = train_tokenizer(problems, data, config.vocab_size)
-    examples = [_tokenized(problem, data, tokenizer) for problem in with_hints(problems, config)]
+    tokenizer = train_tokenizer(problems, sources, config.vocab_size)
+    if config.environments is not None:
+        problems = [problem for problem in problems if problem.environment in config.environments]
+    examples = [_tokenized(problem, sources, tokenizer) for problem in with_hints(problems, config)]
     longest = max(len(prompt) + len(answer) for prompt, answer in examples)
     if longest > config.max_position_embeddings:
         raise ValueError(
@@ -77,7 +83,9 @@ def prune_model(whole: Path, fraction: float, folder: Path) -> None:
     PreTrainedTokenizerFast.from_pretrained(whole).save_pretrained(folder)
 
 
-def train_tokenizer(problems: Sequence[Problem], data: DataConfig, vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    problems: Sequence[Problem], sources: Mapping[str, DataConfig], vocab_size: int
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE on the problems' prompts and answers: a function of these arguments alone.
 
     Every digit is a token of its own, so that arithmetic is learnt digit by digit. A run of signs may take the white
@@ -99,7 +107,7 @@ def train_tokenizer(problems: Sequence[Problem], data: DataConfig, vocab_size: i
         show_progress=False,
     )
     # Prompt and answer apart, as they are tokenized: no token may span the border between them.
-    texts = [text for problem in problems for text in (prompt_text(problem, data), answer_text(problem.answer, data))]
+    texts = [text for problem in problems for text in _texts(problem, sources)]
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
 
@@ -139,9 +147,17 @@ def with_hints(problems: Sequence[Problem], config: PrepareConfig) -> list[Probl
     return found
 
 
-def _tokenized(problem: Problem, data: DataConfig, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    answer = tokenizer.encode(answer_text(problem.answer, data)) + [tokenizer.eos_token_id]
-    return tokenizer.encode(prompt_text(problem, data)), answer
+def _texts(problem: Problem, sources: Mapping[str, DataConfig]) -> tuple[str, str]:
+    """Prompt and answer."""
+    data = sources[problem.environment]
+    return prompt_text(problem, data), answer_text(problem.answer, data)
+
+
+def _tokenized(
+    problem: Problem, sources: Mapping[str, DataConfig], tokenizer: PreTrainedTokenizerFast
+) -> tuple[list[int], list[int]]:
+    prompt, answer = _texts(problem, sources)
+    return tokenizer.encode(prompt), tokenizer.encode(answer) + [tokenizer.eos_token_id]
 
 
 def fine_tune(

@@ -1,4 +1,4 @@
-"""The recipe's [data] as a prime-rl environment, so that a cluster practises on the same problems as one machine.
+"""The recipe's [data], or one of its [environments], as a prime-rl environment, so that a cluster practises on the same problems as one machine.
 
 prime-rl finds it by the id "prime-composer-problems" (the module of that name beside the package, which the wheel puts
 there): ``load_environment`` for v0.6, ``ProblemTaskset`` for v0.7 and newer. Settings are those of ``[data]``; the reward
@@ -10,9 +10,17 @@ from typing import Any
 from prime_composer.data import DataConfig, Problem, is_correct, load_problems, prompt_text
 
 NAME = "prime-composer-problems"
-EXPORTED = ("source", "path", "hub_id", "hub_name", "size", "seed", "hold_out", "calculator_annotations",
-            "prompt_template", "answer_check")  # fmt: skip
-"""Fields of ``[data]`` that an environment has; ``chat_template`` is prime-rl's renderer's business."""
+EXPORTED = ("source", "path", "hub_id", "hub_name", "size", "seed", "operations", "hold_out", "calculator_annotations",
+            "prompt_template", "answer_check", "teacher_key")  # fmt: skip
+"""Fields of ``[data]`` that an environment has; ``chat_template`` is prime-rl's renderer's business, and ``ratio`` and
+``teacher`` stand beside the environment in prime-rl's config."""
+
+
+def load_split(config: DataConfig, split: str, rows_of: str | None) -> list[Problem]:
+    """The problems of a split, "train" or "test"; with ``rows_of``, those whose row names that teacher ("": names none)."""
+    train, held_out = load_problems(config)
+    problems = held_out if split == "test" else train
+    return [problem for problem in problems if rows_of is None or (problem.teacher or "") == rows_of]
 
 
 def data_settings(config: DataConfig) -> dict[str, Any]:
@@ -21,7 +29,7 @@ def data_settings(config: DataConfig) -> dict[str, Any]:
     return {"source": config.source, **{key: value for key, value in values.items() if key in EXPORTED}}
 
 
-def load_environment(split: str = "train", **settings: Any) -> Any:
+def load_environment(split: str = "train", rows_of: str | None = None, **settings: Any) -> Any:
     """A single-turn environment of verifiers' first API, for prime-rl v0.6."""
     import verifiers as vf
     from datasets import Dataset
@@ -44,9 +52,9 @@ def load_environment(split: str = "train", **settings: Any) -> Any:
         text = completion if isinstance(completion, str) else str(completion[-1].get("content") or "")
         return float(is_correct(text, Problem(info["question"], answer), config))
 
-    train, held_out = load_problems(config)
-    first, second = (held_out, held_out) if split == "test" else (train, held_out)
-    return vf.SingleTurnEnv(dataset=rows(first), eval_dataset=rows(second), rubric=vf.Rubric(funcs=[correct]))
+    first, second = load_split(config, split, rows_of), load_split(config, "test", rows_of)
+    held_out = rows(second) if second else None  # no held-out row may name the teacher of rows_of
+    return vf.SingleTurnEnv(dataset=rows(first), eval_dataset=held_out, rubric=vf.Rubric(funcs=[correct]))
 
 
 def make_taskset() -> type:
@@ -72,14 +80,14 @@ def make_taskset() -> type:
     }
     fields["path"] = (str | None, None)
     fields["split"] = (Literal["train", "test"], "train")
+    fields["rows_of"] = (str | None, None)
     config_class = create_model("ProblemTasksetConfig", __base__=vf.TasksetConfig, **fields)
 
     class ProblemTaskset(vf.Taskset[ProblemTask, config_class]):
         def load(self) -> list[Any]:
             values = {name: getattr(self.config, name) for name in EXPORTED}
             config = DataConfig.model_validate({key: value for key, value in values.items() if value is not None})
-            train, held_out = load_problems(config)
-            problems = held_out if self.config.split == "test" else train
+            problems = load_split(config, self.config.split, self.config.rows_of)
             settings = data_settings(config)
             return [
                 ProblemTask(

@@ -8,18 +8,24 @@ dialect alone; ``[[prime_rl.teachers]]`` are more teachers to mix in, which trav
     distillation         training_mode = "opd"         [orchestrator.algo] type = "opd"                 =
     teacher              [orchestrator.teacher.*]      [orchestrator.algo.teacher], base_url a list     a string
     environment          [[orchestrator.train.env]]    =  (taskset, harness)      [[...train.source]]   =
+    its own teacher      a header of the one client    [orchestrator.train.env.algo.teacher]            =
+    several mixed        the same header               a header of that teacher's client                =
     zero advantages      filter off                    never fires                =                     no filter
     W&B                  [wandb]                       =                          =                     [monitors.wandb]
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from prime_composer.data import DataConfig, load_problems
 from prime_composer.recipe import Recipe, RecipeError
 from prime_composer.upstream.environment import NAME, data_settings
+from prime_composer.upstream.orchestrator import HEADER
 from prime_composer.upstream.probe import DIALECTS
 
 IMPORT_PATH = "prime_composer.upstream.loss_fn"
@@ -37,7 +43,7 @@ def export_recipe(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None
         RecipeError: the dialect is unknown; the recipe asks for something that this dialect cannot do.
     """
     table = export_tables(recipe, dialect, models)
-    keep = {key: value for key, value in recipe.prime_rl.items() if key not in (*DIALECTS, "teachers")}
+    keep = {key: value for key, value in recipe.prime_rl.items() if key not in DIALECTS}
     merge(table, keep)
     merge(table, recipe.prime_rl.get(dialect, {}))
     head = (
@@ -45,9 +51,6 @@ def export_recipe(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None
         "#     prime-rl rl --config THIS_FILE --engine prime-rl\n"
         "# which is PRIME_COMPOSER=1 in front of prime-rl's own `rl @ THIS_FILE`.\n"
     )
-    if "teachers" in recipe.prime_rl:
-        settings = {"loss": loss_table(recipe, dialect), "teachers": plain(recipe.prime_rl["teachers"])}
-        head += f"# More teachers are mixed in by the environment: PRIME_COMPOSER='{json.dumps(settings)}'\n"
     return head + to_toml(table)
 
 
@@ -60,22 +63,20 @@ def export_tables(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None
     student = model_name(recipe.student.model, models, "student")
     distils = bool({"ref_logprobs", "support"} & recipe.loss.needs)
 
+    parts = environments(recipe, distils)
     orchestrator: dict[str, Any] = {
         "batch_size": recipe.trainer.batch_size,
         "group_size": recipe.rollout.group_size,
         "train": {
             "sampling": sampling(recipe),
-            ENVIRONMENT_KEY[dialect]: [environment(recipe, dialect)],
+            ENVIRONMENT_KEY[dialect]: [environment(part, dialect) for part in parts],
         },
     }
     if distils and recipe.teacher is not None and recipe.teacher.policy is not None:
         # The policy told the reference solution: prime-rl reads it from the task, as our environment names it.
         orchestrator["algo"] = {"type": "opsd", "demo_key": "answer"}
     elif distils:
-        assert recipe.teacher is not None  # the recipe has checked it
-        name = model_name(recipe.teacher.model, models, "teacher")
-        url = recipe.teacher.url or DEFAULT_TEACHER_URL
-        add_teacher(orchestrator, dialect, name, v1_url(url))
+        add_teachers(orchestrator, dialect, parts, teacher_clients(recipe, models))
     if recipe.rollout.url is not None:
         client = {"base_url": v1_url(recipe.rollout.url) if dialect == "head" else [v1_url(recipe.rollout.url)]}
         key = "student" if dialect == "v0.6" else "model"
@@ -120,7 +121,7 @@ def export_tables(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None
 
 
 ENVIRONMENT_KEY = {"v0.6": "env", "v0.7": "env", "v0.8": "source", "head": "source"}
-DEFAULT_TEACHER_URL = "http://localhost:8001"
+FIRST_TEACHER_PORT = 8001
 
 
 def refuse(recipe: Recipe, dialect: str) -> None:
@@ -195,16 +196,95 @@ def v1_url(url: str) -> str:
     return url if url.endswith("/v1") else f"{url}/v1"
 
 
-def add_teacher(orchestrator: dict[str, Any], dialect: str, name: str, url: str) -> None:
+class Part(NamedTuple):
+    """An environment of prime-rl's: one of the recipe's, or those of its rows that name the same teacher.
+
+    Attributes:
+        name: prime-rl's name for it.
+        data: the recipe's [data] or [environments.NAME].
+        ratio: its share of the prompts, relative to the others'.
+        mixture: shares of the teachers that score its rollouts, by role.
+        rows: the teacher that its rows name: "" for rows that name none, None for all rows.
+    """
+
+    name: str
+    data: DataConfig
+    ratio: float
+    mixture: Mapping[str, float]
+    rows: str | None = None
+
+
+def environments(recipe: Recipe, distils: bool) -> list[Part]:
+    """The recipe's environments, split where rows name their own teachers: prime-rl knows a teacher by its environment.
+
+    Raises:
+        RecipeError: a row names a teacher that the recipe does not have.
+        ValueError: the data, which is read only where rows name teachers, cannot be read.
+    """
+    parts = []
+    for name, data in recipe.sources.items():
+        if data.teacher_key is None or not distils:
+            parts.append(Part(name, data, data.ratio, recipe.mixture_of(name) if distils else {}))
+            continue
+        problems = [replace(problem, environment=name) for problem in load_problems(data)[0]]
+        counted = Counter(problem.teacher or "" for problem in problems)
+        mixtures = {problem.teacher or "": recipe.mixture(problem) for problem in problems}
+        for rows in sorted(counted):
+            label = f"{name}-{rows or 'others'}"
+            parts.append(Part(label, data, data.ratio * counted[rows] / len(problems), mixtures[rows], rows))
+    return parts
+
+
+def teacher_clients(recipe: Recipe, models: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Served name and URL of each teacher, by role. Where the recipe has no URL: this host, port 8001 and upwards, in the
+    recipe's order."""
+    clients = {}
+    for port, (role, teacher) in enumerate(recipe.scored_by.items(), start=FIRST_TEACHER_PORT):
+        name = model_name(teacher.model, models, role)
+        clients[role] = {"url": v1_url(teacher.url or f"http://localhost:{port}"), "model": name}
+    return clients
+
+
+def add_teachers(
+    orchestrator: dict[str, Any], dialect: str, parts: Sequence[Part], clients: Mapping[str, Mapping[str, str]]
+) -> None:
+    """Distillation from each environment's teachers."""
+    listed = {
+        part.name: [{**clients[role], "weight": weight} for role, weight in part.mixture.items()] for part in parts
+    }
+    first = listed[parts[0].name]
+    alike = all(mixture == first for mixture in listed.values())
     if dialect == "v0.6":
+        client: dict[str, Any] = {"base_url": [first[0]["url"]]}
+        if not alike or len(first) > 1:
+            client["headers"] = {HEADER: json.dumps(first if alike else listed)}
         orchestrator["training_mode"] = "opd"
-        orchestrator["teacher"] = {"model": {"name": name}, "client": {"base_url": [url]}}
+        orchestrator["teacher"] = {"model": {"name": first[0]["model"]}, "client": client}
         # The default list also enforces a zero-advantage filter, which would drop every group whose rollouts earn the
         # same reward: distillation learns from those as from any other.
         orchestrator["post_batch_filters"] = [{"type": "gibberish"}, {"type": "repetition"}]
         return
-    teacher = {"name": name, "base_url": url if dialect == "head" else [url]}
-    orchestrator["algo"] = {"type": "opd", "teacher": teacher}
+    algorithms = {}
+    for name, mixture in listed.items():
+        url = mixture[0]["url"]
+        teacher = {"name": mixture[0]["model"], "base_url": url if dialect == "head" else [url]}
+        if len(mixture) > 1:
+            teacher["headers"] = {HEADER: json.dumps(mixture)}
+        algorithms[name] = {"type": "opd", "teacher": teacher}
+    if alike:
+        orchestrator["algo"] = algorithms[parts[0].name]
+        return
+    for entry in orchestrator["train"][ENVIRONMENT_KEY[dialect]]:
+        entry["algo"] = algorithms[entry["name"]]
+
+
+def needs_adapter(recipe: Recipe, dialect: str) -> bool:
+    """Whether the teachers are reached through our hook alone, whatever the loss reads."""
+    if not recipe.teachers:
+        return False
+    mixtures = [part.mixture for part in environments(recipe, distils=True)]
+    several = any(len(mixture) > 1 for mixture in mixtures)
+    return several or (dialect == "v0.6" and any(mixture != mixtures[0] for mixture in mixtures))
 
 
 def sampling(recipe: Recipe) -> dict[str, Any]:
@@ -229,21 +309,26 @@ def scheduler(recipe: Recipe) -> dict[str, Any]:
 def loss_table(recipe: Recipe, dialect: str) -> dict[str, Any]:
     """The loss with what was set in the recipe, and prime-rl's era where the loss asks for one."""
     table = {"type": recipe.loss.type, **plain(recipe.loss.model_dump(exclude_unset=True, exclude_none=True))}
+    if {"ref_logprobs", "support"} & recipe.loss.needs and needs_adapter(recipe, dialect):
+        table["adapter"] = True  # prime-rl alone would ask a wrong teacher, and nobody would see it
     if "dialect" in type(recipe.loss).model_fields and "dialect" not in recipe.loss.model_fields_set:
         table["dialect"] = "v0_6" if dialect == "v0.6" else "v0_7"
     return table
 
 
-def environment(recipe: Recipe, dialect: str) -> dict[str, Any]:
-    """The recipe's [data], served by ``prime_composer_problems``."""
-    settings = data_settings(recipe.data)
+def environment(part: Part, dialect: str) -> dict[str, Any]:
+    """Some of the recipe's problems, served by ``prime_composer_problems``."""
+    settings = data_settings(part.data)
+    if part.rows is not None:
+        settings["rows_of"] = part.rows
+    entry: dict[str, Any] = {"name": part.name, "ratio": part.ratio}
     if dialect == "v0.6":
-        return {"id": NAME, "name": "problems", "args": settings}
+        return {"id": NAME, "args": settings, **entry}
     taskset = {"id": NAME, **settings}
     if dialect == "v0.7":
-        return {"name": "problems", "taskset": taskset, "harness": {"id": "null", "runtime": {"type": "subprocess"}}}
+        return {**entry, "taskset": taskset, "harness": {"id": "null", "runtime": {"type": "subprocess"}}}
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-    return {"name": "problems", "env": {"taskset": taskset, "agent": agent}}
+    return {**entry, "env": {"taskset": taskset, "agent": agent}}
 
 
 def plain(value: Any) -> Any:

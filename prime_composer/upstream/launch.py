@@ -65,8 +65,6 @@ def launch(
             recipe = load_recipe(path, [*overrides, f"output_dir={json.dumps(f'outputs/{path.stem}')}"])
         raw = tomllib.loads(export_recipe(recipe, dialect, models))
         settings = {"loss": loss_table(recipe, dialect)}
-        if "teachers" in recipe.prime_rl:
-            settings["teachers"] = recipe.prime_rl["teachers"]
     if resume:
         ask_to_resume(raw, dialect)
     command, env = command_and_environment(write(raw, path), settings, dry_run)

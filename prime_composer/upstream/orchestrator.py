@@ -12,6 +12,7 @@ launcher loads some of these modules too, before it has read its config.
 
 import asyncio
 import functools
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,6 @@ from typing import Any, NamedTuple
 from prime_composer.upstream import wire
 from prime_composer.upstream.hooks import wanted_support
 from prime_composer.upstream.probe import UnknownSurface, expect
-from prime_composer.upstream.registration import SWITCH, switch
 
 
 class Scores(list):
@@ -118,81 +118,75 @@ async def ask(client: Any, model: str, token_ids: Sequence[int], k: int) -> Scor
 
 
 class Teacher(NamedTuple):
-    """One more teacher, beside the one that prime-rl knows."""
+    """One teacher of a mixture."""
 
     url: str
     model: str
     weight: float
 
 
-def more_teachers() -> list[Teacher]:
-    """The teachers that are mixed in, from the environment's ``teachers``; prime-rl's own keeps the rest of the weight.
+HEADER = "X-Prime-Composer-Teachers"
+"""A header of the teacher's client in prime-rl's config. It says in JSON which teachers score in the place of the one that
+prime-rl knows: a list of {url, model, weight}, or such lists by environment, for v0.6, which has one teacher for all."""
+
+
+def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
+    """The teachers that a header names for an environment, with weights that add up to 1.
 
     Raises:
-        ValueError: an entry is not a table of url, model and weight, or nothing is left for prime-rl's own teacher.
+        ValueError: the header is no such JSON, or its table does not know the environment.
     """
-    entries = (switch() or {}).get("teachers") or []
-    teachers = []
-    for entry in entries:
-        if not isinstance(entry, Mapping) or set(entry) != set(Teacher._fields) or not float(entry["weight"]) > 0:
-            raise ValueError(
-                f"{SWITCH}: each entry of teachers is {{url, model, weight}} with a weight above 0, not {entry!r}."
-            )
-        teachers.append(Teacher(str(entry["url"]), str(entry["model"]), float(entry["weight"])))
-    if sum(teacher.weight for teacher in teachers) >= 1:
-        raise ValueError(f"{SWITCH}: the weights of teachers leave nothing for the teacher of prime-rl's config; sum < 1.")
-    return teachers
+    try:
+        entries = json.loads(header)
+        if isinstance(entries, dict):
+            entries = entries[environment]
+        teachers = [Teacher(str(e["url"]), str(e["model"]), float(e["weight"])) for e in entries]
+        total = sum(teacher.weight for teacher in teachers)
+        if not teachers or not all(0 < teacher.weight < math.inf for teacher in teachers):
+            raise ValueError("weights are above 0")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"The header {HEADER} of the teacher's client must be a JSON list of {{url, model, weight}}, or a table of such "
+            f"lists with one for the environment {environment!r}, not {header!r} ({error!r})."
+        ) from None
+    return [teacher._replace(weight=teacher.weight / total) for teacher in teachers]
 
 
-def mix(scores: Sequence[Scores], weights: Sequence[float]) -> Scores:
-    """Several teachers as one, mixed in probability space: q(v) = sum_i w_i q_i(v).
-
-    The sampled token's q is exact. The support is the K ids of the largest mixed mass among the teachers' top-K; what a
-    teacher holds on an id outside its own top-K is not known and stays in the tail, so the mixed log-probs are lower
-    bounds, exact where the teachers agree on the id. Use a normalisation with a tail.
-    """
-    import numpy as np
-
+def mix(token_ids: Sequence[int], scores: Sequence[Scores], weights: Sequence[float]) -> Scores:
+    """Several teachers as one, in probability space; see ``prime_composer.teachers.mix``."""
     if len(scores) == 1:
         return scores[0]
-    n, k = scores[0].logprobs.shape
-    log_w = np.log(np.asarray(weights, dtype=np.float64))
-    values = [0.0] * min(n, 1)
-    ids = np.zeros((n, k), np.int32)
-    logprobs = np.full((n, k), math.nan, np.float32)
-    for t in range(1, n):
-        values.append(float(np.logaddexp.reduce([w + score[t] for w, score in zip(log_w, scores, strict=True)])))
-        mass: dict[int, float] = {}
-        for w, score in zip(log_w, scores, strict=True):
-            for token, logprob in zip(score.token_ids[t].tolist(), score.logprobs[t].tolist(), strict=True):
-                mass[token] = float(np.logaddexp(mass.get(token, -math.inf), w + logprob))
-        best = sorted(mass.items(), key=lambda item: -item[1])[:k]
-        for j, (token, logprob) in enumerate(best):
-            ids[t, j], logprobs[t, j] = token, logprob
-    return Scores(values, ids, logprobs)
+    import torch
+
+    from prime_composer.scorer import TeacherScores
+    from prime_composer.teachers import mix as mix_scores
+
+    given = [
+        TeacherScores(torch.tensor(score), torch.from_numpy(score.token_ids).long(), torch.from_numpy(score.logprobs))
+        for score in scores
+    ]
+    mixed = mix_scores(torch.tensor(token_ids), given, weights)
+    ids, logprobs = mixed.token_ids.int().numpy(), mixed.teacher_logprobs.numpy()
+    ids[:1], logprobs[:1] = 0, math.nan  # nothing stands before the first token
+    return Scores([0.0, *mixed.ref_logprobs[1:].tolist()], ids, logprobs)
 
 
 _clients: dict[str, Any] = {}
 
 
-async def ask_all(client: Any, model: str, token_ids: Sequence[int], k: int) -> Scores:
-    """``ask`` prime-rl's own teacher, and mix in the others."""
-    others = more_teachers()
-    if not others:
-        return await ask(client, model, token_ids, k)
+def client_of(teacher: Teacher) -> Any:
     from openai import AsyncOpenAI
 
-    for teacher in others:
-        if teacher.url not in _clients:
-            _clients[teacher.url] = AsyncOpenAI(
-                base_url=teacher.url, api_key=os.environ.get("VLLM_API_KEY") or "EMPTY", max_retries=5
-            )
-    scores = await asyncio.gather(
-        ask(client, model, token_ids, k),
-        *(ask(_clients[teacher.url], teacher.model, token_ids, k) for teacher in others),
-    )
-    weights = [teacher.weight for teacher in others]
-    return mix(scores, [1 - sum(weights), *weights])
+    if teacher.url not in _clients:
+        key = os.environ.get("VLLM_API_KEY") or "EMPTY"
+        _clients[teacher.url] = AsyncOpenAI(base_url=teacher.url, api_key=key, max_retries=5)
+    return _clients[teacher.url]
+
+
+async def ask_each(teachers: Sequence[Teacher], token_ids: Sequence[int], k: int) -> Scores:
+    """``ask`` every teacher, and mix what they say."""
+    scores = await asyncio.gather(*(ask(client_of(teacher), teacher.model, token_ids, k) for teacher in teachers))
+    return await asyncio.to_thread(mix, token_ids, scores, [teacher.weight for teacher in teachers])
 
 
 def hook_v0_6(module: ModuleType) -> None:
@@ -205,12 +199,16 @@ def hook_v0_6(module: ModuleType) -> None:
     @functools.wraps(original)
     async def compute_teacher_logprobs(clients: Any, model_name: str, samples: Any) -> Any:
         k = wanted_support()
-        if k == 0 and not more_teachers():
+        if k == 0 and not any(HEADER in config.extra_headers for config in clients):
             return await original(clients, model_name, samples)
 
         async def score(config: Any, sample: Any) -> list[float]:
-            client = module.setup_openai_client(config)
-            scores = await ask_all(client, model_name, list(sample.prompt_ids) + list(sample.completion_ids), k)
+            token_ids = list(sample.prompt_ids) + list(sample.completion_ids)
+            header = config.extra_headers.get(HEADER)
+            if header is None:
+                scores = await ask(module.setup_openai_client(config), model_name, token_ids, k)
+            else:
+                scores = await ask_each(teachers_of(header, sample.env_name), token_ids, k)
             put(sample, scores)
             return list(scores)
 
@@ -230,9 +228,12 @@ def hook_client(module: ModuleType) -> None:
     @functools.wraps(original)
     async def prefill_logprobs(openai: Any, model: str, token_ids: list[int]) -> list[float]:
         k = wanted_support()
-        if k == 0 and not more_teachers():
+        header = openai.default_headers.get(HEADER)
+        if header is not None:
+            return await ask_each(teachers_of(header), token_ids, k)
+        if k == 0:
             return await original(openai, model, token_ids)
-        return await ask_all(openai, model, token_ids, k)
+        return await ask(openai, model, token_ids, k)
 
     module.prefill_logprobs = prefill_logprobs
 

@@ -29,6 +29,11 @@ from prime_composer.upstream.probe import ERAS, LOSS_MODULE, Era, expect, probe_
 SWITCH = "PRIME_COMPOSER"
 """Environment variable of the whole-run adapter: "1", or a JSON object with the loss table under ``loss``."""
 
+WITH_ADAPTER = (
+    f"Start the run with the adapter: `prime-rl rl --config FILE --engine prime-rl`, or {SWITCH}=1 in front of prime-rl's own "
+    "`rl @ FILE`."
+)
+
 SECTION = "trainer.loss.kwargs"
 SETUPS = frozenset(era.setup for era in ERAS)
 
@@ -127,14 +132,15 @@ def current() -> Registered | None:
 
 
 def parse_loss(table: dict[str, Any], section: str = SECTION) -> LossConfig:
-    """The loss table of a recipe, checked. Strings are taken for numbers where a number belongs: prime-rl's command
-    line (``--trainer.loss.kwargs.k 32``) delivers strings.
+    """The loss table of a recipe, checked; ``adapter``, which is no part of the loss, is passed by (see ``register``).
+    Strings are taken for numbers where a number belongs: prime-rl's command line (``--trainer.loss.kwargs.k 32``)
+    delivers strings.
 
     Raises:
         ValueError: no or an unknown ``type`` (the message lists the choices), an unknown key (it names the nearest).
     """
     try:
-        return _ADAPTER.validate_python(table)
+        return _ADAPTER.validate_python({key: value for key, value in table.items() if key != "adapter"})
     except ValidationError as error:
         raise ValueError("; ".join(_explain(item, table, section) for item in error.errors())) from None
 
@@ -168,7 +174,7 @@ def register(table: dict[str, Any], section: str = SECTION) -> Registered:
     distillation tokens by itself.
 
     Args:
-        table: the loss table, ``type`` and knobs.
+        table: the loss table, ``type`` and knobs; ``adapter = true`` says that the run needs the whole-run adapter.
         section: where the table stands, for messages.
 
     Raises:
@@ -187,6 +193,11 @@ def register(table: dict[str, Any], section: str = SECTION) -> Registered:
             f"{config!r}. Keep one of {SWITCH} and [trainer.loss]."
         )
     aligned = _adapter_for(config)
+    if aligned is None and str(table.get("adapter", False)).lower() == "true":
+        raise ValueError(
+            f"[{section}] adapter = true: this run's teachers are mixed or routed by the adapter, and without it prime-rl "
+            f"would ask one of them for all. {WITH_ADAPTER}"
+        )
     refuse(config, era, aligned is not None, section)
     expect(module, era.slot, ("inputs",), f"prime_rl/trainer/rl/loss.py of {era.name}")
     _registered = Registered(setup_loss_fn(config, section), era, module.LossOutputs, aligned)
@@ -214,9 +225,7 @@ def refuse(config: LossConfig, era: Era, adapter: bool, section: str = SECTION) 
     missing = sorted(set(config.needs) & {"support", "token_ids"})
     if missing and not adapter:
         raise ValueError(
-            f"{said}{' and '.join(missing)}, which prime-rl's own wire does not carry to a custom loss. Start the run "
-            f"with the adapter, which brings it: `prime-rl rl --config FILE --engine prime-rl`, or {SWITCH}=1 in front "
-            "of prime-rl's own `rl @ FILE`."
+            f"{said}{' and '.join(missing)}, which prime-rl's own wire does not carry to a custom loss. {WITH_ADAPTER}"
         )
     if era.name != "v0.6" and "advantages" in config.needs and {"ref_logprobs", "support"} & config.needs:
         raise ValueError(
@@ -292,9 +301,9 @@ def switch() -> dict[str, Any] | None:
         settings = None
     if not isinstance(settings, dict):
         raise ValueError(f"{SWITCH}={value!r}: write {SWITCH}=1, or a JSON object such as {EXAMPLE}")
-    unknown = set(settings) - {"loss", "teachers"}
+    unknown = set(settings) - {"loss"}
     if unknown:
-        raise ValueError(f"{SWITCH}: unknown key {sorted(unknown)[0]!r}; known: loss, teachers. Example: {EXAMPLE}")
+        raise ValueError(f"{SWITCH}: unknown key {sorted(unknown)[0]!r}; known: loss. Example: {EXAMPLE}")
     return settings
 
 

@@ -10,8 +10,11 @@ import pytest
 from make_venvs import python_of, verifiers_of
 from prime_rl_checkout import REPO, VERSIONS
 
+from prime_composer.data import DataConfig
 from prime_composer.recipe import RecipeError, load_recipe, parse_recipe
+from prime_composer.upstream.environment import load_split
 from prime_composer.upstream.export import export_recipe, to_toml
+from prime_composer.upstream.orchestrator import HEADER
 from prime_composer.upstream.probe import DIALECTS
 
 E2E = Path(__file__).parent / "e2e"
@@ -140,6 +143,90 @@ def test_a_prepared_model_has_to_be_built_first():
     assert tomllib.loads(text)["model"]["name"] == "/s"
 
 
+TWO = {
+    "a": {"model": "a/first", "url": "http://a:8001"},
+    "b": {"model": "a/second", "url": "http://b:8001", "weight": 3.0},
+}
+A = {"url": "http://a:8001/v1", "model": "a/first"}
+B = {"url": "http://b:8001/v1", "model": "a/second"}
+ENTRIES = {"v0.6": "env", "v0.7": "env", "v0.8": "source", "head": "source"}
+
+
+def several(dialect, **changes):
+    raw = {**recipe().model_dump(exclude_unset=True), "teachers": TWO, **changes}
+    del raw["teacher"]
+    if "environments" in raw:
+        del raw["data"]
+    return tomllib.loads(export_recipe(parse_recipe(raw), dialect))
+
+
+def mixed_and_routed(folder):
+    """A recipe with two environments, one of which has rows that name their teachers."""
+    rows = [{"question": f"{i}?", "answer": f"#### {i}", **({"by": "ab"[i % 2]} if i % 4 else {})} for i in range(1, 13)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    environments = {"sums": {"teacher": "a"}, "rows": {"source": "jsonl", "path": str(folder / "rows.jsonl"), "teacher_key": "by"}}
+    raw = {**recipe().model_dump(exclude_unset=True), "teachers": TWO, "environments": environments}
+    raw["student"] = {"model": "Qwen/Qwen3-0.6B"}  # a name that prime-rl has a renderer for
+    path = folder / "mixed_and_routed.recipe.toml"
+    path.write_text(to_toml({key: value for key, value in raw.items() if key not in ("teacher", "data")}))
+    return path
+
+
+def test_a_mixture_for_all_travels_in_the_header_of_the_teachers_client():
+    told = [{**A, "weight": 0.25}, {**B, "weight": 0.75}]
+    client = several("v0.6")["orchestrator"]["teacher"]["client"]
+    assert json.loads(client["headers"][HEADER]) == told
+    for dialect in ("v0.7", "v0.8", "head"):
+        table = several(dialect)
+        assert json.loads(table["orchestrator"]["algo"]["teacher"]["headers"][HEADER]) == told
+        assert table["trainer"]["loss"]["kwargs"]["adapter"] is True
+
+
+def test_each_environment_has_its_own_teacher():
+    environments = {"sums": {"teacher": "a"}, "code": {"teacher": "b", "ratio": 2.0, "seed": 1}}
+    for dialect in DIALECTS:
+        table = several(dialect, environments=environments)
+        orchestrator = table["orchestrator"]
+        entries = {entry["name"]: entry for entry in orchestrator["train"][ENTRIES[dialect]]}
+        assert {name: entry["ratio"] for name, entry in entries.items()} == {"sums": 1.0, "code": 2.0}
+        if dialect == "v0.6":  # one client; the header tells the environments apart
+            told = json.loads(orchestrator["teacher"]["client"]["headers"][HEADER])
+            assert told == {"sums": [{**A, "weight": 1.0}], "code": [{**B, "weight": 1.0}]}
+            assert table["trainer"]["loss"]["kwargs"]["adapter"] is True
+        else:  # prime-rl's own routing, without us
+            assert "algo" not in orchestrator and "adapter" not in table["trainer"]["loss"]["kwargs"]
+            for name, teacher in (("sums", A), ("code", B)):
+                found = entries[name]["algo"]["teacher"]
+                assert found["name"] == teacher["model"] and teacher["url"] in (found["base_url"], *found["base_url"])
+                assert "headers" not in found
+
+
+def test_rows_that_name_their_teacher_become_an_environment_for_each(tmp_path):
+    table = tomllib.loads(export_recipe(load_recipe(mixed_and_routed(tmp_path)), "head"))
+    entries = {entry["name"]: entry for entry in table["orchestrator"]["train"]["source"]}
+    assert set(entries) == {"sums", "rows-a", "rows-b", "rows-others"}
+    assert sum(entries[name]["ratio"] for name in entries if name != "sums") == pytest.approx(1.0)
+    assert entries["rows-b"]["env"]["taskset"]["rows_of"] == "b"
+    assert entries["rows-b"]["algo"]["teacher"]["name"] == "a/second"
+    assert json.loads(entries["rows-others"]["algo"]["teacher"]["headers"][HEADER])[1] == {**B, "weight": 0.75}
+
+
+def test_the_rows_of_an_environment_are_those_that_name_its_teacher(tmp_path):
+    mixed_and_routed(tmp_path)
+    data = DataConfig(source="jsonl", path=tmp_path / "rows.jsonl", teacher_key="by", hold_out=0.3)
+    parts = {name: load_split(data, "train", name) + load_split(data, "test", name) for name in ("a", "b", "")}
+    assert {name: sorted(int(p.final) for p in found) for name, found in parts.items()} == {
+        "a": [2, 6, 10], "b": [1, 3, 5, 7, 9, 11], "": [4, 8, 12]
+    }  # fmt: skip
+    assert len(load_split(data, "train", None)) == sum(len(load_split(data, "train", name)) for name in parts)
+
+
+def test_teachers_without_a_url_are_looked_for_on_this_host_one_port_after_another():
+    teachers = {name: {"model": f"a/{name}"} for name in ("a", "b")}
+    told = json.loads(several("head", teachers=teachers)["orchestrator"]["algo"]["teacher"]["headers"][HEADER])
+    assert [entry["url"] for entry in told] == ["http://localhost:8001/v1", "http://localhost:8002/v1"]
+
+
 def test_an_unknown_dialect_lists_the_known_ones():
     with pytest.raises(RecipeError, match="v0.6, v0.7, v0.8, head"):
         export_recipe(recipe(), "v0.9")
@@ -161,10 +248,11 @@ def test_prime_rls_own_parser_and_dry_run_take_every_recipe(trees, tmp_path, ver
     tree = trees(version)
     dialect = cpu_recipe.DIALECT[version]
     files, refused = [], {}
-    models = {"student": "Qwen/Qwen3-0.6B", "teacher": "Qwen/Qwen3-4B"}
-    for path in RECIPES:
+    for path in [*RECIPES, mixed_and_routed(tmp_path)]:
         try:
-            text = export_recipe(load_recipe(path), dialect, models)
+            loaded = load_recipe(path)
+            models = {"student": "Qwen/Qwen3-0.6B", **dict.fromkeys(loaded.scored_by, "Qwen/Qwen3-4B")}
+            text = export_recipe(loaded, dialect, models)
         except RecipeError as error:
             refused[path.stem] = str(error)
             continue

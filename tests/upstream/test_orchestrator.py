@@ -57,8 +57,9 @@ class Client:
 
     base_url = "http://teacher:8001/v1/"
 
-    def __init__(self):
+    def __init__(self, header=None):
         self.asked = []
+        self.default_headers = {} if header is None else {orchestrator.HEADER: header}
 
     async def post(self, url, cast_to, body):
         self.asked.append((url, body))
@@ -93,7 +94,8 @@ class RoutedExperts:
 
 
 class Sample:
-    def __init__(self):
+    def __init__(self, env_name="problems"):
+        self.env_name = env_name
         self.prompt_ids, self.completion_ids = TOKENS[:1], TOKENS[1:]
         self.token_ids, self.ref_logprobs, self.routed_experts = TOKENS, None, None
 
@@ -115,7 +117,7 @@ def test_v0_6_puts_the_support_on_the_samples_and_returns_the_flat_scores():
     module.setup_openai_client = lambda config: client
     orchestrator.hook_v0_6(module)
     samples = [Sample(), Sample()]
-    flat = asyncio.run(module.compute_teacher_logprobs(["config"], "teacher", samples))
+    flat = asyncio.run(module.compute_teacher_logprobs([types.SimpleNamespace(extra_headers={})], "teacher", samples))
     assert flat == [[0.0, -3.0, -1.5]] * 2 and all(type(row) is list for row in flat)
     assert samples[0].routed_experts.shape == [3, 2, 2] and samples[0].routed_experts.dtype == "int32"
     ids, logprobs = carried(samples[1].routed_experts)
@@ -203,7 +205,7 @@ def test_router_replay_in_the_rollouts_is_refused():
 def test_a_loss_without_a_support_leaves_prime_rls_own_request_alone(monkeypatch, loss):
     monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": loss}))
     module = client_module(Client())
-    assert asyncio.run(module.prefill_logprobs("client", "teacher", TOKENS)) == "prime-rl's own"
+    assert asyncio.run(module.prefill_logprobs(Client(), "teacher", TOKENS)) == "prime-rl's own"
 
 
 def test_a_process_that_was_not_started_by_the_launcher_is_told_to_name_the_loss(monkeypatch):
@@ -271,40 +273,71 @@ def one(values, ids, probabilities):
 def test_two_teachers_are_mixed_in_probability_space():
     first = one([0.0, math.log(0.2)], [[0, 0], [5, 6]], [[1, 1], [0.7, 0.2]])
     second = one([0.0, math.log(0.5)], [[0, 0], [6, 7]], [[1, 1], [0.5, 0.4]])
-    mixed = orchestrator.mix([first, second], [0.25, 0.75])
+    mixed = orchestrator.mix([3, 6], [first, second], [0.25, 0.75])
     # sampled token: .25 * .2 + .75 * .5; id 6: the same sum; id 7: .75 * .4; id 5: .25 * .7
     assert mixed[1] == pytest.approx(math.log(0.425))
     assert mixed.token_ids[1].tolist() == [6, 7]
     assert numpy.exp(mixed.logprobs[1]).tolist() == pytest.approx([0.425, 0.3], rel=1e-5)
-    assert numpy.isnan(mixed.logprobs[0]).all()
+    assert mixed[0] == 0.0 and numpy.isnan(mixed.logprobs[0]).all()
+    assert type(mixed[1]) is float and mixed.token_ids.dtype == numpy.int32 and mixed.logprobs.dtype == numpy.float32
 
 
-def test_more_teachers_are_asked_and_prime_rls_own_keeps_the_rest_of_the_weight(monkeypatch):
-    extra = {"url": "http://other:8002/v1", "model": "other", "weight": 0.25}
-    switch = {"loss": {"type": "topk_reverse_kl", "k": 2}, "teachers": [extra]}
-    monkeypatch.setenv("PRIME_COMPOSER", json.dumps(switch))
-    own, other = Client(), Client()
-    monkeypatch.setitem(orchestrator._clients, extra["url"], other)
+OTHERS = [
+    {"url": "http://a:8002/v1", "model": "a", "weight": 1},
+    {"url": "http://b:8003/v1", "model": "b", "weight": 3},
+]
+
+
+@pytest.fixture
+def others(monkeypatch):
+    clients = {entry["url"]: Client() for entry in OTHERS}
+    monkeypatch.setattr(orchestrator, "_clients", clients)
     openai = types.ModuleType("openai")
     openai.AsyncOpenAI = None
     monkeypatch.setitem(sys.modules, "openai", openai)
+    return list(clients.values())
+
+
+def test_the_header_of_the_teachers_client_names_who_scores_in_its_place(others):
+    own = Client(json.dumps(OTHERS))
     module = client_module(own)
     scores = asyncio.run(module.prefill_logprobs(own, "teacher", TOKENS))
-    assert other.asked[0][1]["model"] == "other" and own.asked[0][1]["model"] == "teacher"
+    assert [client.asked[0][1]["model"] for client in others] == ["a", "b"] and not own.asked
     assert list(scores) == pytest.approx([0.0, -3.0, -1.5])  # both said the same
 
 
-@pytest.mark.parametrize(
-    "teachers,said", [([{"url": "u", "model": "m"}], "each entry"), ([{"url": "u", "model": "m", "weight": 1.0}], "sum < 1")]
-)
-def test_wrong_teachers_are_one_sentence(monkeypatch, teachers, said):
-    monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": None, "teachers": teachers}))
-    with pytest.raises(ValueError, match=said):
-        orchestrator.more_teachers()
-
-
-def test_a_sampled_loss_with_two_teachers_puts_nothing_on_the_wire():
-    scores = orchestrator.parse(TOKENS, ROWS, 0)
-    sample = Sample()
+def test_a_sampled_loss_asks_them_too_and_puts_nothing_on_the_wire(monkeypatch, others):
+    monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": {"type": "sampled_reverse_kl"}}))
+    own, sample = Client(json.dumps(OTHERS)), Sample()
+    scores = asyncio.run(client_module(own).prefill_logprobs(own, "teacher", TOKENS))
     orchestrator.put(sample, scores)
-    assert sample.routed_experts is None and orchestrator.mix([scores, scores], [0.5, 0.5]) == pytest.approx([0, -3, -1.5])
+    assert list(scores) == pytest.approx([0.0, -3.0, -1.5]) and sample.routed_experts is None
+    assert others[0].asked[0][1]["sampling_params"]["prompt_logprobs"] == 1
+
+
+def test_v0_6_has_one_client_and_its_header_knows_the_environments(others):
+    module = types.ModuleType("prime_rl.orchestrator.utils")
+
+    async def compute_teacher_logprobs(clients, model_name, samples): ...
+
+    module.compute_teacher_logprobs = compute_teacher_logprobs
+    module.setup_openai_client = None
+    orchestrator.hook_v0_6(module)
+    header = json.dumps({"sums": OTHERS[:1], "code": OTHERS[1:]})
+    config = types.SimpleNamespace(extra_headers={orchestrator.HEADER: header})
+    samples = [Sample("sums"), Sample("code"), Sample("code")]
+    asyncio.run(module.compute_teacher_logprobs([config], "teacher", samples))
+    assert [len(client.asked) for client in others] == [1, 2]
+    with pytest.raises(ValueError, match="with one for the environment 'chess'"):
+        asyncio.run(module.compute_teacher_logprobs([config], "teacher", [Sample("chess")]))
+
+
+def test_weights_are_shares():
+    assert [teacher.weight for teacher in orchestrator.teachers_of(json.dumps(OTHERS))] == [0.25, 0.75]
+
+
+@pytest.mark.parametrize("entry", [{"url": "u", "model": "m"}, {"url": "u", "model": "m", "weight": 0}, "u"])
+def test_a_header_that_is_not_a_list_of_teachers_is_one_sentence(entry):
+    for header in (json.dumps([entry]), "[]", "no JSON"):
+        with pytest.raises(ValueError, match="must be a JSON list of"):
+            orchestrator.teachers_of(header)

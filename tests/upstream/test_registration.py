@@ -93,6 +93,13 @@ def test_a_loss_that_needs_a_support_is_refused_on_the_plain_road_with_the_comma
     assert getattr(module, SLOT[module.era]).__name__ == SLOT[module.era]
 
 
+@pytest.mark.parametrize("said", [True, "true"])  # the command line makes strings of it
+def test_a_run_whose_teachers_are_mixed_by_the_adapter_does_not_start_without_it(module, said):
+    with pytest.raises(ValueError, match="adapter = true.*PRIME_COMPOSER=1 in front"):
+        setup(module, type="sampled_reverse_kl", adapter=said)
+    setup(module, type="sampled_reverse_kl", adapter=False)
+
+
 def test_the_table_of_losses_is_covered():
     assert "topk_reverse_kl" in SUPPORTED and len(LOSS_FNS) >= 3
 
