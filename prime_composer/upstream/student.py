@@ -15,13 +15,19 @@ Two things make it exact and cheap:
   on its way into prime-rl's head, and the few rows are added into the one dense gradient that comes back.
 """
 
+from itertools import pairwise
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-GATHERED = 1 << 24
-"""Elements of W gathered at once (64 MiB in float32); more rows are walked in blocks."""
+
+def gathered(device: torch.device) -> int:
+    """Elements of W gathered at once; more rows are walked in blocks. On a CPU what stays in its cache and in the
+    allocator's own memory (4 MiB): larger blocks are fetched from the kernel and given back, page by page, each time.
+    """
+    return 1 << 20 if device.type == "cpu" else 1 << 24
 
 
 class Rows:
@@ -38,22 +44,25 @@ class Rows:
         """grad[id] += sum of grad_logits * hidden over the rows that read this id; float32 sums, one rounding."""
         if self.grad_logits is None or self.hidden is None:
             return
-        used, place = self.ids.unique(return_inverse=True)
-        row = torch.arange(self.ids.shape[0], device=place.device).unsqueeze(1).expand_as(place)
-        coefficients = torch.sparse_coo_tensor(
-            torch.stack([place.reshape(-1), row.reshape(-1)]),
-            self.grad_logits.reshape(-1),
-            (used.numel(), self.ids.shape[0]),
-            check_invariants=False,
-        )
-        step = max(1, GATHERED // self.hidden.shape[1])
-        if used.numel() <= step:
-            grad.index_add_(0, used, torch.sparse.mm(coefficients, self.hidden.float()).to(grad.dtype))
-        else:  # wide enough to matter: one block of hidden columns at a time
-            width = max(1, GATHERED // used.numel())
-            for start in range(0, self.hidden.shape[1], width):
-                part = torch.sparse.mm(coefficients, self.hidden[:, start : start + width].float().contiguous())
-                grad[:, start : start + width].index_add_(0, used, part.to(grad.dtype))
+        flat = self.ids.reshape(-1)
+        order = flat.argsort(stable=True)
+        used, place, count = flat[order].unique_consecutive(return_inverse=True, return_counts=True)
+        row = order.div(self.ids.shape[1], rounding_mode="floor")
+        coefficient = self.grad_logits.reshape(-1)[order]
+        hidden = self.hidden.float()
+        step = max(1, gathered(grad.device) // grad.shape[1])
+        ends = [0, *count.cumsum(0)[step - 1 :: step].tolist(), flat.numel()]
+        for block, (start, end) in enumerate(pairwise(ends)):
+            if start == end:
+                continue
+            ids = used[block * step : (block + 1) * step]
+            part = torch.sparse_coo_tensor(
+                torch.stack([place[start:end] - block * step, row[start:end]]),
+                coefficient[start:end],
+                (ids.numel(), hidden.shape[0]),
+                check_invariants=False,
+            )
+            grad.index_add_(0, ids, torch.sparse.mm(part, hidden).to(grad.dtype))
         self.grad_logits = self.hidden = None
 
 
@@ -115,7 +124,7 @@ class Logits(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_h = torch.empty_like(h)
             for part in _blocks(rows.ids, weight):
-                w = weight[rows.ids[part]].float()
+                w = _gather(weight, rows.ids[part]).float()
                 grad_h[part] = torch.bmm(g[part].unsqueeze(1), w).squeeze(1).to(h.dtype)
             grad_hidden = h.new_zeros(ctx.shape).index_copy_(0, rows.index, grad_h)
         return grad_hidden, grad.new_zeros(()), None, None, None
@@ -126,7 +135,7 @@ def _logits(h: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> tu
     dtype = torch.float64 if h.dtype == torch.float64 else torch.float32
     z = torch.empty(ids.shape, dtype=dtype, device=h.device)
     for part in _blocks(ids, weight):
-        w = weight[ids[part]].to(dtype)
+        w = _gather(weight, ids[part]).to(dtype)
         z[part] = torch.bmm(w, h[part].to(dtype).unsqueeze(2)).squeeze(2).to(h.dtype).to(dtype)
     if softcap is None:
         return z, None
@@ -134,8 +143,13 @@ def _logits(h: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> tu
     return softcap * tanh, 1 - tanh**2
 
 
+def _gather(weight: Tensor, ids: Tensor) -> Tensor:
+    """weight[ids], copied a row at a time."""
+    return weight.index_select(0, ids.reshape(-1)).view(*ids.shape, weight.shape[1])
+
+
 def _blocks(ids: Tensor, weight: Tensor) -> list[slice]:
-    step = max(1, GATHERED // (ids.shape[1] * weight.shape[1]))
+    step = max(1, gathered(ids.device) // (ids.shape[1] * weight.shape[1]))
     return [slice(start, start + step) for start in range(0, ids.shape[0], step)]
 
 

@@ -35,17 +35,16 @@ class Bin:
         self.input_ids = micro_batch["input_ids"][0]
         self.temperatures = micro_batch.get("temperatures")
         self.k = k
-        self.wanted = micro_batch["loss_mask"][0].clone()
-        for stream in ("ref_kl_weights", "rl_weights"):
-            if micro_batch.get(stream) is not None:
-                self.wanted |= micro_batch[stream][0] != 0
         self.payload: wire.Payload | None = None
+        self.wanted: Tensor | None = None
         packed = micro_batch.get("routed_experts")
         if k and packed is not None:
             self.payload = wire.unpack(packed[0], k)
+            self.wanted = micro_batch["loss_mask"][0].clone()
+            for stream in ("ref_kl_weights", "rl_weights"):
+                if micro_batch.get(stream) is not None:
+                    self.wanted |= micro_batch[stream][0] != 0
             self.wanted &= self.payload.teacher_logprobs[:, 0].isfinite()
-        else:
-            self.wanted = torch.zeros_like(self.wanted)
         self.student: Tensor | None = None
         self.slices: dict[int, slice] = {}
 
@@ -62,7 +61,7 @@ class Room:
 
     def begin(self, micro_batch: dict[str, Any]) -> None:
         self.bin = Bin(micro_batch, self.k)
-        if self.k and not self.warned and self.bin.temperatures is not None:
+        if self.bin.wanted is not None and not self.warned and self.bin.temperatures is not None:
             odd = self.bin.temperatures[0][self.bin.wanted]
             if bool((odd != 1).any()):
                 self.warned = True
@@ -188,7 +187,7 @@ def _beside(original: Any) -> Any:
 
 def _shards(here: Bin, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Ids and rows in the head's frame: position j predicts token j + 1; under context parallelism, this rank's."""
-    assert here.payload is not None
+    assert here.payload is not None and here.wanted is not None
     device, length = hidden_states.device, here.input_ids.shape[0]
     if hidden_states.shape[0] != 1:
         raise ValueError(f"prime-rl packs one sequence row per micro batch; got {hidden_states.shape[0]}.")

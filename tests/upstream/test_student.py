@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 
+from prime_composer.upstream import student as beside
 from prime_composer.upstream import trainer, wire
 
 N, D, V, K = 37, 16, 151, 5
@@ -133,6 +134,28 @@ def test_values_and_gradients_equal_a_full_log_softmax_in_float64(head, room, so
     torch.testing.assert_close(head.weight.grad, w.grad.float(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("elements", [1, 3 * D, 7 * D, D * K * N])
+def test_walked_in_blocks_of_any_size_it_is_the_same(head, room, monkeypatch, elements):
+    type(head).softcap = None
+    micro_batch, top = batch()
+    micro_batch["routed_experts"][0, 1::2, 0] = top[1].int()  # ids that many rows read, on both sides of a boundary
+    hidden = torch.randn(1, N, D)
+    mask = micro_batch["loss_mask"][0]
+    weights = torch.randn(N, K)
+
+    def run():
+        head.weight.grad, h = None, hidden.clone().requires_grad_()
+        ours, _ = student(head, room, micro_batch, h)
+        (ours * weights)[mask].sum().backward()
+        return ours, h.grad, head.weight.grad
+
+    at_once = run()
+    monkeypatch.setattr(beside, "gathered", lambda device: elements)
+    in_blocks = run()
+    for one, other in zip(at_once, in_blocks, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
 def test_in_bfloat16_the_identity_holds_to_the_rounding_of_the_logits(head, room):
     type(head).softcap = None
     head.bfloat16()
@@ -257,6 +280,20 @@ def test_without_a_support_the_head_is_prime_rls_own(head, room):
     labels = torch.zeros(1, N, dtype=torch.long)
     out = head(torch.randn(1, N, D), labels, temperature=torch.ones(1, N))
     assert trainer.KEY not in out
+
+
+def test_a_loss_without_a_support_costs_no_tensor_work_per_micro_batch(room):
+    micro_batch, _ = batch()
+    room.k = 0
+
+    class Refuse(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func.is_view, func
+            return func(*args, **(kwargs or {}))
+
+    with Refuse():
+        room.begin(micro_batch)
+    assert room.bin.payload is None
 
 
 def test_what_is_on_the_wire_comes_back_bit_by_bit():
