@@ -57,8 +57,12 @@ def load_environment(split: str = "train", rows_of: str | None = None, **setting
     return vf.SingleTurnEnv(dataset=rows(first), eval_dataset=held_out, rubric=vf.Rubric(funcs=[correct]))
 
 
-def make_taskset() -> type:
-    """The ``ProblemTaskset`` of verifiers' second API; its config has the fields of ``[data]`` and ``split``."""
+CLASSES = ("ProblemData", "ProblemTask", "ProblemTaskset", "ProblemTasksetConfig")
+
+
+def make_classes() -> dict[str, type]:
+    """The taskset of verifiers' second API with the classes it is made of, by the names of ``CLASSES``. Its config has
+    the fields of ``[data]``, ``split`` and ``rows_of``."""
     from typing import Literal
 
     import verifiers.v1 as vf
@@ -100,7 +104,8 @@ def make_taskset() -> type:
                 for i, problem in enumerate(problems)
             ]  # fmt: skip
 
-    for cls in (ProblemData, ProblemTask, ProblemTaskset, config_class):
-        # Workers of an env server find classes again by module and name.
+    classes = (ProblemData, ProblemTask, ProblemTaskset, config_class)
+    for cls in classes:
+        # Workers of an env server, and pickle, find classes again by module and name.
         cls.__module__, cls.__qualname__ = "prime_composer_problems", cls.__name__
-    return ProblemTaskset
+    return dict(zip(CLASSES, classes, strict=True))

@@ -2,7 +2,7 @@
 
 What the recipe says is written where that version wants it; ``[prime_rl]`` of the recipe, native settings that only
 prime-rl knows, is merged on top and wins; its sub-tables named after a dialect (``[prime_rl.head]``) count for that
-dialect alone; ``[[prime_rl.teachers]]`` are more teachers to mix in, which travel in the environment. What a version cannot do is an error that names the key, never a silent loss.
+dialect alone. What a version cannot do is an error that names the key, never a silent loss.
 
     meaning              v0.6                          v0.7                       v0.8                  head
     distillation         training_mode = "opd"         [orchestrator.algo] type = "opd"                 =
