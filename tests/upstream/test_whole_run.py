@@ -53,25 +53,27 @@ def cpu_env():
     return {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
 
 
-def run(version, trees, models, folder, loss, *, vllm=None, ranks=1, fused=True, tied=False, switch="1", **more_of_it):
+def run(version, trees, models, folder, loss, *, vllm=None, ranks=1, fused=True, tied=False, switch="1", several=False, **more_of_it):
     """One whole run; returns what the servers saw, the trainer's log and the rows of upstream's metric stream."""
     python = str(python_of("v0.6" if version == "v0.6.0" else "newest"))
     if not Path(python).exists() or not (verifiers_of(version) or Path(python)).exists():
         pytest.skip("no environment for it (python tests/upstream/make_venvs.py)")
     made = models(python, tied)
+    roles = ("student", "teacher", *(["other"] if several else []))
     if vllm is None:
-        student = launch_run.Server(python, made / "student", folder / "student.jsonl")
-        teacher = launch_run.Server(python, made / "teacher", folder / "teacher.jsonl")
+        servers = {role: launch_run.Server(python, made / role, folder / f"{role}.jsonl") for role in roles}
     else:
-        student = launch_run.VllmServer(vllm, made / "student", folder / "student.jsonl", "0")
-        teacher = launch_run.VllmServer(vllm, made / "teacher", folder / "teacher.jsonl", "1")
+        servers = {
+            role: launch_run.VllmServer(vllm, made / role, folder / f"{role}.jsonl", str(core)) for core, role in enumerate(roles)
+        }
     try:
-        student.wait()
-        teacher.wait()
+        for server in servers.values():
+            server.wait()
+        if several:
+            more_of_it["other"] = servers["other"].url
+        urls = servers["student"].url, servers["teacher"].url
         config = folder / "run.toml"
-        config.write_text(
-            cpu_recipe.native(version, student.url, teacher.url, made, loss, ranks=ranks, fused=fused, **more_of_it)
-        )
+        config.write_text(cpu_recipe.native(version, *urls, made, loss, ranks=ranks, fused=fused, **more_of_it))
         more = {} if switch is None else {"PRIME_COMPOSER": switch}
         env = launch_run.environment(python, trees(version), folder, **more)
         if verifiers_of(version) is not None:
@@ -79,13 +81,13 @@ def run(version, trees, models, folder, loss, *, vllm=None, ranks=1, fused=True,
         command = [python, "-m", "prime_rl.entrypoints.rl", "@", str(config)]
         code = launch_run.run(command, env, folder, 240)
     finally:
-        student.stop()
-        teacher.stop()
+        for server in servers.values():
+            server.stop()
     logs = {path.name: path.read_text(errors="replace") for path in folder.rglob("*.log")}
     if code != 0:
         tails = "\n".join(f"== {name}\n{text[-3000:]}" for name, text in logs.items())
         pytest.fail(f"the launcher ended with {code}\n{tails}")
-    seen = {"student": student.requests(), "teacher": teacher.requests()}
+    seen = {role: server.requests() for role, server in servers.items()}
     return {"python": python, "models": made, "folder": folder, "trainer": logs["trainer.log"], **seen}
 
 
@@ -104,17 +106,24 @@ def first_value(rows, name):
     return next(row[name] for row in rows if name in row)
 
 
-def reference(result):
-    """float64, from the first batch that the teacher was asked about."""
+def asked(result, role):
+    """The sequences that a server was given, in order."""
+    return [r["in"] for r in result[role] if r["path"] == "/inference/v1/generate"]
+
+
+def reference(result, mixture=lambda tokens: {"teacher": 1.0}):
+    """float64, from the first batch that the teacher was asked about; ``mixture``: weights of the teachers by role."""
     generated = [r for r in result["student"] if r["path"] == "/inference/v1/generate"]
     prompts = {json.dumps(r["in"] + r["out"]): len(r["in"]) for r in generated}
-    asked = [r["in"] for r in result["teacher"] if r["path"] == "/inference/v1/generate"][: cpu_recipe.BATCH]
-    sequences = [[tokens, prompts[json.dumps(tokens)]] for tokens in asked]
+    sequences = [
+        [tokens, prompts[json.dumps(tokens)], {str(result["models"] / role): w for role, w in mixture(tokens).items()}]
+        for tokens in asked(result, "teacher")[: cpu_recipe.BATCH]
+    ]
     file = result["folder"] / "sequences.json"
     file.write_text(json.dumps(sequences))
     update = [r for r in result["student"] if r.get("weight_dir")][-1]
     made = result["models"]
-    command = [result["python"], str(E2E / "reference.py"), str(made / "student"), str(made / "teacher"), str(K), str(file)]
+    command = [result["python"], str(E2E / "reference.py"), str(made / "student"), str(K), str(file)]
     command.append(str(result["folder"] / update["weight_dir"]))
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=cpu_env())
     return json.loads(done.stdout), update
@@ -149,6 +158,26 @@ def test_teacher_top_k_through_the_whole_unmodified_prime_rl(trees, models, tmp_
     # The weights moved, reached the inference server whole, and the server took them.
     assert expected["moved"] > 1e-3
     assert update["tensors"] > 10 and not update["missing"]
+
+
+@pytest.mark.parametrize("version", ["newest", *(pytest.param(v, marks=everything) for v in ("v0.6.0", "v0.7.0", "v0.8.0"))])
+def test_two_environments_of_the_recipe_each_with_its_own_mixture_of_two_teachers(trees, models, tmp_path, version):
+    result = run(version, trees, models, tmp_path, TOP_K, several=True)
+    letters = json.loads((result["models"] / "student" / "tokenizer.json").read_text())["model"]["vocab"]
+    spelled = {name: [letters[letter] for letter in name] for name in cpu_recipe.MIXTURES}
+
+    def mixture(tokens):  # by the first word of the prompt, which is the environment's name
+        (name,) = [n for n, ids in spelled.items() if any(tokens[i : i + len(ids)] == ids for i in range(12))]
+        return cpu_recipe.MIXTURES[name]
+
+    assert sorted(asked(result, "teacher")) == sorted(asked(result, "other"))
+    rows = metric_rows(result, version)
+    expected, update = reference(result, mixture)
+    alone, _ = reference(result)
+    mean, unmixed = (sum(kl["tail_kl"]) / len(kl["tail_kl"]) for kl in (expected, alone))
+    assert first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(mean, abs=5e-3)
+    assert abs(mean - unmixed) > 2e-2  # prime-rl's one teacher would have been seen
+    assert expected["moved"] > 1e-3 and not update["missing"]
 
 
 @everything

@@ -10,10 +10,12 @@ from prime_composer.upstream.export import export_recipe
 HERE = Path(__file__).resolve().parent
 DIALECT = {"v0.6.0": "v0.6", "v0.7.0": "v0.7", "v0.8.0": "v0.8", "newest": "head"}
 STEPS, BATCH = 2, 8
+MIXTURES = {"one": {"teacher": 0.5, "other": 0.5}, "more": {"teacher": 0.2, "other": 0.8}}
 
 
-def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len=128, steps=STEPS, told=False):
-    """The native TOML of ``version``: a tiny student and teacher, eight sums, two steps."""
+def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len=128, steps=STEPS, told=False, other=None):
+    """The native TOML of ``version``: a tiny student and teacher, eight sums, two steps. With the URL of an ``other``
+    teacher: the recipe's own environments "one" and "more", each with its own mixture of the two."""
     dialect = DIALECT[version]
     newer = dialect in ("v0.8", "head")
     recipe = {
@@ -63,5 +65,15 @@ def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len
     if told:  # the policy, told the answer, is its own teacher
         recipe["teacher"] = {"policy": {"update": "live"}}
         prime_rl["orchestrator"]["algo"] = {"renderer": {"name": "qwen3"}}
+    if other is not None:
+        recipe["teachers"] = {"teacher": recipe.pop("teacher"), "other": {"model": str(models / "other"), "url": other}}
+        recipe["environments"] = {
+            "one": {"size": 20, "operations": [1], "prompt_template": "one {question}"},
+            "more": {"size": 20, "operations": [2], "prompt_template": "more {question}"},
+        }
+        for name, mixture in MIXTURES.items():
+            recipe["environments"][name]["teacher"] = mixture
+        del recipe["data"], prime_rl["orchestrator"]["train"]
     recipe["prime_rl"] = prime_rl
-    return export_recipe(parse_recipe(recipe), dialect)
+    text = export_recipe(parse_recipe(recipe), dialect)
+    return text.replace('id = "null"', 'id = "tiny-harness"')  # upstream's own wants PyPI at run time

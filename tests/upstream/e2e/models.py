@@ -1,4 +1,4 @@
-"""Two tiny models of Qwen3's architecture and one byte-level tokenizer with Qwen3's special tokens, on disk.
+"""Three tiny models of Qwen3's architecture and one byte-level tokenizer with Qwen3's special tokens, on disk.
 
 usage: models.py TARGET [--tied]
 """
@@ -37,7 +37,7 @@ def main(target, tied):
 
     tok = tokenizer()
     eos = tok.convert_tokens_to_ids("<|im_end|>")
-    for name, layers, seed in (("student", 2, 0), ("teacher", 3, 1)):
+    for name, layers, seed in (("student", 2, 0), ("teacher", 3, 1), ("other", 2, 2)):
         torch.manual_seed(seed)
         config = Qwen3Config(
             vocab_size=288, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=2,

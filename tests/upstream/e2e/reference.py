@@ -1,13 +1,15 @@
 """The same numbers in float64, from the sequences that the servers saw: nothing of this package is imported.
 
-usage: reference.py STUDENT TEACHER K SEQUENCES.json [BROADCAST_DIR]
+usage: reference.py STUDENT K SEQUENCES.json [BROADCAST_DIR]
 
-SEQUENCES: a list of [tokens, length of the prompt]. Prints JSON: the reverse KL of student against teacher on the
-teacher's top-K plus one bucket for the rest, per sequence the mean over its completion tokens, from the initial weights;
-the sampled-token log-ratio likewise; and how far the broadcast weights are from the initial ones.
+SEQUENCES: a list of [tokens, length of the prompt, {folder of a teacher: its weight}]. Prints JSON: the reverse KL of
+student against teacher on the teacher's top-K plus one bucket for the rest, per sequence the mean over its completion
+tokens, from the initial weights; the sampled-token log-ratio likewise; and how far the broadcast weights are from the
+initial ones. Of several teachers each counts on its own top-K, and all of them on the sampled token.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -16,25 +18,38 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 
-def probabilities(path, tokens):
+def probabilities(path, rows):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     with torch.no_grad():
-        return [torch.softmax(model(torch.tensor([t])).logits[0], dim=-1) for t, _ in tokens]
+        return [torch.softmax(model(torch.tensor([tokens])).logits[0], dim=-1) for tokens, *_ in rows]
 
 
-def main(student, teacher, k, sequences, broadcast=None):
+def mixed(teachers, k, sampled):
+    """The K ids of the most mass with their mass, and the sampled token's, from [(weight, distribution), ...]."""
+    mass = {}
+    for weight, q in teachers:
+        for v in sorted(range(len(q)), key=lambda v: -float(q[v]))[:k]:
+            mass[v] = mass.get(v, 0.0) + weight * float(q[v])
+    own = sum(weight * float(q[sampled]) for weight, q in teachers)
+    if sampled in mass:
+        mass[sampled] = own
+    return dict(sorted(mass.items(), key=lambda item: -item[1])[:k]), own
+
+
+def main(student, k, sequences, broadcast=None):
     rows = json.loads(Path(sequences).read_text())
-    p_all, q_all = probabilities(student, rows), probabilities(teacher, rows)
+    p_all = probabilities(student, rows)
+    q_all = {folder: probabilities(folder, rows) for folder in {f for *_, weights in rows for f in weights}}
     tail, ratio = [], []
-    for (tokens, prompt), p_seq, q_seq in zip(rows, p_all, q_all, strict=True):
+    for i, (tokens, prompt, weights) in enumerate(rows):
         here, sampled = [], []
         for t in range(prompt, len(tokens)):
-            p, q = p_seq[t - 1], q_seq[t - 1]
-            ids = sorted(range(len(q)), key=lambda v: -float(q[v]))[:k]
-            ps, qs = [float(p[v]) for v in ids], [float(q[v]) for v in ids]
-            pairs = [*zip(ps, qs, strict=True), (1 - sum(ps), 1 - sum(qs))]
-            here.append(sum(a * (torch.tensor(a / b, dtype=torch.float64).log().item()) for a, b in pairs))
-            sampled.append(float(q[tokens[t]].log() - p[tokens[t]].log()))
+            p = p_all[i][t - 1]
+            head, own = mixed([(w, q_all[folder][i][t - 1]) for folder, w in weights.items()], k, tokens[t])
+            pairs = [(float(p[v]), q) for v, q in head.items()]
+            pairs.append((1 - sum(p for p, _ in pairs), 1 - sum(head.values())))
+            here.append(sum(a * math.log(a / b) for a, b in pairs))
+            sampled.append(math.log(own) - float(p[tokens[t]].log()))
         tail.append(sum(here) / len(here))
         ratio.append(sum(sampled) / len(sampled))
     out = {"tail_kl": tail, "log_ratio": ratio}
@@ -49,4 +64,4 @@ def main(student, teacher, k, sequences, broadcast=None):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
