@@ -163,14 +163,14 @@ def samples(args, step, topk):
 
 def send(args, folder, first, schedule):
     """Leaves every step's micro batches where prime-rl's receiver looks for them."""
-    from prime_rl.trainer.batch import build_bin_cost, prepare_batch
+    from prime_rl.trainer.batch import prepare_batch
 
     transport = SimpleNamespace(type="filesystem")
-    common = dict(seq_len=args.seq_len, num_train_workers=1, bin_cost=build_bin_cost(None))
+    common = dict(seq_len=args.seq_len, num_train_workers=1, bin_cost=sum, pad_to_multiple_of=1)
     if args.version == "v0.6.0":
         from prime_rl.transport import setup_micro_batch_sender
 
-        common |= {"pad_to_multiple_of": 1, "num_loras": 1}
+        common |= {"num_loras": 1}
     else:
         from prime_rl.transports.rollouts import setup_micro_batch_sender
     sender = setup_micro_batch_sender(folder, 1, first, transport)
@@ -418,6 +418,7 @@ def main(args):
         for number in range(args.rounds):
             turn = number % len(variants)
             one_round(args, tree, variants[turn:] + variants[:turn], results)
+            print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
     if args.whole:
         what = f"whole step, {args.layers} layers{', tied' * args.tied}, {args.micro_batches} x {args.seq_len} tokens, "
         what += f"bfloat16; {args.rounds} rounds of {args.pairs} pairs"
@@ -444,7 +445,7 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout")
-    parser.add_argument("--version", default="newest")
+    parser.add_argument("--version", default="newest", help="the whole step: newest or v0.6.0")
     parser.add_argument("--python", default=sys.executable, help="the Python of the environment that can import it")
     parser.add_argument("--whole", action="store_true", help="prime-rl's whole trainer step")
     parser.add_argument("--vocab", type=int, default=151936)
