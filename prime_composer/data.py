@@ -70,7 +70,7 @@ class DataConfig(BaseModel):
     """``gsm8k``: the number after the first ``####`` must equal the reference's, exactly, as a decimal number.
     ``math_verify``: the Math-Verify library extracts an answer from free text and LaTeX and compares it."""
 
-    ratio: float = Field(default=1.0, gt=0.0)
+    ratio: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """Share of the prompts, relative to the other ``[environments]``; 1 each by default, as in prime-rl."""
 
     teacher: str | dict[str, float] | None = None
@@ -155,7 +155,16 @@ def load_environments(sources: Mapping[str, DataConfig]) -> tuple[list[Problem],
         practice += train
         held_out.append(test)
     aside = [problem for turn in zip_longest(*held_out) for problem in turn if problem is not None]
-    _refuse_overlap(practice, aside, "[environments]")
+    trained = {problem.question: problem.environment for problem in practice}
+    clash = min((p for p in aside if p.question in trained), key=lambda p: p.question, default=None)
+    if clash is not None:
+        _refuse_overlap(
+            practice,
+            aside,
+            f"environments.{trained[clash.question]} trains on what environments.{clash.environment} holds out",
+            "Remove them from one of the two; generated environments want `operations` without one in common, or all "
+            "the same `size`, `seed`, `operations` and `hold_out`.",
+        )
     return practice, aside
 
 
@@ -189,12 +198,14 @@ def load_problems(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
     return train, held_out
 
 
-def _refuse_overlap(train: Sequence[Problem], held_out: Sequence[Problem], origin: str) -> None:
+def _refuse_overlap(
+    train: Sequence[Problem], held_out: Sequence[Problem], origin: str, remedy: str = "Remove them from one side."
+) -> None:
     shared = {p.question for p in train} & {p.question for p in held_out}
     if shared:
         raise ValueError(
             f"{origin}: {len(shared)} question(s) are both trained on and held out, so accuracy would be flattered. "
-            f"Remove them from one side. The first: {min(shared)!r}"
+            f"{remedy} The first: {min(shared)!r}"
         )
 
 

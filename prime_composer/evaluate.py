@@ -25,7 +25,8 @@ def evaluate(engine: Engine, recipe: Recipe, held_out: Sequence[Problem]) -> dic
 
     The KL is a mean over the tokens of rollouts sampled at T = 1, top-p 1, from the current student:
     (1/N) sum_t sum_v p(v) (log p(v) - log q(v)), over the full vocabulary, or, with ``kl_support`` = K, on the teacher's
-    top K and one tail bucket, which is a lower bound of it. Where teachers are mixed, q is the mixture.
+    top K and one tail bucket, which is a lower bound of it. Where teachers are mixed, q is the mixture; on a top K of it the
+    number is no bound (see ``teachers.mix``).
     """
     problems = held_out[: recipe.eval.size]
     correct, truncated = greedy_answers(engine, engine.sampler, recipe, problems)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from prime_composer.contract import LossInputs
-from prime_composer.data import PROBLEMS, DataConfig, Problem, answer_text, render_prompt
+from prime_composer.data import DataConfig, Problem, answer_text, render_prompt
 from prime_composer.rollout import Rollout
 from prime_composer.student import student_inputs
 
@@ -59,8 +59,8 @@ def read_pairs(path: Path, sources: Mapping[str, DataConfig], tokenizer: Any) ->
         for key in ("question", "chosen", "rejected"):
             if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
                 raise ValueError(f'{path}:{number}: "{key}" must be a string that is not empty')
-        environment = row.get("environment", PROBLEMS)
-        if environment not in sources:
+        environment = row.get("environment") if len(sources) > 1 else next(iter(sources))
+        if not isinstance(environment, str) or environment not in sources:
             raise ValueError(f'{path}:{number}: "environment" must be one of {", ".join(sources)}')
         data = sources[environment]
         prompt = render_prompt(Problem(row["question"], row["chosen"]), data, tokenizer)

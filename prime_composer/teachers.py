@@ -57,8 +57,13 @@ def mix(token_ids: Int[Tensor, "seq"], scores: Sequence[TeacherScores], weights:
 
         q^(v) = sum_{i: v in S_i} w_i q_i(v)  <=  q(v)  <=  q^(v) + sum_{i: v not in S_i} w_i min_{u in S_i} q_i(u)
 
-    so the head is a lower bound, exact where the teachers' top K agree or are the whole vocabulary. Use a normalisation
-    with a tail. The support is the K ids of the largest q^.
+    so the head is a lower bound, exact where the teachers' top K agree or are the whole vocabulary. The support is the K ids
+    of the largest q^.
+
+    What a loss has of it: q^ and its tail are a distribution, but not q's own over these outcomes. With K < V a loss on the
+    support therefore pulls to a target that differs from q by the bound above under each normalisation (``tail`` moves the
+    unknown out of S, ``renorm`` spreads it over S), its value is no bound of the divergence from q, and
+    ``head_tail_reverse_kl`` is unbiased for one teacher alone. ``sampled_reverse_kl`` and k = "full" are exact.
 
     Args:
         token_ids: the rollout's tokens.
@@ -85,5 +90,7 @@ def mix(token_ids: Int[Tensor, "seq"], scores: Sequence[TeacherScores], weights:
         same = ids[:, step:] == ids[:, :-step]
         total[:, :-step] = torch.where(same, torch.logaddexp(total[:, :-step], held[:, step:]), total[:, :-step])
     total = torch.where(ids == token_ids.unsqueeze(1), own.unsqueeze(1), total)
-    best, where = total.masked_fill(~first, -torch.inf).topk(k, dim=1)
-    return TeacherScores(own.to(kind), ids.gather(1, where), best.to(kind))
+    # Below every id stand its doubles, also where all teachers say that it cannot come (-inf).
+    ranked = total.clamp(min=torch.finfo(total.dtype).min).masked_fill(~first, -torch.inf)
+    where = ranked.topk(k, dim=1).indices
+    return TeacherScores(own.to(kind), ids.gather(1, where), total.gather(1, where).to(kind))

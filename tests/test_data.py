@@ -353,7 +353,8 @@ def test_environments_are_loaded_one_after_the_other_and_held_out_in_turn():
 
 def test_what_one_environment_trains_on_no_other_one_may_hold_out():
     sources = {"a": DataConfig(size=40), "b": DataConfig(size=40, hold_out=0.5)}
-    with pytest.raises(ValueError, match=r"\[environments\]: .* both trained on and held out"):
+    said = r"environments.a trains on what environments.b holds out: .* both trained on and held out.* want `operations`"
+    with pytest.raises(ValueError, match=said):
         load_environments(sources)
 
 

@@ -8,8 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_composer.data import Problem
+from prime_composer import evaluate
+from prime_composer.data import DataConfig, Problem
+from prime_composer.engine import Engine
+from prime_composer.evaluate import by_environment
 from prime_composer.recipe import RecipeError, parse_recipe
+from prime_composer.replay import read_pairs
 from prime_composer.rollout import Rollout
 from prime_composer.scorer import TeacherScores
 from prime_composer.teachers import Teachers, mix
@@ -69,6 +73,18 @@ def test_a_token_that_every_teacher_lists_has_exactly_the_mixtures_mass():
     torch.testing.assert_close(mixed.ref_logprobs.exp(), torch.tensor([0.25]))
 
 
+def test_ids_are_distinct_also_where_all_teachers_give_some_of_them_no_probability():
+    q = dense(3, 5, 7)
+    q[:, :, 8:] = 0
+    q /= q.sum(-1, keepdim=True)
+    token_ids = torch.arange(5)
+    for k in (VOCAB, 10):
+        mixed = mix(token_ids, [scored(one, token_ids, k) for one in q], [0.25, 0.25, 0.5])
+        assert all(len(set(row)) == k for row in mixed.token_ids.tolist())
+        expected = torch.einsum("i,inv->nv", torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64), q)
+        torch.testing.assert_close(mixed.teacher_logprobs.double().exp(), expected.gather(1, mixed.token_ids), rtol=1e-5, atol=0)
+
+
 def test_one_teacher_is_passed_through_bit_for_bit():
     scores = scored(dense(1, 4, 0)[0], torch.arange(4), 3)
     assert mix(torch.arange(4), [scores], [1.0]) is scores
@@ -97,6 +113,10 @@ class Recorder:
         self.asked.append([r.token_ids.tolist() for r in rollouts])
         empty = [torch.zeros(len(r.token_ids), 0) for r in rollouts]
         return [TeacherScores(torch.full((len(e),), self.logprob), e.long(), e) for e in empty]
+
+    def generate(self, prompts, params, seed): ...
+
+    def update_weights(self, model): ...
 
     def close(self):
         self.closed = True
@@ -177,6 +197,7 @@ def test_who_scores_what():
         ({"teachers__short": {"policy": {}}}, "has one teacher"),
         ({"teachers__a.b": {"model": "x"}}, "a name is made of letters"),
         ({"teachers__short__modell": "x"}, "unknown key teachers.short.modell; did you mean model"),
+        ({"environments__sums__ratio": math.inf}, "environments.sums.ratio: Input should be a finite number"),
         ({"environments__sums__siez": 2}, "unknown key environments.sums.siez; did you mean size"),
         ({"student__prepare__environments": ["chess"]}, r"student: prepare.environments names 'chess'; \[environments\] has"),
         ({"teachers": None, "teacher": {"model": "x"}}, r"environments.sums.teacher chooses among \[teachers.\*\], and there are none"),
@@ -216,6 +237,37 @@ def test_two_teachers_of_two_environments_train_one_student(tmp_path, cache):
     assert {"rollout/reward/sums", "rollout/reward/chains"} <= step.keys()
 
 
+def test_an_environments_mean_is_over_its_own_problems():
+    recipe = parse_recipe(raw(environments__free={"seed": 3}))
+    problems = [Problem("?", "#### 1", environment=name) for name in ("sums", "chains", "sums")]
+    assert by_environment("m", recipe, problems, [1.0, 0.0, 0.0]) == {"m/sums": 0.5, "m/chains": 0.0}
+    # Sums over 1, 2 and 3 tokens: (4 + 2) / (1 + 3), and nothing of the environment without a problem.
+    assert by_environment("m", recipe, problems, [4.0, 5.0, 2.0], [1.0, 2.0, 3.0]) == {"m/sums": 1.5, "m/chains": 2.5}
+
+
+def test_a_teachers_accuracy_is_over_the_problems_that_it_has_a_share_in(monkeypatch):
+    asked = []
+
+    def answers(engine, sampler, recipe, problems):
+        asked.append((sampler.logprob, [p.question for p in problems]))
+        return [float(p.question in "ad") for p in problems], [0.0] * len(problems)
+
+    monkeypatch.setattr(evaluate, "greedy_answers", answers)
+    monkeypatch.setattr(evaluate, "teacher_sampler", lambda scorer, teacher, recipe: scorer)
+    routed = parse_recipe(raw(eval__size=3))
+    teachers = Teachers({"teachers.short": Recorder(-1.0), "teachers.long": Recorder(-2.0)}, routed.mixture)
+    engine = Engine(routed, torch.nn.Module(), None, Recorder(0.0), teachers)
+    problems = [Problem(q, "#### 1", environment=e) for q, e in zip("abcd", ("sums", "chains", "sums", "chains"), strict=True)]
+    assert evaluate.teacher_accuracy(engine, routed, problems) == {
+        "teacher/short/accuracy": 0.5, "teacher/long/accuracy": 0.0,
+        "teacher/accuracy": pytest.approx(1 / 3), "teacher/accuracy/sums": 0.5, "teacher/accuracy/chains": 0.0,
+    }  # fmt: skip
+    assert asked == [(-1.0, ["a", "c"]), (-2.0, ["b"])]
+    both = parse_recipe(raw(environments__chains__teacher={"short": 1, "long": 1}))
+    # Who would answer for a mixture is not defined: each teacher alone, and no number for all.
+    assert evaluate.teacher_accuracy(engine, both, problems) == {"teacher/short/accuracy": 0.5, "teacher/long/accuracy": 0.5}
+
+
 def test_the_measured_kl_is_that_to_each_environments_own_teacher(tmp_path, cache):
     """One environment's KL under routing is that of a run whose only teacher is that environment's."""
     routed = run(raw(trainer__steps=1), tmp_path / "routed").evaluations[0]
@@ -237,6 +289,30 @@ def test_a_mixture_of_a_teacher_with_itself_is_that_teacher(tmp_path, cache):
     for left, right in zip(*records, strict=True):
         assert left["loss"] == pytest.approx(right["loss"], rel=1e-5)
         assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4)
+
+
+class Letters:
+    eos_token_id = 0
+
+    def encode(self, text, add_special_tokens=True):
+        return [ord(letter) for letter in text]
+
+    def apply_chat_template(self, conversation, **kwargs): ...
+
+
+def test_a_pair_of_a_file_names_its_environment_where_there_are_several(tmp_path):
+    one, two = DataConfig(prompt_template="1{question}"), DataConfig(prompt_template="2{question}")
+    path = tmp_path / "pairs.jsonl"
+
+    def first_letter(sources, **more):
+        path.write_text(json.dumps({"question": "q", "chosen": "5", "rejected": "6", **more}))
+        return chr(read_pairs(path, sources, Letters())[0].rejected.token_ids[0])
+
+    assert first_letter({"a": one, "b": two}, environment="b") == "2"
+    for environment in ({}, {"environment": "c"}, {"environment": ["a"]}):
+        with pytest.raises(ValueError, match='pairs.jsonl:1: "environment" must be one of a, b'):
+            first_letter({"a": one, "b": two}, **environment)
+    assert first_letter({"a": one}) == first_letter({"problems": one}, environment="elsewhere") == "1"
 
 
 def test_rows_that_name_their_teacher_go_to_it_and_an_unknown_name_is_an_error(tmp_path, cache):

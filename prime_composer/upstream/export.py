@@ -218,7 +218,7 @@ def environments(recipe: Recipe, distils: bool) -> list[Part]:
     """The recipe's environments, split where rows name their own teachers: prime-rl knows a teacher by its environment.
 
     Raises:
-        RecipeError: a row names a teacher that the recipe does not have.
+        RecipeError: a row names a teacher that the recipe does not have; two environments would have one name.
         ValueError: the data, which is read only where rows name teachers, cannot be read.
     """
     parts = []
@@ -232,6 +232,12 @@ def environments(recipe: Recipe, distils: bool) -> list[Part]:
         for rows in sorted(counted):
             label = f"{name}-{rows or 'others'}"
             parts.append(Part(label, data, data.ratio * counted[rows] / len(problems), mixtures[rows], rows))
+    for name, count in Counter(part.name for part in parts).items():
+        if count > 1:
+            raise RecipeError(
+                f"{count} environments of prime-rl's would be called {name!r}: where rows name their teachers each gets one, "
+                "ENVIRONMENT-TEACHER, and rows without a teacher ENVIRONMENT-others. Rename [environments] or [teachers]."
+            )
     return parts
 
 

@@ -70,7 +70,8 @@ def with_ids(table: dict[str, Any], model: str) -> dict[str, Any]:
     from prime_composer.modifiers import resolve
 
     resolved = resolve(config, AutoTokenizer.from_pretrained(model))
-    return {"type": resolved.type, **resolved.model_dump(mode="json", exclude_unset=True)}
+    beside = {key: table[key] for key in ("adapter",) if key in table}
+    return {"type": resolved.type, **resolved.model_dump(mode="json", exclude_unset=True), **beside}
 
 
 def support_size(table: dict[str, Any]) -> int:

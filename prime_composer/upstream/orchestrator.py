@@ -184,8 +184,22 @@ def client_of(teacher: Teacher) -> Any:
 
 
 async def ask_each(teachers: Sequence[Teacher], token_ids: Sequence[int], k: int) -> Scores:
-    """``ask`` every teacher, and mix what they say."""
-    scores = await asyncio.gather(*(ask(client_of(teacher), teacher.model, token_ids, k) for teacher in teachers))
+    """``ask`` every teacher, and mix what they say.
+
+    Raises:
+        ValueError: one of them did not answer; says which. prime-rl has only waited for the first one to come up.
+    """
+
+    async def one(teacher: Teacher) -> Scores:
+        try:
+            return await ask(client_of(teacher), teacher.model, token_ids, k)
+        except Exception as error:
+            raise ValueError(
+                f"The teacher {teacher.model} at {teacher.url} did not score: {error} Start its server before the run, or "
+                "correct its [teachers] table."
+            ) from error
+
+    scores = await asyncio.gather(*map(one, teachers))
     return await asyncio.to_thread(mix, token_ids, scores, [teacher.weight for teacher in teachers])
 
 

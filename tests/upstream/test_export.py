@@ -211,6 +211,15 @@ def test_rows_that_name_their_teacher_become_an_environment_for_each(tmp_path):
     assert json.loads(entries["rows-others"]["algo"]["teacher"]["headers"][HEADER])[1] == {**B, "weight": 0.75}
 
 
+@pytest.mark.parametrize("name,more", [("others", {}), ("b", {"rows-b": {"seed": 1}})])
+def test_environments_that_would_have_one_name_are_refused(tmp_path, name, more):
+    rows = [{"question": f"{i}?", "answer": f"#### {i}", "by": name if i % 2 else None} for i in range(1, 41)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    environments = {"rows": {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "teacher_key": "by", "teacher": "a"}}
+    with pytest.raises(RecipeError, match=f"would be called 'rows-{name}'.*Rename"):
+        several("head", teachers={"a": TWO["a"], name: TWO["b"]}, environments={**environments, **more})
+
+
 def test_the_rows_of_an_environment_are_those_that_name_its_teacher(tmp_path):
     mixed_and_routed(tmp_path)
     data = DataConfig(source="jsonl", path=tmp_path / "rows.jsonl", teacher_key="by", hold_out=0.3)

@@ -233,11 +233,12 @@ def test_special_tokens_written_as_text_become_ids_where_the_tokenizer_is_known(
     transformers.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda name: tokenizer)
     monkeypatch.setitem(sys.modules, "transformers", transformers)
     monkeypatch.setenv("PRIME_COMPOSER", "1")
-    given = config({"type": "topk_reverse_kl", "k": 2, "special_tokens": {"strings": ["<think>"]}})
+    given = config({"type": "topk_reverse_kl", "k": 2, "special_tokens": {"strings": ["<think>"]}, "adapter": True})
     hooks.lift(given)
     for table in (given.trainer.loss.kwargs, registration.switch()["loss"]):
         assert registration.parse_loss(table).special_tokens.ids == (42,)
         assert registration.parse_loss(table).special_tokens.strings == ()
+        assert table["adapter"] is True
 
 
 def test_another_loss_in_the_config_leaves_the_run_as_it_is(monkeypatch):
@@ -330,6 +331,15 @@ def test_v0_6_has_one_client_and_its_header_knows_the_environments(others):
     assert [len(client.asked) for client in others] == [1, 2]
     with pytest.raises(ValueError, match="with one for the environment 'chess'"):
         asyncio.run(module.compute_teacher_logprobs([config], "teacher", [Sample("chess")]))
+
+
+def test_a_teacher_that_does_not_answer_is_named(others):
+    async def down(url, cast_to, body):
+        raise OSError("Connection error.")
+
+    others[1].post = down
+    with pytest.raises(ValueError, match="The teacher b at http://b:8003/v1 did not score: Connection error. Start its"):
+        asyncio.run(orchestrator.ask_each(orchestrator.teachers_of(json.dumps(OTHERS)), TOKENS, 2))
 
 
 def test_weights_are_shares():
