@@ -172,8 +172,8 @@ def load_problems(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
     """The problems to train on and the held-out ones, in a fixed order, with no question in both.
 
     Raises:
-        ValueError: a file is missing or malformed (with file and line number), a library is missing, or training and
-            held-out questions overlap.
+        ValueError: a file is missing or malformed (with file and line number), a library is missing, training and
+            held-out questions overlap, or no row names a teacher under ``teacher_key``.
     """
     if config.source == "generated":
         problems = generate_problems(config.size, config.seed, config.operations)
@@ -195,6 +195,11 @@ def load_problems(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
         if not problems:
             raise ValueError(f"{origin} leaves no {name} problems; raise [data] size or change hold_out")
     _refuse_overlap(train, held_out, origin)
+    if config.teacher_key is not None and all(problem.teacher is None for problem in train):
+        raise ValueError(
+            f"{origin}: no row to train on has the key {config.teacher_key!r}; correct teacher_key, or leave it out to have "
+            "all rows go where `teacher` says"
+        )
     return train, held_out
 
 

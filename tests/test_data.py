@@ -358,6 +358,15 @@ def test_what_one_environment_trains_on_no_other_one_may_hold_out():
         load_environments(sources)
 
 
+def test_a_teacher_key_that_no_row_has_is_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}", "by": "x"}) for i in range(20)))
+    train, _ = load_problems(DataConfig(source="jsonl", path=path, teacher_key="by"))
+    assert {problem.teacher for problem in train} == {"x"}
+    with pytest.raises(ValueError, match="no row to train on has the key 'bye'; correct teacher_key"):
+        load_problems(DataConfig(source="jsonl", path=path, teacher_key="bye"))
+
+
 def test_a_row_may_name_its_teacher(tmp_path):
     rows = [{"question": "a?", "answer": "#### 1", "by": "x"}, {"question": "b?", "answer": "#### 2"}]
     path = tmp_path / "rows.jsonl"
