@@ -115,9 +115,10 @@ def trainer_loss(module: ModuleType) -> None:
 
 
 def trainer_data(module: ModuleType) -> None:
-    from prime_composer.upstream import trainer
+    from prime_composer.upstream import journal, trainer
 
     trainer.hook_data(module)
+    journal.hook_data(module)
 
 
 def trainer_head(module: ModuleType) -> None:

@@ -48,6 +48,7 @@ class Registered:
         loss: the bound loss.
         calls, tokens: how often it ran, on how many tokens, since the last optimiser step.
         steps: optimiser steps since it was registered.
+        journal: where the adapter keeps the state of a schedule.
     """
 
     def __init__(self, loss: Loss, era: Era, outputs: type, aligned: Aligned | None = None):
@@ -55,6 +56,7 @@ class Registered:
         self.era = era
         self.calls = 0
         self.steps = 0
+        self.journal: Any = None
         self._outputs = outputs
         self._aligned = aligned
         self._sums: list[Tensor] = []
@@ -104,6 +106,8 @@ class Registered:
                 say(f"{self.loss.config.type} was called {calls:.0f} times on {tokens:.0f} tokens in the first step")
             if tokens > 0:
                 self.loss.end_step(total / tokens)
+            if self.journal is not None:
+                self.journal.keep(self.steps, self.loss)
         self.calls = 0
         self._sums, self._counts = [], []
 
@@ -251,8 +255,19 @@ def unregister() -> None:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if _registered is not None:
+    if _registered is not None and (_registered.steps or not _makes_room_for_a_checkpoint()):
         _registered.end_step()
+
+
+def _makes_room_for_a_checkpoint() -> bool:
+    """Whether this step is the one that torch takes before it loads an optimiser's state, with zero gradients, so that
+    there are tensors to load into (``_init_optim_state`` in torch/distributed/checkpoint/state_dict.py, torch 2.4 to 2.13)."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_init_optim_state":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def loss_fn(inputs: Any, **table: Any) -> Any:

@@ -116,6 +116,20 @@ def test_a_registered_loss_that_is_never_called_stops_the_run_at_the_first_step(
     assert {"v0.6": 'training_mode = "opd"', "v0.7": '[orchestrator.algo] type = "opd"'}[module.era] in str(caught.value)
 
 
+def test_a_resume_loads_the_optimiser_without_that_counting_as_a_step(module):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    fn = setup(module, type="sampled_reverse_kl", dialect="v0_7")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    # What prime-rl's checkpoint manager asks for before it loads: torch takes a step on zero gradients for it.
+    assert get_optimizer_state_dict(model, optimizer)["state"]
+    assert registration.current().steps == 0
+    fn(inputs(module)).loss.backward()
+    optimizer.step()
+    assert registration.current().steps == 1
+
+
 def test_a_called_loss_is_counted_and_the_run_goes_on(module, capfd):
     setup(module, type="sampled_reverse_kl")
     getattr(module, SLOT[module.era])(inputs(module))

@@ -83,7 +83,8 @@ def run(version, trees, models, folder, loss, *, vllm=None, ranks=1, fused=True,
     finally:
         for server in servers.values():
             server.stop()
-    logs = {path.name: path.read_text(errors="replace") for path in folder.rglob("*.log")}
+    newest_last = sorted(folder.rglob("*.log"), key=lambda path: path.stat().st_mtime)  # a resume begins new ones
+    logs = {path.name: path.read_text(errors="replace") for path in newest_last}
     if code != 0:
         tails = "\n".join(f"== {name}\n{text[-3000:]}" for name, text in logs.items())
         pytest.fail(f"the launcher ended with {code}\n{tails}")
@@ -209,6 +210,23 @@ def test_self_distillation_in_the_newest_version_scores_with_the_policy_told_the
     assert "topk_reverse_kl was called" in result["trainer"]
     assert first_value(rows, "topk_reverse_kl/kl/mean") > 0
     assert first_value(rows, "optim/grad_norm") > 0
+
+
+@everything
+@pytest.mark.parametrize("version", ["v0.6.0", "newest"])
+def test_a_resumed_run_goes_on_with_the_state_of_its_loss(trees, models, tmp_path, version):
+    taid = {"type": "taid", "k": K, "total_steps": 10, "t_start": 0.2, "alpha": 0.5, "beta": 0.5}
+    run(version, trees, models, tmp_path, taid, resume=False)
+    (kept,) = (tmp_path / "outputs").rglob("prime_composer_loss.jsonl")
+    before = kept.read_text().splitlines()
+    result = run(version, trees, models, tmp_path, taid, resume=True, steps=cpu_recipe.STEPS + 1)
+    lines = kept.read_text().splitlines()
+    assert len(before) == cpu_recipe.STEPS and lines[: len(before)] == before
+    assert len({json.loads(line)["step"] for line in lines}) == len(lines)
+    ts = [json.loads(line)["state"]["t"] for line in lines]
+    assert 0.2 == ts[0] < ts[1] < ts[2]
+    resumed_at = json.loads(lines[-2])["step"]
+    assert f"taid goes on with its state of step {resumed_at}" in result["trainer"]
 
 
 @everything

@@ -1,11 +1,13 @@
 """The recipe of the whole-run tests, exported like a user's, with the settings that a CPU needs under [prime_rl]."""
 
+import tomllib
 from pathlib import Path
 
 from launch_run import free_port
 
 from prime_composer.recipe import parse_recipe
-from prime_composer.upstream.export import export_recipe
+from prime_composer.upstream.export import export_recipe, to_toml
+from prime_composer.upstream.launch import ask_to_resume
 
 HERE = Path(__file__).resolve().parent
 DIALECT = {"v0.6.0": "v0.6", "v0.7.0": "v0.7", "v0.8.0": "v0.8", "newest": "head"}
@@ -13,9 +15,10 @@ STEPS, BATCH = 2, 8
 MIXTURES = {"one": {"teacher": 0.5, "other": 0.5}, "more": {"teacher": 0.2, "other": 0.8}}
 
 
-def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len=128, steps=STEPS, told=False, other=None):
+def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len=128, steps=STEPS, told=False, other=None, resume=None):
     """The native TOML of ``version``: a tiny student and teacher, eight sums, two steps. With the URL of an ``other``
-    teacher: the recipe's own environments "one" and "more", each with its own mixture of the two."""
+    teacher: the recipe's own environments "one" and "more", each with its own mixture of the two. ``resume``: False keeps a
+    checkpoint of each step, True also goes on from the newest one."""
     dialect = DIALECT[version]
     newer = dialect in ("v0.8", "head")
     recipe = {
@@ -25,7 +28,7 @@ def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len
         "rollout": {"backend": "server", "url": student, "max_tokens": 12, "max_model_len": seq_len},
         "data": {},
         "trainer": {"steps": steps, "batch_size": BATCH, "lr": 1e-2},
-        "checkpoint": {"every": 0},
+        "checkpoint": {"every": 0 if resume is None else 1},
         "output_dir": "outputs",
     }
     model = {"attn": "sdpa", "impl": "hf", "fused_lm_head_token_chunk_size": 64 if fused else "disabled"}
@@ -76,4 +79,8 @@ def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len
         del recipe["data"], prime_rl["orchestrator"]["train"]
     recipe["prime_rl"] = prime_rl
     text = export_recipe(parse_recipe(recipe), dialect)
+    if resume:
+        table = tomllib.loads(text)
+        ask_to_resume(table, dialect)
+        text = to_toml(table)
     return text.replace('id = "null"', 'id = "tiny-harness"')  # upstream's own wants PyPI at run time
