@@ -229,28 +229,33 @@ def preflight(
                 f"The longest prompt with its hint has {told} tokens, with attempt and response up to {needed}, and the "
                 f"student has only {positions} positions; shorten the hint's template, or lower rollout.max_tokens."
             )
-    teachers = {}
+    teachers, asked = {}, {}
     if engine.teachers is not None:
+        shares = [recipe.mixture(problem) for problem in problems]
         for role, scorer in engine.teachers.scorers.items():
             teachers[role] = (scorer, load_tokenizer(model_dir(recipe.scored_by[role], recipe)))
-    limits = [scorer.max_model_len for scorer, _ in teachers.values() if getattr(scorer, "max_model_len", None) is not None]
-    if recipe.rollout.student_fraction < 1 and limits:
-        longest = max(
-            len(response(prompt, problem.answer, recipe.data_of(problem), engine.tokenizer, 0).token_ids)
-            for prompt, problem in zip(prompts, problems, strict=True)
-        )
-        if longest >= min(limits):
-            raise PreflightError(
-                f"The longest solution of the data has {longest} tokens with its prompt, and the teacher takes "
-                f"{min(limits) - 1}; raise rollout.max_model_len (a server's --max-model-len) to {longest + 1}, set "
-                "rollout.student_fraction = 1, or leave such problems out of the data."
+            mine = [index for index, share in enumerate(shares) if role in share]
+            asked[role] = [prompts[index] for index in mine]
+            limit = getattr(scorer, "max_model_len", None)
+            if recipe.rollout.student_fraction == 1 or limit is None or not mine:
+                continue
+            longest = max(
+                len(response(prompts[i], problems[i].answer, recipe.data_of(problems[i]), engine.tokenizer, 0).token_ids)
+                for i in mine
             )
+            if longest >= limit:
+                raise PreflightError(
+                    f"The longest solution of the data has {longest} tokens with its prompt, and the {spoken(role)} takes "
+                    f"{limit - 1}; raise rollout.max_model_len (a server's --max-model-len) to {longest + 1}, set "
+                    "rollout.student_fraction = 1, or leave such problems out of the data."
+                )
     found = check(
         model=engine.model,
         tokenizer=engine.tokenizer,
         sampler=engine.sampler,
         teachers=teachers,
         prompts=prompts,
+        asked=asked,
         params=SamplingParams(
             temperature=recipe.rollout.temperature, top_p=recipe.rollout.top_p, max_tokens=recipe.rollout.max_tokens
         ),

@@ -62,6 +62,7 @@ def preflight(
     sampler: Sampler,
     teachers: Mapping[str, tuple[Scorer, Any | None]],
     prompts: Sequence[Sequence[int]],
+    asked: Mapping[str, Sequence[Sequence[int]]] | None = None,
     params: SamplingParams,
     support_size: int | Literal["full"] = 0,
     engine_dtype: str = "float32",
@@ -74,6 +75,8 @@ def preflight(
         teachers: by the name of its table in the recipe, each teacher's scorer and its tokenizer, or None in the place of
             one that cannot be had, which becomes a warning; empty where the loss needs no teacher.
         prompts: the prompts of the run, as token ids (the longest one is checked against the context).
+        asked: by the teacher's name, the prompts whose rollouts it scores; None: all of them. One that is asked about none
+            is not asked here either.
         params: how the run samples.
         support_size: the K of the loss.
         engine_dtype: the sampler's dtype, which sets the tolerance of the live comparison.
@@ -84,9 +87,11 @@ def preflight(
     found = Preflight()
     vocab_size = lm_head_weight(model).shape[0]
     check_context(prompts, params.max_tokens, sampler, None)
+    mine = dict.fromkeys(teachers, prompts) if asked is None else asked
     for name, (scorer, teacher_tokenizer) in teachers.items():
         with named(name if len(teachers) > 1 else None):
-            check_context(prompts, params.max_tokens, sampler, scorer)
+            if mine[name]:
+                check_context(mine[name], params.max_tokens, sampler, scorer)
             if teacher_tokenizer is None:
                 found.warnings.append(
                     "The teacher's tokenizer is out of reach, so nobody has checked that its token ids mean the same as the "
@@ -99,10 +104,11 @@ def preflight(
     found.facts["sampler_trainer_difference"] = check_weight_sync(sampler, model, prompts, engine_dtype)
     # Within the run's own budget, which check_context has compared with the teachers' contexts.
     probe = SamplingParams(max_tokens=min(PROBE_TOKENS, params.max_tokens))
-    rollouts = sampler.generate([list(prompts[0])], probe, seed=0) if teachers else []
     for name, (scorer, _) in teachers.items():
-        with named(name if len(teachers) > 1 else None):
-            check_scores(scorer, rollouts, support_size, vocab_size)
+        if mine[name]:
+            rollouts = sampler.generate([list(mine[name][0])], probe, seed=0)
+            with named(name if len(teachers) > 1 else None):
+                check_scores(scorer, rollouts, support_size, vocab_size)
     return found
 
 

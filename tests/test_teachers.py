@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_composer import evaluate
+from prime_composer import train as train_module
 from prime_composer.data import DataConfig, Problem
-from prime_composer.engine import Engine
+from prime_composer.engine import Engine, preflight
 from prime_composer.evaluate import by_environment
+from prime_composer.preflight import PreflightError
 from prime_composer.recipe import RecipeError, parse_recipe
 from prime_composer.replay import read_pairs
 from prime_composer.rollout import Rollout
@@ -275,6 +277,32 @@ def test_the_measured_kl_is_that_to_each_environments_own_teacher(tmp_path, cach
     for_long = run(alone, tmp_path / "alone").evaluations[0]
     assert routed["eval/reverse_kl/chains"] == for_long["eval/reverse_kl/chains"]
     assert abs(routed["eval/reverse_kl/sums"] - for_long["eval/reverse_kl/sums"]) > 0.02
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_teachers_context_is_compared_with_its_own_problems_alone(tmp_path, cache, monkeypatch, fraction):
+    """Servers have contexts of their own: one is not refused for the problems of another."""
+
+    def check(engine, recipe, problems, prompts, status):
+        def needed(environment):
+            return max(
+                len(prompt) + max(8, len(engine.tokenizer.encode(f" {p.answer}")) + 1 if fraction < 1 else 0)
+                for prompt, p in zip(prompts, problems, strict=True)
+                if p.environment == environment
+            )
+
+        scorers = engine.teachers.scorers
+        assert needed("sums") < needed("chains")
+        scorers["teachers.short"].max_model_len = needed("sums") + 1
+        preflight(engine, recipe, problems, prompts, status)
+        scorers["teachers.long"].max_model_len = needed("chains")
+        with pytest.raises(PreflightError, match=r"\[teachers.long\]: The longest prompt|solution .* teacher long takes"):
+            preflight(engine, recipe, problems, prompts, status)
+        raise InterruptedError
+
+    monkeypatch.setattr(train_module, "preflight", check)
+    with pytest.raises(InterruptedError):
+        run(raw(rollout__student_fraction=fraction, loss={"type": "generalized_jsd", "k": 8}), tmp_path / "run")
 
 
 def test_a_mixture_of_a_teacher_with_itself_is_that_teacher(tmp_path, cache):
