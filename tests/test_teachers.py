@@ -14,10 +14,11 @@ from prime_composer.data import DataConfig, Problem
 from prime_composer.engine import Engine, preflight
 from prime_composer.evaluate import by_environment
 from prime_composer.preflight import PreflightError
-from prime_composer.recipe import RecipeError, parse_recipe
+from prime_composer.recipe import PolicyTeacherConfig, RecipeError, parse_recipe
 from prime_composer.replay import read_pairs
 from prime_composer.rollout import Rollout
 from prime_composer.scorer import TeacherScores
+from prime_composer.self_teacher import PolicyTeacher
 from prime_composer.teachers import Teachers, mix
 from prime_composer.tracker import read_metrics
 from prime_composer.train import train
@@ -126,12 +127,12 @@ class Recorder:
 
 def test_each_teacher_is_asked_about_its_own_rollouts_and_the_order_stays():
     first, second, third = Recorder(-1.0), Recorder(-2.0), Recorder(-3.0)
-    shares = {"a": {"x": 1.0}, "b": {"y": 1.0}, "both": {"x": 0.5, "y": 0.5}}
+    shares = {"a": {"x": 1.0}, "b": {"y": 1.0}, "both": {"y": 0.75, "x": 0.25}}
     teachers = Teachers({"x": first, "y": second, "z": third}, lambda problem: shares[problem.question])
     problems = [Problem(name, "#### 1") for name in ("b", "both", "a")]
     scores = teachers.score([rollout([1]), rollout([2, 3]), rollout([4])], problems, 0)
     assert first.asked == [[[2, 3], [4]]] and second.asked == [[[1], [2, 3]]] and third.asked == []
-    both = math.log(0.5 * math.exp(-1) + 0.5 * math.exp(-2))
+    both = math.log(0.25 * math.exp(-1) + 0.75 * math.exp(-2))
     assert [s.ref_logprobs.tolist() for s in scores] == [[-2.0], pytest.approx([both, both]), [-1.0]]
     teachers.close()
     assert first.closed and second.closed and third.closed
@@ -227,16 +228,26 @@ class Display:
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
 
 
-def test_two_teachers_of_two_environments_train_one_student(tmp_path, cache):
+def test_two_teachers_of_two_environments_train_one_student(tmp_path, cache, monkeypatch):
     recipe = parse_recipe(raw())
+    checked = {train_module: set(), evaluate: set()}
+    for module, seen in checked.items():  # every second problem is answered, by the rule of its own environment
+
+        def judge(text, problem, config, seen=seen):
+            seen.add((problem.environment, config.prompt_template))
+            return problem.environment == "sums"
+
+        monkeypatch.setattr(module, "is_correct", judge)
     outcome = train(recipe, tmp_path, Display())
+    own = {(name, data.prompt_template) for name, data in recipe.environments.items()}
+    assert list(checked.values()) == [own, own]
     first = outcome.evaluations[0]
     names = {"eval/accuracy", "eval/reverse_kl", "teacher/accuracy"}
     assert {f"{name}/{environment}" for name in names for environment in recipe.environments} <= first.keys()
     assert {"teacher/short/accuracy", "teacher/long/accuracy"} <= first.keys()
-    assert first["eval/accuracy"] == (first["eval/accuracy/sums"] + first["eval/accuracy/chains"]) / 2
+    assert (first["eval/accuracy"], first["eval/accuracy/sums"], first["eval/accuracy/chains"]) == (0.5, 1.0, 0.0)
     step = next(record for record in read_metrics(tmp_path) if "loss" in record)
-    assert {"rollout/reward/sums", "rollout/reward/chains"} <= step.keys()
+    assert (step["rollout/reward"], step["rollout/reward/sums"], step["rollout/reward/chains"]) == (0.5, 1.0, 0.0)
 
 
 def test_an_environments_mean_is_over_its_own_problems():
@@ -293,6 +304,8 @@ def test_a_teachers_context_is_compared_with_its_own_problems_alone(tmp_path, ca
 
         scorers = engine.teachers.scorers
         assert needed("sums") < needed("chains")
+        for prompt, p in zip(prompts, problems, strict=True):
+            assert engine.tokenizer.decode(prompt).startswith("Q: " if p.environment == "chains" else "Question: ")
         scorers["teachers.short"].max_model_len = needed("sums") + 1
         preflight(engine, recipe, problems, prompts, status)
         scorers["teachers.long"].max_model_len = needed("chains")
@@ -326,6 +339,13 @@ class Letters:
         return [ord(letter) for letter in text]
 
     def apply_chat_template(self, conversation, **kwargs): ...
+
+
+def test_a_told_policy_is_asked_as_its_environment_asks():
+    sources = {name: DataConfig(prompt_template=f"{name}: {{question}}") for name in ("a", "b")}
+    teacher = PolicyTeacher(PolicyTeacherConfig(update="live", template="{question}{hint}"), sources, torch.nn.Module(), Letters())
+    ids = teacher.prompt(Problem("q", "#### 1", environment="b"), "h")
+    assert "".join(map(chr, ids)) == "b: qh"
 
 
 def test_a_pair_of_a_file_names_its_environment_where_there_are_several(tmp_path):
