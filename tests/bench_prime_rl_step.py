@@ -21,18 +21,16 @@ Without ``--whole``, only prime-rl's output head, compute_loss and backward: the
 
 The variants:
 
-    prime-rl again  prime-rl's own OPD against itself, nothing of ours imported: what two equal things differ by
+    prime-rl again  prime-rl's own OPD against itself (whole step: nothing of ours imported): what two equal things differ by
     sampled         the adapter on, sampled_reverse_kl
     topk            the adapter on, topk_reverse_kl with a tail bucket, K ids spread over the whole vocabulary
     topk naive      topk, but gathered by ``W[ids]`` under autograd
 
-Each is a fresh process in every one of ``--rounds`` rounds, in rotating order. Within a whole-step process, steps with the
-adapter and steps of prime-rl's own OPD (all hooks taken out again, no support in the batch) take turns, off on on off, so
-that a slow moment of the machine meets both: two processes of the same program differ by more than what is measured here.
-Peaks are read first, with a C library that gives freed tensors back at once; then it is told to keep them, as the CUDA
-allocator does, because page faults are otherwise a third of the CPU time and most of its noise, and ``--pairs`` pairs of
-steps are timed. Head only, prime-rl's
-own OPD has processes of its own, and seconds are the least of ``--pairs`` steps.
+Each is a fresh process in every one of ``--rounds`` rounds, in rotating order. Within a process, steps with the adapter and
+steps of prime-rl's own OPD (all hooks taken out again, no support in the batch) take turns, off on on off, so that a slow
+moment of the machine meets both: two processes of the same program differ by more than what is measured here. Peaks are
+read first, with a C library that gives freed tensors back at once; then it is told to keep them, as the CUDA allocator
+does, because page faults are otherwise a third of the CPU time and most of its noise, and ``--pairs`` pairs are timed.
 
 Printed: prime-rl's own median, the median ratio to it of all pairs, and the smallest and the largest of the rounds' median
 ratios, so that one sees what can be told apart.
@@ -58,7 +56,7 @@ sys.path.insert(0, str(REPO / "tests"))
 
 from prime_rl_checkout import extract, pythonpath  # noqa: E402
 
-VARIANTS = ("prime-rl", "prime-rl again", "sampled", "topk", "topk naive")
+VARIANTS = ("prime-rl again", "sampled", "topk", "topk naive")
 MIB = 1 << 20
 
 
@@ -221,13 +219,28 @@ def adapter(table, slot):
 FIRST, PEAKS, SETTLE, TIMED = [True, False], [False, True, True, False], [True, False], [False, True, True, False]
 
 
+def plan(args):
+    """For every step of a process, whether the adapter is on."""
+    return FIRST + PEAKS + SETTLE + TIMED * (args.pairs // 2)
+
+
+def in_pairs(columns, schedule):
+    """(prime-rl's own, ours) of each pair of steps: the peaks' columns early, the clocks' ones late."""
+    found = {}
+    for name, column in columns.items():
+        early = name in ("peak", "growth")
+        span = range(len(FIRST), len(FIRST + PEAKS), 2) if early else range(len(FIRST + PEAKS + SETTLE), len(schedule), 2)
+        found[name] = [(column[at + schedule[at]], column[at + 1 - schedule[at]]) for at in span]
+    return found
+
+
 def whole(args):
     """Runs prime-rl's train() in this process; returns its metrics as (prime-rl's own, ours) of each pair of steps."""
     keep_freed_memory(False)
     import torch
 
     torch.set_num_threads(args.threads)
-    schedule = FIRST + PEAKS + SETTLE + TIMED * (args.pairs // 2)
+    schedule = plan(args)
     table, old = table_of(args), args.version == "v0.6.0"
     switch = adapter(table, "opd_loss_fn" if old else "ref_kl_loss_fn")
     if args.variant == "topk naive":
@@ -301,15 +314,13 @@ def whole(args):
         assert named == schedule, named
     columns["peak"] = [peak * 1024 for peak in columns["peak"]]
     columns["growth"] = [peak - began[0] / MIB for peak in columns["peak"]]
-    timed = len(FIRST + PEAKS + SETTLE)
-    spans = {"step": range(timed, len(schedule), 2), "peak": range(len(FIRST), len(FIRST + PEAKS), 2)}
-    spans |= {"fwd/bwd": spans["step"], "growth": spans["peak"]}
-    off_on = {name: [(at + schedule[at], at + 1 - schedule[at]) for at in span] for name, span in spans.items()}
-    return {name: [(columns[name][off], columns[name][on]) for off, on in off_on[name]] for name in off_on}
+    del columns["norm"]
+    return in_pairs(columns, schedule)
 
 
 def head_only(args):
-    """prime-rl's output head, its compute_loss, forward and backward, in this process."""
+    """prime-rl's output head, its compute_loss, forward and backward, in this process; pairs as ``whole`` returns them."""
+    keep_freed_memory(False)
     import torch
 
     torch.set_num_threads(args.threads)
@@ -319,11 +330,15 @@ def head_only(args):
 
     from prime_composer.upstream import registration, trainer, wire
 
-    n, k, table = args.tokens, args.k, table_of(args)
+    n, k, table, schedule = args.tokens, args.k, table_of(args), plan(args)
+    slot = "opd_loss_fn" if hasattr(upstream, "setup_loss_fns") else "ref_kl_loss_fn"
+    places = [(upstream, "compute_loss"), (upstream, slot), (head.FusedOutputLinear, "forward")]
+    theirs = [getattr(owner, name) for owner, name in places]
     if table is not None:
         trainer.hook_loss(upstream)
         trainer.hook_head(head)
         registration.register(table)
+    ours = [getattr(owner, name) for owner, name in places]
     if args.variant == "topk naive":
         gather_naively()
     dtype = getattr(torch, args.dtype)
@@ -345,9 +360,11 @@ def head_only(args):
     }  # fmt: skip
     labels = torch.cat([ids[:, 1:], torch.zeros(1, 1, dtype=torch.long)], dim=1)
 
-    def step():
+    def step(on):
         linear.weight.grad = hidden.grad = None
-        if table is not None:
+        for (owner, name), function in zip(places, ours if on else theirs, strict=True):
+            setattr(owner, name, function)
+        if on and table is not None:
             trainer.ROOM.begin(batch)
         out = linear(hidden, labels, temperature=torch.ones(1, n))
         logprobs = torch.cat([torch.zeros(1), out["logprobs"][0, :-1]])
@@ -365,16 +382,18 @@ def head_only(args):
             )  # fmt: skip
         loss.backward()
 
+    columns = {"step": [], "peak": [], "growth": []}
     before = resident("VmRSS")
-    step()
-    times = []
-    forget_peak()
-    for _ in range(args.pairs):
+    for number, on in enumerate(schedule):
+        if number == len(FIRST + PEAKS):
+            keep_freed_memory(True)
+        forget_peak()
         start = time.process_time()
-        step()
-        times.append(time.process_time() - start)
-    peak = resident("VmHWM")
-    return {"step": min(times), "peak": peak / MIB, "growth": (peak - before) / MIB}
+        step(on)
+        columns["step"].append(time.process_time() - start)
+        columns["peak"].append(resident("VmHWM") / MIB)
+        columns["growth"].append((resident("VmHWM") - before) / MIB)
+    return in_pairs(columns, schedule)
 
 
 def model_config(args):
@@ -408,10 +427,6 @@ def one_round(args, tree, variants, results):
 
 def main(args):
     variants = [variant for variant in VARIANTS if args.only is None or variant in args.only]
-    if args.whole:
-        variants.remove("prime-rl") if "prime-rl" in variants else None
-    elif "prime-rl" not in variants:
-        variants.insert(0, "prime-rl")
     results = {variant: [] for variant in variants}
     with tempfile.TemporaryDirectory() as folder:
         tree = extract(Path(args.checkout), args.version, Path(folder))
@@ -419,16 +434,11 @@ def main(args):
             turn = number % len(variants)
             one_round(args, tree, variants[turn:] + variants[:turn], results)
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
+    what = f"head and loss only, {args.tokens} tokens, {args.dtype}"
     if args.whole:
-        what = f"whole step, {args.layers} layers{', tied' * args.tied}, {args.micro_batches} x {args.seq_len} tokens, "
-        what += f"bfloat16; {args.rounds} rounds of {args.pairs} pairs"
-    else:
-        what = f"head and loss only, {args.tokens} tokens, {args.dtype}; {args.rounds} rounds, best of {args.pairs} steps"
-        for variant in reversed(variants):
-            pairs = zip(results["prime-rl"], results[variant], strict=True)
-            results[variant] = [{name: [(base[name], row[name])] for name in row} for base, row in pairs]
+        what = f"whole step, {args.layers} layers{', tied' * args.tied}, {args.micro_batches} x {args.seq_len} tokens, bfloat16"
     print(f"prime-rl {args.version}, vocabulary {args.vocab:,}, hidden {args.hidden:,}, K {args.k}, {args.threads} "
-          f"thread(s), {what}; CPU seconds")  # fmt: skip
+          f"thread(s), {what}; CPU seconds, {args.rounds} rounds of {args.pairs} pairs")  # fmt: skip
     columns = ["step", "fwd/bwd", "peak", "growth"] if args.whole else ["step", "peak", "growth"]
     print(" " * 15 + "".join(f"{name + ': prime-rl, ratio':>36}" for name in columns))
     for variant, rounds in results.items():
