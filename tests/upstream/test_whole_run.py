@@ -1,5 +1,5 @@
-"""The real thing: an unmodified prime-rl (launcher, orchestrator, env server, trainer) distils on a CPU, two optimiser
-steps, with the teacher's top-K carried by our adapter; its numbers are checked against float64.
+"""The real thing: an unmodified prime-rl (launcher, orchestrator, env server, trainer) distils on a CPU, three
+optimiser steps, with the teacher's top-K carried by our adapter; its numbers are checked against float64.
 
 Needs a checkout of prime-rl and the environments of make_venvs.py; skipped where one is absent. By default two runs of
 about a minute; PRIME_COMPOSER_WHOLE_RUNS=all for all versions, two ranks, the plain road, self-distillation, vLLM. What stands in for a GPU

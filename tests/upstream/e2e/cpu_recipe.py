@@ -11,12 +11,14 @@ from prime_composer.upstream.launch import ask_to_resume
 
 HERE = Path(__file__).resolve().parent
 DIALECT = {"v0.6.0": "v0.6", "v0.7.0": "v0.7", "v0.8.0": "v0.8", "newest": "head"}
-STEPS, BATCH = 2, 8
+# prime-rl ends without waiting for its last broadcasts; the third batch alone is held until policy v1 is there, so that a
+# server has always taken new weights before the end.
+STEPS, BATCH = 3, 8
 MIXTURES = {"one": {"teacher": 0.5, "other": 0.5}, "more": {"teacher": 0.2, "other": 0.8}}
 
 
 def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len=128, steps=STEPS, told=False, other=None, resume=None):
-    """The native TOML of ``version``: a tiny student and teacher, eight sums, two steps. With the URL of an ``other``
+    """The native TOML of ``version``: a tiny student and teacher, eight sums, three steps. With the URL of an ``other``
     teacher: the recipe's own environments "one" and "more", each with its own mixture of the two. ``resume``: False keeps a
     checkpoint of each step, True also goes on from the newest one."""
     dialect = DIALECT[version]
