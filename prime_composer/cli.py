@@ -80,11 +80,12 @@ def _rl(args: argparse.Namespace) -> int:
     engine, reason = choose_engine(args.engine)
     print(f"engine: {engine} ({reason})")
     if engine == "prime-rl":
-        from prime_composer.upstream.launch import is_native, launch, read_toml
+        from prime_composer.recipe import read_tables
+        from prime_composer.upstream.launch import is_native, launch
         from prime_composer.upstream.probe import has_prime_rl
 
         # Without prime-rl, launch says so; then there is nothing to prepare for.
-        models = _prepared(args) if has_prime_rl() and not is_native(read_toml(Path(args.config))) else {}
+        models = _prepared(args) if has_prime_rl() and not is_native(read_tables(args.config, "recipe", "recipes/")) else {}
         return launch(args.config, args.overrides, args.output_dir, args.resume, models)
     set_environment()
     from prime_composer.recipe import load_recipe

@@ -51,7 +51,8 @@ def run_local(recipe: Recipe, recipe_path: Path, output_dir: str | None, resume:
         print(f"stopped after step {outcome.steps}; continue with --resume --output-dir {run_dir}")
         return 130
     draw_report([run_dir], run_dir / "report.png")
-    print(f"run directory: {run_dir} (metrics.jsonl, tensorboard/, checkpoints/)")
+    kept = [name for name in ("metrics.jsonl", "tensorboard/", "checkpoints/") if (run_dir / name).exists()]
+    print(f"run directory: {run_dir} ({', '.join(kept)})")
     print(f"plot: {run_dir / 'report.png'}")
     return 0
 

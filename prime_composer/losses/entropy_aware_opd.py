@@ -6,8 +6,8 @@ with R the clipped sampled-token reverse KL (``reverse = "sampled"``) or the rev
 an addition, not a switch: where the teacher has several ways to go on, the forward part keeps the student from dropping all
 but one.
 
-H(q) is measured on the support's outcomes. On K < V with ``tail`` the rest counts as one outcome, so it is a lower bound of the
-teacher's entropy and tau wants to be set against this number: the metric ``entropy`` shows it. The paper's tau, alpha and K
+H(q) is measured on the support's outcomes. On K < V with ``tail`` the rest counts as one outcome, so it is a lower bound of one
+teacher's entropy (not of a mixture's, whose head is a bound itself: ``teachers.mix``), and tau wants to be set against this number: the metric ``entropy`` shows it. The paper's tau, alpha and K
 could not be found; tau and alpha have no default here.
 
 Reference: "Entropy-Aware On-Policy Distillation" (2026), https://arxiv.org/abs/2603.07079.

@@ -7,7 +7,8 @@ Per token y ~ mu of the mask,
 The head has the gradient sum_S grad p log p/q, with no noise; the second term is its missing part sum_{not S} grad p log p/q,
 sampled, and importance weighted where the rollout is stale. Summed over y the gradient is that of the full KL, since
 sum grad p = 0. Both log-ratios are detached: a head without the detach adds the gradient of the mass P on the support, which
-no sample outside cancels.
+no sample outside cancels. With a mixture of teachers the head's q is a lower bound where K < V (``teachers.mix``), and the loss
+is as biased as that bound is loose.
 
 A token sampled outside S carries a large log-ratio by construction; with a flat teacher that is where this loss differs from
 ``topk_reverse_kl`` with ``tail``, which has no variance and cannot tell the tokens outside S from one another.

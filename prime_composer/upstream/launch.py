@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prime_composer.recipe import RecipeError, apply_override, load_recipe
+from prime_composer.recipe import RecipeError, apply_override, load_recipe, read_tables
 from prime_composer.upstream.probe import DIALECTS, has_prime_rl, probe_dialect
 
 SWITCH = "PRIME_COMPOSER"
@@ -49,7 +49,7 @@ def launch(
     check_pth()
     path = Path(config)
     dialect = probe_dialect()
-    raw = read_toml(path)
+    raw = read_tables(path, "recipe", "recipes/")
     if is_native(raw):
         for item in overrides:
             apply_override(raw, item)
@@ -70,15 +70,6 @@ def launch(
     command, env = command_and_environment(write(raw, path), settings, dry_run)
     print(f"prime-rl ({dialect}): {' '.join(command)}", flush=True)
     return subprocess.call(command, env=env)
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecipeError(f"{path}: no such file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise RecipeError(f"{path}: not a TOML file: {error}") from None
 
 
 def is_native(raw: Mapping[str, Any]) -> bool:
