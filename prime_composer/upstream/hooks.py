@@ -5,7 +5,7 @@ import os
 from types import ModuleType
 from typing import Any
 
-from prime_composer.upstream.registration import SECTION, SWITCH, parse_loss, register, switch
+from prime_composer.upstream.registration import SECTION, SWITCH, needs_adapter, parse_loss, register, switch
 
 IMPORT_PATH = "prime_composer.upstream.loss_fn"
 
@@ -103,6 +103,12 @@ def wanted_support() -> int:
             f"""{SWITCH}='{{"loss": {{"type": "topk_reverse_kl", "k": 32}}}}'"""
         )
     return 0 if settings["loss"] is None else support_size(settings["loss"])
+
+
+def wants_mark() -> bool:
+    """Whether the trainer expects to see that the orchestrator runs with the adapter."""
+    table = (switch() or {}).get("loss")
+    return table is not None and needs_adapter(table)
 
 
 def trainer_loss(module: ModuleType) -> None:

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from prime_composer.upstream import wire
-from prime_composer.upstream.hooks import wanted_support
+from prime_composer.upstream.hooks import wanted_support, wants_mark
 from prime_composer.upstream.probe import UnknownSurface, expect
 
 
@@ -214,7 +214,7 @@ def hook_v0_6(module: ModuleType) -> None:
     async def compute_teacher_logprobs(clients: Any, model_name: str, samples: Any) -> Any:
         k = wanted_support()
         if k == 0 and not any(HEADER in config.extra_headers for config in clients):
-            return await original(clients, model_name, samples)
+            return [marked(scores) for scores in await original(clients, model_name, samples)]
 
         async def score(config: Any, sample: Any) -> list[float]:
             token_ids = list(sample.prompt_ids) + list(sample.completion_ids)
@@ -224,7 +224,7 @@ def hook_v0_6(module: ModuleType) -> None:
             else:
                 scores = await ask_each(teachers_of(header, sample.env_name), token_ids, k)
             put(sample, scores)
-            return list(scores)
+            return marked(list(scores))
 
         pairs = zip(cycle(clients), samples, strict=False)
         return await asyncio.gather(*(score(config, sample) for config, sample in pairs))
@@ -244,10 +244,10 @@ def hook_client(module: ModuleType) -> None:
         k = wanted_support()
         header = openai.default_headers.get(HEADER)
         if header is not None:
-            return await ask_each(teachers_of(header), token_ids, k)
+            return marked(await ask_each(teachers_of(header), token_ids, k))
         if k == 0:
-            return await original(openai, model, token_ids)
-        return await ask(openai, model, token_ids, k)
+            return marked(await original(openai, model, token_ids))
+        return marked(await ask(openai, model, token_ids, k))
 
     module.prefill_logprobs = prefill_logprobs
 
@@ -300,6 +300,13 @@ def hook_routing(module: ModuleType) -> None:
             start = end
 
     module.assign_reference_logprobs = assign_reference_logprobs
+
+
+def marked(scores: list[float]) -> list[float]:
+    """``scores`` of a sequence, with the mark for a trainer that expects it."""
+    if wants_mark():
+        scores[0] = wire.MARK
+    return scores
 
 
 def put(sample: Any, scores: Scores) -> None:

@@ -25,6 +25,7 @@ from prime_composer.contract import LossInputs, Support
 from prime_composer.losses import LOSS_TYPES, LossUnion, setup_loss_fn
 from prime_composer.losses.base import Loss, LossConfig
 from prime_composer.upstream.probe import ERAS, LOSS_MODULE, Era, expect, probe_loss
+from prime_composer.upstream.wire import MARK
 
 SWITCH = "PRIME_COMPOSER"
 """Environment variable of the whole-run adapter: "1", or a JSON object with the loss table under ``loss``."""
@@ -49,27 +50,31 @@ class Registered:
         calls, tokens: how often it ran, on how many tokens, since the last optimiser step.
         steps: optimiser steps since it was registered.
         journal: where the adapter keeps the state of a schedule.
+        expects_mark: the orchestrator has to run with the adapter too, whatever the loss reads.
     """
 
-    def __init__(self, loss: Loss, era: Era, outputs: type, aligned: Aligned | None = None):
+    def __init__(self, loss: Loss, era: Era, outputs: type, aligned: Aligned | None = None, expects_mark: bool = False):
         self.loss = loss
         self.era = era
         self.calls = 0
         self.steps = 0
         self.journal: Any = None
+        self.expects_mark = expects_mark
         self._outputs = outputs
         self._aligned = aligned
         self._sums: list[Tensor] = []
         self._counts: list[Tensor] = []
+        self._firsts: list[Tensor] = []
 
     def __call__(self, inputs: Any) -> Any:
         """``loss`` of one sequence: the SUM over ``loss_mask``, weighted by ``loss_weights`` where the era has them."""
+        ref_logprobs = getattr(inputs, self.era.ref_field)
         token_ids, support = (None, None) if self._aligned is None else self._aligned(inputs)
         out = self.loss(
             LossInputs(
                 trainer_logprobs=inputs.trainer_logprobs,
                 inference_logprobs=inputs.inference_logprobs,
-                ref_logprobs=getattr(inputs, self.era.ref_field),
+                ref_logprobs=ref_logprobs,
                 advantages=inputs.advantages,
                 loss_mask=inputs.loss_mask,
                 loss_weights=getattr(inputs, "loss_weights", None),
@@ -78,6 +83,8 @@ class Registered:
             )
         )
         self.calls += 1
+        if self.steps == 0 and ref_logprobs is not None:
+            self._firsts.append(ref_logprobs[:1])
         self._sums.append(out.loss.detach())
         self._counts.append(inputs.loss_mask.sum())
         return self._outputs(loss=out.loss, metrics=out.metrics)
@@ -86,11 +93,12 @@ class Registered:
         """Close one optimiser step: log the first one's calls, advance a schedule.
 
         Raises:
-            RuntimeError: the first step ended and the loss was never called, on any rank.
+            RuntimeError: the first step ended and, on all ranks, the loss was never called, or no sequence has the mark of an
+            orchestrator with the adapter that this run needs.
         """
         self.steps += 1
         if self.steps == 1 or self.loss.state is not None:
-            total, tokens, calls = self._global_totals()
+            total, tokens, calls, scored, marked = self._global_totals()
             if self.steps == 1 and calls == 0:
                 raise RuntimeError(
                     f"prime_composer: [{self.loss.section}] type = {self.loss.config.type!r} was registered with "
@@ -102,6 +110,13 @@ class Registered:
                         else '[orchestrator.algo] type = "opd" (or "opsd").'
                     )
                 )
+            if self.steps == 1 and self.expects_mark and scored > 0 and marked == 0:
+                raise RuntimeError(
+                    f"prime_composer: [{self.loss.section}] adapter = true: this run's teachers are mixed or routed by the "
+                    "adapter, and the orchestrator runs without it: prime-rl has asked one of them for all. Set "
+                    f"{SWITCH} for every process of the run, and see that prime-composer is installed in the orchestrator's "
+                    "environment."
+                )
             if self.steps == 1:
                 say(f"{self.loss.config.type} was called {calls:.0f} times on {tokens:.0f} tokens in the first step")
             if tokens > 0:
@@ -109,21 +124,22 @@ class Registered:
             if self.journal is not None:
                 self.journal.keep(self.steps, self.loss)
         self.calls = 0
-        self._sums, self._counts = [], []
+        self._sums, self._counts, self._firsts = [], [], []
 
-    def _global_totals(self) -> tuple[float, float, float]:
-        """Loss sum, tokens and calls of this step over all ranks (a rank may have had nothing but padding)."""
-        local = [float(sum(self._sums)), float(sum(self._counts)), float(self.calls)]
+    def _global_totals(self) -> list[float]:
+        """Loss sum, tokens, calls, sequences with teacher scores and with the orchestrator's mark of this step, over all
+        ranks (a rank may have had nothing but padding)."""
+        local = [float(sum(part)) for part in (self._sums, self._counts)]
+        local += [float(self.calls), float(len(self._firsts)), float(sum((first == MARK).sum() for first in self._firsts))]
         dist = torch.distributed
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return local[0], local[1], local[2]
+            return local
         device = self._sums[0].device if self._sums else torch.get_default_device()
         if torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         totals = torch.tensor(local, dtype=torch.float64, device=device)
         dist.all_reduce(totals)
-        total, tokens, calls = totals.tolist()
-        return total, tokens, calls
+        return totals.tolist()
 
 
 _registered: Registered | None = None
@@ -150,6 +166,11 @@ def parse_loss(table: dict[str, Any], section: str = SECTION) -> LossConfig:
 
 
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(LossUnion)
+
+
+def needs_adapter(table: dict[str, Any]) -> bool:
+    """Whether a loss table says that this run's teachers are mixed or routed by the adapter (``adapter = true``)."""
+    return str(table.get("adapter", False)).lower() == "true"
 
 
 def _explain(item: Any, table: dict[str, Any], section: str) -> str:
@@ -197,14 +218,14 @@ def register(table: dict[str, Any], section: str = SECTION) -> Registered:
             f"{config!r}. Keep one of {SWITCH} and [trainer.loss]."
         )
     aligned = _adapter_for(config)
-    if aligned is None and str(table.get("adapter", False)).lower() == "true":
+    if aligned is None and needs_adapter(table):
         raise ValueError(
             f"[{section}] adapter = true: this run's teachers are mixed or routed by the adapter, and without it prime-rl "
             f"would ask one of them for all. {WITH_ADAPTER}"
         )
     refuse(config, era, aligned is not None, section)
     expect(module, era.slot, ("inputs",), f"prime_rl/trainer/rl/loss.py of {era.name}")
-    _registered = Registered(setup_loss_fn(config, section), era, module.LossOutputs, aligned)
+    _registered = Registered(setup_loss_fn(config, section), era, module.LossOutputs, aligned, needs_adapter(table))
     setattr(module, era.slot, _registered)
     if _step_hook is None:
         _step_hook = register_optimizer_step_post_hook(_after_step)

@@ -10,7 +10,7 @@ import pytest
 
 numpy = pytest.importorskip("numpy")
 
-from prime_composer.upstream import hooks, orchestrator, registration  # noqa: E402
+from prime_composer.upstream import hooks, orchestrator, registration, wire  # noqa: E402
 
 ROWS = [
     None,
@@ -108,14 +108,24 @@ def carried(routed):
     return array[:, 0].tolist(), array[:, 1].copy().view(numpy.float32)
 
 
-def test_v0_6_puts_the_support_on_the_samples_and_returns_the_flat_scores():
-    module, client = types.ModuleType("prime_rl.orchestrator.utils"), Client()
+OWN = [0.0, -9.0, -9.0]
+"""What prime-rl's own request brings."""
 
-    async def compute_teacher_logprobs(clients, model_name, samples): ...
+
+def v0_6_module(client=None):
+    module = types.ModuleType("prime_rl.orchestrator.utils")
+
+    async def compute_teacher_logprobs(clients, model_name, samples):
+        return [list(OWN) for _ in samples]
 
     module.compute_teacher_logprobs = compute_teacher_logprobs
     module.setup_openai_client = lambda config: client
     orchestrator.hook_v0_6(module)
+    return module
+
+
+def test_v0_6_puts_the_support_on_the_samples_and_returns_the_flat_scores():
+    module = v0_6_module(Client())
     samples = [Sample(), Sample()]
     flat = asyncio.run(module.compute_teacher_logprobs([types.SimpleNamespace(extra_headers={})], "teacher", samples))
     assert flat == [[0.0, -3.0, -1.5]] * 2 and all(type(row) is list for row in flat)
@@ -128,7 +138,7 @@ def client_module(client):
     module = types.ModuleType("prime_rl.utils.client")
 
     async def prefill_logprobs(openai, model, token_ids):
-        return "prime-rl's own"
+        return list(OWN)
 
     module.prefill_logprobs = prefill_logprobs
     orchestrator.hook_client(module)
@@ -205,7 +215,7 @@ def test_router_replay_in_the_rollouts_is_refused():
 def test_a_loss_without_a_support_leaves_prime_rls_own_request_alone(monkeypatch, loss):
     monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": loss}))
     module = client_module(Client())
-    assert asyncio.run(module.prefill_logprobs(Client(), "teacher", TOKENS)) == "prime-rl's own"
+    assert asyncio.run(module.prefill_logprobs(Client(), "teacher", TOKENS)) == OWN
 
 
 def test_a_process_that_was_not_started_by_the_launcher_is_told_to_name_the_loss(monkeypatch):
@@ -316,14 +326,23 @@ def test_a_sampled_loss_asks_them_too_and_puts_nothing_on_the_wire(monkeypatch, 
     assert others[0].asked[0][1]["sampling_params"]["prompt_logprobs"] == 1
 
 
+@pytest.mark.parametrize("adapter,first", [(True, wire.MARK), (False, 0.0)])
+@pytest.mark.parametrize("table", [{"type": "topk_reverse_kl", "k": 2}, {"type": "sampled_reverse_kl"}])
+def test_a_run_that_needs_the_adapter_is_shown_that_it_is_on_here_too(monkeypatch, others, table, adapter, first):
+    monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": {**table, "adapter": adapter}}))
+    own = Client(json.dumps(OTHERS))
+    module = client_module(own)
+    for client in (own, Client()):  # a mixture, and an environment's single teacher
+        scores = asyncio.run(module.prefill_logprobs(client, "teacher", TOKENS))
+        assert scores[0] == first
+    old = v0_6_module(Client())
+    for headers in ({orchestrator.HEADER: json.dumps(OTHERS)}, {}):
+        (scores,) = asyncio.run(old.compute_teacher_logprobs([types.SimpleNamespace(extra_headers=headers)], "teacher", [Sample()]))
+        assert scores[0] == first
+
+
 def test_v0_6_has_one_client_and_its_header_knows_the_environments(others):
-    module = types.ModuleType("prime_rl.orchestrator.utils")
-
-    async def compute_teacher_logprobs(clients, model_name, samples): ...
-
-    module.compute_teacher_logprobs = compute_teacher_logprobs
-    module.setup_openai_client = None
-    orchestrator.hook_v0_6(module)
+    module = v0_6_module()
     header = json.dumps({"sums": OTHERS[:1], "code": OTHERS[1:]})
     config = types.SimpleNamespace(extra_headers={orchestrator.HEADER: header})
     samples = [Sample("sums"), Sample("code"), Sample("code")]

@@ -4,6 +4,7 @@ import torch
 
 from prime_composer.losses import LOSS_FNS, LOSS_TYPES
 from prime_composer.upstream import registration
+from prime_composer.upstream.wire import MARK
 
 ERAS = ("v0.6", "v0.7")
 SLOT = {"v0.6": "opd_loss_fn", "v0.7": "ref_kl_loss_fn"}
@@ -138,6 +139,23 @@ def test_a_called_loss_is_counted_and_the_run_goes_on(module, capfd):
     assert "called 1 times on 4 tokens" in capfd.readouterr().err
     step(optimizer)
     assert registration.current().calls == 0
+
+
+def test_a_run_whose_teachers_are_mixed_stops_at_the_first_step_without_the_adapter_in_its_orchestrator(module, monkeypatch):
+    monkeypatch.setattr(registration, "_adapter_for", lambda config: lambda inputs: (None, None))
+    setup(module, type="sampled_reverse_kl", adapter=True)
+    plain, marked = inputs(module), inputs(module)
+    getattr(marked, registration.current().era.ref_field)[0] = MARK
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    registration.current()(plain)
+    with pytest.raises(RuntimeError, match="the orchestrator runs without it"):
+        step(optimizer)
+    registration.unregister()
+    setup(module, type="sampled_reverse_kl", adapter=True)
+    registration.current()(plain)  # one environment's own teacher, another's mixture
+    registration.current()(marked)
+    step(optimizer)
+    assert registration.current().steps == 1
 
 
 def test_a_schedule_advances_once_per_optimiser_step_with_the_mean_loss(module):
