@@ -27,9 +27,7 @@ class Checkpoint:
         return torch.load(self.path / _TRAINER_FILE, map_location="cpu", weights_only=True)
 
 
-def save_checkpoint(
-    run_dir: Path, step: int, model: nn.Module, tokenizer: Any, state: dict[str, Any], keep: int
-) -> Checkpoint:
+def save_checkpoint(run_dir: Path, step: int, model: nn.Module, tokenizer: Any, state: dict[str, Any], keep: int) -> Checkpoint:
     """Write the checkpoint of ``step``, atomically, and drop all but the newest ``keep``.
 
     A crash at any point leaves the older checkpoints as they were, and at most one ``.tmp`` directory, which the next

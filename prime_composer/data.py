@@ -286,9 +286,7 @@ def _from_hub(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(
-            '[data] source = "hub" needs the datasets library: pip install "prime-composer[hub]"'
-        ) from error
+        raise ValueError('[data] source = "hub" needs the datasets library: pip install "prime-composer[hub]"') from error
     splits = datasets.load_dataset(config.hub_id, config.hub_name)
     found = []
     for split in ("train", "test"):
@@ -310,9 +308,7 @@ def _without_annotations(problem: Problem) -> Problem:
 
 # ------------------------------------------------------------------------------------------------------- generated
 
-NAMES = (
-    "Ada Ben Cleo Dan Eva Finn Gus Hana Ivan Jo Kim Leo Mia Nia Omar Pia Quinn Rosa Sam Tara Uma Vic Wanda Yan".split()
-)
+NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ivan Jo Kim Leo Mia Nia Omar Pia Quinn Rosa Sam Tara Uma Vic Wanda Yan".split()
 ITEMS = "apples books cards coins eggs hats keys lamps mugs nuts pens pins rings shells stamps toys".split()
 
 
@@ -425,9 +421,7 @@ def is_correct(text: str, problem: Problem, config: DataConfig) -> bool:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ValueError(
-            '[data] answer_check = "math_verify" needs Math-Verify: pip install "prime-composer[engine]"'
-        ) from error
+        raise ValueError('[data] answer_check = "math_verify" needs Math-Verify: pip install "prime-composer[engine]"') from error
     # Its time-outs work by signals, which only the main thread may set.
     limit = 5 if threading.current_thread() is threading.main_thread() else None
     reference = parse(problem.final, parsing_timeout=limit)
@@ -461,9 +455,7 @@ def prompt_batches(n_problems: int, batch_prompts: int, seed: int, step: int) ->
     a resumed run needs no iterator state. A batch may straddle two epochs.
     """
     first = step * batch_prompts
-    return [
-        _permutation(n_problems, seed, i // n_problems)[i % n_problems] for i in range(first, first + batch_prompts)
-    ]
+    return [_permutation(n_problems, seed, i // n_problems)[i % n_problems] for i in range(first, first + batch_prompts)]
 
 
 def environment_batches(sizes: Sequence[int], ratios: Sequence[float], batch_prompts: int, seed: int, step: int) -> list[int]:

@@ -116,9 +116,7 @@ def teacher_accuracy(engine: Engine, recipe: Recipe, held_out: Sequence[Problem]
 
 
 @torch.no_grad()
-def reverse_kl_sums(
-    engine: Engine, recipe: Recipe, problems: Sequence[Problem]
-) -> tuple[list[float], list[float]]:
+def reverse_kl_sums(engine: Engine, recipe: Recipe, problems: Sequence[Problem]) -> tuple[list[float], list[float]]:
     """KL(student || teacher) in nats, summed over the tokens of one rollout of each problem, and how many those are."""
     prompts = [render_prompt(problem, recipe.data_of(problem), engine.tokenizer) for problem in problems]
     size = kl_support(engine, recipe)

@@ -116,9 +116,7 @@ def micro_batch_inputs(
         yield [f"pair {i}" for i in indices], inputs
 
 
-def describe_non_finite(
-    loss: Loss, inputs: LossInputs, outputs: LossOutputs, names: Sequence[str], step: int
-) -> str:
+def describe_non_finite(loss: Loss, inputs: LossInputs, outputs: LossOutputs, names: Sequence[str], step: int) -> str:
     """Which sequence made the loss NaN or infinite: each one alone, the others masked."""
     kind = f"step {step}: the loss {loss.config.type!r}"
     if inputs.loss_mask.shape[0]:

@@ -102,7 +102,8 @@ class PositionWeights(Modifier):
 
         w_t = 1 + gamma (1 - sum_{i<t} |a_i| / sum_i |a_i|),    a = sg(log q - log mu)
 
-    from 1 + gamma at a response's first token down towards 1 (the last one keeps its own share of gamma). A response on which teacher and sampler agree gets 1 + gamma.
+    from 1 + gamma at a response's first token down towards 1 (the last one keeps its own share of gamma). A response on which
+    teacher and sampler agree gets 1 + gamma.
     Source: "On the Position Bias of On-Policy Distillation" (2026), https://arxiv.org/abs/2606.22600; trl's IWOPDTrainer.
     """
 

@@ -49,6 +49,4 @@ def pairs_of(inputs: LossInputs, dtype: torch.dtype) -> Pairs:
 
 
 def _sums(values: Tensor, row: Tensor, side: Tensor) -> Tensor:
-    return torch.stack(
-        [torch.zeros_like(values).index_add(0, row, torch.where(side == s, values, 0.0)) for s in (0, 1)]
-    )
+    return torch.stack([torch.zeros_like(values).index_add(0, row, torch.where(side == s, values, 0.0)) for s in (0, 1)])

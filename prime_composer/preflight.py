@@ -175,9 +175,7 @@ def special_tokens(tokenizer: Any) -> list[str]:
     return [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
 
 
-def check_vocabularies(
-    vocab_size: int, scorer: Scorer, tokenizer: Any, support_size: int | Literal["full"]
-) -> list[str]:
+def check_vocabularies(vocab_size: int, scorer: Scorer, tokenizer: Any, support_size: int | Literal["full"]) -> list[str]:
     """Head sizes against the tokenizer and each other, K against the vocabulary and what the teacher answers.
 
     Raises:
@@ -197,8 +195,7 @@ def check_vocabularies(
     smallest = min(size for size in (vocab_size, teacher_size) if size is not None)
     if support_size != "full" and support_size > smallest:
         raise PreflightError(
-            f"The loss asks for K = {support_size} and the vocabulary has {smallest} entries; set k to at most that, or "
-            'to "full".'
+            f'The loss asks for K = {support_size} and the vocabulary has {smallest} entries; set k to at most that, or to "full".'
         )
     warnings = []
     if teacher_size is not None and teacher_size != vocab_size:
@@ -260,9 +257,7 @@ def sampling_warnings(params: SamplingParams) -> list[str]:
     return warnings
 
 
-def check_weight_sync(
-    sampler: Sampler, model: nn.Module, prompts: Sequence[Sequence[int]], engine_dtype: str = "float32"
-) -> float:
+def check_weight_sync(sampler: Sampler, model: nn.Module, prompts: Sequence[Sequence[int]], engine_dtype: str = "float32") -> float:
     """Compare the sampler's and the trainer's log-probs: as loaded, after a sync of changed weights, and back again.
 
     Every weight is changed by about 20 % for the second comparison: right after loading, an engine that keeps old
@@ -290,8 +285,7 @@ def check_weight_sync(
     sampler.update_weights(model)
     if reason is not None:
         raise PreflightError(
-            f"After a weight sync sampler and trainer disagree by {changed:.2g} nat (at most {limit} in {engine_dtype}): "
-            f"{reason}."
+            f"After a weight sync sampler and trainer disagree by {changed:.2g} nat (at most {limit} in {engine_dtype}): {reason}."
         )
     restored = sync_difference(sampler, model, probe)
     if not restored <= limit:
@@ -302,9 +296,7 @@ def check_weight_sync(
     return max(as_loaded, changed, restored)
 
 
-def check_scores(
-    scorer: Scorer, rollouts: Sequence[Rollout], support_size: int | Literal["full"], vocab_size: int
-) -> None:
+def check_scores(scorer: Scorer, rollouts: Sequence[Rollout], support_size: int | Literal["full"], vocab_size: int) -> None:
     """Score a rollout and look at the numbers: log-probs, of distinct ids, that the student's head knows.
 
     Raises:
@@ -327,8 +319,7 @@ def check_scores(
         ordered = ids.sort(dim=-1).values
         if (ordered[:, 1:] == ordered[:, :-1]).any():
             raise PreflightError(
-                "The teacher's support has an id twice at one position, whose mass would count twice; check the server's "
-                "version."
+                "The teacher's support has an id twice at one position, whose mass would count twice; check the server's version."
             )
         inside = ids == rollout.token_ids[mask].unsqueeze(-1)
         found = support[inside] - own[inside.any(dim=-1)]
@@ -341,9 +332,7 @@ def check_scores(
 
 def probe_prompt(prompts: Sequence[Sequence[int]], max_model_len: int | None) -> list[int]:
     """Tokens of the run's own prompts, one after the other, up to the probe's length."""
-    length = (
-        PROBE_PROMPT_TOKENS if max_model_len is None else min(PROBE_PROMPT_TOKENS, max_model_len - PROBE_TOKENS - 1)
-    )
+    length = PROBE_PROMPT_TOKENS if max_model_len is None else min(PROBE_PROMPT_TOKENS, max_model_len - PROBE_TOKENS - 1)
     tokens = [token for ids in prompts[:PROBE_PROMPT_TOKENS] for token in ids]
     return (tokens * (length // len(tokens) + 1))[: max(length, 1)]
 

@@ -178,9 +178,7 @@ def _prepare(
         try:
             from prime_composer.backends.prepare import build_model, prune_model
         except ImportError as error:
-            raise ValueError(
-                f'preparing a model on the spot needs {error.name}: pip install "prime-composer[local]"'
-            ) from error
+            raise ValueError(f'preparing a model on the spot needs {error.name}: pip install "prime-composer[local]"') from error
         unfinished = models / f"{key}.unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()

@@ -403,16 +403,13 @@ class Recipe(Section):
             )
         return self
 
-
     def _can_feed(self, who: str, needs: frozenset[str]) -> None:
         """Refuse a loss, or a channel of one, whose inputs this recipe cannot bring."""
         for need in sorted(needs & {"ref_logprobs", "support"}):
             if self.teacher is None and not self.teachers:
                 raise ValueError(f"{who} needs {need}: add a [teacher] table, or several [teachers.*]")
         if "advantages" in needs and self.rollout.group_size < 2:
-            raise ValueError(
-                f"{who} needs advantages, which compare the rollouts of a group: set rollout.group_size to 2 or more"
-            )
+            raise ValueError(f"{who} needs advantages, which compare the rollouts of a group: set rollout.group_size to 2 or more")
         if "replay" in needs and self.replay.source == "rollouts" and self.rollout.group_size < 2:
             raise ValueError(f"{who} pairs the rollouts of a group: set rollout.group_size to 2 or more")
         policy = None if self.teacher is None else self.teacher.policy
@@ -512,8 +509,10 @@ def _explain(item: Any, root: type[BaseModel]) -> str:
     if item["type"] == "missing":
         return f"{key} is missing"
     message = item["msg"].removeprefix("Value error, ")
-    return f"{key}: {message} (got {item['input']!r})" if key and item["type"] != "value_error" else (
-        f"{key}: {message}" if key else message
+    return (
+        f"{key}: {message} (got {item['input']!r})"
+        if key and item["type"] != "value_error"
+        else (f"{key}: {message}" if key else message)
     )
 
 

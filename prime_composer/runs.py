@@ -111,10 +111,7 @@ def find_resumable(recipe: Recipe, recipe_path: Path, explicit: str | None) -> t
     before = json.loads((run_dir / RECIPE_FILE).read_text(encoding="utf-8"))
     now = recipe.model_dump(mode="json")
     changed = [
-        key
-        for section in now
-        if section not in MAY_CHANGE
-        for key in _differences(section, before.get(section), now[section])
+        key for section in now if section not in MAY_CHANGE for key in _differences(section, before.get(section), now[section])
     ]
     if changed:
         raise RecipeError(
@@ -126,7 +123,9 @@ def find_resumable(recipe: Recipe, recipe_path: Path, explicit: str | None) -> t
 
 def _differences(name: str, before: Any, now: Any) -> list[str]:
     if isinstance(before, dict) and isinstance(now, dict):
-        return [d for key in sorted(before.keys() | now.keys()) for d in _differences(f"{name}.{key}", before.get(key), now.get(key))]
+        return [
+            d for key in sorted(before.keys() | now.keys()) for d in _differences(f"{name}.{key}", before.get(key), now.get(key))
+        ]
     return [] if before == now else [name]
 
 

@@ -146,9 +146,7 @@ def collect(
     clock.lap("sample")
     problems = [practice[asked[rollout.prompt_index]] for rollout in rollouts]
     texts = [engine.decode(rollout) for rollout in rollouts]
-    rewards = [
-        float(is_correct(text, problem, recipe.data_of(problem))) for text, problem in zip(texts, problems, strict=True)
-    ]
+    rewards = [float(is_correct(text, problem, recipe.data_of(problem))) for text, problem in zip(texts, problems, strict=True)]
     advantages = group_advantages(rollouts, rewards)
     pairs = preference_pairs(engine, recipe, rollouts, rewards, step)
     metrics = {

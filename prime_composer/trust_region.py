@@ -58,9 +58,7 @@ def policy_gradient_sum(
     return per_token_loss.sum()
 
 
-def drift_metrics(
-    log_ratio: Float[Tensor, "seq"], dropped: Bool[Tensor, "seq"], mask: Bool[Tensor, "seq"]
-) -> dict[str, Tensor]:
+def drift_metrics(log_ratio: Float[Tensor, "seq"], dropped: Bool[Tensor, "seq"], mask: Bool[Tensor, "seq"]) -> dict[str, Tensor]:
     """Trainer-sampler mismatch KL (k3 estimate) of dropped and kept tokens, and the share of tokens dropped."""
     mismatch_kl = torch.exp(log_ratio) - log_ratio - 1
     return {
@@ -94,6 +92,4 @@ def signed_region(
     (signal > 0 and p - mu > delta_high) or (signal < 0 and p - mu < -delta_low). DPPO's (2602.04879) rule, read with the
     sign of the signal that multiplies rho, whatever that signal is.
     """
-    return Region(
-        high=mask & (signal > 0) & (probs_diff > delta_high), low=mask & (signal < 0) & (probs_diff < -delta_low)
-    )
+    return Region(high=mask & (signal > 0) & (probs_diff > delta_high), low=mask & (signal < 0) & (probs_diff < -delta_low))

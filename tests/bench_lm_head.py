@@ -104,9 +104,7 @@ def main() -> None:
     children, seconds, peaks = {}, {name: [] for name in VARIANTS}, {}
     try:
         for name in VARIANTS:
-            children[name] = subprocess.Popen(
-                [*command, "--child", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
+            children[name] = subprocess.Popen([*command, "--child", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             assert children[name].stdout.readline() == "ready\n", f"{name} did not start"
         for _ in range(arguments.rounds):
             for name, child in children.items():

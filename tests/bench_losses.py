@@ -62,9 +62,7 @@ def main() -> None:
     weight = (torch.randn(VOCAB, args.hidden, generator=g) * args.hidden**-0.5).to(args.device, dtype).requires_grad_()
     ids = torch.stack([torch.randperm(VOCAB, generator=g)[:K] for _ in range(n)]).to(args.device)
     teacher = (torch.randn(n, K, generator=g) * 2).log_softmax(-1).to(args.device) - 0.1
-    tokens = torch.where(
-        torch.rand(n, generator=g).to(args.device) < 0.9, ids[:, 0], ids[:, 0] + 1 - 2 * (ids[:, 0] > 0).long()
-    )
+    tokens = torch.where(torch.rand(n, generator=g).to(args.device) < 0.9, ids[:, 0], ids[:, 0] + 1 - 2 * (ids[:, 0] > 0).long())
     common = dict(
         inference_logprobs=-12 * torch.rand(n, generator=g).to(args.device),
         ref_logprobs=teacher[:, 0],
@@ -80,9 +78,7 @@ def main() -> None:
     def step(loss):
         if loss is None:
             logits = (hidden @ weight.T).float()
-            value = generalized_jsd(
-                logits.log_softmax(-1), logits.detach().roll(1, 0).log_softmax(-1), 0.3, "full"
-            ).sum()
+            value = generalized_jsd(logits.log_softmax(-1), logits.detach().roll(1, 0).log_softmax(-1), 0.3, "full").sum()
         elif "support" in loss.config.needs:
             chosen = head(torch.cat([tokens.unsqueeze(-1), ids], dim=1))
             value = loss(LossInputs(chosen[:, 0], support=Support(ids, teacher, chosen[:, 1:]), **common)).loss

@@ -142,17 +142,31 @@ def samples(args, step, topk):
         if args.version == "v0.6.0":
             made.append(
                 TrainingSample(
-                    prompt_ids=tokens[:prompt], prompt_mask=mask[:prompt], completion_ids=tokens[prompt:],
-                    completion_mask=mask[prompt:], completion_logprobs=mu[prompt:],
-                    completion_temperatures=[1.0] * (n - prompt), env_name="bench", teacher_logprobs=teacher,
-                    advantage=0.0, reward=0.0, routed_experts=routed, training_mode="opd",
+                    prompt_ids=tokens[:prompt],
+                    prompt_mask=mask[:prompt],
+                    completion_ids=tokens[prompt:],
+                    completion_mask=mask[prompt:],
+                    completion_logprobs=mu[prompt:],
+                    completion_temperatures=[1.0] * (n - prompt),
+                    env_name="bench",
+                    teacher_logprobs=teacher,
+                    advantage=0.0,
+                    reward=0.0,
+                    routed_experts=routed,
+                    training_mode="opd",
                 )  # fmt: skip
             )
         else:
             made.append(
                 TrainingSample(
-                    token_ids=tokens, mask=mask, logprobs=mu, temperatures=[1.0] * n, env_name="bench",
-                    ref_logprobs=teacher, routed_experts=routed, rl_weights=[0.0] * n,
+                    token_ids=tokens,
+                    mask=mask,
+                    logprobs=mu,
+                    temperatures=[1.0] * n,
+                    env_name="bench",
+                    ref_logprobs=teacher,
+                    routed_experts=routed,
+                    rl_weights=[0.0] * n,
                     ref_kl_weights=[float(m) for m in mask],
                 )  # fmt: skip
             )
@@ -372,9 +386,7 @@ def head_only(args):
         scale = int(mask.sum())
         if hasattr(upstream, "setup_loss_fns"):
             fns = {"opd": upstream.opd_loss_fn}
-            loss, _ = upstream.compute_loss(
-                **common, teacher_logprobs=[ref], loss_fns=fns, loss_scale=scale, training_mode="opd"
-            )
+            loss, _ = upstream.compute_loss(**common, teacher_logprobs=[ref], loss_fns=fns, loss_scale=scale, training_mode="opd")
         else:
             loss, _ = upstream.compute_loss(
                 **common, ref_logprobs=[ref], rl_weights=[torch.zeros(n)], ce_weights=None,

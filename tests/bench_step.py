@@ -62,9 +62,7 @@ def main() -> None:
         sys.argv[1] if len(sys.argv) > 1 else "recipes/gsm8k_opd.toml",
         ["trainer.steps=40", "eval.every=0", "eval.size=10", "eval.kl_size=10", "checkpoint.every=0"],
     )
-    Engine._run = timed(
-        lambda engine: "vLLM generation" if isinstance(engine, VLLMSampler) else "vLLM scoring", Engine._run
-    )
+    Engine._run = timed(lambda engine: "vLLM generation" if isinstance(engine, VLLMSampler) else "vLLM scoring", Engine._run)
     gradients.student_inputs = timed("student forward", gradients.student_inputs)
     torch.Tensor.backward = timed("student backward", torch.Tensor.backward)
     steps = Steps()

@@ -14,6 +14,7 @@ install_import_hook("prime_composer", "beartype.beartype")
 def pytest_addoption(parser):
     parser.addoption("--prime-rl", default=None, metavar="PATH", help="a git checkout of prime-rl for the parity tests")
 
+
 import copy  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402

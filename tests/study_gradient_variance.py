@@ -116,7 +116,9 @@ def relative_noise(tables: Tables, parts: tuple[Tensor, Tensor], length: int, ga
 
 def estimators(vocab: int) -> dict[str, tuple[Callable[[Tables], tuple[Tensor, Tensor]], float]]:
     """Name -> (tables -> parts, gamma)."""
-    found: dict[str, tuple[Callable[[Tables], tuple[Tensor, Tensor]], float]] = {f"sampled, gamma {gamma:g}": (sampled_parts, gamma) for gamma in GAMMAS}
+    found: dict[str, tuple[Callable[[Tables], tuple[Tensor, Tensor]], float]] = {
+        f"sampled, gamma {gamma:g}": (sampled_parts, gamma) for gamma in GAMMAS
+    }
     for k in (vocab // 4, vocab // 2, vocab):
         found[f"tail, K = {k}"] = (lambda tables, k=k: top_k_parts(tables, k)), 0.0
     for k in (vocab // 4, vocab // 2):

@@ -61,9 +61,7 @@ VARIANTS: list[dict] = [
 # The value of these is a surrogate with a stop-gradient in it: their closed forms stand in tests of their own.
 SURROGATES = {"sampled_reverse_kl", "head_tail_reverse_kl", "entropy_aware_opd", "taid", "self_distillation", "compose"}
 
-CONFIGS = [LOSS_TYPES[name](**REQUIRED.get(name, {})) for name in LOSS_TYPES] + [
-    LOSS_TYPES[v["type"]](**v) for v in VARIANTS
-]
+CONFIGS = [LOSS_TYPES[name](**REQUIRED.get(name, {})) for name in LOSS_TYPES] + [LOSS_TYPES[v["type"]](**v) for v in VARIANTS]
 
 
 def config_id(config) -> str:
@@ -89,9 +87,7 @@ def make_inputs(config, seq=12, seed=0, dtype=torch.float64, first_segment=0, ma
     return LossInputs(
         trainer_logprobs=leaf(log_p.gather(-1, sampled).squeeze(-1)),
         inference_logprobs=leaf(
-            (log_p.gather(-1, sampled).squeeze(-1) + 0.3 * torch.randn(seq, generator=g, dtype=torch.float64)).clamp(
-                max=0
-            )
+            (log_p.gather(-1, sampled).squeeze(-1) + 0.3 * torch.randn(seq, generator=g, dtype=torch.float64)).clamp(max=0)
         ),
         ref_logprobs=leaf(log_q.gather(-1, sampled).squeeze(-1)),
         advantages=torch.randn(seq, generator=g, dtype=torch.float64).to(dtype),
@@ -100,9 +96,7 @@ def make_inputs(config, seq=12, seed=0, dtype=torch.float64, first_segment=0, ma
         support=Support(ids, leaf(log_q.gather(-1, ids)), leaf(log_p.gather(-1, ids))),
         token_ids=tokens,
         segment_ids=first_segment + torch.arange(seq) * 4 // seq,
-        replay=make_inputs(LOSS_TYPES["dpo"](), seq, seed + 50, dtype, first_segment, mask)
-        if "replay" in config.needs
-        else None,
+        replay=make_inputs(LOSS_TYPES["dpo"](), seq, seed + 50, dtype, first_segment, mask) if "replay" in config.needs else None,
     )
 
 
@@ -154,9 +148,7 @@ def soil(inputs: LossInputs, garbage: float) -> LossInputs:
     off = ~inputs.loss_mask
 
     def dirty(x):
-        return (
-            x.detach().masked_fill(off if x.dim() == 1 else off.unsqueeze(-1), garbage).requires_grad_(x.requires_grad)
-        )
+        return x.detach().masked_fill(off if x.dim() == 1 else off.unsqueeze(-1), garbage).requires_grad_(x.requires_grad)
 
     return dataclasses.replace(
         inputs,
@@ -192,14 +184,10 @@ def test_what_stands_at_masked_positions_changes_neither_loss_nor_gradient(confi
 
 def concatenated(a: LossInputs, b: LossInputs) -> LossInputs:
     def cat(name):
-        return torch.cat([getattr(a, name).detach(), getattr(b, name).detach()]).requires_grad_(
-            getattr(a, name).requires_grad
-        )
+        return torch.cat([getattr(a, name).detach(), getattr(b, name).detach()]).requires_grad_(getattr(a, name).requires_grad)
 
     names = [f.name for f in dataclasses.fields(LossInputs) if isinstance(getattr(a, f.name), torch.Tensor)]
-    support = Support(
-        *(torch.cat([getattr(s.support, f.name).detach() for s in (a, b)]) for f in dataclasses.fields(Support))
-    )
+    support = Support(*(torch.cat([getattr(s.support, f.name).detach() for s in (a, b)]) for f in dataclasses.fields(Support)))
     support.student_logprobs.requires_grad_()
     replay = a.replay and concatenated(a.replay, b.replay)
     return LossInputs(**{name: cat(name) for name in names}, support=support, replay=replay)
@@ -301,9 +289,7 @@ def test_the_order_of_the_support_does_not_matter(config):
     shuffled = dataclasses.replace(
         inputs, support=Support(s.token_ids[:, order], s.teacher_logprobs[:, order], s.student_logprobs[:, order])
     )
-    torch.testing.assert_close(
-        setup_loss_fn(config)(shuffled).loss, setup_loss_fn(config)(inputs).loss, rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(setup_loss_fn(config)(shuffled).loss, setup_loss_fn(config)(inputs).loss, rtol=1e-12, atol=1e-12)
 
 
 @each_config
@@ -316,9 +302,7 @@ def test_a_config_survives_the_recipe(config):
 
 @each_config
 def test_advantages_with_a_gradient_are_refused(config):
-    inputs = dataclasses.replace(
-        make_inputs(config), advantages=torch.zeros(12, dtype=torch.float64, requires_grad=True)
-    )
+    inputs = dataclasses.replace(make_inputs(config), advantages=torch.zeros(12, dtype=torch.float64, requires_grad=True))
     with pytest.raises(ValueError, match="does not depend on the sampled token"):
         setup_loss_fn(config)(inputs)
 

@@ -234,9 +234,7 @@ def test_taid_gradient_holds_its_target_fixed(t, form, normalization):
     target = [x / sum(mixed) for x in mixed]
     got = D.taid(*on_support(z, log_q, ids), t, normalization, form)
     entropy = -sum(x * math.log(x) for x in target)
-    assert got.item() == pytest.approx(
-        kl_by_loop(target, a) + (entropy if form == "cross_entropy" else 0), rel=1e-11, abs=1e-14
-    )
+    assert got.item() == pytest.approx(kl_by_loop(target, a) + (entropy if form == "cross_entropy" else 0), rel=1e-11, abs=1e-14)
     grad = autograd(lambda z: D.taid(*on_support(z, log_q, ids), t, normalization, form), z)
     for j in range(7):
         if j in support:
@@ -271,14 +269,9 @@ def test_on_the_full_vocabulary_every_normalisation_is_the_same(fn):
 
 def test_generalized_and_stop_gradient_have_one_gradient_and_two_values():
     z, log_q, ids = student_teacher(6)
-    a, b = (
-        autograd(lambda z, n=n: D.reverse_kl(*on_support(z, log_q, ids), n), z)
-        for n in ("generalized", "stop_gradient")
-    )
+    a, b = (autograd(lambda z, n=n: D.reverse_kl(*on_support(z, log_q, ids), n), z) for n in ("generalized", "stop_gradient"))
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-    assert D.reverse_kl(*on_support(z, log_q, ids), "generalized") != D.reverse_kl(
-        *on_support(z, log_q, ids), "stop_gradient"
-    )
+    assert D.reverse_kl(*on_support(z, log_q, ids), "generalized") != D.reverse_kl(*on_support(z, log_q, ids), "stop_gradient")
 
 
 @pytest.mark.parametrize("fn", [D.reverse_kl, D.forward_kl])
@@ -492,9 +485,7 @@ def test_log1mexp_is_accurate_at_both_ends_with_a_finite_gradient(dtype):
     torch.testing.assert_close(y, torch.tensor(expected, dtype=dtype), rtol=4 * torch.finfo(dtype).eps, atol=0)
     y.sum().backward()
     # d/dx log(1 - e^x) = -1/(e^-x - 1)
-    torch.testing.assert_close(
-        x.grad, torch.tensor([-1 / math.expm1(-v) for v in x.tolist()], dtype=dtype), rtol=1e-5, atol=0
-    )
+    torch.testing.assert_close(x.grad, torch.tensor([-1 / math.expm1(-v) for v in x.tolist()], dtype=dtype), rtol=1e-5, atol=0)
 
 
 def test_a_support_that_holds_all_the_mass_stays_finite():

@@ -66,7 +66,6 @@ def test_an_interrupted_run_resumes_to_the_numbers_and_weights_of_an_uninterrupt
     assert done.returncode == 0, done.stderr
     assert numbers(folder / "outputs" / "cut") == numbers(folder / "outputs" / "vllm")
     whole, cut = (
-        load_file(folder / "outputs" / name / "checkpoints" / "step_000020" / "model.safetensors")
-        for name in ("vllm", "cut")
+        load_file(folder / "outputs" / name / "checkpoints" / "step_000020" / "model.safetensors") for name in ("vllm", "cut")
     )
     assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)

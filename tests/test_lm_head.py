@@ -130,9 +130,7 @@ def test_the_logits_of_a_batch_never_exist_at_once():
 
     hidden, weight, ids, upstream = problem(n=64, d=2, v=1000)
     with Watch():
-        torch.autograd.grad(
-            selected_logprobs(hidden, weight, ids, chunk=100, token_block=16), (hidden, weight), upstream
-        )
+        torch.autograd.grad(selected_logprobs(hidden, weight, ids, chunk=100, token_block=16), (hidden, weight), upstream)
     assert largest <= 2000  # the weight's gradient, against 64,000 logits
 
 

@@ -67,9 +67,7 @@ DISTILLATION = {
 
 
 @pytest.mark.parametrize("name", DISTILLATION)
-def test_every_distillation_loss_trains_and_logs_its_metrics_at_every_step(
-    name: str, tiny_recipe: Raw, tmp_path: Path
-) -> None:
+def test_every_distillation_loss_trains_and_logs_its_metrics_at_every_step(name: str, tiny_recipe: Raw, tmp_path: Path) -> None:
     records = run(tiny_recipe(loss={"type": name, **DISTILLATION[name]}, trainer__steps=2), tmp_path / "run")
     keys = [{key for key in record if key.startswith(f"{name}/")} for record in records[1:]]
     assert keys[0] == keys[1] and keys[0]
@@ -183,9 +181,7 @@ def test_self_distillation_runs_and_resumes_with_its_teachers_own_weights(
     assert [record["loss"] for record in again[1:]] == [record["loss"] for record in whole[1:]]
 
 
-def test_a_hint_that_leaves_no_room_for_the_response_is_refused_before_the_first_step(
-    tiny_recipe: Raw, tmp_path: Path
-) -> None:
+def test_a_hint_that_leaves_no_room_for_the_response_is_refused_before_the_first_step(tiny_recipe: Raw, tmp_path: Path) -> None:
     raw = tiny_recipe(teacher={"policy": {}}, loss={"type": "self_distillation", "k": 8}, rollout__max_model_len=100)
     with pytest.raises(ValueError, match="raise rollout.max_model_len from 100 to"):
         run(raw, tmp_path / "run")
@@ -256,9 +252,7 @@ def test_the_replay_channel_counts_as_its_weight_times_the_mean_over_pairs(name:
     for budget in (10_000, 1):
         model.zero_grad()
         trainer = TrainerConfig(steps=1, micro_batch_tokens=budget)
-        metrics = accumulate_gradients(
-            model, setup_loss_fn(config), Batch(rollouts, pairs=pairs), trainer, 1, reference=reference
-        )
+        metrics = accumulate_gradients(model, setup_loss_fn(config), Batch(rollouts, pairs=pairs), trainer, 1, reference=reference)
         gradient = model.model.norm.weight.grad.clone()
 
         model.zero_grad()
@@ -286,7 +280,9 @@ def test_the_replay_channel_counts_as_its_weight_times_the_mean_over_pairs(name:
 
 def test_three_channels_train_together(tiny_recipe: Raw, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps({"question": f"{i} + 1?", "chosen": f"#### {i + 1}", "rejected": "no"}) + "\n" for i in range(5)))
+    path.write_text(
+        "".join(json.dumps({"question": f"{i} + 1?", "chosen": f"#### {i + 1}", "rejected": "no"}) + "\n" for i in range(5))
+    )
     raw = tiny_recipe(
         loss={
             "type": "compose",
@@ -322,9 +318,7 @@ def test_a_loss_that_reads_the_samplers_probabilities_is_refused_on_the_datas_so
         parse_recipe(raw)
 
 
-def test_a_solution_that_the_teacher_cannot_read_is_refused_before_the_first_step(
-    tiny_recipe: Raw, tmp_path: Path
-) -> None:
+def test_a_solution_that_the_teacher_cannot_read_is_refused_before_the_first_step(tiny_recipe: Raw, tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
     rows = [{"question": f"{i} + 1?", "answer": ("2 " * 300 if i % 2 else "") + f"#### {i + 1}"} for i in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -359,9 +353,7 @@ def test_losses_that_read_no_sampler_may_train_on_the_datas_solutions(tiny_recip
             parse_recipe(raw)
 
 
-def test_cross_entropy_on_the_students_own_samples_is_refused_before_the_first_step(
-    tiny_recipe: Raw, tmp_path: Path
-) -> None:
+def test_cross_entropy_on_the_students_own_samples_is_refused_before_the_first_step(tiny_recipe: Raw, tmp_path: Path) -> None:
     # E_p[grad log p] = 0: it would walk at random.
     with pytest.raises(ValueError, match=r"\[loss\] type = 'sft' .* set rollout.student_fraction = 0"):
         run(tiny_recipe(loss={"type": "sft"}), tmp_path / "run")

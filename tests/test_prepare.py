@@ -112,9 +112,7 @@ def test_a_cached_model_is_not_trained_again(tiny, cache):
 
 def test_a_pruned_model_is_the_cached_whole_one_without_its_smallest_weights(tiny, cache):
     calls = []
-    pruned = prepare_model(
-        TINY.model_copy(update={"prune": 0.7}), SOURCES, cache, progress=lambda *numbers: calls.append(numbers)
-    )
+    pruned = prepare_model(TINY.model_copy(update={"prune": 0.7}), SOURCES, cache, progress=lambda *numbers: calls.append(numbers))
     assert [numbers[:2] for numbers in calls] == [(4, 4)]  # nothing was trained
     assert (pruned / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
     whole, after = load(tiny)[0].state_dict(), load(pruned)[0].state_dict()

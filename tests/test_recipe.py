@@ -103,7 +103,7 @@ def test_the_server_backend_and_its_url_go_together() -> None:
 
 def test_overrides_are_typed_like_toml_and_reach_new_tables(tmp_path: Path) -> None:
     path = ROOT / "recipes" / "gsm8k_opd.toml"
-    recipe = load_recipe(path, ["trainer.lr=2e-4", "eval.kl_support=full", "prime_rl.wandb.project=\"x\"", "rollout.top_p=0.5"])
+    recipe = load_recipe(path, ["trainer.lr=2e-4", "eval.kl_support=full", 'prime_rl.wandb.project="x"', "rollout.top_p=0.5"])
     assert recipe.trainer.lr == 2e-4
     assert recipe.eval.kl_support == "full"
     assert recipe.prime_rl == {"wandb": {"project": "x"}}

@@ -112,7 +112,9 @@ def test_a_study_compares_its_runs_keeps_the_finished_ones_and_takes_up_the_othe
         ends = []
         for seed in ("0", "1"):
             records = [json.loads(line) for line in (folder / f"{variant}-seed{seed}" / "metrics.jsonl").read_text().splitlines()]
-            assert found["seeds"][seed]["reverse_kl"] == [[r["step"], r["eval/reverse_kl"]] for r in records if "eval/reverse_kl" in r]
+            assert found["seeds"][seed]["reverse_kl"] == [
+                [r["step"], r["eval/reverse_kl"]] for r in records if "eval/reverse_kl" in r
+            ]
             ends.append(records[-1]["eval/reverse_kl"])
         last = found["over_seeds"]["reverse_kl"][-1]
         assert last == {"step": 4, "mean": pytest.approx(sum(ends) / 2), "min": min(ends), "max": max(ends)}

@@ -32,9 +32,7 @@ def test_the_recursion_gives_the_moments_of_the_coupled_sampled_estimator(gamma:
     def surrogate(student, teacher, states, tokens):
         log_p = [student[s, y] for s, y in zip(states, tokens, strict=True)]
         reward = [(lp - teacher[s, y]).detach() for lp, s, y in zip(log_p, states, tokens, strict=True)]
-        return sum(
-            log_p[t] * sum(gamma ** (u - t) * reward[u] for u in range(t, LENGTH)) for t in range(LENGTH)
-        )
+        return sum(log_p[t] * sum(gamma ** (u - t) * reward[u] for u in range(t, LENGTH)) for t in range(LENGTH))
 
     tables = random_tables(VOCAB, seed=7)
     mean, variance = moments(tables, *sampled_parts(tables), LENGTH, gamma)

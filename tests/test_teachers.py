@@ -38,9 +38,7 @@ def scored(q: torch.Tensor, token_ids: torch.Tensor, k: int) -> TeacherScores:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 4), st.integers(1, VOCAB), st.integers(0, 10**6), st.lists(st.floats(0.05, 1), min_size=4, max_size=4)
-)
+@given(st.integers(1, 4), st.integers(1, VOCAB), st.integers(0, 10**6), st.lists(st.floats(0.05, 1), min_size=4, max_size=4))
 def test_the_mixture_is_a_lower_bound_exact_for_the_sampled_token_and_over_the_whole_vocabulary(count, k, seed, raw):
     weights = torch.tensor(raw[:count], dtype=torch.float64)
     weights /= weights.sum()
@@ -203,13 +201,15 @@ def test_who_scores_what():
         ({"environments__sums__ratio": math.inf}, "environments.sums.ratio: Input should be a finite number"),
         ({"environments__sums__siez": 2}, "unknown key environments.sums.siez; did you mean size"),
         ({"student__prepare__environments": ["chess"]}, r"student: prepare.environments names 'chess'; \[environments\] has"),
-        ({"teachers": None, "teacher": {"model": "x"}}, r"environments.sums.teacher chooses among \[teachers.\*\], and there are none"),
+        (
+            {"teachers": None, "teacher": {"model": "x"}},
+            r"environments.sums.teacher chooses among \[teachers.\*\], and there are none",
+        ),
     ],
 )  # fmt: skip
 def test_a_table_that_does_not_fit_is_named_with_its_key(changes, said):
     with pytest.raises(RecipeError, match=said):
         parse_recipe(raw(**changes))
-
 
 
 @pytest.fixture

@@ -81,7 +81,9 @@ def tiny_model(tiny_recipe: Raw) -> torch.nn.Module:
     return model.double()
 
 
-def gradients(model: torch.nn.Module, rollouts: list[Rollout], scores: list[TeacherScores], **config: Any) -> dict[str, torch.Tensor]:
+def gradients(
+    model: torch.nn.Module, rollouts: list[Rollout], scores: list[TeacherScores], **config: Any
+) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss = setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](k=scores[0].token_ids.shape[-1]))
     trainer = TrainerConfig(steps=1, **config)

@@ -28,9 +28,7 @@ def functions(path: str, *names: str) -> types.SimpleNamespace:
     source = Path(TRL.locate_file(path))
     if not source.exists():
         pytest.fail(f"trl {TRL.version} has no {path} any more")
-    found = {
-        n.name: n for n in ast.walk(ast.parse(source.read_text())) if isinstance(n, ast.FunctionDef) and n.name in names
-    }
+    found = {n.name: n for n in ast.walk(ast.parse(source.read_text())) if isinstance(n, ast.FunctionDef) and n.name in names}
     assert found.keys() == set(names), f"trl {TRL.version}: {path} has lost {set(names) - found.keys()}"
     for node in found.values():
         node.decorator_list = []
@@ -98,10 +96,7 @@ def test_position_weights_are_iw_opds(logits):
     take = lambda x: x.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # noqa: E731
     teacher, rollout = take(logits[1]), take(logits[0]) + 0.3 * torch.randn(3, 11, generator=g, dtype=torch.float64)
     log = {
-        "train": {
-            f"iw_opd/{k}": []
-            for k in ("mean_advantage", "mean_abs_advantage", "mean_weight", "min_weight", "max_weight")
-        }
+        "train": {f"iw_opd/{k}": [] for k in ("mean_advantage", "mean_abs_advantage", "mean_weight", "min_weight", "max_weight")}
     }
     trainer = types.SimpleNamespace(
         temperature=1.0, iw_opd_gamma=0.5, iw_opd_epsilon=1e-8, _metrics=log, model=types.SimpleNamespace(training=True)
@@ -121,9 +116,7 @@ def test_position_weights_are_iw_opds(logits):
         segment_ids=torch.arange(3).repeat_interleave(11),
     )
     out, metrics = LOSS_TYPES["sampled_reverse_kl"](position_weights={}).position_weights.apply(inputs)
-    ours = -(out.loss_weights * (inputs.ref_logprobs - inputs.inference_logprobs) * inputs.trainer_logprobs)[
-        mask.flatten()
-    ].mean()
+    ours = -(out.loss_weights * (inputs.ref_logprobs - inputs.inference_logprobs) * inputs.trainer_logprobs)[mask.flatten()].mean()
     (our_grad,) = torch.autograd.grad(ours, student)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
     torch.testing.assert_close(our_grad, their_grad, rtol=1e-12, atol=1e-15)

@@ -101,13 +101,9 @@ def check_support_size(support_size: int | Literal["full"], vocab_size: int, lim
     """K as a number, within the vocabulary and the engine's limit; otherwise a ValueError with the remedy."""
     k = vocab_size if support_size == "full" else support_size
     if not 0 <= k <= vocab_size:
-        raise ValueError(
-            f"support_size is {k} and the teacher's vocabulary has {vocab_size} entries; use at most that."
-        )
+        raise ValueError(f"support_size is {k} and the teacher's vocabulary has {vocab_size} entries; use at most that.")
     if k > limit:
-        raise ValueError(
-            f"support_size is {k} and the teacher's engine answers at most {limit}; raise {setting} to {k}."
-        )
+        raise ValueError(f"support_size is {k} and the teacher's engine answers at most {limit}; raise {setting} to {k}.")
     return k
 
 

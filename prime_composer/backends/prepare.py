@@ -83,9 +83,7 @@ def prune_model(whole: Path, fraction: float, folder: Path) -> None:
     PreTrainedTokenizerFast.from_pretrained(whole).save_pretrained(folder)
 
 
-def train_tokenizer(
-    problems: Sequence[Problem], sources: Mapping[str, DataConfig], vocab_size: int
-) -> PreTrainedTokenizerFast:
+def train_tokenizer(problems: Sequence[Problem], sources: Mapping[str, DataConfig], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE on the problems' prompts and answers: a function of these arguments alone.
 
     Every digit is a token of its own, so that arithmetic is learnt digit by digit. A run of signs may take the white

@@ -77,9 +77,7 @@ def load_tokenizer(model: str | Path) -> Any | None:
     return import_transformers().AutoTokenizer.from_pretrained(str(model))
 
 
-def load_student(
-    model: str | Path, dtype: str = "float32", device: str | torch.device | None = None
-) -> tuple[nn.Module, Any]:
+def load_student(model: str | Path, dtype: str = "float32", device: str | torch.device | None = None) -> tuple[nn.Module, Any]:
     """A causal language model ready for training, and its tokenizer (None where the directory holds none).
 
     Args:
@@ -158,9 +156,7 @@ def lm_head_weight(model: nn.Module) -> Tensor:
     if head is None or getattr(head, "weight", None) is None:
         raise ValueError(f"{type(model).__name__} has no output embeddings; use a causal language model.")
     if getattr(head, "bias", None) is not None:
-        raise ValueError(
-            f"{type(model).__name__} adds a bias to its logits, which lm_head does not; use another model."
-        )
+        raise ValueError(f"{type(model).__name__} adds a bias to its logits, which lm_head does not; use another model.")
     return head.weight
 
 

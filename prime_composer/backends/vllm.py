@@ -225,9 +225,7 @@ class VLLMScorer(Engine):
         if not scored:
             return []
         check_lengths([s.token_ids for s in scored], 1, self.max_model_len)
-        request = self._vllm.SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=k, flat_logprobs=True, detokenize=False
-        )
+        request = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=k, flat_logprobs=True, detokenize=False)
         with lean_prompt_logprobs(scored):
             outputs = self._run([s.token_ids for s in scored], request)
         results = []

@@ -138,9 +138,7 @@ class Server:
 
     def forget_prefixes(self) -> None:
         if not self._dev_request("/reset_prefix_cache", None).json()["success"]:
-            raise ServerError(
-                f"The server at {self.url} did not reset its prefix cache: other requests are running on it."
-            )
+            raise ServerError(f"The server at {self.url} did not reset its prefix cache: other requests are running on it.")
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -199,8 +197,7 @@ class Server:
             words = response.text[:300]
         if "prompt logprobs" in words and "max allowed" in words:
             raise ServerError(
-                f"The server at {self.url} refuses that K ({words}); start it with a larger --max-logprobs, or lower the "
-                "loss's k."
+                f"The server at {self.url} refuses that K ({words}); start it with a larger --max-logprobs, or lower the loss's k."
             )
         raise ServerError(f"The server at {self.url} answered {response.status_code} to {path}: {words}")
 
@@ -344,9 +341,7 @@ def parse_entries(
     one of them. Its rank cannot tell (a tie shares one), so where there are K + 1, token t is the odd one.
     """
     if len(entries) != len(token_ids):
-        raise ServerError(
-            f"The server scored {len(entries)} tokens of {len(token_ids)}; use a server of vLLM 0.10 or later."
-        )
+        raise ServerError(f"The server scored {len(entries)} tokens of {len(token_ids)}; use a server of vLLM 0.10 or later.")
     own, ids, logprobs = [], [], []
     for entry, token in zip(entries[start:], token_ids[start:], strict=True):
         values = {int(index): value["logprob"] for index, value in entry.items()}
@@ -354,9 +349,7 @@ def parse_entries(
         if len(values) == k + 1:
             del values[token]
         if len(values) != k and k > 0:
-            raise ServerError(
-                f"The server answered {len(values)} log-probs for K = {k}; use a server of vLLM 0.10 or later."
-            )
+            raise ServerError(f"The server answered {len(values)} log-probs for K = {k}; use a server of vLLM 0.10 or later.")
         top = sorted(values.items(), key=lambda item: -item[1])[:k]
         ids.append([index for index, _ in top])
         logprobs.append([value for _, value in top])

@@ -230,9 +230,7 @@ class Loss:
             return LossOutputs(loss=outputs.loss, metrics=outputs.metrics | metrics)
         rl = self._rl(everything)
         rl_weight, kd_weight = self.config.rl_mix.weights
-        return LossOutputs(
-            loss=rl_weight * rl.loss + kd_weight * outputs.loss, metrics=outputs.metrics | metrics | rl.metrics
-        )
+        return LossOutputs(loss=rl_weight * rl.loss + kd_weight * outputs.loss, metrics=outputs.metrics | metrics | rl.metrics)
 
     def _first_k(self, support: Support | None) -> Support | None:
         """The K ids that this loss asked for, where another channel asked for more: most probable first."""
@@ -274,9 +272,7 @@ REMEDIES = {
 def check_normalization(k: SupportSize, normalization: str, allow_biased: bool = False) -> None:
     """Refuse, when a recipe is read, a normalisation that K does not allow (``divergences`` refuses the same in a call)."""
     if normalization == "full" and k != "full":
-        raise ValueError(
-            f"normalization = 'full' is the whole vocabulary, and k = {k}: set k = 'full', or normalization = 'tail'."
-        )
+        raise ValueError(f"normalization = 'full' is the whole vocabulary, and k = {k}: set k = 'full', or normalization = 'tail'.")
     if normalization == "renorm" and k == 1:
         raise ValueError("normalization = 'renorm' with k = 1 is identically 0. Use normalization = 'tail', or k of at least 2.")
     if normalization == "raw" and not allow_biased:

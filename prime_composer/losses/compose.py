@@ -114,8 +114,7 @@ class Channels:
         from prime_composer.losses import setup_loss_fn  # the table imports this module
 
         self.losses: dict[str, Loss] = {
-            name: setup_loss_fn(channel.loss, f"{section}.{key}", part=True)
-            for name, (key, channel) in config.active().items()
+            name: setup_loss_fn(channel.loss, f"{section}.{key}", part=True) for name, (key, channel) in config.active().items()
         }
         self.weights = {name: channel.weight for name, (_, channel) in config.active().items()}
 

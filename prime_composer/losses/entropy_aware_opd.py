@@ -7,8 +7,8 @@ an addition, not a switch: where the teacher has several ways to go on, the forw
 but one.
 
 H(q) is measured on the support's outcomes. On K < V with ``tail`` the rest counts as one outcome, so it is a lower bound of one
-teacher's entropy (not of a mixture's, whose head is a bound itself: ``teachers.mix``), and tau wants to be set against this number: the metric ``entropy`` shows it. The paper's tau, alpha and K
-could not be found; tau and alpha have no default here.
+teacher's entropy (not of a mixture's, whose head is a bound itself: ``teachers.mix``), and tau wants to be set against this number:
+the metric ``entropy`` shows it. The paper's tau, alpha and K could not be found; tau and alpha have no default here.
 
 Reference: "Entropy-Aware On-Policy Distillation" (2026), https://arxiv.org/abs/2603.07079.
 """

@@ -1,4 +1,5 @@
-"""The recipe's [data], or one of its [environments], as a prime-rl environment, so that a cluster practises on the same problems as one machine.
+"""The recipe's [data], or one of its [environments], as a prime-rl environment: a cluster practises on the same problems as
+one machine.
 
 prime-rl finds it by the id "prime-composer-problems" (the module of that name beside the package, which the wheel puts
 there): ``load_environment`` for v0.6, ``ProblemTaskset`` for v0.7 and newer. Settings are those of ``[data]``; the reward

@@ -255,9 +255,7 @@ def add_teachers(
     orchestrator: dict[str, Any], dialect: str, parts: Sequence[Part], clients: Mapping[str, Mapping[str, str]]
 ) -> None:
     """Distillation from each environment's teachers."""
-    listed = {
-        part.name: [{**clients[role], "weight": weight} for role, weight in part.mixture.items()] for part in parts
-    }
+    listed = {part.name: [{**clients[role], "weight": weight} for role, weight in part.mixture.items()] for part in parts}
     first = listed[parts[0].name]
     alike = all(mixture == first for mixture in listed.values())
     if dialect == "v0.6":

@@ -61,9 +61,7 @@ def hook_data(module: ModuleType) -> None:
     signature = inspect.signature(original)
     missing = {"output_dir", "start_step"} - set(signature.parameters)
     if missing:
-        raise UnknownSurface(
-            f"DataLoader lost {', '.join(sorted(missing))}; it has {', '.join(signature.parameters)}."
-        )
+        raise UnknownSurface(f"DataLoader lost {', '.join(sorted(missing))}; it has {', '.join(signature.parameters)}.")
 
     @functools.wraps(original)
     def journalled(*args: Any, **kwargs: Any) -> None:

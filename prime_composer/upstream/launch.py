@@ -87,9 +87,7 @@ def write(raw: Mapping[str, Any], path: Path) -> Path:
     return target
 
 
-def command_and_environment(
-    toml: Path, settings: Mapping[str, Any], dry_run: bool = False
-) -> tuple[list[str], dict[str, str]]:
+def command_and_environment(toml: Path, settings: Mapping[str, Any], dry_run: bool = False) -> tuple[list[str], dict[str, str]]:
     """prime-rl's launcher on ``toml``, and the environment that switches the adapter on in all its children."""
     command = [sys.executable, "-m", "prime_rl.entrypoints.rl", "@", str(toml), *(["--dry-run"] if dry_run else [])]
     # The launcher starts `orchestrator`, `torchrun` and others by name: those of this environment.

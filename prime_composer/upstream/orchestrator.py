@@ -206,9 +206,7 @@ async def ask_each(teachers: Sequence[Teacher], token_ids: Sequence[int], k: int
 def hook_v0_6(module: ModuleType) -> None:
     """``compute_teacher_logprobs`` (38494ccb, orchestrator/utils.py:110) asks for K and puts the support on the samples.
     To go when prime-rl has a sample field for it."""
-    original = expect(
-        module, "compute_teacher_logprobs", ("clients", "model_name", "samples"), "prime_rl/orchestrator/utils.py"
-    )
+    original = expect(module, "compute_teacher_logprobs", ("clients", "model_name", "samples"), "prime_rl/orchestrator/utils.py")
 
     @functools.wraps(original)
     async def compute_teacher_logprobs(clients: Any, model_name: str, samples: Any) -> Any:
@@ -259,9 +257,7 @@ def hook_algorithm(module: ModuleType) -> None:
         cls = module.__dict__.get(name)
         if cls is None or not hasattr(cls, "score_rollout"):
             continue
-        cls.score_rollout = _and_put(
-            expect(cls, "score_rollout", ("self", "rollout"), f"prime_rl/orchestrator/algo of {name}")
-        )
+        cls.score_rollout = _and_put(expect(cls, "score_rollout", ("self", "rollout"), f"prime_rl/orchestrator/algo of {name}"))
 
 
 def _and_put(original: Any) -> Any:
@@ -280,9 +276,7 @@ def hook_routing(module: ModuleType) -> None:
     """``assign_reference_logprobs`` (559b4477, orchestrator/algo/routing.py:37), which opd and opsd copy by name after
     this, also puts the support on the branch's nodes, prompt nodes too: a branch has a wire payload only if all its
     nodes have. To go with ``hook_v0_6``."""
-    original = expect(
-        module, "assign_reference_logprobs", ("branch", "values"), "prime_rl/orchestrator/algo/routing.py"
-    )
+    original = expect(module, "assign_reference_logprobs", ("branch", "values"), "prime_rl/orchestrator/algo/routing.py")
 
     @functools.wraps(original)
     def assign_reference_logprobs(branch: Any, values: Any) -> None:

@@ -80,8 +80,7 @@ class Room:
             return None
         if config.support_size == "full":
             raise ValueError(
-                f"type = {config.type!r} asks for the full vocabulary; prime-rl's wire carries a top-K support: give "
-                "it a number k."
+                f"type = {config.type!r} asks for the full vocabulary; prime-rl's wire carries a top-K support: give it a number k."
             )
         self.k = config.support_size
         return self.aligned

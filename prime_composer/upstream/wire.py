@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-
 MARK = 1.0
 """Stands in the place of a sequence's first log-prob, which nothing scores and prime-rl fills with 0.0, where this run's
 teachers are mixed or routed by the adapter: the trainer sees by it that the adapter is on in the orchestrator too."""

@@ -42,17 +42,13 @@ def absolute():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_hidden_states_and_the_head_give_the_models_own_log_probs_on_either_side_of_padding(
-    side, absolute, plain_logprobs
-):
+def test_hidden_states_and_the_head_give_the_models_own_log_probs_on_either_side_of_padding(side, absolute, plain_logprobs):
     tokens, mask = pad(SEQUENCES, torch.device("cpu"), side)
     hidden = hidden_states(absolute, tokens, mask)
     for row, ids in enumerate(SEQUENCES):
         first = tokens.shape[1] - len(ids) if side == "left" else 0
         states = hidden[row, first : first + len(ids) - 1]
-        got = selected_logprobs(
-            states, lm_head_weight(absolute), torch.tensor(ids[1:], dtype=torch.int64).unsqueeze(1)
-        )[:, 0]
+        got = selected_logprobs(states, lm_head_weight(absolute), torch.tensor(ids[1:], dtype=torch.int64).unsqueeze(1))[:, 0]
         rows = plain_logprobs(absolute, ids)
         expected = torch.stack([rows[t, ids[t]] for t in range(1, len(ids))]) if len(ids) > 1 else torch.zeros(0)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)

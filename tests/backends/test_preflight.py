@@ -67,9 +67,7 @@ def test_the_same_tokenizer_passes_without_a_word():
 
 def test_two_vocabularies_of_one_size_with_swapped_ids_are_told_apart():
     swapped = [*WORDS[:3], "clips", "sold", *WORDS[5:]]
-    with pytest.raises(
-        PreflightError, match="'clips' is 4 and 3\\); choose a teacher and a student with one tokenizer"
-    ):
+    with pytest.raises(PreflightError, match="'clips' is 4 and 3\\); choose a teacher and a student with one tokenizer"):
         check_tokenizers(make_tokenizer(WORDS), make_tokenizer(swapped))
 
 
@@ -122,9 +120,7 @@ def test_a_context_too_short_names_the_length_to_set():
     check_context([[1] * 20], 9, sampler, scorer)
     with pytest.raises(PreflightError, match="that is 30, and the teacher's scorer takes 29; raise .* to 31"):
         check_context([[1] * 3, [1] * 20], 10, sampler, scorer)
-    with pytest.raises(
-        PreflightError, match="20 tokens, with 11 new ones that is 31, and the student's sampler takes 30"
-    ):
+    with pytest.raises(PreflightError, match="20 tokens, with 11 new ones that is 31, and the student's sampler takes 30"):
         check_context([[1] * 3, [1] * 20], 11, sampler, scorer)
     with pytest.raises(PreflightError, match="no prompt"):
         check_context([], 11, sampler, scorer)

@@ -104,8 +104,7 @@ def test_the_same_seed_gives_the_same_rollouts_and_the_global_generators_do_not_
     again = sampler.generate(PROMPTS, params, seed=7)
     assert [r.token_ids.tolist() for r in first] == [r.token_ids.tolist() for r in again]
     assert all(
-        torch.equal(a.inference_logprobs[a.loss_mask], b.inference_logprobs[b.loss_mask])
-        for a, b in zip(first, again, strict=True)
+        torch.equal(a.inference_logprobs[a.loss_mask], b.inference_logprobs[b.loss_mask]) for a, b in zip(first, again, strict=True)
     )
     assert [r.token_ids.tolist() for r in first] != [r.token_ids.tolist() for r in other]
     torch.set_rng_state(before)
@@ -155,9 +154,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass():
     kept = processed_logprobs(logits, 1.0, 0.8).exp()
     torch.testing.assert_close(kept, torch.tensor([[0.625, 0.375, 0.0, 0.0]]))
     assert processed_logprobs(logits, 1.0, 0.01).exp().tolist() == [[1.0, 0.0, 0.0, 0.0]]
-    torch.testing.assert_close(
-        processed_logprobs(logits, 0.5, 1.0).exp(), torch.tensor([[0.25, 0.09, 0.0225, 0.0025]]) / 0.365
-    )
+    torch.testing.assert_close(processed_logprobs(logits, 0.5, 1.0).exp(), torch.tensor([[0.25, 0.09, 0.0225, 0.0025]]) / 0.365)
 
 
 def test_an_engine_starts_without_moving_the_global_generators_and_says_when_it_is_closed(models, vllm_sampler):

@@ -21,8 +21,7 @@ def rollouts():
     g = torch.Generator().manual_seed(5)
     sizes = [(4, 9), (2, 1), (7, 20), (3, 12)]
     draws = [
-        (torch.randint(2, 131, (n,), generator=g).tolist(), torch.randint(2, 131, (m,), generator=g).tolist())
-        for n, m in sizes
+        (torch.randint(2, 131, (n,), generator=g).tolist(), torch.randint(2, 131, (m,), generator=g).tolist()) for n, m in sizes
     ]
     return [make_rollout(prompt, ids, [-1.0] * len(ids), "length", i) for i, (prompt, ids) in enumerate(draws)]
 
@@ -38,9 +37,7 @@ def misalignment(scores, rollouts, rows_of, shift=0):
     return worst
 
 
-def test_a_score_is_conditioned_on_the_tokens_before_and_an_off_by_one_would_show(
-    scorer, rollouts, models, plain_logprobs
-):
+def test_a_score_is_conditioned_on_the_tokens_before_and_an_off_by_one_would_show(scorer, rollouts, models, plain_logprobs):
     scores = scorer.score(rollouts, 0)
 
     def rows_of(rollout):
@@ -82,9 +79,7 @@ def test_the_support_is_the_top_k_of_the_full_vocabulary_distribution(scorer, ro
 def test_the_same_tokens_with_a_longer_and_a_shorter_prompt_are_scored_side_by_side(scorer, rollouts):
     tokens = rollouts[2].token_ids.tolist()
     cuts = (9, 3, 20)
-    together = scorer.score(
-        [make_rollout(tokens[:n], tokens[n:], [0.0] * (len(tokens) - n), "stop", 0) for n in cuts], 4
-    )
+    together = scorer.score([make_rollout(tokens[:n], tokens[n:], [0.0] * (len(tokens) - n), "stop", 0) for n in cuts], 4)
     for n, score in zip(cuts, together, strict=True):
         torch.testing.assert_close(score.teacher_logprobs[n:], together[1].teacher_logprobs[n:], atol=1e-5, rtol=0)
         assert torch.equal(score.token_ids[n:], together[1].token_ids[n:])
@@ -107,9 +102,7 @@ def test_another_prompt_in_front_of_the_same_tokens(scorer, rollouts, models, pl
         assert score.ref_logprobs.shape == rollout.token_ids.shape
         for i, token in enumerate(rollout.completion_ids):
             assert float(score.ref_logprobs[n + i]) == pytest.approx(float(rows[len(hint) + i, token]), abs=1e-4)
-            torch.testing.assert_close(
-                score.teacher_logprobs[n + i], rows[len(hint) + i].topk(3).values, atol=1e-4, rtol=0
-            )
+            torch.testing.assert_close(score.teacher_logprobs[n + i], rows[len(hint) + i].topk(3).values, atol=1e-4, rtol=0)
 
 
 def test_given_candidates_are_scored_in_their_own_order(rollouts, models, plain_logprobs):
@@ -118,9 +111,7 @@ def test_given_candidates_are_scored_in_their_own_order(rollouts, models, plain_
     candidates = [torch.randint(0, 131, (len(r.token_ids), 5), generator=g) for r in rollouts]
     for ids, rollout in zip(candidates, rollouts, strict=True):
         ids[~rollout.loss_mask] = -1
-    for score, rollout, ids in zip(
-        scorer.score(rollouts, 5, candidate_ids=candidates), rollouts, candidates, strict=True
-    ):
+    for score, rollout, ids in zip(scorer.score(rollouts, 5, candidate_ids=candidates), rollouts, candidates, strict=True):
         mask = rollout.loss_mask
         rows = plain_logprobs(models.untied_model, rollout.token_ids)
         assert torch.equal(score.token_ids, ids)

@@ -115,9 +115,7 @@ def test_a_server_stops_where_asked_and_greedy_is_greedy(sampler, vllm_sampler):
     theirs = vllm_sampler.generate(PROMPTS, params, seed=0)
     assert [r.token_ids.tolist() for r in ours] == [r.token_ids.tolist() for r in theirs]
     stop = ours[0].completion_ids[2]
-    stopped = sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=10, temperature=0.0, stop_token_ids=(stop,)), 0)[
-        0
-    ]
+    stopped = sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=10, temperature=0.0, stop_token_ids=(stop,)), 0)[0]
     first = ours[0].completion_ids.index(stop)
     assert stopped.finish_reason == "stop" and stopped.completion_ids == ours[0].completion_ids[: first + 1]
 
@@ -175,9 +173,7 @@ def test_no_server_at_all_says_how_to_start_one():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(
-        ServerError, match=r"No vLLM server answers at http://127.0.0.1:\d+ .* correct the url in \[teacher\]"
-    ):
+    with pytest.raises(ServerError, match=r"No vLLM server answers at http://127.0.0.1:\d+ .* correct the url in \[teacher\]"):
         ServerScorer(f"http://127.0.0.1:{port}")
 
 

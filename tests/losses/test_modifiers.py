@@ -138,9 +138,7 @@ def test_position_weights_go_by_sequence_and_multiply_what_is_there(seed):
     out, _ = PositionWeights(gamma=0.8).apply(dataclasses.replace(inputs, loss_weights=given))
     for segment in inputs.segment_ids.unique():
         where = [t for t in range(60) if inputs.segment_ids[t] == segment]
-        gap = [
-            abs((inputs.ref_logprobs - inputs.inference_logprobs)[t].item()) * inputs.loss_mask[t].item() for t in where
-        ]
+        gap = [abs((inputs.ref_logprobs - inputs.inference_logprobs)[t].item()) * inputs.loss_mask[t].item() for t in where]
         for i, t in enumerate(where):
             if inputs.loss_mask[t]:
                 expected = 1 + 0.8 * (1 - sum(gap[:i]) / sum(gap))

@@ -146,9 +146,7 @@ GOLDEN = {
 def test_sampled_reverse_kl_returns_the_numbers_recorded_from_prime_rl(dialect):
     loss, grad, metrics = GOLDEN[dialect]
     inputs = example_b()
-    out, our_grad = run(
-        setup_loss_fn(LOSS_TYPES["sampled_reverse_kl"](dialect=dialect)), inputs, inputs.trainer_logprobs
-    )
+    out, our_grad = run(setup_loss_fn(LOSS_TYPES["sampled_reverse_kl"](dialect=dialect)), inputs, inputs.trainer_logprobs)
     assert out.loss.item() == pytest.approx(loss, abs=1e-11)
     assert our_grad.tolist() == pytest.approx(grad, abs=1e-11)
     for name, value in metrics.items():

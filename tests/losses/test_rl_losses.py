@@ -75,9 +75,7 @@ def test_default_returns_the_numbers_recorded_from_prime_rl():
     assert out.loss.item() == pytest.approx(3.206200494484, abs=1e-11)
     expected = [0.002, -0.126656428253, 3.322516922737, -0.0026, 0.0]
     assert inputs.trainer_logprobs.grad.tolist() == pytest.approx(expected, abs=1e-11)
-    for name, value in dict(
-        masked_mismatch_kl=0.645406810747, unmasked_mismatch_kl=0.780857783663, is_masked_low=0.2
-    ).items():
+    for name, value in dict(masked_mismatch_kl=0.645406810747, unmasked_mismatch_kl=0.780857783663, is_masked_low=0.2).items():
         assert out.metrics[f"default/{name}"].item() == pytest.approx(value, abs=1e-7)
 
 

@@ -46,9 +46,7 @@ def test_entropy_aware_opd_adds_the_forward_kl_where_the_teacher_is_unsure(tau, 
     config = LOSS_TYPES["entropy_aware_opd"](tau=tau, alpha=1.0, reverse="topk", k="full", normalization="full")
     out = setup_loss_fn(config)(inputs)
     assert (out.loss / 2).item() == pytest.approx(expected, abs=1e-11)
-    assert out.metrics["entropy_aware_opd/entropy"].item() == pytest.approx(
-        (0.975327829166 + 0.832395581840) / 2, abs=1e-11
-    )
+    assert out.metrics["entropy_aware_opd/entropy"].item() == pytest.approx((0.975327829166 + 0.832395581840) / 2, abs=1e-11)
     assert out.metrics["entropy_aware_opd/unsure"].item() == {0.8: 1.0, 0.9: 0.5, 10.0: 0.0}[tau]
 
 
@@ -88,9 +86,7 @@ def test_self_distillation_on_the_students_top_two_is_sdpo(normalization, alpha)
     named = {"0.0": "forward_kl", "1.0": "reverse_kl"}.get(alpha)
     if named:
         config = config.model_copy(update={"divergence": named, "beta": 0.5})
-        assert (setup_loss_fn(config)(sdpo_inputs()).loss / 2).item() == pytest.approx(
-            SDPO[normalization][alpha], abs=1e-11
-        )
+        assert (setup_loss_fn(config)(sdpo_inputs()).loss / 2).item() == pytest.approx(SDPO[normalization][alpha], abs=1e-11)
 
 
 def test_self_distillation_bounds_its_importance_factor_as_sdpo_does():
@@ -118,9 +114,7 @@ def test_self_distillation_on_the_sampled_token_is_sdpos():
 
 def test_self_distillation_can_skip_the_first_tokens_of_each_response():
     inputs = sdpo_inputs()
-    inputs = dataclasses.replace(
-        inputs, loss_mask=torch.tensor([True, True, True]), segment_ids=torch.tensor([4, 4, 9])
-    )
+    inputs = dataclasses.replace(inputs, loss_mask=torch.tensor([True, True, True]), segment_ids=torch.tensor([4, 4, 9]))
     config = LOSS_TYPES["self_distillation"](k=2, skip_first=1, max_ratio="off")
     only_second = dataclasses.replace(inputs, loss_mask=torch.tensor([False, True, False]))
     plain = LOSS_TYPES["self_distillation"](k=2, max_ratio="off")
@@ -130,9 +124,7 @@ def test_self_distillation_can_skip_the_first_tokens_of_each_response():
 def test_a_loss_that_asked_for_k_takes_the_first_k_of_a_wider_support():
     inputs = sdpo_inputs()
     order = inputs.support.teacher_logprobs.argsort(-1, descending=True)
-    wide = Support(
-        order, inputs.support.teacher_logprobs.gather(-1, order), inputs.support.student_logprobs.gather(-1, order)
-    )
+    wide = Support(order, inputs.support.teacher_logprobs.gather(-1, order), inputs.support.student_logprobs.gather(-1, order))
     narrow = Support(wide.token_ids[:, :2], wide.teacher_logprobs[:, :2], wide.student_logprobs[:, :2])
     loss = setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](k=2))
     got = loss(dataclasses.replace(inputs, support=wide)).loss
@@ -166,9 +158,7 @@ def test_the_share_of_the_top_percent():
     values = torch.tensor([5.0] + [-1.0] * 39 + [100.0] * 60)
     mask = torch.arange(100) < 40
     assert top_share(values, mask).item() == pytest.approx(5 / 44)  # one token of 40, at least
-    assert top_share(values, mask, share=0.02).item() == pytest.approx(
-        5 / 44
-    )  # .8 tokens: one, though the pack has 100
+    assert top_share(values, mask, share=0.02).item() == pytest.approx(5 / 44)  # .8 tokens: one, though the pack has 100
     assert top_share(values, mask, share=0.05).item() == pytest.approx(6 / 44)  # two of them
     assert top_share(values, torch.zeros(100, dtype=torch.bool)) == 0
     assert top_share(values[:0], mask[:0]) == 0
@@ -195,10 +185,7 @@ def test_masses_and_the_two_parts_of_the_tail_kl_by_hand():
 def test_the_parts_of_a_tail_kl_add_up_to_it(name):
     inputs = sdpo_inputs()
     narrow = Support(
-        *(
-            x[:, :2]
-            for x in (inputs.support.token_ids, inputs.support.teacher_logprobs, inputs.support.student_logprobs)
-        )
+        *(x[:, :2] for x in (inputs.support.token_ids, inputs.support.teacher_logprobs, inputs.support.student_logprobs))
     )
     metrics = setup_loss_fn(LOSS_TYPES[name](k=2))(dataclasses.replace(inputs, support=narrow)).metrics
     total = metrics[f"{name}/kl_in_support"] + metrics[f"{name}/kl_mass"]

@@ -86,9 +86,7 @@ class Tree:
         }
         refs = [t["ref"] for t in bin_]
         if self.era == "v0.6":
-            loss, metrics = self.loss.compute_loss(
-                **common, teacher_logprobs=refs, loss_fns=fns, loss_scale=61, training_mode=kind
-            )
+            loss, metrics = self.loss.compute_loss(**common, teacher_logprobs=refs, loss_fns=fns, loss_scale=61, training_mode=kind)
         else:
             streams = {"ref_kl": [t["mask"].float() for t in bin_], "rl": [torch.zeros_like(leaf) for leaf in leaves]}
             if kind == "rl":

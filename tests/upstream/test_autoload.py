@@ -68,7 +68,8 @@ def test_a_hook_runs_right_after_its_module_and_before_anyone_copies_from_it(tmp
 def test_the_wheel_puts_the_pth_and_the_environment_module_beside_the_package(tmp_path):
     pytest.importorskip("hatchling")
     pytest.importorskip("editables")
-    code = "from hatchling.build import build_wheel, build_editable; import sys; print(build_wheel(sys.argv[1])); print(build_editable(sys.argv[1] + '/e'))"
+    code = "from hatchling.build import build_wheel, build_editable; import sys; "
+    code += "print(build_wheel(sys.argv[1])); print(build_editable(sys.argv[1] + '/e'))"
     (tmp_path / "e").mkdir()
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

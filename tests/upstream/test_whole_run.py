@@ -1,9 +1,9 @@
 """The real thing: an unmodified prime-rl (launcher, orchestrator, env server, trainer) distils on a CPU, three
 optimiser steps, with the teacher's top-K carried by our adapter; its numbers are checked against float64.
 
-Needs a checkout of prime-rl and the environments of make_venvs.py; skipped where one is absent. By default two runs of
-about a minute; PRIME_COMPOSER_WHOLE_RUNS=all for all versions, two ranks, the plain road, self-distillation, vLLM. What stands in for a GPU
-is in rig/, what stands in for vLLM is e2e/server.py; both exist in the test's processes only.
+Needs a checkout of prime-rl and the environments of make_venvs.py; skipped where one is absent. By default three runs of
+about a minute; PRIME_COMPOSER_WHOLE_RUNS=all for all versions, two ranks, the plain road, self-distillation, a resume, vLLM.
+What stands in for a GPU is in rig/, what stands in for vLLM is e2e/server.py; both exist in the test's processes only.
 """
 
 import importlib.util
@@ -53,7 +53,9 @@ def cpu_env():
     return {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
 
 
-def run(version, trees, models, folder, loss, *, vllm=None, ranks=1, fused=True, tied=False, switch="1", several=False, **more_of_it):
+def run(
+    version, trees, models, folder, loss, *, vllm=None, ranks=1, fused=True, tied=False, switch="1", several=False, **more_of_it
+):
     """One whole run; returns what the servers saw, the trainer's log and the rows of upstream's metric stream."""
     python = str(python_of("v0.6" if version == "v0.6.0" else "newest"))
     if not Path(python).exists() or not (verifiers_of(version) or Path(python)).exists():

@@ -17,7 +17,9 @@ STEPS, BATCH = 3, 8
 MIXTURES = {"one": {"teacher": 0.5, "other": 0.5}, "more": {"teacher": 0.2, "other": 0.8}}
 
 
-def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len=128, steps=STEPS, told=False, other=None, resume=None):
+def native(
+    version, student, teacher, models, loss, ranks=1, fused=True, seq_len=128, steps=STEPS, told=False, other=None, resume=None
+):
     """The native TOML of ``version``: a tiny student and teacher, eight sums, three steps. With the URL of an ``other``
     teacher: the recipe's own environments "one" and "more", each with its own mixture of the two. ``resume``: False keeps a
     checkpoint of each step, True also goes on from the newest one."""
@@ -49,9 +51,7 @@ def native(version, student, teacher, models, loss, ranks=1, fused=True, seq_len
         prime_rl["orchestrator"]["collect_inference_metrics"] = False
     elif dialect == "v0.7":
         harness = {"id": "tiny-harness", "runtime": {"type": "subprocess"}}
-        prime_rl["orchestrator"]["train"]["env"] = [
-            {"name": "sums", "taskset": {"id": "tiny-taskset"}, "harness": harness}
-        ]
+        prime_rl["orchestrator"]["train"]["env"] = [{"name": "sums", "taskset": {"id": "tiny-taskset"}, "harness": harness}]
     else:
         agent = {"harness": {"id": "tiny-harness"}, "runtime": {"type": "subprocess"}}
         env = {"taskset": {"id": "tiny-taskset"}, "agent": agent}

@@ -48,9 +48,7 @@ def command_folder(python, folder):
 
 
 def environment(python, tree, folder, **more):
-    path = os.pathsep.join(
-        str(part) for part in (RIG, HERE, tree / "src", tree / "packages" / "prime-rl-configs" / "src")
-    )
+    path = os.pathsep.join(str(part) for part in (RIG, HERE, tree / "src", tree / "packages" / "prime-rl-configs" / "src"))
     bins = f"{command_folder(python, folder / 'bin')}{os.pathsep}{Path(python).parent}"
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PRIME_COMPOSER", "WANDB", "PYTEST"))}
     return {**clean, **CPU, "PYTHONPATH": path, "PATH": f"{bins}{os.pathsep}{os.environ['PATH']}", **more}

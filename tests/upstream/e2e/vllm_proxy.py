@@ -1,5 +1,8 @@
 """A running vLLM server with the things prime-rl's own inference server adds to it: weight updates from a directory,
-/pause and /resume around them, and log-probs that name their token by id. Everything else goes through untouched. usage: vllm_proxy.py PORT VLLM_PORT LOG.jsonl
+/pause and /resume around them, and log-probs that name their token by id. Everything else goes through
+untouched.
+
+usage: vllm_proxy.py PORT VLLM_PORT LOG.jsonl
 """
 
 import json
