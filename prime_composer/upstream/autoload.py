@@ -25,6 +25,7 @@ HOOKS = {
     "prime_rl.orchestrator.algo.opd": "orchestrator_algorithm",
     "prime_rl.orchestrator.algo.opsd": "orchestrator_algorithm",
     "prime_rl.orchestrator.algo.routing": "orchestrator_routing",
+    "prime_rl.orchestrator.trajectories": "orchestrator_samples",
 }
 """Upstream module: function of ``prime_composer.upstream.hooks`` that is called with it once it is loaded."""
 

@@ -159,6 +159,13 @@ def orchestrator_algorithm(module: ModuleType) -> None:
     orchestrator.hook_algorithm(module)
 
 
+def orchestrator_samples(module: ModuleType) -> None:
+    from prime_composer.upstream import orchestrator
+
+    if hasattr(module, "trace_to_samples"):
+        orchestrator.hook_samples(module)
+
+
 def orchestrator_routing(module: ModuleType) -> None:
     from prime_composer.upstream import orchestrator
 

@@ -296,6 +296,28 @@ def hook_routing(module: ModuleType) -> None:
     module.assign_reference_logprobs = assign_reference_logprobs
 
 
+def hook_samples(module: ModuleType) -> None:
+    """``trace_to_samples`` (559b4477, orchestrator/trajectories.py:111) marks the samples that have teacher scores: the
+    newest versions keep scores of sampled tokens only, and the mark of ``prefill_logprobs`` is none. In v0.7 and v0.8
+    samples are made before they are scored, and this does nothing. To go with ``hook_routing``."""
+    original = expect(
+        module,
+        "trace_to_samples",
+        ("trace", "env_name", "mm_token_type_ids_mapping"),
+        "prime_rl/orchestrator/trajectories.py",
+    )
+
+    @functools.wraps(original)
+    def trace_to_samples(*args: Any, **kwargs: Any) -> Any:
+        samples = original(*args, **kwargs)
+        for sample in samples:
+            if sample.ref_logprobs is not None:
+                sample.ref_logprobs = marked(sample.ref_logprobs)
+        return samples
+
+    module.trace_to_samples = trace_to_samples
+
+
 def marked(scores: list[float]) -> list[float]:
     """``scores`` of a sequence, with the mark for a trainer that expects it."""
     if wants_mark():

@@ -341,6 +341,20 @@ def test_a_run_that_needs_the_adapter_is_shown_that_it_is_on_here_too(monkeypatc
         assert scores[0] == first
 
 
+def test_the_newest_version_shows_it_on_the_samples(monkeypatch):
+    module = types.ModuleType("prime_rl.orchestrator.trajectories")
+
+    def trace_to_samples(trace, *, env_name="", mm_token_type_ids_mapping=None):
+        return [types.SimpleNamespace(ref_logprobs=scores and list(scores)) for scores in trace]
+
+    module.trace_to_samples = trace_to_samples
+    orchestrator.hook_samples(module)
+    for adapter, first in ((True, wire.MARK), (False, 0.0)):
+        monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": {"type": "sampled_reverse_kl", "adapter": adapter}}))
+        scored, rl = module.trace_to_samples([OWN, None], env_name="sums")
+        assert scored.ref_logprobs == [first, *OWN[1:]] and rl.ref_logprobs is None
+
+
 def test_v0_6_has_one_client_and_its_header_knows_the_environments(others):
     module = v0_6_module()
     header = json.dumps({"sums": OTHERS[:1], "code": OTHERS[1:]})
