@@ -153,17 +153,20 @@ def hook_head(module: ModuleType) -> None:
     for name in ("FusedOutputLinear", "VanillaOutputLinear", "GemmaFusedOutputLinear", "GemmaVanillaOutputLinear"):
         cls = module.__dict__.get(name)
         if cls is not None and cls.__module__ == module.__name__:
-            cls.forward = _beside(expect(cls, "forward", HEAD, "prime_rl/trainer/models/layers/"))
+            cls.forward = _beside(expect(cls, "forward", HEAD, "prime_rl/trainer/models/layers/"), "Fused" in name)
 
 
-def _beside(original: Any) -> Any:
+def _beside(original: Any, fused: bool) -> Any:
     @functools.wraps(original)
     def forward(self, hidden_states, labels=None, temperature=None):
         here = ROOM.bin
         if here is None or here.payload is None or labels is None:
             return original(self, hidden_states, labels, temperature=temperature)
-        ids, wanted = _shards(here, hidden_states)
-        rows = rows_of(ids, labels[0], wanted, None if temperature is None else temperature[0])
+        ids, wanted, own_temperature = _shards(here, hidden_states)
+        # A plain head returns logits, and the trainer divides them by the batch's float32 temperatures; what arrives here has
+        # been rounded to the model's dtype by FSDP. The fused head divides by that itself.
+        divides_by = temperature[0] if fused and temperature is not None else own_temperature
+        rows = rows_of(ids, labels[0], wanted, divides_by)
         if rows is None:
             out = original(self, hidden_states, labels, temperature=temperature)
             local = hidden_states.new_zeros((hidden_states.shape[1], here.k), dtype=torch.float32)
@@ -184,8 +187,9 @@ def _beside(original: Any) -> Any:
     return forward
 
 
-def _shards(here: Bin, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and rows in the head's frame: position j predicts token j + 1; under context parallelism, this rank's."""
+def _shards(here: Bin, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Ids, rows and temperatures in the head's frame: position j predicts token j + 1, at the temperature that stands at j;
+    under context parallelism, this rank's."""
     assert here.payload is not None and here.wanted is not None
     device, length = hidden_states.device, here.input_ids.shape[0]
     if hidden_states.shape[0] != 1:
@@ -193,6 +197,7 @@ def _shards(here: Bin, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     ids = torch.roll(here.payload.token_ids, -1, 0)
     wanted = torch.roll(here.wanted, -1, 0)
     wanted[-1] = False
+    temperatures = None if here.temperatures is None else here.temperatures[0]
     if hidden_states.shape[1] != length:
         if ROOM.cp is None:
             raise UnknownSurface(
@@ -201,7 +206,8 @@ def _shards(here: Bin, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
             )
         rank, size, _ = ROOM.cp
         ids, wanted = ids.chunk(size)[rank], wanted.chunk(size)[rank]
-    return ids.to(device), wanted.to(device)
+        temperatures = None if temperatures is None else temperatures.chunk(size)[rank]
+    return ids.to(device), wanted.to(device), None if temperatures is None else temperatures.to(device)
 
 
 def _whole(local: Tensor) -> Tensor:
@@ -210,6 +216,9 @@ def _whole(local: Tensor) -> Tensor:
         assert ROOM.cp is not None
         from torch.distributed.nn import all_gather
 
+        if not local.requires_grad:
+            # The backward is a collective too: a rank whose shard trains no token takes part in it.
+            local.requires_grad_(torch.is_grad_enabled())
         local = torch.cat(all_gather(local.contiguous(), group=ROOM.cp[2]))
     return torch.cat([local.new_zeros((1, local.shape[1])), local[:-1]])
 

@@ -1,6 +1,7 @@
 """Context parallelism: two ranks, each with half of the sequence, over gloo. prime-rl's attention kernels for it need
 flash-attn and are not run; what is ours, sharding the ids and gathering the log-probs, is."""
 
+import datetime
 import os
 import socket
 import types
@@ -12,11 +13,12 @@ import torch.multiprocessing as mp
 V, D, K, N = 53, 8, 4, 12
 
 
-def worker(rank, port, results):
+def worker(rank, port, results, trained):
     from prime_composer.upstream import trainer
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    limit = datetime.timedelta(seconds=60)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
     trainer.ROOM.k = K
     cp = types.ModuleType("prime_rl.utils.cp")
 
@@ -41,8 +43,8 @@ def worker(rank, port, results):
     ids = torch.randint(0, V, (1, N))
     top = torch.stack([torch.randperm(V)[:K] for _ in range(N)])
     packed = torch.stack([top.int(), torch.zeros(N, K).view(torch.int32)], dim=1)[None]
-    mask = torch.ones(1, N, dtype=torch.bool)
-    mask[0, 0] = False
+    mask = torch.zeros(1, N, dtype=torch.bool)
+    mask[0, trained:] = True
     batch = {"input_ids": ids, "loss_mask": mask, "temperatures": torch.ones(1, N), "routed_experts": packed}
     trainer.ROOM.begin(batch)
     labels = torch.cat([ids[:, 1:], torch.zeros(1, 1, dtype=torch.long)], dim=1)
@@ -55,19 +57,21 @@ def worker(rank, port, results):
     z = hidden[0] @ head.weight.t()
     difference = z.gather(1, torch.roll(top, -1, 0)) - z.gather(1, labels[0].unsqueeze(1))
     expected = torch.cat([torch.zeros(1, K), difference[:-1]])
+    expected[:trained] = 0
     whole = hidden.clone().requires_grad_()
     z = whole[0] @ head.weight.detach().t()
     z = z.gather(1, torch.roll(top, -1, 0)) - z.gather(1, labels[0].unsqueeze(1))
-    (z[:-1] * torch.arange(1.0, K + 1)).sum().backward()
+    (z[trained - 1 : -1] * torch.arange(1.0, K + 1)).sum().backward()
     # Every rank computes the whole loss, so the gather's backward sums two copies, as it does for prime-rl's log-probs.
     results[rank] = (
         (found - expected).abs().max().item(),
-        (local.grad - 2 * whole.grad[:, half]).abs().max().item(),
+        ((0 if local.grad is None else local.grad) - 2 * whole.grad[:, half]).abs().max().item(),
     )
     torch.distributed.destroy_process_group()
 
 
-def test_two_ranks_find_what_one_rank_finds():
+@pytest.mark.parametrize("trained", [1, N // 2 + 1])  # from this token on; a first shard of prompt alone trains none
+def test_two_ranks_find_what_one_rank_finds(trained):
     if not torch.distributed.is_available():
         pytest.skip("this torch has no distributed package")
     with socket.socket() as probe:
@@ -75,7 +79,7 @@ def test_two_ranks_find_what_one_rank_finds():
         port = probe.getsockname()[1]
     with mp.get_context("spawn").Manager() as manager:
         results = manager.dict()
-        mp.spawn(worker, args=(port, results), nprocs=2)
+        mp.spawn(worker, args=(port, results, trained), nprocs=2)
         assert set(results.keys()) == {0, 1}
         for value, gradient in results.values():
             assert value < 1e-5 and gradient < 1e-5
