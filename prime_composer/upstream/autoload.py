@@ -17,6 +17,7 @@ HOOKS = {
     "prime_rl.utils.config": "launcher",
     "prime_rl.trainer.rl.loss": "trainer_loss",
     "prime_rl.trainer.rl.data": "trainer_data",
+    "prime_rl.trainer.optim.offload": "trainer_offload",
     "prime_rl.trainer.models.layers.lm_head": "trainer_head",
     "prime_rl.trainer.models.layers.lm_head_gemma": "trainer_head",
     "prime_rl.utils.cp": "trainer_cp",

@@ -5,7 +5,7 @@ import os
 from types import ModuleType
 from typing import Any
 
-from prime_composer.upstream.registration import SECTION, SWITCH, needs_adapter, parse_loss, register, switch
+from prime_composer.upstream.registration import SECTION, SWITCH, hook_offload, needs_adapter, parse_loss, register, switch
 
 IMPORT_PATH = "prime_composer.upstream.loss_fn"
 
@@ -48,10 +48,16 @@ def lift(config: Any) -> None:
         os.environ[SWITCH] = json.dumps({**settings, "loss": None})
         return
     k = support_size(table)
-    if k and getattr(trainer, "enable_router_replay", False):
+    replays = {
+        "trainer.enable_router_replay": getattr(trainer, "enable_router_replay", False),
+        "inference.enable_return_routed_experts": getattr(
+            getattr(config, "inference", None), "enable_return_routed_experts", False
+        ),
+    }
+    if k and any(replays.values()):
         raise ValueError(
-            f"[{SECTION}] type = {table['type']!r} needs the teacher's top-{k} support, which travels where router "
-            "replay would: set trainer.enable_router_replay = false, or use a loss without a support."
+            f"[{SECTION}] type = {table['type']!r} needs the teacher's top-{k} support, which travels where router replay "
+            f"would: set {' and '.join(key for key, on in replays.items() if on)} = false, or use a loss without a support."
         )
     table = with_ids(table, trainer.model.name)
     if getattr(loss, "import_path", None) == IMPORT_PATH:
@@ -125,6 +131,10 @@ def trainer_data(module: ModuleType) -> None:
 
     trainer.hook_data(module)
     journal.hook_data(module)
+
+
+def trainer_offload(module: ModuleType) -> None:
+    hook_offload(module)
 
 
 def trainer_head(module: ModuleType) -> None:

@@ -9,11 +9,12 @@ Two roads lead here, and a loss that was bound over either is a ``Registered``:
 """
 
 import difflib
+import functools
 import json
 import os
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Registered:
         loss: the bound loss.
         calls, tokens: how often it ran, on how many tokens, since the last optimiser step.
         steps: optimiser steps since it was registered.
+        distils: the loss compares with a teacher: distillation tokens are its own, rl tokens are not.
         journal: where the adapter keeps the state of a schedule.
         expects_mark: the orchestrator has to run with the adapter too, whatever the loss reads.
     """
@@ -58,6 +60,7 @@ class Registered:
         self.era = era
         self.calls = 0
         self.steps = 0
+        self.distils = bool({"ref_logprobs", "support"} & loss.config.needs)
         self.journal: Any = None
         self.expects_mark = expects_mark
         self._outputs = outputs
@@ -89,6 +92,22 @@ class Registered:
         self._counts.append(inputs.loss_mask.sum())
         return self._outputs(loss=out.loss, metrics=out.metrics)
 
+    def rl_tokens(self, inputs: Any) -> Any:
+        """What prime-rl's rl loss is where ``[trainer.loss]`` names us.
+
+        Raises:
+            ValueError: tokens of an rl environment reached a loss that compares with a teacher. From v0.7 on a run may have
+                both kinds, and prime-rl fills the teacher's log-probs of rl tokens that share a bin with 0.0.
+        """
+        if self.distils and self.era.name != "v0.6" and bool(inputs.loss_mask.any()):  # padding batches come here too
+            raise ValueError(
+                f"[{self.loss.section}] type = {self.loss.config.type!r} compares with a teacher, and tokens of an rl "
+                'environment reached it. Distillation environments have algo.type = "opd" (or "opsd"). In a run that has both '
+                "kinds, leave [trainer.loss] to the loss of rl tokens, and name this one in the environment: "
+                f"{EXAMPLE} rl @ FILE"
+            )
+        return self(inputs)
+
     def end_step(self) -> None:
         """Close one optimiser step: log the first one's calls, advance a schedule.
 
@@ -99,7 +118,7 @@ class Registered:
         self.steps += 1
         if self.steps == 1 or self.loss.state is not None:
             total, tokens, calls, scored, marked = self._global_totals()
-            if self.steps == 1 and calls == 0:
+            if self.steps == 1 and tokens == 0:
                 raise RuntimeError(
                     f"prime_composer: [{self.loss.section}] type = {self.loss.config.type!r} was registered with "
                     f"prime-rl and never called in the first optimiser step: no token was sent to the rl loss or to "
@@ -118,7 +137,10 @@ class Registered:
                     "environment."
                 )
             if self.steps == 1:
-                say(f"{self.loss.config.type} was called {calls:.0f} times on {tokens:.0f} tokens in the first step")
+                say(
+                    f"{self.loss.config.type} was called {calls:.0f} times on {tokens:.0f} tokens in the first step, by all "
+                    "ranks together"
+                )
             if tokens > 0:
                 self.loss.end_step(total / tokens)
             if self.journal is not None:
@@ -191,8 +213,9 @@ def _explain(item: Any, table: dict[str, Any], section: str) -> str:
 
 
 def register(table: dict[str, Any], section: str = SECTION) -> Registered:
-    """Bind a loss in this trainer process: distillation tokens go to it from now on, rl tokens where
-    ``[trainer.loss] import_path`` names ``prime_composer.upstream.loss_fn``.
+    """Bind a loss in this trainer process. A loss that compares with a teacher gets the distillation tokens from now on; one
+    that does not gets the rl tokens where ``[trainer.loss] import_path`` names ``prime_composer.upstream.loss_fn``, and
+    leaves prime-rl's own distillation alone.
 
     Rebinds ``prime_rl.trainer.rl.loss.opd_loss_fn`` (38494ccb, loss.py:201) or ``ref_kl_loss_fn`` (559b4477,
     loss.py:186); both are module globals that prime-rl resolves after this. To go when ``[trainer.loss]`` reaches
@@ -210,8 +233,9 @@ def register(table: dict[str, Any], section: str = SECTION) -> Registered:
     module = sys.modules.get(LOSS_MODULE) or __import__(LOSS_MODULE, fromlist=["_"])
     era = probe_loss(module)
     config = parse_loss(table, section)
-    if _registered is not None and _registered.loss.config == config and getattr(module, era.slot) is _registered:
-        return _registered
+    if _registered is not None and _registered.loss.config == config:
+        if not _registered.distils or getattr(module, era.slot) is _registered:
+            return _registered
     if _registered is not None and _registered.loss.config != config:
         raise ValueError(
             f"Two losses for one trainer: {_registered.loss.config!r} is registered already, and [{section}] says "
@@ -224,12 +248,16 @@ def register(table: dict[str, Any], section: str = SECTION) -> Registered:
             f"would ask one of them for all. {WITH_ADAPTER}"
         )
     refuse(config, era, aligned is not None, section)
-    expect(module, era.slot, ("inputs",), f"prime_rl/trainer/rl/loss.py of {era.name}")
     _registered = Registered(setup_loss_fn(config, section), era, module.LossOutputs, aligned, needs_adapter(table))
-    setattr(module, era.slot, _registered)
+    if _registered.distils:
+        expect(module, era.slot, ("inputs",), f"prime_rl/trainer/rl/loss.py of {era.name}")
+        setattr(module, era.slot, _registered)
     if _step_hook is None:
         _step_hook = register_optimizer_step_post_hook(_after_step)
-    say(f"{config.type} registered ({era.name} contract): rl tokens and {era.slot}")
+    if OFFLOAD in sys.modules:
+        hook_offload(sys.modules[OFFLOAD])
+    tokens = f"distillation tokens ({era.slot})" if _registered.distils else "rl tokens"
+    say(f"{config.type} registered for {tokens}, {era.name} contract")
     return _registered
 
 
@@ -268,14 +296,46 @@ def _adapter_for(config: LossConfig) -> Aligned | None:
 
 def unregister() -> None:
     """Forget the registered loss (the module global that ``register`` rebound stays as it is)."""
-    global _registered, _step_hook
-    _registered = None
+    global _registered, _step_hook, _offloaded
+    _registered, _offloaded = None, False
     if _step_hook is not None:
         _step_hook.remove()
         _step_hook = None
 
 
+OFFLOAD = "prime_rl.trainer.optim.offload"
+_offloaded = False
+
+
+def hook_offload(module: ModuleType) -> None:
+    """``[trainer.model.full_offload]`` (559b4477, trainer/optim/offload.py:1058): a training step is one ``step`` of its
+    wrapper. The optimiser inside takes several in other threads, one when it is made, or none (native backend). To go when
+    prime-rl has a hook for a step."""
+    cls = module.FullCPUOffloadOptimizer
+    if hasattr(cls.step, "__wrapped__"):
+        return
+    step = expect(cls, "step", ("self", "closure"), "prime_rl/trainer/optim/offload.py")
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        global _offloaded
+        _offloaded = True
+        init(self, *args, **kwargs)
+
+    @functools.wraps(step)
+    def stepped(self: Any, closure: Any = None) -> Any:
+        out = step(self, closure)
+        if _registered is not None:
+            _registered.end_step()
+        return out
+
+    cls.__init__, cls.step = made, stepped
+
+
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if _offloaded:
+        return
     if _registered is not None and (_registered.steps or not _makes_room_for_a_checkpoint()):
         _registered.end_step()
 
@@ -300,7 +360,7 @@ def loss_fn(inputs: Any, **table: Any) -> Any:
     registered = _registered
     if registered is None:
         registered = register(table)
-    return registered(inputs)
+    return registered.rl_tokens(inputs)
 
 
 def enter(frame: FrameType | None) -> Callable[..., Any]:

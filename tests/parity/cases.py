@@ -109,3 +109,8 @@ def packed():
     bin_[1]["mask"] = [False] * 12
     bin_[2]["ref"] = [0.0] * 9
     return bin_
+
+
+def mixed():
+    """A bin of two distillation samples and two of an rl environment."""
+    return [sequence(21, 30), sequence(22, 18), sequence(23, 9), sequence(24, 25)]

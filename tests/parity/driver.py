@@ -76,7 +76,8 @@ class Tree:
         return self.setup(self.custom(import_path="prime_composer.upstream.loss_fn", kwargs=table))
 
     def compute(self, kind, fns, bin_):
-        """prime-rl's compute_loss over a packed bin, every token a distillation token."""
+        """prime-rl's compute_loss over a packed bin, every token a distillation token; "mixed": every other sequence is one of
+        an rl environment, whose teacher's log-probs prime-rl has filled with 0.0."""
         leaves = [t["trainer"] for t in bin_]
         common = {
             "trainer_logprobs": leaves,
@@ -91,6 +92,14 @@ class Tree:
             streams = {"ref_kl": [t["mask"].float() for t in bin_], "rl": [torch.zeros_like(leaf) for leaf in leaves]}
             if kind == "rl":
                 streams = {"ref_kl": None, "rl": None}
+            if kind == "mixed":
+                for i, t in enumerate(bin_):
+                    if i % 2:
+                        refs[i], streams["ref_kl"][i], streams["rl"][i] = (
+                            torch.zeros_like(t["ref"]),
+                            t["mask"] * 0.0,
+                            t["mask"] * 1.0,
+                        )
             loss, metrics = self.loss.compute_loss(
                 **common, ref_logprobs=refs, rl_weights=streams["rl"], ce_weights=None,
                 ref_kl_weights=streams["ref_kl"], rl_loss_fn=fns, rl_scale=61, ce_scale=1, ref_kl_scale=61,
@@ -114,11 +123,12 @@ def main(era, path):
             row = {"theirs": outcome(out.loss, out.metrics, [t["trainer"]])}
             if known:
                 rl, slot, _ = tree.ours(table)
-                for road, fn in (("rl", rl), ("slot", slot)):
-                    t = cases.tensors(rows)
-                    out = fn(tree.inputs(t))
-                    assert type(out) is tree.loss.LossOutputs, type(out)
-                    row[road] = outcome(out.loss, out.metrics, [t["trainer"]])
+                distils = table["type"] == "sampled_reverse_kl"
+                assert (slot is not tree.upstream_slot) is distils
+                t = cases.tensors(rows)
+                out = (slot if distils else rl)(tree.inputs(t))
+                assert type(out) is tree.loss.LossOutputs, type(out)
+                row["ours"] = outcome(out.loss, out.metrics, [t["trainer"]])
             results["functions"][kind, name] = row
     distilling = "opd" if era == "v0.6" else "ref_kl"
     for kind, mode in ((distilling, distilling), ("default", "rl"), ("ipo", "rl")):
@@ -131,6 +141,21 @@ def main(era, path):
             *_, fns = tree.ours(table)
             row["ours"] = tree.compute(mode, fns, [cases.tensors(rows) for rows in cases.packed()])
         results["compute_loss"][kind] = row
+    if era == "v0.7":  # our loss is named in the environment, [trainer.loss] stays the rl loss
+        from prime_composer.upstream import registration
+
+        registration.unregister()
+        setattr(tree.loss, tree.slot, tree.upstream_slot)
+        default = tree.setup(tree.configs["default"])[-1]
+        row = {"theirs": tree.compute("mixed", default, [cases.tensors(rows) for rows in cases.mixed()])}
+        registration.register(cases.KINDS[era]["ref_kl"])
+        row["ours"] = tree.compute("mixed", default, [cases.tensors(rows) for rows in cases.mixed()])
+        *_, fns = tree.ours(cases.KINDS[era]["ref_kl"])
+        try:
+            tree.compute("mixed", fns, [cases.tensors(rows) for rows in cases.mixed()])
+        except ValueError as error:
+            row["refused"] = str(error)
+        results["compute_loss"]["mixed"] = row
     torch.save(results, path)
 
 

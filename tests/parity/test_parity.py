@@ -59,10 +59,9 @@ def test_our_loss_equals_prime_rls_own(outcomes, version, kind, case):
 @pytest.mark.parametrize("version,kind,case", TRIPLES)
 def test_our_loss_through_prime_rls_own_setup_equals_theirs(outcomes, version, kind, case):
     row = outcomes(version)["functions"][kind, case]
-    if "rl" not in row:
+    if "ours" not in row:
         pytest.skip("no prime-rl checkout: goldens hold prime-rl's side alone")
-    assert_equal(row["rl"], row["theirs"])
-    assert_equal(row["slot"], row["theirs"])
+    assert_equal(row["ours"], row["theirs"])
 
 
 PACKED = [
@@ -80,6 +79,16 @@ def test_a_packed_bin_through_prime_rls_own_compute_loss_equals_theirs(outcomes,
         pytest.skip("no prime-rl checkout: compute_loss is theirs")
     assert row["theirs"]["loss"].abs() > 0
     assert_equal(row["ours"], row["theirs"])
+
+
+@pytest.mark.parametrize("version", cases.VERSIONS_OF_ERA["v0.7"])
+def test_rl_tokens_of_a_mixed_bin_stay_with_prime_rls_rl_loss(outcomes, version):
+    row = outcomes(version)["compute_loss"].get("mixed")
+    if row is None:
+        pytest.skip("no prime-rl checkout: compute_loss is theirs")
+    assert all(grad.abs().sum() > 0 for grad in row["theirs"]["grad"])
+    assert_equal(row["ours"], row["theirs"])
+    assert "tokens of an rl environment reached it" in row["refused"]
 
 
 @pytest.mark.parametrize("version", ["v0.6.0", "newest"])

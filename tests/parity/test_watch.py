@@ -41,6 +41,7 @@ TOUCHED = [
         "self output_dir start_step dp_world_size seq_len pad_to_multiple_of bin_cost config",
     ),
     (("newest",), SRC + "trainer/rl/data.py", "DataLoader.__init__", "self output_dir start_step dp_world_size config"),
+    (("newest",), SRC + "trainer/optim/offload.py", "FullCPUOffloadOptimizer.step", "self closure"),
     (ALL, SRC + "trainer/models/layers/lm_head.py", "FusedOutputLinear.forward", HEAD),
     (ALL, SRC + "trainer/models/layers/lm_head.py", "VanillaOutputLinear.forward", HEAD),
     (ALL, SRC + "trainer/models/layers/lm_head_gemma.py", "GemmaFusedOutputLinear.forward", HEAD),
@@ -70,6 +71,20 @@ TOUCHED = [
     (("newest",), SRC + "transports/rollouts/types.py", "RoutedExperts", "data shape dtype"),
     (ALL, CONFIGS + "configs/trainer.py", "CustomLossConfig", "type import_path kwargs"),
 ]
+HAS = [
+    (
+        ("v0.6.0",),
+        SRC + "transport/types.py",
+        "TrainingSample",
+        "prompt_ids completion_ids env_name teacher_logprobs routed_experts",
+    ),
+    (("v0.7.0", "v0.8.0"), SRC + "transport/types.py", "TrainingSample", "token_ids ref_logprobs routed_experts"),
+    (("newest",), SRC + "transports/rollouts/types.py", "TrainingSample", "token_ids ref_logprobs routed_experts"),
+    (ALL, SRC + "trainer/rl/data.py", "TensorMicroBatch", "input_ids loss_mask temperatures routed_experts"),
+    (NEWER, SRC + "trainer/rl/data.py", "TensorMicroBatch", "rl_weights ref_kl_weights"),
+    (ALL, CONFIGS + "configs/shared.py", "ClientConfig", "headers"),
+]
+"""Fields that hooks read, among others."""
 IMPORTED = [
     (ALL, CONFIGS + "utils/config.py", "cli"),
     (("v0.6.0",), SRC + "orchestrator/utils.py", "setup_openai_client"),
@@ -115,6 +130,12 @@ def test_what_the_hooks_touch_is_unchanged(trees, version):
             there = signature(path.read_text(), name) if path.exists() else "file is gone"
             if there != wanted:
                 changed.append(f"{file} {name}: ({wanted}) -> ({there})")
+    for versions, file, name, wanted in HAS:
+        if version in versions:
+            there = signature((tree / file).read_text(), name) if (tree / file).exists() else ""
+            gone = set(wanted.split()) - set(there.split())
+            if gone:
+                changed.append(f"{file} {name} lost {', '.join(sorted(gone))}")
     for versions, file, name in IMPORTED:
         if version in versions:
             path = tree / file

@@ -1,3 +1,5 @@
+import types
+
 import fake_prime_rl
 import pytest
 import torch
@@ -32,15 +34,37 @@ def inputs(module, n=6, ref=True):
     return module.LossInputs(rows[0], rows[1], rows[2] if ref else None, torch.ones(n), mask)
 
 
-def test_prime_rls_setup_binds_our_loss_to_rl_and_to_distillation_tokens(module):
-    rl = setup(module, type="sampled_reverse_kl", dialect="v0_7")
+@pytest.mark.parametrize("table", [{"type": "sampled_reverse_kl", "dialect": "v0_7"}, {"type": "default"}])
+def test_prime_rls_setup_binds_our_loss_to_the_tokens_that_it_is_for(module, table):
+    before = getattr(module, SLOT[module.era])
+    rl = setup(module, **table)
     slot = getattr(module, SLOT[module.era])
-    for fn in (rl, slot):
-        out = fn(inputs(module))
-        assert type(out) is module.LossOutputs
-        assert out.loss.shape == () and out.loss.requires_grad
-        assert all(value.shape == () and not value.requires_grad for value in out.metrics.values())
-    assert registration.current().calls == 2
+    distils = table["type"] != "default"
+    assert (slot is before) is not distils  # prime-rl's own distillation stays where the loss is none
+    out = (slot if distils else rl)(inputs(module))
+    assert type(out) is module.LossOutputs
+    assert out.loss.shape == () and out.loss.requires_grad
+    assert all(value.shape == () and not value.requires_grad for value in out.metrics.values())
+    assert registration.current().calls == 1
+
+
+def test_rl_tokens_do_not_reach_a_loss_that_compares_with_a_teacher(module):
+    rl = setup(module, type="sampled_reverse_kl", dialect="v0_7")
+    if module.era == "v0.6":  # one training_mode per run
+        assert rl(inputs(module)).loss.requires_grad
+        return
+    # Beside distillation samples of its bin, prime-rl fills the teacher's log-probs of an rl sample with 0.0.
+    filled = inputs(module)
+    filled.ref_logprobs = torch.zeros(6)
+    with pytest.raises(ValueError, match='algo.type = "opd".*PRIME_COMPOSER='):
+        rl(filled)
+    filled.loss_mask = torch.zeros(6, dtype=torch.bool)  # what pads the ranks' batches
+    assert rl(filled).loss.item() == 0
+
+
+def distilling(module, **table):
+    setup(module, **table)
+    return getattr(module, SLOT[module.era])
 
 
 def test_asking_for_loss_fn_elsewhere_registers_nothing(module):
@@ -53,7 +77,7 @@ def test_asking_for_loss_fn_elsewhere_registers_nothing(module):
 def test_loss_weights_reach_the_loss(module):
     if module.era == "v0.6":
         pytest.skip("v0.6 has no weight streams")
-    fn = setup(module, type="sampled_reverse_kl")
+    fn = distilling(module, type="sampled_reverse_kl")
     one, two = inputs(module), inputs(module)
     two.loss_weights = torch.full((6,), 2.0)
     assert fn(two).loss.item() == pytest.approx(2 * fn(one).loss.item(), rel=1e-6)
@@ -120,7 +144,7 @@ def test_a_registered_loss_that_is_never_called_stops_the_run_at_the_first_step(
 def test_a_resume_loads_the_optimiser_without_that_counting_as_a_step(module):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    fn = setup(module, type="sampled_reverse_kl", dialect="v0_7")
+    fn = distilling(module, type="sampled_reverse_kl", dialect="v0_7")
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     # What prime-rl's checkpoint manager asks for before it loads: torch takes a step on zero gradients for it.
@@ -129,6 +153,37 @@ def test_a_resume_loads_the_optimiser_without_that_counting_as_a_step(module):
     fn(inputs(module)).loss.backward()
     optimizer.step()
     assert registration.current().steps == 1
+
+
+def offload_module():
+    """prime-rl's full CPU offload: chunks step in other threads, and one step is taken when it is made."""
+    module = types.ModuleType("prime_rl.trainer.optim.offload")
+
+    class FullCPUOffloadOptimizer:
+        def __init__(self, optimizer, chunks):
+            self.optimizer, self.chunks = optimizer, chunks
+            step(optimizer)
+
+        def step(self, closure=None):
+            for _ in range(self.chunks):  # none with the native backend
+                step(self.optimizer)
+
+    module.FullCPUOffloadOptimizer = FullCPUOffloadOptimizer
+    return module
+
+
+@pytest.mark.parametrize("chunks", [0, 3])
+def test_a_step_of_an_offloaded_optimiser_is_one_step_whatever_it_does_inside(module, chunks):
+    offload = offload_module()
+    registration.hook_offload(offload)
+    registration.hook_offload(offload)  # both roads
+    fn = distilling(module, type="sampled_reverse_kl")
+    optimizer = offload.FullCPUOffloadOptimizer(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), chunks)
+    assert registration.current().steps == 0
+    for count in (1, 2):
+        fn(inputs(module))
+        optimizer.step()
+        assert registration.current().steps == count and registration.current().calls == 0
 
 
 def test_a_called_loss_is_counted_and_the_run_goes_on(module, capfd):
@@ -175,7 +230,7 @@ def test_two_different_losses_in_one_trainer_are_refused(module):
 
 
 def test_a_missing_teacher_names_the_remedy(module):
-    fn = setup(module, type="sampled_reverse_kl")
+    fn = distilling(module, type="sampled_reverse_kl")
     with pytest.raises(ValueError, match="needs ref_logprobs"):
         fn(inputs(module, ref=False))
 
