@@ -15,10 +15,13 @@ import functools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from itertools import cycle
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, cycle
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from prime_composer.upstream import wire
 from prime_composer.upstream.hooks import wanted_support, wants_mark
@@ -46,22 +49,55 @@ class Scores(list):
         return Scores(super().__getitem__(index), self.token_ids[index], self.logprobs[index])
 
 
-def parse(token_ids: Sequence[int], rows: Sequence[Mapping[str, Any] | None], k: int) -> Scores:
-    """vLLM's ``prompt_logprobs`` as ``Scores``.
+@functools.cache
+def answer_type() -> Any:
+    """What is read of an answer of ``/inference/v1/generate``; every other field is skipped, not decoded.
+
+    msgspec is there wherever this runs: prime-rl's own transport is written with it, in every version.
+    """
+    import msgspec
+
+    entry = msgspec.defstruct("Entry", [("logprob", float), ("rank", int)], gc=False)
+    return msgspec.defstruct("Answer", [("prompt_logprobs", list[dict[int, entry] | None] | None, None)])
+
+
+def decode(content: bytes) -> list[dict[int, Any] | None]:
+    """The rows of an answer: id -> (logprob, rank).
+
+    vLLM writes no infinities (it clamps them to -9999, and its JSON refuses the rest), but other servers may write the
+    ``-Infinity`` that Python's json does, which is not JSON: what msgspec cannot read is read by json.
+
+    Raises:
+        ValueError: this is no such answer.
+    """
+    import msgspec
+
+    try:
+        answer = msgspec.json.decode(content, type=answer_type())
+    except msgspec.DecodeError:
+        try:
+            answer = msgspec.convert(json.loads(content), answer_type(), str_keys=True)
+        except ValueError as error:
+            raise ValueError(f"The teacher's server answered something else than prompt_logprobs: {error}") from error
+    return answer.prompt_logprobs or []
+
+
+def parse(token_ids: Sequence[int], content: bytes, k: int) -> Scores:
+    """The ``prompt_logprobs`` in vLLM's answer, which is JSON, as ``Scores``.
 
     Row t maps ids to {logprob, rank} and is None for the first token. The token itself always stands in it, top-K or
-    not, so a row has K or K + 1 entries: the top-K are taken by rank, never by order.
+    not, so a row has K or K + 1 entries: the top-K are taken by rank, never by order, and by log-prob where ranks are
+    equal. This runs in the orchestrator's process, next to its event loop: Python touches rows, only C touches entries.
 
     Raises:
         ValueError: rows and tokens do not match, a row lacks its own token, or it has fewer than K entries.
     """
     import numpy as np
 
+    rows = decode(content)
     n = len(token_ids)
     if len(rows) != n:
         raise ValueError(f"The teacher's server scored {len(rows)} tokens of {n}; is its context long enough?")
-    ids = np.zeros((n, k), np.int32)
-    logprobs = np.full((n, k), math.nan, np.float32)
     values = []
     for t, (token, row) in enumerate(zip(token_ids, rows, strict=True)):
         if not row:
@@ -69,29 +105,64 @@ def parse(token_ids: Sequence[int], rows: Sequence[Mapping[str, Any] | None], k:
                 raise ValueError(f"The teacher's server left token {t} of {n} without a score.")
             values.append(0.0)
             continue
-        own = row.get(str(token))
+        own = row.get(token)
         if own is None:
             raise ValueError(
                 f"The teacher's prompt_logprobs at position {t} do not hold the token {token} that stands there: "
                 "student and teacher do not share a tokenizer, or the server scored another sequence."
             )
-        values.append(float(own["logprob"]))
-        best = sorted(row.items(), key=lambda item: (item[1]["rank"], -item[1]["logprob"]))[:k]
-        if len(best) < k:
+        if len(row) < k:
             raise ValueError(
-                f"The teacher's server returned {len(best)} of the top {k} log-probs at position {t}: start it with "
+                f"The teacher's server returned {len(row)} of the top {k} log-probs at position {t}: start it with "
                 f"--max-logprobs {k} or more (vLLM's default is 20)."
             )
-        for j, (candidate, entry) in enumerate(best):
-            ids[t, j] = int(candidate)
-            logprobs[t, j] = entry["logprob"]
+        values.append(own.logprob)
+    ids = np.zeros((n, k), np.int32)
+    logprobs = np.full((n, k), math.nan, np.float32)
+    scored = [t for t, row in enumerate(rows) if row]
+    if k and scored:
+        given = [row for row in rows if row]
+        entries = list(chain.from_iterable(map(dict.values, given)))
+        held = np.array([len(row) for row in given])
+        filled = np.arange(held.max()) < held[:, None]
+
+        def table(flat: Any, dtype: type, empty: int) -> Any:
+            cells = np.full(filled.shape, empty, dtype)
+            cells[filled] = np.fromiter(flat, dtype, len(entries))
+            return cells
+
+        candidates = table(chain.from_iterable(given), np.int32, 0)
+        scores = table(map(attrgetter("logprob"), entries), np.float64, 0)
+        ranks = table(map(attrgetter("rank"), entries), np.int64, np.iinfo(np.int64).max)
+        best = np.lexsort((-scores, ranks), axis=-1)[:, :k]
+        ids[scored] = np.take_along_axis(candidates, best, axis=1)
+        logprobs[scored] = np.take_along_axis(scores, best, axis=1)
     return Scores(values, ids, logprobs)
+
+
+IN_FLIGHT = 32
+"""Most requests of this process between being sent and being parsed. v0.6 scores all samples of a batch at once (later
+versions one rollout at a time), and an answer weighs some 80 bytes x tokens x K: at 2,048 tokens and K = 32 this many are
+0.17 GB, where a batch of 256 is 1.4 GB. They still are 65,000 tokens, several of a vLLM's prefill steps of 8,192 or 16,384,
+so that servers do not run dry."""
+
+_flights: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = WeakKeyDictionary()
+
+_parser = ThreadPoolExecutor(1, "prime_composer_parse")
+"""Answers are parsed one at a time, off the event loop: parsing holds the GIL, so more threads would not be faster, but the
+loop would have to wait for each of them in turn."""
+
+
+def flight() -> asyncio.Semaphore:
+    """The ``IN_FLIGHT`` places of the running event loop; a semaphore belongs to one loop."""
+    return _flights.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(IN_FLIGHT))
 
 
 async def ask(client: Any, model: str, token_ids: Sequence[int], k: int) -> Scores:
     """Score ``token_ids`` under ``model`` with prime-rl's own endpoint, ``/inference/v1/generate``, K per token.
 
-    The client is the openai client that prime-rl made: its authentication, retries and timeouts stay.
+    The client is the openai client that prime-rl made: its authentication, retries and timeouts stay. At most
+    ``IN_FLIGHT`` are asked at a time.
 
     Raises:
         ValueError: the server refuses K, or answers something else than scores of these tokens.
@@ -104,17 +175,17 @@ async def ask(client: Any, model: str, token_ids: Sequence[int], k: int) -> Scor
         "token_ids": list(token_ids),
         "sampling_params": {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": max(k, 1)},
     }
-    try:
-        response = await client.post(f"{base}/inference/v1/generate", cast_to=httpx.Response, body=body)
-    except Exception as error:
-        if getattr(error, "status_code", None) == 400 and "logprobs" in str(error):
-            raise ValueError(
-                f"The teacher at {base} refuses prompt_logprobs = {k}: start it with --max-logprobs {k} or more "
-                f"(vLLM's default is 20). It said: {error}"
-            ) from error
-        raise
-    rows = (await asyncio.to_thread(response.json)).get("prompt_logprobs") or []
-    return await asyncio.to_thread(parse, token_ids, rows, k)
+    async with flight():
+        try:
+            response = await client.post(f"{base}/inference/v1/generate", cast_to=httpx.Response, body=body)
+        except Exception as error:
+            if getattr(error, "status_code", None) == 400 and "logprobs" in str(error):
+                raise ValueError(
+                    f"The teacher at {base} refuses prompt_logprobs = {k}: start it with --max-logprobs {k} or more "
+                    f"(vLLM's default is 20). It said: {error}"
+                ) from error
+            raise
+        return await asyncio.get_running_loop().run_in_executor(_parser, parse, token_ids, response.content, k)
 
 
 class Teacher(NamedTuple):

@@ -4,11 +4,15 @@ import asyncio
 import json
 import math
 import sys
+import time
 import types
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 numpy = pytest.importorskip("numpy")
+pytest.importorskip("msgspec")
 
 from prime_composer.upstream import hooks, orchestrator, registration, wire  # noqa: E402
 
@@ -20,13 +24,34 @@ ROWS = [
 TOKENS = [4, 7, 1]
 
 
+def answer(rows):
+    """As a server writes it, with what nobody reads."""
+    told = [row and {token: {**entry, "decoded_token": ' a\u00e9"'} for token, entry in row.items()} for row in rows]
+    choice = {"index": 0, "token_ids": [5], "finish_reason": "length", "logprobs": None}
+    return json.dumps({"request_id": "r", "choices": [choice], "prompt_logprobs": told, "usage": {"prompt_tokens": 3}}).encode()
+
+
+def plain_parse(token_ids, content, k):
+    """``orchestrator.parse`` written the plain way, entry by entry."""
+    rows = json.loads(content)["prompt_logprobs"]
+    ids, logprobs = numpy.zeros((len(rows), k), numpy.int32), numpy.full((len(rows), k), math.nan, numpy.float32)
+    values = [0.0] * len(rows)
+    for t, (token, row) in enumerate(zip(token_ids, rows, strict=True)):
+        if row:
+            values[t] = float(row[str(token)]["logprob"])
+            best = sorted(row.items(), key=lambda item: (item[1]["rank"], -item[1]["logprob"]))[:k]
+            for j, (candidate, entry) in enumerate(best):
+                ids[t, j], logprobs[t, j] = int(candidate), entry["logprob"]
+    return orchestrator.Scores(values, ids, logprobs)
+
+
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch):
     monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": {"type": "topk_reverse_kl", "k": 2}}))
 
 
 def test_top_k_is_taken_by_rank_from_rows_of_k_or_k_plus_one_entries():
-    scores = orchestrator.parse(TOKENS, ROWS, 2)
+    scores = orchestrator.parse(TOKENS, answer(ROWS), 2)
     assert scores == [0.0, -3.0, -1.5]
     assert scores.token_ids.tolist()[1:] == [[1, 2], [9, 1]]
     assert scores.logprobs[1:].ravel().tolist() == pytest.approx([-0.1, -2.0, -0.4, -1.5])
@@ -34,7 +59,7 @@ def test_top_k_is_taken_by_rank_from_rows_of_k_or_k_plus_one_entries():
 
 
 def test_a_slice_keeps_its_part_of_the_support():
-    tail = orchestrator.parse(TOKENS, ROWS, 2)[1:]
+    tail = orchestrator.parse(TOKENS, answer(ROWS), 2)[1:]
     assert tail == [-3.0, -1.5] and tail.token_ids.tolist() == [[1, 2], [9, 1]]
 
 
@@ -49,7 +74,75 @@ def test_a_slice_keeps_its_part_of_the_support():
 )
 def test_an_answer_that_does_not_fit_is_one_sentence(tokens, rows, k, said):
     with pytest.raises(ValueError, match=said):
-        orchestrator.parse(tokens, rows, k)
+        orchestrator.parse(tokens, answer(rows), k)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"<html>", b"[]", b'{"prompt_logprobs": [null, {"7": {"logprob": null, "rank": 1}}]}', b'{"prompt_logprobs": [[]]}'],
+)
+def test_an_answer_of_another_kind_is_one_sentence(content):
+    with pytest.raises(ValueError, match="server answered something else than prompt_logprobs"):
+        orchestrator.parse(TOKENS, content, 2)
+
+
+def test_an_answer_without_scores_has_scored_nothing():
+    for content in (b'{"choices": []}', b'{"prompt_logprobs": null}'):
+        with pytest.raises(ValueError, match="scored 0 tokens of 3"):
+            orchestrator.parse(TOKENS, content, 2)
+
+
+def test_an_impossible_token_may_come_in_the_words_of_pythons_json():
+    never = {"logprob": -math.inf, "rank": 7}
+    content = answer([None, {**ROWS[1], "7": never}, ROWS[2] | {"8": never}])
+    assert b"-Infinity" in content
+    scores = orchestrator.parse(TOKENS, content, 3)
+    assert scores == [0.0, -math.inf, -1.5] and scores.token_ids[1:].tolist() == [[1, 2, 7], [9, 1, 8]]
+    assert scores.logprobs[1:, 2].tolist() == [-math.inf] * 2
+
+
+# What float32 makes of a float64, and ties of both kinds
+LOGPROBS = st.sampled_from([-0.5, -0.5, -1.25, -0.0, 0.0, -9999.0, -math.inf]) | st.floats(-40, 0)
+
+
+@st.composite
+def scored_sequences(draw):
+    """Tokens and rows in every order, with equal ranks and equal log-probs, and the sampled token in or out of the top K."""
+    k = draw(st.integers(1, 4))
+    tokens, rows = [draw(st.integers(0, 9))], [None]
+    for _ in range(draw(st.integers(0, 5))):
+        ids = draw(st.permutations(range(10)))[: draw(st.integers(k, k + 2))]
+        tokens.append(draw(st.sampled_from(ids)))
+        rows.append({str(i): {"logprob": draw(LOGPROBS), "rank": draw(st.integers(1, 5))} for i in ids})
+    return tokens, rows, k
+
+
+@settings(max_examples=300, deadline=None)
+@given(scored_sequences())
+def test_every_bit_is_that_of_the_plain_way(sequence):
+    tokens, rows, k = sequence
+    ours, plain = (way(tokens, answer(rows), k) for way in (orchestrator.parse, plain_parse))
+    assert repr(list(ours)) == repr(list(plain))  # to the last bit, signs of zeros too
+    for mine, theirs in ((ours.token_ids, plain.token_ids), (ours.logprobs, plain.logprobs)):
+        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape and mine.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_bit_is_that_of_the_plain_way_in_answers_of_a_vllms_size(seed):
+    generator, k, n = numpy.random.default_rng(seed), 32, 200
+    tokens, rows = generator.integers(0, 150_000, n).tolist(), [None]
+    for token in tokens[1:]:
+        others = [i for i in generator.choice(150_000, k, replace=False).tolist() if i != token]
+        logprobs = numpy.sort(generator.normal(-8, 4, len(others)).astype(numpy.float32))[::-1].tolist()
+        row = {str(token): {"logprob": -20.123456789, "rank": 77}} if generator.random() < 0.5 or len(others) < k else {}
+        row |= {str(i): {"logprob": x, "rank": r} for r, (i, x) in enumerate(zip(others, logprobs, strict=True), 1)}
+        if str(token) not in row:  # one of the top K, and first in the row as vLLM has it
+            place = int(generator.integers(0, k))
+            row = {str(token): row.pop(str(others[place]))} | row
+        rows.append(row)
+    ours, plain = (way(tokens, answer(rows), k) for way in (orchestrator.parse, plain_parse))
+    assert {len(row) for row in rows[1:]} == {k, k + 1}
+    assert ours == plain and (ours.token_ids == plain.token_ids).all() and ours.logprobs.tobytes() == plain.logprobs.tobytes()
 
 
 class Client:
@@ -63,7 +156,7 @@ class Client:
 
     async def post(self, url, cast_to, body):
         self.asked.append((url, body))
-        return types.SimpleNamespace(json=lambda: {"prompt_logprobs": ROWS})
+        return types.SimpleNamespace(content=answer(ROWS))
 
 
 def test_the_request_is_prime_rls_own_with_k():
@@ -86,6 +179,52 @@ def test_a_server_that_refuses_k_is_told_how_to_be_started():
 
     with pytest.raises(ValueError, match="--max-logprobs 32"):
         asyncio.run(orchestrator.ask(Small(), "teacher", TOKENS, 32))
+
+
+def test_a_batch_that_is_asked_for_at_once_is_in_flight_in_parts_and_parsed_one_by_one(monkeypatch):
+    flying, parsing, seen = set(), set(), []
+
+    class Counting(Client):
+        async def post(self, url, cast_to, body):
+            number = body["token_ids"][0]
+            flying.add(number)
+            await asyncio.sleep(0)
+            seen.append((len(flying), 0))
+            return types.SimpleNamespace(content=number)
+
+    def parse(token_ids, content, k):
+        parsing.add(content)
+        seen.append((len(flying), len(parsing)))
+        time.sleep(1e-4)  # others could come in between
+        parsing.remove(content)
+        flying.remove(content)
+        return content
+
+    monkeypatch.setattr(orchestrator, "parse", parse)
+    count = 3 * orchestrator.IN_FLIGHT
+
+    async def batch():
+        return await asyncio.gather(*(orchestrator.ask(Counting(), "teacher", [i], 2) for i in range(count)))
+
+    for _ in range(2):  # each in an event loop of its own
+        assert asyncio.run(batch()) == list(range(count))
+    most = [max(column) for column in zip(*seen, strict=True)]
+    assert most == [orchestrator.IN_FLIGHT, 1]
+
+
+def test_a_request_that_fails_gives_its_place_back(monkeypatch):
+    class Down(Client):
+        async def post(self, url, cast_to, body):
+            raise OSError("Connection error.")
+
+    async def after_failures():
+        for _ in range(2):
+            with pytest.raises(OSError):
+                await orchestrator.ask(Down(), "teacher", TOKENS, 2)
+        return await asyncio.wait_for(orchestrator.ask(Client(), "teacher", TOKENS, 2), 10)
+
+    monkeypatch.setattr(orchestrator, "IN_FLIGHT", 1)
+    assert asyncio.run(after_failures()) == [0.0, -3.0, -1.5]
 
 
 class RoutedExperts:
@@ -185,7 +324,7 @@ def test_the_newest_version_gets_it_on_every_node_of_the_branch():
     module = routing_module()
     nodes = [Node(TOKENS[:1]), Node(TOKENS[1:])]
     branch = types.SimpleNamespace(nodes=nodes, token_ids=TOKENS)
-    module.assign_reference_logprobs(branch, orchestrator.parse(TOKENS, ROWS, 2))
+    module.assign_reference_logprobs(branch, orchestrator.parse(TOKENS, answer(ROWS), 2))
     assert type(module.given[0]) is list
     assert [node.routed_experts.shape for node in nodes] == [(1, 2, 2), (2, 2, 2)]
     assert nodes[1].routed_experts[:, 0].tolist() == [[1, 2], [9, 1]]
@@ -194,7 +333,7 @@ def test_the_newest_version_gets_it_on_every_node_of_the_branch():
 def test_self_distillation_cuts_the_hint_off_and_keeps_the_rest_of_the_support():
     module = routing_module()
     hint = [4]
-    scores = orchestrator.parse(TOKENS, ROWS, 2)[len(hint) :]
+    scores = orchestrator.parse(TOKENS, answer(ROWS), 2)[len(hint) :]
     nodes = [Node(TOKENS[1:])]
     module.assign_reference_logprobs(types.SimpleNamespace(nodes=nodes, token_ids=TOKENS[1:]), scores)
     assert nodes[0].routed_experts[:, 0].tolist() == [[1, 2], [9, 1]]
@@ -204,11 +343,11 @@ def test_router_replay_in_the_rollouts_is_refused():
     sample = Sample()
     sample.routed_experts = RoutedExperts(b"", [3, 12, 8], "uint8")
     with pytest.raises(ValueError, match="enable_return_routed_experts"):
-        orchestrator.put(sample, orchestrator.parse(TOKENS, ROWS, 2))
+        orchestrator.put(sample, orchestrator.parse(TOKENS, answer(ROWS), 2))
     module, node = routing_module(), Node(TOKENS)
     node.routed_experts = numpy.zeros((3, 12, 8), numpy.uint8)
     with pytest.raises(ValueError, match="enable_return_routed_experts"):
-        module.assign_reference_logprobs(types.SimpleNamespace(nodes=[node]), orchestrator.parse(TOKENS, ROWS, 2))
+        module.assign_reference_logprobs(types.SimpleNamespace(nodes=[node]), orchestrator.parse(TOKENS, answer(ROWS), 2))
 
 
 @pytest.mark.parametrize("loss", [{"type": "sampled_reverse_kl"}, None])
