@@ -37,6 +37,8 @@ WITH_ADAPTER = (
 )
 
 SECTION = "trainer.loss.kwargs"
+PATIENCE = 10
+"""Optimiser steps without a token for the loss, in a run that may have other tokens, before it is an error."""
 SETUPS = frozenset(era.setup for era in ERAS)
 
 Aligned = Callable[[Any], tuple[Tensor | None, Support | None]]
@@ -50,6 +52,8 @@ class Registered:
         loss: the bound loss.
         calls, tokens: how often it ran, on how many tokens, since the last optimiser step.
         steps: optimiser steps since it was registered.
+        seen: a token has come, on any rank.
+        in_file: ``[trainer.loss]`` names it; else rl tokens have a loss of their own, and a batch may hold nothing else.
         distils: the loss compares with a teacher: distillation tokens are its own, rl tokens are not.
         journal: where the adapter keeps the state of a schedule.
         expects_mark: the orchestrator has to run with the adapter too, whatever the loss reads.
@@ -60,6 +64,8 @@ class Registered:
         self.era = era
         self.calls = 0
         self.steps = 0
+        self.seen = False
+        self.in_file = False
         self.distils = bool({"ref_logprobs", "support"} & loss.config.needs)
         self.journal: Any = None
         self.expects_mark = expects_mark
@@ -86,7 +92,7 @@ class Registered:
             )
         )
         self.calls += 1
-        if self.steps == 0 and ref_logprobs is not None:
+        if not self.seen and ref_logprobs is not None:
             self._firsts.append(ref_logprobs[:1])
         self._sums.append(out.loss.detach())
         self._counts.append(inputs.loss_mask.sum())
@@ -109,44 +115,52 @@ class Registered:
         return self(inputs)
 
     def end_step(self) -> None:
-        """Close one optimiser step: log the first one's calls, advance a schedule.
+        """Close one optimiser step: log the first one with tokens of this loss, advance a schedule.
 
         Raises:
-            RuntimeError: the first step ended and, on all ranks, the loss was never called, or no sequence has the mark of an
-            orchestrator with the adapter that this run needs.
+            RuntimeError: the first step ended (where rl tokens have another loss, the tenth) and no token came, on any rank; or
+                no sequence has the mark of an orchestrator with the adapter that this run needs.
         """
         self.steps += 1
-        if self.steps == 1 or self.loss.state is not None:
+        if not self.seen or self.loss.state is not None:
             total, tokens, calls, scored, marked = self._global_totals()
-            if self.steps == 1 and tokens == 0:
-                raise RuntimeError(
-                    f"prime_composer: [{self.loss.section}] type = {self.loss.config.type!r} was registered with "
-                    f"prime-rl and never called in the first optimiser step: no token was sent to the rl loss or to "
-                    f"{self.era.slot}. Distillation tokens come from "
-                    + (
-                        '[orchestrator] training_mode = "opd".'
-                        if self.era.name == "v0.6"
-                        else '[orchestrator.algo] type = "opd" (or "opsd").'
-                    )
-                )
-            if self.steps == 1 and self.expects_mark and scored > 0 and marked == 0:
-                raise RuntimeError(
-                    f"prime_composer: [{self.loss.section}] adapter = true: this run's teachers are mixed or routed by the "
-                    "adapter, and the orchestrator runs without it: prime-rl has asked one of them for all. Set "
-                    f"{SWITCH} for every process of the run, and see that prime-composer is installed in the orchestrator's "
-                    "environment."
-                )
-            if self.steps == 1:
-                say(
-                    f"{self.loss.config.type} was called {calls:.0f} times on {tokens:.0f} tokens in the first step, by all "
-                    "ranks together"
-                )
+            if not self.seen:
+                self._first_tokens(tokens, calls, scored, marked)
             if tokens > 0:
                 self.loss.end_step(total / tokens)
             if self.journal is not None:
                 self.journal.keep(self.steps, self.loss)
         self.calls = 0
         self._sums, self._counts, self._firsts = [], [], []
+
+    def _first_tokens(self, tokens: float, calls: float, scored: float, marked: float) -> None:
+        section, kind = self.loss.section, self.loss.config.type
+        self.seen = tokens > 0
+        if self.seen and self.expects_mark and scored > 0 and marked == 0:
+            raise RuntimeError(
+                f"prime_composer: [{section}] adapter = true: this run's teachers are mixed or routed by the adapter, and the "
+                f"orchestrator runs without it: prime-rl has asked one of them for all. Set {SWITCH} for every process of the "
+                "run, and see that prime-composer is installed in the orchestrator's environment."
+            )
+        if self.seen:
+            said = "in the first step" if self.steps == 1 else f"in step {self.steps}, the first with tokens for it"
+            say(f"{kind} was called {calls:.0f} times on {tokens:.0f} tokens {said}, by all ranks together")
+            return
+        patience = 1 if self.in_file else PATIENCE
+        if self.steps < patience:
+            say(f"{kind} was not called in step {self.steps}: no token for it in the batch (the run ends after {patience} such)")
+            return
+        if not self.distils:
+            remedy = "It is a loss of rl tokens: [orchestrator.algo] of an rl algorithm (v0.6: training_mode)."
+        elif self.era.name == "v0.6":
+            remedy = 'Distillation tokens come from [orchestrator] training_mode = "opd".'
+        else:
+            remedy = 'Distillation tokens come from [orchestrator.algo] type = "opd" (or "opsd").'
+        steps = "the first optimiser step" if patience == 1 else f"the first {patience} optimiser steps"
+        raise RuntimeError(
+            f"prime_composer: [{section}] type = {kind!r} was registered with prime-rl and never called in {steps}: no token "
+            f"was sent to the {'distillation' if self.distils else 'rl'} loss. {remedy}"
+        )
 
     def _global_totals(self) -> list[float]:
         """Loss sum, tokens, calls, sequences with teacher scores and with the orchestrator's mark of this step, over all
@@ -374,7 +388,7 @@ def enter(frame: FrameType | None) -> Callable[..., Any]:
         if frame is None:
             break
         if frame.f_code.co_name in SETUPS and frame.f_globals.get("__name__") == LOSS_MODULE:
-            register(dict(frame.f_locals["loss_config"].kwargs))
+            register(dict(frame.f_locals["loss_config"].kwargs)).in_file = True
             break
         frame = frame.f_back
     return loss_fn

@@ -141,6 +141,26 @@ def test_a_registered_loss_that_is_never_called_stops_the_run_at_the_first_step(
     assert {"v0.6": 'training_mode = "opd"', "v0.7": '[orchestrator.algo] type = "opd"'}[module.era] in str(caught.value)
 
 
+def test_a_loss_beside_an_rl_loss_waits_ten_steps_for_its_first_tokens(module, capfd):
+    if module.era == "v0.6":
+        pytest.skip("v0.6 has one training_mode per run")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    for wait in (3, 9):
+        registered = registration.register({"type": "sampled_reverse_kl"})  # named in PRIME_COMPOSER, not in [trainer.loss]
+        for _ in range(wait):
+            step(optimizer)
+        assert "was not called in step 3: no token for it" in capfd.readouterr().err
+        if wait == 3:
+            registered(inputs(module))
+            step(optimizer)
+            assert "called 1 times on 4 tokens in step 4, the first with tokens" in capfd.readouterr().err
+            for _ in range(20):
+                step(optimizer)
+            registration.unregister()
+    with pytest.raises(RuntimeError, match="never called in the first 10 optimiser steps"):
+        step(optimizer)
+
+
 def test_a_resume_loads_the_optimiser_without_that_counting_as_a_step(module):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 

@@ -184,6 +184,19 @@ def test_two_environments_of_the_recipe_each_with_its_own_mixture_of_two_teacher
 
 
 @everything
+def test_rl_environments_beside_ours_keep_prime_rls_own_loss(trees, models, tmp_path):
+    result = run("newest", trees, models, tmp_path, TOP_K, rl=True, steps=4, switch=json.dumps({"loss": TOP_K}))
+    assert "topk_reverse_kl registered for distillation tokens (ref_kl_loss_fn)" in result["trainer"]
+    rows = metric_rows(result, "newest")
+    # Whole groups of four fill a batch, of either kind: the first one with ours has four or eight.
+    expected, update = reference(result)
+    means = [sum(expected["tail_kl"][:n]) / n for n in (4, cpu_recipe.BATCH)]
+    assert any(first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(mean, abs=5e-3) for mean in means)
+    assert first_value(rows, "mismatch_kl/dice/mean") >= 0 and first_value(rows, "is_masked_high/mean") >= 0
+    assert expected["moved"] > 1e-3 and not update["missing"]
+
+
+@everything
 @pytest.mark.parametrize("version", ["newest"])
 def test_with_real_vllm_as_student_and_as_teacher(trees, models, tmp_path, version):
     if importlib.util.find_spec("vllm") is None:

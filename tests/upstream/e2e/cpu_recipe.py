@@ -18,11 +18,24 @@ MIXTURES = {"one": {"teacher": 0.5, "other": 0.5}, "more": {"teacher": 0.2, "oth
 
 
 def native(
-    version, student, teacher, models, loss, ranks=1, fused=True, seq_len=128, steps=STEPS, told=False, other=None, resume=None
+    version,
+    student,
+    teacher,
+    models,
+    loss,
+    ranks=1,
+    fused=True,
+    seq_len=128,
+    steps=STEPS,
+    told=False,
+    other=None,
+    resume=None,
+    rl=False,
 ):
     """The native TOML of ``version``: a tiny student and teacher, eight sums, three steps. With the URL of an ``other``
     teacher: the recipe's own environments "one" and "more", each with its own mixture of the two. ``resume``: False keeps a
-    checkpoint of each step, True also goes on from the newest one."""
+    checkpoint of each step, True also goes on from the newest one. ``rl``: beside the sums an environment of prime-rl's own
+    rl loss (newest); ours is not in the file then, it is named in PRIME_COMPOSER."""
     dialect = DIALECT[version]
     newer = dialect in ("v0.8", "head")
     recipe = {
@@ -81,8 +94,15 @@ def native(
         del recipe["data"], prime_rl["orchestrator"]["train"]
     recipe["prime_rl"] = prime_rl
     text = export_recipe(parse_recipe(recipe), dialect)
+    table = tomllib.loads(text)
     if resume:
-        table = tomllib.loads(text)
         ask_to_resume(table, dialect)
-        text = to_toml(table)
+    if rl:
+        del table["trainer"]["loss"]
+        orchestrator = table["orchestrator"]
+        orchestrator["group_size"] = 4
+        dice = {"taskset": {"id": "tiny-dice"}, "agent": agent}
+        orchestrator["train"]["source"][0]["algo"] = orchestrator.pop("algo")
+        orchestrator["train"]["source"].append({"name": "dice", "env": dice, "algo": {"type": "grpo"}})
+    text = to_toml(table)
     return text.replace('id = "null"', 'id = "tiny-harness"')  # upstream's own wants PyPI at run time
