@@ -1,11 +1,12 @@
-"""What runs when prime-rl has loaded one of the modules of ``autoload.HOOKS``. One function per process role."""
+"""What runs when prime-rl has loaded one of the modules of ``autoload.HOOKS``. One function per process role; torch is imported
+where it is needed."""
 
 import json
 import os
 from types import ModuleType
 from typing import Any
 
-from prime_composer.upstream.registration import SECTION, SWITCH, hook_offload, needs_adapter, parse_loss, register, switch
+from prime_composer.upstream.switch import EXAMPLE, SECTION, SWITCH, needs_adapter, switch
 
 IMPORT_PATH = "prime_composer.upstream.loss_fn"
 
@@ -34,6 +35,10 @@ def lift(config: Any) -> None:
         ValueError: the loss table is wrong; it asks for a support and router replay is on; two tables disagree.
     """
     trainer = getattr(config, "trainer", None)
+    if trainer is None:  # not the launcher's: no torch for an env server
+        return
+    from prime_composer.upstream.registration import parse_loss
+
     loss = getattr(trainer, "loss", None)
     settings = switch() or {}
     table = settings.get("loss")
@@ -42,8 +47,6 @@ def lift(config: Any) -> None:
         if table is not None and parse_loss(table) != parse_loss(in_file):
             raise ValueError(f"{SWITCH} holds the loss {table} and [{SECTION}] {in_file}: keep one of them.")
         table = in_file
-    if trainer is None:
-        return
     if table is None:  # on, and nothing to do: prime-rl's own losses
         os.environ[SWITCH] = json.dumps({**settings, "loss": None})
         return
@@ -68,6 +71,8 @@ def lift(config: Any) -> None:
 
 def with_ids(table: dict[str, Any], model: str) -> dict[str, Any]:
     """The loss table with its special tokens as ids: the launcher knows the tokenizer, the trainer's loss does not."""
+    from prime_composer.upstream.registration import parse_loss
+
     config = parse_loss(table)
     if '"strings"' not in json.dumps(table):
         return table
@@ -86,6 +91,8 @@ def support_size(table: dict[str, Any]) -> int:
     Raises:
         ValueError: the table is wrong, or it wants the full vocabulary.
     """
+    from prime_composer.upstream.registration import parse_loss
+
     size = parse_loss(table).support_size
     if size == "full":
         raise ValueError(
@@ -106,7 +113,7 @@ def wanted_support() -> int:
         raise ValueError(
             f"{SWITCH}=1 and no loss is named in this process. prime-rl's launcher `rl` fills it in from "
             f"[{SECTION}]; where processes are started one by one, give each of them the table: "
-            f"""{SWITCH}='{{"loss": {{"type": "topk_reverse_kl", "k": 32}}}}'"""
+            f"{EXAMPLE}"
         )
     return 0 if settings["loss"] is None else support_size(settings["loss"])
 
@@ -119,6 +126,7 @@ def wants_mark() -> bool:
 
 def trainer_loss(module: ModuleType) -> None:
     from prime_composer.upstream import trainer
+    from prime_composer.upstream.registration import register
 
     trainer.hook_loss(module)
     table = (switch() or {}).get("loss")
@@ -134,6 +142,8 @@ def trainer_data(module: ModuleType) -> None:
 
 
 def trainer_offload(module: ModuleType) -> None:
+    from prime_composer.upstream.registration import hook_offload
+
     hook_offload(module)
 
 

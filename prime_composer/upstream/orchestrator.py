@@ -6,7 +6,7 @@ Three versions score in three places; the request and its answer are the same ev
     v0.7, v0.8  prefill_logprobs is replaced; score_rollout copies the support to each sample after the scores
     newest      prefill_logprobs is replaced; assign_reference_logprobs copies it to the nodes of the episode's graph
 
-K is read from the environment (``registration.SWITCH``) when the first score is asked for, never at import: the
+K is read from the environment (``switch.SWITCH``) when the first score is asked for, never at import: the
 launcher loads some of these modules too, before it has read its config.
 """
 

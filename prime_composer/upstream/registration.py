@@ -10,8 +10,6 @@ Two roads lead here, and a loss that was bound over either is a ``Registered``:
 
 import difflib
 import functools
-import json
-import os
 import sys
 from collections.abc import Callable
 from types import FrameType, ModuleType
@@ -26,19 +24,17 @@ from prime_composer.contract import LossInputs, Support
 from prime_composer.losses import LOSS_TYPES, LossUnion, setup_loss_fn
 from prime_composer.losses.base import Loss, LossConfig
 from prime_composer.upstream.probe import ERAS, LOSS_MODULE, Era, expect, probe_loss
+from prime_composer.upstream.switch import EXAMPLE, SECTION, SWITCH, needs_adapter
 from prime_composer.upstream.wire import MARK
-
-SWITCH = "PRIME_COMPOSER"
-"""Environment variable of the whole-run adapter: "1", or a JSON object with the loss table under ``loss``."""
 
 WITH_ADAPTER = (
     f"Start the run with the adapter: `prime-rl rl --config FILE --engine prime-rl`, or {SWITCH}=1 in front of prime-rl's own "
     "`rl @ FILE`."
 )
 
-SECTION = "trainer.loss.kwargs"
 PATIENCE = 10
 """Optimiser steps without a token for the loss, in a run that may have other tokens, before it is an error."""
+
 SETUPS = frozenset(era.setup for era in ERAS)
 
 Aligned = Callable[[Any], tuple[Tensor | None, Support | None]]
@@ -202,11 +198,6 @@ def parse_loss(table: dict[str, Any], section: str = SECTION) -> LossConfig:
 
 
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(LossUnion)
-
-
-def needs_adapter(table: dict[str, Any]) -> bool:
-    """Whether a loss table says that this run's teachers are mixed or routed by the adapter (``adapter = true``)."""
-    return str(table.get("adapter", False)).lower() == "true"
 
 
 def _explain(item: Any, table: dict[str, Any], section: str) -> str:
@@ -392,32 +383,6 @@ def enter(frame: FrameType | None) -> Callable[..., Any]:
             break
         frame = frame.f_back
     return loss_fn
-
-
-def switch() -> dict[str, Any] | None:
-    """What the environment says about the whole-run adapter: None when off, else its settings ({} for "1").
-
-    Raises:
-        ValueError: the value is neither "1" nor a JSON object.
-    """
-    value = os.environ.get(SWITCH, "").strip()
-    if value in ("", "0"):
-        return None
-    if value == "1":
-        return {}
-    try:
-        settings = json.loads(value)
-    except json.JSONDecodeError:
-        settings = None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{SWITCH}={value!r}: write {SWITCH}=1, or a JSON object such as {EXAMPLE}")
-    unknown = set(settings) - {"loss"}
-    if unknown:
-        raise ValueError(f"{SWITCH}: unknown key {sorted(unknown)[0]!r}; known: loss. Example: {EXAMPLE}")
-    return settings
-
-
-EXAMPLE = f"""{SWITCH}='{{"loss": {{"type": "topk_reverse_kl", "k": 32}}}}'"""
 
 
 def say(text: str) -> None:

@@ -22,8 +22,9 @@ from prime_composer.contract import Support
 from prime_composer.losses.base import LossConfig
 from prime_composer.upstream import wire
 from prime_composer.upstream.probe import UnknownSurface, expect, probe_loss
-from prime_composer.upstream.registration import SWITCH, Aligned, say
+from prime_composer.upstream.registration import Aligned, say
 from prime_composer.upstream.student import folded, rows_of, support_logits
+from prime_composer.upstream.switch import SWITCH
 
 KEY = "prime_composer_support"
 

@@ -65,6 +65,24 @@ def test_a_hook_runs_right_after_its_module_and_before_anyone_copies_from_it(tmp
     assert interpreter(tmp_path, code).stdout.strip() == "<class 'int'>"
 
 
+def test_an_env_server_never_pays_for_torch(tmp_path):
+    package = tmp_path / "lib" / "prime_rl" / "utils"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").write_text("")
+    (package / "config.py").write_text("def cli(cls):\n    return cls()\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'lib')!r})\n"
+        "import importlib.util\n"
+        "from prime_rl.utils.config import cli\n"
+        "assert cli.__module__ == 'prime_composer.upstream.hooks', cli.__module__\n"
+        "assert cli(dict) == {}\n"  # its config has no trainer
+        "print('torch' in sys.modules)\n"
+    )
+    done = interpreter(tmp_path, code, "1")
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
 def test_the_wheel_puts_the_pth_and_the_environment_module_beside_the_package(tmp_path):
     pytest.importorskip("hatchling")
     pytest.importorskip("editables")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 numpy = pytest.importorskip("numpy")
 pytest.importorskip("msgspec")
 
-from prime_composer.upstream import hooks, orchestrator, registration, wire  # noqa: E402
+from prime_composer.upstream import hooks, orchestrator, registration, switch, wire  # noqa: E402
 
 ROWS = [
     None,
@@ -372,7 +372,7 @@ def config(table=None, replay=False, path=hooks.IMPORT_PATH):
 def test_the_launcher_lifts_the_loss_table_out_of_the_config(monkeypatch):
     monkeypatch.setenv("PRIME_COMPOSER", "1")
     hooks.lift(config({"type": "topk_reverse_kl", "k": "16"}))
-    assert registration.switch() == {"loss": {"type": "topk_reverse_kl", "k": "16"}}
+    assert switch.switch() == {"loss": {"type": "topk_reverse_kl", "k": "16"}}
     assert hooks.wanted_support() == 16
 
 
@@ -384,7 +384,7 @@ def test_special_tokens_written_as_text_become_ids_where_the_tokenizer_is_known(
     monkeypatch.setenv("PRIME_COMPOSER", "1")
     given = config({"type": "topk_reverse_kl", "k": 2, "special_tokens": {"strings": ["<think>"]}, "adapter": True})
     hooks.lift(given)
-    for table in (given.trainer.loss.kwargs, registration.switch()["loss"]):
+    for table in (given.trainer.loss.kwargs, switch.switch()["loss"]):
         assert registration.parse_loss(table).special_tokens.ids == (42,)
         assert registration.parse_loss(table).special_tokens.strings == ()
         assert table["adapter"] is True
@@ -393,7 +393,7 @@ def test_special_tokens_written_as_text_become_ids_where_the_tokenizer_is_known(
 def test_another_loss_in_the_config_leaves_the_run_as_it_is(monkeypatch):
     monkeypatch.setenv("PRIME_COMPOSER", "1")
     hooks.lift(config({"x": 1}, path="somebody.elses"))
-    assert registration.switch() == {"loss": None} and hooks.wanted_support() == 0
+    assert switch.switch() == {"loss": None} and hooks.wanted_support() == 0
 
 
 def test_two_tables_that_disagree_are_refused(monkeypatch):

@@ -6,6 +6,7 @@ import torch
 
 from prime_composer.losses import LOSS_FNS, LOSS_TYPES
 from prime_composer.upstream import registration
+from prime_composer.upstream.switch import switch
 from prime_composer.upstream.wire import MARK
 
 ERAS = ("v0.6", "v0.7")
@@ -258,11 +259,11 @@ def test_a_missing_teacher_names_the_remedy(module):
 @pytest.mark.parametrize("value,settings", [("", None), ("0", None), ("1", {}), ('{"loss": {"k": 1}}', {"loss": {"k": 1}})])
 def test_the_switch(monkeypatch, value, settings):
     monkeypatch.setenv("PRIME_COMPOSER", value)
-    assert registration.switch() == settings
+    assert switch() == settings
 
 
 @pytest.mark.parametrize("value", ["yes", "[1]", '{"los": 1}'])
 def test_a_wrong_switch_shows_how_to_write_it(monkeypatch, value):
     monkeypatch.setenv("PRIME_COMPOSER", value)
     with pytest.raises(ValueError, match="topk_reverse_kl"):
-        registration.switch()
+        switch()
