@@ -173,7 +173,14 @@ async def ask(client: Any, model: str, token_ids: Sequence[int], k: int) -> Scor
     body = {
         "model": model,
         "token_ids": list(token_ids),
-        "sampling_params": {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": max(k, 1)},
+        "sampling_params": {
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "prompt_logprobs": max(k, 1),
+            # Else vLLM's API server decodes each of the tokens x (K + 1) ids by itself, for a decoded_token that nobody reads.
+            "detokenize": False,
+        },
     }
     async with flight():
         try:

@@ -159,13 +159,14 @@ class Client:
         return types.SimpleNamespace(content=answer(ROWS))
 
 
-def test_the_request_is_prime_rls_own_with_k():
+def test_the_request_is_prime_rls_own_with_k_and_without_text():
     client = Client()
     scores = asyncio.run(orchestrator.ask(client, "teacher", TOKENS, 2))
     url, body = client.asked[0]
     assert url == "http://teacher:8001/inference/v1/generate"
     assert body["token_ids"] == TOKENS
-    assert body["sampling_params"] == {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 2}
+    own = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 1}
+    assert body["sampling_params"] == own | {"prompt_logprobs": 2, "detokenize": False}
     assert scores.token_ids.shape == (3, 2)
 
 
