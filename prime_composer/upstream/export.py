@@ -2,7 +2,13 @@
 
 What the recipe says is written where that version wants it; ``[prime_rl]`` of the recipe, native settings that only
 prime-rl knows, is merged on top and wins; its sub-tables named after a dialect (``[prime_rl.head]``) count for that
-dialect alone. What a version cannot do is an error that names the key, never a silent loss.
+dialect alone. Each key is one of these:
+
+- carried: written in prime-rl's words (``CARRIED``);
+- refused: it asks for what this version cannot do, and the error names it (``refuse``; ``UNREAD`` are keys that only a
+  refused setting would read);
+- not carried: prime-rl has no such setting, and the run can do without (``NOT_CARRIED``). Where the recipe sets one, the
+  head of the TOML and a line on stderr say so and why.
 
     meaning              v0.6                          v0.7                       v0.8                  head
     distillation         training_mode = "opd"         [orchestrator.algo] type = "opd"                 =
@@ -11,20 +17,27 @@ dialect alone. What a version cannot do is an error that names the key, never a 
     its own teacher      a header of the one client    [orchestrator.train.env.algo.teacher]            =
     several mixed        the same header               a header of that teacher's client                =
     zero advantages      filter off                    never fires                =                     no filter
+    evaluation           [[orchestrator.eval.env]]     =                          [[...eval.source]]    =
+    vLLM's arguments     [inference], vllm_extra       =                          =                     [inference.vllm]
     W&B                  [wandb]                       =                          =                     [monitors.wandb]
 """
 
 import json
 import math
+import shlex
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel
 
 from prime_composer.data import DataConfig, load_problems
 from prime_composer.recipe import Recipe, RecipeError
-from prime_composer.upstream.environment import NAME, data_settings
+from prime_composer.upstream.environment import EXPORTED, NAME, data_settings
 from prime_composer.upstream.orchestrator import HEADER
 from prime_composer.upstream.probe import DIALECTS
 
@@ -32,7 +45,7 @@ IMPORT_PATH = "prime_composer.upstream.loss_fn"
 
 
 def export_recipe(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None = None) -> str:
-    """The recipe as TOML for prime-rl's `rl @ FILE`.
+    """The recipe as TOML for prime-rl's `rl @ FILE`; its head says what a reader has to know, stderr what is not carried.
 
     Args:
         recipe: the recipe.
@@ -46,12 +59,129 @@ def export_recipe(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None
     keep = {key: value for key, value in recipe.prime_rl.items() if key not in DIALECTS}
     merge(table, keep)
     merge(table, recipe.prime_rl.get(dialect, {}))
-    head = (
-        f"# Written by prime_composer for prime-rl's {dialect} dialect. Start it with the adapter on:\n"
-        "#     prime-rl rl --config THIS_FILE --engine prime-rl\n"
-        "# which is PRIME_COMPOSER=1 in front of prime-rl's own `rl @ THIS_FILE`.\n"
-    )
-    return head + to_toml(table)
+    head = [
+        f"Written by prime_composer for prime-rl's {dialect} dialect. Start it with the adapter on:",
+        "    prime-rl rl --config THIS_FILE --engine prime-rl",
+        "which is PRIME_COMPOSER=1 in front of prime-rl's own `rl @ THIS_FILE`.",
+        *servers(recipe, dialect, {} if models is None else models),
+    ]
+    lost = not_carried(recipe)
+    if lost:
+        head += ["", "Not carried to prime-rl:", *(f"    {key}: {why}" for key, why in lost.items())]
+        print(f"not carried to prime-rl: {', '.join(f'{key} ({why})' for key, why in lost.items())}", file=sys.stderr)
+    if isinstance(table.get("slurm"), Mapping):
+        head += ["", *SLURM]
+    check_slurm(table)
+    return "".join(f"# {line}".rstrip() + "\n" for line in head) + to_toml(table)
+
+
+SLURM = (
+    "Under Slurm prime-rl's job script runs `uv sync`, which removes every package that prime-rl does not ask for, this one",
+    "too. Let slurm.pre_run_command, which runs after it, put the package back, the way it was installed at first:",
+    '    pre_run_command = "uv pip install prime-composer"',
+    "(where each node has an environment of its own: srun --ntasks-per-node=1 uv pip install prime-composer)",
+)
+"""Seen in templates/*.sbatch.j2 of all four versions; `uv run`, which starts each process, removes nothing."""
+
+
+def check_slurm(native: Mapping[str, Any]) -> None:
+    """Say on stderr what to do where a native file goes to Slurm and nothing in it would put this package back."""
+    slurm = native.get("slurm")
+    if isinstance(slurm, Mapping) and not slurm.get("pre_run_command"):
+        print(f"[slurm] has no pre_run_command. {' '.join(line.strip() for line in SLURM)}", file=sys.stderr)
+
+
+VLLM_LOGPROBS = 20
+"""vLLM's default max_logprobs: it refuses a request for more."""
+
+
+def servers(recipe: Recipe, dialect: str, models: Mapping[str, Any]) -> list[str]:
+    """The servers that are the user's to start, with prime-rl's own command; it pins a vLLM that answers its requests."""
+    if not {"ref_logprobs", "support"} & recipe.loss.needs:
+        return []
+    k = recipe.loss.support_size
+    more = isinstance(k, int) and k > VLLM_LOGPROBS
+    if not recipe.scored_by:
+        if recipe.rollout.url is None or not more:
+            return []
+        return ["", f"The server at rollout.url scores the rollouts as well: start it with max_logprobs = {k}."]
+    lines = ["", "The teacher's server is yours to start, on a GPU of its own:"]
+    if len(recipe.scored_by) > 1:
+        lines[1] = "The teachers' servers are yours to start, each on a GPU of its own:"
+    for client in teacher_clients(recipe, models).values():
+        name, extra = ("model.name", "vllm-extra") if dialect != "head" else ("vllm.model", "vllm")
+        port = urlsplit(client["url"]).port or 80
+        command = f"inference --{name} {shlex.quote(client['model'])} --server.port {port}"
+        lines.append(f"    {command}{f' --{extra}.max-logprobs {k}' if more else ''}")
+    return lines
+
+
+CARRIED = frozenset(
+    {"loss", "output_dir", "prime_rl"}
+    | {f"student.{key}" for key in ("model", "prepare")}
+    | {f"teacher.{key}" for key in ("model", "prepare", "url", "weight", "policy.hint", "policy.update", "policy.template")}
+    | {f"data.{key}" for key in (*EXPORTED, "ratio", "teacher")}
+    | {f"rollout.{key}" for key in ("url", "group_size", "temperature", "top_p", "max_tokens", "max_model_len")}
+    | {f"rollout.{key}" for key in ("student_fraction", "gpu_memory_utilization")}
+    | {f"trainer.{key}" for key in ("steps", "batch_size", "lr", "betas", "weight_decay", "max_grad_norm")}
+    | {f"trainer.{key}" for key in ("warmup_steps", "schedule", "gradient_checkpointing")}
+    | {"eval.every", "eval.size", "logging.wandb.project", "logging.wandb.name", "checkpoint.every", "checkpoint.keep"}
+)
+"""Keys of a recipe that reach prime-rl, or are refused where it cannot do what they say. ``teachers.NAME`` counts as
+``teacher``, ``environments.NAME`` as ``data``; what lies under ``loss``, ``prepare`` and ``prime_rl`` goes with its table."""
+
+UNREAD = frozenset(
+    {"teacher.policy.ema_rate", "teacher.policy.sync_every", "replay.source", "replay.path", "replay.pairs_per_step"}
+)
+"""Keys that nothing reads in a recipe that is not refused."""
+
+
+class NotCarried(NamedTuple):
+    """Why a key is not carried, and the values with which nothing is lost."""
+
+    why: str
+    harmless: tuple[Any, ...] = ()
+
+
+NOT_CARRIED = {
+    "teacher.backend": NotCarried("prime-rl asks a server, which is yours to start", ("server",)),
+    "teacher.dtype": NotCarried("the teacher's server is yours to start"),
+    "teacher.gpu_memory_utilization": NotCarried("the teacher's server is yours to start"),
+    "rollout.backend": NotCarried("prime-rl samples with vLLM", ("vllm", "server")),
+    "rollout.weights_dir": NotCarried("prime-rl brings new weights to the sampler its own way"),
+    "data.chat_template": NotCarried("prime-rl always renders a chat", (True,)),
+    "trainer.micro_batch_tokens": NotCarried("prime-rl packs sequences of rollout.max_model_len tokens"),
+    "trainer.dtype": NotCarried("prime-rl's trainer computes in bfloat16", ("bfloat16",)),
+    "trainer.seed": NotCarried("prime-rl orders prompts by seeds of its own; only its vLLM takes this one"),
+    "eval.kl_size": NotCarried("prime-rl evaluates accuracy alone", (0,)),
+    "eval.kl_support": NotCarried("prime-rl evaluates accuracy alone"),
+    "logging.tensorboard": NotCarried("prime-rl writes no TensorBoard files", (False,)),
+}
+
+
+def not_carried(recipe: Recipe) -> dict[str, str]:
+    """What the recipe sets and prime-rl is not told: the key as the recipe writes it, and why."""
+    lost = {}
+    for key, kind, value in keys_set(recipe):
+        entry = NOT_CARRIED.get(kind)
+        if entry is not None and value not in entry.harmless:
+            lost[key] = entry.why
+    return lost
+
+
+def keys_set(section: BaseModel, key: str = "", kind: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Each key that a recipe sets: as it is written, as ``CARRIED`` and ``NOT_CARRIED`` name it, and its value."""
+    for name in type(section).model_fields:
+        if name not in section.model_fields_set:
+            continue
+        value, here, what = getattr(section, name), f"{key}{name}", f"{kind}{name}"
+        if name in ("teachers", "environments"):
+            for child, table in value.items():
+                yield from keys_set(table, f"{here}.{child}.", "teacher." if name == "teachers" else "data.")
+        elif isinstance(value, BaseModel) and name not in ("loss", "prepare"):
+            yield from keys_set(value, f"{here}.", f"{what}.")
+        else:
+            yield here, what, value
 
 
 def export_tables(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -98,25 +228,29 @@ def export_tables(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None
             },
             "scheduler": scheduler(recipe),
         },
+        # Without [ckpt] prime-rl keeps nothing, not even the last weights; without an interval, these alone.
+        "ckpt": {"keep_last": recipe.checkpoint.keep},
     }
+    if recipe.checkpoint.every:
+        table["ckpt"]["interval"] = recipe.checkpoint.every
+    checkpointing = activation_checkpointing(recipe)
+    if checkpointing:
+        table["trainer"]["model"] = checkpointing
+    if "eval" in recipe.model_fields_set:
+        orchestrator["eval"] = evaluation(recipe, dialect)
     if recipe.output_dir is not None:
         run_dir = Path(recipe.output_dir)
         if dialect == "head":  # it would put a generated name below output_dir otherwise
             table |= {"output_dir": str(run_dir.parent), "run": {"name": run_dir.name}}
         else:
             table["output_dir"] = str(run_dir)
-    if recipe.checkpoint.every:
-        table["ckpt"] = {"interval": recipe.checkpoint.every, "keep_last": recipe.checkpoint.keep}
     if recipe.logging.wandb is not None:
         wandb = {"project": recipe.logging.wandb.project}
         if recipe.logging.wandb.name is not None:
             wandb["name"] = recipe.logging.wandb.name
         table |= {"monitors": {"wandb": wandb}} if dialect == "head" else {"wandb": wandb}
     if recipe.rollout.url is None:
-        memory = {}
-        if "gpu_memory_utilization" in recipe.rollout.model_fields_set:
-            memory["gpu_memory_utilization"] = recipe.rollout.gpu_memory_utilization
-        table["inference"] = {"vllm": memory} if dialect == "head" and memory else memory
+        table["inference"] = inference(recipe, dialect)
     return table
 
 
@@ -301,12 +435,58 @@ def sampling(recipe: Recipe) -> dict[str, Any]:
     return out
 
 
+def inference(recipe: Recipe, dialect: str) -> dict[str, Any]:
+    """Arguments of the vLLM server that prime-rl starts for the student."""
+    arguments: dict[str, Any] = {}
+    if "gpu_memory_utilization" in recipe.rollout.model_fields_set:
+        arguments["gpu_memory_utilization"] = recipe.rollout.gpu_memory_utilization
+    if "seed" in recipe.trainer.model_fields_set:
+        arguments["seed"] = recipe.trainer.seed
+    if "dtype" in recipe.trainer.model_fields_set and recipe.trainer.dtype == "bfloat16":
+        arguments["dtype"] = "bfloat16"  # prime-rl's own "auto" makes float16 of a float32 model
+    k = recipe.loss.support_size
+    if recipe.teacher is not None and recipe.teacher.policy is not None and isinstance(k, int) and k > VLLM_LOGPROBS:
+        arguments["max_logprobs"] = k  # the policy is its own teacher: this server scores as well
+    if dialect == "head":
+        return {"vllm": arguments} if arguments else {}
+    table = {key: value for key, value in arguments.items() if key in ("gpu_memory_utilization", "seed")}
+    if "dtype" in arguments:
+        table["model"] = {"dtype": arguments["dtype"]}
+    if "max_logprobs" in arguments:
+        table["vllm_extra"] = {"max_logprobs": arguments["max_logprobs"]}
+    return table
+
+
+def activation_checkpointing(recipe: Recipe) -> dict[str, Any]:
+    """trainer.gradient_checkpointing where the recipe sets it; prime-rl's own default is off in v0.6 and on later."""
+    if "gradient_checkpointing" not in recipe.trainer.model_fields_set:
+        return {}
+    if recipe.trainer.gradient_checkpointing:
+        return {"ac": {"mode": "full"}}
+    # Offloading, which later versions turn on as well, would turn checkpointing on again.
+    return {"ac": "None", "ac_offloading": "None"}
+
+
+def evaluation(recipe: Recipe, dialect: str) -> dict[str, Any]:
+    """[eval]: greedy accuracy on the held-out problems, before the first step and at each multiple of an interval."""
+    # prime-rl looks after it has sent a batch. v0.6 has counted the batches sent, later ones the next one.
+    last = recipe.trainer.steps + (dialect != "v0.6")
+    sources = [Part(name, data, data.ratio, {}) for name, data in recipe.sources.items()]
+    return {
+        "interval": recipe.eval.every or last,
+        "num_examples": math.ceil(recipe.eval.size / len(sources)),
+        "sampling": {"temperature": 0.0, "max_completion_tokens": recipe.rollout.max_tokens},
+        ENVIRONMENT_KEY[dialect]: [environment(source, dialect, split="test") for source in sources],
+    }
+
+
 def scheduler(recipe: Recipe) -> dict[str, Any]:
     kind, warmup = recipe.trainer.schedule, recipe.trainer.warmup_steps
-    if kind == "constant":
+    decay = recipe.trainer.steps - warmup
+    if kind == "constant" or decay <= 1:  # a single step of a decay is at its peak, and prime-rl would divide by decay - 1
         return {"type": "constant"} if not warmup else {"type": "linear", "warmup_steps": warmup, "decay_steps": 0}
     if kind == "linear":
-        return {"type": "linear", "warmup_steps": warmup, "decay_steps": max(recipe.trainer.steps - warmup, 0)}
+        return {"type": "linear", "warmup_steps": warmup, "decay_steps": decay}
     return {"type": "cosine", "warmup_steps": warmup}
 
 
@@ -320,9 +500,11 @@ def loss_table(recipe: Recipe, dialect: str) -> dict[str, Any]:
     return table
 
 
-def environment(part: Part, dialect: str) -> dict[str, Any]:
+def environment(part: Part, dialect: str, split: str = "train") -> dict[str, Any]:
     """Some of the recipe's problems, served by ``prime_composer_problems``."""
     settings = data_settings(part.data)
+    if split != "train":
+        settings["split"] = split
     if part.rows is not None:
         settings["rows_of"] = part.rows
     entry: dict[str, Any] = {"name": part.name, "ratio": part.ratio}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,14 @@ def launch(
     dialect = probe_dialect()
     raw = read_tables(path, "recipe", "recipes/")
     if is_native(raw):
+        from prime_composer.upstream.export import check_slurm
+
         for item in overrides:
             apply_override(raw, item)
-        settings = {}
+        settings, head = {}, ""
         if output_dir is not None:
             raw["output_dir"] = output_dir
+        check_slurm(raw)
     else:
         from prime_composer.upstream.export import export_recipe, loss_table
 
@@ -63,11 +67,12 @@ def launch(
         recipe = load_recipe(path, [*overrides, *keep])
         if recipe.output_dir is None:
             recipe = load_recipe(path, [*overrides, f"output_dir={json.dumps(f'outputs/{path.stem}')}"])
-        raw = tomllib.loads(export_recipe(recipe, dialect, models))
+        text = export_recipe(recipe, dialect, models)
+        raw, head = tomllib.loads(text), comment_at_head(text)
         settings = {"loss": loss_table(recipe, dialect)}
     if resume:
         ask_to_resume(raw, dialect)
-    command, env = command_and_environment(write(raw, path), settings, dry_run)
+    command, env = command_and_environment(write(raw, path, head), settings, dry_run)
     print(f"prime-rl ({dialect}): {' '.join(command)}", flush=True)
     return subprocess.call(command, env=env)
 
@@ -77,13 +82,18 @@ def is_native(raw: Mapping[str, Any]) -> bool:
     return "student" not in raw and bool(NATIVE & set(raw))
 
 
-def write(raw: Mapping[str, Any], path: Path) -> Path:
-    """The TOML that prime-rl is given, kept in ``outputs/`` for the record."""
+def comment_at_head(text: str) -> str:
+    """The comment that a TOML file starts with."""
+    return "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+
+
+def write(raw: Mapping[str, Any], path: Path, head: str = "") -> Path:
+    """The TOML that prime-rl is given, kept in ``outputs/`` for the record, under a comment at its ``head``."""
     from prime_composer.upstream.export import to_toml
 
     target = Path("outputs") / f"{path.stem}.prime_rl.toml"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(to_toml(raw), encoding="utf-8")
+    target.write_text(head + to_toml(raw), encoding="utf-8")
     return target
 
 

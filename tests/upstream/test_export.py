@@ -1,19 +1,28 @@
 """Recipes in prime-rl's words: what is written, what is refused, and that prime-rl's own parser takes it."""
 
+import copy
 import json
+import re
+import shlex
 import subprocess
 import sys
 import tomllib
+import types
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
 from make_venvs import python_of, verifiers_of
 from prime_rl_checkout import REPO, VERSIONS
+from pydantic import BaseModel
 
-from prime_composer.data import DataConfig
-from prime_composer.recipe import RecipeError, load_recipe, parse_recipe
+from prime_composer.data import DataConfig, Problem
+from prime_composer.recipe import Recipe, RecipeError, load_recipe, parse_recipe
+from prime_composer.upstream import export
 from prime_composer.upstream.environment import load_split
-from prime_composer.upstream.export import export_recipe, to_toml
+from prime_composer.upstream.export import CARRIED, NOT_CARRIED, UNREAD, export_recipe, not_carried, to_toml
+from prime_composer.upstream.launch import comment_at_head
 from prime_composer.upstream.orchestrator import HEADER
 from prime_composer.upstream.probe import DIALECTS
 
@@ -286,3 +295,321 @@ def test_prime_rls_own_parser_and_dry_run_take_every_recipe(trees, tmp_path, ver
     # A recipe may ask for what prime-rl cannot do; it then says so by name, and never half of it is exported.
     for stem, reason in refused.items():
         assert "--engine local" in reason, (stem, reason)
+
+
+# ------------------------------------------------------------------------------------- what each key of a recipe becomes
+
+
+def keys_of(section, prefix=""):
+    """Every key that a recipe may have, by its types; tables of several are named like those of one."""
+    for name, field in section.model_fields.items():
+        found = [field.annotation, *get_args(field.annotation)]
+        tables = [option for option in found if isinstance(option, type) and issubclass(option, BaseModel)]
+        if name in ("loss", "prepare"):
+            yield prefix + name
+        elif name in ("teachers", "environments"):
+            yield from keys_of(tables[0], "teacher." if name == "teachers" else "data.")
+        elif tables:
+            yield from keys_of(tables[0], f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_every_key_of_a_recipe_is_carried_or_refused_or_said_not_to_be():
+    classes = [CARRIED, UNREAD, frozenset(NOT_CARRIED)]
+    known = frozenset().union(*classes)
+    assert set(keys_of(Recipe)) == known
+    assert len(known) == sum(map(len, classes))
+
+
+OTHER_VALUES = {
+    "student.model": "b/student", "student.prepare": {}, "teacher.model": "b/teacher", "teacher.prepare": {},
+    "teacher.url": "http://other:1", "teacher.weight": 2.0, "teacher.policy.hint": "feedback", "teacher.policy.update": "ema",
+    "teacher.policy.template": "{question}{hint}", "loss": {"type": "topk_reverse_kl", "k": 17}, "output_dir": "elsewhere",
+    "prime_rl": {"seq_len": 7}, "data.source": "hub", "data.path": "rows.jsonl", "data.hub_id": "a/b", "data.hub_name": "c",
+    "data.size": 20, "data.seed": 1, "data.operations": (1,), "data.hold_out": 0.2, "data.calculator_annotations": True,
+    "data.prompt_template": "{question}", "data.answer_check": "math_verify", "data.teacher_key": "by", "data.ratio": 2.0,
+    "data.teacher": "b", "rollout.url": "http://student:1", "rollout.group_size": 4, "rollout.temperature": 0.5,
+    "rollout.top_p": 0.5, "rollout.max_tokens": 65, "rollout.max_model_len": 257, "rollout.student_fraction": 0.5,
+    "rollout.gpu_memory_utilization": 0.5, "trainer.steps": 8, "trainer.batch_size": 16, "trainer.lr": 1e-4,
+    "trainer.betas": (0.5, 0.5), "trainer.weight_decay": 0.1, "trainer.max_grad_norm": 2.0, "trainer.warmup_steps": 2,
+    "trainer.schedule": "cosine", "trainer.gradient_checkpointing": True, "eval.every": 3, "eval.size": 9,
+    "logging.wandb.project": "p", "logging.wandb.name": "n", "checkpoint.every": 3, "checkpoint.keep": 5,
+}  # fmt: skip
+COMPANIONS = {
+    "rollout.url": {"rollout": {"backend": "server", "url": "http://other:1"}},
+    "data.path": {"data": {"source": "jsonl", "path": "other.jsonl"}},
+    "logging.wandb.name": {"logging": {"wandb": {"project": "p"}}},
+}
+
+
+def with_key(key, value):
+    """The recipe of these tests with one key set, and what that key needs beside it."""
+    raw = recipe().model_dump(exclude_unset=True)
+    if key in ("teacher.weight", "data.teacher", "data.teacher_key"):
+        raw = {**{k: v for k, v in raw.items() if k != "teacher"}, "teachers": copy.deepcopy(TWO)}
+    if key == "data.teacher_key":
+        raw["data"]["source"] = "hub"
+    if key.startswith("teacher.policy"):
+        raw["teacher"] = {"policy": {"update": "live"}}
+    for section, table in COMPANIONS.get(key, {}).items():
+        raw.setdefault(section, {}).update(copy.deepcopy(table))
+    if key.endswith(".prepare"):
+        del raw[key.split(".")[0]]["model"]
+    plain = copy.deepcopy(raw)
+    names = key.replace("teacher.weight", "teachers.a.weight").split(".")
+    here = raw
+    for name in names[:-1]:
+        here = here.setdefault(name, {})
+    here[names[-1]] = value
+    return plain, raw
+
+
+def test_a_carried_key_changes_the_export_or_is_refused_by_its_name(monkeypatch):
+    monkeypatch.setattr(export, "load_problems", lambda data: ([Problem("q", "#### 1", teacher="a")] * 2, []))
+    assert set(OTHER_VALUES) == CARRIED
+    for key, value in OTHER_VALUES.items():
+        plain, changed = with_key(key, value)
+        models = {"student": "/s", "teacher": "/t"}
+        try:
+            text = export_recipe(parse_recipe(changed), "head", models)
+        except RecipeError as error:
+            assert str(error).startswith(f"{key} = "), (key, error)
+            continue
+        try:
+            before = export_recipe(parse_recipe(plain), "head", models)
+        except RecipeError:
+            assert key.endswith(".prepare"), key  # a model needs one origin
+            continue
+        assert tomllib.loads(text) != tomllib.loads(before), key
+
+
+LOSSY = {
+    "teacher.backend": "vllm", "teacher.dtype": "float16", "teacher.gpu_memory_utilization": 0.5,
+    "rollout.backend": "transformers", "rollout.weights_dir": "there", "data.chat_template": False,
+    "trainer.micro_batch_tokens": 99, "trainer.dtype": "float32", "trainer.seed": 1, "eval.kl_size": 3, "eval.kl_support": 8,
+    "logging.tensorboard": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", LOSSY)
+def test_a_key_that_is_not_carried_is_named_at_the_head_and_on_stderr(key, capsys):
+    assert set(LOSSY) == set(NOT_CARRIED)
+    raw = recipe().model_dump(exclude_unset=True)
+    del raw["teacher"]["url"]  # a recipe's `url` and another backend contradict each other
+    section, name = key.split(".")
+    raw.setdefault(section, {})[name] = LOSSY[key]
+    text = export_recipe(parse_recipe(raw), "head")
+    head = comment_at_head(text)
+    said = capsys.readouterr().err
+    assert f"#     {key}: {NOT_CARRIED[key].why}\n" in head
+    assert said == f"not carried to prime-rl: {key} ({NOT_CARRIED[key].why})\n"
+
+
+def test_what_prime_rl_does_anyway_is_no_loss(capsys):
+    raw = recipe().model_dump(exclude_unset=True)
+    raw["trainer"]["dtype"], raw["rollout"]["backend"], raw["data"]["chat_template"] = "bfloat16", "vllm", True
+    raw["logging"] = {"tensorboard": False}
+    assert "Not carried" not in export_recipe(parse_recipe(raw), "head") and not capsys.readouterr().err
+
+
+def test_a_key_of_several_is_named_as_the_recipe_writes_it():
+    teachers = copy.deepcopy(TWO)
+    teachers["b"]["dtype"] = "float16"
+    raw = {**recipe().model_dump(exclude_unset=True), "teachers": teachers}
+    raw["environments"] = {"sums": {"chat_template": False}}
+    del raw["teacher"], raw["data"]
+    assert list(not_carried(parse_recipe(raw))) == ["teachers.b.dtype", "environments.sums.chat_template"]
+
+
+# ------------------------------------------------------------------------ what prime-rl's own code makes of these settings
+
+READ = """
+import json, sys
+from prime_rl.utils.config import cli
+kind, *words = sys.argv[1:]
+sys.argv = [kind, *words]
+if kind == "rl":
+    from prime_rl.configs.rl import RLConfig as Config
+else:
+    from prime_rl.configs.inference import InferenceConfig as Config
+config = cli(Config)
+inference = config.inference if kind == "rl" else config
+arguments = inference.to_namespace() if hasattr(inference, "to_namespace") else inference.to_vllm()
+for key, value in (getattr(inference, "vllm_extra", None) or {}).items():  # as prime_rl.inference.vllm.server.server does
+    setattr(arguments, key, value)
+names = ("model", "port", "dtype", "seed", "max_logprobs", "gpu_memory_utilization")
+print("RESULT " + json.dumps({
+    "config": config.model_dump(mode="json"), "vllm": {key: getattr(arguments, key, None) for key in names}
+}))
+"""
+
+
+@pytest.fixture
+def read(trees, tmp_path):
+    """What prime-rl's parser makes of a command line: the config, and the arguments that vLLM is started with."""
+
+    def parse(version, kind, *words):
+        python = python_of("v0.6" if version == "v0.6.0" else "newest")
+        other = verifiers_of(version)
+        if not python.exists() or (other is not None and not other.exists()):
+            pytest.skip("no environment for it (python tests/upstream/make_venvs.py)")
+        env = launch_run.environment(str(python), trees(version), tmp_path)
+        del env["PRIME_CPU_RIG"]
+        if other is not None:
+            env["PYTHONPATH"] = f"{other}{launch_run.os.pathsep}{env['PYTHONPATH']}"
+        command = [str(python), "-c", READ, kind, *words]
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        assert lines, done.stdout[-2000:] + done.stderr[-2000:]
+        return json.loads(lines[-1].removeprefix("RESULT "))
+
+    return parse
+
+
+def written(folder, dialect, raw):
+    path = folder / f"{dialect}.toml"
+    path.write_text(export_recipe(parse_recipe(raw), dialect))
+    return str(path)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_prime_rl_is_told_to_checkpoint_recompute_evaluate_and_sample_as_the_recipe_says(read, tmp_path, version):
+    dialect = cpu_recipe.DIALECT[version]
+    raw = {**recipe().model_dump(exclude_unset=True), "student": {"model": "Qwen/Qwen3-0.6B"}}
+    raw |= {"checkpoint": {"every": 0, "keep": 3}, "eval": {"every": 2, "size": 50}}
+    raw["trainer"] |= {"gradient_checkpointing": True, "dtype": "bfloat16", "seed": 5}
+    raw["rollout"]["gpu_memory_utilization"] = 0.5
+    found = read(version, "rl", "@", written(tmp_path, dialect, raw))
+    config, trainer = found["config"], found["config"]["trainer"]
+    # Its trainer writes the last weights where it has a ckpt table; without an interval, nothing before.
+    assert trainer["ckpt"]["interval"] is None and trainer["ckpt"]["keep_last"] == 3
+    assert trainer["model"]["ac"]["mode"] == "full"
+    assert found["vllm"]["dtype"] == "bfloat16" and found["vllm"]["seed"] == 5
+    assert found["vllm"]["gpu_memory_utilization"] == 0.5
+    evaluation = config["orchestrator"]["eval"]
+    (source,) = evaluation[ENTRIES[dialect]]
+    assert (source["interval"], source["num_examples"], source["group_size"]) == (2, 50, 1)
+    assert source["sampling"]["temperature"] == 0.0 and source["sampling"]["max_completion_tokens"] == 64
+    settings = source["args"] if dialect == "v0.6" else (source if dialect == "v0.7" else source["env"])["taskset"]
+    assert settings["split"] == "test"
+    raw["trainer"]["gradient_checkpointing"] = False
+    model = read(version, "rl", "@", written(tmp_path, dialect, raw))["config"]["trainer"]["model"]
+    assert model["ac"] is None and model["ac_offloading"] is None
+
+
+@pytest.mark.parametrize("version", ["v0.7.0", "v0.8.0", "newest"])
+def test_a_policy_that_scores_itself_has_a_server_that_answers_for_k(read, tmp_path, version):
+    dialect = cpu_recipe.DIALECT[version]
+    raw = {**recipe().model_dump(exclude_unset=True), "student": {"model": "Qwen/Qwen3-0.6B"}}
+    raw |= {"teacher": {"policy": {"update": "live"}}, "loss": {"type": "self_distillation"}}  # whose k is 32
+    assert read(version, "rl", "@", written(tmp_path, dialect, raw))["vllm"]["max_logprobs"] == 32
+    raw["loss"]["k"] = 8  # vLLM's own 20 are enough
+    assert read(version, "rl", "@", written(tmp_path, dialect, raw))["vllm"]["max_logprobs"] is None
+
+
+def test_a_students_server_of_ones_own_that_scores_is_told_so():
+    raw = {
+        **recipe().model_dump(exclude_unset=True),
+        "teacher": {"policy": {"update": "live"}},
+        "loss": {"type": "self_distillation"},
+    }
+    raw["rollout"] |= {"backend": "server", "url": "http://host:8000"}
+    assert "start it with max_logprobs = 32" in comment_at_head(export_recipe(parse_recipe(raw), "head"))
+
+
+def commands_of(path):
+    """The commands in the head of a recipe, a list of words each, with the variables in front in a dict."""
+    text = comment_at_head(path.read_text()).replace("\\\n", " ")
+    lines = re.findall(r"^# {5,}(CUDA_VISIBLE_DEVICES=.*)$", text, re.MULTILINE)
+    for line in lines:
+        first, *words = shlex.split(line.replace("#", " "))
+        yield [int(device) for device in first.partition("=")[2].split(",")], words
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_command_for_a_teachers_server_is_one_that_prime_rls_inference_takes(read, version):
+    loaded = load_recipe(REPO / "recipes" / "gsm8k_opd_qwen3.toml")
+    head = comment_at_head(export_recipe(loaded, cpu_recipe.DIALECT[version]))
+    written_down = shlex.split(re.search(r"^# +inference (--.*)$", head, re.MULTILINE)[1])
+    recipes_own = [words for _, words in commands_of(REPO / "recipes" / "gsm8k_opd_qwen3.toml") if words[0] == "inference"]
+    name = "--vllm.model" if version == "newest" else "--model.name"
+    recipes_own = [words[1:] for words in recipes_own if words[1] == name]
+    assert len(recipes_own) == 2 and recipes_own[0] == written_down
+    for words, model, share in zip(recipes_own, ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B"), (0.9, 0.45), strict=True):
+        assert read(version, "inference", *words)["vllm"] == {
+            "model": model, "port": 8001, "dtype": "auto", "seed": 0, "max_logprobs": 32, "gpu_memory_utilization": share
+        }  # fmt: skip
+
+
+def test_the_gpus_in_the_qwen3_recipes_commands_add_up():
+    path = REPO / "recipes" / "gsm8k_opd_qwen3.toml"
+    commands = list(commands_of(path))
+    runs = [(gpus, words) for gpus, words in commands if words[0] == "prime-rl"]
+    teachers = [gpus for gpus, words in commands if words[0] == "inference"]
+    assert len(runs) == 2 and teachers == [[0]] * 4
+    for gpus, words in runs:
+        overrides = [value for word, value in zip(words, words[1:], strict=False) if word == "--set"]
+        loaded = load_recipe(path, overrides)
+        deployment = loaded.prime_rl["deployment"]
+        assert deployment["num_infer_gpus"] + deployment["num_train_gpus"] == len(gpus)
+        # prime-rl hands out what it sees in order, inference first; the teacher is on GPU 0.
+        shared = set(gpus[: deployment["num_infer_gpus"]]) & {0}
+        assert loaded.rollout.gpu_memory_utilization + (0.45 if shared else 0) <= 0.9
+        assert 0 not in gpus[deployment["num_infer_gpus"] :]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_prime_rls_scheduler_runs_every_schedule_that_is_exported(trees, version):
+    source = (trees(version) / "src" / "prime_rl" / "trainer" / "scheduler.py").read_text()
+    names = {"SchedulerConfig": object, "OptimizerLike": object, "OffloadOptimizer": (), "CPUOffloadOptimizer": ()}
+    code = "\n".join(line for line in source.splitlines() if not line.startswith("from prime_rl"))
+    exec(compile(code, "scheduler.py", "exec", dont_inherit=True), names)  # noqa: S102
+    for kind in ("constant", "linear", "cosine"):
+        for steps in (1, 2, 3, 8):
+            for warmup in range(steps + 2):
+                changes = {"steps": steps, "warmup_steps": warmup, "schedule": kind}
+                table = native("head", trainer=changes)["trainer"]["scheduler"]
+                optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+                config = types.SimpleNamespace(**{"min_lr": 0.0, **table})
+                schedule = names["setup_scheduler"](optimizer, config, steps, 1.0)
+                rates = []
+                for _ in range(steps):
+                    rates.append(optimizer.param_groups[0]["lr"])
+                    optimizer.step()
+                    schedule.step()
+                case = (kind, steps, warmup, rates)
+                if warmup < steps:  # the first step after the warm-up is at the peak, as in the local engine
+                    assert rates[warmup] == pytest.approx(1.0), case
+                if kind == "constant" or steps - warmup <= 1:
+                    assert rates[warmup:] == pytest.approx([1.0] * (steps - warmup if warmup < steps else 0)), case
+                else:
+                    assert rates[-1] < rates[warmup], case
+
+
+# ---------------------------------------------------------------------------------------------------------------- Slurm
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_in_prime_rls_job_scripts_the_command_before_the_run_comes_after_the_sync(trees, version):
+    templates = trees(version) / "src" / "prime_rl" / "templates"
+    for name in ("single_node_rl", "multi_node_rl"):
+        text = (templates / f"{name}.sbatch.j2").read_text()
+        places = [
+            text.index("source .venv/bin/activate"),
+            text.index("uv sync"),
+            text.index("{{ pre_run_command }}"),
+            text.index("uv run"),
+        ]
+        assert places == sorted(places)
+
+
+def test_a_run_under_slurm_is_told_how_to_keep_the_package(capsys):
+    remedy = 'pre_run_command = "uv pip install prime-composer"'
+    assert "slurm" not in export_recipe(recipe(), "head").lower()
+    text = export_recipe(recipe(prime_rl={"slurm": {"job_name": "x"}}), "head")
+    assert f"#     {remedy}\n" in comment_at_head(text) and remedy in capsys.readouterr().err
+    done = export_recipe(recipe(prime_rl={"slurm": {"pre_run_command": "make it so"}}), "head")
+    assert remedy in comment_at_head(done) and not capsys.readouterr().err
+    other = export_recipe(recipe(prime_rl={"v0.6": {"slurm": {"job_name": "x"}}}), "head")
+    assert remedy not in other and not capsys.readouterr().err

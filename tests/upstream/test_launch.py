@@ -48,6 +48,17 @@ def test_resuming_is_said_in_each_dialects_words():
     assert old == {"ckpt": {"interval": 5, "resume_step": -1}} and new == {"resume": {}}
 
 
+def test_a_native_file_for_slurm_is_told_how_to_keep_the_package(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("has_prime_rl", lambda: True), ("check_pth", lambda: None), ("probe_dialect", lambda: "head")):
+        monkeypatch.setattr(launch, name, value)
+    monkeypatch.setattr(launch.subprocess, "call", lambda command, env: 0)
+    file = tmp_path / "native.toml"
+    file.write_text("[orchestrator]\nbatch_size = 1\n[slurm]\njob_name = 'x'\n")
+    assert launch.launch(file) == 0 and "uv pip install prime-composer" in capsys.readouterr().err
+    assert launch.launch(file, ["slurm.pre_run_command=make"]) == 0 and not capsys.readouterr().err
+
+
 RECIPE = """
 [student]
 model = "Qwen/Qwen3-0.6B"
@@ -89,4 +100,5 @@ def test_prime_rls_launcher_takes_a_recipe_and_then_its_own_native_export(trees,
         assert "Dry run complete" in done.stdout + done.stderr
         written = tmp_path / "outputs" / f"{file.stem}.prime_rl.toml"
         assert tomllib.loads(written.read_text())["trainer"]["loss"]["kwargs"]["k"] == k
+        assert written.read_text().startswith("# Written by prime_composer") is (file == recipe)
     assert REPO.exists()
