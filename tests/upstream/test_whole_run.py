@@ -61,6 +61,7 @@ def run(
     if not Path(python).exists() or not (verifiers_of(version) or Path(python)).exists():
         pytest.skip("no environment for it (python tests/upstream/make_venvs.py)")
     made = models(python, tied)
+    folder.mkdir(exist_ok=True)
     roles = ("student", "teacher", *(["other"] if several else []))
     if vllm is None:
         servers = {role: launch_run.Server(python, made / role, folder / f"{role}.jsonl") for role in roles}
@@ -181,6 +182,24 @@ def test_two_environments_of_the_recipe_each_with_its_own_mixture_of_two_teacher
     assert first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(mean, abs=5e-3)
     assert abs(mean - unmixed) > 2e-2  # prime-rl's one teacher would have been seen
     assert expected["moved"] > 1e-3 and not update["missing"]
+
+
+@everything
+@pytest.mark.parametrize("version", ["v0.6.0", "newest"])
+def test_a_mixture_for_a_sampled_loss_stops_where_the_orchestrator_runs_without_the_adapter(
+    trees, models, tmp_path, monkeypatch, version
+):
+    folder_of = launch_run.command_folder
+
+    def without(python, folder):
+        script = folder_of(python, folder) / "orchestrator"
+        script.write_text(script.read_text().replace("exec", "unset PRIME_COMPOSER\nexec"))
+        return folder
+
+    assert "sampled_reverse_kl was called" in run(version, trees, models, tmp_path / "with", SAMPLED, several=True)["trainer"]
+    monkeypatch.setattr(launch_run, "command_folder", without)
+    with pytest.raises(pytest.fail.Exception, match="adapter = true: .* and the orchestrator runs without it"):
+        run(version, trees, models, tmp_path / "without", SAMPLED, several=True)
 
 
 @everything
