@@ -1,5 +1,6 @@
 """Opens what a recipe names: the student and its sampler, the teacher and its scorer."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +150,8 @@ def open_sampler(recipe: Recipe, origin: str | Path) -> Sampler:
     if config.backend == "server":
         from prime_composer.backends.vllm_server import ServerSampler
 
-        return ServerSampler(config.url, model=str(origin), weights_dir=config.weights_dir)
+        key = os.environ.get(config.api_key_var)
+        return ServerSampler(config.url, model=str(origin), weights_dir=config.weights_dir, api_key=key)
     if config.backend == "vllm":
         from prime_composer.backends.vllm import VLLMSampler
 
@@ -172,7 +174,7 @@ def open_scorer(teacher: TeacherConfig, recipe: Recipe) -> Scorer:
     if backend == "server":
         from prime_composer.backends.vllm_server import ServerScorer
 
-        return ServerScorer(teacher.url, model=str(origin))
+        return ServerScorer(teacher.url, model=str(origin), api_key=os.environ.get(teacher.api_key_var))
     if backend == "vllm":
         from prime_composer.backends.vllm import VLLMScorer
 
@@ -272,7 +274,8 @@ def teacher_sampler(scorer: Scorer, teacher: TeacherConfig, recipe: Recipe) -> S
     """What generates with a teacher, to measure its accuracy once. On vLLM it is the scorer's own engine."""
     if hasattr(scorer, "generate"):
         return scorer
-    rollout = recipe.rollout.model_copy(update={"backend": teacher_backend(teacher, recipe), "url": teacher.url})
+    server = {"url": teacher.url, "api_key_var": teacher.api_key_var}
+    rollout = recipe.rollout.model_copy(update={"backend": teacher_backend(teacher, recipe), **server})
     trainer = recipe.trainer.model_copy(update={"dtype": teacher.dtype or recipe.trainer.dtype})
     return open_sampler(recipe.model_copy(update={"rollout": rollout, "trainer": trainer}), model_dir(teacher, recipe))
 

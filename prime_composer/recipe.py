@@ -107,6 +107,9 @@ class TeacherConfig(ModelConfig):
     url: str | None = None
     """Base URL of a running vLLM server; implies backend 'server'."""
 
+    api_key_var: str = "VLLM_API_KEY"
+    """Environment variable with the API key of the server at `url`, where it asks for one."""
+
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Unset: the trainer's dtype."""
 
@@ -143,6 +146,9 @@ class RolloutConfig(Section):
 
     url: str | None = None
     """Base URL of a running vLLM server of the student, for backend 'server'."""
+
+    api_key_var: str = "VLLM_API_KEY"
+    """Environment variable with the API key of the server at `url`, where it asks for one."""
 
     weights_dir: Path | None = None
     """For backend 'server': a directory that this process can write and the server can read; new weights travel through

@@ -89,6 +89,7 @@ class Server:
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
         )
+        self._keyed = bool(api_key)
         self._pool = ThreadPoolExecutor(max_workers=concurrency)
         try:
             card = self._find(None if model is None else str(model))
@@ -198,6 +199,11 @@ class Server:
         if "prompt logprobs" in words and "max allowed" in words:
             raise ServerError(
                 f"The server at {self.url} refuses that K ({words}); start it with a larger --max-logprobs, or lower the loss's k."
+            )
+        if response.status_code == 401:
+            raise ServerError(
+                f"The server at {self.url} asks for an API key and got {'another' if self._keyed else 'none'}: put it into the "
+                f"environment variable that api_key_var in {self.section} names (VLLM_API_KEY where it names none)."
             )
         raise ServerError(f"The server at {self.url} answered {response.status_code} to {path}: {words}")
 

@@ -36,9 +36,9 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel
 
 from prime_composer.data import DataConfig, load_problems
-from prime_composer.recipe import Recipe, RecipeError
+from prime_composer.recipe import Recipe, RecipeError, RolloutConfig, TeacherConfig
 from prime_composer.upstream.environment import EXPORTED, NAME, data_settings
-from prime_composer.upstream.orchestrator import HEADER
+from prime_composer.upstream.orchestrator import API_KEY_VAR, HEADER
 from prime_composer.upstream.probe import DIALECTS
 
 IMPORT_PATH = "prime_composer.upstream.loss_fn"
@@ -119,9 +119,12 @@ def servers(recipe: Recipe, dialect: str, models: Mapping[str, Any]) -> list[str
 CARRIED = frozenset(
     {"loss", "output_dir", "prime_rl"}
     | {f"student.{key}" for key in ("model", "prepare")}
-    | {f"teacher.{key}" for key in ("model", "prepare", "url", "weight", "policy.hint", "policy.update", "policy.template")}
+    | {
+        f"teacher.{key}"
+        for key in ("model", "prepare", "url", "api_key_var", "weight", "policy.hint", "policy.update", "policy.template")
+    }
     | {f"data.{key}" for key in (*EXPORTED, "ratio", "teacher")}
-    | {f"rollout.{key}" for key in ("url", "group_size", "temperature", "top_p", "max_tokens", "max_model_len")}
+    | {f"rollout.{key}" for key in ("url", "api_key_var", "group_size", "temperature", "top_p", "max_tokens", "max_model_len")}
     | {f"rollout.{key}" for key in ("student_fraction", "gpu_memory_utilization")}
     | {f"trainer.{key}" for key in ("steps", "batch_size", "lr", "betas", "weight_decay", "max_grad_norm")}
     | {f"trainer.{key}" for key in ("warmup_steps", "schedule", "gradient_checkpointing")}
@@ -208,7 +211,8 @@ def export_tables(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None
     elif distils:
         add_teachers(orchestrator, dialect, parts, teacher_clients(recipe, models))
     if recipe.rollout.url is not None:
-        client = {"base_url": v1_url(recipe.rollout.url) if dialect == "head" else [v1_url(recipe.rollout.url)]}
+        url = v1_url(recipe.rollout.url)
+        client = {"base_url": url if dialect == "head" else [url]} | key_of(recipe.rollout)
         key = "student" if dialect == "v0.6" else "model"
         orchestrator.setdefault(key, {})["client"] = client
     table: dict[str, Any] = {
@@ -375,13 +379,18 @@ def environments(recipe: Recipe, distils: bool) -> list[Part]:
     return parts
 
 
+def key_of(server: TeacherConfig | RolloutConfig) -> dict[str, str]:
+    """Where the API key of a server is, unless prime-rl looks there by itself."""
+    return {} if server.api_key_var == API_KEY_VAR else {"api_key_var": server.api_key_var}
+
+
 def teacher_clients(recipe: Recipe, models: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Served name and URL of each teacher, by role. Where the recipe has no URL: this host, port 8001 and upwards, in the
     recipe's order."""
     clients = {}
     for port, (role, teacher) in enumerate(recipe.scored_by.items(), start=FIRST_TEACHER_PORT):
         name = model_name(teacher.model, models, role)
-        clients[role] = {"url": v1_url(teacher.url or f"http://localhost:{port}"), "model": name}
+        clients[role] = {"url": v1_url(teacher.url or f"http://localhost:{port}"), "model": name} | key_of(teacher)
     return clients
 
 
@@ -392,8 +401,12 @@ def add_teachers(
     listed = {part.name: [{**clients[role], "weight": weight} for role, weight in part.mixture.items()] for part in parts}
     first = listed[parts[0].name]
     alike = all(mixture == first for mixture in listed.values())
+
+    def key(teacher: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in teacher.items() if name == "api_key_var"}
+
     if dialect == "v0.6":
-        client: dict[str, Any] = {"base_url": [first[0]["url"]]}
+        client: dict[str, Any] = {"base_url": [first[0]["url"]]} | key(first[0])
         if not alike or len(first) > 1:
             client["headers"] = {HEADER: json.dumps(first if alike else listed)}
         orchestrator["training_mode"] = "opd"
@@ -405,7 +418,7 @@ def add_teachers(
     algorithms = {}
     for name, mixture in listed.items():
         url = mixture[0]["url"]
-        teacher = {"name": mixture[0]["model"], "base_url": url if dialect == "head" else [url]}
+        teacher = {"name": mixture[0]["model"], "base_url": url if dialect == "head" else [url]} | key(mixture[0])
         if len(mixture) > 1:
             teacher["headers"] = {HEADER: json.dumps(mixture)}
         algorithms[name] = {"type": "opd", "teacher": teacher}

@@ -195,17 +195,23 @@ async def ask(client: Any, model: str, token_ids: Sequence[int], k: int) -> Scor
         return await asyncio.get_running_loop().run_in_executor(_parser, parse, token_ids, response.content, k)
 
 
+API_KEY_VAR = "VLLM_API_KEY"
+"""prime-rl's default for the environment variable with a server's API key."""
+
+
 class Teacher(NamedTuple):
     """One teacher of a mixture."""
 
     url: str
     model: str
     weight: float
+    api_key_var: str = API_KEY_VAR
 
 
 HEADER = "X-Prime-Composer-Teachers"
 """A header of the teacher's client in prime-rl's config. It says in JSON which teachers score in the place of the one that
-prime-rl knows: a list of {url, model, weight}, or such lists by environment, for v0.6, which has one teacher for all."""
+prime-rl knows: a list of {url, model, weight} (and api_key_var, where it is not prime-rl's default), or such lists by
+environment, for v0.6, which has one teacher for all."""
 
 
 def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
@@ -218,7 +224,9 @@ def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
         entries = json.loads(header)
         if isinstance(entries, dict):
             entries = entries[environment]
-        teachers = [Teacher(str(e["url"]), str(e["model"]), float(e["weight"])) for e in entries]
+        teachers = [
+            Teacher(str(e["url"]), str(e["model"]), float(e["weight"]), str(e.get("api_key_var", API_KEY_VAR))) for e in entries
+        ]
         total = sum(teacher.weight for teacher in teachers)
         if not teachers or not all(0 < teacher.weight < math.inf for teacher in teachers):
             raise ValueError("weights are above 0")
@@ -256,7 +264,7 @@ def client_of(teacher: Teacher) -> Any:
     from openai import AsyncOpenAI
 
     if teacher.url not in _clients:
-        key = os.environ.get("VLLM_API_KEY") or "EMPTY"
+        key = os.environ.get(teacher.api_key_var) or "EMPTY"
         _clients[teacher.url] = AsyncOpenAI(base_url=teacher.url, api_key=key, max_retries=5)
     return _clients[teacher.url]
 

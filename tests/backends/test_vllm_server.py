@@ -16,6 +16,7 @@ import torch
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.vllm_server import ServerError, ServerSampler, ServerScorer, parse_entries
 from prime_composer.preflight import check_weight_sync
+from prime_composer.recipe import parse_recipe
 from prime_composer.rollout import SamplingParams
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
@@ -181,7 +182,7 @@ def test_no_server_at_all_says_how_to_start_one():
 def fake_server():
     """A server that says what it is told: ``answers`` maps a path to (status, body), "drop" hangs up once."""
     answers = {"/v1/models": (200, {"data": [{"id": "m", "root": "m", "max_model_len": 64}]})}
-    state = SimpleNamespace(answers=answers, drops=0)
+    state = SimpleNamespace(answers=answers, drops=0, key=None)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -194,6 +195,8 @@ def fake_server():
                 self.close_connection = True
                 return
             status, answer = answers.get(self.path, (404, {"detail": "Not Found"}))
+            if state.key is not None and self.headers.get("Authorization") != f"Bearer {state.key}":
+                status, answer = 401, {"error": "Unauthorized"}  # vLLM's own words
             data = json.dumps(answer(body) if callable(answer) else answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
@@ -247,6 +250,31 @@ def test_a_server_without_reload_endpoints_says_how_to_get_them(fake_server, tie
     with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1"):
         sampler.update_weights(tied_model)
     sampler.close()
+
+
+def test_the_api_key_of_a_server_comes_from_the_variable_that_the_recipe_names(fake_server, monkeypatch, tiny_recipe):
+    from prime_composer.engine import open_sampler, open_scorer
+
+    monkeypatch.setenv("VLLM_API_KEY", "usual")
+    monkeypatch.setenv("OTHER_KEY", "another")
+    raw = tiny_recipe(student={"model": "m"}, teacher={"model": "m", "url": fake_server.url})
+    raw["rollout"] |= {"backend": "server", "url": fake_server.url}
+
+    def open_both():
+        recipe = parse_recipe(raw)
+        for opened in (open_scorer(recipe.teacher, recipe), open_sampler(recipe, "m")):
+            opened.close()
+
+    fake_server.key = "usual"
+    open_both()
+    fake_server.key = "another"
+    with pytest.raises(ServerError, match=r"asks for an API key and got another: .* api_key_var in \[teacher\] names"):
+        open_both()
+    raw["teacher"]["api_key_var"] = raw["rollout"]["api_key_var"] = "OTHER_KEY"
+    open_both()
+    monkeypatch.delenv("OTHER_KEY")
+    with pytest.raises(ServerError, match="got none"):
+        open_both()
 
 
 def test_a_servers_own_words_reach_the_user(fake_server):

@@ -515,6 +515,19 @@ def test_a_teacher_that_does_not_answer_is_named(others):
         asyncio.run(orchestrator.ask_each(orchestrator.teachers_of(json.dumps(OTHERS)), TOKENS, 2))
 
 
+def test_each_teacher_of_a_mixture_has_its_own_api_key(monkeypatch):
+    given = []
+    openai = types.ModuleType("openai")
+    openai.AsyncOpenAI = lambda **settings: given.append((settings["base_url"], settings["api_key"]))
+    monkeypatch.setitem(sys.modules, "openai", openai)
+    monkeypatch.setattr(orchestrator, "_clients", {})
+    monkeypatch.setenv("VLLM_API_KEY", "usual")
+    monkeypatch.setenv("MATH_KEY", "secret")
+    for teacher in orchestrator.teachers_of(json.dumps([OTHERS[0], {**OTHERS[1], "api_key_var": "MATH_KEY"}])):
+        orchestrator.client_of(teacher)
+    assert given == [(OTHERS[0]["url"], "usual"), (OTHERS[1]["url"], "secret")]
+
+
 def test_weights_are_shares():
     assert [teacher.weight for teacher in orchestrator.teachers_of(json.dumps(OTHERS))] == [0.25, 0.75]
 
