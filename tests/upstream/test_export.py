@@ -324,7 +324,8 @@ def test_every_key_of_a_recipe_is_carried_or_refused_or_said_not_to_be():
 
 OTHER_VALUES = {
     "student.model": "b/student", "student.prepare": {}, "teacher.model": "b/teacher", "teacher.prepare": {},
-    "teacher.url": "http://other:1", "teacher.weight": 2.0, "teacher.policy.hint": "feedback", "teacher.policy.update": "ema",
+    "teacher.url": "http://other:1", "teacher.api_key_var": "A_KEY", "rollout.api_key_var": "A_KEY",
+    "teacher.weight": 2.0, "teacher.policy.hint": "feedback", "teacher.policy.update": "ema",
     "teacher.policy.template": "{question}{hint}", "loss": {"type": "topk_reverse_kl", "k": 17}, "output_dir": "elsewhere",
     "prime_rl": {"seq_len": 7}, "data.source": "hub", "data.path": "rows.jsonl", "data.hub_id": "a/b", "data.hub_name": "c",
     "data.size": 20, "data.seed": 1, "data.operations": (1,), "data.hold_out": 0.2, "data.calculator_annotations": True,
@@ -338,6 +339,7 @@ OTHER_VALUES = {
 }  # fmt: skip
 COMPANIONS = {
     "rollout.url": {"rollout": {"backend": "server", "url": "http://other:1"}},
+    "rollout.api_key_var": {"rollout": {"backend": "server", "url": "http://other:1"}},
     "data.path": {"data": {"source": "jsonl", "path": "other.jsonl"}},
     "logging.wandb.name": {"logging": {"wandb": {"project": "p"}}},
 }
@@ -426,30 +428,29 @@ def test_a_key_of_several_is_named_as_the_recipe_writes_it():
 
 READ = """
 import json, sys
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.rl import RLConfig
 from prime_rl.utils.config import cli
-kind, *words = sys.argv[1:]
-sys.argv = [kind, *words]
-if kind == "rl":
-    from prime_rl.configs.rl import RLConfig as Config
-else:
-    from prime_rl.configs.inference import InferenceConfig as Config
-config = cli(Config)
-inference = config.inference if kind == "rl" else config
-arguments = inference.to_namespace() if hasattr(inference, "to_namespace") else inference.to_vllm()
-for key, value in (getattr(inference, "vllm_extra", None) or {}).items():  # as prime_rl.inference.vllm.server.server does
-    setattr(arguments, key, value)
-names = ("model", "port", "dtype", "seed", "max_logprobs", "gpu_memory_utilization")
-print("RESULT " + json.dumps({
-    "config": config.model_dump(mode="json"), "vllm": {key: getattr(arguments, key, None) for key in names}
-}))
+found = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = words
+    config = cli(RLConfig if words[0] == "rl" else InferenceConfig)
+    inference = config.inference if words[0] == "rl" else config
+    arguments = inference.to_namespace() if hasattr(inference, "to_namespace") else inference.to_vllm()
+    for key, value in (getattr(inference, "vllm_extra", None) or {}).items():  # as its server() does
+        setattr(arguments, key, value)
+    names = ("model", "port", "dtype", "seed", "max_logprobs", "gpu_memory_utilization")
+    vllm = {key: getattr(arguments, key, None) for key in names}
+    found.append({"config": config.model_dump(mode="json"), "vllm": vllm})
+print("RESULT " + json.dumps(found))
 """
 
 
 @pytest.fixture
 def read(trees, tmp_path):
-    """What prime-rl's parser makes of a command line: the config, and the arguments that vLLM is started with."""
+    """What prime-rl's parser makes of command lines: the config, and the arguments that vLLM is started with."""
 
-    def parse(version, kind, *words):
+    def parse(version, *commands):
         python = python_of("v0.6" if version == "v0.6.0" else "newest")
         other = verifiers_of(version)
         if not python.exists() or (other is not None and not other.exists()):
@@ -458,7 +459,7 @@ def read(trees, tmp_path):
         del env["PRIME_CPU_RIG"]
         if other is not None:
             env["PYTHONPATH"] = f"{other}{launch_run.os.pathsep}{env['PYTHONPATH']}"
-        command = [str(python), "-c", READ, kind, *words]
+        command = [str(python), "-c", READ, json.dumps(commands)]
         done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         assert lines, done.stdout[-2000:] + done.stderr[-2000:]
@@ -467,10 +468,11 @@ def read(trees, tmp_path):
     return parse
 
 
-def written(folder, dialect, raw):
-    path = folder / f"{dialect}.toml"
+def rl(folder, name, dialect, raw):
+    """prime-rl's command for a recipe's export."""
+    path = folder / f"{name}.toml"
     path.write_text(export_recipe(parse_recipe(raw), dialect))
-    return str(path)
+    return ["rl", "@", str(path)]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -480,7 +482,9 @@ def test_prime_rl_is_told_to_checkpoint_recompute_evaluate_and_sample_as_the_rec
     raw |= {"checkpoint": {"every": 0, "keep": 3}, "eval": {"every": 2, "size": 50}}
     raw["trainer"] |= {"gradient_checkpointing": True, "dtype": "bfloat16", "seed": 5}
     raw["rollout"]["gpu_memory_utilization"] = 0.5
-    found = read(version, "rl", "@", written(tmp_path, dialect, raw))
+    first = rl(tmp_path, "first", dialect, raw)
+    raw["trainer"]["gradient_checkpointing"] = False
+    found, other = read(version, first, rl(tmp_path, "other", dialect, raw))
     config, trainer = found["config"], found["config"]["trainer"]
     # Its trainer writes the last weights where it has a ckpt table; without an interval, nothing before.
     assert trainer["ckpt"]["interval"] is None and trainer["ckpt"]["keep_last"] == 3
@@ -493,9 +497,23 @@ def test_prime_rl_is_told_to_checkpoint_recompute_evaluate_and_sample_as_the_rec
     assert source["sampling"]["temperature"] == 0.0 and source["sampling"]["max_completion_tokens"] == 64
     settings = source["args"] if dialect == "v0.6" else (source if dialect == "v0.7" else source["env"])["taskset"]
     assert settings["split"] == "test"
-    raw["trainer"]["gradient_checkpointing"] = False
-    model = read(version, "rl", "@", written(tmp_path, dialect, raw))["config"]["trainer"]["model"]
+    model = other["config"]["trainer"]["model"]
     assert model["ac"] is None and model["ac_offloading"] is None
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_evaluation_0_is_before_the_first_batch_and_after_the_last(trees, version):
+    source = (trees(version) / "src" / "prime_rl" / "orchestrator" / "eval_source.py").read_text()
+    code = "\n".join(line for line in source.splitlines() if not line.startswith(("from prime_rl", "import verifiers")))
+    names = {}
+    exec(compile(code, "eval_source.py", "exec"), names)  # noqa: S102
+    dialect, steps = cpu_recipe.DIALECT[version], 7
+    table = native(dialect, eval={"every": 0})["orchestrator"]["eval"]
+    config = types.SimpleNamespace(skip_first_step=False, **table)
+    wrapped = names["EvalSource"]([types.SimpleNamespace(name="e", examples=[], config=config)], config)
+    # The orchestrator asks at its start and after each batch that it sent, when it has counted on; v0.6 counts from 0.
+    start = 0 if version == "v0.6.0" else 1
+    assert [bool(wrapped.trigger(start + sent)) for sent in range(steps + 1)] == [True] + [False] * (steps - 1) + [True]
 
 
 @pytest.mark.parametrize("version", ["v0.7.0", "v0.8.0", "newest"])
@@ -503,9 +521,10 @@ def test_a_policy_that_scores_itself_has_a_server_that_answers_for_k(read, tmp_p
     dialect = cpu_recipe.DIALECT[version]
     raw = {**recipe().model_dump(exclude_unset=True), "student": {"model": "Qwen/Qwen3-0.6B"}}
     raw |= {"teacher": {"policy": {"update": "live"}}, "loss": {"type": "self_distillation"}}  # whose k is 32
-    assert read(version, "rl", "@", written(tmp_path, dialect, raw))["vllm"]["max_logprobs"] == 32
+    first = rl(tmp_path, "first", dialect, raw)
     raw["loss"]["k"] = 8  # vLLM's own 20 are enough
-    assert read(version, "rl", "@", written(tmp_path, dialect, raw))["vllm"]["max_logprobs"] is None
+    found = read(version, first, rl(tmp_path, "small", dialect, raw))
+    assert [one["vllm"]["max_logprobs"] for one in found] == [32, None]
 
 
 def test_a_students_server_of_ones_own_that_scores_is_told_so():
@@ -534,10 +553,11 @@ def test_the_command_for_a_teachers_server_is_one_that_prime_rls_inference_takes
     written_down = shlex.split(re.search(r"^# +inference (--.*)$", head, re.MULTILINE)[1])
     recipes_own = [words for _, words in commands_of(REPO / "recipes" / "gsm8k_opd_qwen3.toml") if words[0] == "inference"]
     name = "--vllm.model" if version == "newest" else "--model.name"
-    recipes_own = [words[1:] for words in recipes_own if words[1] == name]
-    assert len(recipes_own) == 2 and recipes_own[0] == written_down
-    for words, model, share in zip(recipes_own, ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B"), (0.9, 0.45), strict=True):
-        assert read(version, "inference", *words)["vllm"] == {
+    recipes_own = [words for words in recipes_own if words[1] == name]
+    assert recipes_own[0] == ["inference", *written_down]
+    found = read(version, *recipes_own)
+    for one, model, share in zip(found, ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B"), (0.9, 0.45), strict=True):
+        assert one["vllm"] == {
             "model": model, "port": 8001, "dtype": "auto", "seed": 0, "max_logprobs": 32, "gpu_memory_utilization": share
         }  # fmt: skip
 
