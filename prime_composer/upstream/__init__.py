@@ -2,10 +2,12 @@
 
     probe         which prime-rl this is, by its surface
     registration  a loss in prime-rl's terms; ``loss_fn`` for ``[trainer.loss] import_path``
-    autoload      the switch: lazy hooks in every process of a run, through a .pth file
-    orchestrator  asks the teacher for its top-K and puts it on the wire
-    trainer       takes it off the wire and gathers the student's log-probs beside the label's
-    export        a recipe as a native prime-rl TOML
+    switch        the environment variable of the whole-run adapter
+    autoload      lazy hooks in every process of a run, through a .pth file; ``hooks`` says which
+    orchestrator  asks the teacher for its top-K and puts it on the wire (``wire``)
+    trainer       takes it off the wire, and gathers the student's log-probs beside the label's (``student``)
+    journal       keeps the state of a schedule for a resume
+    export        a recipe as a native prime-rl TOML; ``environment`` is its problems there
     launch        starts prime-rl's own launcher with the adapter on
 
 Importing this package imports neither prime-rl nor torch; ``loss_fn`` does.

@@ -175,6 +175,7 @@ def mixed_and_routed(folder):
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     environments = {"sums": {"teacher": "a"}, "rows": {"source": "jsonl", "path": str(folder / "rows.jsonl"), "teacher_key": "by"}}
     raw = {**recipe().model_dump(exclude_unset=True), "teachers": TWO, "environments": environments}
+    raw["teachers"] = {"a": {**TWO["a"], "api_key_var": "A_KEY"}, "b": TWO["b"]}
     raw["student"] = {"model": "Qwen/Qwen3-0.6B"}  # a name that prime-rl has a renderer for
     path = folder / "mixed_and_routed.recipe.toml"
     path.write_text(to_toml({key: value for key, value in raw.items() if key not in ("teacher", "data")}))
@@ -189,6 +190,19 @@ def test_a_mixture_for_all_travels_in_the_header_of_the_teachers_client():
         table = several(dialect)
         assert json.loads(table["orchestrator"]["algo"]["teacher"]["headers"][HEADER]) == told
         assert table["trainer"]["loss"]["kwargs"]["adapter"] is True
+
+
+def test_each_server_has_its_own_api_key():
+    policy = {"backend": "server", "url": "http://policy:8000", "api_key_var": "POLICY_KEY"}
+    for dialect in DIALECTS:
+        orchestrator = native(dialect, teacher={"api_key_var": "MATH_KEY"}, rollout=policy)["orchestrator"]
+        teacher = orchestrator["teacher"]["client"] if dialect == "v0.6" else orchestrator["algo"]["teacher"]
+        client = orchestrator["student" if dialect == "v0.6" else "model"]["client"]
+        assert (teacher["api_key_var"], client["api_key_var"]) == ("MATH_KEY", "POLICY_KEY")
+        mixed = several(dialect, teachers={"a": TWO["a"], "b": {**TWO["b"], "api_key_var": "B_KEY"}})["orchestrator"]
+        teacher = mixed["teacher"]["client"] if dialect == "v0.6" else mixed["algo"]["teacher"]
+        assert json.loads(teacher["headers"][HEADER]) == [{**A, "weight": 0.25}, {**B, "weight": 0.75, "api_key_var": "B_KEY"}]
+        assert "api_key_var" not in teacher  # prime-rl's default
 
 
 def test_each_environment_has_its_own_teacher():

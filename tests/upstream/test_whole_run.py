@@ -159,6 +159,8 @@ def test_teacher_top_k_through_the_whole_unmodified_prime_rl(trees, models, tmp_
     assert first_value(rows, "optim/grad_norm") > 0
     steps = {row["step"] for row in rows if "optim/grad_norm" in row}
     assert len(steps) == cpu_recipe.STEPS
+    # checkpoint.every = 0 keeps the last state alone.
+    assert [path.name for path in (result["folder"] / "outputs/checkpoints").glob("step_*")] == [f"step_{cpu_recipe.STEPS}"]
     # The weights moved, reached the inference server whole, and the server took them.
     assert expected["moved"] > 1e-3
     assert update["tensors"] > 10 and not update["missing"]
