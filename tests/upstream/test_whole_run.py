@@ -115,6 +115,10 @@ def asked(result, role):
     return [r["in"] for r in result[role] if r["path"] == "/inference/v1/generate"]
 
 
+def step_of(folder):
+    return int(Path(folder).name.removeprefix("step_"))
+
+
 def reference(result, mixture=lambda tokens: {"teacher": 1.0}):
     """float64, from the first batch that the teacher was asked about; ``mixture``: weights of the teachers by role."""
     generated = [r for r in result["student"] if r["path"] == "/inference/v1/generate"]
@@ -126,9 +130,12 @@ def reference(result, mixture=lambda tokens: {"teacher": 1.0}):
     file = result["folder"] / "sequences.json"
     file.write_text(json.dumps(sequences))
     update = [r for r in result["student"] if r.get("weight_dir")][-1]
+    assert step_of(update["weight_dir"]) > 0, "the server took no new weights"
+    # What the server took may be gone: the trainer keeps its last broadcasts.
+    broadcast = max((result["folder"] / "outputs").rglob("broadcasts/step_*"), key=step_of)
     made = result["models"]
     command = [result["python"], str(E2E / "reference.py"), str(made / "student"), str(K), str(file)]
-    command.append(str(result["folder"] / update["weight_dir"]))
+    command.append(str(broadcast))
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=cpu_env())
     return json.loads(done.stdout), update
 

@@ -55,7 +55,9 @@ def main(student, k, sequences, broadcast=None):
     out = {"tail_kl": tail, "log_ratio": ratio}
     if broadcast is not None:
         start, moved = load_file(Path(student) / "model.safetensors"), 0.0
-        for file in Path(broadcast).glob("*.safetensors"):
+        files = list(Path(broadcast).glob("*.safetensors"))
+        assert files, f"no weights in {broadcast}"
+        for file in files:
             for name, tensor in load_file(file).items():
                 if name in start:
                     moved = max(moved, float((tensor.float() - start[name].float()).abs().max()))
