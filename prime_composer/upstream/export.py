@@ -110,7 +110,10 @@ def servers(recipe: Recipe, dialect: str, models: Mapping[str, Any]) -> list[str
         lines[1] = "The teachers' servers are yours to start, each on a GPU of its own:"
     for client in teacher_clients(recipe, models).values():
         name, extra = ("model.name", "vllm-extra") if dialect != "head" else ("vllm.model", "vllm")
-        port = urlsplit(client["url"]).port or 80
+        port = urlsplit(client["url"]).port
+        if port is None:  # behind a gateway, not prime-rl's to start
+            lines.append(f"    {client['model']} at {client['url']}{f', with max_logprobs = {k}' if more else ''}")
+            continue
         command = f"inference --{name} {shlex.quote(client['model'])} --server.port {port}"
         lines.append(f"    {command}{f' --{extra}.max-logprobs {k}' if more else ''}")
     return lines

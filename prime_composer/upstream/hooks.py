@@ -3,6 +3,7 @@ where it is needed."""
 
 import json
 import os
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -37,7 +38,7 @@ def lift(config: Any) -> None:
     trainer = getattr(config, "trainer", None)
     if trainer is None:  # not the launcher's: no torch for an env server
         return
-    from prime_composer.upstream.registration import parse_loss
+    from prime_composer.upstream.registration import distils, parse_loss
 
     loss = getattr(trainer, "loss", None)
     settings = switch() or {}
@@ -47,7 +48,14 @@ def lift(config: Any) -> None:
         if table is not None and parse_loss(table) != parse_loss(in_file):
             raise ValueError(f"{SWITCH} holds the loss {table} and [{SECTION}] {in_file}: keep one of them.")
         table = in_file
-    if table is None:  # on, and nothing to do: prime-rl's own losses
+    elif table is not None and not distils(parse_loss(table)):
+        raise ValueError(
+            f'{SWITCH} names {table["type"]!r}, a loss of rl tokens; those go where [trainer.loss] says: set type = "custom", '
+            f'import_path = "{IMPORT_PATH}", and the table in [{SECTION}].'
+        )
+    if table is None:  # on, and nothing to do
+        line = f"prime_composer: {SWITCH} is on and names no loss, nor does [trainer.loss]: this run has prime-rl's own losses"
+        print(line, file=sys.stderr, flush=True)
         os.environ[SWITCH] = json.dumps({**settings, "loss": None})
         return
     k = support_size(table)

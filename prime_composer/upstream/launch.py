@@ -102,7 +102,9 @@ def command_and_environment(toml: Path, settings: Mapping[str, Any], dry_run: bo
     command = [sys.executable, "-m", "prime_rl.entrypoints.rl", "@", str(toml), *(["--dry-run"] if dry_run else [])]
     # The launcher starts `orchestrator`, `torchrun` and others by name: those of this environment.
     folder = str(Path(sys.executable).parent)
-    env = {**os.environ, SWITCH: json.dumps(settings) if settings else "1"}
+    named = os.environ.get(SWITCH, "").strip()  # a native file may leave it to the environment to name the loss
+    on = json.dumps(settings) if settings else named if named.startswith("{") else "1"
+    env = {**os.environ, SWITCH: on}
     env["PATH"] = os.pathsep.join([folder, env.get("PATH", "")])
     return command, env
 

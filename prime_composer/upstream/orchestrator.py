@@ -257,16 +257,17 @@ def mix(token_ids: Sequence[int], scores: Sequence[Scores], weights: Sequence[fl
     return Scores([0.0, *mixed.ref_logprobs[1:].tolist()], ids, logprobs)
 
 
-_clients: dict[str, Any] = {}
+_clients: dict[tuple[str, str], Any] = {}
 
 
 def client_of(teacher: Teacher) -> Any:
     from openai import AsyncOpenAI
 
-    if teacher.url not in _clients:
+    server = teacher.url, teacher.api_key_var
+    if server not in _clients:
         key = os.environ.get(teacher.api_key_var) or "EMPTY"
-        _clients[teacher.url] = AsyncOpenAI(base_url=teacher.url, api_key=key, max_retries=5)
-    return _clients[teacher.url]
+        _clients[server] = AsyncOpenAI(base_url=teacher.url, api_key=key, max_retries=5)
+    return _clients[server]
 
 
 async def ask_each(teachers: Sequence[Teacher], token_ids: Sequence[int], k: int) -> Scores:
@@ -280,10 +281,10 @@ async def ask_each(teachers: Sequence[Teacher], token_ids: Sequence[int], k: int
         try:
             return await ask(client_of(teacher), teacher.model, token_ids, k)
         except Exception as error:
-            raise ValueError(
-                f"The teacher {teacher.model} at {teacher.url} did not score: {error} Start its server before the run, or "
-                "correct its [teachers] table."
-            ) from error
+            remedy = "Start its server before the run, or correct its [teachers] table."
+            if getattr(error, "status_code", None) == 401:
+                remedy = f"It wants an API key: put it into the environment variable {teacher.api_key_var}, its api_key_var."
+            raise ValueError(f"The teacher {teacher.model} at {teacher.url} did not score: {error} {remedy}") from error
 
     scores = await asyncio.gather(*map(one, teachers))
     return await asyncio.to_thread(mix, token_ids, scores, [teacher.weight for teacher in teachers])

@@ -41,6 +41,11 @@ Aligned = Callable[[Any], tuple[Tensor | None, Support | None]]
 """Finds the token ids and the support of upstream's ``LossInputs`` of one sequence."""
 
 
+def distils(config: LossConfig) -> bool:
+    """Whether a loss compares with a teacher."""
+    return bool({"ref_logprobs", "support"} & config.needs)
+
+
 class Registered:
     """One of our losses, callable with the ``LossInputs`` of either era, returning upstream's own ``LossOutputs``.
 
@@ -49,7 +54,7 @@ class Registered:
         calls, tokens: how often it ran, on how many tokens, since the last optimiser step.
         steps: optimiser steps since it was registered.
         seen: a token has come, on any rank.
-        in_file: ``[trainer.loss]`` names it; else rl tokens have a loss of their own, and a batch may hold nothing else.
+        in_file: ``[trainer.loss]`` names it; else rl tokens have a loss of their own.
         distils: the loss compares with a teacher: distillation tokens are its own, rl tokens are not.
         journal: where the adapter keeps the state of a schedule.
         expects_mark: the orchestrator has to run with the adapter too, whatever the loss reads.
@@ -62,7 +67,7 @@ class Registered:
         self.steps = 0
         self.seen = False
         self.in_file = False
-        self.distils = bool({"ref_logprobs", "support"} & loss.config.needs)
+        self.distils = distils(loss.config)
         self.journal: Any = None
         self.expects_mark = expects_mark
         self._outputs = outputs
@@ -114,8 +119,8 @@ class Registered:
         """Close one optimiser step: log the first one with tokens of this loss, advance a schedule.
 
         Raises:
-            RuntimeError: the first step ended (where rl tokens have another loss, the tenth) and no token came, on any rank; or
-                no sequence has the mark of an orchestrator with the adapter that this run needs.
+            RuntimeError: the first step ended (in a run that may have tokens of another loss, the tenth) and no token came, on
+                any rank; or no sequence has the mark of an orchestrator with the adapter that this run needs.
         """
         self.steps += 1
         if not self.seen or self.loss.state is not None:
@@ -142,7 +147,8 @@ class Registered:
             said = "in the first step" if self.steps == 1 else f"in step {self.steps}, the first with tokens for it"
             say(f"{kind} was called {calls:.0f} times on {tokens:.0f} tokens {said}, by all ranks together")
             return
-        patience = 1 if self.in_file else PATIENCE
+        alone = self.in_file and (self.distils or self.era.name == "v0.6")
+        patience = 1 if alone else PATIENCE
         if self.steps < patience:
             say(f"{kind} was not called in step {self.steps}: no token for it in the batch (the run ends after {patience} such)")
             return
@@ -238,9 +244,6 @@ def register(table: dict[str, Any], section: str = SECTION) -> Registered:
     module = sys.modules.get(LOSS_MODULE) or __import__(LOSS_MODULE, fromlist=["_"])
     era = probe_loss(module)
     config = parse_loss(table, section)
-    if _registered is not None and _registered.loss.config == config:
-        if not _registered.distils or getattr(module, era.slot) is _registered:
-            return _registered
     if _registered is not None and _registered.loss.config != config:
         raise ValueError(
             f"Two losses for one trainer: {_registered.loss.config!r} is registered already, and [{section}] says "
@@ -252,6 +255,9 @@ def register(table: dict[str, Any], section: str = SECTION) -> Registered:
             f"[{section}] adapter = true: this run's teachers are mixed or routed by the adapter, and without it prime-rl "
             f"would ask one of them for all. {WITH_ADAPTER}"
         )
+    if _registered is not None and (not _registered.distils or getattr(module, era.slot) is _registered):
+        _registered.expects_mark |= needs_adapter(table)
+        return _registered
     refuse(config, era, aligned is not None, section)
     _registered = Registered(setup_loss_fn(config, section), era, module.LossOutputs, aligned, needs_adapter(table))
     if _registered.distils:
@@ -341,13 +347,13 @@ def hook_offload(module: ModuleType) -> None:
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     if _offloaded:
         return
-    if _registered is not None and (_registered.steps or not _makes_room_for_a_checkpoint()):
+    if _registered is not None and not _makes_room_for_a_checkpoint():
         _registered.end_step()
 
 
 def _makes_room_for_a_checkpoint() -> bool:
-    """Whether this step is the one that torch takes before it loads an optimiser's state, with zero gradients, so that
-    there are tensors to load into (``_init_optim_state`` in torch/distributed/checkpoint/state_dict.py, torch 2.4 to 2.13)."""
+    """Whether this step is one that torch takes with zero gradients, so that an optimiser without a state has one to load into
+    or to save (``_init_optim_state`` in torch/distributed/checkpoint/state_dict.py, torch 2.4 to 2.13)."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "_init_optim_state":

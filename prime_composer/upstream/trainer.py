@@ -45,7 +45,7 @@ class Bin:
             for stream in ("ref_kl_weights", "rl_weights"):
                 if micro_batch.get(stream) is not None:
                     self.wanted |= micro_batch[stream][0] != 0
-            self.wanted &= self.payload.teacher_logprobs[:, 0].isfinite()
+            self.wanted &= ~self.payload.teacher_logprobs[:, 0].isnan()
         self.student: Tensor | None = None
         self.slices: dict[int, slice] = {}
 
@@ -108,7 +108,7 @@ class Room:
                 )
             return token_ids, None
         teacher = here.payload.teacher_logprobs[part]
-        if not bool(teacher[inputs.loss_mask.to(teacher.device)].isfinite().all()):
+        if bool(teacher[inputs.loss_mask.to(teacher.device)].isnan().any()):
             raise ValueError("A token that trains came without a teacher score: the loss has nothing to compare it to.")
         if here.student is None:
             student = trainer_logprobs.new_zeros((token_ids.shape[0], here.k))

@@ -259,6 +259,13 @@ def test_teachers_without_a_url_are_looked_for_on_this_host_one_port_after_anoth
     assert [entry["url"] for entry in told] == ["http://localhost:8001/v1", "http://localhost:8002/v1"]
 
 
+def test_a_teacher_behind_a_gateway_is_not_prime_rls_to_start():
+    here = export_recipe(recipe(loss={"k": 64}), "head")
+    assert "#     inference --vllm.model a/teacher --server.port 8001 --vllm.max-logprobs 64" in here
+    there = export_recipe(recipe(loss={"k": 64}, teacher={"url": "https://teachers.example.com"}), "head")
+    assert "#     a/teacher at https://teachers.example.com/v1, with max_logprobs = 64" in there and "inference --" not in there
+
+
 def test_an_unknown_dialect_lists_the_known_ones():
     with pytest.raises(RecipeError, match="v0.6, v0.7, v0.8, head"):
         export_recipe(recipe(), "v0.9")

@@ -33,12 +33,17 @@ def test_a_native_file_is_told_from_a_recipe(table, native):
     assert launch.is_native(tomllib.loads(table)) is native
 
 
-def test_every_child_of_the_launcher_inherits_the_switch_and_finds_this_environments_commands():
+def test_every_child_of_the_launcher_inherits_the_switch_and_finds_this_environments_commands(monkeypatch):
+    monkeypatch.delenv("PRIME_COMPOSER", raising=False)
     command, env = launch.command_and_environment(Path("x.toml"), {"loss": {"type": "topk_reverse_kl"}}, dry_run=True)
     assert command[1:] == ["-m", "prime_rl.entrypoints.rl", "@", "x.toml", "--dry-run"]
     assert json.loads(env["PRIME_COMPOSER"]) == {"loss": {"type": "topk_reverse_kl"}}
     assert env["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
-    assert launch.command_and_environment(Path("x.toml"), {})[1]["PRIME_COMPOSER"] == "1"
+    named = '{"loss": {"type": "taid", "total_steps": 5}}'
+    for before, after in ((None, "1"), ("0", "1"), ("1", "1"), (named, named)):
+        if before is not None:
+            monkeypatch.setenv("PRIME_COMPOSER", before)
+        assert launch.command_and_environment(Path("x.toml"), {})[1]["PRIME_COMPOSER"] == after
 
 
 def test_resuming_is_said_in_each_dialects_words():

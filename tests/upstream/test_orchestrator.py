@@ -397,6 +397,15 @@ def test_another_loss_in_the_config_leaves_the_run_as_it_is(monkeypatch):
     assert switch.switch() == {"loss": None} and hooks.wanted_support() == 0
 
 
+def test_a_loss_of_rl_tokens_is_named_in_the_file(monkeypatch, capfd):
+    monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": {"type": "default"}}))
+    with pytest.raises(ValueError, match='a loss of rl tokens; .* import_path = "prime_composer.upstream.loss_fn"'):
+        hooks.lift(config())
+    monkeypatch.setenv("PRIME_COMPOSER", "1")
+    hooks.lift(config())
+    assert "names no loss, nor does [trainer.loss]" in capfd.readouterr().err
+
+
 def test_two_tables_that_disagree_are_refused(monkeypatch):
     hooks.lift(config({"type": "topk_reverse_kl", "k": 2}))
     with pytest.raises(ValueError, match="keep one of them"):
@@ -441,7 +450,7 @@ OTHERS = [
 
 @pytest.fixture
 def others(monkeypatch):
-    clients = {entry["url"]: Client() for entry in OTHERS}
+    clients = {(entry["url"], "VLLM_API_KEY"): Client() for entry in OTHERS}
     monkeypatch.setattr(orchestrator, "_clients", clients)
     openai = types.ModuleType("openai")
     openai.AsyncOpenAI = None
@@ -523,9 +532,22 @@ def test_each_teacher_of_a_mixture_has_its_own_api_key(monkeypatch):
     monkeypatch.setattr(orchestrator, "_clients", {})
     monkeypatch.setenv("VLLM_API_KEY", "usual")
     monkeypatch.setenv("MATH_KEY", "secret")
-    for teacher in orchestrator.teachers_of(json.dumps([OTHERS[0], {**OTHERS[1], "api_key_var": "MATH_KEY"}])):
+    gateway = [OTHERS[0], {**OTHERS[0], "api_key_var": "MATH_KEY"}]
+    for teacher in orchestrator.teachers_of(json.dumps(gateway)) * 2:
         orchestrator.client_of(teacher)
-    assert given == [(OTHERS[0]["url"], "usual"), (OTHERS[1]["url"], "secret")]
+    assert given == [(OTHERS[0]["url"], "usual"), (OTHERS[0]["url"], "secret")]
+
+
+def test_a_server_that_wants_a_key_names_the_variable(others):
+    class Refusal(Exception):
+        status_code = 401
+
+    async def locked(url, cast_to, body):
+        raise Refusal("Unauthorized")
+
+    others[0].post = locked
+    with pytest.raises(ValueError, match="The teacher a at .* did not score: Unauthorized It wants .* variable VLLM_API_KEY"):
+        asyncio.run(orchestrator.ask_each(orchestrator.teachers_of(json.dumps(OTHERS)), TOKENS, 2))
 
 
 def test_weights_are_shares():

@@ -176,6 +176,32 @@ def test_a_resume_loads_the_optimiser_without_that_counting_as_a_step(module):
     assert registration.current().steps == 1
 
 
+def test_a_checkpoint_of_an_optimiser_without_a_state_is_no_step(module):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    fn = distilling(module, type="sampled_reverse_kl")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for count in (1, 2):
+        fn(inputs(module)).loss.backward()
+        optimizer.step()
+        get_optimizer_state_dict(model, optimizer)
+        assert registration.current().steps == count
+
+
+def test_a_loss_of_rl_tokens_waits_for_them_where_a_batch_may_hold_distillation_alone(module):
+    setup(module, type="default")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    if module.era == "v0.6":
+        with pytest.raises(RuntimeError, match="never called in the first optimiser step"):
+            step(optimizer)
+        return
+    for _ in range(9):
+        step(optimizer)
+    with pytest.raises(RuntimeError, match="in the first 10 optimiser steps: no token was sent to the rl loss"):
+        step(optimizer)
+
+
 def offload_module():
     """prime-rl's full CPU offload: chunks step in other threads, and one step is taken when it is made."""
     module = types.ModuleType("prime_rl.trainer.optim.offload")

@@ -266,6 +266,40 @@ def test_a_frozen_head_still_sends_gradients_to_the_hidden_states(head, room):
     assert hidden.grad.abs().sum() > 0 and head.weight.grad is None
 
 
+def test_a_token_without_a_score_stops_the_run_and_one_that_the_teacher_rules_out_does_not(head, room):
+    type(head).softcap = None
+    micro_batch, _ = batch(masked=0)
+    for value in (float("-inf"), float("nan")):
+        micro_batch["routed_experts"][0, 3, 1, -1] = torch.tensor(value).view(torch.int32)
+        _, logprobs = student(head, room, micro_batch, torch.randn(1, N, D))
+        room.bin.slices[id(logprobs)] = slice(0, N)
+        inputs = types.SimpleNamespace(trainer_logprobs=logprobs, loss_mask=micro_batch["loss_mask"][0])
+        if value == float("-inf"):
+            _, support = room.aligned(inputs)
+            assert support.teacher_logprobs[3, -1] == value
+        else:
+            with pytest.raises(ValueError, match="came without a teacher score"):
+                room.aligned(inputs)
+
+
+def test_the_temperature_of_a_plain_head_is_the_batchs_own_not_the_one_rounded_on_its_way(head, room):
+    type(head).softcap = None
+    micro_batch, top = batch(masked=0, temperature=torch.full((1, N), 0.7))
+    hidden = torch.randn(1, N, D)
+    given = head.forward
+
+    def rounded(h, labels, temperature):  # what FSDP's mixed precision does to the arguments of a module
+        return given(h, labels, temperature=temperature.bfloat16().float())
+
+    head.forward = rounded
+    ours, _ = student(head, room, micro_batch, hidden)
+    fused = "Fused" in type(head).__name__
+    divided_by = torch.tensor(0.7).bfloat16().float() if fused else torch.tensor(0.7)
+    z = (hidden[0] @ head.weight.t()).detach() / divided_by
+    expected = z[:-1].log_softmax(-1).gather(1, top[1:])
+    assert (ours[1:] - expected).abs().max() < 2e-6
+
+
 def test_an_id_outside_the_vocabulary_names_both_sizes(head, room):
     micro_batch, _ = batch()
     micro_batch["routed_experts"][0, :, 0, 0] = V + 3
