@@ -51,7 +51,7 @@ class Registered:
 
     Attributes:
         loss: the bound loss.
-        calls, tokens: how often it ran, on how many tokens, since the last optimiser step.
+        calls: how often it ran since the last optimiser step.
         steps: optimiser steps since it was registered.
         seen: a token has come, on any rank.
         in_file: ``[trainer.loss]`` names it; else rl tokens have a loss of their own.
