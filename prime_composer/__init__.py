@@ -32,9 +32,9 @@ _HOMES = {
     "RecipeError": "recipe",
     "load_recipe": "recipe",
     "TAIDScheduler": "losses.taid",
-    "Rollout": "rollout",
-    "SamplingParams": "rollout",
-    "TeacherScores": "scorer",
+    "Rollout": "backends.protocols",
+    "SamplingParams": "backends.protocols",
+    "TeacherScores": "backends.protocols",
 }
 
 __all__ = sorted(_HOMES)

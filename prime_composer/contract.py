@@ -33,7 +33,7 @@ class Support:
     teacher_logprobs: Float[Tensor, "seq k"]
     student_logprobs: Float[Tensor, "seq k"]
 
-    def masked(self, mask: Bool[Tensor, "seq"]) -> "Support":
+    def masked(self, mask: Bool[Tensor, " seq"]) -> "Support":
         """Both distributions replaced by the same harmless one where ``mask`` is False, before any exp or log.
 
         There p = q = 1/(K+1) on every id: each divergence is 0, and no NaN or -inf that stands there reaches the loss
@@ -66,15 +66,15 @@ class LossInputs:
             response of pair i. None where the trainer carries no pairs.
     """
 
-    trainer_logprobs: Float[Tensor, "seq"]
-    inference_logprobs: Float[Tensor, "seq"]
-    ref_logprobs: Float[Tensor, "seq"] | None
-    advantages: Float[Tensor, "seq"] | None
-    loss_mask: Bool[Tensor, "seq"]
-    loss_weights: Float[Tensor, "seq"] | None = None
+    trainer_logprobs: Float[Tensor, " seq"]
+    inference_logprobs: Float[Tensor, " seq"]
+    ref_logprobs: Float[Tensor, " seq"] | None
+    advantages: Float[Tensor, " seq"] | None
+    loss_mask: Bool[Tensor, " seq"]
+    loss_weights: Float[Tensor, " seq"] | None = None
     support: Support | None = None
-    token_ids: Int[Tensor, "seq"] | None = None
-    segment_ids: Int[Tensor, "seq"] | None = None
+    token_ids: Int[Tensor, " seq"] | None = None
+    segment_ids: Int[Tensor, " seq"] | None = None
     replay: "LossInputs | None" = None
 
 

@@ -187,7 +187,9 @@ def generalized_jsd(
         ValueError: beta outside [0, 1]; a normalisation other than full, tail, renorm, generalized; 'renorm' with K = 1.
     """
     if not 0 <= beta <= 1:
-        raise ValueError(f"beta = {beta} is the teacher's weight in the mixture: it lies in [0, 1].")
+        raise ValueError(
+            f"beta = {beta} is the teacher's weight in the mixture: it lies in [0, 1]."
+        )
     choices = "full, tail, renorm, generalized"
     if normalization not in choices.split(", "):
         raise ValueError(_unknown(normalization, choices))
@@ -239,7 +241,9 @@ def taid_target(
     Source: "TAID" (2025), https://arxiv.org/abs/2501.16937, Eq. 3; SakanaAI/TAID a062892, src/distil_losses/taid.py.
     """
     if not 0 <= t <= 1:
-        raise ValueError(f"t = {t} is the teacher's share of the intermediate distribution: it lies in [0, 1].")
+        raise ValueError(
+            f"t = {t} is the teacher's share of the intermediate distribution: it lies in [0, 1]."
+        )
     p, q = outcomes(student_logprobs.detach(), teacher_logprobs, normalization)
     if t in (0, 1):  # 0 * -inf is NaN
         return torch.log_softmax(q if t == 1 else p, dim=-1)
@@ -262,16 +266,22 @@ def taid(
     if form == "kl":
         return kl_terms(target, log_p).sum(-1)
     impossible = target == -math.inf
-    return -torch.where(impossible, 0.0, torch.exp(target) * torch.where(impossible, 0.0, log_p)).sum(-1)
+    return -torch.where(
+        impossible, 0.0, torch.exp(target) * torch.where(impossible, 0.0, log_p)
+    ).sum(-1)
 
 
-def entropy(logprobs: Float[Tensor, "*pos k"], normalization: Normalization = "tail") -> Float[Tensor, "*pos"]:
+def entropy(
+    logprobs: Float[Tensor, "*pos k"], normalization: Normalization = "tail"
+) -> Float[Tensor, "*pos"]:
     """H of the outcomes, in nats. On K < V with ``tail`` it is a lower bound of the full entropy: the tail is one outcome."""
     x, _ = outcomes(logprobs, logprobs, normalization)
     return -kl_terms(x, torch.zeros_like(x)).sum(-1)
 
 
-def k1(student_logprobs: Float[Tensor, "..."], teacher_logprobs: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def k1(
+    student_logprobs: Float[Tensor, "..."], teacher_logprobs: Float[Tensor, "..."]
+) -> Float[Tensor, "..."]:
     """log p(y) - log q(y) at sampled tokens y ~ p: an unbiased estimate of the reverse KL, as a *detached reward* only.
 
     Backpropagated, its expected gradient is 0 (E_p grad log p = 0): the teacher drops out. ``weighted_k1`` is the loss.
@@ -287,12 +297,16 @@ def k1(student_logprobs: Float[Tensor, "..."], teacher_logprobs: Float[Tensor, "
     return upcast(student_logprobs) - upcast(teacher_logprobs)
 
 
-def k2(student_logprobs: Float[Tensor, "..."], teacher_logprobs: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def k2(
+    student_logprobs: Float[Tensor, "..."], teacher_logprobs: Float[Tensor, "..."]
+) -> Float[Tensor, "..."]:
     """(log q - log p)^2 / 2 at sampled tokens. Expected gradient: *reverse* KL, for y ~ p. Biased as a value."""
     return (upcast(teacher_logprobs).detach() - upcast(student_logprobs)).square() / 2
 
 
-def k3(student_logprobs: Float[Tensor, "..."], teacher_logprobs: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def k3(
+    student_logprobs: Float[Tensor, "..."], teacher_logprobs: Float[Tensor, "..."]
+) -> Float[Tensor, "..."]:
     """q/p - 1 - log q/p at sampled tokens. Expected gradient: *forward* KL, for y ~ p.
 
     Its value estimates the *reverse* KL without bias: watch it, or train on it knowing that the two are not the same. As a
@@ -303,7 +317,9 @@ def k3(student_logprobs: Float[Tensor, "..."], teacher_logprobs: Float[Tensor, "
 
 
 def weighted_k1(
-    student_logprobs: Float[Tensor, "..."], teacher_logprobs: Float[Tensor, "..."], sampler_logprobs: Float[Tensor, "..."]
+    student_logprobs: Float[Tensor, "..."],
+    teacher_logprobs: Float[Tensor, "..."],
+    sampler_logprobs: Float[Tensor, "..."],
 ) -> Float[Tensor, "..."]:
     """rho sg(log p - log q), rho = p/mu, at sampled tokens y ~ mu. Expected gradient: *reverse* KL, whatever mu is.
 

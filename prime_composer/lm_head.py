@@ -39,7 +39,7 @@ class SelectedLogprobs(NamedTuple):
     """
 
     logprobs: Float[Tensor, "n m"]
-    entropy: Float[Tensor, "n"]
+    entropy: Float[Tensor, " n"]
 
 
 def selected_logprobs(
@@ -68,7 +68,9 @@ def selected_logprobs(
         ValueError: an id outside the vocabulary, shapes or dtypes that do not fit, a temperature or chunk of 0 or less.
     """
     _check(hidden, weight, token_ids, temperature, chunk, token_block)
-    return _SelectedLogprobs.apply(hidden, weight, token_ids, temperature, chunk, token_block, False)[0]
+    return _SelectedLogprobs.apply(
+        hidden, weight, token_ids, temperature, chunk, token_block, False
+    )[0]
 
 
 def selected_logprobs_and_entropy(
@@ -81,23 +83,38 @@ def selected_logprobs_and_entropy(
 ) -> SelectedLogprobs:
     """``selected_logprobs`` and, from the same pass and without a gradient, the entropy of each row's distribution."""
     _check(hidden, weight, token_ids, temperature, chunk, token_block)
-    return SelectedLogprobs(*_SelectedLogprobs.apply(hidden, weight, token_ids, temperature, chunk, token_block, True))
+    return SelectedLogprobs(
+        *_SelectedLogprobs.apply(hidden, weight, token_ids, temperature, chunk, token_block, True)
+    )
 
 
-def _check(hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, chunk: int, token_block: int) -> None:
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    temperature: float,
+    chunk: int,
+    token_block: int,
+) -> None:
     if hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"The hidden states have width {hidden.shape[1]} and the head's weight {weight.shape[1]}; "
             "pass the [V, d] weight of the same model."
         )
     if hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden is {hidden.dtype} and weight is {weight.dtype}; cast one to the other's dtype.")
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight is {weight.dtype}; cast one to the other's dtype."
+        )
     if token_ids.shape[0] != hidden.shape[0]:
-        raise ValueError(f"token_ids has {token_ids.shape[0]} rows for {hidden.shape[0]} hidden states.")
+        raise ValueError(
+            f"token_ids has {token_ids.shape[0]} rows for {hidden.shape[0]} hidden states."
+        )
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; a log-probability needs one above 0.")
     if chunk < 1 or token_block < 1:
-        raise ValueError(f"chunk is {chunk} and token_block is {token_block}; both need at least 1.")
+        raise ValueError(
+            f"chunk is {chunk} and token_block is {token_block}; both need at least 1."
+        )
     if token_ids.numel():
         low, high = (int(bound) for bound in token_ids.aminmax())
         if low < 0 or high >= weight.shape[0]:
@@ -146,7 +163,9 @@ class _SelectedLogprobs(torch.autograd.Function):
                 if with_entropy:
                     exps = logits.exp()
                     shift = torch.where(total[rows] > 0, highest[rows] - new_highest, 0.0)
-                    moment[rows] = rescale * (moment[rows] + total[rows] * shift) + torch.linalg.vecdot(exps, logits)
+                    moment[rows] = rescale * (
+                        moment[rows] + total[rows] * shift
+                    ) + torch.linalg.vecdot(exps, logits)
                 else:
                     exps = logits.exp_()
                 total[rows] = rescale * total[rows] + exps.sum(dim=1)

@@ -8,12 +8,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prime_composer.tracker import read_metrics
+from prime_composer.local.tracker import read_metrics
 
 
-def prime_rl(*words: object, cwd: Path | None = None, check: bool = False) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=check, timeout=300)
+def prime_rl(
+    *words: object, cwd: Path | None = None, check: bool = False
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "prime_composer.cli.commands", *map(str, words)]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=cwd, check=check, timeout=300
+    )
 
 
 def toml(raw: dict[str, Any]) -> str:
@@ -27,10 +31,14 @@ def toml(raw: dict[str, Any]) -> str:
     return "\n".join(f"{key} = {value(item)}" for key, item in raw.items()) + "\n"
 
 
-def interrupt_after(steps: int, words: list[object], cwd: Path, metrics: Path) -> subprocess.CompletedProcess[str]:
+def interrupt_after(
+    steps: int, words: list[object], cwd: Path, metrics: Path
+) -> subprocess.CompletedProcess[str]:
     """Start a run, and press Ctrl-C once it has written its start and ``steps`` steps."""
-    command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
-    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "prime_composer.cli.commands", *map(str, words)]
+    process = subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 240
     while not (metrics.exists() and metrics.read_text().count("\n") > steps):
         assert process.poll() is None, process.communicate()[1]
@@ -44,6 +52,10 @@ def interrupt_after(steps: int, words: list[object], cwd: Path, metrics: Path) -
 def numbers(run_dir: Path) -> list[dict[str, float]]:
     """The records of a run without what a clock measured."""
     return [
-        {key: value for key, value in record.items() if not key.startswith("time/") and key != "tokens_per_second"}
+        {
+            key: value
+            for key, value in record.items()
+            if not key.startswith("time/") and key != "tokens_per_second"
+        }
         for record in read_metrics(run_dir)
     ]

@@ -12,7 +12,12 @@ install_import_hook("prime_composer", "beartype.beartype")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--prime-rl", default=None, metavar="PATH", help="a git checkout of prime-rl for the parity tests")
+    parser.addoption(
+        "--prime-rl",
+        default=None,
+        metavar="PATH",
+        help="a git checkout of prime-rl for the parity tests",
+    )
 
 
 import copy  # noqa: E402
@@ -21,7 +26,8 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
-from prime_rl_checkout import extract, find_checkout  # noqa: E402
+
+from tests.prime_rl_checkout import extract, find_checkout  # noqa: E402
 
 TINY_MODEL = {
     "vocab_size": 300, "hidden_size": 16, "layers": 1, "heads": 1, "head_dim": 32, "intermediate_size": 32,

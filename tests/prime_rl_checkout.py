@@ -67,7 +67,15 @@ def extract(checkout: Path, version: str, target: Path) -> Path:
     tree = target / version
     if not tree.exists():
         paths = ["src", "packages/prime-rl-configs", "tests/unit/train/rl"]
-        command = ["git", "-C", str(checkout), "archive", "--format=tar", commit_of(checkout, version), *paths]
+        command = [
+            "git",
+            "-C",
+            str(checkout),
+            "archive",
+            "--format=tar",
+            commit_of(checkout, version),
+            *paths,
+        ]
         data = subprocess.run(command, check=True, capture_output=True).stdout
         partial = target / f".{version}.{os.getpid()}"
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:

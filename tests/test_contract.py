@@ -22,14 +22,25 @@ REQUIRED: dict[str, dict] = {
 VARIANTS: list[dict] = [
     {"type": "sampled_reverse_kl", "dialect": "v0_6"},
     {"type": "sampled_reverse_kl", "mode": "signed", "delta_low": 0.02, "delta_high": 0.02},
-    {"type": "sampled_reverse_kl", "mode": "signed", "clip": 1.0, "top_d": 0.9, "baseline": "topk_kl", "k": 8},
+    {
+        "type": "sampled_reverse_kl",
+        "mode": "signed",
+        "clip": 1.0,
+        "top_d": 0.9,
+        "baseline": "topk_kl",
+        "k": 8,
+    },
     {"type": "topk_reverse_kl", "normalization": "renorm", "k": 8},
     {"type": "topk_reverse_kl", "normalization": "generalized", "k": 8},
     {"type": "topk_reverse_kl", "normalization": "stop_gradient", "k": 8},
     {"type": "topk_reverse_kl", "normalization": "raw", "allow_biased": True, "k": 8},
     {"type": "topk_reverse_kl", "normalization": "full", "k": "full"},
     {"type": "topk_reverse_kl", "special_tokens": {"ids": [1, 2, 3]}},
-    {"type": "topk_reverse_kl", "special_tokens": {"ids": list(range(20)), "occurrence": "all"}, "k": 8},
+    {
+        "type": "topk_reverse_kl",
+        "special_tokens": {"ids": list(range(20)), "occurrence": "all"},
+        "k": 8,
+    },
     {"type": "topk_reverse_kl", "position_weights": {}},
     {"type": "topk_reverse_kl", "rl_mix": {"kd": 0.3}},
     {"type": "sampled_reverse_kl", "rl_mix": {"form": "add", "kd": 2.0, "loss": {"type": "ipo"}}},
@@ -45,8 +56,18 @@ VARIANTS: list[dict] = [
     {"type": "taid", "normalization": "renorm", "form": "kl", "total_steps": 10, "k": 8},
     {"type": "entropy_aware_opd", "reverse": "topk", "tau": 1.5, "alpha": 0.5, "k": 8},
     {"type": "self_distillation", "chosen_by": "student", "k": 8, "divergence": "reverse_kl"},
-    {"type": "self_distillation", "divergence": "sampled_reverse_kl", "skip_first": 1, "max_ratio": "off"},
-    {"type": "self_distillation", "divergence": "forward_kl", "normalization": "renorm", "skip_first": 2},
+    {
+        "type": "self_distillation",
+        "divergence": "sampled_reverse_kl",
+        "skip_first": 1,
+        "max_ratio": "off",
+    },
+    {
+        "type": "self_distillation",
+        "divergence": "forward_kl",
+        "normalization": "renorm",
+        "skip_first": 2,
+    },
     {
         "type": "compose",
         "distillation": {
@@ -59,20 +80,36 @@ VARIANTS: list[dict] = [
     },
 ]
 # The value of these is a surrogate with a stop-gradient in it: their closed forms stand in tests of their own.
-SURROGATES = {"sampled_reverse_kl", "head_tail_reverse_kl", "entropy_aware_opd", "taid", "self_distillation", "compose"}
+SURROGATES = {
+    "sampled_reverse_kl",
+    "head_tail_reverse_kl",
+    "entropy_aware_opd",
+    "taid",
+    "self_distillation",
+    "compose",
+}
 
-CONFIGS = [LOSS_TYPES[name](**REQUIRED.get(name, {})) for name in LOSS_TYPES] + [LOSS_TYPES[v["type"]](**v) for v in VARIANTS]
+CONFIGS = [LOSS_TYPES[name](**REQUIRED.get(name, {})) for name in LOSS_TYPES] + [
+    LOSS_TYPES[v["type"]](**v) for v in VARIANTS
+]
 
 
 def config_id(config) -> str:
     knobs = {k: getattr(config, k) for k in sorted(config.model_fields_set - {"type"})}
-    return ",".join([config.type, *(k if isinstance(v, (dict, BaseModel)) else f"{k}={v}" for k, v in knobs.items())])
+    return ",".join(
+        [
+            config.type,
+            *(k if isinstance(v, (dict, BaseModel)) else f"{k}={v}" for k, v in knobs.items()),
+        ]
+    )
 
 
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=config_id)
 
 
-def make_inputs(config, seq=12, seed=0, dtype=torch.float64, first_segment=0, mask=None) -> LossInputs:
+def make_inputs(
+    config, seq=12, seed=0, dtype=torch.float64, first_segment=0, mask=None
+) -> LossInputs:
     """Four segments of a pack; every tensor is a leaf that asks for a gradient where it may."""
     g = torch.Generator().manual_seed(seed)
     k = config.support_size
@@ -87,7 +124,10 @@ def make_inputs(config, seq=12, seed=0, dtype=torch.float64, first_segment=0, ma
     return LossInputs(
         trainer_logprobs=leaf(log_p.gather(-1, sampled).squeeze(-1)),
         inference_logprobs=leaf(
-            (log_p.gather(-1, sampled).squeeze(-1) + 0.3 * torch.randn(seq, generator=g, dtype=torch.float64)).clamp(max=0)
+            (
+                log_p.gather(-1, sampled).squeeze(-1)
+                + 0.3 * torch.randn(seq, generator=g, dtype=torch.float64)
+            ).clamp(max=0)
         ),
         ref_logprobs=leaf(log_q.gather(-1, sampled).squeeze(-1)),
         advantages=torch.randn(seq, generator=g, dtype=torch.float64).to(dtype),
@@ -96,7 +136,9 @@ def make_inputs(config, seq=12, seed=0, dtype=torch.float64, first_segment=0, ma
         support=Support(ids, leaf(log_q.gather(-1, ids)), leaf(log_p.gather(-1, ids))),
         token_ids=tokens,
         segment_ids=first_segment + torch.arange(seq) * 4 // seq,
-        replay=make_inputs(LOSS_TYPES["dpo"](), seq, seed + 50, dtype, first_segment, mask) if "replay" in config.needs else None,
+        replay=make_inputs(LOSS_TYPES["dpo"](), seq, seed + 50, dtype, first_segment, mask)
+        if "replay" in config.needs
+        else None,
     )
 
 
@@ -115,7 +157,9 @@ def loss_and_grads(config, inputs: LossInputs):
         x.grad = None
     out = setup_loss_fn(config)(inputs)
     out.loss.backward()
-    return out, [torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in student_leaves(inputs)]
+    return out, [
+        torch.zeros_like(x) if x.grad is None else x.grad.clone() for x in student_leaves(inputs)
+    ]
 
 
 @each_config
@@ -148,7 +192,11 @@ def soil(inputs: LossInputs, garbage: float) -> LossInputs:
     off = ~inputs.loss_mask
 
     def dirty(x):
-        return x.detach().masked_fill(off if x.dim() == 1 else off.unsqueeze(-1), garbage).requires_grad_(x.requires_grad)
+        return (
+            x.detach()
+            .masked_fill(off if x.dim() == 1 else off.unsqueeze(-1), garbage)
+            .requires_grad_(x.requires_grad)
+        )
 
     return dataclasses.replace(
         inputs,
@@ -179,15 +227,28 @@ def test_what_stands_at_masked_positions_changes_neither_loss_nor_gradient(confi
     for a, b in zip(soiled_grads, grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-16)
     for name in out.metrics:
-        torch.testing.assert_close(soiled_out.metrics[name], out.metrics[name], rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(
+            soiled_out.metrics[name], out.metrics[name], rtol=1e-12, atol=1e-15
+        )
 
 
 def concatenated(a: LossInputs, b: LossInputs) -> LossInputs:
     def cat(name):
-        return torch.cat([getattr(a, name).detach(), getattr(b, name).detach()]).requires_grad_(getattr(a, name).requires_grad)
+        return torch.cat([getattr(a, name).detach(), getattr(b, name).detach()]).requires_grad_(
+            getattr(a, name).requires_grad
+        )
 
-    names = [f.name for f in dataclasses.fields(LossInputs) if isinstance(getattr(a, f.name), torch.Tensor)]
-    support = Support(*(torch.cat([getattr(s.support, f.name).detach() for s in (a, b)]) for f in dataclasses.fields(Support)))
+    names = [
+        f.name
+        for f in dataclasses.fields(LossInputs)
+        if isinstance(getattr(a, f.name), torch.Tensor)
+    ]
+    support = Support(
+        *(
+            torch.cat([getattr(s.support, f.name).detach() for s in (a, b)])
+            for f in dataclasses.fields(Support)
+        )
+    )
     support.student_logprobs.requires_grad_()
     replay = a.replay and concatenated(a.replay, b.replay)
     return LossInputs(**{name: cat(name) for name in names}, support=support, replay=replay)
@@ -216,8 +277,12 @@ def test_gradient_reaches_the_students_logprobs_only(config):
 def test_no_weights_are_weights_of_one_and_doubled_weights_double_the_loss(config):
     inputs = make_inputs(config)
     plain, plain_grads = loss_and_grads(config, with_weights(inputs, None))
-    ones, ones_grads = loss_and_grads(config, with_weights(inputs, torch.ones(12, dtype=torch.float64)))
-    twos, twos_grads = loss_and_grads(config, with_weights(inputs, 2 * torch.ones(12, dtype=torch.float64)))
+    ones, ones_grads = loss_and_grads(
+        config, with_weights(inputs, torch.ones(12, dtype=torch.float64))
+    )
+    twos, twos_grads = loss_and_grads(
+        config, with_weights(inputs, 2 * torch.ones(12, dtype=torch.float64))
+    )
     assert torch.equal(plain.loss, ones.loss)
     assert torch.equal(2 * plain.loss, twos.loss)
     for a, b, c in zip(plain_grads, ones_grads, twos_grads, strict=True):
@@ -238,7 +303,9 @@ def test_a_token_of_weight_zero_does_not_train(config):
 def test_a_missing_need_raises_and_names_the_recipe_section(config):
     for need in config.needs:
         with pytest.raises(ValueError, match=rf"\[recipe\.loss[^\]]*\].*{need}"):
-            setup_loss_fn(config, "recipe.loss")(dataclasses.replace(make_inputs(config), **{need: None}))
+            setup_loss_fn(config, "recipe.loss")(
+                dataclasses.replace(make_inputs(config), **{need: None})
+            )
         with pytest.raises(ValueError, match=rf"\[recipe\.loss[^\]]*\].*{need}"):
             setup_loss_fn(config, "recipe.loss").require(config.needs - {need})
     setup_loss_fn(config).require(config.needs)
@@ -255,7 +322,11 @@ def test_half_precision_stays_finite(config):
 @each_config
 def test_very_improbable_tokens_stay_finite(config):
     inputs = make_inputs(config, dtype=torch.float32, mask=torch.ones(12, dtype=torch.bool))
-    for x in (inputs.ref_logprobs, inputs.support.teacher_logprobs, inputs.support.student_logprobs):
+    for x in (
+        inputs.ref_logprobs,
+        inputs.support.teacher_logprobs,
+        inputs.support.student_logprobs,
+    ):
         x.data[::2, ...] -= 60.0
     out, grads = loss_and_grads(config, inputs)
     assert out.loss.isfinite() and all(g.isfinite().all() for g in grads)
@@ -263,7 +334,9 @@ def test_very_improbable_tokens_stay_finite(config):
 
 
 @pytest.mark.parametrize(
-    "config", [c for c in CONFIGS if c.type not in SURROGATES and "stop_gradient" not in config_id(c)], ids=config_id
+    "config",
+    [c for c in CONFIGS if c.type not in SURROGATES and "stop_gradient" not in config_id(c)],
+    ids=config_id,
 )
 def test_the_gradient_is_the_central_difference_of_the_value(config):
     inputs = make_inputs(config, seed=3)
@@ -278,18 +351,30 @@ def test_the_gradient_is_the_central_difference_of_the_value(config):
             flat[i] = value - eps
             down = setup_loss_fn(config)(inputs).loss.item()
             flat[i] = value
-            assert grad.view(-1)[i].item() == pytest.approx((up - down) / (2 * eps), rel=2e-6, abs=2e-8)
+            assert grad.view(-1)[i].item() == pytest.approx(
+                (up - down) / (2 * eps), rel=2e-6, abs=2e-8
+            )
 
 
 @each_config
 def test_the_order_of_the_support_does_not_matter(config):
     inputs = make_inputs(config)
-    order = torch.randperm(inputs.support.token_ids.shape[-1], generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(
+        inputs.support.token_ids.shape[-1], generator=torch.Generator().manual_seed(0)
+    )
     s = inputs.support
     shuffled = dataclasses.replace(
-        inputs, support=Support(s.token_ids[:, order], s.teacher_logprobs[:, order], s.student_logprobs[:, order])
+        inputs,
+        support=Support(
+            s.token_ids[:, order], s.teacher_logprobs[:, order], s.student_logprobs[:, order]
+        ),
     )
-    torch.testing.assert_close(setup_loss_fn(config)(shuffled).loss, setup_loss_fn(config)(inputs).loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        setup_loss_fn(config)(shuffled).loss,
+        setup_loss_fn(config)(inputs).loss,
+        rtol=1e-12,
+        atol=1e-12,
+    )
 
 
 @each_config
@@ -302,7 +387,9 @@ def test_a_config_survives_the_recipe(config):
 
 @each_config
 def test_advantages_with_a_gradient_are_refused(config):
-    inputs = dataclasses.replace(make_inputs(config), advantages=torch.zeros(12, dtype=torch.float64, requires_grad=True))
+    inputs = dataclasses.replace(
+        make_inputs(config), advantages=torch.zeros(12, dtype=torch.float64, requires_grad=True)
+    )
     with pytest.raises(ValueError, match="does not depend on the sampled token"):
         setup_loss_fn(config)(inputs)
 
@@ -317,25 +404,38 @@ def test_every_loss_names_itself_and_its_function():
     for config, fn in LOSS_FNS.items():
         name = config.model_fields["type"].default
         assert fn.__name__ == f"{name}_loss_fn"
-        assert fn.__module__ == config.__module__ == f"prime_composer.losses.{fn.__module__.rsplit('.', 1)[1]}"
-        assert all(field.description for key, field in config.model_fields.items() if key != "type"), name
+        assert (
+            fn.__module__
+            == config.__module__
+            == f"prime_composer.losses.{fn.__module__.rsplit('.', 1)[1]}"
+        )
+        assert all(
+            field.description for key, field in config.model_fields.items() if key != "type"
+        ), name
 
 
 def rows(inputs: LossInputs, index: torch.Tensor, **changed) -> LossInputs:
     """The positions ``index`` of every tensor, as new leaves."""
 
     def take(x):
-        return x.detach()[index].requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+        return (
+            x.detach()[index].requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+        )
 
     values = {f.name: take(getattr(inputs, f.name)) for f in dataclasses.fields(LossInputs)}
-    values["support"] = Support(*(take(getattr(inputs.support, f.name)) for f in dataclasses.fields(Support)))
+    values["support"] = Support(
+        *(take(getattr(inputs.support, f.name)) for f in dataclasses.fields(Support))
+    )
     values["replay"] = inputs.replay and rows(inputs.replay, index, **changed)
     return LossInputs(**{**values, **changed})
 
 
 @each_config
 @settings(max_examples=6, deadline=None, derandomize=True)
-@given(index=st.lists(st.integers(0, 11), min_size=1, max_size=9), garbage=st.sampled_from([0.0, -math.inf, math.nan]))
+@given(
+    index=st.lists(st.integers(0, 11), min_size=1, max_size=9),
+    garbage=st.sampled_from([0.0, -math.inf, math.nan]),
+)
 def test_padding_anywhere_changes_neither_loss_nor_gradient(config, index, garbage):
     inputs = make_inputs(config, seed=4, mask=torch.ones(12, dtype=torch.bool))
     out, grads = loss_and_grads(config, inputs)
@@ -355,7 +455,12 @@ def test_padding_anywhere_changes_neither_loss_nor_gradient(config, index, garba
 @given(order=st.permutations(range(4)))
 def test_the_order_of_the_sequences_in_a_pack_does_not_matter(config, order):
     # Eight sequences of three tokens; chosen and rejected stay next to one another.
-    inputs = make_inputs(config, seq=24, seed=5, mask=torch.rand(24, generator=torch.Generator().manual_seed(1)) > 0.2)
+    inputs = make_inputs(
+        config,
+        seq=24,
+        seed=5,
+        mask=torch.rand(24, generator=torch.Generator().manual_seed(1)) > 0.2,
+    )
     segments = torch.arange(8).repeat_interleave(3)
     inputs = rows(inputs, torch.arange(24), segment_ids=segments)
     out, grads = loss_and_grads(config, inputs)

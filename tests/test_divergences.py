@@ -69,16 +69,28 @@ def test_the_value_is_the_sum_over_probabilities(direction, normalization, seed)
         ids = torch.arange(7)
     log_p, log_q = on_support(z, log_q, ids)
     expected = value_by_loop(direction, normalization, log_p.exp().tolist(), log_q.exp().tolist())
-    assert divergence(direction, normalization, log_p, log_q).item() == pytest.approx(expected, rel=1e-12)
+    assert divergence(direction, normalization, log_p, log_q).item() == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_the_two_outcome_example_worked_by_hand():
     # p = (.6, .4), q = (.9, .1), S = {0}; e.g. reverse raw = .6 ln(.6/.9), full = that + .4 ln(.4/.1).
     p, q = double([0.6, 0.4]).log(), double([0.9, 0.1]).log()
-    reverse = {n: D.reverse_kl(p[:1], q[:1], n, allow_biased=True).item() for n in ("raw", "generalized", "tail")}
-    assert reverse == pytest.approx({"raw": -0.243279, "generalized": 0.056721, "tail": 0.311239}, abs=1e-6)
-    forward = {n: D.forward_kl(p[:1], q[:1], n, allow_biased=True).item() for n in ("raw", "generalized", "tail")}
-    assert forward == pytest.approx({"raw": 0.364919, "generalized": 0.064919, "tail": 0.226289}, abs=1e-6)
+    reverse = {
+        n: D.reverse_kl(p[:1], q[:1], n, allow_biased=True).item()
+        for n in ("raw", "generalized", "tail")
+    }
+    assert reverse == pytest.approx(
+        {"raw": -0.243279, "generalized": 0.056721, "tail": 0.311239}, abs=1e-6
+    )
+    forward = {
+        n: D.forward_kl(p[:1], q[:1], n, allow_biased=True).item()
+        for n in ("raw", "generalized", "tail")
+    }
+    assert forward == pytest.approx(
+        {"raw": 0.364919, "generalized": 0.064919, "tail": 0.226289}, abs=1e-6
+    )
     assert D.reverse_kl(p, q, "full").item() == pytest.approx(0.311239, abs=1e-6)
     assert D.forward_kl(p, q, "full").item() == pytest.approx(0.226289, abs=1e-6)
 
@@ -149,7 +161,9 @@ def test_the_gradient_is_the_closed_form_and_the_central_difference(direction, n
     expected = closed_form(direction, normalization, z.softmax(-1), log_q.exp(), ids)
     torch.testing.assert_close(autograd(fn, z), expected, rtol=1e-11, atol=1e-13)
     if normalization != "stop_gradient":  # its value is not what it descends
-        torch.testing.assert_close(autograd(fn, z), central_differences(fn, z), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(
+            autograd(fn, z), central_differences(fn, z), rtol=1e-6, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +174,9 @@ def test_which_rows_stand_still_at_p_equals_q(direction, normalization, stationa
     _, log_q, ids = student_teacher(0)
     if normalization == "full":
         ids = torch.arange(7)
-    grad = autograd(lambda z: divergence(direction, normalization, *on_support(z, log_q, ids)), log_q)
+    grad = autograd(
+        lambda z: divergence(direction, normalization, *on_support(z, log_q, ids)), log_q
+    )
     assert (grad.abs().max() < 1e-12) == stationary
 
 
@@ -169,14 +185,18 @@ def test_renorm_stands_still_at_any_mass_on_the_support_and_tail_only_at_the_tea
     outside = [j for j in range(7) if j not in ids.tolist()]
     z = log_q.clone()
     z[outside] += 1.0  # same distribution within S, less mass on it
-    still = lambda n: autograd(lambda z: D.reverse_kl(*on_support(z, log_q, ids), n), z).abs().max().item()  # noqa: E731
+    still = lambda n: (
+        autograd(lambda z: D.reverse_kl(*on_support(z, log_q, ids), n), z).abs().max().item()
+    )  # noqa: E731
     assert still("renorm") < 1e-12
     assert still("tail") > 1e-2
 
 
 def test_at_p_equals_q_the_raw_reverse_gradient_is_that_of_the_mass_on_the_support():
     _, log_q, ids = student_teacher(2)
-    raw = autograd(lambda z: D.reverse_kl(*on_support(z, log_q, ids), "raw", allow_biased=True), log_q)
+    raw = autograd(
+        lambda z: D.reverse_kl(*on_support(z, log_q, ids), "raw", allow_biased=True), log_q
+    )
     mass = autograd(lambda z: z.softmax(-1)[ids].sum(), log_q)
     torch.testing.assert_close(raw, mass, rtol=1e-11, atol=1e-13)
 
@@ -198,7 +218,9 @@ def test_jsd_value_and_gradient_at_asymmetric_beta(beta, normalization, seed):
     if normalization == "tail":
         a, b = [*a, 1 - P], [*b, 1 - Q]
     m = [beta * y + (1 - beta) * x for x, y in zip(a, b, strict=True)]
-    assert fn(z).item() == pytest.approx(beta * kl_by_loop(b, m) + (1 - beta) * kl_by_loop(a, m), rel=1e-12)
+    assert fn(z).item() == pytest.approx(
+        beta * kl_by_loop(b, m) + (1 - beta) * kl_by_loop(a, m), rel=1e-12
+    )
 
     pull = kl_by_loop(a, m)
     expected = torch.zeros(7, dtype=torch.float64)
@@ -234,7 +256,9 @@ def test_taid_gradient_holds_its_target_fixed(t, form, normalization):
     target = [x / sum(mixed) for x in mixed]
     got = D.taid(*on_support(z, log_q, ids), t, normalization, form)
     entropy = -sum(x * math.log(x) for x in target)
-    assert got.item() == pytest.approx(kl_by_loop(target, a) + (entropy if form == "cross_entropy" else 0), rel=1e-11, abs=1e-14)
+    assert got.item() == pytest.approx(
+        kl_by_loop(target, a) + (entropy if form == "cross_entropy" else 0), rel=1e-11, abs=1e-14
+    )
     grad = autograd(lambda z: D.taid(*on_support(z, log_q, ids), t, normalization, form), z)
     for j in range(7):
         if j in support:
@@ -255,23 +279,34 @@ def test_tail_is_the_renormalised_part_and_the_mass_part_and_never_more_than_the
     for fn, A, B in ((D.reverse_kl, P, Q), (D.forward_kl, Q, P)):
         bernoulli = A * (A / B).log() + (1 - A) * ((1 - A) / (1 - B)).log()
         tail = fn(log_p, sub_q, "tail")
-        torch.testing.assert_close(tail, A * fn(log_p, sub_q, "renorm") + bernoulli, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(
+            tail, A * fn(log_p, sub_q, "renorm") + bernoulli, rtol=1e-11, atol=1e-13
+        )
         assert tail <= fn(z.log_softmax(-1), log_q, "full") + 1e-12
 
 
-@pytest.mark.parametrize("fn", [D.reverse_kl, D.forward_kl, lambda p, q, n: D.generalized_jsd(p, q, 0.3, n)])
+@pytest.mark.parametrize(
+    "fn", [D.reverse_kl, D.forward_kl, lambda p, q, n: D.generalized_jsd(p, q, 0.3, n)]
+)
 def test_on_the_full_vocabulary_every_normalisation_is_the_same(fn):
     z, log_q, _ = student_teacher(5)
     full = fn(z.log_softmax(-1), log_q, "full")
     for normalization in ("tail", "renorm", "generalized"):
-        torch.testing.assert_close(fn(z.log_softmax(-1), log_q, normalization), full, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            fn(z.log_softmax(-1), log_q, normalization), full, rtol=1e-10, atol=1e-10
+        )
 
 
 def test_generalized_and_stop_gradient_have_one_gradient_and_two_values():
     z, log_q, ids = student_teacher(6)
-    a, b = (autograd(lambda z, n=n: D.reverse_kl(*on_support(z, log_q, ids), n), z) for n in ("generalized", "stop_gradient"))
+    a, b = (
+        autograd(lambda z, n=n: D.reverse_kl(*on_support(z, log_q, ids), n), z)
+        for n in ("generalized", "stop_gradient")
+    )
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-    assert D.reverse_kl(*on_support(z, log_q, ids), "generalized") != D.reverse_kl(*on_support(z, log_q, ids), "stop_gradient")
+    assert D.reverse_kl(*on_support(z, log_q, ids), "generalized") != D.reverse_kl(
+        *on_support(z, log_q, ids), "stop_gradient"
+    )
 
 
 @pytest.mark.parametrize("fn", [D.reverse_kl, D.forward_kl])
@@ -327,7 +362,9 @@ def expected_gradient(estimator, z, log_q, log_mu):
     """E_{y ~ mu} of the estimator's gradient: every token of the vocabulary in turn, weighted by mu(y)."""
     total = torch.zeros_like(z)
     for y in range(len(z)):
-        total += log_mu[y].exp() * autograd(lambda z, y=y: estimator(z.log_softmax(-1)[y], log_q[y], log_mu[y]), z)
+        total += log_mu[y].exp() * autograd(
+            lambda z, y=y: estimator(z.log_softmax(-1)[y], log_q[y], log_mu[y]), z
+        )
     return total
 
 
@@ -403,14 +440,22 @@ def golden(name):
 @pytest.mark.parametrize("beta", ["0", "0.1", "0.3", "0.5", "0.7", "1"])
 def test_jsd_returns_the_numbers_of_opsd_and_trl_and_none_of_the_known_bugs(beta):
     g = golden("generalized_jsd")
-    z, q, mask = double(g["inputs"]["student_logits"]), double(g["inputs"]["teacher_logits"]), g["inputs"]["mask"]
-    fn = lambda z: D.generalized_jsd(z.log_softmax(-1), q.log_softmax(-1), float(beta), "full")[torch.tensor(mask)]  # noqa: E731
+    z, q, mask = (
+        double(g["inputs"]["student_logits"]),
+        double(g["inputs"]["teacher_logits"]),
+        g["inputs"]["mask"],
+    )
+    fn = lambda z: D.generalized_jsd(z.log_softmax(-1), q.log_softmax(-1), float(beta), "full")[
+        torch.tensor(mask)
+    ]  # noqa: E731
     assert fn(z).mean().item() == pytest.approx(g["mean"][beta], abs=1e-11)
     for name, value in g["bugs"].get(beta, {}).items():
         assert abs(fn(z).mean().item() - value) > 1e-3, name
     if beta in g["gradient_of_sum_for_student_logits_position_0"]:
         grad = autograd(lambda z: fn(z).sum(), z)
-        assert grad[0].tolist() == pytest.approx(g["gradient_of_sum_for_student_logits_position_0"][beta], abs=1e-11)
+        assert grad[0].tolist() == pytest.approx(
+            g["gradient_of_sum_for_student_logits_position_0"][beta], abs=1e-11
+        )
         assert (grad[2] == 0).all()
 
 
@@ -433,14 +478,20 @@ def test_taid_returns_the_numbers_of_its_authors_code(t):
     g = golden("taid")
     z, q = double(g["inputs"]["student_logits"]), double(g["inputs"]["teacher_logits"])
     mask = torch.tensor(g["inputs"]["mask"])
-    fn = lambda z, form: D.taid(z.log_softmax(-1), q.log_softmax(-1), float(t), "full", form)[mask].mean()  # noqa: E731
+    fn = lambda z, form: D.taid(z.log_softmax(-1), q.log_softmax(-1), float(t), "full", form)[
+        mask
+    ].mean()  # noqa: E731
     assert fn(z, "cross_entropy").item() == pytest.approx(g["cross_entropy"][t], abs=3e-7)
     if t in g["kl"]:
         assert fn(z, "kl").item() == pytest.approx(g["kl"][t], abs=3e-7)
         grad = autograd(lambda z: fn(z, "cross_entropy"), z)
-        assert grad[0].tolist() == pytest.approx(g["gradient_of_mean_for_student_logits_position_0"][t], abs=3e-7)
+        assert grad[0].tolist() == pytest.approx(
+            g["gradient_of_mean_for_student_logits_position_0"][t], abs=3e-7
+        )
     if t in g["bug_probability_space_cross_entropy"]:
-        assert abs(fn(z, "cross_entropy").item() - g["bug_probability_space_cross_entropy"][t]) > 1e-3
+        assert (
+            abs(fn(z, "cross_entropy").item() - g["bug_probability_space_cross_entropy"][t]) > 1e-3
+        )
 
 
 @pytest.mark.parametrize("normalization", ["full", "tail", "renorm"])
@@ -479,19 +530,35 @@ def test_thirty_steps_of_renorm_learn_what_a_public_report_says():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_log1mexp_is_accurate_at_both_ends_with_a_finite_gradient(dtype):
-    x = torch.tensor([-1e-7, -1e-4, -0.1, -math.log(2), -1.0, -30.0, -80.0], dtype=dtype, requires_grad=True)
+    x = torch.tensor(
+        [-1e-7, -1e-4, -0.1, -math.log(2), -1.0, -30.0, -80.0], dtype=dtype, requires_grad=True
+    )
     y = D.log1mexp(x)
-    expected = [math.log(-math.expm1(v)) if v > -0.6 else math.log1p(-math.exp(v)) for v in x.tolist()]
-    torch.testing.assert_close(y, torch.tensor(expected, dtype=dtype), rtol=4 * torch.finfo(dtype).eps, atol=0)
+    expected = [
+        math.log(-math.expm1(v)) if v > -0.6 else math.log1p(-math.exp(v)) for v in x.tolist()
+    ]
+    torch.testing.assert_close(
+        y, torch.tensor(expected, dtype=dtype), rtol=4 * torch.finfo(dtype).eps, atol=0
+    )
     y.sum().backward()
     # d/dx log(1 - e^x) = -1/(e^-x - 1)
-    torch.testing.assert_close(x.grad, torch.tensor([-1 / math.expm1(-v) for v in x.tolist()], dtype=dtype), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        x.grad,
+        torch.tensor([-1 / math.expm1(-v) for v in x.tolist()], dtype=dtype),
+        rtol=1e-5,
+        atol=0,
+    )
 
 
 def test_a_support_that_holds_all_the_mass_stays_finite():
     log_p = torch.tensor([[0.0, -120.0], [-1e-9, -25.0], [-0.7, -0.7]], requires_grad=True)
     log_q = torch.tensor([[-1e-9, -25.0], [0.0, -130.0], [-0.6, -0.8]])
-    for fn in (D.reverse_kl, D.forward_kl, lambda p, q: D.generalized_jsd(p, q, 0.3), lambda p, q: D.taid(p, q, 0.5)):
+    for fn in (
+        D.reverse_kl,
+        D.forward_kl,
+        lambda p, q: D.generalized_jsd(p, q, 0.3),
+        lambda p, q: D.taid(p, q, 0.5),
+    ):
         log_p.grad = None
         value = fn(log_p, log_q)
         value.sum().backward()
@@ -552,10 +619,14 @@ DIVERGENCES = [
 ] + [("taid .4", lambda p, q, n: D.taid(p, q, 0.4, n, "kl"), "tail")]
 
 
-@pytest.mark.parametrize(("name", "fn", "normalization"), DIVERGENCES, ids=[d[0] for d in DIVERGENCES])
+@pytest.mark.parametrize(
+    ("name", "fn", "normalization"), DIVERGENCES, ids=[d[0] for d in DIVERGENCES]
+)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(pair=supports(), order=st.randoms(use_true_random=False))
-def test_a_divergence_is_never_negative_zero_at_equality_and_blind_to_the_order(name, fn, normalization, pair, order):
+def test_a_divergence_is_never_negative_zero_at_equality_and_blind_to_the_order(
+    name, fn, normalization, pair, order
+):
     p, q = pair
     # The clamp of the mass on the support at 1 - 1e-7 can carry the outcomes of ``tail`` over 1 by as much.
     tolerance = 2e-7 if normalization == "tail" else 1e-12
@@ -563,13 +634,17 @@ def test_a_divergence_is_never_negative_zero_at_equality_and_blind_to_the_order(
     assert fn(p, p, normalization).abs() < tolerance
     index = list(range(len(p)))
     order.shuffle(index)
-    torch.testing.assert_close(fn(p[index], q[index], normalization), fn(p, q, normalization), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        fn(p[index], q[index], normalization), fn(p, q, normalization), rtol=1e-9, atol=1e-12
+    )
     student = p.clone().requires_grad_()
     fn(student, q, normalization).backward()
     assert student.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "fn", "normalization"), DIVERGENCES, ids=[d[0] for d in DIVERGENCES])
+@pytest.mark.parametrize(
+    ("name", "fn", "normalization"), DIVERGENCES, ids=[d[0] for d in DIVERGENCES]
+)
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(pair=supports(dtype=torch.bfloat16))
 def test_bf16_is_computed_in_float32_and_stays_finite(name, fn, normalization, pair):
@@ -584,7 +659,13 @@ def test_bf16_is_computed_in_float32_and_stays_finite(name, fn, normalization, p
 @pytest.mark.parametrize("n", ["full", "tail", "renorm", "generalized"])
 def test_the_teacher_never_gets_a_gradient(n):
     p, q = (double([[0.3, 0.2], [0.6, 0.1]]).log().requires_grad_() for _ in range(2))
-    values = [D.reverse_kl(p, q, n), D.forward_kl(p, q, n), D.generalized_jsd(p, q, 0.3, n), D.k2(p, q), D.k3(p, q)]
+    values = [
+        D.reverse_kl(p, q, n),
+        D.forward_kl(p, q, n),
+        D.generalized_jsd(p, q, 0.3, n),
+        D.k2(p, q),
+        D.k3(p, q),
+    ]
     if n != "generalized":
         values.append(D.taid(p, q, 0.4, n))
     sum(v.sum() for v in values).backward()

@@ -20,14 +20,18 @@ def plain(hidden, weight, ids, temperature=1.0):
 def test_two_tokens_worked_by_hand():
     # logits log 1, log 3, log 4 and 0, 0, 0
     weight = torch.tensor([1.0, 3.0, 4.0]).log().unsqueeze(1)
-    out = selected_logprobs(torch.tensor([[1.0], [0.0]]), weight, torch.tensor([[2, 0], [1, 1]]), chunk=2)
+    out = selected_logprobs(
+        torch.tensor([[1.0], [0.0]]), weight, torch.tensor([[2, 0], [1, 1]]), chunk=2
+    )
     torch.testing.assert_close(out.exp(), torch.tensor([[0.5, 0.125], [1 / 3, 1 / 3]]))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 37, 100])
 @pytest.mark.parametrize("token_block", [1, 5, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_values_and_gradients_equal_the_plain_log_softmax_in_float64(chunk, token_block, temperature):
+def test_values_and_gradients_equal_the_plain_log_softmax_in_float64(
+    chunk, token_block, temperature
+):
     hidden, weight, ids, upstream = problem()
     out = selected_logprobs(hidden, weight, ids, temperature, chunk, token_block)
     grads = torch.autograd.grad(out, (hidden, weight), upstream)
@@ -40,13 +44,17 @@ def test_values_and_gradients_equal_the_plain_log_softmax_in_float64(chunk, toke
 
 def test_gradient_equals_finite_differences():
     hidden, weight, ids, _ = problem(n=4, v=11, m=3)
-    assert torch.autograd.gradcheck(lambda h, w: selected_logprobs(h, w, ids, 0.8, 4, 3), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: selected_logprobs(h, w, ids, 0.8, 4, 3), (hidden, weight)
+    )
 
 
 def test_an_id_in_several_columns_gets_the_sum_of_their_gradients():
     hidden, weight, _, _ = problem()
     ids = torch.full((13, 3), 5)
-    grads = torch.autograd.grad(selected_logprobs(hidden, weight, ids, chunk=6).sum(), (hidden, weight))
+    grads = torch.autograd.grad(
+        selected_logprobs(hidden, weight, ids, chunk=6).sum(), (hidden, weight)
+    )
     expected = torch.autograd.grad(3 * plain(hidden, weight, ids[:, :1]).sum(), (hidden, weight))
     for got, want in zip(grads, expected, strict=True):
         torch.testing.assert_close(got, want)
@@ -68,7 +76,9 @@ def test_half_precision_is_accumulated_in_float32(dtype):
     exact = plain(exact_hidden, exact_weight, ids)
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-5)
     grads = torch.autograd.grad(out, (hidden, weight), upstream.float())
-    for got, want in zip(grads, torch.autograd.grad(exact, (exact_hidden, exact_weight), upstream), strict=True):
+    for got, want in zip(
+        grads, torch.autograd.grad(exact, (exact_hidden, exact_weight), upstream), strict=True
+    ):
         assert got.dtype == dtype
         torch.testing.assert_close(got, want.to(dtype), rtol=2**-7, atol=1e-4)
 
@@ -82,7 +92,11 @@ def test_autocast_around_it_changes_nothing(dtype):
         within = selected_logprobs(hidden, weight, ids, chunk=64)
         grads = torch.autograd.grad(within, (hidden, weight), upstream.to(within.dtype))
     assert torch.equal(within, plainly)
-    for got, want in zip(grads, torch.autograd.grad(plainly, (hidden, weight), upstream.to(plainly.dtype)), strict=True):
+    for got, want in zip(
+        grads,
+        torch.autograd.grad(plainly, (hidden, weight), upstream.to(plainly.dtype)),
+        strict=True,
+    ):
         assert torch.equal(got, want)
 
 
@@ -90,10 +104,14 @@ def test_only_the_wanted_gradients_are_computed():
     hidden, weight, ids, upstream = problem()
     frozen_head = selected_logprobs(hidden, weight.detach(), ids)
     (got,) = torch.autograd.grad(frozen_head, hidden, upstream)
-    torch.testing.assert_close(got, torch.autograd.grad(plain(hidden, weight, ids), hidden, upstream)[0])
+    torch.testing.assert_close(
+        got, torch.autograd.grad(plain(hidden, weight, ids), hidden, upstream)[0]
+    )
     head_only = selected_logprobs(hidden.detach(), weight, ids)
     (got,) = torch.autograd.grad(head_only, weight, upstream)
-    torch.testing.assert_close(got, torch.autograd.grad(plain(hidden, weight, ids), weight, upstream)[0])
+    torch.testing.assert_close(
+        got, torch.autograd.grad(plain(hidden, weight, ids), weight, upstream)[0]
+    )
     assert not selected_logprobs(hidden.detach(), weight.detach(), ids).requires_grad
 
 
@@ -130,14 +148,21 @@ def test_the_logits_of_a_batch_never_exist_at_once():
 
     hidden, weight, ids, upstream = problem(n=64, d=2, v=1000)
     with Watch():
-        torch.autograd.grad(selected_logprobs(hidden, weight, ids, chunk=100, token_block=16), (hidden, weight), upstream)
+        torch.autograd.grad(
+            selected_logprobs(hidden, weight, ids, chunk=100, token_block=16),
+            (hidden, weight),
+            upstream,
+        )
     assert largest <= 2000  # the weight's gradient, against 64,000 logits
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(token_ids=torch.tensor([[37]])), "reach from 37 to 37 and the head has a vocabulary of 37"),
+        (
+            dict(token_ids=torch.tensor([[37]])),
+            "reach from 37 to 37 and the head has a vocabulary of 37",
+        ),
         (dict(token_ids=torch.tensor([[-1]])), "reach from -1 to -1"),
         (dict(token_ids=torch.tensor([[1], [2]])), "2 rows for 1 hidden states"),
         (dict(hidden=torch.zeros(1, 6)), "width 6 and the head's weight 5"),

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from prime_composer.rollout import Rollout
-from prime_composer.scorer import TeacherScores
+from prime_composer.backends.protocols import Rollout, TeacherScores
 
 
 @dataclass(frozen=True)
@@ -33,32 +32,42 @@ class Scored:
     rollout_start: int
 
 
-def sequences_to_score(rollouts: Sequence[Rollout], prompts: Sequence[Sequence[int]] | None = None) -> list[Scored]:
+def sequences_to_score(
+    rollouts: Sequence[Rollout], prompts: Sequence[Sequence[int]] | None = None
+) -> list[Scored]:
     """What the teacher reads for each rollout; ``prompts`` replaces everything before the first trained token.
 
     Raises:
         ValueError: not one prompt per rollout, a rollout that trains nothing, or a first token without a context.
     """
     if prompts is not None and len(prompts) != len(rollouts):
-        raise ValueError(f"{len(prompts)} prompts for {len(rollouts)} rollouts; pass one teacher prompt per rollout.")
+        raise ValueError(
+            f"{len(prompts)} prompts for {len(rollouts)} rollouts; pass one teacher prompt per rollout."
+        )
     scored = []
     for index, rollout in enumerate(rollouts):
         trained = rollout.loss_mask.nonzero()
         if len(trained) == 0:
-            raise ValueError(f"Rollout {index} has no token in its loss_mask; drop it before scoring.")
+            raise ValueError(
+                f"Rollout {index} has no token in its loss_mask; drop it before scoring."
+            )
         start = int(trained[0])
         tokens = rollout.token_ids.tolist()
         prompt = tokens[:start] if prompts is None else list(prompts[index])
         if not prompt:
-            raise ValueError(f"Rollout {index} has no prompt: a first token without a context has no log-probability.")
-        scored.append(Scored(token_ids=prompt + tokens[start:], start=len(prompt), rollout_start=start))
+            raise ValueError(
+                f"Rollout {index} has no prompt: a first token without a context has no log-probability."
+            )
+        scored.append(
+            Scored(token_ids=prompt + tokens[start:], start=len(prompt), rollout_start=start)
+        )
     return scored
 
 
 def place(
     length: int,
     scored: Scored,
-    ref_logprobs: Float[Tensor, "scored"],
+    ref_logprobs: Float[Tensor, " scored"],
     token_ids: Int[Tensor, "scored k"],
     teacher_logprobs: Float[Tensor, "scored k"],
 ) -> TeacherScores:
@@ -72,11 +81,17 @@ def place(
 
 
 def make_rollout(
-    prompt: Sequence[int], completion: Sequence[int], logprobs: Sequence[float], finish_reason: str, prompt_index: int
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    logprobs: Sequence[float],
+    finish_reason: str,
+    prompt_index: int,
 ) -> Rollout:
     """A ``Rollout`` of a prompt and its completion; a completion that ran out of tokens is a truncated one."""
     if finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"The sampler gave up on a completion with finish_reason {finish_reason!r}.")
+        raise RuntimeError(
+            f"The sampler gave up on a completion with finish_reason {finish_reason!r}."
+        )
     n = len(prompt)
     token_ids = torch.tensor([*prompt, *completion], dtype=torch.int64)
     inference_logprobs = torch.full(token_ids.shape, torch.nan)
@@ -89,7 +104,9 @@ def check_lengths(sequences: Sequence[Sequence[int]], new_tokens: int, max_model
     """Every sequence and ``new_tokens`` more fit into the engine; otherwise a ValueError with the numbers."""
     for index, ids in enumerate(sequences):
         if not ids:
-            raise ValueError(f"Sequence {index} is empty; a model needs at least one token to condition on.")
+            raise ValueError(
+                f"Sequence {index} is empty; a model needs at least one token to condition on."
+            )
         if len(ids) + new_tokens > max_model_len:
             raise ValueError(
                 f"Sequence {index} has {len(ids)} tokens, and with {new_tokens} more it does not fit into max_model_len "
@@ -97,17 +114,25 @@ def check_lengths(sequences: Sequence[Sequence[int]], new_tokens: int, max_model
             )
 
 
-def check_support_size(support_size: int | Literal["full"], vocab_size: int, limit: int, setting: str) -> int:
+def check_support_size(
+    support_size: int | Literal["full"], vocab_size: int, limit: int, setting: str
+) -> int:
     """K as a number, within the vocabulary and the engine's limit; otherwise a ValueError with the remedy."""
     k = vocab_size if support_size == "full" else support_size
     if not 0 <= k <= vocab_size:
-        raise ValueError(f"support_size is {k} and the teacher's vocabulary has {vocab_size} entries; use at most that.")
+        raise ValueError(
+            f"support_size is {k} and the teacher's vocabulary has {vocab_size} entries; use at most that."
+        )
     if k > limit:
-        raise ValueError(f"support_size is {k} and the teacher's engine answers at most {limit}; raise {setting} to {k}.")
+        raise ValueError(
+            f"support_size is {k} and the teacher's engine answers at most {limit}; raise {setting} to {k}."
+        )
     return k
 
 
-def top_k(logprobs: Float[Tensor, "n v"], k: int) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
+def top_k(
+    logprobs: Float[Tensor, "n v"], k: int
+) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
     """The k largest entries of each row and their ids, largest first: ``torch.topk``, on a CPU two times as fast.
 
     NumPy partitions with vector instructions. Beyond some thousand entries torch's heap is the faster one.

@@ -23,7 +23,11 @@ OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 
 def built_for_cpu() -> bool:
     """Whether PyTorch is a build without CUDA, ROCm or XPU."""
-    return torch.version.cuda is None and torch.version.hip is None and getattr(torch.version, "xpu", None) is None
+    return (
+        torch.version.cuda is None
+        and torch.version.hip is None
+        and getattr(torch.version, "xpu", None) is None
+    )
 
 
 def hide_cuda_packages() -> None:

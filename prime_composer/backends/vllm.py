@@ -32,8 +32,7 @@ from prime_composer.backends.alignment import (
     top_k,
 )
 from prime_composer.backends.cpu_guard import built_for_cpu, import_vllm, preserved_rng
-from prime_composer.rollout import Rollout, SamplingParams
-from prime_composer.scorer import TeacherScores
+from prime_composer.backends.protocols import Rollout, SamplingParams, TeacherScores
 
 GPU_MEMORY_SHARE = 0.3
 """Share of the GPU's memory per engine: sampler, scorer and trainer live on one GPU."""
@@ -110,11 +109,13 @@ class Engine:
         self.max_model_len: int = config.max_model_len
         self.vocab_size: int = config.get_vocab_size()
         if eos_token_ids is None:
-            from prime_composer.backends.transformers import read_eos_token_ids
+            from prime_composer.backends.hf_model import read_eos_token_ids
 
             eos_token_ids = read_eos_token_ids(self.model)
         self.eos_token_ids = tuple(eos_token_ids)
-        self.max_logprobs: int = self.vocab_size if config.max_logprobs == -1 else config.max_logprobs
+        self.max_logprobs: int = (
+            self.vocab_size if config.max_logprobs == -1 else config.max_logprobs
+        )
 
     @property
     def llm(self):
@@ -123,7 +124,9 @@ class Engine:
             raise ValueError(f"The engine of {self.model} is closed; make a new one.")
         return self._llm
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
+    ) -> list[Rollout]:
         """``params.n`` rollouts per prompt, in prompt order; the same seed and weights give the same rollouts.
 
         A scorer's engine generates too (a teacher's accuracy), but its log mu is the raw one, right at T = 1 and top-p 1.
@@ -138,7 +141,9 @@ class Engine:
         check_lengths(prompts, params.max_tokens, self.max_model_len)
         greedy = params.temperature == 0
         request = self._vllm.SamplingParams(
-            n=1 if greedy else params.n,  # n greedy completions are n times the same one; vLLM refuses to compute them
+            n=1
+            if greedy
+            else params.n,  # n greedy completions are n times the same one; vLLM refuses to compute them
             temperature=params.temperature,
             top_p=params.top_p,
             max_tokens=params.max_tokens,
@@ -156,8 +161,12 @@ class Engine:
         rollouts = []
         for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
             for completion in sorted(output.outputs, key=lambda completion: completion.index):
-                logprobs = [0.0] * len(completion.token_ids) if greedy else completion.logprobs.logprobs
-                rollout = make_rollout(prompt, completion.token_ids, logprobs, completion.finish_reason, index)
+                logprobs = (
+                    [0.0] * len(completion.token_ids) if greedy else completion.logprobs.logprobs
+                )
+                rollout = make_rollout(
+                    prompt, completion.token_ids, logprobs, completion.finish_reason, index
+                )
                 rollouts.extend([rollout] * (params.n if greedy else 1))
         return rollouts
 
@@ -173,7 +182,9 @@ class Engine:
 
     def forget_prefixes(self) -> None:
         if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache: a request is still running on this engine.")
+            raise RuntimeError(
+                "vLLM did not reset its prefix cache: a request is still running on this engine."
+            )
 
     def close(self) -> None:
         """Free the engine's memory. Closing twice is harmless."""
@@ -188,7 +199,9 @@ class Engine:
     def _run(self, prompts: list[list[int]], params) -> list:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+            return self.llm.generate(
+                [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False
+            )
 
 
 class VLLMSampler(Engine):
@@ -225,13 +238,17 @@ class VLLMScorer(Engine):
         if not scored:
             return []
         check_lengths([s.token_ids for s in scored], 1, self.max_model_len)
-        request = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=k, flat_logprobs=True, detokenize=False)
+        request = self._vllm.SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=k, flat_logprobs=True, detokenize=False
+        )
         with lean_prompt_logprobs(scored):
             outputs = self._run([s.token_ids for s in scored], request)
         results = []
         for rollout, s, output in zip(rollouts, scored, outputs, strict=True):
             ids, logprobs = parse_prompt_logprobs(output.prompt_logprobs, s.token_ids, s.start, k)
-            results.append(place(len(rollout.token_ids), s, logprobs[:, 0], ids[:, 1:], logprobs[:, 1:]))
+            results.append(
+                place(len(rollout.token_ids), s, logprobs[:, 0], ids[:, 1:], logprobs[:, 1:])
+            )
         return results
 
 
@@ -304,13 +321,15 @@ def parse_prompt_logprobs(
         )
     ids, logprobs = ids.view(-1, k + 1)[start - 1 :].long(), logprobs.view(-1, k + 1)[start - 1 :]
     if ids[:, 0].tolist() != token_ids[start:]:
-        raise RuntimeError("vLLM's prompt log-probs do not belong to the tokens sent: their alignment changed.")
+        raise RuntimeError(
+            "vLLM's prompt log-probs do not belong to the tokens sent: their alignment changed."
+        )
     return ids, logprobs
 
 
 def default_kv_cache_bytes(model: str, dtype: str, max_model_len: int | None) -> int:
     """Room for 256 sequences within 64 MiB to 1 GiB, and for two sequences in any case."""
-    from prime_composer.backends.transformers import read_config
+    from prime_composer.backends.hf_model import read_config
 
     config = read_config(model)
     length = max_model_len or config.max_position_embeddings
@@ -318,5 +337,7 @@ def default_kv_cache_bytes(model: str, dtype: str, max_model_len: int | None) ->
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size = 4 if dtype == "float32" else 2
     # One block of 128 tokens is the smallest unit that the CPU build hands out.
-    per_sequence = 2 * config.num_hidden_layers * heads * head_dim * size * (-(-length // 128) * 128)
+    per_sequence = (
+        2 * config.num_hidden_layers * heads * head_dim * size * (-(-length // 128) * 128)
+    )
     return max(2 * per_sequence, min(max(256 * per_sequence, 64 * 2**20), 2**30))

@@ -32,8 +32,7 @@ from prime_composer.backends.alignment import (
     place,
     sequences_to_score,
 )
-from prime_composer.rollout import Rollout, SamplingParams
-from prime_composer.scorer import TeacherScores
+from prime_composer.backends.protocols import Rollout, SamplingParams, TeacherScores
 
 T = TypeVar("T")
 
@@ -79,7 +78,9 @@ class Server:
         try:
             import httpx
         except ModuleNotFoundError as error:
-            raise ImportError("A vLLM server needs httpx: pip install 'prime-composer[engine]'.") from error
+            raise ImportError(
+                "A vLLM server needs httpx: pip install 'prime-composer[engine]'."
+            ) from error
         self._httpx = httpx
         self.url = url.rstrip("/").removesuffix("/v1")
         self.weights_dir = weights_dir
@@ -106,7 +107,9 @@ class Server:
         served = self._request("GET", "/v1/models").json()["data"]
         if model is None:
             return served[0]
-        names = {str(name): card for card in served for name in (card["id"], card.get("root")) if name}
+        names = {
+            str(name): card for card in served for name in (card["id"], card.get("root")) if name
+        }
         if model not in names:
             raise ServerError(
                 f"The server at {self.url} serves {', '.join(sorted(names))}, and the recipe names {model}; set model in "
@@ -129,7 +132,10 @@ class Server:
         directory = Path(tempfile.mkdtemp(prefix="prime_composer_weights_", dir=self.weights_dir))
         try:
             directory.chmod(0o755)
-            weights = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+            weights = {
+                name: value.detach().cpu().contiguous().clone()
+                for name, value in model.state_dict().items()
+            }
             save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
             self._dev_request("/collective_rpc", call)
@@ -139,7 +145,9 @@ class Server:
 
     def forget_prefixes(self) -> None:
         if not self._dev_request("/reset_prefix_cache", None).json()["success"]:
-            raise ServerError(f"The server at {self.url} did not reset its prefix cache: other requests are running on it.")
+            raise ServerError(
+                f"The server at {self.url} did not reset its prefix cache: other requests are running on it."
+            )
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -182,7 +190,9 @@ class Server:
                 response = self._client.request(method, path, json=body)
                 break
             except httpx.TimeoutException as error:
-                raise ServerError(f"The server at {self.url} did not answer {path} in time ({error!r}).") from error
+                raise ServerError(
+                    f"The server at {self.url} did not answer {path} in time ({error!r})."
+                ) from error
             except httpx.TransportError as error:
                 if attempt == ATTEMPTS - 1:
                     raise ServerError(
@@ -205,7 +215,9 @@ class Server:
                 f"The server at {self.url} asks for an API key and got {'another' if self._keyed else 'none'}: put it into the "
                 f"environment variable that api_key_var in {self.section} names (VLLM_API_KEY where it names none)."
             )
-        raise ServerError(f"The server at {self.url} answered {response.status_code} to {path}: {words}")
+        raise ServerError(
+            f"The server at {self.url} answered {response.status_code} to {path}: {words}"
+        )
 
 
 class ServerSampler(Server):
@@ -229,13 +241,22 @@ class ServerSampler(Server):
         eos_token_ids: Sequence[int] = (),
         seeded: bool = True,
     ):
-        super().__init__(url, model, weights_dir=weights_dir, concurrency=concurrency, timeout=timeout, api_key=api_key)
+        super().__init__(
+            url,
+            model,
+            weights_dir=weights_dir,
+            concurrency=concurrency,
+            timeout=timeout,
+            api_key=api_key,
+        )
         self.eos_token_ids = tuple(eos_token_ids)
         self.seeded = seeded
         self._processed: bool | None = None
         self._lock = threading.Lock()
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[Rollout]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
+    ) -> list[Rollout]:
         """``params.n`` rollouts per prompt, in prompt order; the same seed gives the same rollouts where seeded.
 
         mu is the distribution that each token was drawn from; greedy tokens have log mu = 0.
@@ -266,7 +287,9 @@ class ServerSampler(Server):
             for choice in self._complete(prompts[index], **settings):
                 ids = choice["token_ids"]
                 logprobs = [0.0] * len(ids) if greedy else choice["logprobs"]["token_logprobs"]
-                rollouts.append(make_rollout(prompts[index], ids, logprobs, choice["finish_reason"], index))
+                rollouts.append(
+                    make_rollout(prompts[index], ids, logprobs, choice["finish_reason"], index)
+                )
             return rollouts * (params.n if greedy else 1)
 
         return [rollout for group in self._map(sample, range(len(prompts))) for rollout in group]
@@ -312,7 +335,9 @@ class ServerScorer(Server):
         """
         if self.vocab_size is not None:
             limit = self.vocab_size if self.max_logprobs in (None, -1) else self.max_logprobs
-            k = check_support_size(support_size, self.vocab_size, limit, "the server's --max-logprobs")
+            k = check_support_size(
+                support_size, self.vocab_size, limit, "the server's --max-logprobs"
+            )
         elif support_size == "full":
             raise ServerError(
                 f"The size of the vocabulary of {self.model} is not known here, so K cannot be 'full'; set k to a number."
@@ -325,7 +350,9 @@ class ServerScorer(Server):
 
         def score(index: int) -> TeacherScores:
             s = scored[index]
-            (choice,) = self._complete(s.token_ids, **plain_sampling(temperature=0.0, max_tokens=1, prompt_logprobs=k))
+            (choice,) = self._complete(
+                s.token_ids, **plain_sampling(temperature=0.0, max_tokens=1, prompt_logprobs=k)
+            )
             own, ids, logprobs = parse_entries(choice["prompt_logprobs"], s.token_ids, s.start, k)
             return place(len(rollouts[index].token_ids), s, own, ids, logprobs)
 
@@ -334,7 +361,13 @@ class ServerScorer(Server):
 
 def plain_sampling(**settings: Any) -> dict[str, Any]:
     """Sampling settings with everything named, so that none of the model's own generation config slips in (top_k!)."""
-    neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+    neutral = {
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+    }
     return neutral | {"frequency_penalty": 0.0} | settings
 
 
@@ -347,7 +380,9 @@ def parse_entries(
     one of them. Its rank cannot tell (a tie shares one), so where there are K + 1, token t is the odd one.
     """
     if len(entries) != len(token_ids):
-        raise ServerError(f"The server scored {len(entries)} tokens of {len(token_ids)}; use a server of vLLM 0.10 or later.")
+        raise ServerError(
+            f"The server scored {len(entries)} tokens of {len(token_ids)}; use a server of vLLM 0.10 or later."
+        )
     own, ids, logprobs = [], [], []
     for entry, token in zip(entries[start:], token_ids[start:], strict=True):
         values = {int(index): value["logprob"] for index, value in entry.items()}
@@ -355,7 +390,9 @@ def parse_entries(
         if len(values) == k + 1:
             del values[token]
         if len(values) != k and k > 0:
-            raise ServerError(f"The server answered {len(values)} log-probs for K = {k}; use a server of vLLM 0.10 or later.")
+            raise ServerError(
+                f"The server answered {len(values)} log-probs for K = {k}; use a server of vLLM 0.10 or later."
+            )
         top = sorted(values.items(), key=lambda item: -item[1])[:k]
         ids.append([index for index, _ in top])
         logprobs.append([value for _, value in top])

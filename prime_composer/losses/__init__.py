@@ -30,12 +30,24 @@ from prime_composer.losses.base import Loss, LossConfig
 from prime_composer.losses.compose import ComposeLossConfig, compose_loss_fn
 from prime_composer.losses.default import DefaultLossConfig, default_loss_fn
 from prime_composer.losses.dpo import DPOLossConfig, dpo_loss_fn
-from prime_composer.losses.entropy_aware_opd import EntropyAwareOPDLossConfig, entropy_aware_opd_loss_fn
+from prime_composer.losses.entropy_aware_opd import (
+    EntropyAwareOPDLossConfig,
+    entropy_aware_opd_loss_fn,
+)
 from prime_composer.losses.generalized_jsd import GeneralizedJSDLossConfig, generalized_jsd_loss_fn
-from prime_composer.losses.head_tail_reverse_kl import HeadTailReverseKLLossConfig, head_tail_reverse_kl_loss_fn
+from prime_composer.losses.head_tail_reverse_kl import (
+    HeadTailReverseKLLossConfig,
+    head_tail_reverse_kl_loss_fn,
+)
 from prime_composer.losses.ipo import IPOLossConfig, ipo_loss_fn
-from prime_composer.losses.sampled_reverse_kl import SampledReverseKLLossConfig, sampled_reverse_kl_loss_fn
-from prime_composer.losses.self_distillation import SelfDistillationLossConfig, self_distillation_loss_fn
+from prime_composer.losses.sampled_reverse_kl import (
+    SampledReverseKLLossConfig,
+    sampled_reverse_kl_loss_fn,
+)
+from prime_composer.losses.self_distillation import (
+    SelfDistillationLossConfig,
+    self_distillation_loss_fn,
+)
 from prime_composer.losses.sft import SFTLossConfig, sft_loss_fn
 from prime_composer.losses.simpo import SimPOLossConfig, simpo_loss_fn
 from prime_composer.losses.taid import TAIDLossConfig, taid_loss_fn
@@ -59,7 +71,9 @@ LOSS_FNS: dict[type[LossConfig], Callable[..., LossOutputs]] = {
     ComposeLossConfig: compose_loss_fn,
 }
 
-LOSS_TYPES: dict[str, type[LossConfig]] = {config.model_fields["type"].default: config for config in LOSS_FNS}
+LOSS_TYPES: dict[str, type[LossConfig]] = {
+    config.model_fields["type"].default: config for config in LOSS_FNS
+}
 """Config class by the ``type`` that a recipe writes."""
 
 LossUnion = Annotated[reduce(or_, LOSS_FNS), Field(discriminator="type")]

@@ -18,7 +18,7 @@ from pydantic import (
 from torch import Tensor
 
 from prime_composer.contract import LossInputs, LossOutputs, Support
-from prime_composer.modifiers import Modifier, PositionWeights, SpecialTokenMask
+from prime_composer.losses.shared.modifiers import Modifier, PositionWeights, SpecialTokenMask
 
 Need = Literal["ref_logprobs", "support", "advantages", "token_ids", "segment_ids", "replay"]
 """Inputs that a trainer has to provide beyond trainer_logprobs, inference_logprobs and loss_mask."""
@@ -84,7 +84,7 @@ def parse_loss(value: Any) -> Any:
     """A nested loss table, by its ``type``, through the table of all losses."""
     if isinstance(value, LossConfig):
         return value
-    from prime_composer.losses import LOSS_TYPES  # the table imports every loss, and this module is below them
+    from prime_composer.losses import LOSS_TYPES
 
     name = value.get("type") if isinstance(value, dict) else value
     if name not in LOSS_TYPES:
@@ -117,7 +117,9 @@ class RLMix(Modifier):
     def _rl(self) -> "RLMix":
         require_channel(self.loss, "rl", "rl_mix.loss")
         if self.form == "interpolate" and self.kd > 1:
-            raise ValueError(f"rl_mix: form = 'interpolate' wants kd between 0 and 1, got {self.kd}; form = 'add' takes any.")
+            raise ValueError(
+                f"rl_mix: form = 'interpolate' wants kd between 0 and 1, got {self.kd}; form = 'add' takes any."
+            )
         return self
 
     @property
@@ -134,8 +136,12 @@ def require_channel(config: LossConfig, channel: ChannelName, key: str) -> None:
     if config.channel != channel:
         from prime_composer.losses import LOSS_TYPES
 
-        choices = ", ".join(name for name, cls in LOSS_TYPES.items() if cls.channel == channel and name != "compose")
-        raise ValueError(f"{key}: type = {config.type!r} is not a loss of the {channel} channel; choose one of {choices}.")
+        choices = ", ".join(
+            name for name, cls in LOSS_TYPES.items() if cls.channel == channel and name != "compose"
+        )
+        raise ValueError(
+            f"{key}: type = {config.type!r} is not a loss of the {channel} channel; choose one of {choices}."
+        )
 
 
 class LossState(Protocol):
@@ -200,7 +206,9 @@ class Loss:
         available = set(available)
         for section, (name, needs) in self.config.needs_by_section(self.section).items():
             for need in sorted(needs - available):
-                raise ValueError(f"[{section}] type = {name!r} needs {need}, and the trainer gave none. {REMEDIES[need]}")
+                raise ValueError(
+                    f"[{section}] type = {name!r} needs {need}, and the trainer gave none. {REMEDIES[need]}"
+                )
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """The SUM of the loss over the mask, and its metrics.
@@ -223,21 +231,32 @@ class Loss:
             if modifier is not None:
                 inputs, reported = modifier.apply(inputs)
                 metrics |= reported
-        outputs = self._fn(inputs, self.config) if self.state is None else self._fn(inputs, self.config, self.state)
+        outputs = (
+            self._fn(inputs, self.config)
+            if self.state is None
+            else self._fn(inputs, self.config, self.state)
+        )
         if self._own_mean is not None and outputs.loss.requires_grad:
             self._own_mean.add(outputs.loss, inputs.loss_mask)
         if self._rl is None:
             return LossOutputs(loss=outputs.loss, metrics=outputs.metrics | metrics)
         rl = self._rl(everything)
         rl_weight, kd_weight = self.config.rl_mix.weights
-        return LossOutputs(loss=rl_weight * rl.loss + kd_weight * outputs.loss, metrics=outputs.metrics | metrics | rl.metrics)
+        return LossOutputs(
+            loss=rl_weight * rl.loss + kd_weight * outputs.loss,
+            metrics=outputs.metrics | metrics | rl.metrics,
+        )
 
     def _first_k(self, support: Support | None) -> Support | None:
         """The K ids that this loss asked for, where another channel asked for more: most probable first."""
         k = self.config.support_size
         if support is None or k in (0, "full") or support.token_ids.shape[-1] <= k:
             return support
-        return Support(support.token_ids[:, :k], support.teacher_logprobs[:, :k], support.student_logprobs[:, :k])
+        return Support(
+            support.token_ids[:, :k],
+            support.teacher_logprobs[:, :k],
+            support.student_logprobs[:, :k],
+        )
 
     def end_step(self, mean_loss: float) -> None:
         """Advance the state, once per optimiser step, with the step's loss per token (global over micro-batches).
@@ -272,9 +291,13 @@ REMEDIES = {
 def check_normalization(k: SupportSize, normalization: str, allow_biased: bool = False) -> None:
     """Refuse, when a recipe is read, a normalisation that K does not allow (``divergences`` refuses the same in a call)."""
     if normalization == "full" and k != "full":
-        raise ValueError(f"normalization = 'full' is the whole vocabulary, and k = {k}: set k = 'full', or normalization = 'tail'.")
+        raise ValueError(
+            f"normalization = 'full' is the whole vocabulary, and k = {k}: set k = 'full', or normalization = 'tail'."
+        )
     if normalization == "renorm" and k == 1:
-        raise ValueError("normalization = 'renorm' with k = 1 is identically 0. Use normalization = 'tail', or k of at least 2.")
+        raise ValueError(
+            "normalization = 'renorm' with k = 1 is identically 0. Use normalization = 'tail', or k of at least 2."
+        )
     if normalization == "raw" and not allow_biased:
         raise ValueError(
             "normalization = 'raw' is biased: its gradient does not vanish at p = q and its value can be negative. "

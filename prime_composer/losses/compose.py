@@ -60,22 +60,33 @@ class ComposeLossConfig(LossConfig):
         for name, channel in self.distillation.items():
             require_channel(channel.loss, "distillation", f"distillation.{name}.loss")
             if channel.loss.type == "compose":
-                raise ValueError(f"distillation.{name}.loss: compose does not nest; name its channels here.")
+                raise ValueError(
+                    f"distillation.{name}.loss: compose does not nest; name its channels here."
+                )
             if name in ("rl", "replay"):
-                raise ValueError(f"distillation.{name}: choose another name, [loss.{name}] is a channel of its own.")
+                raise ValueError(
+                    f"distillation.{name}: choose another name, [loss.{name}] is a channel of its own."
+                )
         if self.replay is not None:
             require_channel(self.replay.loss, "replay", "replay.loss")
         if not self.active():
-            raise ValueError("every channel's weight is 0: nothing would train. Set rl.weight or another weight above 0.")
+            raise ValueError(
+                "every channel's weight is 0: nothing would train. Set rl.weight or another weight above 0."
+            )
         return self
 
     def active(self) -> dict[str, tuple[str, Channel]]:
         """Channels of positive weight: name -> (recipe key below this table, channel)."""
         channels = {"rl": ("rl.loss", self.rl)}
-        channels |= {name: (f"distillation.{name}.loss", channel) for name, channel in self.distillation.items()}
+        channels |= {
+            name: (f"distillation.{name}.loss", channel)
+            for name, channel in self.distillation.items()
+        }
         if self.replay is not None:
             channels["replay"] = ("replay.loss", self.replay)
-        return {name: (key, channel) for name, (key, channel) in channels.items() if channel.weight > 0}
+        return {
+            name: (key, channel) for name, (key, channel) in channels.items() if channel.weight > 0
+        }
 
     @property
     def needs(self) -> frozenset[str]:
@@ -100,8 +111,12 @@ class ComposeLossConfig(LossConfig):
 
     @property
     def reads_sampler(self) -> bool:
-        channels = (channel.loss for name, (_, channel) in self.active().items() if name != "replay")
-        return bool(self.modifier_needs & {"ref_logprobs", "advantages"}) or any(loss.reads_sampler for loss in channels)
+        channels = (
+            channel.loss for name, (_, channel) in self.active().items() if name != "replay"
+        )
+        return bool(self.modifier_needs & {"ref_logprobs", "advantages"}) or any(
+            loss.reads_sampler for loss in channels
+        )
 
     def make_state(self, section: str = "loss") -> "Channels":
         return Channels(self, section)
@@ -111,10 +126,11 @@ class Channels:
     """The bound losses of the active channels, as the state of the sum: some of them have schedules."""
 
     def __init__(self, config: ComposeLossConfig, section: str):
-        from prime_composer.losses import setup_loss_fn  # the table imports this module
+        from prime_composer.losses import setup_loss_fn
 
         self.losses: dict[str, Loss] = {
-            name: setup_loss_fn(channel.loss, f"{section}.{key}", part=True) for name, (key, channel) in config.active().items()
+            name: setup_loss_fn(channel.loss, f"{section}.{key}", part=True)
+            for name, (key, channel) in config.active().items()
         }
         self.weights = {name: channel.weight for name, (_, channel) in config.active().items()}
 
@@ -123,7 +139,9 @@ class Channels:
             loss.end_step(mean_loss)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: loss.state_dict() for name, loss in self.losses.items() if loss.state is not None}
+        return {
+            name: loss.state_dict() for name, loss in self.losses.items() if loss.state is not None
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, channel_state in state.items():
@@ -139,7 +157,10 @@ def compose_loss_fn(inputs: LossInputs, config: ComposeLossConfig, state: Channe
         outputs = channel(inputs.replay if name == "replay" else inputs)
         loss = loss + state.weights[name] * outputs.loss
         own = f"{channel.config.type}/"
-        metrics |= {f"compose/{name}/{key.removeprefix(own)}": value for key, value in outputs.metrics.items()}
+        metrics |= {
+            f"compose/{name}/{key.removeprefix(own)}": value
+            for key, value in outputs.metrics.items()
+        }
         if name != "replay":
             with torch.no_grad():
                 mean = outputs.loss.detach() / inputs.loss_mask.sum().clamp(min=1)

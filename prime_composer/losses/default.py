@@ -17,10 +17,14 @@ import torch
 from pydantic import NonNegativeFloat
 
 from prime_composer.contract import LossInputs, LossOutputs
-from prime_composer.loss_metrics import top_share
 from prime_composer.losses.base import ChannelName, LossConfig
-from prime_composer.masked import masked_mean
-from prime_composer.trust_region import drift_metrics, importance_ratios, policy_gradient_sum
+from prime_composer.losses.shared.metrics import top_share
+from prime_composer.losses.shared.reductions import masked_mean
+from prime_composer.losses.shared.trust_region import (
+    drift_metrics,
+    importance_ratios,
+    policy_gradient_sum,
+)
 
 
 class DefaultLossConfig(LossConfig):
@@ -48,9 +52,14 @@ def default_loss_fn(inputs: LossInputs, config: DefaultLossConfig) -> LossOutput
     ratios = importance_ratios(inputs)
     advantages = torch.where(mask, inputs.advantages, 0.0)
     positive, negative = mask & (advantages > 0), mask & (advantages < 0)
-    too_high, too_low = ratios.probs_diff > config.dppo_mask_high, ratios.probs_diff < -config.dppo_mask_low
+    too_high, too_low = (
+        ratios.probs_diff > config.dppo_mask_high,
+        ratios.probs_diff < -config.dppo_mask_low,
+    )
     dropped = torch.where(positive, too_high, too_low)
-    loss = policy_gradient_sum(ratios.log_ratio, config.adv_tau * advantages, mask & ~dropped, config.kl_tau, inputs)
+    loss = policy_gradient_sum(
+        ratios.log_ratio, config.adv_tau * advantages, mask & ~dropped, config.kl_tau, inputs
+    )
 
     with torch.no_grad():
         metrics = {
@@ -61,4 +70,6 @@ def default_loss_fn(inputs: LossInputs, config: DefaultLossConfig) -> LossOutput
             "masked_advantage_negative": masked_mean(negative, mask & dropped),
             "signal_top1pct": top_share(advantages, mask),
         }
-    return LossOutputs(loss=loss, metrics={f"default/{name}": value for name, value in metrics.items()})
+    return LossOutputs(
+        loss=loss, metrics={f"default/{name}": value for name, value in metrics.items()}
+    )

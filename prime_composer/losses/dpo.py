@@ -21,10 +21,10 @@ from pydantic import PositiveFloat
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import upcast
-from prime_composer.loss_metrics import token_mean
 from prime_composer.losses.base import ChannelName, LossConfig
-from prime_composer.masked import masked_sum
-from prime_composer.preferences import pairs_of
+from prime_composer.losses.shared.metrics import token_mean
+from prime_composer.losses.shared.pairs import pairs_of
+from prime_composer.losses.shared.reductions import masked_sum
 
 
 class DPOLossConfig(LossConfig):

@@ -20,10 +20,14 @@ from pydantic import NonNegativeFloat, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import entropy, forward_kl, reverse_kl
-from prime_composer.loss_metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
-from prime_composer.masked import masked_sum
-from prime_composer.trust_region import importance_ratios, policy_gradient_sum, signed_region
+from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
+from prime_composer.losses.shared.reductions import masked_sum
+from prime_composer.losses.shared.trust_region import (
+    importance_ratios,
+    policy_gradient_sum,
+    signed_region,
+)
 
 
 class EntropyAwareOPDLossConfig(LossConfig):
@@ -57,7 +61,11 @@ class EntropyAwareOPDLossConfig(LossConfig):
 
     @property
     def needs(self) -> frozenset[str]:
-        return self.modifier_needs | {"support"} | ({"ref_logprobs"} if self.reverse == "sampled" else set())
+        return (
+            self.modifier_needs
+            | {"support"}
+            | ({"ref_logprobs"} if self.reverse == "sampled" else set())
+        )
 
 
 def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossConfig) -> LossOutputs:
@@ -79,9 +87,14 @@ def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossCon
         ratios = importance_ratios(inputs)
         with torch.no_grad():
             signal = torch.where(mask, inputs.ref_logprobs - inputs.trainer_logprobs, 0.0)
-            dropped = signed_region(signal, ratios.probs_diff, config.delta_low, config.delta_high, mask).dropped
+            dropped = signed_region(
+                signal, ratios.probs_diff, config.delta_low, config.delta_high, mask
+            ).dropped
             reverse = -signal
-        loss = policy_gradient_sum(ratios.log_ratio, signal, mask & ~dropped, 0.0, inputs) + forward_sum
+        loss = (
+            policy_gradient_sum(ratios.log_ratio, signal, mask & ~dropped, 0.0, inputs)
+            + forward_sum
+        )
 
     with torch.no_grad():
         metrics = {
@@ -93,4 +106,6 @@ def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossCon
             "signal_top1pct": top_share(reverse, mask),
             **support_metrics(support, mask),
         }
-    return LossOutputs(loss=loss, metrics={f"entropy_aware_opd/{name}": value for name, value in metrics.items()})
+    return LossOutputs(
+        loss=loss, metrics={f"entropy_aware_opd/{name}": value for name, value in metrics.items()}
+    )

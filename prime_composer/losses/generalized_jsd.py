@@ -19,9 +19,9 @@ from pydantic import Field, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import generalized_jsd
-from prime_composer.loss_metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
-from prime_composer.masked import masked_sum
+from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
+from prime_composer.losses.shared.reductions import masked_sum
 
 
 class GeneralizedJSDLossConfig(LossConfig):
@@ -48,7 +48,9 @@ def generalized_jsd_loss_fn(inputs: LossInputs, config: GeneralizedJSDLossConfig
     """sum_mask w JSD_beta(p, q) on the support."""
     mask = inputs.loss_mask
     support = inputs.support.masked(mask)
-    per_token = generalized_jsd(support.student_logprobs, support.teacher_logprobs, config.beta, config.normalization)
+    per_token = generalized_jsd(
+        support.student_logprobs, support.teacher_logprobs, config.beta, config.normalization
+    )
     loss = masked_sum(per_token, mask, inputs.loss_weights)
 
     with torch.no_grad():
@@ -57,4 +59,6 @@ def generalized_jsd_loss_fn(inputs: LossInputs, config: GeneralizedJSDLossConfig
             "signal_top1pct": top_share(per_token, mask),
             **support_metrics(support, mask),
         }
-    return LossOutputs(loss=loss, metrics={f"generalized_jsd/{name}": value for name, value in metrics.items()})
+    return LossOutputs(
+        loss=loss, metrics={f"generalized_jsd/{name}": value for name, value in metrics.items()}
+    )

@@ -27,9 +27,9 @@ from pydantic import PositiveFloat
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import reverse_kl, upcast, weighted_k1
-from prime_composer.loss_metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize
-from prime_composer.masked import masked_sum
+from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
+from prime_composer.losses.shared.reductions import masked_sum
 
 
 class HeadTailReverseKLLossConfig(LossConfig):
@@ -44,7 +44,9 @@ class HeadTailReverseKLLossConfig(LossConfig):
     """Bound of rho of a token outside the support; its gradient stops there. None is unbiased."""
 
 
-def head_tail_reverse_kl_loss_fn(inputs: LossInputs, config: HeadTailReverseKLLossConfig) -> LossOutputs:
+def head_tail_reverse_kl_loss_fn(
+    inputs: LossInputs, config: HeadTailReverseKLLossConfig
+) -> LossOutputs:
     """sum_mask w (sum_S p sg(log p/q) + 1[y not in S] rho sg(log p(y)/q(y)))."""
     mask = inputs.loss_mask
     support = inputs.support.masked(mask)
@@ -72,4 +74,7 @@ def head_tail_reverse_kl_loss_fn(inputs: LossInputs, config: HeadTailReverseKLLo
             "signal_top1pct": top_share(per_token, mask),
             **support_metrics(support, mask),
         }
-    return LossOutputs(loss=loss, metrics={f"head_tail_reverse_kl/{name}": value for name, value in metrics.items()})
+    return LossOutputs(
+        loss=loss,
+        metrics={f"head_tail_reverse_kl/{name}": value for name, value in metrics.items()},
+    )

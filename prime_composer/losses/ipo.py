@@ -16,9 +16,13 @@ import torch
 from pydantic import NonNegativeFloat
 
 from prime_composer.contract import LossInputs, LossOutputs
-from prime_composer.loss_metrics import top_share
 from prime_composer.losses.base import ChannelName, LossConfig
-from prime_composer.trust_region import drift_metrics, importance_ratios, policy_gradient_sum
+from prime_composer.losses.shared.metrics import top_share
+from prime_composer.losses.shared.trust_region import (
+    drift_metrics,
+    importance_ratios,
+    policy_gradient_sum,
+)
 
 
 class IPOLossConfig(LossConfig):
@@ -43,7 +47,9 @@ def ipo_loss_fn(inputs: LossInputs, config: IPOLossConfig) -> LossOutputs:
     ratios = importance_ratios(inputs)
     advantages = torch.where(mask, inputs.advantages, 0.0)
     dropped = ratios.probs_diff.abs() > config.ipo_threshold
-    loss = policy_gradient_sum(ratios.log_ratio, config.adv_tau * advantages, mask & ~dropped, config.kl_tau, inputs)
+    loss = policy_gradient_sum(
+        ratios.log_ratio, config.adv_tau * advantages, mask & ~dropped, config.kl_tau, inputs
+    )
 
     with torch.no_grad():
         metrics = {

@@ -35,10 +35,16 @@ from torch import Tensor
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import reverse_kl
-from prime_composer.loss_metrics import token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize
-from prime_composer.masked import masked_mean
-from prime_composer.trust_region import Region, drift_metrics, importance_ratios, policy_gradient_sum, signed_region
+from prime_composer.losses.shared.metrics import token_mean, top_share
+from prime_composer.losses.shared.reductions import masked_mean
+from prime_composer.losses.shared.trust_region import (
+    Region,
+    drift_metrics,
+    importance_ratios,
+    policy_gradient_sum,
+    signed_region,
+)
 
 
 class SampledReverseKLLossConfig(LossConfig):
@@ -76,17 +82,25 @@ class SampledReverseKLLossConfig(LossConfig):
     def _signed_only(self) -> "SampledReverseKLLossConfig":
         for knob in ("clip", "top_d", "baseline"):
             if self.mode == "prime_rl" and getattr(self, knob) is not None:
-                raise ValueError(f"{knob} needs mode = 'signed': mode = 'prime_rl' is upstream's arithmetic and nothing else.")
+                raise ValueError(
+                    f"{knob} needs mode = 'signed': mode = 'prime_rl' is upstream's arithmetic and nothing else."
+                )
         return self
 
     @property
     def needs(self) -> frozenset[str]:
         by_advantage = self.mode == "prime_rl" and self.dialect == "v0_6"
-        needs = {"ref_logprobs"} | ({"advantages"} if by_advantage else set()) | ({"support"} if self.baseline else set())
+        needs = (
+            {"ref_logprobs"}
+            | ({"advantages"} if by_advantage else set())
+            | ({"support"} if self.baseline else set())
+        )
         return self.modifier_needs | needs
 
 
-def sampled_reverse_kl_loss_fn(inputs: LossInputs, config: SampledReverseKLLossConfig) -> LossOutputs:
+def sampled_reverse_kl_loss_fn(
+    inputs: LossInputs, config: SampledReverseKLLossConfig
+) -> LossOutputs:
     """sum_mask w (-keep rho sg(log q - log p) + kl_tau (log rho)^2)."""
     mask = inputs.loss_mask
     ratios = importance_ratios(inputs)
@@ -107,17 +121,29 @@ def sampled_reverse_kl_loss_fn(inputs: LossInputs, config: SampledReverseKLLossC
             "signal_top1pct": top_share(signal, mask),
             **extra,
         }
-    return LossOutputs(loss=loss, metrics={f"sampled_reverse_kl/{name}": value for name, value in metrics.items()})
+    return LossOutputs(
+        loss=loss, metrics={f"sampled_reverse_kl/{name}": value for name, value in metrics.items()}
+    )
 
 
 def _prime_rl(
-    signal: Float[Tensor, "seq"], probs_diff: Float[Tensor, "seq"], inputs: LossInputs, config: SampledReverseKLLossConfig
-) -> tuple[Float[Tensor, "seq"], Region, dict[str, Tensor]]:
+    signal: Float[Tensor, " seq"],
+    probs_diff: Float[Tensor, " seq"],
+    inputs: LossInputs,
+    config: SampledReverseKLLossConfig,
+) -> tuple[Float[Tensor, " seq"], Region, dict[str, Tensor]]:
     """Upstream's trust regions, and the names of upstream's metrics."""
     mask = inputs.loss_mask
-    too_high, too_low = mask & (probs_diff > config.delta_high), mask & (probs_diff < -config.delta_low)
+    too_high, too_low = (
+        mask & (probs_diff > config.delta_high),
+        mask & (probs_diff < -config.delta_low),
+    )
     if config.dialect == "v0_7":
-        return signal, Region(high=torch.zeros_like(mask), low=too_low), {"ref_kl": masked_mean(signal, mask)}
+        return (
+            signal,
+            Region(high=torch.zeros_like(mask), low=too_low),
+            {"ref_kl": masked_mean(signal, mask)},
+        )
     positive, negative = mask & (inputs.advantages > 0), mask & (inputs.advantages < 0)
     region = Region(high=positive & too_high, low=~positive & too_low)
     extra = {
@@ -131,11 +157,11 @@ def _prime_rl(
 
 
 def _signed(
-    log_teacher_ratio: Float[Tensor, "seq"],
-    probs_diff: Float[Tensor, "seq"],
+    log_teacher_ratio: Float[Tensor, " seq"],
+    probs_diff: Float[Tensor, " seq"],
     inputs: LossInputs,
     config: SampledReverseKLLossConfig,
-) -> tuple[Float[Tensor, "seq"], Region, dict[str, Tensor]]:
+) -> tuple[Float[Tensor, " seq"], Region, dict[str, Tensor]]:
     """The reshaped signal, and the region by its sign."""
     mask = inputs.loss_mask
     signal = log_teacher_ratio
@@ -147,10 +173,15 @@ def _signed(
     extra = {"ref_kl": token_mean(log_teacher_ratio, mask)}
     if config.baseline is not None:
         support = inputs.support.masked(mask)
-        baseline = reverse_kl(support.student_logprobs, support.teacher_logprobs, "tail").to(signal.dtype)
+        baseline = reverse_kl(support.student_logprobs, support.teacher_logprobs, "tail").to(
+            signal.dtype
+        )
         signal = signal + baseline
         extra["baseline"] = token_mean(baseline, mask)
     signal = torch.where(mask, signal, 0.0)
     region = signed_region(signal, probs_diff, config.delta_low, config.delta_high, mask)
-    extra["is_masked_low"], extra["is_masked_high"] = token_mean(region.low, mask), token_mean(region.high, mask)
+    extra["is_masked_low"], extra["is_masked_high"] = (
+        token_mean(region.low, mask),
+        token_mean(region.high, mask),
+    )
     return signal, region, extra

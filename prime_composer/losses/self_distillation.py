@@ -24,17 +24,19 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs, Support
 from prime_composer.divergences import forward_kl, generalized_jsd, reverse_kl, upcast
-from prime_composer.loss_metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
-from prime_composer.masked import masked_sum
-from prime_composer.modifiers import position_in_segment
-from prime_composer.trust_region import importance_ratios
+from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
+from prime_composer.losses.shared.modifiers import position_in_segment
+from prime_composer.losses.shared.reductions import masked_sum
+from prime_composer.losses.shared.trust_region import importance_ratios
 
 
 class SelfDistillationLossConfig(LossConfig):
     type: Literal["self_distillation"] = "self_distillation"
 
-    divergence: Literal["reverse_kl", "forward_kl", "generalized_jsd", "sampled_reverse_kl"] = "generalized_jsd"
+    divergence: Literal["reverse_kl", "forward_kl", "generalized_jsd", "sampled_reverse_kl"] = (
+        "generalized_jsd"
+    )
     """D, student against the policy that was told more."""
 
     beta: float = Field(0.5, ge=0, le=1)
@@ -62,7 +64,9 @@ class SelfDistillationLossConfig(LossConfig):
 
     @property
     def needs(self) -> frozenset[str]:
-        return self.modifier_needs | {"ref_logprobs" if self.divergence == "sampled_reverse_kl" else "support"}
+        return self.modifier_needs | {
+            "ref_logprobs" if self.divergence == "sampled_reverse_kl" else "support"
+        }
 
     @property
     def reads_sampler(self) -> bool:
@@ -70,10 +74,16 @@ class SelfDistillationLossConfig(LossConfig):
 
     @property
     def support_size(self) -> int | Literal["full"]:
-        return "full" if self.chosen_by == "student" and "support" in self.needs else super().support_size
+        return (
+            "full"
+            if self.chosen_by == "student" and "support" in self.needs
+            else super().support_size
+        )
 
 
-def self_distillation_loss_fn(inputs: LossInputs, config: SelfDistillationLossConfig) -> LossOutputs:
+def self_distillation_loss_fn(
+    inputs: LossInputs, config: SelfDistillationLossConfig
+) -> LossOutputs:
     """sum_mask w min(sg rho, max_ratio) D(p, q)."""
     mask = inputs.loss_mask
     if config.skip_first:
@@ -92,14 +102,19 @@ def self_distillation_loss_fn(inputs: LossInputs, config: SelfDistillationLossCo
         else:
             per_token = generalized_jsd(p, q, config.beta, config.normalization)
         with torch.no_grad():
-            signal, metrics = per_token, support_metrics(support, mask, reverse=config.divergence != "forward_kl")
+            signal, metrics = (
+                per_token,
+                support_metrics(support, mask, reverse=config.divergence != "forward_kl"),
+            )
     if config.max_ratio == "off":
         ratio, bound = torch.ones_like(per_token), torch.inf
         weighted = per_token
     else:
         with torch.no_grad():
             # A first token that is left out must not overflow either: the ratio is read at the tokens that train.
-            ratio = torch.exp(torch.where(mask, importance_ratios(inputs).log_ratio, 0.0).clamp(-20, 20))
+            ratio = torch.exp(
+                torch.where(mask, importance_ratios(inputs).log_ratio, 0.0).clamp(-20, 20)
+            )
             bound = config.max_ratio
         weighted = ratio.clamp(max=bound) * per_token
     loss = masked_sum(weighted, mask, inputs.loss_weights)
@@ -111,12 +126,18 @@ def self_distillation_loss_fn(inputs: LossInputs, config: SelfDistillationLossCo
             "ratio_at_bound": token_mean(ratio >= bound, mask),
             "signal_top1pct": top_share(signal, mask),
         }
-    return LossOutputs(loss=loss, metrics={f"self_distillation/{name}": value for name, value in metrics.items()})
+    return LossOutputs(
+        loss=loss, metrics={f"self_distillation/{name}": value for name, value in metrics.items()}
+    )
 
 
 def _chosen(support: Support, config: SelfDistillationLossConfig) -> Support:
     """The student's K most probable tokens of what the trainer brought, where the student chooses."""
-    if config.chosen_by == "teacher" or config.k == "full" or support.token_ids.shape[-1] <= config.k:
+    if (
+        config.chosen_by == "teacher"
+        or config.k == "full"
+        or support.token_ids.shape[-1] <= config.k
+    ):
         return support
     index = support.student_logprobs.detach().topk(config.k, dim=-1).indices
     return Support(

@@ -16,7 +16,7 @@ import torch
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.losses.base import LossConfig
-from prime_composer.masked import masked_mean
+from prime_composer.losses.shared.reductions import masked_mean
 
 
 class SFTLossConfig(LossConfig):

@@ -17,10 +17,10 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import upcast
-from prime_composer.loss_metrics import token_mean
 from prime_composer.losses.base import ChannelName, LossConfig
-from prime_composer.masked import masked_sum
-from prime_composer.preferences import pairs_of
+from prime_composer.losses.shared.metrics import token_mean
+from prime_composer.losses.shared.pairs import pairs_of
+from prime_composer.losses.shared.reductions import masked_sum
 
 
 class SimPOLossConfig(LossConfig):
@@ -51,4 +51,6 @@ def simpo_loss_fn(inputs: LossInputs, config: SimPOLossConfig) -> LossOutputs:
             "accuracy": token_mean(margin > -config.gamma, pairs.complete),
             "pairs": pairs.complete.sum().to(policy.dtype),
         }
-    return LossOutputs(loss=loss, metrics={f"simpo/{name}": value for name, value in metrics.items()})
+    return LossOutputs(
+        loss=loss, metrics={f"simpo/{name}": value for name, value in metrics.items()}
+    )

@@ -25,9 +25,9 @@ from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import taid, upcast
-from prime_composer.loss_metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
-from prime_composer.masked import masked_sum
+from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
+from prime_composer.losses.shared.reductions import masked_sum
 
 
 class TAIDLossConfig(LossConfig):
@@ -64,7 +64,9 @@ class TAIDLossConfig(LossConfig):
     def _defined(self) -> "TAIDLossConfig":
         check_normalization(self.k, self.normalization)
         if self.t_start > self.t_end:
-            raise ValueError(f"t_start = {self.t_start} exceeds t_end = {self.t_end}; t only rises.")
+            raise ValueError(
+                f"t_start = {self.t_start} exceeds t_end = {self.t_end}; t only rises."
+            )
         return self
 
     def make_state(self, section: str = "loss") -> "TAIDScheduler":
@@ -87,14 +89,23 @@ class TAIDScheduler:
         if self.previous_loss is not None:
             change = (self.previous_loss - mean_loss) / (self.previous_loss + 1e-15)
             self.momentum = config.beta * self.momentum + (1 - config.beta) * change
-            linear = config.t_start + (config.t_end - config.t_start) * self.step / config.total_steps
-            adaptive = self.t + config.alpha / (1 + math.exp(-max(self.momentum, -700.0))) * (1 - self.t)
+            linear = (
+                config.t_start + (config.t_end - config.t_start) * self.step / config.total_steps
+            )
+            adaptive = self.t + config.alpha / (1 + math.exp(-max(self.momentum, -700.0))) * (
+                1 - self.t
+            )
             self.t = min(config.t_end, max(linear, adaptive))
         self.previous_loss = mean_loss
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"t": self.t, "momentum": self.momentum, "previous_loss": self.previous_loss, "step": self.step}
+        return {
+            "t": self.t,
+            "momentum": self.momentum,
+            "previous_loss": self.previous_loss,
+            "step": self.step,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.t, self.momentum = state["t"], state["momentum"]
@@ -105,7 +116,13 @@ def taid_loss_fn(inputs: LossInputs, config: TAIDLossConfig, state: TAIDSchedule
     """sum_mask w (-sum p_t log p), or sum_mask w KL(p_t || p)."""
     mask = inputs.loss_mask
     support = inputs.support.masked(mask)
-    per_token = taid(support.student_logprobs, support.teacher_logprobs, state.t, config.normalization, config.form)
+    per_token = taid(
+        support.student_logprobs,
+        support.teacher_logprobs,
+        state.t,
+        config.normalization,
+        config.form,
+    )
     loss = masked_sum(per_token, mask, inputs.loss_weights)
 
     with torch.no_grad():
@@ -115,4 +132,6 @@ def taid_loss_fn(inputs: LossInputs, config: TAIDLossConfig, state: TAIDSchedule
             "signal_top1pct": top_share(per_token, mask),
             **support_metrics(support, mask, reverse=False),
         }
-    return LossOutputs(loss=loss, metrics={f"taid/{name}": value for name, value in metrics.items()})
+    return LossOutputs(
+        loss=loss, metrics={f"taid/{name}": value for name, value in metrics.items()}
+    )

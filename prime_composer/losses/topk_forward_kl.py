@@ -18,9 +18,9 @@ from pydantic import model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import forward_kl
-from prime_composer.loss_metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
-from prime_composer.masked import masked_sum
+from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
+from prime_composer.losses.shared.reductions import masked_sum
 
 
 class TopKForwardKLLossConfig(LossConfig):
@@ -48,7 +48,10 @@ def topk_forward_kl_loss_fn(inputs: LossInputs, config: TopKForwardKLLossConfig)
     mask = inputs.loss_mask
     support = inputs.support.masked(mask)
     per_token = forward_kl(
-        support.student_logprobs, support.teacher_logprobs, config.normalization, allow_biased=config.allow_biased
+        support.student_logprobs,
+        support.teacher_logprobs,
+        config.normalization,
+        allow_biased=config.allow_biased,
     )
     loss = masked_sum(per_token, mask, inputs.loss_weights)
     with torch.no_grad():
@@ -57,4 +60,6 @@ def topk_forward_kl_loss_fn(inputs: LossInputs, config: TopKForwardKLLossConfig)
             "signal_top1pct": top_share(per_token, mask),
             **support_metrics(support, mask, reverse=False),
         }
-    return LossOutputs(loss=loss, metrics={f"topk_forward_kl/{name}": value for name, value in metrics.items()})
+    return LossOutputs(
+        loss=loss, metrics={f"topk_forward_kl/{name}": value for name, value in metrics.items()}
+    )

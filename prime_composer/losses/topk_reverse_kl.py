@@ -19,9 +19,9 @@ from pydantic import model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import Normalization, reverse_kl
-from prime_composer.loss_metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
-from prime_composer.masked import masked_sum
+from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
+from prime_composer.losses.shared.reductions import masked_sum
 
 
 class TopKReverseKLLossConfig(LossConfig):
@@ -49,7 +49,10 @@ def topk_reverse_kl_loss_fn(inputs: LossInputs, config: TopKReverseKLLossConfig)
     mask = inputs.loss_mask
     support = inputs.support.masked(mask)
     per_token = reverse_kl(
-        support.student_logprobs, support.teacher_logprobs, config.normalization, allow_biased=config.allow_biased
+        support.student_logprobs,
+        support.teacher_logprobs,
+        config.normalization,
+        allow_biased=config.allow_biased,
     )
     loss = masked_sum(per_token, mask, inputs.loss_weights)
     with torch.no_grad():
@@ -58,4 +61,6 @@ def topk_reverse_kl_loss_fn(inputs: LossInputs, config: TopKReverseKLLossConfig)
             "signal_top1pct": top_share(per_token, mask),
             **support_metrics(support, mask),
         }
-    return LossOutputs(loss=loss, metrics={f"topk_reverse_kl/{name}": value for name, value in metrics.items()})
+    return LossOutputs(
+        loss=loss, metrics={f"topk_reverse_kl/{name}": value for name, value in metrics.items()}
+    )

@@ -58,7 +58,10 @@ class Hooks(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """Put the finder in front, once."""
-    if not any(type(finder).__name__ == "Hooks" and hasattr(finder, "is_prime_composer") for finder in sys.meta_path):
+    if not any(
+        type(finder).__name__ == "Hooks" and hasattr(finder, "is_prime_composer")
+        for finder in sys.meta_path
+    ):
         finder = Hooks()
         finder.is_prime_composer = True
         sys.meta_path.insert(0, finder)

@@ -8,7 +8,10 @@ is the recipe's own answer check. prime-rl renders the prompt as a user message 
 
 from typing import Any
 
-from prime_composer.data import DataConfig, Problem, is_correct, load_problems, prompt_text
+from prime_composer.problems.answers import is_correct
+from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.loading import load_problems
+from prime_composer.problems.prompts import prompt_text
 
 NAME = "prime-composer-problems"
 EXPORTED = ("source", "path", "hub_id", "hub_name", "size", "seed", "operations", "hold_out", "calculator_annotations",
@@ -21,13 +24,18 @@ def load_split(config: DataConfig, split: str, rows_of: str | None) -> list[Prob
     """The problems of a split, "train" or "test"; with ``rows_of``, those whose row names that teacher ("": names none)."""
     train, held_out = load_problems(config)
     problems = held_out if split == "test" else train
-    return [problem for problem in problems if rows_of is None or (problem.teacher or "") == rows_of]
+    return [
+        problem for problem in problems if rows_of is None or (problem.teacher or "") == rows_of
+    ]
 
 
 def data_settings(config: DataConfig) -> dict[str, Any]:
     """``[data]`` as environment settings: what differs from the defaults, and the source."""
     values = config.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    return {"source": config.source, **{key: value for key, value in values.items() if key in EXPORTED}}
+    return {
+        "source": config.source,
+        **{key: value for key, value in values.items() if key in EXPORTED},
+    }
 
 
 def load_environment(split: str = "train", rows_of: str | None = None, **settings: Any) -> Any:
@@ -50,12 +58,16 @@ def load_environment(split: str = "train", rows_of: str | None = None, **setting
         )
 
     def correct(completion: Any, answer: str, info: dict[str, Any], **_: Any) -> float:
-        text = completion if isinstance(completion, str) else str(completion[-1].get("content") or "")
+        text = (
+            completion if isinstance(completion, str) else str(completion[-1].get("content") or "")
+        )
         return float(is_correct(text, Problem(info["question"], answer), config))
 
     first, second = load_split(config, split, rows_of), load_split(config, "test", rows_of)
     held_out = rows(second) if second else None  # no held-out row may name the teacher of rows_of
-    return vf.SingleTurnEnv(dataset=rows(first), eval_dataset=held_out, rubric=vf.Rubric(funcs=[correct]))
+    return vf.SingleTurnEnv(
+        dataset=rows(first), eval_dataset=held_out, rubric=vf.Rubric(funcs=[correct])
+    )
 
 
 CLASSES = ("ProblemData", "ProblemTask", "ProblemTaskset", "ProblemTasksetConfig")
@@ -78,10 +90,15 @@ def make_classes() -> dict[str, type]:
         @vf.reward(weight=1.0)
         async def correct(self, trace: vf.Trace) -> float:
             problem = Problem(self.data.question, self.data.answer)
-            return float(is_correct(trace.last_reply or "", problem, DataConfig.model_validate(self.data.data)))
+            return float(
+                is_correct(
+                    trace.last_reply or "", problem, DataConfig.model_validate(self.data.data)
+                )
+            )
 
     fields: dict[str, Any] = {
-        name: (DataConfig.model_fields[name].annotation, DataConfig.model_fields[name].default) for name in EXPORTED
+        name: (DataConfig.model_fields[name].annotation, DataConfig.model_fields[name].default)
+        for name in EXPORTED
     }
     fields["path"] = (str | None, None)
     fields["split"] = (Literal["train", "test"], "train")
@@ -91,7 +108,9 @@ def make_classes() -> dict[str, type]:
     class ProblemTaskset(vf.Taskset[ProblemTask, config_class]):
         def load(self) -> list[Any]:
             values = {name: getattr(self.config, name) for name in EXPORTED}
-            config = DataConfig.model_validate({key: value for key, value in values.items() if value is not None})
+            config = DataConfig.model_validate(
+                {key: value for key, value in values.items() if value is not None}
+            )
             problems = load_split(config, self.config.split, self.config.rows_of)
             settings = data_settings(config)
             return [

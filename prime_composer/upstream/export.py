@@ -35,8 +35,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
-from prime_composer.data import DataConfig, load_problems
-from prime_composer.recipe import Recipe, RecipeError, RolloutConfig, TeacherConfig
+from prime_composer.problems.config import DataConfig
+from prime_composer.problems.loading import load_problems
+from prime_composer.recipe.schema import Recipe, RecipeError, RolloutConfig, TeacherConfig
 from prime_composer.upstream.environment import EXPORTED, NAME, data_settings
 from prime_composer.upstream.orchestrator import API_KEY_VAR, HEADER
 from prime_composer.upstream.probe import DIALECTS
@@ -67,8 +68,15 @@ def export_recipe(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None
     ]
     lost = not_carried(recipe)
     if lost:
-        head += ["", "Not carried to prime-rl:", *(f"    {key}: {why}" for key, why in lost.items())]
-        print(f"not carried to prime-rl: {', '.join(f'{key} ({why})' for key, why in lost.items())}", file=sys.stderr)
+        head += [
+            "",
+            "Not carried to prime-rl:",
+            *(f"    {key}: {why}" for key, why in lost.items()),
+        ]
+        print(
+            f"not carried to prime-rl: {', '.join(f'{key} ({why})' for key, why in lost.items())}",
+            file=sys.stderr,
+        )
     if isinstance(table.get("slurm"), Mapping):
         head += ["", *SLURM]
     check_slurm(table)
@@ -88,7 +96,10 @@ def check_slurm(native: Mapping[str, Any]) -> None:
     """Say on stderr what to do where a native file goes to Slurm and nothing in it would put this package back."""
     slurm = native.get("slurm")
     if isinstance(slurm, Mapping) and not slurm.get("pre_run_command"):
-        print(f"[slurm] has no pre_run_command. {' '.join(line.strip() for line in SLURM)}", file=sys.stderr)
+        print(
+            f"[slurm] has no pre_run_command. {' '.join(line.strip() for line in SLURM)}",
+            file=sys.stderr,
+        )
 
 
 VLLM_LOGPROBS = 20
@@ -104,7 +115,10 @@ def servers(recipe: Recipe, dialect: str, models: Mapping[str, Any]) -> list[str
     if not recipe.scored_by:
         if recipe.rollout.url is None or not more:
             return []
-        return ["", f"The server at rollout.url scores the rollouts as well: start it with max_logprobs = {k}."]
+        return [
+            "",
+            f"The server at rollout.url scores the rollouts as well: start it with max_logprobs = {k}.",
+        ]
     lines = ["", "The teacher's server is yours to start, on a GPU of its own:"]
     if len(recipe.scored_by) > 1:
         lines[1] = "The teachers' servers are yours to start, each on a GPU of its own:"
@@ -112,7 +126,9 @@ def servers(recipe: Recipe, dialect: str, models: Mapping[str, Any]) -> list[str
         name, extra = ("model.name", "vllm-extra") if dialect != "head" else ("vllm.model", "vllm")
         port = urlsplit(client["url"]).port
         if port is None:  # behind a gateway, not prime-rl's to start
-            lines.append(f"    {client['model']} at {client['url']}{f', with max_logprobs = {k}' if more else ''}")
+            lines.append(
+                f"    {client['model']} at {client['url']}{f', with max_logprobs = {k}' if more else ''}"
+            )
             continue
         command = f"inference --{name} {shlex.quote(client['model'])} --server.port {port}"
         lines.append(f"    {command}{f' --{extra}.max-logprobs {k}' if more else ''}")
@@ -124,20 +140,56 @@ CARRIED = frozenset(
     | {f"student.{key}" for key in ("model", "prepare")}
     | {
         f"teacher.{key}"
-        for key in ("model", "prepare", "url", "api_key_var", "weight", "policy.hint", "policy.update", "policy.template")
+        for key in (
+            "model",
+            "prepare",
+            "url",
+            "api_key_var",
+            "weight",
+            "policy.hint",
+            "policy.update",
+            "policy.template",
+        )
     }
     | {f"data.{key}" for key in (*EXPORTED, "ratio", "teacher")}
-    | {f"rollout.{key}" for key in ("url", "api_key_var", "group_size", "temperature", "top_p", "max_tokens", "max_model_len")}
+    | {
+        f"rollout.{key}"
+        for key in (
+            "url",
+            "api_key_var",
+            "group_size",
+            "temperature",
+            "top_p",
+            "max_tokens",
+            "max_model_len",
+        )
+    }
     | {f"rollout.{key}" for key in ("student_fraction", "gpu_memory_utilization")}
-    | {f"trainer.{key}" for key in ("steps", "batch_size", "lr", "betas", "weight_decay", "max_grad_norm")}
+    | {
+        f"trainer.{key}"
+        for key in ("steps", "batch_size", "lr", "betas", "weight_decay", "max_grad_norm")
+    }
     | {f"trainer.{key}" for key in ("warmup_steps", "schedule", "gradient_checkpointing")}
-    | {"eval.every", "eval.size", "logging.wandb.project", "logging.wandb.name", "checkpoint.every", "checkpoint.keep"}
+    | {
+        "eval.every",
+        "eval.size",
+        "logging.wandb.project",
+        "logging.wandb.name",
+        "checkpoint.every",
+        "checkpoint.keep",
+    }
 )
 """Keys of a recipe that reach prime-rl, or are refused where it cannot do what they say. ``teachers.NAME`` counts as
 ``teacher``, ``environments.NAME`` as ``data``; what lies under ``loss``, ``prepare`` and ``prime_rl`` goes with its table."""
 
 UNREAD = frozenset(
-    {"teacher.policy.ema_rate", "teacher.policy.sync_every", "replay.source", "replay.path", "replay.pairs_per_step"}
+    {
+        "teacher.policy.ema_rate",
+        "teacher.policy.sync_every",
+        "replay.source",
+        "replay.path",
+        "replay.pairs_per_step",
+    }
 )
 """Keys that nothing reads in a recipe that is not refused."""
 
@@ -156,9 +208,13 @@ NOT_CARRIED = {
     "rollout.backend": NotCarried("prime-rl samples with vLLM", ("vllm", "server")),
     "rollout.weights_dir": NotCarried("prime-rl brings new weights to the sampler its own way"),
     "data.chat_template": NotCarried("prime-rl always renders a chat", (True,)),
-    "trainer.micro_batch_tokens": NotCarried("prime-rl packs sequences of rollout.max_model_len tokens"),
+    "trainer.micro_batch_tokens": NotCarried(
+        "prime-rl packs sequences of rollout.max_model_len tokens"
+    ),
     "trainer.dtype": NotCarried("prime-rl's trainer computes in bfloat16", ("bfloat16",)),
-    "trainer.seed": NotCarried("prime-rl orders prompts by seeds of its own; only its vLLM takes this one"),
+    "trainer.seed": NotCarried(
+        "prime-rl orders prompts by seeds of its own; only its vLLM takes this one"
+    ),
     "eval.kl_size": NotCarried("prime-rl evaluates accuracy alone", (0,)),
     "eval.kl_support": NotCarried("prime-rl evaluates accuracy alone"),
     "logging.tensorboard": NotCarried("prime-rl writes no TensorBoard files", (False,)),
@@ -183,14 +239,18 @@ def keys_set(section: BaseModel, key: str = "", kind: str = "") -> Iterator[tupl
         value, here, what = getattr(section, name), f"{key}{name}", f"{kind}{name}"
         if name in ("teachers", "environments"):
             for child, table in value.items():
-                yield from keys_set(table, f"{here}.{child}.", "teacher." if name == "teachers" else "data.")
+                yield from keys_set(
+                    table, f"{here}.{child}.", "teacher." if name == "teachers" else "data."
+                )
         elif isinstance(value, BaseModel) and name not in ("loss", "prepare"):
             yield from keys_set(value, f"{here}.", f"{what}.")
         else:
             yield here, what, value
 
 
-def export_tables(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def export_tables(
+    recipe: Recipe, dialect: str, models: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """``export_recipe`` as nested tables, before ``[prime_rl]`` is merged in."""
     if dialect not in DIALECTS:
         raise RecipeError(f"unknown dialect {dialect!r}: choose one of {', '.join(DIALECTS)}")
@@ -224,7 +284,11 @@ def export_tables(recipe: Recipe, dialect: str, models: Mapping[str, Any] | None
         "model": {"name": student},
         "orchestrator": orchestrator,
         "trainer": {
-            "loss": {"type": "custom", "import_path": IMPORT_PATH, "kwargs": loss_table(recipe, dialect)},
+            "loss": {
+                "type": "custom",
+                "import_path": IMPORT_PATH,
+                "kwargs": loss_table(recipe, dialect),
+            },
             "optim": {
                 "type": "adamw",
                 "lr": recipe.trainer.lr,
@@ -288,7 +352,11 @@ def refuse(recipe: Recipe, dialect: str) -> None:
             f"[loss] type = {recipe.loss.type!r} needs {' and '.join(pairs)}: preference pairs, and prime-rl hands a loss "
             "one sequence at a time. Set the replay channel's weight to 0, or run the recipe with --engine local."
         )
-    if {"ref_logprobs", "support"} & recipe.loss.needs and "advantages" in recipe.loss.needs and dialect != "v0.6":
+    if (
+        {"ref_logprobs", "support"} & recipe.loss.needs
+        and "advantages" in recipe.loss.needs
+        and dialect != "v0.6"
+    ):
         raise RecipeError(
             f"[loss] type = {recipe.loss.type!r} needs advantages and a teacher for the same tokens; prime-rl "
             f"{dialect} assigns no advantages to distillation tokens. Use dialect v0.6, or --engine local."
@@ -305,11 +373,21 @@ def refuse_told_policy(recipe: Recipe, dialect: str) -> None:
     if policy is None:
         return
     if dialect == "v0.6":
-        raise RecipeError("teacher.policy: prime-rl v0.6 has no self-distillation. Use v0.7 or newer, or --engine local.")
+        raise RecipeError(
+            "teacher.policy: prime-rl v0.6 has no self-distillation. Use v0.7 or newer, or --engine local."
+        )
     asked = {
-        "hint": (policy.hint, "reference", "its opsd knows the data's demonstration alone, not a verdict or a sibling"),
+        "hint": (
+            policy.hint,
+            "reference",
+            "its opsd knows the data's demonstration alone, not a verdict or a sibling",
+        ),
         "update": (policy.update, "live", "its opsd scores with the policy's current weights"),
-        "template": (policy.template, None, "its opsd puts the hint into a system message before the question"),
+        "template": (
+            policy.template,
+            None,
+            "its opsd puts the hint into a system message before the question",
+        ),
     }
     for key, (value, possible, why) in asked.items():
         if value != possible:
@@ -372,7 +450,9 @@ def environments(recipe: Recipe, distils: bool) -> list[Part]:
         mixtures = {problem.teacher or "": recipe.mixture(problem) for problem in problems}
         for rows in sorted(counted):
             label = f"{name}-{rows or 'others'}"
-            parts.append(Part(label, data, data.ratio * counted[rows] / len(problems), mixtures[rows], rows))
+            parts.append(
+                Part(label, data, data.ratio * counted[rows] / len(problems), mixtures[rows], rows)
+            )
     for name, count in Counter(part.name for part in parts).items():
         if count > 1:
             raise RecipeError(
@@ -393,15 +473,24 @@ def teacher_clients(recipe: Recipe, models: Mapping[str, Any]) -> dict[str, dict
     clients = {}
     for port, (role, teacher) in enumerate(recipe.scored_by.items(), start=FIRST_TEACHER_PORT):
         name = model_name(teacher.model, models, role)
-        clients[role] = {"url": v1_url(teacher.url or f"http://localhost:{port}"), "model": name} | key_of(teacher)
+        clients[role] = {
+            "url": v1_url(teacher.url or f"http://localhost:{port}"),
+            "model": name,
+        } | key_of(teacher)
     return clients
 
 
 def add_teachers(
-    orchestrator: dict[str, Any], dialect: str, parts: Sequence[Part], clients: Mapping[str, Mapping[str, str]]
+    orchestrator: dict[str, Any],
+    dialect: str,
+    parts: Sequence[Part],
+    clients: Mapping[str, Mapping[str, str]],
 ) -> None:
     """Distillation from each environment's teachers."""
-    listed = {part.name: [{**clients[role], "weight": weight} for role, weight in part.mixture.items()] for part in parts}
+    listed = {
+        part.name: [{**clients[role], "weight": weight} for role, weight in part.mixture.items()]
+        for part in parts
+    }
     first = listed[parts[0].name]
     alike = all(mixture == first for mixture in listed.values())
 
@@ -421,7 +510,10 @@ def add_teachers(
     algorithms = {}
     for name, mixture in listed.items():
         url = mixture[0]["url"]
-        teacher = {"name": mixture[0]["model"], "base_url": url if dialect == "head" else [url]} | key(mixture[0])
+        teacher = {
+            "name": mixture[0]["model"],
+            "base_url": url if dialect == "head" else [url],
+        } | key(mixture[0])
         if len(mixture) > 1:
             teacher["headers"] = {HEADER: json.dumps(mixture)}
         algorithms[name] = {"type": "opd", "teacher": teacher}
@@ -446,7 +538,9 @@ def sampling(recipe: Recipe) -> dict[str, Any]:
         "temperature": recipe.rollout.temperature,
         "max_completion_tokens": recipe.rollout.max_tokens,
     }
-    if recipe.rollout.top_p != 1:  # prime-rl hard-codes top_p = 1 and lets the request body say otherwise
+    if (
+        recipe.rollout.top_p != 1
+    ):  # prime-rl hard-codes top_p = 1 and lets the request body say otherwise
         out["extra_body"] = {"top_p": recipe.rollout.top_p}
     return out
 
@@ -461,11 +555,18 @@ def inference(recipe: Recipe, dialect: str) -> dict[str, Any]:
     if "dtype" in recipe.trainer.model_fields_set and recipe.trainer.dtype == "bfloat16":
         arguments["dtype"] = "bfloat16"  # prime-rl's own "auto" makes float16 of a float32 model
     k = recipe.loss.support_size
-    if recipe.teacher is not None and recipe.teacher.policy is not None and isinstance(k, int) and k > VLLM_LOGPROBS:
+    if (
+        recipe.teacher is not None
+        and recipe.teacher.policy is not None
+        and isinstance(k, int)
+        and k > VLLM_LOGPROBS
+    ):
         arguments["max_logprobs"] = k  # the policy is its own teacher: this server scores as well
     if dialect == "head":
         return {"vllm": arguments} if arguments else {}
-    table = {key: value for key, value in arguments.items() if key in ("gpu_memory_utilization", "seed")}
+    table = {
+        key: value for key, value in arguments.items() if key in ("gpu_memory_utilization", "seed")
+    }
     if "dtype" in arguments:
         table["model"] = {"dtype": arguments["dtype"]}
     if "max_logprobs" in arguments:
@@ -492,15 +593,23 @@ def evaluation(recipe: Recipe, dialect: str) -> dict[str, Any]:
         "interval": recipe.eval.every or last,
         "num_examples": math.ceil(recipe.eval.size / len(sources)),
         "sampling": {"temperature": 0.0, "max_completion_tokens": recipe.rollout.max_tokens},
-        ENVIRONMENT_KEY[dialect]: [environment(source, dialect, split="test") for source in sources],
+        ENVIRONMENT_KEY[dialect]: [
+            environment(source, dialect, split="test") for source in sources
+        ],
     }
 
 
 def scheduler(recipe: Recipe) -> dict[str, Any]:
     kind, warmup = recipe.trainer.schedule, recipe.trainer.warmup_steps
     decay = recipe.trainer.steps - warmup
-    if kind == "constant" or decay <= 1:  # a single step of a decay is at its peak, and prime-rl would divide by decay - 1
-        return {"type": "constant"} if not warmup else {"type": "linear", "warmup_steps": warmup, "decay_steps": 0}
+    if (
+        kind == "constant" or decay <= 1
+    ):  # a single step of a decay is at its peak, and prime-rl would divide by decay - 1
+        return (
+            {"type": "constant"}
+            if not warmup
+            else {"type": "linear", "warmup_steps": warmup, "decay_steps": 0}
+        )
     if kind == "linear":
         return {"type": "linear", "warmup_steps": warmup, "decay_steps": decay}
     return {"type": "cosine", "warmup_steps": warmup}
@@ -508,10 +617,16 @@ def scheduler(recipe: Recipe) -> dict[str, Any]:
 
 def loss_table(recipe: Recipe, dialect: str) -> dict[str, Any]:
     """The loss with what was set in the recipe, and prime-rl's era where the loss asks for one."""
-    table = {"type": recipe.loss.type, **plain(recipe.loss.model_dump(exclude_unset=True, exclude_none=True))}
+    table = {
+        "type": recipe.loss.type,
+        **plain(recipe.loss.model_dump(exclude_unset=True, exclude_none=True)),
+    }
     if {"ref_logprobs", "support"} & recipe.loss.needs and needs_adapter(recipe, dialect):
         table["adapter"] = True  # prime-rl alone would ask a wrong teacher, and nobody would see it
-    if "dialect" in type(recipe.loss).model_fields and "dialect" not in recipe.loss.model_fields_set:
+    if (
+        "dialect" in type(recipe.loss).model_fields
+        and "dialect" not in recipe.loss.model_fields_set
+    ):
         table["dialect"] = "v0_6" if dialect == "v0.6" else "v0_7"
     return table
 
@@ -528,7 +643,11 @@ def environment(part: Part, dialect: str, split: str = "train") -> dict[str, Any
         return {"id": NAME, "args": settings, **entry}
     taskset = {"id": NAME, **settings}
     if dialect == "v0.7":
-        return {**entry, "taskset": taskset, "harness": {"id": "null", "runtime": {"type": "subprocess"}}}
+        return {
+            **entry,
+            "taskset": taskset,
+            "harness": {"id": "null", "runtime": {"type": "subprocess"}},
+        }
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
     return {**entry, "env": {"taskset": taskset, "agent": agent}}
 
@@ -579,7 +698,11 @@ def dotted(path: tuple[str, ...]) -> str:
 
 
 def toml_key(key: str) -> str:
-    return key if key and all(c.isalnum() and c.isascii() or c in "-_" for c in key) else json.dumps(key)
+    return (
+        key
+        if key and all(c.isalnum() and c.isascii() or c in "-_" for c in key)
+        else json.dumps(key)
+    )
 
 
 def toml_value(value: Any) -> str:
@@ -594,6 +717,10 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(toml_value(item) for item in value)}]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{toml_key(key)} = {toml_value(item)}" for key, item in value.items())
+            + "}"
+        )
     # JSON's escapes are TOML's, except for characters outside the basic plane, which TOML takes as they are.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -46,7 +46,9 @@ def lift(config: Any) -> None:
     if getattr(loss, "import_path", None) == IMPORT_PATH:
         in_file = dict(loss.kwargs)
         if table is not None and parse_loss(table) != parse_loss(in_file):
-            raise ValueError(f"{SWITCH} holds the loss {table} and [{SECTION}] {in_file}: keep one of them.")
+            raise ValueError(
+                f"{SWITCH} holds the loss {table} and [{SECTION}] {in_file}: keep one of them."
+            )
         table = in_file
     elif table is not None and not distils(parse_loss(table)):
         raise ValueError(
@@ -86,7 +88,7 @@ def with_ids(table: dict[str, Any], model: str) -> dict[str, Any]:
         return table
     from transformers import AutoTokenizer
 
-    from prime_composer.modifiers import resolve
+    from prime_composer.losses.shared.modifiers import resolve
 
     resolved = resolve(config, AutoTokenizer.from_pretrained(model))
     beside = {key: table[key] for key in ("adapter",) if key in table}

@@ -34,13 +34,17 @@ class Journal:
     def restore(self, loss: Loss) -> bool:
         """Give ``loss`` the state of the first step, if it was kept."""
         found = None
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
+        for line in (
+            self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ()
+        ):
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:  # a process that died while writing
                 continue
             if record["step"] == self.start_step and record["type"] == loss.config.type:
-                found = record["state"]  # the newest one: a run may have been resumed from an older step before
+                found = record[
+                    "state"
+                ]  # the newest one: a run may have been resumed from an older step before
         if found is not None:
             loss.load_state_dict(found)
         return found is not None
@@ -49,7 +53,11 @@ class Journal:
         """Write the state after ``steps`` optimiser steps of this run; one process of all does it."""
         if int(os.environ.get("RANK", "0")) != 0:
             return
-        record = {"step": self.start_step + steps, "type": loss.config.type, "state": loss.state_dict()}
+        record = {
+            "step": self.start_step + steps,
+            "type": loss.config.type,
+            "state": loss.state_dict(),
+        }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -61,7 +69,9 @@ def hook_data(module: ModuleType) -> None:
     signature = inspect.signature(original)
     missing = {"output_dir", "start_step"} - set(signature.parameters)
     if missing:
-        raise UnknownSurface(f"DataLoader lost {', '.join(sorted(missing))}; it has {', '.join(signature.parameters)}.")
+        raise UnknownSurface(
+            f"DataLoader lost {', '.join(sorted(missing))}; it has {', '.join(signature.parameters)}."
+        )
 
     @functools.wraps(original)
     def journalled(*args: Any, **kwargs: Any) -> None:
@@ -75,6 +85,8 @@ def hook_data(module: ModuleType) -> None:
         if journal.restore(registered.loss):
             say(f"{kind} goes on with its state of step {journal.start_step}")
         elif journal.start_step > 1:
-            say(f"{kind} starts its schedule anew at step {journal.start_step}: {journal.path} has no state of that step")
+            say(
+                f"{kind} starts its schedule anew at step {journal.start_step}: {journal.path} has no state of that step"
+            )
 
     module.DataLoader.__init__ = journalled

@@ -10,7 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from prime_composer.recipe import RecipeError, apply_override, load_recipe, read_tables
+from prime_composer.recipe.loading import apply_override, load_recipe, read_tables
+from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream.probe import DIALECTS, has_prime_rl, probe_dialect
 
 SWITCH = "PRIME_COMPOSER"
@@ -66,7 +67,9 @@ def launch(
         keep = [] if output_dir is None else [f"output_dir={json.dumps(output_dir)}"]
         recipe = load_recipe(path, [*overrides, *keep])
         if recipe.output_dir is None:
-            recipe = load_recipe(path, [*overrides, f"output_dir={json.dumps(f'outputs/{path.stem}')}"])
+            recipe = load_recipe(
+                path, [*overrides, f"output_dir={json.dumps(f'outputs/{path.stem}')}"]
+            )
         text = export_recipe(recipe, dialect, models)
         raw, head = tomllib.loads(text), comment_at_head(text)
         settings = {"loss": loss_table(recipe, dialect)}
@@ -97,12 +100,23 @@ def write(raw: Mapping[str, Any], path: Path, head: str = "") -> Path:
     return target
 
 
-def command_and_environment(toml: Path, settings: Mapping[str, Any], dry_run: bool = False) -> tuple[list[str], dict[str, str]]:
+def command_and_environment(
+    toml: Path, settings: Mapping[str, Any], dry_run: bool = False
+) -> tuple[list[str], dict[str, str]]:
     """prime-rl's launcher on ``toml``, and the environment that switches the adapter on in all its children."""
-    command = [sys.executable, "-m", "prime_rl.entrypoints.rl", "@", str(toml), *(["--dry-run"] if dry_run else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "prime_rl.entrypoints.rl",
+        "@",
+        str(toml),
+        *(["--dry-run"] if dry_run else []),
+    ]
     # The launcher starts `orchestrator`, `torchrun` and others by name: those of this environment.
     folder = str(Path(sys.executable).parent)
-    named = os.environ.get(SWITCH, "").strip()  # a native file may leave it to the environment to name the loss
+    named = os.environ.get(
+        SWITCH, ""
+    ).strip()  # a native file may leave it to the environment to name the loss
     on = json.dumps(settings) if settings else named if named.startswith("{") else "1"
     env = {**os.environ, SWITCH: on}
     env["PATH"] = os.pathsep.join([folder, env.get("PATH", "")])

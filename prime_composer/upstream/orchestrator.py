@@ -58,7 +58,9 @@ def answer_type() -> Any:
     import msgspec
 
     entry = msgspec.defstruct("Entry", [("logprob", float), ("rank", int)], gc=False)
-    return msgspec.defstruct("Answer", [("prompt_logprobs", list[dict[int, entry] | None] | None, None)])
+    return msgspec.defstruct(
+        "Answer", [("prompt_logprobs", list[dict[int, entry] | None] | None, None)]
+    )
 
 
 def decode(content: bytes) -> list[dict[int, Any] | None]:
@@ -78,7 +80,9 @@ def decode(content: bytes) -> list[dict[int, Any] | None]:
         try:
             answer = msgspec.convert(json.loads(content), answer_type(), str_keys=True)
         except ValueError as error:
-            raise ValueError(f"The teacher's server answered something else than prompt_logprobs: {error}") from error
+            raise ValueError(
+                f"The teacher's server answered something else than prompt_logprobs: {error}"
+            ) from error
     return answer.prompt_logprobs or []
 
 
@@ -97,7 +101,9 @@ def parse(token_ids: Sequence[int], content: bytes, k: int) -> Scores:
     rows = decode(content)
     n = len(token_ids)
     if len(rows) != n:
-        raise ValueError(f"The teacher's server scored {len(rows)} tokens of {n}; is its context long enough?")
+        raise ValueError(
+            f"The teacher's server scored {len(rows)} tokens of {n}; is its context long enough?"
+        )
     values = []
     for t, (token, row) in enumerate(zip(token_ids, rows, strict=True)):
         if not row:
@@ -184,7 +190,9 @@ async def ask(client: Any, model: str, token_ids: Sequence[int], k: int) -> Scor
     }
     async with flight():
         try:
-            response = await client.post(f"{base}/inference/v1/generate", cast_to=httpx.Response, body=body)
+            response = await client.post(
+                f"{base}/inference/v1/generate", cast_to=httpx.Response, body=body
+            )
         except Exception as error:
             if getattr(error, "status_code", None) == 400 and "logprobs" in str(error):
                 raise ValueError(
@@ -192,7 +200,9 @@ async def ask(client: Any, model: str, token_ids: Sequence[int], k: int) -> Scor
                     f"(vLLM's default is 20). It said: {error}"
                 ) from error
             raise
-        return await asyncio.get_running_loop().run_in_executor(_parser, parse, token_ids, response.content, k)
+        return await asyncio.get_running_loop().run_in_executor(
+            _parser, parse, token_ids, response.content, k
+        )
 
 
 API_KEY_VAR = "VLLM_API_KEY"
@@ -225,7 +235,13 @@ def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
         if isinstance(entries, dict):
             entries = entries[environment]
         teachers = [
-            Teacher(str(e["url"]), str(e["model"]), float(e["weight"]), str(e.get("api_key_var", API_KEY_VAR))) for e in entries
+            Teacher(
+                str(e["url"]),
+                str(e["model"]),
+                float(e["weight"]),
+                str(e.get("api_key_var", API_KEY_VAR)),
+            )
+            for e in entries
         ]
         total = sum(teacher.weight for teacher in teachers)
         if not teachers or not all(0 < teacher.weight < math.inf for teacher in teachers):
@@ -239,16 +255,20 @@ def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
 
 
 def mix(token_ids: Sequence[int], scores: Sequence[Scores], weights: Sequence[float]) -> Scores:
-    """Several teachers as one, in probability space; see ``prime_composer.teachers.mix``."""
+    """Several teachers as one, in probability space; see ``prime_composer.backends.mixture.mix``."""
     if len(scores) == 1:
         return scores[0]
     import torch
 
-    from prime_composer.scorer import TeacherScores
-    from prime_composer.teachers import mix as mix_scores
+    from prime_composer.backends.mixture import mix as mix_scores
+    from prime_composer.backends.protocols import TeacherScores
 
     given = [
-        TeacherScores(torch.tensor(score), torch.from_numpy(score.token_ids).long(), torch.from_numpy(score.logprobs))
+        TeacherScores(
+            torch.tensor(score),
+            torch.from_numpy(score.token_ids).long(),
+            torch.from_numpy(score.logprobs),
+        )
         for score in scores
     ]
     mixed = mix_scores(torch.tensor(token_ids), given, weights)
@@ -284,7 +304,9 @@ async def ask_each(teachers: Sequence[Teacher], token_ids: Sequence[int], k: int
             remedy = "Start its server before the run, or correct its [teachers] table."
             if getattr(error, "status_code", None) == 401:
                 remedy = f"It wants an API key: put it into the environment variable {teacher.api_key_var}, its api_key_var."
-            raise ValueError(f"The teacher {teacher.model} at {teacher.url} did not score: {error} {remedy}") from error
+            raise ValueError(
+                f"The teacher {teacher.model} at {teacher.url} did not score: {error} {remedy}"
+            ) from error
 
     scores = await asyncio.gather(*map(one, teachers))
     return await asyncio.to_thread(mix, token_ids, scores, [teacher.weight for teacher in teachers])
@@ -293,7 +315,12 @@ async def ask_each(teachers: Sequence[Teacher], token_ids: Sequence[int], k: int
 def hook_v0_6(module: ModuleType) -> None:
     """``compute_teacher_logprobs`` (38494ccb, orchestrator/utils.py:110) asks for K and puts the support on the samples.
     To go when prime-rl has a sample field for it."""
-    original = expect(module, "compute_teacher_logprobs", ("clients", "model_name", "samples"), "prime_rl/orchestrator/utils.py")
+    original = expect(
+        module,
+        "compute_teacher_logprobs",
+        ("clients", "model_name", "samples"),
+        "prime_rl/orchestrator/utils.py",
+    )
 
     @functools.wraps(original)
     async def compute_teacher_logprobs(clients: Any, model_name: str, samples: Any) -> Any:
@@ -315,14 +342,18 @@ def hook_v0_6(module: ModuleType) -> None:
         return await asyncio.gather(*(score(config, sample) for config, sample in pairs))
 
     if not hasattr(module, "setup_openai_client"):
-        raise UnknownSurface("prime_rl.orchestrator.utils lost setup_openai_client, which makes the teacher's client.")
+        raise UnknownSurface(
+            "prime_rl.orchestrator.utils lost setup_openai_client, which makes the teacher's client."
+        )
     module.compute_teacher_logprobs = compute_teacher_logprobs
 
 
 def hook_client(module: ModuleType) -> None:
     """``prefill_logprobs`` (d334ea52 utils/client.py:571, 559b4477 utils/client.py:479), looked up by the scorer at
     every call, asks for K. To go with ``hook_v0_6``."""
-    original = expect(module, "prefill_logprobs", ("openai", "model", "token_ids"), "prime_rl/utils/client.py")
+    original = expect(
+        module, "prefill_logprobs", ("openai", "model", "token_ids"), "prime_rl/utils/client.py"
+    )
 
     @functools.wraps(original)
     async def prefill_logprobs(openai: Any, model: str, token_ids: list[int]) -> list[float]:
@@ -344,7 +375,11 @@ def hook_algorithm(module: ModuleType) -> None:
         cls = module.__dict__.get(name)
         if cls is None or not hasattr(cls, "score_rollout"):
             continue
-        cls.score_rollout = _and_put(expect(cls, "score_rollout", ("self", "rollout"), f"prime_rl/orchestrator/algo of {name}"))
+        cls.score_rollout = _and_put(
+            expect(
+                cls, "score_rollout", ("self", "rollout"), f"prime_rl/orchestrator/algo of {name}"
+            )
+        )
 
 
 def _and_put(original: Any) -> Any:
@@ -363,7 +398,12 @@ def hook_routing(module: ModuleType) -> None:
     """``assign_reference_logprobs`` (559b4477, orchestrator/algo/routing.py:37), which opd and opsd copy by name after
     this, also puts the support on the branch's nodes, prompt nodes too: a branch has a wire payload only if all its
     nodes have. To go with ``hook_v0_6``."""
-    original = expect(module, "assign_reference_logprobs", ("branch", "values"), "prime_rl/orchestrator/algo/routing.py")
+    original = expect(
+        module,
+        "assign_reference_logprobs",
+        ("branch", "values"),
+        "prime_rl/orchestrator/algo/routing.py",
+    )
 
     @functools.wraps(original)
     def assign_reference_logprobs(branch: Any, values: Any) -> None:

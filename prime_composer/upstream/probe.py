@@ -128,7 +128,9 @@ def expect(owner: Any, name: str, wanted: Sequence[str], known_at: str) -> Any:
     label = f"{getattr(owner, '__name__', owner)}.{name}"
     there = inspect.getattr_static(owner, name, None)
     if there is None:
-        raise UnknownSurface(f"prime_composer hooks {label}, which is gone (it stands in {known_at}). Known: {KNOWN}.")
+        raise UnknownSurface(
+            f"prime_composer hooks {label}, which is gone (it stands in {known_at}). Known: {KNOWN}."
+        )
     there = getattr(owner, name)
     if parameters(there) != tuple(wanted):
         raise UnknownSurface(

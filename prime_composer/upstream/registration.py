@@ -60,7 +60,14 @@ class Registered:
         expects_mark: the orchestrator has to run with the adapter too, whatever the loss reads.
     """
 
-    def __init__(self, loss: Loss, era: Era, outputs: type, aligned: Aligned | None = None, expects_mark: bool = False):
+    def __init__(
+        self,
+        loss: Loss,
+        era: Era,
+        outputs: type,
+        aligned: Aligned | None = None,
+        expects_mark: bool = False,
+    ):
         self.loss = loss
         self.era = era
         self.calls = 0
@@ -106,7 +113,9 @@ class Registered:
             ValueError: tokens of an rl environment reached a loss that compares with a teacher. From v0.7 on a run may have
                 both kinds, and prime-rl fills the teacher's log-probs of rl tokens that share a bin with 0.0.
         """
-        if self.distils and self.era.name != "v0.6" and bool(inputs.loss_mask.any()):  # padding batches come here too
+        if (
+            self.distils and self.era.name != "v0.6" and bool(inputs.loss_mask.any())
+        ):  # padding batches come here too
             raise ValueError(
                 f"[{self.loss.section}] type = {self.loss.config.type!r} compares with a teacher, and tokens of an rl "
                 'environment reached it. Distillation environments have algo.type = "opd" (or "opsd"). In a run that has both '
@@ -144,13 +153,21 @@ class Registered:
                 "run, and see that prime-composer is installed in the orchestrator's environment."
             )
         if self.seen:
-            said = "in the first step" if self.steps == 1 else f"in step {self.steps}, the first with tokens for it"
-            say(f"{kind} was called {calls:.0f} times on {tokens:.0f} tokens {said}, by all ranks together")
+            said = (
+                "in the first step"
+                if self.steps == 1
+                else f"in step {self.steps}, the first with tokens for it"
+            )
+            say(
+                f"{kind} was called {calls:.0f} times on {tokens:.0f} tokens {said}, by all ranks together"
+            )
             return
         alone = self.in_file and (self.distils or self.era.name == "v0.6")
         patience = 1 if alone else PATIENCE
         if self.steps < patience:
-            say(f"{kind} was not called in step {self.steps}: no token for it in the batch (the run ends after {patience} such)")
+            say(
+                f"{kind} was not called in step {self.steps}: no token for it in the batch (the run ends after {patience} such)"
+            )
             return
         if not self.distils:
             remedy = "It is a loss of rl tokens: [orchestrator.algo] of an rl algorithm (v0.6: training_mode)."
@@ -158,7 +175,9 @@ class Registered:
             remedy = 'Distillation tokens come from [orchestrator] training_mode = "opd".'
         else:
             remedy = 'Distillation tokens come from [orchestrator.algo] type = "opd" (or "opsd").'
-        steps = "the first optimiser step" if patience == 1 else f"the first {patience} optimiser steps"
+        steps = (
+            "the first optimiser step" if patience == 1 else f"the first {patience} optimiser steps"
+        )
         raise RuntimeError(
             f"prime_composer: [{section}] type = {kind!r} was registered with prime-rl and never called in {steps}: no token "
             f"was sent to the {'distillation' if self.distils else 'rl'} loss. {remedy}"
@@ -168,7 +187,11 @@ class Registered:
         """Loss sum, tokens, calls, sequences with teacher scores and with the orchestrator's mark of this step, over all
         ranks (a rank may have had nothing but padding)."""
         local = [float(sum(part)) for part in (self._sums, self._counts)]
-        local += [float(self.calls), float(len(self._firsts)), float(sum((first == MARK).sum() for first in self._firsts))]
+        local += [
+            float(self.calls),
+            float(len(self._firsts)),
+            float(sum((first == MARK).sum() for first in self._firsts)),
+        ]
         dist = torch.distributed
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return local
@@ -198,9 +221,13 @@ def parse_loss(table: dict[str, Any], section: str = SECTION) -> LossConfig:
         ValueError: no or an unknown ``type`` (the message lists the choices), an unknown key (it names the nearest).
     """
     try:
-        return _ADAPTER.validate_python({key: value for key, value in table.items() if key != "adapter"})
+        return _ADAPTER.validate_python(
+            {key: value for key, value in table.items() if key != "adapter"}
+        )
     except ValidationError as error:
-        raise ValueError("; ".join(_explain(item, table, section) for item in error.errors())) from None
+        raise ValueError(
+            "; ".join(_explain(item, table, section) for item in error.errors())
+        ) from None
 
 
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(LossUnion)
@@ -255,11 +282,15 @@ def register(table: dict[str, Any], section: str = SECTION) -> Registered:
             f"[{section}] adapter = true: this run's teachers are mixed or routed by the adapter, and without it prime-rl "
             f"would ask one of them for all. {WITH_ADAPTER}"
         )
-    if _registered is not None and (not _registered.distils or getattr(module, era.slot) is _registered):
+    if _registered is not None and (
+        not _registered.distils or getattr(module, era.slot) is _registered
+    ):
         _registered.expects_mark |= needs_adapter(table)
         return _registered
     refuse(config, era, aligned is not None, section)
-    _registered = Registered(setup_loss_fn(config, section), era, module.LossOutputs, aligned, needs_adapter(table))
+    _registered = Registered(
+        setup_loss_fn(config, section), era, module.LossOutputs, aligned, needs_adapter(table)
+    )
     if _registered.distils:
         expect(module, era.slot, ("inputs",), f"prime_rl/trainer/rl/loss.py of {era.name}")
         setattr(module, era.slot, _registered)
@@ -291,7 +322,11 @@ def refuse(config: LossConfig, era: Era, adapter: bool, section: str = SECTION) 
         raise ValueError(
             f"{said}{' and '.join(missing)}, which prime-rl's own wire does not carry to a custom loss. {WITH_ADAPTER}"
         )
-    if era.name != "v0.6" and "advantages" in config.needs and {"ref_logprobs", "support"} & config.needs:
+    if (
+        era.name != "v0.6"
+        and "advantages" in config.needs
+        and {"ref_logprobs", "support"} & config.needs
+    ):
         raise ValueError(
             f"{said}advantages and a teacher for the same tokens; this prime-rl (the {era.name} contract) sends a token "
             "either to the rl loss or to distillation, and fills the missing advantages with 0. For sampled_reverse_kl "

@@ -33,7 +33,12 @@ def gathered(device: torch.device) -> int:
 class Rows:
     """The rows that take part, and what their backward leaves for the weight's gradient."""
 
-    def __init__(self, ids: Int[Tensor, "n m"], index: Int[Tensor, "r"], inv_temperature: Float[Tensor, "r"]):
+    def __init__(
+        self,
+        ids: Int[Tensor, "n m"],
+        index: Int[Tensor, " r"],
+        inv_temperature: Float[Tensor, " r"],
+    ):
         self.ids = ids
         self.index = index
         self.inv_temperature = inv_temperature
@@ -130,7 +135,9 @@ class Logits(torch.autograd.Function):
         return grad_hidden, grad.new_zeros(()), None, None, None
 
 
-def _logits(h: Tensor, weight: Tensor, ids: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+def _logits(
+    h: Tensor, weight: Tensor, ids: Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
     """Soft-capped logits of ``ids`` in float32 (float64 for float64), and the slope of the cap."""
     dtype = torch.float64 if h.dtype == torch.float64 else torch.float32
     z = torch.empty(ids.shape, dtype=dtype, device=h.device)
@@ -154,7 +161,10 @@ def _blocks(ids: Tensor, weight: Tensor) -> list[slice]:
 
 
 def rows_of(
-    ids: Int[Tensor, "n k"], labels: Int[Tensor, "n"], wanted: Bool[Tensor, "n"], temperature: Float[Tensor, "n"] | None
+    ids: Int[Tensor, "n k"],
+    labels: Int[Tensor, " n"],
+    wanted: Bool[Tensor, " n"],
+    temperature: Float[Tensor, " n"] | None,
 ) -> Rows | None:
     """The rows of ``wanted``, their support ids and label; None where nothing is wanted."""
     index = wanted.nonzero().squeeze(1)
@@ -166,7 +176,11 @@ def rows_of(
 
 
 def support_logits(
-    hidden: Float[Tensor, "n d"], token: Tensor, weight: Float[Tensor, "v d"], rows: Rows, softcap: float | None = None
+    hidden: Float[Tensor, "n d"],
+    token: Tensor,
+    weight: Float[Tensor, "v d"],
+    rows: Rows,
+    softcap: float | None = None,
 ) -> Float[Tensor, "n k"]:
     """Student logits at the support minus the label's, [n, k]; the gradient reaches ``hidden``, and the weight's rows
     through the ``Fold`` that made ``token``.

@@ -29,10 +29,14 @@ def switch() -> dict[str, Any] | None:
     except json.JSONDecodeError:
         settings = None
     if not isinstance(settings, dict):
-        raise ValueError(f"{SWITCH}={value!r}: write {SWITCH}=1, or a JSON object such as {EXAMPLE}")
+        raise ValueError(
+            f"{SWITCH}={value!r}: write {SWITCH}=1, or a JSON object such as {EXAMPLE}"
+        )
     unknown = set(settings) - {"loss"}
     if unknown:
-        raise ValueError(f"{SWITCH}: unknown key {sorted(unknown)[0]!r}; known: loss. Example: {EXAMPLE}")
+        raise ValueError(
+            f"{SWITCH}: unknown key {sorted(unknown)[0]!r}; known: loss. Example: {EXAMPLE}"
+        )
     return settings
 
 

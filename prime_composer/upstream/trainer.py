@@ -109,7 +109,9 @@ class Room:
             return token_ids, None
         teacher = here.payload.teacher_logprobs[part]
         if bool(teacher[inputs.loss_mask.to(teacher.device)].isnan().any()):
-            raise ValueError("A token that trains came without a teacher score: the loss has nothing to compare it to.")
+            raise ValueError(
+                "A token that trains came without a teacher score: the loss has nothing to compare it to."
+            )
         if here.student is None:
             student = trainer_logprobs.new_zeros((token_ids.shape[0], here.k))
         else:
@@ -151,10 +153,17 @@ HEAD = ("self", "hidden_states", "labels", "temperature")
 def hook_head(module: ModuleType) -> None:
     """Student logits beside ``FusedOutputLinear`` and ``VanillaOutputLinear`` (38494ccb lm_head.py:42, 69; 559b4477
     lm_head.py:38, 66) and the Gemma heads. To go when prime-rl's heads return log-probs of given ids."""
-    for name in ("FusedOutputLinear", "VanillaOutputLinear", "GemmaFusedOutputLinear", "GemmaVanillaOutputLinear"):
+    for name in (
+        "FusedOutputLinear",
+        "VanillaOutputLinear",
+        "GemmaFusedOutputLinear",
+        "GemmaVanillaOutputLinear",
+    ):
         cls = module.__dict__.get(name)
         if cls is not None and cls.__module__ == module.__name__:
-            cls.forward = _beside(expect(cls, "forward", HEAD, "prime_rl/trainer/models/layers/"), "Fused" in name)
+            cls.forward = _beside(
+                expect(cls, "forward", HEAD, "prime_rl/trainer/models/layers/"), "Fused" in name
+            )
 
 
 def _beside(original: Any, fused: bool) -> Any:
@@ -179,7 +188,9 @@ def _beside(original: Any, fused: bool) -> Any:
                 out = original(self, hidden_states, labels, temperature=temperature)
             finally:
                 del self.__dict__["weight"]
-            local = support_logits(hidden_states[0], token, weight, rows, getattr(self, "softcap", None))
+            local = support_logits(
+                hidden_states[0], token, weight, rows, getattr(self, "softcap", None)
+            )
         # In the module's output FSDP finds it, and has the weight gathered before its backward runs.
         out[KEY] = local
         here.student = _whole(local)
@@ -194,7 +205,9 @@ def _shards(here: Bin, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | 
     assert here.payload is not None and here.wanted is not None
     device, length = hidden_states.device, here.input_ids.shape[0]
     if hidden_states.shape[0] != 1:
-        raise ValueError(f"prime-rl packs one sequence row per micro batch; got {hidden_states.shape[0]}.")
+        raise ValueError(
+            f"prime-rl packs one sequence row per micro batch; got {hidden_states.shape[0]}."
+        )
     ids = torch.roll(here.payload.token_ids, -1, 0)
     wanted = torch.roll(here.wanted, -1, 0)
     wanted[-1] = False
@@ -208,7 +221,11 @@ def _shards(here: Bin, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor | 
         rank, size, _ = ROOM.cp
         ids, wanted = ids.chunk(size)[rank], wanted.chunk(size)[rank]
         temperatures = None if temperatures is None else temperatures.chunk(size)[rank]
-    return ids.to(device), wanted.to(device), None if temperatures is None else temperatures.to(device)
+    return (
+        ids.to(device),
+        wanted.to(device),
+        None if temperatures is None else temperatures.to(device),
+    )
 
 
 def _whole(local: Tensor) -> Tensor:
@@ -230,7 +247,9 @@ def hook_cp(module: ModuleType) -> None:
     names = inspect.signature(module.setup_cp_params).parameters
     missing = {"cp_rank", "cp_world_size", "cp_group"} - set(names)
     if missing:
-        raise UnknownSurface(f"setup_cp_params lost {', '.join(sorted(missing))}; it has {', '.join(names)}.")
+        raise UnknownSurface(
+            f"setup_cp_params lost {', '.join(sorted(missing))}; it has {', '.join(names)}."
+        )
     original = module.setup_cp_params
     signature = inspect.signature(original)
 

@@ -10,7 +10,7 @@ VOCAB = 131
 
 
 def make_model(tied: bool, seed: int, layers: int = 2):
-    from prime_composer.backends.transformers import import_transformers
+    from prime_composer.backends.hf_model import import_transformers
 
     transformers = import_transformers()
     with torch.random.fork_rng():

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 
-from prime_composer.backends.transformers import (
-    TransformersSampler,
+from prime_composer.backends.hf_model import (
     check_plain_head,
     hidden_states,
     import_transformers,
@@ -15,11 +14,14 @@ from prime_composer.backends.transformers import (
     pad,
     sequence_logprobs,
 )
+from prime_composer.backends.protocols import SamplingParams
+from prime_composer.backends.transformers import TransformersSampler
 from prime_composer.lm_head import selected_logprobs
-from prime_composer.rollout import SamplingParams
 
 SEQUENCES = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14]]
-SMALL = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=23)
+SMALL = dict(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=23
+)
 
 
 def build(name, **settings):
@@ -34,7 +36,13 @@ def build(name, **settings):
 def absolute():
     """GPT-2: learnt absolute positions, where a rotary model would forgive a shift."""
     config = import_transformers().GPT2Config(
-        vocab_size=23, n_positions=40, n_embd=16, n_layer=1, n_head=2, initializer_range=0.5, eos_token_id=1
+        vocab_size=23,
+        n_positions=40,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        initializer_range=0.5,
+        eos_token_id=1,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -42,26 +50,38 @@ def absolute():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_hidden_states_and_the_head_give_the_models_own_log_probs_on_either_side_of_padding(side, absolute, plain_logprobs):
+def test_hidden_states_and_the_head_give_the_models_own_log_probs_on_either_side_of_padding(
+    side, absolute, plain_logprobs
+):
     tokens, mask = pad(SEQUENCES, torch.device("cpu"), side)
     hidden = hidden_states(absolute, tokens, mask)
     for row, ids in enumerate(SEQUENCES):
         first = tokens.shape[1] - len(ids) if side == "left" else 0
         states = hidden[row, first : first + len(ids) - 1]
-        got = selected_logprobs(states, lm_head_weight(absolute), torch.tensor(ids[1:], dtype=torch.int64).unsqueeze(1))[:, 0]
+        got = selected_logprobs(
+            states, lm_head_weight(absolute), torch.tensor(ids[1:], dtype=torch.int64).unsqueeze(1)
+        )[:, 0]
         rows = plain_logprobs(absolute, ids)
-        expected = torch.stack([rows[t, ids[t]] for t in range(1, len(ids))]) if len(ids) > 1 else torch.zeros(0)
+        expected = (
+            torch.stack([rows[t, ids[t]] for t in range(1, len(ids))])
+            if len(ids) > 1
+            else torch.zeros(0)
+        )
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
-def test_rollouts_from_prompts_of_different_lengths_count_positions_without_padding(absolute, tmp_path, plain_logprobs):
+def test_rollouts_from_prompts_of_different_lengths_count_positions_without_padding(
+    absolute, tmp_path, plain_logprobs
+):
     absolute.save_pretrained(tmp_path)
     sampler = TransformersSampler(tmp_path)
     for rollout in sampler.generate(SEQUENCES, SamplingParams(max_tokens=8), seed=0):
         rows = plain_logprobs(absolute, rollout.token_ids)
         for t in rollout.loss_mask.nonzero()[:, 0].tolist():
             token = rollout.token_ids[t]
-            assert float(rollout.inference_logprobs[t]) == pytest.approx(float(rows[t, token]), abs=1e-5)
+            assert float(rollout.inference_logprobs[t]) == pytest.approx(
+                float(rows[t, token]), abs=1e-5
+            )
     sampler.close()
 
 
@@ -74,16 +94,22 @@ def test_sequence_log_probs_start_with_nan(tied_model, plain_logprobs):
 
 
 def test_soft_capped_logits_are_refused():
-    model = build("Gemma2", **SMALL, num_key_value_heads=2, head_dim=8, final_logit_softcapping=30.0)
+    model = build(
+        "Gemma2", **SMALL, num_key_value_heads=2, head_dim=8, final_logit_softcapping=30.0
+    )
     with pytest.raises(ValueError, match="soft-caps its logits at 30.0"):
         check_plain_head(model)
 
 
 def test_scaled_logits_are_refused():
-    model = build("Granite", **SMALL, num_key_value_heads=2, logits_scaling=8.0, initializer_range=0.5)
+    model = build(
+        "Granite", **SMALL, num_key_value_heads=2, logits_scaling=8.0, initializer_range=0.5
+    )
     with pytest.raises(ValueError, match="does more to its logits than multiplying"):
         check_plain_head(model)
-    check_plain_head(build("Granite", **SMALL, num_key_value_heads=2, logits_scaling=1.0, initializer_range=0.5))
+    check_plain_head(
+        build("Granite", **SMALL, num_key_value_heads=2, logits_scaling=1.0, initializer_range=0.5)
+    )
 
 
 def test_a_biased_head_is_refused():

@@ -14,10 +14,15 @@ import pytest
 import torch
 
 from prime_composer.backends.alignment import make_rollout
-from prime_composer.backends.vllm_server import ServerError, ServerSampler, ServerScorer, parse_entries
-from prime_composer.preflight import check_weight_sync
-from prime_composer.recipe import parse_recipe
-from prime_composer.rollout import SamplingParams
+from prime_composer.backends.protocols import SamplingParams
+from prime_composer.backends.vllm_server import (
+    ServerError,
+    ServerSampler,
+    ServerScorer,
+    parse_entries,
+)
+from prime_composer.local.preflight import check_weight_sync
+from prime_composer.recipe.loading import parse_recipe
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 
@@ -40,19 +45,37 @@ def server(models, tmp_path_factory):
     models.tied_model.save_pretrained(directory)
     save_tokenizer(directory)
     # top_k of a model's generation config is a server's default: the client must not fall for it.
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "top_k": 2, "temperature": 0.2}))
+    (directory / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": 1, "top_k": 2, "temperature": 0.2})
+    )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "prime_composer.backends.vllm_serve", "--model", str(directory)]
-    command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "320"]
+    command = [
+        sys.executable,
+        "-m",
+        "prime_composer.backends.vllm_serve",
+        "--model",
+        str(directory),
+    ]
+    command += [
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "320",
+    ]
     command += ["--kv-cache-memory-bytes", str(64 * 2**20), "--max-logprobs", "16"]
     command += ["--logprobs-mode", "processed_logprobs"]
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
     environment |= {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "1"}
     log = tmp_path_factory.mktemp("log") / "server.log"
     with log.open("w") as stream:
-        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=environment, stdout=stream, stderr=subprocess.STDOUT
+        )
     url = f"http://127.0.0.1:{port}/v1"
     try:
         for _ in range(240):
@@ -92,11 +115,16 @@ def test_rollouts_of_a_server_carry_the_policys_log_probs(sampler, models, plain
     assert len({tuple(r.completion_ids) for r in rollouts}) == 9
     ranks = []
     for rollout in rollouts:
-        assert rollout.token_ids[: len(PROMPTS[rollout.prompt_index])].tolist() == PROMPTS[rollout.prompt_index]
+        assert (
+            rollout.token_ids[: len(PROMPTS[rollout.prompt_index])].tolist()
+            == PROMPTS[rollout.prompt_index]
+        )
         rows = plain_logprobs(models.tied_model, rollout.token_ids)
         for t in trained(rollout):
             token = rollout.token_ids[t]
-            assert float(rollout.inference_logprobs[t]) == pytest.approx(float(rows[t, token]), abs=1e-4)
+            assert float(rollout.inference_logprobs[t]) == pytest.approx(
+                float(rows[t, token]), abs=1e-4
+            )
             ranks.append(int((rows[t] > rows[t, token]).sum()))
     assert max(ranks) > 10  # the served generation config says top_k = 2
 
@@ -104,10 +132,14 @@ def test_rollouts_of_a_server_carry_the_policys_log_probs(sampler, models, plain
 def test_the_nucleus_of_a_server_is_renormalised(sampler, models, plain_logprobs):
     from prime_composer.backends.transformers import processed_logprobs
 
-    for rollout in sampler.generate(PROMPTS, SamplingParams(max_tokens=12, temperature=0.7, top_p=0.8), seed=0):
+    for rollout in sampler.generate(
+        PROMPTS, SamplingParams(max_tokens=12, temperature=0.7, top_p=0.8), seed=0
+    ):
         rows = processed_logprobs(plain_logprobs(models.tied_model, rollout.token_ids), 0.7, 0.8)
         for t in trained(rollout):
-            assert float(rollout.inference_logprobs[t]) == pytest.approx(float(rows[t, rollout.token_ids[t]]), abs=1e-4)
+            assert float(rollout.inference_logprobs[t]) == pytest.approx(
+                float(rows[t, rollout.token_ids[t]]), abs=1e-4
+            )
 
 
 def test_a_server_stops_where_asked_and_greedy_is_greedy(sampler, vllm_sampler):
@@ -116,13 +148,20 @@ def test_a_server_stops_where_asked_and_greedy_is_greedy(sampler, vllm_sampler):
     theirs = vllm_sampler.generate(PROMPTS, params, seed=0)
     assert [r.token_ids.tolist() for r in ours] == [r.token_ids.tolist() for r in theirs]
     stop = ours[0].completion_ids[2]
-    stopped = sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=10, temperature=0.0, stop_token_ids=(stop,)), 0)[0]
+    stopped = sampler.generate(
+        PROMPTS[:1], SamplingParams(max_tokens=10, temperature=0.0, stop_token_ids=(stop,)), 0
+    )[0]
     first = ours[0].completion_ids.index(stop)
-    assert stopped.finish_reason == "stop" and stopped.completion_ids == ours[0].completion_ids[: first + 1]
+    assert (
+        stopped.finish_reason == "stop"
+        and stopped.completion_ids == ours[0].completion_ids[: first + 1]
+    )
 
 
 def test_the_same_seed_gives_a_server_the_same_rollouts(sampler):
-    runs = [sampler.generate(PROMPTS, SamplingParams(n=2, max_tokens=10), seed) for seed in (3, 4, 3)]
+    runs = [
+        sampler.generate(PROMPTS, SamplingParams(n=2, max_tokens=10), seed) for seed in (3, 4, 3)
+    ]
     ids = [[r.token_ids.tolist() for r in run] for run in runs]
     assert ids[0] == ids[2] != ids[1]
 
@@ -132,7 +171,13 @@ def test_a_servers_scores_are_those_of_the_engine_in_this_process(server, scorer
 
     g = torch.Generator().manual_seed(0)
     rollouts = [
-        make_rollout(prompt, ids := torch.randint(2, 131, (n,), generator=g).tolist(), [0.0] * len(ids), "length", i)
+        make_rollout(
+            prompt,
+            ids := torch.randint(2, 131, (n,), generator=g).tolist(),
+            [0.0] * len(ids),
+            "length",
+            i,
+        )
         for i, (prompt, n) in enumerate(zip(PROMPTS, (3, 20, 1), strict=True))
     ]
     here = TransformersScorer(models.tied_model)
@@ -140,9 +185,16 @@ def test_a_servers_scores_are_those_of_the_engine_in_this_process(server, scorer
         theirs = scorer.score(rollouts, k, prompts)
         for a, b, rollout in zip(theirs, here.score(rollouts, k, prompts), rollouts, strict=True):
             mask = rollout.loss_mask
-            assert a.token_ids.shape == (len(rollout.token_ids), k) and a.ref_logprobs[~mask].isnan().all()
-            torch.testing.assert_close(a.ref_logprobs[mask], b.ref_logprobs[mask], atol=1e-4, rtol=0)
-            torch.testing.assert_close(a.teacher_logprobs[mask], b.teacher_logprobs[mask], atol=1e-4, rtol=0)
+            assert (
+                a.token_ids.shape == (len(rollout.token_ids), k)
+                and a.ref_logprobs[~mask].isnan().all()
+            )
+            torch.testing.assert_close(
+                a.ref_logprobs[mask], b.ref_logprobs[mask], atol=1e-4, rtol=0
+            )
+            torch.testing.assert_close(
+                a.teacher_logprobs[mask], b.teacher_logprobs[mask], atol=1e-4, rtol=0
+            )
             assert torch.equal(a.token_ids, b.token_ids)
     with pytest.raises(ServerError, match="larger --max-logprobs, or lower the loss's k"):
         scorer.score(rollouts, 17)
@@ -161,7 +213,10 @@ def test_a_connection_that_went_stale_is_opened_again(sampler):
 
 
 def test_another_model_than_the_recipes_is_refused(server):
-    with pytest.raises(ServerError, match=rf"serves {server.directory}, and the recipe names Qwen/Qwen3-8B; set model"):
+    with pytest.raises(
+        ServerError,
+        match=rf"serves {server.directory}, and the recipe names Qwen/Qwen3-8B; set model",
+    ):
         ServerScorer(server.url, "Qwen/Qwen3-8B")
 
 
@@ -174,7 +229,10 @@ def test_no_server_at_all_says_how_to_start_one():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(ServerError, match=r"No vLLM server answers at http://127.0.0.1:\d+ .* correct the url in \[teacher\]"):
+    with pytest.raises(
+        ServerError,
+        match=r"No vLLM server answers at http://127.0.0.1:\d+ .* correct the url in \[teacher\]",
+    ):
         ServerScorer(f"http://127.0.0.1:{port}")
 
 
@@ -239,7 +297,10 @@ def test_raw_log_probs_are_refused_where_they_are_not_mu(fake_server):
     fake_server.answers["/v1/completions"] = (200, completion)
     sampler = ServerSampler(fake_server.url)
     assert sampler.generate([[5]], SamplingParams(max_tokens=1), seed=0)
-    for params in (SamplingParams(max_tokens=1, temperature=0.7), SamplingParams(max_tokens=1, top_p=0.9)):
+    for params in (
+        SamplingParams(max_tokens=1, temperature=0.7),
+        SamplingParams(max_tokens=1, top_p=0.9),
+    ):
         with pytest.raises(ServerError, match="--logprobs-mode processed_logprobs"):
             sampler.generate([[5]], params, seed=0)
     sampler.close()
@@ -252,8 +313,10 @@ def test_a_server_without_reload_endpoints_says_how_to_get_them(fake_server, tie
     sampler.close()
 
 
-def test_the_api_key_of_a_server_comes_from_the_variable_that_the_recipe_names(fake_server, monkeypatch, tiny_recipe):
-    from prime_composer.engine import open_sampler, open_scorer
+def test_the_api_key_of_a_server_comes_from_the_variable_that_the_recipe_names(
+    fake_server, monkeypatch, tiny_recipe
+):
+    from prime_composer.local.engine import open_sampler, open_scorer
 
     monkeypatch.setenv("VLLM_API_KEY", "usual")
     monkeypatch.setenv("OTHER_KEY", "another")
@@ -268,7 +331,10 @@ def test_the_api_key_of_a_server_comes_from_the_variable_that_the_recipe_names(f
     fake_server.key = "usual"
     open_both()
     fake_server.key = "another"
-    with pytest.raises(ServerError, match=r"asks for an API key and got another: .* api_key_var in \[teacher\] names"):
+    with pytest.raises(
+        ServerError,
+        match=r"asks for an API key and got another: .* api_key_var in \[teacher\] names",
+    ):
         open_both()
     raw["teacher"]["api_key_var"] = raw["rollout"]["api_key_var"] = "OTHER_KEY"
     open_both()
@@ -292,7 +358,12 @@ def test_a_position_holds_k_or_k_plus_one_entries_and_a_tie_changes_nothing():
     def entry(**values):
         return {name[1:]: {"logprob": value, "rank": 1} for name, value in values.items()}
 
-    entries = [None, entry(_9=-7.0, _3=-1.0), entry(_4=-3.0, _5=-0.5, _6=-1.5), entry(_7=-2.0, _8=-2.0, _9=-0.5)]
+    entries = [
+        None,
+        entry(_9=-7.0, _3=-1.0),
+        entry(_4=-3.0, _5=-0.5, _6=-1.5),
+        entry(_7=-2.0, _8=-2.0, _9=-0.5),
+    ]
     own, ids, logprobs = parse_entries(entries, [1, 3, 4, 8], 1, 2)
     assert own.tolist() == [-1.0, -3.0, -2.0]
     # token 3 is in its top 2; token 4 is not; token 8 ties with 7 and is the one beyond the top 2

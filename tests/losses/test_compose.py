@@ -14,7 +14,9 @@ compose = LOSS_TYPES["compose"]
 
 def inputs_of(seq=6, k=4, pairs=True) -> LossInputs:
     g = torch.Generator().manual_seed(0)
-    log_q, order = torch.randn(seq, 9, generator=g, dtype=torch.float64).log_softmax(-1).sort(descending=True)
+    log_q, order = (
+        torch.randn(seq, 9, generator=g, dtype=torch.float64).log_softmax(-1).sort(descending=True)
+    )
     log_p = torch.randn(seq, 9, generator=g, dtype=torch.float64).log_softmax(-1)
     leaf = lambda x: x.clone().requires_grad_()  # noqa: E731
     return LossInputs(
@@ -49,7 +51,9 @@ def test_the_sum_is_the_weighted_sum_of_its_channels():
         "few": (0.25, alone("topk_forward_kl", k=2)),
         "replay": (0.1, alone("dpo", inputs.replay)),
     }
-    assert out.loss.item() == pytest.approx(sum(w * o.loss.item() for w, o in parts.values()), rel=1e-12)
+    assert out.loss.item() == pytest.approx(
+        sum(w * o.loss.item() for w, o in parts.values()), rel=1e-12
+    )
     for name, (_, o) in parts.items():
         for key, value in o.metrics.items():
             assert torch.equal(out.metrics[f"compose/{name}/{key.split('/', 1)[1]}"], value)
@@ -58,10 +62,15 @@ def test_the_sum_is_the_weighted_sum_of_its_channels():
 
 
 def test_every_weight_but_the_rl_one_defaults_to_zero():
-    config = compose(distillation={"tail": {"loss": {"type": "topk_reverse_kl"}}}, replay={"loss": {"type": "simpo"}})
+    config = compose(
+        distillation={"tail": {"loss": {"type": "topk_reverse_kl"}}},
+        replay={"loss": {"type": "simpo"}},
+    )
     assert config.rl.weight == 1 and config.rl.loss.type == "default"
     assert config.needs == {"advantages"} and config.support_size == 0
-    out = setup_loss_fn(config)(dataclasses.replace(inputs_of(), support=None, ref_logprobs=None, replay=None))
+    out = setup_loss_fn(config)(
+        dataclasses.replace(inputs_of(), support=None, ref_logprobs=None, replay=None)
+    )
     assert out.loss.item() == setup_loss_fn(LOSS_TYPES["default"]())(inputs_of()).loss.item()
 
 
@@ -69,9 +78,15 @@ def test_the_needs_are_the_union_of_the_active_channels_and_k_the_largest():
     config = compose(**CHANNELS)
     assert config.needs == {"advantages", "support", "replay"} and config.support_size == 4
     sampled = {"weight": 1, "loss": {"type": "sampled_reverse_kl", "special_tokens": {"ids": [1]}}}
-    assert compose(rl={"weight": 0}, distillation={"s": sampled}).needs == {"ref_logprobs", "token_ids"}
+    assert compose(rl={"weight": 0}, distillation={"s": sampled}).needs == {
+        "ref_logprobs",
+        "token_ids",
+    }
     everything = {"weight": 1, "loss": {"type": "generalized_jsd", "k": "full"}}
-    assert compose(distillation={"a": everything, "b": CHANNELS["distillation"]["tail"]}).support_size == "full"
+    assert (
+        compose(distillation={"a": everything, "b": CHANNELS["distillation"]["tail"]}).support_size
+        == "full"
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +94,10 @@ def test_the_needs_are_the_union_of_the_active_channels_and_k_the_largest():
     [
         ("advantages", r"\[loss\.rl\.loss\] type = 'default' needs advantages.*group_size"),
         ("support", r"\[loss\.distillation\.(tail|few)\.loss\] type = .* needs support"),
-        ("replay", r"\[loss\.replay\.loss\] type = 'dpo' needs replay.*weight of the replay channel to 0"),
+        (
+            "replay",
+            r"\[loss\.replay\.loss\] type = 'dpo' needs replay.*weight of the replay channel to 0",
+        ),
     ],
 )
 def test_a_channel_whose_input_is_missing_is_an_error_that_names_its_recipe_key(missing, message):
@@ -109,7 +127,10 @@ def test_what_the_pairs_lack_is_an_error_of_the_replay_channel():
             {"distillation": {"x": {"loss": {"type": "ipo"}}}},
             r"distillation.x.loss: .* choose one of .*topk_reverse_kl",
         ),
-        ({"distillation": {"x": {"loss": {"type": "topk"}}}}, r"loss type 'topk' is unknown; choose one of .*taid"),
+        (
+            {"distillation": {"x": {"loss": {"type": "topk"}}}},
+            r"loss type 'topk' is unknown; choose one of .*taid",
+        ),
         ({"distillation": {"x": {"loss": {"type": "compose"}}}}, "does not nest"),
         ({"distillation": {"rl": {"loss": {"type": "topk_reverse_kl"}}}}, "choose another name"),
         ({"replay": {"loss": {"type": "topk_reverse_kl"}}}, "choose one of dpo, simpo"),
@@ -123,11 +144,17 @@ def test_a_sum_that_makes_no_sense_is_refused_when_the_recipe_is_read(config, me
 
 
 def test_a_channel_keeps_its_own_modifiers():
-    tail = {"type": "topk_reverse_kl", "k": 4, "special_tokens": {"ids": [0, 1], "occurrence": "all"}}
+    tail = {
+        "type": "topk_reverse_kl",
+        "k": 4,
+        "special_tokens": {"ids": [0, 1], "occurrence": "all"},
+    }
     config = compose(rl={"weight": 0}, distillation={"a": {"weight": 1, "loss": tail}})
     inputs = inputs_of()
     out = setup_loss_fn(config)(inputs)
-    assert out.loss.item() == pytest.approx(setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](**tail))(inputs).loss.item())
+    assert out.loss.item() == pytest.approx(
+        setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](**tail))(inputs).loss.item()
+    )
     assert out.metrics["compose/a/special_tokens/removed"].item() == pytest.approx(2 / 5)
 
 
@@ -135,7 +162,10 @@ def test_rl_mix_weighs_both_forms():
     inputs = inputs_of()
     rl = setup_loss_fn(LOSS_TYPES["default"]())(inputs).loss.item()
     kd = setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](k=4))(inputs).loss.item()
-    for form, weight, expected in (("interpolate", 0.3, 0.7 * rl + 0.3 * kd), ("add", 0.3, rl + 0.3 * kd)):
+    for form, weight, expected in (
+        ("interpolate", 0.3, 0.7 * rl + 0.3 * kd),
+        ("add", 0.3, rl + 0.3 * kd),
+    ):
         config = LOSS_TYPES["topk_reverse_kl"](k=4, rl_mix={"form": form, "kd": weight})
         out = setup_loss_fn(config)(inputs)
         assert out.loss.item() == pytest.approx(expected, rel=1e-12)
@@ -144,4 +174,6 @@ def test_rl_mix_weighs_both_forms():
     with pytest.raises(ValidationError, match="between 0 and 1"):
         LOSS_TYPES["topk_reverse_kl"](rl_mix={"kd": 1.5})
     with pytest.raises(ValidationError, match="choose one of default, ipo"):
-        LOSS_TYPES["topk_reverse_kl"](rl_mix={"kd": 0.5, "loss": {"type": "taid", "total_steps": 3}})
+        LOSS_TYPES["topk_reverse_kl"](
+            rl_mix={"kd": 0.5, "loss": {"type": "taid", "total_steps": 3}}
+        )

@@ -27,7 +27,9 @@ def every_token(z, log_q, log_mu, ids, advantages=None) -> LossInputs:
         advantages=advantages,
         loss_mask=torch.ones(VOCAB, dtype=torch.bool),
         loss_weights=log_mu.exp(),
-        support=Support(ids.expand(VOCAB, -1), log_q[ids].expand(VOCAB, -1), log_p[ids].expand(VOCAB, -1)),
+        support=Support(
+            ids.expand(VOCAB, -1), log_q[ids].expand(VOCAB, -1), log_p[ids].expand(VOCAB, -1)
+        ),
         token_ids=torch.arange(VOCAB),
     )
 
@@ -62,11 +64,21 @@ OPEN = dict(delta_low=2.0, delta_high=2.0, kl_tau=0.0)
         LOSS_TYPES["head_tail_reverse_kl"](k="full"),
         LOSS_TYPES["topk_reverse_kl"](k="full", normalization="full"),
     ],
-    ids=["prime_rl", "signed", "vOPD baseline", "head+tail K=3", "head+tail K=1", "head+tail K=V", "full"],
+    ids=[
+        "prime_rl",
+        "signed",
+        "vOPD baseline",
+        "head+tail K=3",
+        "head+tail K=1",
+        "head+tail K=V",
+        "full",
+    ],
 )
 def test_the_expected_gradient_is_that_of_the_full_reverse_kl(config, stale):
     z, log_q, log_mu = problem(0, stale)
-    ids = log_q.topk(VOCAB if config.support_size == "full" else max(config.support_size, 1)).indices
+    ids = log_q.topk(
+        VOCAB if config.support_size == "full" else max(config.support_size, 1)
+    ).indices
     _, grad = expected(config, z, log_q, log_mu, ids)
     torch.testing.assert_close(grad, reverse_kl_gradient(z, log_q)[0], rtol=1e-9, atol=1e-12)
 
@@ -78,14 +90,20 @@ def test_head_and_tail_is_an_unbiased_value_too_and_a_bounded_ratio_is_not():
     out, _ = expected(LOSS_TYPES["head_tail_reverse_kl"](k=3), z, log_q, log_mu, ids)
     torch.testing.assert_close(out.loss.detach(), kl, rtol=1e-10, atol=0)
     # A bound that nothing reaches changes nothing; one that bites stops the gradient of what it bounds.
-    loose, loose_grad = expected(LOSS_TYPES["head_tail_reverse_kl"](k=3, max_ratio=1e6), z, log_q, log_mu, ids)
+    loose, loose_grad = expected(
+        LOSS_TYPES["head_tail_reverse_kl"](k=3, max_ratio=1e6), z, log_q, log_mu, ids
+    )
     assert torch.equal(loose.loss, out.loss)
-    tight, tight_grad = expected(LOSS_TYPES["head_tail_reverse_kl"](k=3, max_ratio=1.0), z, log_q, log_mu, ids)
+    tight, tight_grad = expected(
+        LOSS_TYPES["head_tail_reverse_kl"](k=3, max_ratio=1.0), z, log_q, log_mu, ids
+    )
     outside = [y for y in range(VOCAB) if y not in ids.tolist()]
     p, q, mu = z.softmax(-1), log_q.exp(), log_mu.exp()
     bounded = sum(mu[y] * min(p[y] / mu[y], 1.0) * (p[y] / q[y]).log() for y in outside)
     unbounded = sum(p[y] * (p[y] / q[y]).log() for y in outside)
-    torch.testing.assert_close(tight.loss.detach() - out.loss.detach(), bounded - unbounded, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        tight.loss.detach() - out.loss.detach(), bounded - unbounded, rtol=1e-9, atol=1e-12
+    )
     assert (tight_grad - loose_grad).abs().max() > 1e-3
 
 
@@ -94,7 +112,9 @@ def test_the_head_alone_misses_the_tokens_outside_and_tail_bucket_merges_them():
     ids = log_q.topk(3).indices
     exact = reverse_kl_gradient(z, log_q)[0]
     for normalization in ("stop_gradient", "tail", "renorm"):
-        _, grad = expected(LOSS_TYPES["topk_reverse_kl"](k=3, normalization=normalization), z, log_q, log_mu, ids)
+        _, grad = expected(
+            LOSS_TYPES["topk_reverse_kl"](k=3, normalization=normalization), z, log_q, log_mu, ids
+        )
         assert (grad - exact).abs().max() > 1e-3, normalization
 
 
@@ -121,13 +141,17 @@ def test_the_vopd_baseline_lowers_the_variance_of_the_gradient():
     assert variance(exact) < 1e-25
 
 
-@pytest.mark.parametrize(("form", "kd", "weights"), [("interpolate", 0.3, (0.7, 0.3)), ("add", 2.0, (1.0, 2.0))])
+@pytest.mark.parametrize(
+    ("form", "kd", "weights"), [("interpolate", 0.3, (0.7, 0.3)), ("add", 2.0, (1.0, 2.0))]
+)
 def test_rl_mix_is_the_policy_gradient_of_the_mixed_advantage(form, kd, weights):
     z, log_q, log_mu = problem(4, 0.5)
     ids = log_q.topk(3).indices
     reward = torch.linspace(-1, 2, VOCAB, dtype=torch.float64)
     rl_knobs = {"type": "default", "dppo_mask_low": 2.0, "dppo_mask_high": 2.0, "kl_tau": 0.0}
-    config = LOSS_TYPES["sampled_reverse_kl"](**OPEN, rl_mix={"form": form, "kd": kd, "loss": rl_knobs})
+    config = LOSS_TYPES["sampled_reverse_kl"](
+        **OPEN, rl_mix={"form": form, "kd": kd, "loss": rl_knobs}
+    )
     _, grad = expected(config, z, log_q, log_mu, ids, advantages=reward)
     # -E_p[(w_rl A + w_kd (log q - log p)) grad log p], by the product rule on p: sum_y A_y dp_y/dz_j = p_j (A_j - E A).
     p = z.softmax(-1)

@@ -20,9 +20,18 @@ REQUIRED = {
         },
     },
 }
-RECIPES = {name: REQUIRED.get(name, {}) for name, cls in LOSS_TYPES.items() if cls.channel == "distillation" and name != "sft"} | {
+RECIPES = {
+    name: REQUIRED.get(name, {})
+    for name, cls in LOSS_TYPES.items()
+    if cls.channel == "distillation" and name != "sft"
+} | {
     "sampled_reverse_kl, signed": {"mode": "signed"},
-    "sampled_reverse_kl, every knob": {"mode": "signed", "clip": 3.0, "top_d": 0.95, "baseline": "topk_kl"},
+    "sampled_reverse_kl, every knob": {
+        "mode": "signed",
+        "clip": 3.0,
+        "top_d": 0.95,
+        "baseline": "topk_kl",
+    },
     "topk_reverse_kl, generalized": {"normalization": "generalized"},
     "generalized_jsd, .1": {"beta": 0.1},
     "generalized_jsd, .9": {"beta": 0.9},

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from prime_composer.contract import LossInputs
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
-from prime_composer.modifiers import PositionWeights, SpecialTokenMask, resolve
+from prime_composer.losses.shared.modifiers import PositionWeights, SpecialTokenMask, resolve
 
 
 def packed(seed=0, seq=60) -> LossInputs:
@@ -38,7 +38,9 @@ def test_the_first_trained_occurrence_of_each_id_leaves_in_every_sequence(seed, 
             expected[t] = False
     out, metrics = SpecialTokenMask(ids=(1, 4)).apply(inputs)
     assert torch.equal(out.loss_mask, expected)
-    assert metrics["special_tokens/removed"].item() == pytest.approx(len(seen) / inputs.loss_mask.sum().item())
+    assert metrics["special_tokens/removed"].item() == pytest.approx(
+        len(seen) / inputs.loss_mask.sum().item()
+    )
 
 
 def test_all_occurrences_leave_on_demand_and_what_left_is_reported():
@@ -49,7 +51,9 @@ def test_all_occurrences_leave_on_demand_and_what_left_is_reported():
     signal = (inputs.ref_logprobs - inputs.trainer_logprobs).abs()
     held = sum(signal[t].item() for t in range(60) if hit[t])
     everything = sum(signal[t].item() for t in range(60) if inputs.loss_mask[t])
-    assert metrics["special_tokens/removed_signal"].item() == pytest.approx(held / inputs.loss_mask.sum().item())
+    assert metrics["special_tokens/removed_signal"].item() == pytest.approx(
+        held / inputs.loss_mask.sum().item()
+    )
     assert metrics["special_tokens/removed_signal_share"].item() == pytest.approx(held / everything)
 
 
@@ -71,7 +75,9 @@ def test_removing_tokens_equals_weights_of_zero():
     weights = torch.where(kept.loss_mask, 1.0, 0.0).double()
     loss = lambda i, **k: setup_loss_fn(LOSS_TYPES["sampled_reverse_kl"](**k))(i).loss  # noqa: E731
     removed = loss(inputs, special_tokens={"ids": [2]})
-    assert removed.item() == pytest.approx(loss(dataclasses.replace(inputs, loss_weights=weights)).item(), rel=1e-12)
+    assert removed.item() == pytest.approx(
+        loss(dataclasses.replace(inputs, loss_weights=weights)).item(), rel=1e-12
+    )
 
 
 class Tokenizer:
@@ -90,7 +96,10 @@ class Tokenizer:
 
 @pytest.mark.parametrize("wrap", [False, True])
 def test_strings_become_ids_wherever_the_loss_stands(wrap):
-    masked = {"type": "topk_reverse_kl", "special_tokens": {"strings": ["<think>", "<|im_end|>"], "ids": [3]}}
+    masked = {
+        "type": "topk_reverse_kl",
+        "special_tokens": {"strings": ["<think>", "<|im_end|>"], "ids": [3]},
+    }
     config = resolve(LOSS_TYPES["topk_reverse_kl"](**masked), Tokenizer(wrap))
     assert config.special_tokens.ids == (3, 7) and config.special_tokens.strings == ()
     nested = LOSS_TYPES["compose"](
@@ -109,7 +118,9 @@ def test_strings_become_ids_wherever_the_loss_stands(wrap):
 
 def test_what_is_not_one_token_is_refused():
     with pytest.raises(ValueError, match=r"'two words' is 2 tokens \[1, 2\]"):
-        resolve(LOSS_TYPES["topk_reverse_kl"](special_tokens={"strings": ["two words"]}), Tokenizer())
+        resolve(
+            LOSS_TYPES["topk_reverse_kl"](special_tokens={"strings": ["two words"]}), Tokenizer()
+        )
     with pytest.raises(ValidationError, match="names no token"):
         LOSS_TYPES["topk_reverse_kl"](special_tokens={})
     with pytest.raises(ValueError, match="not resolved"):
@@ -138,11 +149,17 @@ def test_position_weights_go_by_sequence_and_multiply_what_is_there(seed):
     out, _ = PositionWeights(gamma=0.8).apply(dataclasses.replace(inputs, loss_weights=given))
     for segment in inputs.segment_ids.unique():
         where = [t for t in range(60) if inputs.segment_ids[t] == segment]
-        gap = [abs((inputs.ref_logprobs - inputs.inference_logprobs)[t].item()) * inputs.loss_mask[t].item() for t in where]
+        gap = [
+            abs((inputs.ref_logprobs - inputs.inference_logprobs)[t].item())
+            * inputs.loss_mask[t].item()
+            for t in where
+        ]
         for i, t in enumerate(where):
             if inputs.loss_mask[t]:
                 expected = 1 + 0.8 * (1 - sum(gap[:i]) / sum(gap))
-                assert out.loss_weights[t].item() == pytest.approx(given[t].item() * expected, rel=1e-9)
+                assert out.loss_weights[t].item() == pytest.approx(
+                    given[t].item() * expected, rel=1e-9
+                )
 
 
 def test_position_weights_of_a_sequence_without_discrepancy_are_even():

@@ -26,7 +26,12 @@ def pair(first_segment=0) -> LossInputs:
 
 def concat(a: LossInputs, b: LossInputs) -> LossInputs:
     cat = lambda x, y: None if x is None else torch.cat([x, y])  # noqa: E731
-    return LossInputs(**{f.name: cat(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(LossInputs)})
+    return LossInputs(
+        **{
+            f.name: cat(getattr(a, f.name), getattr(b, f.name))
+            for f in dataclasses.fields(LossInputs)
+        }
+    )
 
 
 def test_dpo_of_one_pair():
@@ -52,7 +57,9 @@ def test_the_gradient_pushes_chosen_up_and_rejected_down_by_the_doubt():
     inputs = pair()
     setup_loss_fn(LOSS_TYPES["simpo"]())(inputs).loss.backward()
     doubt = 2 / (1 + math.exp(-1))
-    assert inputs.trainer_logprobs.grad.tolist() == pytest.approx([-doubt / 5] * 5 + [doubt / 7] * 7)
+    assert inputs.trainer_logprobs.grad.tolist() == pytest.approx(
+        [-doubt / 5] * 5 + [doubt / 7] * 7
+    )
 
 
 @pytest.mark.parametrize("name", ["dpo", "simpo"])
@@ -63,7 +70,9 @@ def test_the_order_of_the_pairs_and_gaps_in_their_numbers_do_not_matter(name):
     both = concat(pair(0), swapped)
     assert loss(both).loss.item() == pytest.approx(2 * loss(pair()).loss.item())
     assert loss(both).metrics[f"{name}/pairs"] == 2
-    assert loss(flipped).loss == 0 and loss(flipped).metrics[f"{name}/pairs"] == 0  # no chosen response: no pair
+    assert (
+        loss(flipped).loss == 0 and loss(flipped).metrics[f"{name}/pairs"] == 0
+    )  # no chosen response: no pair
 
 
 @pytest.mark.parametrize("name", ["dpo", "simpo"])

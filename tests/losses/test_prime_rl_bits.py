@@ -62,7 +62,9 @@ def inputs_that_fire_the_masks(seed: int, dtype: torch.dtype, weights: bool) -> 
         inference_logprobs=mu,
         ref_logprobs=(3 * torch.rand(seq, generator=g)).neg().to(dtype),
         advantages=advantages,
-        loss_mask=torch.rand(seq, generator=g) > 0.2 if seed else torch.zeros(seq, dtype=torch.bool),
+        loss_mask=torch.rand(seq, generator=g) > 0.2
+        if seed
+        else torch.zeros(seq, dtype=torch.bool),
         loss_weights=torch.rand(seq, generator=g).to(dtype) if weights else None,
     )
 
@@ -71,7 +73,9 @@ def upstream_inputs(module, inputs: LossInputs):
     ref = "teacher_logprobs" if module.dialect == "v0_6" else "ref_logprobs"
     kwargs = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(LossInputs)}
     kwargs[ref] = kwargs["ref_logprobs"]
-    return module.LossInputs(**{f.name: kwargs[f.name] for f in dataclasses.fields(module.LossInputs)})
+    return module.LossInputs(
+        **{f.name: kwargs[f.name] for f in dataclasses.fields(module.LossInputs)}
+    )
 
 
 def run(fn, inputs, leaf):
@@ -103,7 +107,9 @@ def test_loss_gradient_and_metrics_are_upstreams_bit_for_bit(upstream, loss, see
         theirs_fn = upstream.sft_loss_fn if upstream.dialect == "v0_6" else upstream.ce_loss_fn
     else:
         config = LOSS_TYPES[loss](**KNOBS[loss])
-        theirs_fn = lambda i: getattr(upstream, f"{loss}_loss_fn")(i, types.SimpleNamespace(**KNOBS[loss]))  # noqa: E731
+        theirs_fn = lambda i: getattr(upstream, f"{loss}_loss_fn")(
+            i, types.SimpleNamespace(**KNOBS[loss])
+        )  # noqa: E731
     theirs, their_grad = run(theirs_fn, upstream_inputs(upstream, inputs), inputs.trainer_logprobs)
     ours, our_grad = run(setup_loss_fn(config), inputs, inputs.trainer_logprobs)
     assert ours.loss.dtype == theirs.loss.dtype
@@ -132,12 +138,23 @@ GOLDEN = {
     "v0_6": (
         5.913966982779,
         [0.002, 0.057028214126, 5.646598768652, -0.0026, 0.2],
-        dict(masked_mismatch_kl=0.645406810747, is_masked=0.4, is_masked_low=0.2, is_masked_high=0.2, teacher_kl=-0.24),
+        dict(
+            masked_mismatch_kl=0.645406810747,
+            is_masked=0.4,
+            is_masked_low=0.2,
+            is_masked_high=0.2,
+            teacher_kl=-0.24,
+        ),
     ),
     "v0_7": (
         5.580910585806,
         [-0.269828182846, -0.0042, 5.646598768652, -0.0026, 0.2],
-        dict(masked_mismatch_kl=0.897494110643, unmasked_mismatch_kl=0.612799583732, is_masked=0.4, ref_kl=-0.24),
+        dict(
+            masked_mismatch_kl=0.897494110643,
+            unmasked_mismatch_kl=0.612799583732,
+            is_masked=0.4,
+            ref_kl=-0.24,
+        ),
     ),
 }
 
@@ -146,9 +163,15 @@ GOLDEN = {
 def test_sampled_reverse_kl_returns_the_numbers_recorded_from_prime_rl(dialect):
     loss, grad, metrics = GOLDEN[dialect]
     inputs = example_b()
-    out, our_grad = run(setup_loss_fn(LOSS_TYPES["sampled_reverse_kl"](dialect=dialect)), inputs, inputs.trainer_logprobs)
+    out, our_grad = run(
+        setup_loss_fn(LOSS_TYPES["sampled_reverse_kl"](dialect=dialect)),
+        inputs,
+        inputs.trainer_logprobs,
+    )
     assert out.loss.item() == pytest.approx(loss, abs=1e-11)
     assert our_grad.tolist() == pytest.approx(grad, abs=1e-11)
     for name, value in metrics.items():
         # Upstream's share of tokens is float32.
-        assert out.metrics[f"sampled_reverse_kl/{name}"].item() == pytest.approx(value, abs=1e-7), name
+        assert out.metrics[f"sampled_reverse_kl/{name}"].item() == pytest.approx(value, abs=1e-7), (
+            name
+        )

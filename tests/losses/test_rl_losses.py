@@ -41,7 +41,10 @@ def ipo_drops(p, mu, a):
 @pytest.mark.parametrize(
     ("config", "drops"),
     [
-        (LOSS_TYPES["default"](dppo_mask_low=0.25, dppo_mask_high=0.2, adv_tau=0.7, kl_tau=0.01), dppo_drops),
+        (
+            LOSS_TYPES["default"](dppo_mask_low=0.25, dppo_mask_high=0.2, adv_tau=0.7, kl_tau=0.01),
+            dppo_drops,
+        ),
         (LOSS_TYPES["ipo"](ipo_threshold=0.2, adv_tau=0.7, kl_tau=0.01), ipo_drops),
     ],
     ids=["default", "ipo"],
@@ -75,12 +78,16 @@ def test_default_returns_the_numbers_recorded_from_prime_rl():
     assert out.loss.item() == pytest.approx(3.206200494484, abs=1e-11)
     expected = [0.002, -0.126656428253, 3.322516922737, -0.0026, 0.0]
     assert inputs.trainer_logprobs.grad.tolist() == pytest.approx(expected, abs=1e-11)
-    for name, value in dict(masked_mismatch_kl=0.645406810747, unmasked_mismatch_kl=0.780857783663, is_masked_low=0.2).items():
+    for name, value in dict(
+        masked_mismatch_kl=0.645406810747, unmasked_mismatch_kl=0.780857783663, is_masked_low=0.2
+    ).items():
         assert out.metrics[f"default/{name}"].item() == pytest.approx(value, abs=1e-7)
 
 
 def test_sft_is_the_weighted_negative_log_likelihood():
     out, grad = run(LOSS_TYPES["sft"]())
-    assert out.loss.item() == pytest.approx(-sum(w * math.log(p) for p, w, m in zip(P, W, MASK, strict=True) if m))
+    assert out.loss.item() == pytest.approx(
+        -sum(w * math.log(p) for p, w, m in zip(P, W, MASK, strict=True) if m)
+    )
     assert grad.tolist() == [-w * m for w, m in zip(W, MASK, strict=True)]
     assert out.metrics["sft/nll"].item() == pytest.approx(-sum(math.log(p) for p in P[:8]) / 8)

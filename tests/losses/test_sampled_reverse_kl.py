@@ -40,7 +40,10 @@ def test_signed_drops_what_already_moved_the_teachers_way_and_keeps_what_has_to_
     inputs = one_token_each(P, MU, Q)
     out, grad = run(inputs, mode="signed", kl_tau=0.0)
     # d/dlog p of -rho sg(A) is -rho A.
-    expected = [0.0 if away else -(p / mu) * math.log(q / p) for p, mu, q, away in zip(P, MU, Q, AWAY, strict=True)]
+    expected = [
+        0.0 if away else -(p / mu) * math.log(q / p)
+        for p, mu, q, away in zip(P, MU, Q, AWAY, strict=True)
+    ]
     assert grad.tolist() == pytest.approx(expected, abs=1e-14)
     assert out.loss.item() == pytest.approx(sum(expected), abs=1e-12)
     assert out.metrics["sampled_reverse_kl/is_masked"].item() == pytest.approx(2 / 5)
@@ -85,11 +88,23 @@ def test_the_baseline_adds_the_support_kl_and_the_region_reads_the_sum():
     log_p, log_q = (torch.tensor([x], dtype=torch.float64).log() for x in ([0.5, 0.4], [0.2, 0.7]))
     support = Support(torch.tensor([[0, 1]]), log_q, log_p.clone().requires_grad_())
     kl = 0.5 * math.log(0.5 / 0.2) + 0.4 * math.log(0.4 / 0.7) + 0.1 * math.log(0.1 / 0.1)
-    _, grad = run(one_token_each([0.5], [0.5], [0.48], support), mode="signed", kl_tau=0.0, baseline="topk_kl", k=2)
+    _, grad = run(
+        one_token_each([0.5], [0.5], [0.48], support),
+        mode="signed",
+        kl_tau=0.0,
+        baseline="topk_kl",
+        k=2,
+    )
     assert grad.item() == pytest.approx(-(math.log(0.48 / 0.5) + kl), abs=1e-12)
     assert support.student_logprobs.grad is None
     # A = log .48/.5 < 0 but the sum is positive: risen by .3, it is dropped by the high side.
-    out, grad = run(one_token_each([0.5], [0.2], [0.48], support), mode="signed", kl_tau=0.0, baseline="topk_kl", k=2)
+    out, grad = run(
+        one_token_each([0.5], [0.2], [0.48], support),
+        mode="signed",
+        kl_tau=0.0,
+        baseline="topk_kl",
+        k=2,
+    )
     assert grad.item() == 0 and out.metrics["sampled_reverse_kl/is_masked_high"] == 1
 
 

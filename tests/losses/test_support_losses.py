@@ -10,8 +10,8 @@ import torch
 from pydantic import ValidationError
 
 from prime_composer.contract import LossInputs, Support
-from prime_composer.loss_metrics import support_metrics, top_share, topk_overlap_min
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
+from prime_composer.losses.shared.metrics import support_metrics, top_share, topk_overlap_min
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -37,24 +37,34 @@ def full_inputs(student_logits, teacher_logits, mask, tokens, log_ratio=None) ->
     )
 
 
-@pytest.mark.parametrize(("tau", "expected"), [(0.8, 0.740904589460), (0.9, 0.607796236046), (10.0, 0.391657168407)])
+@pytest.mark.parametrize(
+    ("tau", "expected"), [(0.8, 0.740904589460), (0.9, 0.607796236046), (10.0, 0.391657168407)]
+)
 def test_entropy_aware_opd_adds_the_forward_kl_where_the_teacher_is_unsure(tau, expected):
     # Worked from the definition (arXiv 2603.07079) on the inputs of golden/generalized_jsd.json, alpha 1, mean over the mask;
     # the teacher's entropies there are .975327829166 and .832395581840.
     g = json.loads((GOLDEN / "generalized_jsd.json").read_text())["inputs"]
     inputs = full_inputs(g["student_logits"], g["teacher_logits"], g["mask"], [0, 0, 0])
-    config = LOSS_TYPES["entropy_aware_opd"](tau=tau, alpha=1.0, reverse="topk", k="full", normalization="full")
+    config = LOSS_TYPES["entropy_aware_opd"](
+        tau=tau, alpha=1.0, reverse="topk", k="full", normalization="full"
+    )
     out = setup_loss_fn(config)(inputs)
     assert (out.loss / 2).item() == pytest.approx(expected, abs=1e-11)
-    assert out.metrics["entropy_aware_opd/entropy"].item() == pytest.approx((0.975327829166 + 0.832395581840) / 2, abs=1e-11)
+    assert out.metrics["entropy_aware_opd/entropy"].item() == pytest.approx(
+        (0.975327829166 + 0.832395581840) / 2, abs=1e-11
+    )
     assert out.metrics["entropy_aware_opd/unsure"].item() == {0.8: 1.0, 0.9: 0.5, 10.0: 0.0}[tau]
 
 
 def test_entropy_aware_opd_in_its_sampled_form_is_the_signed_policy_gradient_and_the_forward_kl():
     g = json.loads((GOLDEN / "generalized_jsd.json").read_text())["inputs"]
-    inputs = full_inputs(g["student_logits"], g["teacher_logits"], [True] * 3, [0, 1, 2], [0.9, -0.3, 0.1])
+    inputs = full_inputs(
+        g["student_logits"], g["teacher_logits"], [True] * 3, [0, 1, 2], [0.9, -0.3, 0.1]
+    )
     both = setup_loss_fn(LOSS_TYPES["entropy_aware_opd"](tau=0.9, alpha=0.7, k="full"))(inputs).loss
-    sampled = setup_loss_fn(LOSS_TYPES["sampled_reverse_kl"](mode="signed", kl_tau=0.0))(inputs).loss
+    sampled = setup_loss_fn(LOSS_TYPES["sampled_reverse_kl"](mode="signed", kl_tau=0.0))(
+        inputs
+    ).loss
     unsure = dataclasses.replace(inputs, loss_mask=torch.tensor([True, False, False]))
     forward = setup_loss_fn(LOSS_TYPES["topk_forward_kl"](k="full"))(unsure).loss
     assert both.item() == pytest.approx((sampled + 0.7 * forward).item(), rel=1e-12)
@@ -71,7 +81,9 @@ SDPO = json.loads((GOLDEN / "sdpo.json").read_text())
 
 def sdpo_inputs():
     g = SDPO["inputs"]
-    return full_inputs(g["student_logits"], g["teacher_logits"], g["mask"], g["tokens"], g["log_ratio"])
+    return full_inputs(
+        g["student_logits"], g["teacher_logits"], g["mask"], g["tokens"], g["log_ratio"]
+    )
 
 
 @pytest.mark.parametrize("normalization", ["tail", "renorm"])
@@ -86,13 +98,17 @@ def test_self_distillation_on_the_students_top_two_is_sdpo(normalization, alpha)
     named = {"0.0": "forward_kl", "1.0": "reverse_kl"}.get(alpha)
     if named:
         config = config.model_copy(update={"divergence": named, "beta": 0.5})
-        assert (setup_loss_fn(config)(sdpo_inputs()).loss / 2).item() == pytest.approx(SDPO[normalization][alpha], abs=1e-11)
+        assert (setup_loss_fn(config)(sdpo_inputs()).loss / 2).item() == pytest.approx(
+            SDPO[normalization][alpha], abs=1e-11
+        )
 
 
 def test_self_distillation_bounds_its_importance_factor_as_sdpo_does():
     tail = LOSS_TYPES["self_distillation"](beta=0.5, k=2, chosen_by="student")
     out = setup_loss_fn(tail)(sdpo_inputs())
-    assert (out.loss / 2).item() == pytest.approx(SDPO["tail alpha=.5, ratio clamped at 2"], abs=1e-11)
+    assert (out.loss / 2).item() == pytest.approx(
+        SDPO["tail alpha=.5, ratio clamped at 2"], abs=1e-11
+    )
     assert out.metrics["self_distillation/ratio_at_bound"] == 0
     bounded = setup_loss_fn(tail.model_copy(update={"max_ratio": 1.0}))(sdpo_inputs())
     assert bounded.metrics["self_distillation/ratio_at_bound"] == 0.5  # e^.5 is, e^-1 is not
@@ -114,22 +130,34 @@ def test_self_distillation_on_the_sampled_token_is_sdpos():
 
 def test_self_distillation_can_skip_the_first_tokens_of_each_response():
     inputs = sdpo_inputs()
-    inputs = dataclasses.replace(inputs, loss_mask=torch.tensor([True, True, True]), segment_ids=torch.tensor([4, 4, 9]))
+    inputs = dataclasses.replace(
+        inputs, loss_mask=torch.tensor([True, True, True]), segment_ids=torch.tensor([4, 4, 9])
+    )
     config = LOSS_TYPES["self_distillation"](k=2, skip_first=1, max_ratio="off")
     only_second = dataclasses.replace(inputs, loss_mask=torch.tensor([False, True, False]))
     plain = LOSS_TYPES["self_distillation"](k=2, max_ratio="off")
-    assert setup_loss_fn(config)(inputs).loss.item() == setup_loss_fn(plain)(only_second).loss.item()
+    assert (
+        setup_loss_fn(config)(inputs).loss.item() == setup_loss_fn(plain)(only_second).loss.item()
+    )
 
 
 def test_a_loss_that_asked_for_k_takes_the_first_k_of_a_wider_support():
     inputs = sdpo_inputs()
     order = inputs.support.teacher_logprobs.argsort(-1, descending=True)
-    wide = Support(order, inputs.support.teacher_logprobs.gather(-1, order), inputs.support.student_logprobs.gather(-1, order))
-    narrow = Support(wide.token_ids[:, :2], wide.teacher_logprobs[:, :2], wide.student_logprobs[:, :2])
+    wide = Support(
+        order,
+        inputs.support.teacher_logprobs.gather(-1, order),
+        inputs.support.student_logprobs.gather(-1, order),
+    )
+    narrow = Support(
+        wide.token_ids[:, :2], wide.teacher_logprobs[:, :2], wide.student_logprobs[:, :2]
+    )
     loss = setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](k=2))
     got = loss(dataclasses.replace(inputs, support=wide)).loss
     assert got.item() == loss(dataclasses.replace(inputs, support=narrow)).loss.item()
-    full = setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](k="full"))(dataclasses.replace(inputs, support=wide)).loss
+    full = setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](k="full"))(
+        dataclasses.replace(inputs, support=wide)
+    ).loss
     assert full > got
 
 
@@ -142,7 +170,9 @@ def test_a_normalisation_that_k_does_not_allow_is_refused_when_the_recipe_is_rea
         "self_distillation",
         "entropy_aware_opd",
     ):
-        more = {"taid": {"total_steps": 1}, "entropy_aware_opd": {"tau": 1, "alpha": 1}}.get(name, {})
+        more = {"taid": {"total_steps": 1}, "entropy_aware_opd": {"tau": 1, "alpha": 1}}.get(
+            name, {}
+        )
         with pytest.raises(ValidationError, match="k = 'full'"):
             LOSS_TYPES[name](normalization="full", **more)
         with pytest.raises(ValidationError, match="identically 0"):
@@ -158,7 +188,9 @@ def test_the_share_of_the_top_percent():
     values = torch.tensor([5.0] + [-1.0] * 39 + [100.0] * 60)
     mask = torch.arange(100) < 40
     assert top_share(values, mask).item() == pytest.approx(5 / 44)  # one token of 40, at least
-    assert top_share(values, mask, share=0.02).item() == pytest.approx(5 / 44)  # .8 tokens: one, though the pack has 100
+    assert top_share(values, mask, share=0.02).item() == pytest.approx(
+        5 / 44
+    )  # .8 tokens: one, though the pack has 100
     assert top_share(values, mask, share=0.05).item() == pytest.approx(6 / 44)  # two of them
     assert top_share(values, torch.zeros(100, dtype=torch.bool)) == 0
     assert top_share(values[:0], mask[:0]) == 0
@@ -169,11 +201,17 @@ def test_masses_and_the_two_parts_of_the_tail_kl_by_hand():
     # p = (.4, .2 | .4), q = (.6, .3 | .1): p^ = q^ within the support, all the divergence is in the mass.
     one = Support(torch.tensor([[0, 1]]), double([[0.6, 0.3]]).log(), double([[0.4, 0.2]]).log())
     got = support_metrics(one, torch.tensor([True]))
-    assert got["student_mass"].item() == pytest.approx(0.6) and got["teacher_mass"].item() == pytest.approx(0.9)
+    assert got["student_mass"].item() == pytest.approx(0.6) and got[
+        "teacher_mass"
+    ].item() == pytest.approx(0.9)
     assert got["kl_in_support"].item() == pytest.approx(0.0, abs=1e-14)
-    assert got["kl_mass"].item() == pytest.approx(0.6 * math.log(0.6 / 0.9) + 0.4 * math.log(0.4 / 0.1))
+    assert got["kl_mass"].item() == pytest.approx(
+        0.6 * math.log(0.6 / 0.9) + 0.4 * math.log(0.4 / 0.1)
+    )
     forward = support_metrics(one, torch.tensor([True]), reverse=False)
-    assert forward["kl_mass"].item() == pytest.approx(0.9 * math.log(0.9 / 0.6) + 0.1 * math.log(0.1 / 0.4))
+    assert forward["kl_mass"].item() == pytest.approx(
+        0.9 * math.log(0.9 / 0.6) + 0.1 * math.log(0.1 / 0.4)
+    )
     # p = (.2, .4), q = (.4, .2), equal masses: all of it is within the support.
     other = Support(torch.tensor([[0, 1]]), double([[0.4, 0.2]]).log(), double([[0.2, 0.4]]).log())
     got = support_metrics(other, torch.tensor([True]))
@@ -185,9 +223,18 @@ def test_masses_and_the_two_parts_of_the_tail_kl_by_hand():
 def test_the_parts_of_a_tail_kl_add_up_to_it(name):
     inputs = sdpo_inputs()
     narrow = Support(
-        *(x[:, :2] for x in (inputs.support.token_ids, inputs.support.teacher_logprobs, inputs.support.student_logprobs))
+        *(
+            x[:, :2]
+            for x in (
+                inputs.support.token_ids,
+                inputs.support.teacher_logprobs,
+                inputs.support.student_logprobs,
+            )
+        )
     )
-    metrics = setup_loss_fn(LOSS_TYPES[name](k=2))(dataclasses.replace(inputs, support=narrow)).metrics
+    metrics = setup_loss_fn(LOSS_TYPES[name](k=2))(
+        dataclasses.replace(inputs, support=narrow)
+    ).metrics
     total = metrics[f"{name}/kl_in_support"] + metrics[f"{name}/kl_mass"]
     assert total.item() == pytest.approx(metrics[f"{name}/kl"].item(), rel=1e-10)
 
@@ -222,7 +269,9 @@ def test_a_missing_score_of_a_token_that_trains_shows_in_the_sum_and_elsewhere_d
         assert setup_loss_fn(config)(inputs).loss.isnan()
     # The sampled token has a score there and the support has none: the entropy that gates the forward part is missing.
     inputs.loss_mask = torch.tensor([False, True, True])
-    assert setup_loss_fn(LOSS_TYPES["entropy_aware_opd"](tau=0.5, alpha=1.0, k=2))(inputs).loss.isnan()
+    assert setup_loss_fn(LOSS_TYPES["entropy_aware_opd"](tau=0.5, alpha=1.0, k=2))(
+        inputs
+    ).loss.isnan()
     inputs.loss_mask = torch.tensor([False, False, True])
     for config in (
         LOSS_TYPES["topk_reverse_kl"](k=2),

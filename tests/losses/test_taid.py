@@ -25,7 +25,9 @@ def inputs_of(seq=3, seed=0) -> LossInputs:
     log_p, ids = z.log_softmax(-1).requires_grad_(), torch.arange(5).expand(seq, 5)
     zeros = torch.zeros(seq, dtype=torch.float64)
     support = Support(ids, t.log_softmax(-1), log_p)
-    return LossInputs(log_p[:, 0], zeros, None, zeros.clone(), torch.ones(seq, dtype=torch.bool), support=support)
+    return LossInputs(
+        log_p[:, 0], zeros, None, zeros.clone(), torch.ones(seq, dtype=torch.bool), support=support
+    )
 
 
 @pytest.mark.parametrize("case", GOLDEN["scheduler"])
@@ -41,7 +43,9 @@ def test_the_schedule_is_its_authors(case):
 
 
 def test_both_branches_of_the_schedule_are_covered_by_these_numbers():
-    linear, adaptive = (GOLDEN["scheduler"][name]["rows"] for name in ("linear wins", "adaptive wins"))
+    linear, adaptive = (
+        GOLDEN["scheduler"][name]["rows"] for name in ("linear wins", "adaptive wins")
+    )
     assert linear[1][1] == pytest.approx(0.4 + 0.6 / 1000)
     assert adaptive[1][1] > 0.4 + 0.6 / 100000 + 1e-5
 
@@ -93,7 +97,9 @@ def test_the_value_uses_the_t_before_the_step():
     loss = setup_loss_fn(taid())
     assert loss(inputs).loss.item() == pytest.approx(-(target * p.log()).sum().item(), rel=1e-12)
     kl = setup_loss_fn(taid(form="kl"))
-    assert kl(inputs).loss.item() == pytest.approx((target * (target / p).log()).sum().item(), rel=1e-10)
+    assert kl(inputs).loss.item() == pytest.approx(
+        (target * (target / p).log()).sum().item(), rel=1e-10
+    )
 
 
 def test_a_schedule_within_a_sum_reads_its_own_mean_and_not_the_sums():
@@ -102,7 +108,9 @@ def test_a_schedule_within_a_sum_reads_its_own_mean_and_not_the_sums():
     mixed = setup_loss_fn(taid(alpha=0.5, beta=0.5, rl_mix={"kd": 0.3}))
     alone = setup_loss_fn(taid(alpha=0.5, beta=0.5))
     for step in range(3):
-        batches = [inputs_of(seq, seed=10 * step + seq) for seq in (2, 5)]  # two micro-batches of unlike length
+        batches = [
+            inputs_of(seq, seed=10 * step + seq) for seq in (2, 5)
+        ]  # two micro-batches of unlike length
         sums = [alone(b).loss.item() for b in batches]
         for loss in (composed, mixed):
             for b in batches:
@@ -117,7 +125,9 @@ def test_a_schedule_within_a_sum_reads_its_own_mean_and_not_the_sums():
 
 
 def test_a_composed_state_survives_a_checkpoint():
-    config = LOSS_TYPES["compose"](distillation={"moving": {"weight": 1.0, "loss": taid(alpha=0.5)}})
+    config = LOSS_TYPES["compose"](
+        distillation={"moving": {"weight": 1.0, "loss": taid(alpha=0.5)}}
+    )
     first, second = setup_loss_fn(config), setup_loss_fn(config)
     for seed in range(3):
         first(inputs_of(seed=seed))

@@ -1,8 +1,9 @@
 """Which upstream commits the parity tests run, and how: live from a checkout, else from recorded goldens."""
 
 import pytest
-from outcomes import golden, live
-from prime_rl_checkout import COMMITS, commit_of
+
+from tests.parity.outcomes import golden, live
+from tests.prime_rl_checkout import COMMITS, commit_of
 
 ran: dict[str, str] = {}
 
@@ -23,7 +24,9 @@ def outcomes(checkout, trees, tmp_path_factory):
                 cache[version] = live(trees(version), version, folder)
         if isinstance(cache[version], str):
             if "No module named 'pydantic_config'" in cache[version]:
-                pytest.skip("prime-rl's config package needs `pip install prime-pydantic-config` to be imported")
+                pytest.skip(
+                    "prime-rl's config package needs `pip install prime-pydantic-config` to be imported"
+                )
             pytest.fail(cache[version])
         return cache[version]
 

@@ -18,7 +18,9 @@ def stand_ins():
 
     if importlib.util.find_spec("renderers") is None:
         module = types.ModuleType("renderers")
-        module.RendererConfig = module.AutoRendererConfig = type("AutoRendererConfig", (BaseModel,), {})
+        module.RendererConfig = module.AutoRendererConfig = type(
+            "AutoRendererConfig", (BaseModel,), {}
+        )
         sys.modules["renderers"] = module
     if importlib.util.find_spec("wandb") is None:
         sys.modules["wandb"] = types.ModuleType("wandb")
@@ -49,7 +51,9 @@ class Tree:
             "inference_logprobs": t["inference"],
             "advantages": t["advantages"],
             "loss_mask": t["mask"],
-            ("teacher_logprobs" if self.era == "v0.6" else "ref_logprobs"): t["ref"] if ref else None,
+            ("teacher_logprobs" if self.era == "v0.6" else "ref_logprobs"): t["ref"]
+            if ref
+            else None,
         }
         if self.era == "v0.7":
             fields["loss_weights"] = t["weights"]
@@ -87,9 +91,14 @@ class Tree:
         }
         refs = [t["ref"] for t in bin_]
         if self.era == "v0.6":
-            loss, metrics = self.loss.compute_loss(**common, teacher_logprobs=refs, loss_fns=fns, loss_scale=61, training_mode=kind)
+            loss, metrics = self.loss.compute_loss(
+                **common, teacher_logprobs=refs, loss_fns=fns, loss_scale=61, training_mode=kind
+            )
         else:
-            streams = {"ref_kl": [t["mask"].float() for t in bin_], "rl": [torch.zeros_like(leaf) for leaf in leaves]}
+            streams = {
+                "ref_kl": [t["mask"].float() for t in bin_],
+                "rl": [torch.zeros_like(leaf) for leaf in leaves],
+            }
             if kind == "rl":
                 streams = {"ref_kl": None, "rl": None}
             if kind == "mixed":
@@ -147,9 +156,15 @@ def main(era, path):
         registration.unregister()
         setattr(tree.loss, tree.slot, tree.upstream_slot)
         default = tree.setup(tree.configs["default"])[-1]
-        row = {"theirs": tree.compute("mixed", default, [cases.tensors(rows) for rows in cases.mixed()])}
+        row = {
+            "theirs": tree.compute(
+                "mixed", default, [cases.tensors(rows) for rows in cases.mixed()]
+            )
+        }
         registration.register(cases.KINDS[era]["ref_kl"])
-        row["ours"] = tree.compute("mixed", default, [cases.tensors(rows) for rows in cases.mixed()])
+        row["ours"] = tree.compute(
+            "mixed", default, [cases.tensors(rows) for rows in cases.mixed()]
+        )
         *_, fns = tree.ours(cases.KINDS[era]["ref_kl"])
         try:
             tree.compute("mixed", fns, [cases.tensors(rows) for rows in cases.mixed()])

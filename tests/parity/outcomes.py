@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import torch
-from prime_rl_checkout import pythonpath
+
+from tests.prime_rl_checkout import pythonpath
 
 HERE = Path(__file__).parent
 GOLDENS = HERE / "goldens.json"
@@ -18,7 +19,11 @@ def era_of(version):
 
 
 def tree_env(tree, *more, **variables):
-    clean = {key: value for key, value in os.environ.items() if key not in ("PRIME_COMPOSER", "PYTHONPATH")}
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("PRIME_COMPOSER", "PYTHONPATH")
+    }
     return {**clean, "PYTHONPATH": pythonpath(tree, *more), "TORCHDYNAMO_DISABLE": "1", **variables}
 
 

@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+sys.path.insert(0, str(HERE.parents[1]))
 
-from outcomes import GOLDENS, live  # noqa: E402
-from prime_rl_checkout import VERSIONS, commit_of, extract, find_checkout  # noqa: E402
+from tests.parity.outcomes import GOLDENS, live  # noqa: E402
+from tests.prime_rl_checkout import VERSIONS, commit_of, extract, find_checkout  # noqa: E402
 
 
 def main(place: str | None) -> None:
@@ -35,13 +35,21 @@ def main(place: str | None) -> None:
                 recorded.setdefault(kind, {})[case] = {
                     "loss": theirs["loss"].item().hex(),
                     "grad": [x.hex() for x in theirs["grad"][0].tolist()],
-                    "metrics": {name: float(value).hex() for name, value in theirs["metrics"].items()},
+                    "metrics": {
+                        name: float(value).hex() for name, value in theirs["metrics"].items()
+                    },
                 }
             versions[version] = recorded
             commits[version] = commit_of(checkout, version)
     repository = "https://github.com/PrimeIntellect-ai/prime-rl"
-    content = {"repository": repository, "module": "prime_rl/trainer/rl/loss.py", "commits": commits}
-    GOLDENS.write_text(json.dumps({**content, "versions": versions}, indent=0, sort_keys=True) + "\n")
+    content = {
+        "repository": repository,
+        "module": "prime_rl/trainer/rl/loss.py",
+        "commits": commits,
+    }
+    GOLDENS.write_text(
+        json.dumps({**content, "versions": versions}, indent=0, sort_keys=True) + "\n"
+    )
     print(f"{GOLDENS}: {', '.join(f'{v} {c[:8]}' for v, c in commits.items())}")
 
 

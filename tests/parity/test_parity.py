@@ -1,11 +1,11 @@
 """Our losses equal prime-rl's own, bit by bit: value, gradient and every metric."""
 
-import cases
 import pytest
 import torch
 
 from prime_composer.contract import LossInputs
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
+from tests.parity import cases
 
 TRIPLES = [
     (version, kind, case)
@@ -95,7 +95,12 @@ def test_rl_tokens_of_a_mixed_bin_stay_with_prime_rls_rl_loss(outcomes, version)
 def test_the_inputs_fire_every_mask(outcomes, version):
     functions = outcomes(version)["functions"]
     metrics = functions["default", "512 tokens"]["theirs"]["metrics"]
-    for name in ("is_masked_low", "is_masked_high", "masked_advantage_positive", "masked_advantage_negative"):
+    for name in (
+        "is_masked_low",
+        "is_masked_high",
+        "masked_advantage_positive",
+        "masked_advantage_negative",
+    ):
         assert 0 < metrics[name] < 1, name
     kind = "opd" if version == "v0.6.0" else "ref_kl"
     dropped = cases.plain_metrics(functions[kind, "512 tokens"]["theirs"]["metrics"])["is_masked"]

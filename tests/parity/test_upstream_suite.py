@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from outcomes import tree_env
-from prime_rl_checkout import VERSIONS
+
+from tests.parity.outcomes import tree_env
+from tests.prime_rl_checkout import VERSIONS
 
 HERE = Path(__file__).parent
 TESTS = {"v0.6.0": 6, "v0.7.0": 10, "v0.8.0": 10, "newest": 10}
@@ -19,10 +20,30 @@ ASSERTS_A_METRIC_NAME_OF_THE_SLOT = "test_disjoint_components_in_one_sequence"
 
 def run(tree, switch, *more):
     # --noconftest: upstream's conftest has an autouse fixture that kills processes by name.
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "cpu_plugin", "-p", "no:cacheprovider", "-s"]
-    command += ["-W", "ignore", "-o", "addopts=", "--rootdir", str(tree), "tests/unit/train/rl/test_loss.py", *more]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--noconftest",
+        "-p",
+        "cpu_plugin",
+        "-p",
+        "no:cacheprovider",
+        "-s",
+    ]
+    command += [
+        "-W",
+        "ignore",
+        "-o",
+        "addopts=",
+        "--rootdir",
+        str(tree),
+        "tests/unit/train/rl/test_loss.py",
+        *more,
+    ]
     env = tree_env(tree, HERE, PRIME_COMPOSER=switch)
-    env["PYTHONPATH"] += f"{os.pathsep}{tree}"
+    env["PYTHONPATH"] = f"{tree}{os.pathsep}{env['PYTHONPATH']}"
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     return done.stdout + done.stderr

@@ -8,9 +8,9 @@ import ast
 from pathlib import Path
 
 import pytest
-from prime_rl_checkout import VERSIONS
 
 from prime_composer.upstream.probe import V0_6, V0_7
+from tests.prime_rl_checkout import VERSIONS
 
 SRC = "src/prime_rl/"
 CONFIGS = "packages/prime-rl-configs/src/prime_rl/"
@@ -40,7 +40,12 @@ TOUCHED = [
         "DataLoader.__init__",
         "self output_dir start_step dp_world_size seq_len pad_to_multiple_of bin_cost config",
     ),
-    (("newest",), SRC + "trainer/rl/data.py", "DataLoader.__init__", "self output_dir start_step dp_world_size config"),
+    (
+        ("newest",),
+        SRC + "trainer/rl/data.py",
+        "DataLoader.__init__",
+        "self output_dir start_step dp_world_size config",
+    ),
     (("newest",), SRC + "trainer/optim/offload.py", "FullCPUOffloadOptimizer.step", "self closure"),
     (ALL, SRC + "trainer/models/layers/lm_head.py", "FusedOutputLinear.forward", HEAD),
     (ALL, SRC + "trainer/models/layers/lm_head.py", "VanillaOutputLinear.forward", HEAD),
@@ -59,15 +64,45 @@ TOUCHED = [
         "setup_cp_params",
         "input_ids position_ids cp_rank cp_world_size cp_group seq_lens cp_style",
     ),
-    (("v0.6.0",), SRC + "orchestrator/utils.py", "compute_teacher_logprobs", "clients model_name samples"),
+    (
+        ("v0.6.0",),
+        SRC + "orchestrator/utils.py",
+        "compute_teacher_logprobs",
+        "clients model_name samples",
+    ),
     (NEWER, SRC + "utils/client.py", "prefill_logprobs", "openai model token_ids"),
-    (("v0.7.0", "v0.8.0"), SRC + "orchestrator/algo/opd.py", "OPDAlgorithm.score_rollout", "self rollout"),
-    (("v0.7.0", "v0.8.0"), SRC + "orchestrator/algo/opsd.py", "OPSDAlgorithm.score_rollout", "self rollout"),
+    (
+        ("v0.7.0", "v0.8.0"),
+        SRC + "orchestrator/algo/opd.py",
+        "OPDAlgorithm.score_rollout",
+        "self rollout",
+    ),
+    (
+        ("v0.7.0", "v0.8.0"),
+        SRC + "orchestrator/algo/opsd.py",
+        "OPSDAlgorithm.score_rollout",
+        "self rollout",
+    ),
     (("newest",), SRC + "orchestrator/algo/opd.py", "OPDAlgorithm.score_episode", "self episode"),
     (("newest",), SRC + "orchestrator/algo/opsd.py", "OPSDAlgorithm.score_episode", "self episode"),
-    (("newest",), SRC + "orchestrator/algo/routing.py", "assign_reference_logprobs", "branch values"),
-    (NEWER, SRC + "orchestrator/trajectories.py", "trace_to_samples", "trace env_name mm_token_type_ids_mapping"),
-    (("v0.6.0", "v0.7.0", "v0.8.0"), SRC + "transport/types.py", "RoutedExperts", "data shape dtype"),
+    (
+        ("newest",),
+        SRC + "orchestrator/algo/routing.py",
+        "assign_reference_logprobs",
+        "branch values",
+    ),
+    (
+        NEWER,
+        SRC + "orchestrator/trajectories.py",
+        "trace_to_samples",
+        "trace env_name mm_token_type_ids_mapping",
+    ),
+    (
+        ("v0.6.0", "v0.7.0", "v0.8.0"),
+        SRC + "transport/types.py",
+        "RoutedExperts",
+        "data shape dtype",
+    ),
     (("newest",), SRC + "transports/rollouts/types.py", "RoutedExperts", "data shape dtype"),
     (ALL, CONFIGS + "configs/trainer.py", "CustomLossConfig", "type import_path kwargs"),
 ]
@@ -78,9 +113,24 @@ HAS = [
         "TrainingSample",
         "prompt_ids completion_ids env_name teacher_logprobs routed_experts",
     ),
-    (("v0.7.0", "v0.8.0"), SRC + "transport/types.py", "TrainingSample", "token_ids ref_logprobs routed_experts"),
-    (("newest",), SRC + "transports/rollouts/types.py", "TrainingSample", "token_ids ref_logprobs routed_experts"),
-    (ALL, SRC + "trainer/rl/data.py", "TensorMicroBatch", "input_ids loss_mask temperatures routed_experts"),
+    (
+        ("v0.7.0", "v0.8.0"),
+        SRC + "transport/types.py",
+        "TrainingSample",
+        "token_ids ref_logprobs routed_experts",
+    ),
+    (
+        ("newest",),
+        SRC + "transports/rollouts/types.py",
+        "TrainingSample",
+        "token_ids ref_logprobs routed_experts",
+    ),
+    (
+        ALL,
+        SRC + "trainer/rl/data.py",
+        "TensorMicroBatch",
+        "input_ids loss_mask temperatures routed_experts",
+    ),
     (NEWER, SRC + "trainer/rl/data.py", "TensorMicroBatch", "rl_weights ref_kl_weights"),
     (ALL, CONFIGS + "configs/shared.py", "ClientConfig", "headers"),
 ]
@@ -102,7 +152,12 @@ def signature(source, name):
     """Parameters of a function or method, fields of a class, "missing" where it is gone."""
     body = ast.parse(source).body
     for part in name.split("."):
-        found = [n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and n.name == part]
+        found = [
+            n
+            for n in body
+            if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and n.name == part
+        ]
         if not found:
             return "missing"
         node, body = found[0], found[0].body

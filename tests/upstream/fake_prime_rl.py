@@ -81,4 +81,6 @@ def put(monkeypatch, module):
 
 def custom(**kwargs):
     """prime-rl's CustomLossConfig that names our loss."""
-    return types.SimpleNamespace(type="custom", import_path="prime_composer.upstream.loss_fn", kwargs=kwargs)
+    return types.SimpleNamespace(
+        type="custom", import_path="prime_composer.upstream.loss_fn", kwargs=kwargs
+    )

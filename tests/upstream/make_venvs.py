@@ -16,9 +16,9 @@ import venv
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parents[1]))
 
-from prime_rl_checkout import REPO, cache_dir  # noqa: E402
+from tests.prime_rl_checkout import REPO, cache_dir  # noqa: E402
 
 NAMES = ("v0.6", "newest")
 VERIFIERS = {"v0.7.0": "0.2.0", "v0.8.0": "0.2.2.dev76"}
@@ -49,14 +49,22 @@ def make(name: str) -> None:
     subprocess.run([*pip, "--no-deps", "-e", str(REPO)], check=True)
     if name == "newest":
         for version, number in VERIFIERS.items():
-            target = ["--target", str(verifiers_of(version)), "--upgrade", "--no-deps", f"verifiers=={number}"]
+            target = [
+                "--target",
+                str(verifiers_of(version)),
+                "--upgrade",
+                "--no-deps",
+                f"verifiers=={number}",
+            ]
             subprocess.run([*pip, *target], check=True)
     print(f"{name}: {folder}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", choices=[*NAMES, "all"], default="all", help="default: all")
+    parser.add_argument(
+        "names", nargs="*", choices=[*NAMES, "all"], default="all", help="default: all"
+    )
     names = parser.parse_args().names
     for name in NAMES if "all" in names else names:
         make(name)

@@ -7,7 +7,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from prime_rl_checkout import REPO
+
+from tests.prime_rl_checkout import REPO
 
 PTH = REPO / "prime_composer" / "upstream" / "prime_composer.pth"
 SHOW = "import sys; print([type(f).__name__ for f in sys.meta_path], [m for m in sys.modules if 'prime' in m or m == 'torch'])"
@@ -19,11 +20,17 @@ def interpreter(tmp_path, code, switch=None):
     site.mkdir(exist_ok=True)
     (site / "prime_composer.pth").write_text(PTH.read_text())
     (site / "_editable.pth").write_text(f"{REPO}\n")
-    env = {key: value for key, value in os.environ.items() if key not in ("PRIME_COMPOSER", "PYTHONPATH")}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("PRIME_COMPOSER", "PYTHONPATH")
+    }
     env |= {} if switch is None else {"PRIME_COMPOSER": switch}
     # -S keeps other .pth files out; addsitedir then does what site would.
     start = f"import site; site.addsitedir({str(site)!r})\n"
-    return subprocess.run([sys.executable, "-S", "-c", start + code], env=env, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-S", "-c", start + code], env=env, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize("switch", [None, "", "0"])
@@ -89,7 +96,9 @@ def test_the_wheel_puts_the_pth_and_the_environment_module_beside_the_package(tm
     code = "from hatchling.build import build_wheel, build_editable; import sys; "
     code += "print(build_wheel(sys.argv[1])); print(build_editable(sys.argv[1] + '/e'))"
     (tmp_path / "e").mkdir()
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=REPO, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=REPO, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     for wheel in (*tmp_path.glob("*.whl"), *Path(tmp_path / "e").glob("*.whl")):
         names = zipfile.ZipFile(wheel).namelist()

@@ -22,8 +22,12 @@ def worker(rank, port, results, trained):
     trainer.ROOM.k = K
     cp = types.ModuleType("prime_rl.utils.cp")
 
-    def setup_cp_params(input_ids, position_ids, cp_rank, cp_world_size, cp_group, *, seq_lens, cp_style="ring"):
-        return input_ids.chunk(cp_world_size, dim=1)[cp_rank], position_ids.chunk(cp_world_size, dim=1)[cp_rank]
+    def setup_cp_params(
+        input_ids, position_ids, cp_rank, cp_world_size, cp_group, *, seq_lens, cp_style="ring"
+    ):
+        return input_ids.chunk(cp_world_size, dim=1)[cp_rank], position_ids.chunk(
+            cp_world_size, dim=1
+        )[cp_rank]
 
     cp.setup_cp_params = setup_cp_params
     trainer.hook_cp(cp)
@@ -45,10 +49,22 @@ def worker(rank, port, results, trained):
     packed = torch.stack([top.int(), torch.zeros(N, K).view(torch.int32)], dim=1)[None]
     mask = torch.zeros(1, N, dtype=torch.bool)
     mask[0, trained:] = True
-    batch = {"input_ids": ids, "loss_mask": mask, "temperatures": torch.ones(1, N), "routed_experts": packed}
+    batch = {
+        "input_ids": ids,
+        "loss_mask": mask,
+        "temperatures": torch.ones(1, N),
+        "routed_experts": packed,
+    }
     trainer.ROOM.begin(batch)
     labels = torch.cat([ids[:, 1:], torch.zeros(1, 1, dtype=torch.long)], dim=1)
-    cp.setup_cp_params(ids, torch.arange(N)[None], rank, 2, torch.distributed.group.WORLD, seq_lens=torch.tensor([N]))
+    cp.setup_cp_params(
+        ids,
+        torch.arange(N)[None],
+        rank,
+        2,
+        torch.distributed.group.WORLD,
+        seq_lens=torch.tensor([N]),
+    )
     half = slice(rank * N // 2, (rank + 1) * N // 2)
     local = hidden[:, half].clone().requires_grad_()
     head(local, labels[:, half], temperature=torch.ones(1, N // 2))
@@ -70,7 +86,9 @@ def worker(rank, port, results, trained):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("trained", [1, N // 2 + 1])  # from this token on; a first shard of prompt alone trains none
+@pytest.mark.parametrize(
+    "trained", [1, N // 2 + 1]
+)  # from this token on; a first shard of prompt alone trains none
 def test_two_ranks_find_what_one_rank_finds(trained):
     if not torch.distributed.is_available():
         pytest.skip("this torch has no distributed package")

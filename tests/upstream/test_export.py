@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 import types
 from pathlib import Path
@@ -13,24 +12,30 @@ from typing import get_args
 
 import pytest
 import torch
-from make_venvs import python_of, verifiers_of
-from prime_rl_checkout import REPO, VERSIONS
 from pydantic import BaseModel
 
-from prime_composer.data import DataConfig, Problem
-from prime_composer.recipe import Recipe, RecipeError, load_recipe, parse_recipe
+from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.recipe.loading import load_recipe, parse_recipe
+from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.upstream import export
 from prime_composer.upstream.environment import load_split
-from prime_composer.upstream.export import CARRIED, NOT_CARRIED, UNREAD, export_recipe, not_carried, to_toml
+from prime_composer.upstream.export import (
+    CARRIED,
+    NOT_CARRIED,
+    UNREAD,
+    export_recipe,
+    not_carried,
+    to_toml,
+)
 from prime_composer.upstream.launch import comment_at_head
 from prime_composer.upstream.orchestrator import HEADER
 from prime_composer.upstream.probe import DIALECTS
+from tests.prime_rl_checkout import REPO, VERSIONS
+from tests.upstream.make_venvs import python_of, verifiers_of
 
 E2E = Path(__file__).parent / "e2e"
-sys.path.insert(0, str(E2E))
 
-import cpu_recipe  # noqa: E402
-import launch_run  # noqa: E402
+from tests.upstream.e2e import cpu_recipe, launch_run
 
 RECIPES = sorted((REPO / "recipes").glob("*.toml"))
 
@@ -56,7 +61,11 @@ def native(dialect, **changes):
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_what_every_dialect_says_the_same_way(dialect):
     table = native(dialect)
-    assert table["max_steps"] == 7 and table["seq_len"] == 256 and table["model"] == {"name": "a/student"}
+    assert (
+        table["max_steps"] == 7
+        and table["seq_len"] == 256
+        and table["model"] == {"name": "a/student"}
+    )
     assert table["orchestrator"]["batch_size"] == 8 and table["orchestrator"]["group_size"] == 2
     assert table["orchestrator"]["train"]["sampling"]["max_completion_tokens"] == 64
     loss = table["trainer"]["loss"]
@@ -68,8 +77,15 @@ def test_what_every_dialect_says_the_same_way(dialect):
 def test_the_teacher_stands_where_each_version_looks_for_it():
     old = native("v0.6")["orchestrator"]
     assert old["training_mode"] == "opd"
-    assert old["teacher"] == {"model": {"name": "a/teacher"}, "client": {"base_url": ["http://host:8001/v1"]}}
-    for dialect, url in (("v0.7", ["http://host:8001/v1"]), ("v0.8", ["http://host:8001/v1"]), ("head", "http://host:8001/v1")):
+    assert old["teacher"] == {
+        "model": {"name": "a/teacher"},
+        "client": {"base_url": ["http://host:8001/v1"]},
+    }
+    for dialect, url in (
+        ("v0.7", ["http://host:8001/v1"]),
+        ("v0.8", ["http://host:8001/v1"]),
+        ("head", "http://host:8001/v1"),
+    ):
         assert native(dialect)["orchestrator"]["algo"] == {
             "type": "opd", "teacher": {"name": "a/teacher", "base_url": url}
         }  # fmt: skip
@@ -83,7 +99,9 @@ def test_v0_6_does_not_drop_groups_that_earn_the_same_reward():
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_top_p_goes_through_the_request_body(dialect):
-    assert native(dialect, rollout={"top_p": 0.9})["orchestrator"]["train"]["sampling"]["extra_body"] == {"top_p": 0.9}
+    assert native(dialect, rollout={"top_p": 0.9})["orchestrator"]["train"]["sampling"][
+        "extra_body"
+    ] == {"top_p": 0.9}
     assert "extra_body" not in native(dialect)["orchestrator"]["train"]["sampling"]
 
 
@@ -91,7 +109,9 @@ def test_a_loss_with_two_eras_is_told_which_one_it_is_in():
     loss = {"type": "sampled_reverse_kl", "k": None}
     loss.pop("k")
     for dialect, era in (("v0.6", "v0_6"), ("v0.7", "v0_7"), ("head", "v0_7")):
-        text = export_recipe(parse_recipe({**recipe().model_dump(exclude_unset=True), "loss": loss}), dialect)
+        text = export_recipe(
+            parse_recipe({**recipe().model_dump(exclude_unset=True), "loss": loss}), dialect
+        )
         assert tomllib.loads(text)["trainer"]["loss"]["kwargs"]["dialect"] == era
 
 
@@ -171,14 +191,22 @@ def several(dialect, **changes):
 
 def mixed_and_routed(folder):
     """A recipe with two environments, one of which has rows that name their teachers."""
-    rows = [{"question": f"{i}?", "answer": f"#### {i}", **({"by": "ab"[i % 2]} if i % 4 else {})} for i in range(1, 13)]
+    rows = [
+        {"question": f"{i}?", "answer": f"#### {i}", **({"by": "ab"[i % 2]} if i % 4 else {})}
+        for i in range(1, 13)
+    ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    environments = {"sums": {"teacher": "a"}, "rows": {"source": "jsonl", "path": str(folder / "rows.jsonl"), "teacher_key": "by"}}
+    environments = {
+        "sums": {"teacher": "a"},
+        "rows": {"source": "jsonl", "path": str(folder / "rows.jsonl"), "teacher_key": "by"},
+    }
     raw = {**recipe().model_dump(exclude_unset=True), "teachers": TWO, "environments": environments}
     raw["teachers"] = {"a": {**TWO["a"], "api_key_var": "A_KEY"}, "b": TWO["b"]}
     raw["student"] = {"model": "Qwen/Qwen3-0.6B"}  # a name that prime-rl has a renderer for
     path = folder / "mixed_and_routed.recipe.toml"
-    path.write_text(to_toml({key: value for key, value in raw.items() if key not in ("teacher", "data")}))
+    path.write_text(
+        to_toml({key: value for key, value in raw.items() if key not in ("teacher", "data")})
+    )
     return path
 
 
@@ -195,13 +223,24 @@ def test_a_mixture_for_all_travels_in_the_header_of_the_teachers_client():
 def test_each_server_has_its_own_api_key():
     policy = {"backend": "server", "url": "http://policy:8000", "api_key_var": "POLICY_KEY"}
     for dialect in DIALECTS:
-        orchestrator = native(dialect, teacher={"api_key_var": "MATH_KEY"}, rollout=policy)["orchestrator"]
-        teacher = orchestrator["teacher"]["client"] if dialect == "v0.6" else orchestrator["algo"]["teacher"]
+        orchestrator = native(dialect, teacher={"api_key_var": "MATH_KEY"}, rollout=policy)[
+            "orchestrator"
+        ]
+        teacher = (
+            orchestrator["teacher"]["client"]
+            if dialect == "v0.6"
+            else orchestrator["algo"]["teacher"]
+        )
         client = orchestrator["student" if dialect == "v0.6" else "model"]["client"]
         assert (teacher["api_key_var"], client["api_key_var"]) == ("MATH_KEY", "POLICY_KEY")
-        mixed = several(dialect, teachers={"a": TWO["a"], "b": {**TWO["b"], "api_key_var": "B_KEY"}})["orchestrator"]
+        mixed = several(
+            dialect, teachers={"a": TWO["a"], "b": {**TWO["b"], "api_key_var": "B_KEY"}}
+        )["orchestrator"]
         teacher = mixed["teacher"]["client"] if dialect == "v0.6" else mixed["algo"]["teacher"]
-        assert json.loads(teacher["headers"][HEADER]) == [{**A, "weight": 0.25}, {**B, "weight": 0.75, "api_key_var": "B_KEY"}]
+        assert json.loads(teacher["headers"][HEADER]) == [
+            {**A, "weight": 0.25},
+            {**B, "weight": 0.75, "api_key_var": "B_KEY"},
+        ]
         assert "api_key_var" not in teacher  # prime-rl's default
 
 
@@ -211,16 +250,24 @@ def test_each_environment_has_its_own_teacher():
         table = several(dialect, environments=environments)
         orchestrator = table["orchestrator"]
         entries = {entry["name"]: entry for entry in orchestrator["train"][ENTRIES[dialect]]}
-        assert {name: entry["ratio"] for name, entry in entries.items()} == {"sums": 1.0, "code": 2.0}
+        assert {name: entry["ratio"] for name, entry in entries.items()} == {
+            "sums": 1.0,
+            "code": 2.0,
+        }
         if dialect == "v0.6":  # one client; the header tells the environments apart
             told = json.loads(orchestrator["teacher"]["client"]["headers"][HEADER])
             assert told == {"sums": [{**A, "weight": 1.0}], "code": [{**B, "weight": 1.0}]}
             assert table["trainer"]["loss"]["kwargs"]["adapter"] is True
         else:  # prime-rl's own routing, without us
-            assert "algo" not in orchestrator and "adapter" not in table["trainer"]["loss"]["kwargs"]
+            assert (
+                "algo" not in orchestrator and "adapter" not in table["trainer"]["loss"]["kwargs"]
+            )
             for name, teacher in (("sums", A), ("code", B)):
                 found = entries[name]["algo"]["teacher"]
-                assert found["name"] == teacher["model"] and teacher["url"] in (found["base_url"], *found["base_url"])
+                assert found["name"] == teacher["model"] and teacher["url"] in (
+                    found["base_url"],
+                    *found["base_url"],
+                )
                 assert "headers" not in found
 
 
@@ -231,39 +278,71 @@ def test_rows_that_name_their_teacher_become_an_environment_for_each(tmp_path):
     assert sum(entries[name]["ratio"] for name in entries if name != "sums") == pytest.approx(1.0)
     assert entries["rows-b"]["env"]["taskset"]["rows_of"] == "b"
     assert entries["rows-b"]["algo"]["teacher"]["name"] == "a/second"
-    assert json.loads(entries["rows-others"]["algo"]["teacher"]["headers"][HEADER])[1] == {**B, "weight": 0.75}
+    assert json.loads(entries["rows-others"]["algo"]["teacher"]["headers"][HEADER])[1] == {
+        **B,
+        "weight": 0.75,
+    }
 
 
 @pytest.mark.parametrize("name,more", [("others", {}), ("b", {"rows-b": {"seed": 1}})])
 def test_environments_that_would_have_one_name_are_refused(tmp_path, name, more):
-    rows = [{"question": f"{i}?", "answer": f"#### {i}", "by": name if i % 2 else None} for i in range(1, 41)]
+    rows = [
+        {"question": f"{i}?", "answer": f"#### {i}", "by": name if i % 2 else None}
+        for i in range(1, 41)
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    environments = {"rows": {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "teacher_key": "by", "teacher": "a"}}
+    environments = {
+        "rows": {
+            "source": "jsonl",
+            "path": str(tmp_path / "rows.jsonl"),
+            "teacher_key": "by",
+            "teacher": "a",
+        }
+    }
     with pytest.raises(RecipeError, match=f"would be called 'rows-{name}'.*Rename"):
-        several("head", teachers={"a": TWO["a"], name: TWO["b"]}, environments={**environments, **more})
+        several(
+            "head", teachers={"a": TWO["a"], name: TWO["b"]}, environments={**environments, **more}
+        )
 
 
 def test_the_rows_of_an_environment_are_those_that_name_its_teacher(tmp_path):
     mixed_and_routed(tmp_path)
     data = DataConfig(source="jsonl", path=tmp_path / "rows.jsonl", teacher_key="by", hold_out=0.3)
-    parts = {name: load_split(data, "train", name) + load_split(data, "test", name) for name in ("a", "b", "")}
+    parts = {
+        name: load_split(data, "train", name) + load_split(data, "test", name)
+        for name in ("a", "b", "")
+    }
     assert {name: sorted(int(p.final) for p in found) for name, found in parts.items()} == {
         "a": [2, 6, 10], "b": [1, 3, 5, 7, 9, 11], "": [4, 8, 12]
     }  # fmt: skip
-    assert len(load_split(data, "train", None)) == sum(len(load_split(data, "train", name)) for name in parts)
+    assert len(load_split(data, "train", None)) == sum(
+        len(load_split(data, "train", name)) for name in parts
+    )
 
 
 def test_teachers_without_a_url_are_looked_for_on_this_host_one_port_after_another():
     teachers = {name: {"model": f"a/{name}"} for name in ("a", "b")}
-    told = json.loads(several("head", teachers=teachers)["orchestrator"]["algo"]["teacher"]["headers"][HEADER])
-    assert [entry["url"] for entry in told] == ["http://localhost:8001/v1", "http://localhost:8002/v1"]
+    told = json.loads(
+        several("head", teachers=teachers)["orchestrator"]["algo"]["teacher"]["headers"][HEADER]
+    )
+    assert [entry["url"] for entry in told] == [
+        "http://localhost:8001/v1",
+        "http://localhost:8002/v1",
+    ]
 
 
 def test_a_teacher_behind_a_gateway_is_not_prime_rls_to_start():
     here = export_recipe(recipe(loss={"k": 64}), "head")
-    assert "#     inference --vllm.model a/teacher --server.port 8001 --vllm.max-logprobs 64" in here
-    there = export_recipe(recipe(loss={"k": 64}, teacher={"url": "https://teachers.example.com"}), "head")
-    assert "#     a/teacher at https://teachers.example.com/v1, with max_logprobs = 64" in there and "inference --" not in there
+    assert (
+        "#     inference --vllm.model a/teacher --server.port 8001 --vllm.max-logprobs 64" in here
+    )
+    there = export_recipe(
+        recipe(loss={"k": 64}, teacher={"url": "https://teachers.example.com"}), "head"
+    )
+    assert (
+        "#     a/teacher at https://teachers.example.com/v1, with max_logprobs = 64" in there
+        and "inference --" not in there
+    )
 
 
 def test_an_unknown_dialect_lists_the_known_ones():
@@ -290,7 +369,10 @@ def test_prime_rls_own_parser_and_dry_run_take_every_recipe(trees, tmp_path, ver
     for path in [*RECIPES, mixed_and_routed(tmp_path)]:
         try:
             loaded = load_recipe(path)
-            models = {"student": "Qwen/Qwen3-0.6B", **dict.fromkeys(loaded.scored_by, "Qwen/Qwen3-4B")}
+            models = {
+                "student": "Qwen/Qwen3-0.6B",
+                **dict.fromkeys(loaded.scored_by, "Qwen/Qwen3-4B"),
+            }
             text = export_recipe(loaded, dialect, models)
         except RecipeError as error:
             refused[path.stem] = str(error)
@@ -325,7 +407,9 @@ def keys_of(section, prefix=""):
     """Every key that a recipe may have, by its types; tables of several are named like those of one."""
     for name, field in section.model_fields.items():
         found = [field.annotation, *get_args(field.annotation)]
-        tables = [option for option in found if isinstance(option, type) and issubclass(option, BaseModel)]
+        tables = [
+            option for option in found if isinstance(option, type) and issubclass(option, BaseModel)
+        ]
         if name in ("loss", "prepare"):
             yield prefix + name
         elif name in ("teachers", "environments"):
@@ -389,7 +473,9 @@ def with_key(key, value):
 
 
 def test_a_carried_key_changes_the_export_or_is_refused_by_its_name(monkeypatch):
-    monkeypatch.setattr(export, "load_problems", lambda data: ([Problem("q", "#### 1", teacher="a")] * 2, []))
+    monkeypatch.setattr(
+        export, "load_problems", lambda data: ([Problem("q", "#### 1", teacher="a")] * 2, [])
+    )
     assert set(OTHER_VALUES) == CARRIED
     for key, value in OTHER_VALUES.items():
         plain, changed = with_key(key, value)
@@ -431,9 +517,16 @@ def test_a_key_that_is_not_carried_is_named_at_the_head_and_on_stderr(key, capsy
 
 def test_what_prime_rl_does_anyway_is_no_loss(capsys):
     raw = recipe().model_dump(exclude_unset=True)
-    raw["trainer"]["dtype"], raw["rollout"]["backend"], raw["data"]["chat_template"] = "bfloat16", "vllm", True
+    raw["trainer"]["dtype"], raw["rollout"]["backend"], raw["data"]["chat_template"] = (
+        "bfloat16",
+        "vllm",
+        True,
+    )
     raw["logging"] = {"tensorboard": False}
-    assert "Not carried" not in export_recipe(parse_recipe(raw), "head") and not capsys.readouterr().err
+    assert (
+        "Not carried" not in export_recipe(parse_recipe(raw), "head")
+        and not capsys.readouterr().err
+    )
 
 
 def test_a_key_of_several_is_named_as_the_recipe_writes_it():
@@ -442,7 +535,10 @@ def test_a_key_of_several_is_named_as_the_recipe_writes_it():
     raw = {**recipe().model_dump(exclude_unset=True), "teachers": teachers}
     raw["environments"] = {"sums": {"chat_template": False}}
     del raw["teacher"], raw["data"]
-    assert list(not_carried(parse_recipe(raw))) == ["teachers.b.dtype", "environments.sums.chat_template"]
+    assert list(not_carried(parse_recipe(raw))) == [
+        "teachers.b.dtype",
+        "environments.sums.chat_template",
+    ]
 
 
 # ------------------------------------------------------------------------ what prime-rl's own code makes of these settings
@@ -497,7 +593,9 @@ def rl(folder, name, dialect, raw):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_prime_rl_is_told_to_checkpoint_recompute_evaluate_and_sample_as_the_recipe_says(read, tmp_path, version):
+def test_prime_rl_is_told_to_checkpoint_recompute_evaluate_and_sample_as_the_recipe_says(
+    read, tmp_path, version
+):
     dialect = cpu_recipe.DIALECT[version]
     raw = {**recipe().model_dump(exclude_unset=True), "student": {"model": "Qwen/Qwen3-0.6B"}}
     raw |= {"checkpoint": {"every": 0, "keep": 3}, "eval": {"every": 2, "size": 50}}
@@ -515,8 +613,15 @@ def test_prime_rl_is_told_to_checkpoint_recompute_evaluate_and_sample_as_the_rec
     evaluation = config["orchestrator"]["eval"]
     (source,) = evaluation[ENTRIES[dialect]]
     assert (source["interval"], source["num_examples"], source["group_size"]) == (2, 50, 1)
-    assert source["sampling"]["temperature"] == 0.0 and source["sampling"]["max_completion_tokens"] == 64
-    settings = source["args"] if dialect == "v0.6" else (source if dialect == "v0.7" else source["env"])["taskset"]
+    assert (
+        source["sampling"]["temperature"] == 0.0
+        and source["sampling"]["max_completion_tokens"] == 64
+    )
+    settings = (
+        source["args"]
+        if dialect == "v0.6"
+        else (source if dialect == "v0.7" else source["env"])["taskset"]
+    )
     assert settings["split"] == "test"
     model = other["config"]["trainer"]["model"]
     assert model["ac"] is None and model["ac_offloading"] is None
@@ -525,23 +630,34 @@ def test_prime_rl_is_told_to_checkpoint_recompute_evaluate_and_sample_as_the_rec
 @pytest.mark.parametrize("version", VERSIONS)
 def test_evaluation_0_is_before_the_first_batch_and_after_the_last(trees, version):
     source = (trees(version) / "src" / "prime_rl" / "orchestrator" / "eval_source.py").read_text()
-    code = "\n".join(line for line in source.splitlines() if not line.startswith(("from prime_rl", "import verifiers")))
+    code = "\n".join(
+        line
+        for line in source.splitlines()
+        if not line.startswith(("from prime_rl", "import verifiers"))
+    )
     names = {}
     exec(compile(code, "eval_source.py", "exec"), names)  # noqa: S102
     dialect, steps = cpu_recipe.DIALECT[version], 7
     table = native(dialect, eval={"every": 0})["orchestrator"]["eval"]
     config = types.SimpleNamespace(skip_first_step=False, **table)
-    wrapped = names["EvalSource"]([types.SimpleNamespace(name="e", examples=[], config=config)], config)
+    wrapped = names["EvalSource"](
+        [types.SimpleNamespace(name="e", examples=[], config=config)], config
+    )
     # The orchestrator asks at its start and after each batch that it sent, when it has counted on; v0.6 counts from 0.
     start = 0 if version == "v0.6.0" else 1
-    assert [bool(wrapped.trigger(start + sent)) for sent in range(steps + 1)] == [True] + [False] * (steps - 1) + [True]
+    assert [bool(wrapped.trigger(start + sent)) for sent in range(steps + 1)] == [True] + [
+        False
+    ] * (steps - 1) + [True]
 
 
 @pytest.mark.parametrize("version", ["v0.7.0", "v0.8.0", "newest"])
 def test_a_policy_that_scores_itself_has_a_server_that_answers_for_k(read, tmp_path, version):
     dialect = cpu_recipe.DIALECT[version]
     raw = {**recipe().model_dump(exclude_unset=True), "student": {"model": "Qwen/Qwen3-0.6B"}}
-    raw |= {"teacher": {"policy": {"update": "live"}}, "loss": {"type": "self_distillation"}}  # whose k is 32
+    raw |= {
+        "teacher": {"policy": {"update": "live"}},
+        "loss": {"type": "self_distillation"},
+    }  # whose k is 32
     first = rl(tmp_path, "first", dialect, raw)
     raw["loss"]["k"] = 8  # vLLM's own 20 are enough
     found = read(version, first, rl(tmp_path, "small", dialect, raw))
@@ -555,7 +671,9 @@ def test_a_students_server_of_ones_own_that_scores_is_told_so():
         "loss": {"type": "self_distillation"},
     }
     raw["rollout"] |= {"backend": "server", "url": "http://host:8000"}
-    assert "start it with max_logprobs = 32" in comment_at_head(export_recipe(parse_recipe(raw), "head"))
+    assert "start it with max_logprobs = 32" in comment_at_head(
+        export_recipe(parse_recipe(raw), "head")
+    )
 
 
 def commands_of(path):
@@ -572,12 +690,18 @@ def test_the_command_for_a_teachers_server_is_one_that_prime_rls_inference_takes
     loaded = load_recipe(REPO / "recipes" / "gsm8k_opd_qwen3.toml")
     head = comment_at_head(export_recipe(loaded, cpu_recipe.DIALECT[version]))
     written_down = shlex.split(re.search(r"^# +inference (--.*)$", head, re.MULTILINE)[1])
-    recipes_own = [words for _, words in commands_of(REPO / "recipes" / "gsm8k_opd_qwen3.toml") if words[0] == "inference"]
+    recipes_own = [
+        words
+        for _, words in commands_of(REPO / "recipes" / "gsm8k_opd_qwen3.toml")
+        if words[0] == "inference"
+    ]
     name = "--vllm.model" if version == "newest" else "--model.name"
     recipes_own = [words for words in recipes_own if words[1] == name]
     assert recipes_own[0] == ["inference", *written_down]
     found = read(version, *recipes_own)
-    for one, model, share in zip(found, ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B"), (0.9, 0.45), strict=True):
+    for one, model, share in zip(
+        found, ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B"), (0.9, 0.45), strict=True
+    ):
         assert one["vllm"] == {
             "model": model, "port": 8001, "dtype": "auto", "seed": 0, "max_logprobs": 32, "gpu_memory_utilization": share
         }  # fmt: skip
@@ -590,7 +714,9 @@ def test_the_gpus_in_the_qwen3_recipes_commands_add_up():
     teachers = [gpus for gpus, words in commands if words[0] == "inference"]
     assert len(runs) == 2 and teachers == [[0]] * 4
     for gpus, words in runs:
-        overrides = [value for word, value in zip(words, words[1:], strict=False) if word == "--set"]
+        overrides = [
+            value for word, value in zip(words, words[1:], strict=False) if word == "--set"
+        ]
         loaded = load_recipe(path, overrides)
         deployment = loaded.prime_rl["deployment"]
         assert deployment["num_infer_gpus"] + deployment["num_train_gpus"] == len(gpus)
@@ -603,7 +729,12 @@ def test_the_gpus_in_the_qwen3_recipes_commands_add_up():
 @pytest.mark.parametrize("version", VERSIONS)
 def test_prime_rls_scheduler_runs_every_schedule_that_is_exported(trees, version):
     source = (trees(version) / "src" / "prime_rl" / "trainer" / "scheduler.py").read_text()
-    names = {"SchedulerConfig": object, "OptimizerLike": object, "OffloadOptimizer": (), "CPUOffloadOptimizer": ()}
+    names = {
+        "SchedulerConfig": object,
+        "OptimizerLike": object,
+        "OffloadOptimizer": (),
+        "CPUOffloadOptimizer": (),
+    }
     code = "\n".join(line for line in source.splitlines() if not line.startswith("from prime_rl"))
     exec(compile(code, "scheduler.py", "exec", dont_inherit=True), names)  # noqa: S102
     for kind in ("constant", "linear", "cosine"):
@@ -620,10 +751,14 @@ def test_prime_rls_scheduler_runs_every_schedule_that_is_exported(trees, version
                     optimizer.step()
                     schedule.step()
                 case = (kind, steps, warmup, rates)
-                if warmup < steps:  # the first step after the warm-up is at the peak, as in the local engine
+                if (
+                    warmup < steps
+                ):  # the first step after the warm-up is at the peak, as in the local engine
                     assert rates[warmup] == pytest.approx(1.0), case
                 if kind == "constant" or steps - warmup <= 1:
-                    assert rates[warmup:] == pytest.approx([1.0] * (steps - warmup if warmup < steps else 0)), case
+                    assert rates[warmup:] == pytest.approx(
+                        [1.0] * (steps - warmup if warmup < steps else 0)
+                    ), case
                 else:
                     assert rates[-1] < rates[warmup], case
 

@@ -2,11 +2,11 @@
 
 import types
 
-import fake_prime_rl
 import pytest
 
 from prime_composer.upstream import journal, registration
 from prime_composer.upstream.probe import UnknownSurface
+from tests.upstream import fake_prime_rl
 
 TAID = {"type": "taid", "k": 4, "total_steps": 10, "t_start": 0.2, "alpha": 0.5, "beta": 0.5}
 
@@ -49,7 +49,9 @@ LOSSES = [5.0, 4.0, 2.5, 2.4, 1.0, 0.7]
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_resume_from_any_checkpoint_goes_on_to_the_numbers_of_an_uninterrupted_run(trainer, tmp_path, capfd, first):
+def test_a_resume_from_any_checkpoint_goes_on_to_the_numbers_of_an_uninterrupted_run(
+    trainer, tmp_path, capfd, first
+):
     (tmp_path / "whole").mkdir()
     whole = train(trainer(tmp_path / "whole", first), LOSSES)
     assert len(set(whole)) == 6
@@ -62,7 +64,9 @@ def test_a_resume_from_any_checkpoint_goes_on_to_the_numbers_of_an_uninterrupted
     assert f"goes on with its state of step {first + 5}" in capfd.readouterr().err
 
 
-def test_a_state_that_was_not_kept_is_said_and_a_line_cut_short_is_passed_over(trainer, tmp_path, capfd):
+def test_a_state_that_was_not_kept_is_said_and_a_line_cut_short_is_passed_over(
+    trainer, tmp_path, capfd
+):
     train(trainer(tmp_path, 0), LOSSES[:2])
     path = tmp_path / journal.FILE
     path.write_text(path.read_text()[:-20])
@@ -71,7 +75,9 @@ def test_a_state_that_was_not_kept_is_said_and_a_line_cut_short_is_passed_over(t
     assert trainer(tmp_path, 1).loss.state.previous_loss == 5.0
 
 
-def test_only_one_rank_writes_and_a_loss_without_a_state_writes_nothing(trainer, tmp_path, monkeypatch):
+def test_only_one_rank_writes_and_a_loss_without_a_state_writes_nothing(
+    trainer, tmp_path, monkeypatch
+):
     train(trainer(tmp_path, 0, {"type": "topk_reverse_kl", "k": 4}), LOSSES[:2])
     monkeypatch.setenv("RANK", "1")
     train(trainer(tmp_path, 0), LOSSES[:2])

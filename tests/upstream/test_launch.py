@@ -8,15 +8,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from make_venvs import python_of
-from prime_rl_checkout import REPO
 
-from prime_composer.recipe import RecipeError
+from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream import launch
-
-sys.path.insert(0, str(Path(__file__).parent / "e2e"))
-
-import launch_run  # noqa: E402
+from tests.prime_rl_checkout import REPO
+from tests.upstream.e2e import launch_run
+from tests.upstream.make_venvs import python_of
 
 
 def test_without_prime_rl_it_says_where_to_install_the_package(tmp_path):
@@ -27,15 +24,24 @@ def test_without_prime_rl_it_says_where_to_install_the_package(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "table,native", [("[student]\nmodel='m'\n[orchestrator]", False), ("[orchestrator]\nbatch_size=1", True), ("", False)]
+    "table,native",
+    [
+        ("[student]\nmodel='m'\n[orchestrator]", False),
+        ("[orchestrator]\nbatch_size=1", True),
+        ("", False),
+    ],
 )
 def test_a_native_file_is_told_from_a_recipe(table, native):
     assert launch.is_native(tomllib.loads(table)) is native
 
 
-def test_every_child_of_the_launcher_inherits_the_switch_and_finds_this_environments_commands(monkeypatch):
+def test_every_child_of_the_launcher_inherits_the_switch_and_finds_this_environments_commands(
+    monkeypatch,
+):
     monkeypatch.delenv("PRIME_COMPOSER", raising=False)
-    command, env = launch.command_and_environment(Path("x.toml"), {"loss": {"type": "topk_reverse_kl"}}, dry_run=True)
+    command, env = launch.command_and_environment(
+        Path("x.toml"), {"loss": {"type": "topk_reverse_kl"}}, dry_run=True
+    )
     assert command[1:] == ["-m", "prime_rl.entrypoints.rl", "@", "x.toml", "--dry-run"]
     assert json.loads(env["PRIME_COMPOSER"]) == {"loss": {"type": "topk_reverse_kl"}}
     assert env["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
@@ -55,7 +61,11 @@ def test_resuming_is_said_in_each_dialects_words():
 
 def test_a_native_file_for_slurm_is_told_how_to_keep_the_package(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    for name, value in (("has_prime_rl", lambda: True), ("check_pth", lambda: None), ("probe_dialect", lambda: "head")):
+    for name, value in (
+        ("has_prime_rl", lambda: True),
+        ("check_pth", lambda: None),
+        ("probe_dialect", lambda: "head"),
+    ):
         monkeypatch.setattr(launch, name, value)
     monkeypatch.setattr(launch.subprocess, "call", lambda command, env: 0)
     file = tmp_path / "native.toml"

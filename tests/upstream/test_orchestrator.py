@@ -18,7 +18,11 @@ from prime_composer.upstream import hooks, orchestrator, registration, switch, w
 
 ROWS = [
     None,
-    {"7": {"logprob": -3.0, "rank": 5}, "1": {"logprob": -0.1, "rank": 1}, "2": {"logprob": -2.0, "rank": 2}},
+    {
+        "7": {"logprob": -3.0, "rank": 5},
+        "1": {"logprob": -0.1, "rank": 1},
+        "2": {"logprob": -2.0, "rank": 2},
+    },
     {"1": {"logprob": -1.5, "rank": 2}, "9": {"logprob": -0.4, "rank": 1}},
 ]
 TOKENS = [4, 7, 1]
@@ -26,15 +30,28 @@ TOKENS = [4, 7, 1]
 
 def answer(rows):
     """As a server writes it, with what nobody reads."""
-    told = [row and {token: {**entry, "decoded_token": ' a\u00e9"'} for token, entry in row.items()} for row in rows]
+    told = [
+        row and {token: {**entry, "decoded_token": ' a\u00e9"'} for token, entry in row.items()}
+        for row in rows
+    ]
     choice = {"index": 0, "token_ids": [5], "finish_reason": "length", "logprobs": None}
-    return json.dumps({"request_id": "r", "choices": [choice], "prompt_logprobs": told, "usage": {"prompt_tokens": 3}}).encode()
+    return json.dumps(
+        {
+            "request_id": "r",
+            "choices": [choice],
+            "prompt_logprobs": told,
+            "usage": {"prompt_tokens": 3},
+        }
+    ).encode()
 
 
 def plain_parse(token_ids, content, k):
     """``orchestrator.parse`` written the plain way, entry by entry."""
     rows = json.loads(content)["prompt_logprobs"]
-    ids, logprobs = numpy.zeros((len(rows), k), numpy.int32), numpy.full((len(rows), k), math.nan, numpy.float32)
+    ids, logprobs = (
+        numpy.zeros((len(rows), k), numpy.int32),
+        numpy.full((len(rows), k), math.nan, numpy.float32),
+    )
     values = [0.0] * len(rows)
     for t, (token, row) in enumerate(zip(token_ids, rows, strict=True)):
         if row:
@@ -79,7 +96,13 @@ def test_an_answer_that_does_not_fit_is_one_sentence(tokens, rows, k, said):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"<html>", b"[]", b'{"prompt_logprobs": [null, {"7": {"logprob": null, "rank": 1}}]}', b'{"prompt_logprobs": [[]]}'],
+    [
+        b"",
+        b"<html>",
+        b"[]",
+        b'{"prompt_logprobs": [null, {"7": {"logprob": null, "rank": 1}}]}',
+        b'{"prompt_logprobs": [[]]}',
+    ],
 )
 def test_an_answer_of_another_kind_is_one_sentence(content):
     with pytest.raises(ValueError, match="server answered something else than prompt_logprobs"):
@@ -97,7 +120,10 @@ def test_an_impossible_token_may_come_in_the_words_of_pythons_json():
     content = answer([None, {**ROWS[1], "7": never}, ROWS[2] | {"8": never}])
     assert b"-Infinity" in content
     scores = orchestrator.parse(TOKENS, content, 3)
-    assert scores == [0.0, -math.inf, -1.5] and scores.token_ids[1:].tolist() == [[1, 2, 7], [9, 1, 8]]
+    assert scores == [0.0, -math.inf, -1.5] and scores.token_ids[1:].tolist() == [
+        [1, 2, 7],
+        [9, 1, 8],
+    ]
     assert scores.logprobs[1:, 2].tolist() == [-math.inf] * 2
 
 
@@ -113,7 +139,9 @@ def scored_sequences(draw):
     for _ in range(draw(st.integers(0, 5))):
         ids = draw(st.permutations(range(10)))[: draw(st.integers(k, k + 2))]
         tokens.append(draw(st.sampled_from(ids)))
-        rows.append({str(i): {"logprob": draw(LOGPROBS), "rank": draw(st.integers(1, 5))} for i in ids})
+        rows.append(
+            {str(i): {"logprob": draw(LOGPROBS), "rank": draw(st.integers(1, 5))} for i in ids}
+        )
     return tokens, rows, k
 
 
@@ -124,7 +152,11 @@ def test_every_bit_is_that_of_the_plain_way(sequence):
     ours, plain = (way(tokens, answer(rows), k) for way in (orchestrator.parse, plain_parse))
     assert repr(list(ours)) == repr(list(plain))  # to the last bit, signs of zeros too
     for mine, theirs in ((ours.token_ids, plain.token_ids), (ours.logprobs, plain.logprobs)):
-        assert mine.dtype == theirs.dtype and mine.shape == theirs.shape and mine.tobytes() == theirs.tobytes()
+        assert (
+            mine.dtype == theirs.dtype
+            and mine.shape == theirs.shape
+            and mine.tobytes() == theirs.tobytes()
+        )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -133,16 +165,29 @@ def test_every_bit_is_that_of_the_plain_way_in_answers_of_a_vllms_size(seed):
     tokens, rows = generator.integers(0, 150_000, n).tolist(), [None]
     for token in tokens[1:]:
         others = [i for i in generator.choice(150_000, k, replace=False).tolist() if i != token]
-        logprobs = numpy.sort(generator.normal(-8, 4, len(others)).astype(numpy.float32))[::-1].tolist()
-        row = {str(token): {"logprob": -20.123456789, "rank": 77}} if generator.random() < 0.5 or len(others) < k else {}
-        row |= {str(i): {"logprob": x, "rank": r} for r, (i, x) in enumerate(zip(others, logprobs, strict=True), 1)}
+        logprobs = numpy.sort(generator.normal(-8, 4, len(others)).astype(numpy.float32))[
+            ::-1
+        ].tolist()
+        row = (
+            {str(token): {"logprob": -20.123456789, "rank": 77}}
+            if generator.random() < 0.5 or len(others) < k
+            else {}
+        )
+        row |= {
+            str(i): {"logprob": x, "rank": r}
+            for r, (i, x) in enumerate(zip(others, logprobs, strict=True), 1)
+        }
         if str(token) not in row:  # one of the top K, and first in the row as vLLM has it
             place = int(generator.integers(0, k))
             row = {str(token): row.pop(str(others[place]))} | row
         rows.append(row)
     ours, plain = (way(tokens, answer(rows), k) for way in (orchestrator.parse, plain_parse))
     assert {len(row) for row in rows[1:]} == {k, k + 1}
-    assert ours == plain and (ours.token_ids == plain.token_ids).all() and ours.logprobs.tobytes() == plain.logprobs.tobytes()
+    assert (
+        ours == plain
+        and (ours.token_ids == plain.token_ids).all()
+        and ours.logprobs.tobytes() == plain.logprobs.tobytes()
+    )
 
 
 class Client:
@@ -205,7 +250,9 @@ def test_a_batch_that_is_asked_for_at_once_is_in_flight_in_parts_and_parsed_one_
     count = 3 * orchestrator.IN_FLIGHT
 
     async def batch():
-        return await asyncio.gather(*(orchestrator.ask(Counting(), "teacher", [i], 2) for i in range(count)))
+        return await asyncio.gather(
+            *(orchestrator.ask(Counting(), "teacher", [i], 2) for i in range(count))
+        )
 
     for _ in range(2):  # each in an event loop of its own
         assert asyncio.run(batch()) == list(range(count))
@@ -267,9 +314,15 @@ def v0_6_module(client=None):
 def test_v0_6_puts_the_support_on_the_samples_and_returns_the_flat_scores():
     module = v0_6_module(Client())
     samples = [Sample(), Sample()]
-    flat = asyncio.run(module.compute_teacher_logprobs([types.SimpleNamespace(extra_headers={})], "teacher", samples))
+    flat = asyncio.run(
+        module.compute_teacher_logprobs(
+            [types.SimpleNamespace(extra_headers={})], "teacher", samples
+        )
+    )
     assert flat == [[0.0, -3.0, -1.5]] * 2 and all(type(row) is list for row in flat)
-    assert samples[0].routed_experts.shape == [3, 2, 2] and samples[0].routed_experts.dtype == "int32"
+    assert (
+        samples[0].routed_experts.shape == [3, 2, 2] and samples[0].routed_experts.dtype == "int32"
+    )
     ids, logprobs = carried(samples[1].routed_experts)
     assert ids[1:] == [[1, 2], [9, 1]] and logprobs[2].tolist() == pytest.approx([-0.4, -1.5])
 
@@ -293,7 +346,9 @@ def test_v0_7_and_v0_8_copy_the_support_to_each_sample_after_their_own_scoring()
     class OPDAlgorithm:
         async def score_rollout(self, rollout):
             for sample in rollout.samples:
-                sample.ref_logprobs = await clients.prefill_logprobs(client, "teacher", list(sample.token_ids))
+                sample.ref_logprobs = await clients.prefill_logprobs(
+                    client, "teacher", list(sample.token_ids)
+                )
 
     algo.OPDAlgorithm = OPDAlgorithm
     orchestrator.hook_algorithm(algo)
@@ -336,7 +391,9 @@ def test_self_distillation_cuts_the_hint_off_and_keeps_the_rest_of_the_support()
     hint = [4]
     scores = orchestrator.parse(TOKENS, answer(ROWS), 2)[len(hint) :]
     nodes = [Node(TOKENS[1:])]
-    module.assign_reference_logprobs(types.SimpleNamespace(nodes=nodes, token_ids=TOKENS[1:]), scores)
+    module.assign_reference_logprobs(
+        types.SimpleNamespace(nodes=nodes, token_ids=TOKENS[1:]), scores
+    )
     assert nodes[0].routed_experts[:, 0].tolist() == [[1, 2], [9, 1]]
 
 
@@ -348,7 +405,9 @@ def test_router_replay_in_the_rollouts_is_refused():
     module, node = routing_module(), Node(TOKENS)
     node.routed_experts = numpy.zeros((3, 12, 8), numpy.uint8)
     with pytest.raises(ValueError, match="enable_return_routed_experts"):
-        module.assign_reference_logprobs(types.SimpleNamespace(nodes=[node]), orchestrator.parse(TOKENS, answer(ROWS), 2))
+        module.assign_reference_logprobs(
+            types.SimpleNamespace(nodes=[node]), orchestrator.parse(TOKENS, answer(ROWS), 2)
+        )
 
 
 @pytest.mark.parametrize("loss", [{"type": "sampled_reverse_kl"}, None])
@@ -365,9 +424,13 @@ def test_a_process_that_was_not_started_by_the_launcher_is_told_to_name_the_loss
 
 
 def config(table=None, replay=False, path=hooks.IMPORT_PATH):
-    loss = types.SimpleNamespace(import_path=path, kwargs=table) if table else types.SimpleNamespace()
+    loss = (
+        types.SimpleNamespace(import_path=path, kwargs=table) if table else types.SimpleNamespace()
+    )
     model = types.SimpleNamespace(name="a/model")
-    return types.SimpleNamespace(trainer=types.SimpleNamespace(loss=loss, enable_router_replay=replay, model=model))
+    return types.SimpleNamespace(
+        trainer=types.SimpleNamespace(loss=loss, enable_router_replay=replay, model=model)
+    )
 
 
 def test_the_launcher_lifts_the_loss_table_out_of_the_config(monkeypatch):
@@ -379,11 +442,20 @@ def test_the_launcher_lifts_the_loss_table_out_of_the_config(monkeypatch):
 
 def test_special_tokens_written_as_text_become_ids_where_the_tokenizer_is_known(monkeypatch):
     transformers = types.ModuleType("transformers")
-    tokenizer = types.SimpleNamespace(encode=lambda text, add_special_tokens: {"<think>": [42]}[text])
+    tokenizer = types.SimpleNamespace(
+        encode=lambda text, add_special_tokens: {"<think>": [42]}[text]
+    )
     transformers.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda name: tokenizer)
     monkeypatch.setitem(sys.modules, "transformers", transformers)
     monkeypatch.setenv("PRIME_COMPOSER", "1")
-    given = config({"type": "topk_reverse_kl", "k": 2, "special_tokens": {"strings": ["<think>"]}, "adapter": True})
+    given = config(
+        {
+            "type": "topk_reverse_kl",
+            "k": 2,
+            "special_tokens": {"strings": ["<think>"]},
+            "adapter": True,
+        }
+    )
     hooks.lift(given)
     for table in (given.trainer.loss.kwargs, switch.switch()["loss"]):
         assert registration.parse_loss(table).special_tokens.ids == (42,)
@@ -399,7 +471,9 @@ def test_another_loss_in_the_config_leaves_the_run_as_it_is(monkeypatch):
 
 def test_a_loss_of_rl_tokens_is_named_in_the_file(monkeypatch, capfd):
     monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": {"type": "default"}}))
-    with pytest.raises(ValueError, match='a loss of rl tokens; .* import_path = "prime_composer.upstream.loss_fn"'):
+    with pytest.raises(
+        ValueError, match='a loss of rl tokens; .* import_path = "prime_composer.upstream.loss_fn"'
+    ):
         hooks.lift(config())
     monkeypatch.setenv("PRIME_COMPOSER", "1")
     hooks.lift(config())
@@ -427,7 +501,9 @@ def test_the_full_vocabulary_is_refused(monkeypatch):
 
 
 def one(values, ids, probabilities):
-    return orchestrator.Scores(values, numpy.array(ids, numpy.int32), numpy.log(numpy.array(probabilities)).astype("f4"))
+    return orchestrator.Scores(
+        values, numpy.array(ids, numpy.int32), numpy.log(numpy.array(probabilities)).astype("f4")
+    )
 
 
 def test_two_teachers_are_mixed_in_probability_space():
@@ -439,7 +515,11 @@ def test_two_teachers_are_mixed_in_probability_space():
     assert mixed.token_ids[1].tolist() == [6, 7]
     assert numpy.exp(mixed.logprobs[1]).tolist() == pytest.approx([0.425, 0.3], rel=1e-5)
     assert mixed[0] == 0.0 and numpy.isnan(mixed.logprobs[0]).all()
-    assert type(mixed[1]) is float and mixed.token_ids.dtype == numpy.int32 and mixed.logprobs.dtype == numpy.float32
+    assert (
+        type(mixed[1]) is float
+        and mixed.token_ids.dtype == numpy.int32
+        and mixed.logprobs.dtype == numpy.float32
+    )
 
 
 OTHERS = [
@@ -476,8 +556,12 @@ def test_a_sampled_loss_asks_them_too_and_puts_nothing_on_the_wire(monkeypatch, 
 
 
 @pytest.mark.parametrize("adapter,first", [(True, wire.MARK), (False, 0.0)])
-@pytest.mark.parametrize("table", [{"type": "topk_reverse_kl", "k": 2}, {"type": "sampled_reverse_kl"}])
-def test_a_run_that_needs_the_adapter_is_shown_that_it_is_on_here_too(monkeypatch, others, table, adapter, first):
+@pytest.mark.parametrize(
+    "table", [{"type": "topk_reverse_kl", "k": 2}, {"type": "sampled_reverse_kl"}]
+)
+def test_a_run_that_needs_the_adapter_is_shown_that_it_is_on_here_too(
+    monkeypatch, others, table, adapter, first
+):
     monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": {**table, "adapter": adapter}}))
     own = Client(json.dumps(OTHERS))
     module = client_module(own)
@@ -486,7 +570,11 @@ def test_a_run_that_needs_the_adapter_is_shown_that_it_is_on_here_too(monkeypatc
         assert scores[0] == first
     old = v0_6_module(Client())
     for headers in ({orchestrator.HEADER: json.dumps(OTHERS)}, {}):
-        (scores,) = asyncio.run(old.compute_teacher_logprobs([types.SimpleNamespace(extra_headers=headers)], "teacher", [Sample()]))
+        (scores,) = asyncio.run(
+            old.compute_teacher_logprobs(
+                [types.SimpleNamespace(extra_headers=headers)], "teacher", [Sample()]
+            )
+        )
         assert scores[0] == first
 
 
@@ -499,7 +587,10 @@ def test_the_newest_version_shows_it_on_the_samples(monkeypatch):
     module.trace_to_samples = trace_to_samples
     orchestrator.hook_samples(module)
     for adapter, first in ((True, wire.MARK), (False, 0.0)):
-        monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": {"type": "sampled_reverse_kl", "adapter": adapter}}))
+        monkeypatch.setenv(
+            "PRIME_COMPOSER",
+            json.dumps({"loss": {"type": "sampled_reverse_kl", "adapter": adapter}}),
+        )
         scored, rl = module.trace_to_samples([OWN, None], env_name="sums")
         assert scored.ref_logprobs == [first, *OWN[1:]] and rl.ref_logprobs is None
 
@@ -520,14 +611,19 @@ def test_a_teacher_that_does_not_answer_is_named(others):
         raise OSError("Connection error.")
 
     others[1].post = down
-    with pytest.raises(ValueError, match="The teacher b at http://b:8003/v1 did not score: Connection error. Start its"):
+    with pytest.raises(
+        ValueError,
+        match="The teacher b at http://b:8003/v1 did not score: Connection error. Start its",
+    ):
         asyncio.run(orchestrator.ask_each(orchestrator.teachers_of(json.dumps(OTHERS)), TOKENS, 2))
 
 
 def test_each_teacher_of_a_mixture_has_its_own_api_key(monkeypatch):
     given = []
     openai = types.ModuleType("openai")
-    openai.AsyncOpenAI = lambda **settings: given.append((settings["base_url"], settings["api_key"]))
+    openai.AsyncOpenAI = lambda **settings: given.append(
+        (settings["base_url"], settings["api_key"])
+    )
     monkeypatch.setitem(sys.modules, "openai", openai)
     monkeypatch.setattr(orchestrator, "_clients", {})
     monkeypatch.setenv("VLLM_API_KEY", "usual")
@@ -546,15 +642,23 @@ def test_a_server_that_wants_a_key_names_the_variable(others):
         raise Refusal("Unauthorized")
 
     others[0].post = locked
-    with pytest.raises(ValueError, match="The teacher a at .* did not score: Unauthorized It wants .* variable VLLM_API_KEY"):
+    with pytest.raises(
+        ValueError,
+        match="The teacher a at .* did not score: Unauthorized It wants .* variable VLLM_API_KEY",
+    ):
         asyncio.run(orchestrator.ask_each(orchestrator.teachers_of(json.dumps(OTHERS)), TOKENS, 2))
 
 
 def test_weights_are_shares():
-    assert [teacher.weight for teacher in orchestrator.teachers_of(json.dumps(OTHERS))] == [0.25, 0.75]
+    assert [teacher.weight for teacher in orchestrator.teachers_of(json.dumps(OTHERS))] == [
+        0.25,
+        0.75,
+    ]
 
 
-@pytest.mark.parametrize("entry", [{"url": "u", "model": "m"}, {"url": "u", "model": "m", "weight": 0}, "u"])
+@pytest.mark.parametrize(
+    "entry", [{"url": "u", "model": "m"}, {"url": "u", "model": "m", "weight": 0}, "u"]
+)
 def test_a_header_that_is_not_a_list_of_teachers_is_one_sentence(entry):
     for header in (json.dumps([entry]), "[]", "no JSON"):
         with pytest.raises(ValueError, match="must be a JSON list of"):

@@ -1,6 +1,5 @@
 import types
 
-import fake_prime_rl
 import pytest
 import torch
 
@@ -8,6 +7,7 @@ from prime_composer.losses import LOSS_FNS, LOSS_TYPES
 from prime_composer.upstream import registration
 from prime_composer.upstream.switch import switch
 from prime_composer.upstream.wire import MARK
+from tests.upstream import fake_prime_rl
 
 ERAS = ("v0.6", "v0.7")
 SLOT = {"v0.6": "opd_loss_fn", "v0.7": "ref_kl_loss_fn"}
@@ -24,7 +24,11 @@ def module(request, monkeypatch):
 
 def setup(module, **table):
     config = fake_prime_rl.custom(**table)
-    return module.setup_loss_fns(config)["rl"] if module.era == "v0.6" else module.setup_rl_loss_fn(config)
+    return (
+        module.setup_loss_fns(config)["rl"]
+        if module.era == "v0.6"
+        else module.setup_rl_loss_fn(config)
+    )
 
 
 def inputs(module, n=6, ref=True):
@@ -35,13 +39,17 @@ def inputs(module, n=6, ref=True):
     return module.LossInputs(rows[0], rows[1], rows[2] if ref else None, torch.ones(n), mask)
 
 
-@pytest.mark.parametrize("table", [{"type": "sampled_reverse_kl", "dialect": "v0_7"}, {"type": "default"}])
+@pytest.mark.parametrize(
+    "table", [{"type": "sampled_reverse_kl", "dialect": "v0_7"}, {"type": "default"}]
+)
 def test_prime_rls_setup_binds_our_loss_to_the_tokens_that_it_is_for(module, table):
     before = getattr(module, SLOT[module.era])
     rl = setup(module, **table)
     slot = getattr(module, SLOT[module.era])
     distils = table["type"] != "default"
-    assert (slot is before) is not distils  # prime-rl's own distillation stays where the loss is none
+    assert (
+        slot is before
+    ) is not distils  # prime-rl's own distillation stays where the loss is none
     out = (slot if distils else rl)(inputs(module))
     assert type(out) is module.LossOutputs
     assert out.loss.shape == () and out.loss.requires_grad
@@ -107,12 +115,15 @@ def test_an_unknown_loss_lists_the_losses(module):
 SUPPORTED = [
     name
     for name, config in LOSS_TYPES.items()
-    if not [f for f in config.model_fields.values() if f.is_required()] and "support" in config().needs
+    if not [f for f in config.model_fields.values() if f.is_required()]
+    and "support" in config().needs
 ]
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_a_loss_that_needs_a_support_is_refused_on_the_plain_road_with_the_command_to_use(module, name):
+def test_a_loss_that_needs_a_support_is_refused_on_the_plain_road_with_the_command_to_use(
+    module, name
+):
     with pytest.raises(ValueError, match="--engine prime-rl") as caught:
         setup(module, type=name)
     assert "PRIME_COMPOSER=1" in str(caught.value)
@@ -139,7 +150,9 @@ def test_a_registered_loss_that_is_never_called_stops_the_run_at_the_first_step(
     setup(module, type="sampled_reverse_kl")
     with pytest.raises(RuntimeError, match="never called in the first optimiser step") as caught:
         step(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
-    assert {"v0.6": 'training_mode = "opd"', "v0.7": '[orchestrator.algo] type = "opd"'}[module.era] in str(caught.value)
+    assert {"v0.6": 'training_mode = "opd"', "v0.7": '[orchestrator.algo] type = "opd"'}[
+        module.era
+    ] in str(caught.value)
 
 
 def test_a_loss_beside_an_rl_loss_waits_ten_steps_for_its_first_tokens(module, capfd):
@@ -147,14 +160,19 @@ def test_a_loss_beside_an_rl_loss_waits_ten_steps_for_its_first_tokens(module, c
         pytest.skip("v0.6 has one training_mode per run")
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     for wait in (3, 9):
-        registered = registration.register({"type": "sampled_reverse_kl"})  # named in PRIME_COMPOSER, not in [trainer.loss]
+        registered = registration.register(
+            {"type": "sampled_reverse_kl"}
+        )  # named in PRIME_COMPOSER, not in [trainer.loss]
         for _ in range(wait):
             step(optimizer)
         assert "was not called in step 3: no token for it" in capfd.readouterr().err
         if wait == 3:
             registered(inputs(module))
             step(optimizer)
-            assert "called 1 times on 4 tokens in step 4, the first with tokens" in capfd.readouterr().err
+            assert (
+                "called 1 times on 4 tokens in step 4, the first with tokens"
+                in capfd.readouterr().err
+            )
             for _ in range(20):
                 step(optimizer)
             registration.unregister()
@@ -198,7 +216,9 @@ def test_a_loss_of_rl_tokens_waits_for_them_where_a_batch_may_hold_distillation_
         return
     for _ in range(9):
         step(optimizer)
-    with pytest.raises(RuntimeError, match="in the first 10 optimiser steps: no token was sent to the rl loss"):
+    with pytest.raises(
+        RuntimeError, match="in the first 10 optimiser steps: no token was sent to the rl loss"
+    ):
         step(optimizer)
 
 
@@ -225,7 +245,9 @@ def test_a_step_of_an_offloaded_optimiser_is_one_step_whatever_it_does_inside(mo
     registration.hook_offload(offload)
     registration.hook_offload(offload)  # both roads
     fn = distilling(module, type="sampled_reverse_kl")
-    optimizer = offload.FullCPUOffloadOptimizer(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), chunks)
+    optimizer = offload.FullCPUOffloadOptimizer(
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), chunks
+    )
     assert registration.current().steps == 0
     for count in (1, 2):
         fn(inputs(module))
@@ -243,7 +265,9 @@ def test_a_called_loss_is_counted_and_the_run_goes_on(module, capfd):
     assert registration.current().calls == 0
 
 
-def test_a_run_whose_teachers_are_mixed_stops_at_the_first_step_without_the_adapter_in_its_orchestrator(module, monkeypatch):
+def test_a_run_whose_teachers_are_mixed_stops_at_the_first_step_without_the_adapter_in_its_orchestrator(
+    module, monkeypatch
+):
     monkeypatch.setattr(registration, "_adapter_for", lambda config: lambda inputs: (None, None))
     setup(module, type="sampled_reverse_kl", adapter=True)
     plain, marked = inputs(module), inputs(module)
@@ -282,7 +306,10 @@ def test_a_missing_teacher_names_the_remedy(module):
         fn(inputs(module, ref=False))
 
 
-@pytest.mark.parametrize("value,settings", [("", None), ("0", None), ("1", {}), ('{"loss": {"k": 1}}', {"loss": {"k": 1}})])
+@pytest.mark.parametrize(
+    "value,settings",
+    [("", None), ("0", None), ("1", {}), ('{"loss": {"k": 1}}', {"loss": {"k": 1}})],
+)
 def test_the_switch(monkeypatch, value, settings):
     monkeypatch.setenv("PRIME_COMPOSER", value)
     assert switch() == settings

@@ -44,7 +44,11 @@ class Fused(torch.nn.Linear):
 
     def forward(self, hidden_states, labels=None, temperature=None):
         cap = self.softcap
-        return {"logprobs": Chunked.apply(hidden_states[0], self.weight, labels[0], 1 / temperature[0], cap).unsqueeze(0)}
+        return {
+            "logprobs": Chunked.apply(
+                hidden_states[0], self.weight, labels[0], 1 / temperature[0], cap
+            ).unsqueeze(0)
+        }
 
 
 class Plain(torch.nn.Linear):
@@ -55,7 +59,11 @@ class Plain(torch.nn.Linear):
 
     def forward(self, hidden_states, labels=None, temperature=None):
         logits = super().forward(hidden_states)
-        return {"logits": logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)}
+        return {
+            "logits": logits
+            if self.softcap is None
+            else self.softcap * torch.tanh(logits / self.softcap)
+        }
 
 
 @pytest.fixture
@@ -88,7 +96,12 @@ def batch(masked=0.3, temperature=None):
     mask[0, 0] = False
     temperatures = torch.ones(1, N) if temperature is None else temperature
     packed = torch.stack([top.int(), log_q.view(torch.int32)], dim=1)[None]
-    return {"input_ids": ids, "loss_mask": mask, "temperatures": temperatures, "routed_experts": packed}, top
+    return {
+        "input_ids": ids,
+        "loss_mask": mask,
+        "temperatures": temperatures,
+        "routed_experts": packed,
+    }, top
 
 
 def student(head, room, micro_batch, hidden):
@@ -112,7 +125,12 @@ def in_float64(head, micro_batch, top, hidden):
         z = head.softcap * torch.tanh(z / head.softcap)
     table = (z / micro_batch["temperatures"][0].unsqueeze(1).double()).log_softmax(-1)
     table = torch.cat([torch.zeros(1, V, dtype=torch.float64), table[:-1]])
-    return table.gather(1, top), table.gather(1, micro_batch["input_ids"][0].unsqueeze(1)).squeeze(1), h, w
+    return (
+        table.gather(1, top),
+        table.gather(1, micro_batch["input_ids"][0].unsqueeze(1)).squeeze(1),
+        h,
+        w,
+    )
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -138,7 +156,9 @@ def test_values_and_gradients_equal_a_full_log_softmax_in_float64(head, room, so
 def test_walked_in_blocks_of_any_size_it_is_the_same(head, room, monkeypatch, elements):
     type(head).softcap = None
     micro_batch, top = batch()
-    micro_batch["routed_experts"][0, 1::2, 0] = top[1].int()  # ids that many rows read, on both sides of a boundary
+    micro_batch["routed_experts"][0, 1::2, 0] = top[
+        1
+    ].int()  # ids that many rows read, on both sides of a boundary
     hidden = torch.randn(1, N, D)
     mask = micro_batch["loss_mask"][0]
     weights = torch.randn(N, K)
@@ -185,7 +205,9 @@ def test_a_label_inside_the_support_has_exactly_prime_rls_own_log_prob(head, roo
     assert torch.equal(ours[mask, 2], logprobs[mask])
 
 
-def test_in_bfloat16_the_support_is_of_the_same_rounded_policy_as_prime_rls_own_log_probs(head, room):
+def test_in_bfloat16_the_support_is_of_the_same_rounded_policy_as_prime_rls_own_log_probs(
+    head, room
+):
     type(head).softcap = None
     head.bfloat16()
     with torch.no_grad():
@@ -211,8 +233,19 @@ def test_the_weight_gets_one_dense_gradient(head, room):
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            fresh = isinstance(out, torch.Tensor) and tuple(out.shape) in ((V, D), (D, V)) and not func.is_view
-            views = ("aten.view", "aten.t.", "aten.detach", "aten.transpose", "aten.index_add_", "aten.alias")
+            fresh = (
+                isinstance(out, torch.Tensor)
+                and tuple(out.shape) in ((V, D), (D, V))
+                and not func.is_view
+            )
+            views = (
+                "aten.view",
+                "aten.t.",
+                "aten.detach",
+                "aten.transpose",
+                "aten.index_add_",
+                "aten.alias",
+            )
             if fresh and not str(func).startswith(views):
                 Dense.made += 1
             return out
@@ -236,7 +269,9 @@ def test_activation_offloading_never_sees_the_heads_weight_as_an_activation(head
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         ours, logprobs = student(head, room, micro_batch, torch.randn(1, N, D, requires_grad=True))
-    assert seen and (V, D) not in seen  # a plain linear layer saves the transposed view with or without us
+    assert (
+        seen and (V, D) not in seen
+    )  # a plain linear layer saves the transposed view with or without us
     (ours.sum() + logprobs.sum()).backward()
     assert head.weight.grad.abs().sum() > 0
 
@@ -266,14 +301,18 @@ def test_a_frozen_head_still_sends_gradients_to_the_hidden_states(head, room):
     assert hidden.grad.abs().sum() > 0 and head.weight.grad is None
 
 
-def test_a_token_without_a_score_stops_the_run_and_one_that_the_teacher_rules_out_does_not(head, room):
+def test_a_token_without_a_score_stops_the_run_and_one_that_the_teacher_rules_out_does_not(
+    head, room
+):
     type(head).softcap = None
     micro_batch, _ = batch(masked=0)
     for value in (float("-inf"), float("nan")):
         micro_batch["routed_experts"][0, 3, 1, -1] = torch.tensor(value).view(torch.int32)
         _, logprobs = student(head, room, micro_batch, torch.randn(1, N, D))
         room.bin.slices[id(logprobs)] = slice(0, N)
-        inputs = types.SimpleNamespace(trainer_logprobs=logprobs, loss_mask=micro_batch["loss_mask"][0])
+        inputs = types.SimpleNamespace(
+            trainer_logprobs=logprobs, loss_mask=micro_batch["loss_mask"][0]
+        )
         if value == float("-inf"):
             _, support = room.aligned(inputs)
             assert support.teacher_logprobs[3, -1] == value
@@ -282,13 +321,17 @@ def test_a_token_without_a_score_stops_the_run_and_one_that_the_teacher_rules_ou
                 room.aligned(inputs)
 
 
-def test_the_temperature_of_a_plain_head_is_the_batchs_own_not_the_one_rounded_on_its_way(head, room):
+def test_the_temperature_of_a_plain_head_is_the_batchs_own_not_the_one_rounded_on_its_way(
+    head, room
+):
     type(head).softcap = None
     micro_batch, top = batch(masked=0, temperature=torch.full((1, N), 0.7))
     hidden = torch.randn(1, N, D)
     given = head.forward
 
-    def rounded(h, labels, temperature):  # what FSDP's mixed precision does to the arguments of a module
+    def rounded(
+        h, labels, temperature
+    ):  # what FSDP's mixed precision does to the arguments of a module
         return given(h, labels, temperature=temperature.bfloat16().float())
 
     head.forward = rounded
@@ -303,7 +346,9 @@ def test_the_temperature_of_a_plain_head_is_the_batchs_own_not_the_one_rounded_o
 def test_an_id_outside_the_vocabulary_names_both_sizes(head, room):
     micro_batch, _ = batch()
     micro_batch["routed_experts"][0, :, 0, 0] = V + 3
-    with pytest.raises(ValueError, match=f"token id {V + 3} and the student's head has a vocabulary of {V}"):
+    with pytest.raises(
+        ValueError, match=f"token id {V + 3} and the student's head has a vocabulary of {V}"
+    ):
         student(head, room, micro_batch, torch.randn(1, N, D))
 
 
@@ -337,7 +382,9 @@ def test_what_is_on_the_wire_comes_back_bit_by_bit():
     packed = wire.pack(ids, logprobs)
     back = wire.unpack(torch.from_numpy(packed), 3)
     assert torch.equal(back.token_ids, torch.from_numpy(ids).long())
-    assert torch.equal(back.teacher_logprobs.view(torch.int32), torch.from_numpy(logprobs.view(numpy.int32)))
+    assert torch.equal(
+        back.teacher_logprobs.view(torch.int32), torch.from_numpy(logprobs.view(numpy.int32))
+    )
 
 
 def test_router_replay_on_the_wire_is_named():

@@ -3,11 +3,10 @@
 import tomllib
 from pathlib import Path
 
-from launch_run import free_port
-
-from prime_composer.recipe import parse_recipe
+from prime_composer.recipe.loading import parse_recipe
 from prime_composer.upstream.export import export_recipe, to_toml
 from prime_composer.upstream.launch import ask_to_resume
+from tests.upstream.e2e.launch_run import free_port
 
 HERE = Path(__file__).resolve().parent
 DIALECT = {"v0.6.0": "v0.6", "v0.7.0": "v0.7", "v0.8.0": "v0.8", "newest": "head"}
@@ -42,15 +41,29 @@ def native(
         "student": {"model": str(models / "student")},
         "teacher": {"model": str(models / "teacher"), "url": teacher},
         "loss": loss,
-        "rollout": {"backend": "server", "url": student, "max_tokens": 12, "max_model_len": seq_len},
+        "rollout": {
+            "backend": "server",
+            "url": student,
+            "max_tokens": 12,
+            "max_model_len": seq_len,
+        },
         "data": {},
         "trainer": {"steps": steps, "batch_size": BATCH, "lr": 1e-2},
         "checkpoint": {"every": 0 if resume is None else 1},
         "output_dir": "outputs",
     }
-    model = {"attn": "sdpa", "impl": "hf", "fused_lm_head_token_chunk_size": 64 if fused else "disabled"}
+    model = {
+        "attn": "sdpa",
+        "impl": "hf",
+        "fused_lm_head_token_chunk_size": 64 if fused else "disabled",
+    }
     if dialect != "v0.6":
-        model |= {"ac": "None", "ac_offloading": "None", "compile": "None", "optim_cpu_offload": False}
+        model |= {
+            "ac": "None",
+            "ac_offloading": "None",
+            "compile": "None",
+            "optim_cpu_offload": False,
+        }
     if newer:
         model |= {"attn": "flash_attention_2", "impl": "custom"}
     prime_rl = {
@@ -64,7 +77,9 @@ def native(
         prime_rl["orchestrator"]["collect_inference_metrics"] = False
     elif dialect == "v0.7":
         harness = {"id": "tiny-harness", "runtime": {"type": "subprocess"}}
-        prime_rl["orchestrator"]["train"]["env"] = [{"name": "sums", "taskset": {"id": "tiny-taskset"}, "harness": harness}]
+        prime_rl["orchestrator"]["train"]["env"] = [
+            {"name": "sums", "taskset": {"id": "tiny-taskset"}, "harness": harness}
+        ]
     else:
         agent = {"harness": {"id": "tiny-harness"}, "runtime": {"type": "subprocess"}}
         env = {"taskset": {"id": "tiny-taskset"}, "agent": agent}
@@ -84,7 +99,10 @@ def native(
         recipe["teacher"] = {"policy": {"update": "live"}}
         prime_rl["orchestrator"]["algo"] = {"renderer": {"name": "qwen3"}}
     if other is not None:
-        recipe["teachers"] = {"teacher": recipe.pop("teacher"), "other": {"model": str(models / "other"), "url": other}}
+        recipe["teachers"] = {
+            "teacher": recipe.pop("teacher"),
+            "other": {"model": str(models / "other"), "url": other},
+        }
         recipe["environments"] = {
             "one": {"size": 20, "operations": [1], "prompt_template": "one {question}"},
             "more": {"size": 20, "operations": [2], "prompt_template": "more {question}"},
@@ -103,6 +121,10 @@ def native(
         orchestrator["group_size"] = 4
         dice = {"taskset": {"id": "tiny-dice"}, "agent": agent}
         orchestrator["train"]["source"][0]["algo"] = orchestrator.pop("algo")
-        orchestrator["train"]["source"].append({"name": "dice", "env": dice, "algo": {"type": "grpo"}})
+        orchestrator["train"]["source"].append(
+            {"name": "dice", "env": dice, "algo": {"type": "grpo"}}
+        )
     text = to_toml(table)
-    return text.replace('id = "null"', 'id = "tiny-harness"')  # upstream's own wants PyPI at run time
+    return text.replace(
+        'id = "null"', 'id = "tiny-harness"'
+    )  # upstream's own wants PyPI at run time

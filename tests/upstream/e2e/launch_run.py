@@ -42,16 +42,31 @@ def command_folder(python, folder):
     folder.mkdir(parents=True, exist_ok=True)
     for name, module in SCRIPTS.items():
         script = folder / name
-        script.write_text(f"#!/bin/sh\nexec {python} -c 'from {module} import main; main()' \"$@\"\n")
+        script.write_text(
+            f"#!/bin/sh\nexec {python} -c 'from {module} import main; main()' \"$@\"\n"
+        )
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return folder
 
 
 def environment(python, tree, folder, **more):
-    path = os.pathsep.join(str(part) for part in (RIG, HERE, tree / "src", tree / "packages" / "prime-rl-configs" / "src"))
+    path = os.pathsep.join(
+        str(part)
+        for part in (RIG, HERE, tree / "src", tree / "packages" / "prime-rl-configs" / "src")
+    )
     bins = f"{command_folder(python, folder / 'bin')}{os.pathsep}{Path(python).parent}"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PRIME_COMPOSER", "WANDB", "PYTEST"))}
-    return {**clean, **CPU, "PYTHONPATH": path, "PATH": f"{bins}{os.pathsep}{os.environ['PATH']}", **more}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("PRIME_COMPOSER", "WANDB", "PYTEST"))
+    }
+    return {
+        **clean,
+        **CPU,
+        "PYTHONPATH": path,
+        "PATH": f"{bins}{os.pathsep}{os.environ['PATH']}",
+        **more,
+    }
 
 
 class Server:
@@ -63,13 +78,17 @@ class Server:
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         env = {key: value for key, value in env.items() if not key.startswith("PRIME_COMPOSER")}
         self.output = open(self.log.with_suffix(".out"), "w")  # noqa: SIM115
-        self.process = subprocess.Popen(command, env=env, stdout=self.output, stderr=self.output, cwd=self.log.parent)
+        self.process = subprocess.Popen(
+            command, env=env, stdout=self.output, stderr=self.output, cwd=self.log.parent
+        )
 
     def wait(self, timeout=60):
         end = time.monotonic() + timeout
         while time.monotonic() < end and self.process.poll() is None:
             try:
-                return urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2).status
+                return urllib.request.urlopen(
+                    f"http://127.0.0.1:{self.port}/health", timeout=2
+                ).status
             except OSError:
                 time.sleep(0.2)
         raise RuntimeError(f"the server did not start: {self.output.name}")
@@ -90,17 +109,57 @@ class VllmServer:
         self.log = Path(log)
         self.port, self.inner = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
-        command = [python, "-m", "prime_composer.backends.vllm_serve", "--model", str(model), "--port", str(self.inner)]
-        command += ["--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "256", "--max-logprobs", "32"]
-        command += ["--enable-scale-out", "--kv-cache-memory-bytes", str(64 * 2**20), "--max-num-seqs", "8"]
+        command = [
+            python,
+            "-m",
+            "prime_composer.backends.vllm_serve",
+            "--model",
+            str(model),
+            "--port",
+            str(self.inner),
+        ]
+        command += [
+            "--dtype",
+            "bfloat16",
+            "--enforce-eager",
+            "--max-model-len",
+            "256",
+            "--max-logprobs",
+            "32",
+        ]
+        command += [
+            "--enable-scale-out",
+            "--kv-cache-memory-bytes",
+            str(64 * 2**20),
+            "--max-num-seqs",
+            "8",
+        ]
         command += ["--logprobs-mode", "processed_logprobs", "--return-tokens-as-token-ids"]
-        env = {key: value for key, value in os.environ.items() if not key.startswith("PRIME_COMPOSER")}
-        env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": core, "VLLM_NO_USAGE_STATS": "1"}
-        env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(REPO)}
+        env = {
+            key: value for key, value in os.environ.items() if not key.startswith("PRIME_COMPOSER")
+        }
+        env |= {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": core,
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        env |= {
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "PYTHONPATH": str(REPO),
+        }
         self.output = open(self.log.with_suffix(".out"), "w")  # noqa: SIM115
         proxy = [python, str(HERE / "vllm_proxy.py"), str(self.port), str(self.inner), str(log)]
         self.processes = [
-            subprocess.Popen(each, env=env, stdout=self.output, stderr=self.output, cwd=self.log.parent, start_new_session=True)
+            subprocess.Popen(
+                each,
+                env=env,
+                stdout=self.output,
+                stderr=self.output,
+                cwd=self.log.parent,
+                start_new_session=True,
+            )
             for each in (command, proxy)
         ]
 
@@ -108,7 +167,9 @@ class VllmServer:
         end = time.monotonic() + timeout
         while time.monotonic() < end and self.processes[0].poll() is None:
             try:
-                return urllib.request.urlopen(f"http://127.0.0.1:{self.inner}/health", timeout=2).status
+                return urllib.request.urlopen(
+                    f"http://127.0.0.1:{self.inner}/health", timeout=2
+                ).status
             except OSError:
                 time.sleep(0.5)
         raise RuntimeError(f"vLLM did not start: {self.output.name}")
@@ -131,7 +192,9 @@ def run(command, env, folder, timeout):
     """Runs the launcher in a process group of its own; kills the whole group at the end, whatever happened."""
     log = folder / "launcher.log"
     with open(log, "w") as out:
-        process = subprocess.Popen(command, env=env, cwd=folder, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=env, cwd=folder, stdout=out, stderr=out, start_new_session=True
+        )
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -38,7 +38,10 @@ def main(path):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(raw)
         if record.WhichOneof("record_type") == "history":
-            row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            row = {
+                item.key or "/".join(item.nested_key): item.value_json
+                for item in record.history.item
+            }
             print(json.dumps({key: json.loads(value) for key, value in row.items()}))
 
 

@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM
 def probabilities(path, rows):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     with torch.no_grad():
-        return [torch.softmax(model(torch.tensor([tokens])).logits[0], dim=-1) for tokens, *_ in rows]
+        return [
+            torch.softmax(model(torch.tensor([tokens])).logits[0], dim=-1) for tokens, *_ in rows
+        ]
 
 
 def mixed(teachers, k, sampled):
@@ -39,13 +41,18 @@ def mixed(teachers, k, sampled):
 def main(student, k, sequences, broadcast=None):
     rows = json.loads(Path(sequences).read_text())
     p_all = probabilities(student, rows)
-    q_all = {folder: probabilities(folder, rows) for folder in {f for *_, weights in rows for f in weights}}
+    q_all = {
+        folder: probabilities(folder, rows)
+        for folder in {f for *_, weights in rows for f in weights}
+    }
     tail, ratio = [], []
     for i, (tokens, prompt, weights) in enumerate(rows):
         here, sampled = [], []
         for t in range(prompt, len(tokens)):
             p = p_all[i][t - 1]
-            head, own = mixed([(w, q_all[folder][i][t - 1]) for folder, w in weights.items()], k, tokens[t])
+            head, own = mixed(
+                [(w, q_all[folder][i][t - 1]) for folder, w in weights.items()], k, tokens[t]
+            )
             pairs = [(float(p[v]), q) for v, q in head.items()]
             pairs.append((1 - sum(p for p, _ in pairs), 1 - sum(head.values())))
             here.append(sum(a * math.log(a / b) for a, b in pairs))

@@ -36,17 +36,28 @@ class Engine:
         temperature = params.get("temperature", 1.0) or 1e-6
         stop = set(params.get("stop_token_ids") or [])
         with self.lock:
-            scores = self.score(prompt, params["prompt_logprobs"]) if params.get("prompt_logprobs") else None
+            scores = (
+                self.score(prompt, params["prompt_logprobs"])
+                if params.get("prompt_logprobs")
+                else None
+            )
             out, content, reason = [], [], "length"
             for _ in range(min(params.get("max_tokens") or 16, MAX_NEW)):
                 row = self.logprobs(prompt + out, temperature)[-1]
                 token = int(torch.multinomial(row.exp(), 1, generator=self.generator))
                 out.append(token)
-                content.append({"token": f"token_id:{token}", "logprob": row[token].item(), "top_logprobs": []})
+                content.append(
+                    {"token": f"token_id:{token}", "logprob": row[token].item(), "top_logprobs": []}
+                )
                 if token in stop:
                     reason = "stop"
                     break
-        choice = {"index": 0, "token_ids": out, "finish_reason": reason, "logprobs": {"content": content}}
+        choice = {
+            "index": 0,
+            "token_ids": out,
+            "finish_reason": reason,
+            "logprobs": {"content": content},
+        }
         return {"request_id": "r", "choices": [choice], "prompt_logprobs": scores}
 
     def score(self, ids, k):
@@ -55,9 +66,16 @@ class Engine:
         rows = [None]
         for t in range(1, len(ids)):
             row = table[t - 1]
-            entries = {str(ids[t]): {"logprob": row[ids[t]].item(), "rank": int((row >= row[ids[t]]).sum())}}
+            entries = {
+                str(ids[t]): {
+                    "logprob": row[ids[t]].item(),
+                    "rank": int((row >= row[ids[t]]).sum()),
+                }
+            }
             values, best = row.topk(k)
-            for rank, (value, token) in enumerate(zip(values.tolist(), best.tolist(), strict=True), 1):
+            for rank, (value, token) in enumerate(
+                zip(values.tolist(), best.tolist(), strict=True), 1
+            ):
                 entries.setdefault(str(token), {"logprob": value, "rank": rank})
             rows.append(entries)
         return rows
@@ -69,7 +87,10 @@ class Engine:
             state.update(load_file(file))
         with self.lock:
             missing = self.model.load_state_dict(state, strict=False).missing_keys
-        return {"tensors": len(state), "missing": [name for name in missing if name != "lm_head.weight"]}
+        return {
+            "tensors": len(state),
+            "missing": [name for name in missing if name != "lm_head.weight"],
+        }
 
 
 def handler(engine, name):
@@ -89,7 +110,13 @@ def handler(engine, name):
 
         def do_GET(self):
             if self.path.startswith("/v1/models"):
-                card = {"id": name, "object": "model", "created": 0, "owned_by": "test", "max_model_len": 512}
+                card = {
+                    "id": name,
+                    "object": "model",
+                    "created": 0,
+                    "owned_by": "test",
+                    "max_model_len": 512,
+                }
                 return self.reply({"object": "list", "data": [card]})
             return self.reply({})
 
@@ -102,7 +129,11 @@ def handler(engine, name):
             if path == "/inference/v1/generate":
                 answer = engine.generate(body)
                 params = body.get("sampling_params", {})
-                note |= {"in": body["token_ids"], "out": answer["choices"][0]["token_ids"], "params": params}
+                note |= {
+                    "in": body["token_ids"],
+                    "out": answer["choices"][0]["token_ids"],
+                    "params": params,
+                }
                 note["top_p"] = body.get("top_p")
             elif path == "/update_weights" and body.get("weight_dir"):
                 note |= engine.update(body["weight_dir"]) | {"weight_dir": body["weight_dir"]}

@@ -12,7 +12,10 @@ class DiceTask(vf.Task[tiny_taskset.SumData]):
 
 class DiceTaskset(vf.Taskset[DiceTask, vf.TasksetConfig]):
     def load(self):
-        return [DiceTask(tiny_taskset.SumData(idx=i, prompt=f"{i}-{i}=", answer="0"), self.config.task) for i in range(8)]
+        return [
+            DiceTask(tiny_taskset.SumData(idx=i, prompt=f"{i}-{i}=", answer="0"), self.config.task)
+            for i in range(8)
+        ]
 
 
 __all__ = ["DiceTaskset"]

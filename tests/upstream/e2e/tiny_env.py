@@ -5,7 +5,10 @@ from datasets import Dataset
 
 
 def load_environment(**_):
-    rows = [{"prompt": [{"role": "user", "content": f"{i}+{i}="}], "answer": str(2 * i), "task": "sums"} for i in range(8)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i}+{i}="}], "answer": str(2 * i), "task": "sums"}
+        for i in range(8)
+    ]
 
     def correct(completion, answer, **_):
         return float(answer in str(completion))

@@ -15,7 +15,10 @@ class SumTask(vf.Task[SumData]):
 
 class SumTaskset(vf.Taskset[SumTask, vf.TasksetConfig]):
     def load(self):
-        return [SumTask(SumData(idx=i, prompt=f"{i}+{i}=", answer=str(2 * i)), self.config.task) for i in range(8)]
+        return [
+            SumTask(SumData(idx=i, prompt=f"{i}+{i}=", answer=str(2 * i)), self.config.task)
+            for i in range(8)
+        ]
 
 
 __all__ = ["SumTaskset"]

@@ -52,7 +52,11 @@ class Handler(BaseHTTPRequestHandler):
             status, reply = self.forward("/collective_rpc", json.dumps(call).encode(), "POST")
             self.forward("/reset_prefix_cache", b"", "POST")
             files = list(Path(folder).glob("*.safetensors"))
-            note |= {"weight_dir": folder, "tensors": 99 * len(files), "missing": [] if status == 200 else [reply.decode()]}
+            note |= {
+                "weight_dir": folder,
+                "tensors": 99 * len(files),
+                "missing": [] if status == 200 else [reply.decode()],
+            }
         else:
             status, reply = self.forward(self.path, data, "POST")
             if path == "/inference/v1/generate" and status == 200:
@@ -62,7 +66,11 @@ class Handler(BaseHTTPRequestHandler):
                 for token, entry in zip(out, entries, strict=False):
                     entry["token"] = f"token_id:{token}"
                 reply = json.dumps(answer).encode()
-                note |= {"in": body["token_ids"], "out": out, "params": body.get("sampling_params", {})}
+                note |= {
+                    "in": body["token_ids"],
+                    "out": out,
+                    "params": body.get("sampling_params", {}),
+                }
             elif status != 200:
                 note |= {"status": status, "said": reply.decode()[:2000], "body": str(body)[:500]}
         self.log.write(json.dumps(note) + "\n")

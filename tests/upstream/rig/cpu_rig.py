@@ -64,7 +64,9 @@ class StandIn(types.ModuleType):
         if full in sys.modules:
             return sys.modules[full]
         if name[:1].isupper():
-            return AnyClass(name, (), {"__init__": lambda self, *a, **k: None, "__module__": self.__name__})
+            return AnyClass(
+                name, (), {"__init__": lambda self, *a, **k: None, "__module__": self.__name__}
+            )
         return Anything()
 
 
@@ -86,7 +88,9 @@ def flash_attn(module):
     import torch
     import torch.nn.functional as F
 
-    def flash_attn_varlen_func(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *args, softmax_scale=None, causal=False, **_):
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, *args, softmax_scale=None, causal=False, **_
+    ):
         bounds, out = cu_seqlens_q.tolist(), []
         shared = q.shape[1] // k.shape[1]
         for start, end in zip(bounds[:-1], bounds[1:], strict=True):
@@ -106,10 +110,18 @@ def titan_utils(module):
 
     @torch.no_grad()
     def clip_grad_norm_(
-        parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None, pp_mesh=None, ep_enabled=False
+        parameters,
+        max_norm,
+        norm_type=2.0,
+        error_if_nonfinite=False,
+        foreach=None,
+        pp_mesh=None,
+        ep_enabled=False,
     ):
         parameters = [p for p in parameters if p.grad is not None]
-        total = torch.nn.utils.get_total_norm([p.grad for p in parameters], norm_type, error_if_nonfinite, foreach)
+        total = torch.nn.utils.get_total_norm(
+            [p.grad for p in parameters], norm_type, error_if_nonfinite, foreach
+        )
         total = total.full_tensor() if isinstance(total, DTensor) else total
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
         return total
@@ -218,7 +230,13 @@ def cuda_is_cpu():
 
     for name in ("set_device", "reset_peak_memory_stats", "synchronize", "empty_cache"):
         setattr(torch.cuda, name, constant(None))
-    for name in ("current_device", "max_memory_reserved", "max_memory_allocated", "memory_allocated", "memory_reserved"):
+    for name in (
+        "current_device",
+        "max_memory_reserved",
+        "max_memory_allocated",
+        "memory_allocated",
+        "memory_reserved",
+    ):
         setattr(torch.cuda, name, constant(0))
     torch.cuda.mem_get_info = constant((1 << 30, 1 << 30))
     torch.cuda.get_device_name = constant("CPU")
@@ -258,7 +276,10 @@ class NoPeakFlops(importlib.abc.MetaPathFinder):
 
 
 def install():
-    if "transformers" not in ABSENT and importlib.machinery.PathFinder.find_spec("transformers") is not None:
+    if (
+        "transformers" not in ABSENT
+        and importlib.machinery.PathFinder.find_spec("transformers") is not None
+    ):
         see_what_is_absent()
     sys.meta_path.insert(0, StandInFinder())
     sys.meta_path.insert(0, NoPeakFlops())

@@ -1,0 +1,3 @@
+"""The ``prime-rl`` command."""
+
+from prime_composer.cli.commands import main as main

@@ -1,0 +1,80 @@
+"""What every loss reports about its signal: where it sits, and how few tokens carry it. Called under ``no_grad``."""
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from prime_composer.contract import Support
+from prime_composer.divergences import MAX_LOG_MASS, kl_terms, log1mexp, upcast
+from prime_composer.losses.shared.reductions import masked_sum
+
+
+def token_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Float[Tensor, ""]:
+    """Mean over ``mask``, 0 for an empty mask, without the host synchronisation of ``masked_mean``'s indexing.
+
+    ``masked_mean`` is for the metrics that have to be bit-equal to prime-rl's.
+    """
+    values = values if values.is_floating_point() else values.float()
+    return masked_sum(values, mask) / mask.sum().clamp(min=1)
+
+
+def top_share(
+    values: Float[Tensor, " seq"], mask: Bool[Tensor, " seq"], share: float = 0.01
+) -> Float[Tensor, ""]:
+    """Share of sum |values| over ``mask`` that its ``share`` largest tokens hold (at least one token); 0 if all are 0.
+
+    .01 is evenly spread over 100 tokens or more; near 1 means that a handful of tokens trains the model, the first failure
+    mode of "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562. A share of few tokens is larger: the
+    engine averages it over micro-batches, so compare runs of one ``micro_batch_tokens``. No host synchronisation.
+    """
+    if values.numel() == 0:
+        return values.new_zeros(())
+    size = torch.where(mask, upcast(values.detach()).abs(), 0.0)
+    held = size.sort(descending=True).values.cumsum(0)
+    last = (mask.sum() * share).ceil().long().clamp(min=1) - 1
+    return held.gather(0, last.unsqueeze(0)).squeeze(0) / held[-1].clamp(
+        min=torch.finfo(held.dtype).tiny
+    )
+
+
+def topk_overlap_min(student_logprobs: Float[Tensor, "*pos k"]) -> Float[Tensor, "*pos"]:
+    """The least overlap of the support with the student's own top K that the masses allow.
+
+    Of the tokens outside the support, at most p_tail/p_j can be more probable than token j, or the tail would not hold them. A
+    token that ranks r-th (from 0) within the support is certainly in the student's top K if r + p_tail/p_j < K. 1 where the
+    support is the whole vocabulary (more than 1024 ids are taken for that).
+    """
+    k = student_logprobs.shape[-1]
+    if k > 1024:
+        return torch.ones_like(student_logprobs[..., 0])
+    ranked = student_logprobs.sort(dim=-1, descending=True).values
+    log_tail = log1mexp(torch.logsumexp(ranked, dim=-1, keepdim=True).clamp(max=MAX_LOG_MASS))
+    others = torch.exp((log_tail - ranked).clamp(max=80.0))
+    rank = torch.arange(k, device=ranked.device, dtype=ranked.dtype)
+    return (rank + others < k).to(ranked.dtype).mean(-1)
+
+
+def support_metrics(
+    support: Support, mask: Bool[Tensor, " seq"], reverse: bool = True
+) -> dict[str, Tensor]:
+    """Token means of the masses on the support, of the two parts of the tail KL, and of the overlap.
+
+    KL over the K + 1 outcomes = ``kl_in_support`` (mass on the support times KL of the renormalised distributions) +
+    ``kl_mass`` (KL between the Bernoulli distributions of being on the support). ``reverse`` False gives KL(q || p).
+    ``topk_overlap_min``: share of the K ids that are certainly among the student's own K most probable ones.
+    """
+    p, q = upcast(support.student_logprobs), upcast(support.teacher_logprobs)
+    log_p_mass, log_q_mass = (torch.logsumexp(x, dim=-1).clamp(max=MAX_LOG_MASS) for x in (p, q))
+    metrics = {
+        "student_mass": token_mean(torch.exp(log_p_mass), mask),
+        "teacher_mass": token_mean(torch.exp(log_q_mass), mask),
+        "topk_overlap_min": token_mean(topk_overlap_min(p), mask),
+    }
+    if not reverse:
+        p, q, log_p_mass, log_q_mass = q, p, log_q_mass, log_p_mass
+    in_support = kl_terms(p, q).sum(-1) - torch.exp(log_p_mass) * (log_p_mass - log_q_mass)
+    masses = (torch.stack([x, log1mexp(x)], dim=-1) for x in (log_p_mass, log_q_mass))
+    return metrics | {
+        "kl_in_support": token_mean(in_support, mask),
+        "kl_mass": token_mean(kl_terms(*masses).sum(-1), mask),
+    }

@@ -1,0 +1,100 @@
+"""Importance ratio and trust region of a policy-gradient term, in prime-rl's arithmetic.
+
+Letters: p = exp(trainer_logprobs), mu = exp(inference_logprobs), rho = p/mu.
+
+The order of the operations is upstream's (prime_rl/trainer/rl/loss.py, https://github.com/PrimeIntellect-ai/prime-rl, v0.6.0
+to 559b4477), so that finite inputs give bit-equal losses, gradients and metrics.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from prime_composer.contract import LossInputs
+from prime_composer.losses.shared.reductions import masked_mean
+
+
+@dataclass(frozen=True, eq=False)
+class Ratios:
+    """Trainer against sampler at each token of the mask; at the others p = mu = 1.
+
+    Attributes:
+        log_ratio: log rho, [seq]; carries the gradient.
+        probs_diff: p - mu, [seq]; no gradient.
+    """
+
+    log_ratio: Float[Tensor, " seq"]
+    probs_diff: Float[Tensor, " seq"]
+
+
+def importance_ratios(inputs: LossInputs) -> Ratios:
+    """Both log-probs are masked before the exp, so NaN and -inf at masked positions stay there."""
+    trainer = torch.where(inputs.loss_mask, inputs.trainer_logprobs, 0.0)
+    inference = torch.where(inputs.loss_mask, inputs.inference_logprobs.detach(), 0.0)
+    with torch.no_grad():
+        probs_diff = torch.exp(trainer) - torch.exp(inference)
+    return Ratios(log_ratio=trainer - inference, probs_diff=probs_diff)
+
+
+def policy_gradient_sum(
+    log_ratio: Float[Tensor, " seq"],
+    signal: Float[Tensor, " seq"],
+    keep: Bool[Tensor, " seq"],
+    kl_tau: float,
+    inputs: LossInputs,
+) -> Float[Tensor, ""]:
+    """sum_mask w (-keep signal rho + kl_tau (log rho)^2): prime-rl's DPPO + KL form.
+
+    The ratio of a dropped token never enters the exp's backward: upstream multiplies by 0, which is NaN once rho overflows.
+    """
+    ratio = torch.exp(torch.where(keep, log_ratio, 0.0))
+    pg_loss = torch.where(keep, signal * ratio, 0.0)
+    kl_loss = inputs.loss_mask * log_ratio**2
+    per_token_loss = -pg_loss + kl_tau * kl_loss
+    if inputs.loss_weights is not None:
+        per_token_loss = per_token_loss * torch.where(inputs.loss_mask, inputs.loss_weights, 1.0)
+    return per_token_loss.sum()
+
+
+def drift_metrics(
+    log_ratio: Float[Tensor, " seq"], dropped: Bool[Tensor, " seq"], mask: Bool[Tensor, " seq"]
+) -> dict[str, Tensor]:
+    """Trainer-sampler mismatch KL (k3 estimate) of dropped and kept tokens, and the share of tokens dropped."""
+    mismatch_kl = torch.exp(log_ratio) - log_ratio - 1
+    return {
+        "masked_mismatch_kl": masked_mean(mismatch_kl, mask & dropped),
+        "unmasked_mismatch_kl": masked_mean(mismatch_kl, mask & ~dropped),
+        "is_masked": masked_mean(dropped, mask),
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Which tokens a trust region drops, by the side it drops them on; True only at tokens of the mask."""
+
+    high: Bool[Tensor, " seq"]
+    low: Bool[Tensor, " seq"]
+
+    @property
+    def dropped(self) -> Bool[Tensor, " seq"]:
+        return self.high | self.low
+
+
+def signed_region(
+    signal: Float[Tensor, " seq"],
+    probs_diff: Float[Tensor, " seq"],
+    delta_low: float,
+    delta_high: float,
+    mask: Bool[Tensor, " seq"],
+) -> Region:
+    """The region that follows the signal it guards: drop iff the step would carry a probability further out.
+
+    (signal > 0 and p - mu > delta_high) or (signal < 0 and p - mu < -delta_low). DPPO's (2602.04879) rule, read with the
+    sign of the signal that multiplies rho, whatever that signal is.
+    """
+    return Region(
+        high=mask & (signal > 0) & (probs_diff > delta_high),
+        low=mask & (signal < 0) & (probs_diff < -delta_low),
+    )

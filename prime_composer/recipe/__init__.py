@@ -1,0 +1,5 @@
+"""Recipes: one TOML file that says what is distilled into what, how, and on which data."""
+
+from prime_composer.recipe.loading import load_recipe as load_recipe
+from prime_composer.recipe.schema import Recipe as Recipe
+from prime_composer.recipe.schema import RecipeError as RecipeError

@@ -1,0 +1,565 @@
+"""What our losses cost inside prime-rl's trainer, measured against prime-rl's own on-policy distillation.
+
+    python tests/bench_prime_rl_step.py CHECKOUT [--whole] [--version newest] [--vocab 151936] [--hidden 1024] [--k 32]
+
+With ``--whole``, prime-rl's own ``prime_rl.trainer.rl.train.train`` runs, unmodified, on a Qwen3 of ``--layers`` layers:
+its setup_model under FSDP2 (bfloat16 compute, float32 master weights, one rank over gloo), its micro batches (packed by
+its prepare_batch, sent and received over its filesystem transport), its forward, its fused head, compute_loss, backward,
+clip_grad_norm_, AdamW and metrics. The numbers are prime-rl's own metrics of each step:
+
+    step     time/step: loading the batch, forward and backward, clipping, the optimizer, the metrics' statistics
+    fwd/bwd  time/forward_backward: the same without loading and statistics
+    peak     perf/peak_memory: the most resident memory within the step
+    growth   peak, less what was resident when the first step began (the model, and everything imported)
+
+Four things of its surroundings are replaced: the rig of tests/upstream stands in for the GPU; train.py's clock is the
+process's CPU time, which does not depend on what else the machine does; the CUDA memory counters read /proc (Linux);
+and no weights are broadcast, which costs the same with every loss. Activation checkpointing is off: it makes prime-rl's
+own step longer and so every ratio smaller. The adapter comes in by its environment variable, as in a real run.
+
+Without ``--whole``, only prime-rl's output head, compute_loss and backward: the part that the adapter touches.
+
+The variants:
+
+    prime-rl again  prime-rl's own OPD against itself (whole step: nothing of ours imported): what two equal things differ by
+    sampled         the adapter on, sampled_reverse_kl
+    topk            the adapter on, topk_reverse_kl with a tail bucket, K ids spread over the whole vocabulary
+    topk naive      topk, but gathered by ``W[ids]`` under autograd
+
+Each is a fresh process in every one of ``--rounds`` rounds, in rotating order. Within a process, steps with the adapter and
+steps of prime-rl's own OPD (all hooks taken out again, no support in the batch) take turns, off on on off, so that a slow
+moment of the machine meets both: two processes of the same program differ by more than what is measured here. Peaks are
+read first, with a C library that gives freed tensors back at once; then it is told to keep them, as the CUDA allocator
+does, because page faults are otherwise a third of the CPU time and most of its noise, and ``--pairs`` pairs are timed.
+
+Printed: prime-rl's own median, the median ratio to it of all pairs, and the smallest and the largest of the rounds' median
+ratios, so that one sees what can be told apart.
+
+Needs the environment of tests/upstream/make_venvs.py (``--python``); reads prime-rl from a git checkout.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from tests.prime_rl_checkout import extract, pythonpath  # noqa: E402
+
+VARIANTS = ("prime-rl again", "sampled", "topk", "topk naive")
+MIB = 1 << 20
+
+
+def table_of(args):
+    """The loss table of a variant, or None."""
+    if args.variant.startswith("prime-rl"):
+        return None
+    if args.variant.startswith("topk"):
+        return {"type": "topk_reverse_kl", "k": args.k}
+    return {"type": "sampled_reverse_kl", "dialect": "v0_6" if args.version == "v0.6.0" else "v0_7"}
+
+
+def resident(field):
+    """VmRSS (now) or VmHWM (the most since ``forget_peak``), bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def forget_peak():
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def keep_freed_memory(keep):
+    """glibc: everything from the heap, nothing trimmed; or every tensor from the kernel, and back to it when freed."""
+    libc = ctypes.CDLL(None)
+    trim, pad, threshold, count = (
+        -1,
+        -2,
+        -3,
+        -4,
+    )  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX of malloc.h
+    settings = {trim: -1, pad: 1 << 26, count: 0} if keep else {threshold: 1 << 16, trim: 1 << 17}
+    assert all(libc.mallopt(name, value) for name, value in settings.items())
+
+
+def gather_naively():
+    """Replaces the adapter's gather by the plain one, under autograd."""
+    from prime_composer.upstream import trainer
+
+    def naive(hidden, token, weight, rows, softcap=None):
+        z = (weight[rows.ids].float() * hidden[rows.index].float().unsqueeze(1)).sum(-1)
+        z = (z[:, :-1] - z[:, -1:]) * rows.inv_temperature.unsqueeze(1)
+        return z.new_zeros((hidden.shape[0], z.shape[1])).index_put((rows.index,), z)
+
+    trainer.folded = lambda weight, rows: (weight, None)
+    trainer.support_logits = naive
+
+
+def support(n, vocab, k, generator):
+    """[n, k] distinct ids of each row, all over the vocabulary, and their log-probs."""
+    import torch
+
+    start = torch.randint(0, vocab, (n, 1), generator=generator)
+    stride = torch.randint(1, vocab // k, (n, 1), generator=generator)
+    ids = (start + stride * torch.arange(k)) % vocab
+    log_q = (
+        torch.randn(n, k, generator=generator).sort(descending=True).values.log_softmax(-1) - 0.1
+    )
+    return ids, log_q
+
+
+def samples(args, step, topk):
+    """One step's rollouts as prime-rl's TrainingSamples: four lengths that fill ``--seq-len``, a quarter is the prompt."""
+    import torch
+
+    if args.version == "v0.6.0":
+        from prime_rl.transport.types import RoutedExperts, TrainingSample
+    else:
+        from prime_rl.transports.rollouts.types import RoutedExperts, TrainingSample
+
+    generator = torch.Generator().manual_seed(step // 2)  # a pair trains on the same tokens
+    whole = args.seq_len
+    made = []
+    for n in (whole // 2, whole // 4, whole // 8, whole // 8 - 3) * args.micro_batches:
+        prompt = n // 4
+        tokens = torch.randint(0, args.vocab, (n,), generator=generator).tolist()
+        mu = (
+            -torch.tensor(float(args.vocab)).log() + 0.1 * torch.randn(n, generator=generator)
+        ).tolist()
+        teacher = (-3 * torch.rand(n, generator=generator)).tolist()
+        ids, log_q = support(n, args.vocab, args.k, generator)
+        log_q[0] = float("nan")  # nothing scores the first token
+        routed = None
+        if topk:
+            from prime_composer.upstream import wire
+
+            packed = wire.pack(ids.numpy(), log_q.numpy())
+            routed = RoutedExperts(
+                data=packed.tobytes(), shape=list(packed.shape), dtype=str(packed.dtype)
+            )
+        mask = [t >= prompt for t in range(n)]
+        if args.version == "v0.6.0":
+            made.append(
+                TrainingSample(
+                    prompt_ids=tokens[:prompt],
+                    prompt_mask=mask[:prompt],
+                    completion_ids=tokens[prompt:],
+                    completion_mask=mask[prompt:],
+                    completion_logprobs=mu[prompt:],
+                    completion_temperatures=[1.0] * (n - prompt),
+                    env_name="bench",
+                    teacher_logprobs=teacher,
+                    advantage=0.0,
+                    reward=0.0,
+                    routed_experts=routed,
+                    training_mode="opd",
+                )  # fmt: skip
+            )
+        else:
+            made.append(
+                TrainingSample(
+                    token_ids=tokens,
+                    mask=mask,
+                    logprobs=mu,
+                    temperatures=[1.0] * n,
+                    env_name="bench",
+                    ref_logprobs=teacher,
+                    routed_experts=routed,
+                    rl_weights=[0.0] * n,
+                    ref_kl_weights=[float(m) for m in mask],
+                )  # fmt: skip
+            )
+    return made
+
+
+def send(args, folder, first, schedule):
+    """Leaves every step's micro batches where prime-rl's receiver looks for them."""
+    from prime_rl.trainer.batch import prepare_batch
+
+    transport = SimpleNamespace(type="filesystem")
+    common = dict(seq_len=args.seq_len, num_train_workers=1, bin_cost=sum, pad_to_multiple_of=1)
+    if args.version == "v0.6.0":
+        from prime_rl.transport import setup_micro_batch_sender
+
+        common |= {"num_loras": 1}
+    else:
+        from prime_rl.transports.rollouts import setup_micro_batch_sender
+    sender = setup_micro_batch_sender(folder, 1, first, transport)
+    for step, on in enumerate(schedule):
+        batch = samples(args, step, on and args.variant.startswith("topk"))
+        more = {"idxs": [0] * len(batch)} if args.version == "v0.6.0" else {}
+        sent = sender.send(prepare_batch(batch, **common, **more))
+        if sent is not None:
+            asyncio.run(sent)
+
+
+def adapter(table, slot):
+    """Puts the adapter into this process; returns what takes its hooks out and in again."""
+    import prime_rl.trainer.rl.loss as loss
+
+    own = getattr(loss, slot)
+    if table is not None:
+        from prime_composer.upstream import autoload, hooks
+
+        os.environ["PRIME_COMPOSER"] = json.dumps({"loss": table})
+        assert not {
+            name for name in autoload.HOOKS if "trainer" in name and name in sys.modules
+        } - {loss.__name__}
+        autoload.install()
+        hooks.trainer_loss(loss)
+    import prime_rl.trainer.models.layers.lm_head as head
+    import prime_rl.trainer.rl.train as rl
+
+    if table is None:
+        assert "prime_composer.losses" not in sys.modules
+        return lambda on: None
+    hooked = [(loss, slot), (rl, "compute_loss"), (rl.DataLoader, "get_batch")]
+    hooked += [(head.FusedOutputLinear, "forward"), (head.VanillaOutputLinear, "forward")]
+    ours = [getattr(owner, name) for owner, name in hooked]
+    theirs = [own, *(function.__wrapped__ for function in ours[1:])]
+    bound = {}
+    if hasattr(rl, "setup_loss_fns"):  # v0.6 binds the slot once
+        setup = rl.setup_loss_fns
+        rl.setup_loss_fns = lambda config: bound.setdefault("fns", setup(config))
+
+    def switch(on):
+        for (owner, name), function in zip(hooked, ours if on else theirs, strict=True):
+            setattr(owner, name, function)
+        if bound:
+            bound["fns"]["opd"] = ours[0] if on else own
+
+    return switch
+
+
+FIRST, PEAKS, SETTLE, TIMED = (
+    [True, False],
+    [False, True, True, False],
+    [True, False],
+    [False, True, True, False],
+)
+
+
+def plan(args):
+    """For every step of a process, whether the adapter is on."""
+    return FIRST + PEAKS + SETTLE + TIMED * (args.pairs // 2)
+
+
+def in_pairs(columns, schedule):
+    """(prime-rl's own, ours) of each pair of steps: the peaks' columns early, the clocks' ones late."""
+    found = {}
+    for name, column in columns.items():
+        early = name in ("peak", "growth")
+        span = (
+            range(len(FIRST), len(FIRST + PEAKS), 2)
+            if early
+            else range(len(FIRST + PEAKS + SETTLE), len(schedule), 2)
+        )
+        found[name] = [(column[at + schedule[at]], column[at + 1 - schedule[at]]) for at in span]
+    return found
+
+
+def whole(args):
+    """Runs prime-rl's train() in this process; returns its metrics as (prime-rl's own, ours) of each pair of steps."""
+    keep_freed_memory(False)
+    import torch
+
+    torch.set_num_threads(args.threads)
+    schedule = plan(args)
+    table, old = table_of(args), args.version == "v0.6.0"
+    switch = adapter(table, "opd_loss_fn" if old else "ref_kl_loss_fn")
+    if args.variant == "topk naive":
+        gather_naively()
+    import prime_rl.trainer.rl.train as rl
+    from prime_rl.configs.trainer import TrainerConfig
+    from prime_rl.trainer.ckpt import Progress
+
+    began = []
+
+    def step_begins():
+        if len(began) == len(FIRST + PEAKS):
+            keep_freed_memory(True)
+        if len(began) < len(schedule):
+            switch(schedule[len(began)])
+        began.append(resident("VmRSS"))
+        forget_peak()
+
+    torch.cuda.reset_peak_memory_stats = step_begins
+    torch.cuda.max_memory_reserved = lambda: resident("VmHWM")
+    folder = Path(os.environ["BENCH_FOLDER"])
+    model = {
+        "name": str(folder), "seq_len": args.seq_len, "ac": None, "ac_offloading": None, "compile": None,
+        "optim_cpu_offload": False, "fused_lm_head_token_chunk_size": args.chunk or "disabled",
+        "attn": "sdpa" if old else "flash_attention_2", "impl": "hf" if old else "custom",
+        "debug": {"random_init": True},
+    }  # fmt: skip
+    loss = (
+        {}
+        if table is None
+        else {"loss": {"type": "custom", "import_path": "prime_composer.upstream.loss_fn"}}
+    )
+    if loss:
+        loss["loss"]["kwargs"] = table
+    config = TrainerConfig.model_validate(
+        {"model": model, "output_dir": str(folder), "max_steps": len(schedule), **loss}
+        | {"log": {"level": "warning"}, "rollout_transport": {"type": "filesystem"}}
+    )
+    rows = []
+
+    async def log(metrics, step=None, **_):
+        rows.append(metrics)
+
+    if old:
+        history = [{"perf/peak_memory": 0.0}]
+        rl.setup_monitor = lambda *a, **k: SimpleNamespace(
+            log=lambda row, step=None: rows.append(row), history=history
+        )
+        rl.setup_tokenizer = lambda *a: None
+        idle = SimpleNamespace(
+            pack=lambda: None, _arm_watchdog=lambda: None, _disarm_watchdog=lambda: None
+        )
+        sys.modules["prime_rl.trainer.rl.data"].setup_packer = lambda **_: idle
+    else:
+        rl.monitors.log = log
+
+    setup_model = rl.setup_model
+
+    def filled(*a, **k):  # prime-rl's random_init leaves the memory as it is
+        model = setup_model(*a, **k)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                local.fill_(1.0) if "norm" in name else local.normal_(0, 0.02)
+        return model
+
+    rl.setup_model = filled
+    rl.setup_weight_broadcast = lambda *a, **k: None
+    rl.time = SimpleNamespace(perf_counter=time.process_time)
+    send(args, folder, Progress().step, schedule)
+    rl.train(config)
+    keys = {
+        "step": "time/step",
+        "fwd/bwd": "time/forward_backward",
+        "peak": "perf/peak_memory",
+        "norm": "optim/grad_norm",
+    }
+    columns = {name: [row[key] for row in rows if key in row] for name, key in keys.items()}
+    assert all(len(column) == len(schedule) for column in columns.values()), {
+        k: len(v) for k, v in columns.items()
+    }
+    assert all(0 < norm < 1e4 for norm in columns["norm"]), columns["norm"]
+    if table is not None:  # each step ran what it was said to run
+        named = [
+            any(key.startswith(table["type"]) for key in row) for row in rows if "loss/mean" in row
+        ]
+        assert named == schedule, named
+    columns["peak"] = [peak * 1024 for peak in columns["peak"]]
+    columns["growth"] = [peak - began[0] / MIB for peak in columns["peak"]]
+    del columns["norm"]
+    return in_pairs(columns, schedule)
+
+
+def head_only(args):
+    """prime-rl's output head, its compute_loss, forward and backward, in this process; pairs as ``whole`` returns them."""
+    keep_freed_memory(False)
+    import torch
+
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    import prime_rl.trainer.models.layers.lm_head as head
+    import prime_rl.trainer.rl.loss as upstream
+
+    from prime_composer.upstream import registration, trainer, wire
+
+    n, k, table, schedule = args.tokens, args.k, table_of(args), plan(args)
+    slot = "opd_loss_fn" if hasattr(upstream, "setup_loss_fns") else "ref_kl_loss_fn"
+    places = [(upstream, "compute_loss"), (upstream, slot), (head.FusedOutputLinear, "forward")]
+    theirs = [getattr(owner, name) for owner, name in places]
+    if table is not None:
+        trainer.hook_loss(upstream)
+        trainer.hook_head(head)
+        registration.register(table)
+    ours = [getattr(owner, name) for owner, name in places]
+    if args.variant == "topk naive":
+        gather_naively()
+    dtype = getattr(torch, args.dtype)
+    linear = head.FusedOutputLinear(args.hidden, args.vocab, args.chunk).to(dtype)
+    with torch.no_grad():
+        linear.weight.normal_(0, 0.05)
+    hidden = torch.randn(1, n, args.hidden, dtype=dtype).requires_grad_()
+    ids = torch.randint(0, args.vocab, (1, n))
+    top, log_q = support(n, args.vocab, k, None)
+    mask = torch.ones(1, n, dtype=torch.bool)
+    mask[0, : n // 4] = False
+    ref, mu, advantages = -torch.rand(n), -torch.rand(n), torch.ones(n)
+    packed = None
+    if args.variant.startswith("topk"):
+        packed = torch.from_numpy(wire.pack(top.numpy(), log_q.numpy()))[None]
+    batch = {
+        "input_ids": ids, "loss_mask": mask, "temperatures": torch.ones(1, n), "routed_experts": packed,
+        "ref_kl_weights": mask.float(), "rl_weights": None,
+    }  # fmt: skip
+    labels = torch.cat([ids[:, 1:], torch.zeros(1, 1, dtype=torch.long)], dim=1)
+
+    def step(on):
+        linear.weight.grad = hidden.grad = None
+        for (owner, name), function in zip(places, ours if on else theirs, strict=True):
+            setattr(owner, name, function)
+        if on and table is not None:
+            trainer.ROOM.begin(batch)
+        out = linear(hidden, labels, temperature=torch.ones(1, n))
+        logprobs = torch.cat([torch.zeros(1), out["logprobs"][0, :-1]])
+        common = dict(
+            trainer_logprobs=[logprobs],
+            inference_logprobs=[mu],
+            advantages=[advantages],
+            loss_mask=[mask[0]],
+        )
+        scale = int(mask.sum())
+        if hasattr(upstream, "setup_loss_fns"):
+            fns = {"opd": upstream.opd_loss_fn}
+            loss, _ = upstream.compute_loss(
+                **common,
+                teacher_logprobs=[ref],
+                loss_fns=fns,
+                loss_scale=scale,
+                training_mode="opd",
+            )
+        else:
+            loss, _ = upstream.compute_loss(
+                **common, ref_logprobs=[ref], rl_weights=[torch.zeros(n)], ce_weights=None,
+                ref_kl_weights=[mask[0].float()], rl_loss_fn=None, rl_scale=1, ce_scale=1, ref_kl_scale=scale,
+            )  # fmt: skip
+        loss.backward()
+
+    columns = {"step": [], "peak": [], "growth": []}
+    before = resident("VmRSS")
+    for number, on in enumerate(schedule):
+        if number == len(FIRST + PEAKS):
+            keep_freed_memory(True)
+        forget_peak()
+        start = time.process_time()
+        step(on)
+        columns["step"].append(time.process_time() - start)
+        columns["peak"].append(resident("VmHWM") / MIB)
+        columns["growth"].append((resident("VmHWM") - before) / MIB)
+    return in_pairs(columns, schedule)
+
+
+def model_config(args):
+    """A Qwen3 with the proportions of Qwen3-0.6B: head width 64, half as many key-value heads, three times as wide inside."""
+    heads = args.hidden // 64
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": args.vocab, "head_dim": 64,
+        "hidden_size": args.hidden, "intermediate_size": 3 * args.hidden, "num_hidden_layers": args.layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads // 2, "max_position_embeddings": 4096,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": args.tied,
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
+
+
+def one_round(args, tree, variants, results):
+    rig = REPO / "tests" / "upstream" / "rig"
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PRIME_COMPOSER", "WANDB"))
+    }
+    env |= {"PYTHONPATH": pythonpath(tree, rig), "PRIME_CPU_RIG": "1", "TORCHDYNAMO_DISABLE": "1"}
+    env |= {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    for variant in variants:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(model_config(args)))
+            command = [args.python, __file__, *sys.argv[1:], "--variant", variant]
+            more = {"BENCH_FOLDER": folder, "MASTER_PORT": "0"}
+            done = subprocess.run(command, env=env | more, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{variant}: {done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+        results[variant].append(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main(args):
+    variants = [variant for variant in VARIANTS if args.only is None or variant in args.only]
+    results = {variant: [] for variant in variants}
+    with tempfile.TemporaryDirectory() as folder:
+        tree = extract(Path(args.checkout), args.version, Path(folder))
+        for number in range(args.rounds):
+            turn = number % len(variants)
+            one_round(args, tree, variants[turn:] + variants[:turn], results)
+            print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
+    what = f"head and loss only, {args.tokens} tokens, {args.dtype}"
+    if args.whole:
+        what = f"whole step, {args.layers} layers{', tied' * args.tied}, {args.micro_batches} x {args.seq_len} tokens, bfloat16"
+    print(f"prime-rl {args.version}, vocabulary {args.vocab:,}, hidden {args.hidden:,}, K {args.k}, {args.threads} "
+          f"thread(s), {what}; CPU seconds, {args.rounds} rounds of {args.pairs} pairs")  # fmt: skip
+    columns = ["step", "fwd/bwd", "peak", "growth"] if args.whole else ["step", "peak", "growth"]
+    print(" " * 15 + "".join(f"{name + ': prime-rl, ratio':>36}" for name in columns))
+    for variant, rounds in results.items():
+        cells = []
+        for name in columns:
+            base = statistics.median(off for row in rounds for off, _ in row[name])
+            ratio = statistics.median(on / off for row in rounds for off, on in row[name])
+            each = [statistics.median(on / off for off, on in row[name]) for row in rounds]
+            shown = f"{base:.0f} MiB" if name in ("peak", "growth") else f"{base:.3f} s"
+            cells.append(f"{shown} {ratio:.3f}x [{min(each):.3f}, {max(each):.3f}]")
+        print(f"{variant:15}" + "".join(f"{cell:>36}" for cell in cells))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkout")
+    parser.add_argument("--version", default="newest", help="the whole step: newest or v0.6.0")
+    parser.add_argument(
+        "--python", default=sys.executable, help="the Python of the environment that can import it"
+    )
+    parser.add_argument("--whole", action="store_true", help="prime-rl's whole trainer step")
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--k", type=int, default=32)
+    parser.add_argument(
+        "--chunk",
+        type=int,
+        default=8192,
+        help="tokens per chunk of the fused head; 0: the plain head",
+    )
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--pairs", type=int, default=4, help="timed pairs of steps per process, an even number"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=512, help="head only")
+    parser.add_argument("--dtype", default="bfloat16", help="head only")
+    parser.add_argument("--layers", type=int, default=4, help="whole step")
+    parser.add_argument("--seq-len", type=int, default=512, help="whole step")
+    parser.add_argument("--micro-batches", type=int, default=2, help="whole step")
+    parser.add_argument(
+        "--tied", action="store_true", help="whole step: one matrix for embedding and head"
+    )
+    parser.add_argument("--only", nargs="+", choices=VARIANTS)
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.variant:
+        print("\n" + json.dumps(whole(given) if given.whole else head_only(given)))
+    else:
+        main(given)

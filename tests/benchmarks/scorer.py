@@ -1,0 +1,92 @@
+"""What a top-K support costs the teacher: ``python tests/bench_scorer.py`` prints time at K against time at K = 0.
+
+Random Qwen3 models of the sizes that the recipes use; the same rollouts, scored in turns so that whatever else the
+machine does hits every K alike. The ratio is that of the medians. Aim: at most 1.3 at K = 32.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import torch
+
+from prime_composer.backends.alignment import make_rollout
+from prime_composer.backends.hf_model import import_transformers
+from prime_composer.backends.transformers import TransformersScorer
+from prime_composer.backends.vllm import VLLMScorer
+
+SIZES = {
+    # name: vocabulary, hidden, layers, prompt tokens, completion tokens, rollouts
+    "templates": (415, 64, 3, 40, 24, 64),
+    "gsm8k": (1536, 128, 4, 100, 128, 32),
+}
+
+
+def make_model(directory: Path, vocab: int, hidden: int, layers: int) -> Path:
+    transformers = import_transformers()
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 32,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        eos_token_id=1,
+    )
+    transformers.utils.logging.disable_progress_bar()
+    transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--ks", type=int, nargs="+", default=[0, 1, 16, 32, 64])
+    arguments = parser.parse_args()
+    print(f"{'backend':<14}{'model':<11}{'tokens':>7}{'K':>5}{'ms':>9}{'x K=0':>8}")
+    for size, (vocab, hidden, layers, prompt, completion, count) in SIZES.items():
+        with tempfile.TemporaryDirectory() as directory:
+            model = make_model(Path(directory), vocab, hidden, layers)
+            g = torch.Generator().manual_seed(0)
+            rollouts = []
+            for i in range(count):
+                ids = torch.randint(2, vocab, (prompt + completion,), generator=g).tolist()
+                rollouts.append(
+                    make_rollout(ids[:prompt], ids[prompt:], [0.0] * completion, "length", i)
+                )
+            scorers = {
+                "vllm": VLLMScorer(
+                    model, max_model_len=prompt + completion + 1, max_logprobs=max(arguments.ks)
+                ),
+                "transformers": TransformersScorer(model),
+            }
+            times: dict[tuple[str, int], list[float]] = {}
+            for repeat in range(arguments.repeats + 1):
+                for name, scorer in scorers.items():
+                    for k in arguments.ks:
+                        began = time.perf_counter()
+                        scorer.score(rollouts, k)
+                        if repeat:  # the first round warms up
+                            times.setdefault((name, k), []).append(time.perf_counter() - began)
+            for (name, k), seconds in times.items():
+                ratio = statistics.median(seconds) / statistics.median(times[name, arguments.ks[0]])
+                tokens = count * (prompt + completion)
+                print(
+                    f"{name:<14}{size:<11}{tokens:>7}{k:>5}{1e3 * statistics.median(seconds):>9.1f}{ratio:>8.2f}"
+                )
+            scorers["vllm"].close()
+
+
+if __name__ == "__main__":
+    main()

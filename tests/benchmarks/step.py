@@ -1,0 +1,90 @@
+"""What a step of the one-machine loop costs beyond the work it cannot avoid. Prints shares; asserts nothing.
+
+    python tests/bench_step.py [RECIPE]
+
+Unavoidable: vLLM's generation and scoring (time inside ``LLM.generate``), and the student's forward and backward. The rest
+is parsing, packing, the loss, the optimiser, answer checking, weight sync and logging.
+"""
+
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prime_composer.cli.commands import set_environment
+
+set_environment()
+
+import torch  # noqa: E402
+
+from prime_composer.backends.vllm import Engine, VLLMSampler  # noqa: E402
+from prime_composer.local import gradients  # noqa: E402
+from prime_composer.local.train import train  # noqa: E402
+from prime_composer.recipe.loading import load_recipe  # noqa: E402
+
+spent: dict[str, float] = defaultdict(float)
+
+
+def timed(name: Callable[[Any], str] | str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            spent[name if isinstance(name, str) else name(args[0])] += time.perf_counter() - began
+
+    return wrapper
+
+
+class Steps:
+    """Adds up the steps' parts, without the first three and without those that evaluate."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = defaultdict(float)
+        self.count = 0
+
+    def status(self, text: str) -> None: ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        if step > 3 and "eval/accuracy" not in metrics:
+            self.count += 1
+            self.parts["step"] += metrics["time/step"]
+            for name, seconds in spent.items():
+                self.parts[name] += seconds
+        spent.clear()
+
+
+def main() -> None:
+    recipe = load_recipe(
+        sys.argv[1] if len(sys.argv) > 1 else "recipes/gsm8k_opd.toml",
+        [
+            "trainer.steps=40",
+            "eval.every=0",
+            "eval.size=10",
+            "eval.kl_size=10",
+            "checkpoint.every=0",
+        ],
+    )
+    Engine._run = timed(
+        lambda engine: "vLLM generation" if isinstance(engine, VLLMSampler) else "vLLM scoring",
+        Engine._run,
+    )
+    gradients.student_inputs = timed("student forward", gradients.student_inputs)
+    torch.Tensor.backward = timed("student backward", torch.Tensor.backward)
+    steps = Steps()
+    with tempfile.TemporaryDirectory() as folder:
+        train(recipe, Path(folder), steps)
+    total = steps.parts.pop("step")
+    for name, seconds in steps.parts.items():
+        print(f"{name:>18}: {1000 * seconds / steps.count:7.1f} ms  {seconds / total:6.1%}")
+    rest = total - sum(steps.parts.values())
+    print(
+        f"{'overhead':>18}: {1000 * rest / steps.count:7.1f} ms  {rest / total:6.1%}  of {1000 * total / steps.count:.1f} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""A recipe from end to end with real vLLM, twice: sampler and teacher are engines, nothing is mocked."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from prime_composer.local.tracker import read_metrics
+from tests.command import interrupt_after, numbers, prime_rl, toml
+
+pytest.importorskip("vllm", reason="real vLLM is not installed: pip install -e '.[local,test]'")
+
+Raw = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_recipe: Raw) -> Path:
+    """Where one recipe ran on vLLM, and, for what does not depend on sampling, on transformers."""
+    folder = tmp_path_factory.mktemp("runs")
+    raw = tiny_recipe(
+        rollout__backend="vllm",
+        trainer={"steps": 20, "batch_size": 16, "lr": 1e-2},
+        eval={"every": 0, "size": 12, "kl_size": 16},
+        checkpoint={"every": 0},
+    )
+    (folder / "vllm.toml").write_text(toml(raw))
+    done = prime_rl("rl", "--config", "vllm.toml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "preflight passed" in done.stdout
+    words = (
+        "--set",
+        "rollout.backend=transformers",
+        "--set",
+        "trainer.steps=1",
+        "--output-dir",
+        "outputs/transformers",
+    )
+    assert prime_rl("rl", "--config", "vllm.toml", *words, cwd=folder).returncode == 0
+    return folder
+
+
+def test_the_student_comes_closer_to_its_teacher(folder: Path) -> None:
+    first, *steps = numbers(folder / "outputs" / "vllm")
+    assert [record["step"] for record in steps] == list(range(1, 21))
+    assert steps[-1]["eval/reverse_kl"] < 0.8 * first["eval/reverse_kl"]
+    assert all(record["grad_norm"] > 0 for record in steps)
+
+
+def test_sampler_log_probs_are_the_trainers_so_the_first_ratio_is_one(folder: Path) -> None:
+    words = (
+        "--set",
+        'loss={type="sampled_reverse_kl"}',
+        "--set",
+        "trainer.steps=2",
+        "--output-dir",
+        "outputs/sampled",
+    )
+    done = prime_rl("rl", "--config", "vllm.toml", *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    for record in numbers(folder / "outputs" / "sampled")[1:]:
+        mismatch = [
+            value for name, value in record.items() if name.endswith("unmasked_mismatch_kl")
+        ]
+        assert len(mismatch) == 1 and abs(mismatch[0]) < 1e-8
+
+
+def test_greedy_accuracy_is_that_of_transformers(folder: Path) -> None:
+    vllm, transformers = (
+        numbers(folder / "outputs" / name)[0] for name in ("vllm", "transformers")
+    )
+    for name in ("eval/accuracy", "eval/truncated", "teacher/accuracy"):
+        assert vllm[name] == transformers[name]
+
+
+def test_an_interrupted_run_resumes_to_the_numbers_and_weights_of_an_uninterrupted_one(
+    folder: Path,
+) -> None:
+    words = ["rl", "--config", "vllm.toml", "--output-dir", "outputs/cut"]
+    done = interrupt_after(3, words, folder, folder / "outputs" / "cut" / "metrics.jsonl")
+    assert done.returncode == 130, done.stderr
+    assert read_metrics(folder / "outputs" / "cut")[-1]["step"] < 20
+    done = prime_rl(*words, "--resume", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert numbers(folder / "outputs" / "cut") == numbers(folder / "outputs" / "vllm")
+    whole, cut = (
+        load_file(folder / "outputs" / name / "checkpoints" / "step_000020" / "model.safetensors")
+        for name in ("vllm", "cut")
+    )
+    assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)

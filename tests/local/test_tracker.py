@@ -1,0 +1,132 @@
+"""Metrics: what is written, what a resumed run takes back, what a crash may cut off."""
+
+import itertools
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prime_composer.cli.report import draw_report, loss_parts, series
+from prime_composer.local.tracker import METRICS_FILE, Tracker, read_metrics
+from prime_composer.recipe.schema import LoggingConfig
+
+QUIET = LoggingConfig(tensorboard=False)
+
+
+def write(run_dir: Path, steps: int) -> None:
+    with Tracker(run_dir, QUIET) as tracker:
+        for step in range(steps):
+            tracker.log(step, {"loss": step / 2})
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, 5)
+    with Tracker(tmp_path, QUIET, resume_step=2) as tracker:
+        tracker.log(3, {"loss": 9.0})
+    assert [(record["step"], record["loss"]) for record in read_metrics(tmp_path)] == [
+        (0, 0.0),
+        (1, 0.5),
+        (2, 1.0),
+        (3, 9.0),
+    ]
+
+
+def test_a_last_line_that_a_crash_cut_short_is_left_out_and_any_other_is_an_error(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, 2)
+    path = tmp_path / METRICS_FILE
+    path.write_text(path.read_text() + '{"step": 2, "lo')
+    assert len(read_metrics(tmp_path)) == 2
+    path.write_text('{"step"\n' + path.read_text())
+    with pytest.raises(ValueError, match=r"metrics.jsonl:1: not a JSON record"):
+        read_metrics(tmp_path)
+
+
+def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
+    with Tracker(tmp_path, LoggingConfig()) as tracker:
+        for step, value in ((1, 0.25), (2, 0.125)):
+            tracker.log(step, {"loss": value, "bad": float("nan")})
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (1, 0.25),
+        (2, 0.125),
+    ]
+    assert events.Tags()["scalars"] == ["loss"]
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A stand-in for W&B: what it was told, in order. It names its runs run-1, run-2, ... unless told an id."""
+    seen: list[Any] = []
+    ids = itertools.count(1)
+
+    def init(**settings: Any) -> SimpleNamespace:
+        seen.append(settings)
+        return SimpleNamespace(
+            id=settings["id"] or f"run-{next(ids)}",
+            log=lambda metrics, step: seen.append((step, metrics)),
+            finish=lambda: seen.append("finished"),
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    return seen
+
+
+WANDB = LoggingConfig(tensorboard=False, wandb={"project": "p"})
+
+
+def test_wandb_gets_every_record_and_is_finished(tmp_path: Path, wandb: list[Any]) -> None:
+    with Tracker(tmp_path, WANDB) as tracker:
+        tracker.log(1, {"loss": 0.5})
+    assert (wandb[0]["project"], wandb[0]["name"], wandb[0]["id"]) == ("p", tmp_path.name, None)
+    assert wandb[1:] == [(1, {"loss": 0.5}), "finished"]
+
+
+def test_a_resumed_run_goes_on_in_its_own_wandb_run(tmp_path: Path, wandb: list[Any]) -> None:
+    for run_dir in (tmp_path / "one", tmp_path / "two"):
+        run_dir.mkdir()
+        Tracker(run_dir, WANDB).close()
+    for _ in range(2):
+        Tracker(tmp_path / "one", WANDB, resume_step=0).close()
+    settings = [entry for entry in wandb if entry != "finished"]
+    assert [entry["id"] for entry in settings] == [None, None, "run-1", "run-1"]
+    assert settings[2]["resume"] == settings[3]["resume"] == "allow"
+
+
+def test_a_run_resumed_with_wandb_only_then_opens_a_wandb_run(
+    tmp_path: Path, wandb: list[Any]
+) -> None:
+    write(tmp_path, 2)
+    Tracker(tmp_path, WANDB, resume_step=1).close()
+    Tracker(tmp_path, WANDB, resume_step=1).close()
+    assert [entry["id"] for entry in wandb if entry != "finished"] == [None, "run-1"]
+
+
+def test_a_missing_wandb_is_one_message_with_the_pip_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        Tracker(tmp_path, WANDB)
+
+
+def test_the_report_takes_each_number_from_its_own_records(tmp_path: Path) -> None:
+    records = [
+        {"step": 0, "eval/accuracy": 0.1},
+        {"step": 1, "loss": 2.0, "x/kl_in_support": 1.5, "x/kl_mass": 0.5},
+    ]
+    assert series(records, "eval/accuracy") == ([0], [0.1])
+    assert series(records, "loss") == ([1], [2.0])
+    assert loss_parts(records) == ["loss", "x/kl_in_support", "x/kl_mass"]
+
+
+def test_a_run_without_an_evaluation_yet_can_be_drawn(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    draw_report([tmp_path], tmp_path / "report.png")
+    assert (tmp_path / "report.png").stat().st_size > 1000

@@ -1,0 +1,127 @@
+"""Bias and noise of each loss's gradient against that of the full-vocabulary reverse KL, on real rollouts of a recipe.
+
+    python tests/study_gradient_bias.py RECIPE [--set KEY=VALUE ...] [--batches 8]
+
+Every loss gets the same rollouts, batch by batch; g is the gradient of one batch, and h that of the full KL on it. Printed:
+
+    bias    |mean (g - h)| / |mean h|, what no larger batch takes away, and the error of that number
+    cosine  between mean g and mean h: a bias along h is a learning rate, one across it is not
+    length  |mean g| / |mean h|
+    noise   sqrt(mean |g - mean g|^2) / |mean h|, of one batch
+    outside the student's and the teacher's mass outside the support
+"""
+
+import argparse
+from pathlib import Path
+
+from prime_composer.cli.commands import set_environment
+
+set_environment()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from prime_composer.local.engine import open_engine  # noqa: E402
+from prime_composer.local.gradients import Batch, accumulate_gradients  # noqa: E402
+from prime_composer.local.train import sample  # noqa: E402
+from prime_composer.losses import setup_loss_fn  # noqa: E402
+from prime_composer.losses.base import parse_loss  # noqa: E402
+from prime_composer.problems.loading import load_environments  # noqa: E402
+from prime_composer.problems.order import prompt_batches  # noqa: E402
+from prime_composer.problems.prompts import render_prompt  # noqa: E402
+from prime_composer.recipe.loading import load_recipe  # noqa: E402
+
+FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
+LOSSES = {
+    "full": FULL,
+    "sampled": {"type": "sampled_reverse_kl"},
+    "tail K = 16": {"type": "topk_reverse_kl", "k": 16},
+    "tail K = 64": {"type": "topk_reverse_kl", "k": 64},
+    "renorm K = 16": {"type": "topk_reverse_kl", "k": 16, "normalization": "renorm"},
+    "head-tail K = 16": {"type": "head_tail_reverse_kl", "k": 16},
+    "head-tail K = 64": {"type": "head_tail_reverse_kl", "k": 64},
+}
+
+
+def bias_and_noise(grads: Tensor, full: Tensor) -> tuple[float, float, float, float, float]:
+    """Bias, its error, cosine, length and noise, as defined above.
+
+    Args:
+        grads: one gradient per batch, [batches, n].
+        full: those of the full KL on the same batches.
+    """
+    mean, target = grads.mean(0), full.mean(0)
+    gap = grads - full
+    spread, error = ((x - x.mean(0)).square().sum() / (len(x) - 1) for x in (grads, gap))
+    scale = target.norm()
+    return tuple(
+        float(value)
+        for value in (
+            gap.mean(0).norm() / scale,
+            (error / len(gap)).sqrt() / scale,
+            torch.dot(mean, target) / (mean.norm() * scale),
+            mean.norm() / scale,
+            spread.sqrt() / scale,
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--batches", type=int, default=8)
+    args = parser.parse_args()
+    recipe = load_recipe(
+        args.recipe,
+        [*args.overrides, 'loss={type = "topk_reverse_kl", k = "full", normalization = "full"}'],
+    )
+    practice, _ = load_environments(recipe.sources)
+    grads: dict[str, list[Tensor]] = {name: [] for name in LOSSES}
+    outside: dict[str, list[tuple[float, float]]] = {name: [] for name in LOSSES}
+    with open_engine(recipe, lambda text: None) as engine:
+        prompts = [
+            render_prompt(problem, recipe.data_of(problem), engine.tokenizer)
+            for problem in practice
+        ]
+        count = recipe.trainer.batch_size // recipe.rollout.group_size
+        for step in range(args.batches):
+            asked = prompt_batches(len(practice), count, recipe.trainer.seed, step)
+            rollouts = sample(
+                engine, recipe, [practice[i] for i in asked], [prompts[i] for i in asked], step
+            )
+            batch = Batch(
+                rollouts,
+                engine.teachers.score(
+                    rollouts, [practice[asked[r.prompt_index]] for r in rollouts], "full"
+                ),
+            )
+            for name, raw in LOSSES.items():
+                metrics = accumulate_gradients(
+                    engine.model, setup_loss_fn(parse_loss(raw)), batch, recipe.trainer, step
+                )
+                grads[name].append(torch.cat([p.grad.flatten() for p in engine.model.parameters()]))
+                engine.model.zero_grad(set_to_none=True)
+                masses = [
+                    1 - metrics.get(f"{raw['type']}/{who}_mass", float("nan"))
+                    for who in ("student", "teacher")
+                ]
+                outside[name].append((masses[0], masses[1]))
+    print(f"{args.batches} batches of {recipe.trainer.batch_size} rollouts")
+    print(
+        f"{'loss':18}{'bias':>14}{'cosine':>8}{'length':>8}{'noise':>8}{'outside: student, teacher':>28}"
+    )
+    for name in LOSSES:
+        bias, error, cosine, length, noise = bias_and_noise(
+            torch.stack(grads[name]), torch.stack(grads["full"])
+        )
+        student, teacher = (
+            sum(values) / len(values) for values in zip(*outside[name], strict=True)
+        )
+        print(
+            f"{name:18}{bias:8.2f} ±{error:4.2f}{cosine:8.2f}{length:8.2f}{noise:8.2f}{student:18.3f}{teacher:10.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

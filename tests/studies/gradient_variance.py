@@ -1,0 +1,188 @@
+"""Variance of the distillation gradient: sampled token against top K, by rollout length and future-reward coupling gamma.
+
+    python tests/study_gradient_variance.py
+
+The toy study of "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562, in its token analogue: instead
+of a Gaussian policy in continuous control, whose variance has to be estimated, a table of logits over a small vocabulary. The
+state is the last token, student p(y|s) and teacher q(y|s) are tables, and every moment of a rollout's gradient follows from a
+recursion over the steps: no sampling anywhere, so the numbers carry no error of their own.
+
+Per rollout of T tokens, gradients with respect to the student's table (score_t = grad log p(y_t|s_t)):
+
+    sampled, gamma   g = (1/T) sum_t score_t sum_{t' >= t} gamma^(t'-t) r_t',    r = log p(y) - log q(y)
+    tail K           g = (1/T) sum_t grad KL_tail(p || q) at s_t
+    head-tail K      g = (1/T) sum_t (sum_S grad p log p/q + 1[y_t not in S] score_t r_t)
+
+gamma = 1 has the gradient of the sequences' KL (divided by T); gamma = 0, tail K = V and head-tail all have the mean of the
+per-token KL's gradient on the student's own states. Printed, as means over three random pairs of tables: the standard deviation
+of one rollout's gradient over the length of its mean, sqrt(E|g - Eg|^2)/|Eg| (a batch of B rollouts divides it by sqrt(B));
+and at one length the bias |Eg - h|/|h| against either of these two gradients h.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LENGTHS = (5, 10, 20, 40, 80)
+GAMMAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """log p and log q, [V states, V tokens], float64. A token leads to the state of its name; a rollout starts in state 0."""
+
+    student: Tensor
+    teacher: Tensor
+
+
+def random_tables(vocab: int, seed: int, sharpness: float = 2.0, distance: float = 1.0) -> Tables:
+    """Normal logits of standard deviation ``sharpness`` for the student; the teacher's differ by normal ``distance``."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = sharpness * torch.randn(vocab, vocab, generator=generator, dtype=torch.float64)
+    other = logits + distance * torch.randn(vocab, vocab, generator=generator, dtype=torch.float64)
+    return Tables(logits.log_softmax(-1), other.log_softmax(-1))
+
+
+def scores(tables: Tables) -> Tensor:
+    """grad log p(y|s) with respect to the logits of row s, [s, y, V]; all other rows have none."""
+    vocab = tables.student.shape[0]
+    return torch.eye(vocab, dtype=torch.float64) - tables.student.exp()[:, None, :]
+
+
+def sampled_parts(tables: Tables) -> tuple[Tensor, Tensor]:
+    """Reward r(s, y) that is coupled to the future, and a gradient that is not (none), [s, y] and [s, y, V]."""
+    return tables.student - tables.teacher, torch.zeros_like(scores(tables))
+
+
+def top_k_parts(tables: Tables, k: int, head_tail: bool = False) -> tuple[Tensor, Tensor]:
+    """No coupled reward, and the gradient at (s, y): of the tail KL, or of head and sampled tail."""
+    p, log_ratio = tables.student.exp(), tables.student - tables.teacher
+    on_support = torch.zeros_like(p, dtype=torch.bool).scatter(
+        1, tables.teacher.topk(k, dim=-1).indices, True
+    )
+    if not head_tail:
+        # sum over outcomes of p log p/q, the tokens outside S being one: each of them carries the ratio of the masses.
+        p_rest, q_rest = (
+            torch.where(on_support, 0.0, x).sum(-1, keepdim=True) for x in (p, tables.teacher.exp())
+        )
+        signal = torch.where(
+            on_support, log_ratio, (p_rest / q_rest).log() if k < p.shape[1] else 0.0
+        )
+        grad = p * (signal - (p * signal).sum(-1, keepdim=True))
+        return torch.zeros_like(p), grad[:, None, :].expand(-1, p.shape[1], -1)
+    head = torch.where(on_support, log_ratio, 0.0)
+    grad = p * (head - (p * head).sum(-1, keepdim=True))
+    sampled = torch.where(on_support, 0.0, log_ratio)[:, :, None] * scores(tables)
+    return torch.zeros_like(p), grad[:, None, :] + sampled
+
+
+def moments(
+    tables: Tables, reward: Tensor, own: Tensor, length: int, gamma: float
+) -> tuple[Tensor, float]:
+    """Mean [V, V] and total variance of a rollout's gradient (1/T) sum_t (G_t score_t + own_t), exactly.
+
+    With G_t = r_t + gamma G_{t+1} and g_t = G_t score_t + own_t + g_{t+1}, both from step t on, backwards over the steps for
+    every state: E G, E G^2, E g, E G g and E |g|^2.
+    """
+    vocab = reward.shape[0]
+    p, score = tables.student.exp(), scores(tables)
+    rows = torch.arange(vocab)
+    ret, ret2, norm2 = (
+        torch.zeros(vocab, dtype=torch.float64) for _ in range(3)
+    )  # of the state that comes next
+    mean, with_ret = (
+        torch.zeros(vocab, vocab, vocab, dtype=torch.float64) for _ in range(2)
+    )  # [state, row, column]
+    for _ in range(length):
+        # Given s and y: E G, E G^2, E g', E G g', with ' for the next state, which is y.
+        ret_sy = reward + gamma * ret
+        ret2_sy = reward**2 + 2 * gamma * reward * ret + gamma**2 * ret2
+        after = mean  # [y, row, column]
+        ret_after = reward[:, :, None, None] * mean + gamma * with_ret  # [s, y, row, column]
+        ret_after_s = ret_after[
+            rows, :, rows, :
+        ]  # row s of it: what meets score_t and own_t, [s, y, column]
+        after_s = after[:, rows, :].transpose(0, 1)  # [s, y, column]
+        norm2_sy = (
+            ret2_sy * (score**2).sum(-1)
+            + 2 * ret_sy * (score * own).sum(-1)
+            + (own**2).sum(-1)
+            + 2 * (score * ret_after_s).sum(-1)
+            + 2 * (own * after_s).sum(-1)
+            + norm2
+        )
+        new_mean = torch.einsum("sy,yrc->src", p, after)
+        new_mean[rows, rows] += torch.einsum("sy,syc->sc", p, ret_sy[:, :, None] * score + own)
+        new_with_ret = torch.einsum("sy,syrc->src", p, ret_after)
+        new_with_ret[rows, rows] += torch.einsum(
+            "sy,syc->sc", p, ret2_sy[:, :, None] * score + ret_sy[:, :, None] * own
+        )
+        ret, ret2, norm2 = (p * ret_sy).sum(-1), (p * ret2_sy).sum(-1), (p * norm2_sy).sum(-1)
+        mean, with_ret = new_mean, new_with_ret
+    first = mean[0] / length
+    return first, float(norm2[0] / length**2 - (first**2).sum())
+
+
+def relative_noise(
+    tables: Tables, parts: tuple[Tensor, Tensor], length: int, gamma: float = 0.0
+) -> float:
+    mean, variance = moments(tables, *parts, length, gamma)
+    return max(variance, 0.0) ** 0.5 / float(mean.norm())
+
+
+def estimators(vocab: int) -> dict[str, tuple[Callable[[Tables], tuple[Tensor, Tensor]], float]]:
+    """Name -> (tables -> parts, gamma)."""
+    found: dict[str, tuple[Callable[[Tables], tuple[Tensor, Tensor]], float]] = {
+        f"sampled, gamma {gamma:g}": (sampled_parts, gamma) for gamma in GAMMAS
+    }
+    for k in (vocab // 4, vocab // 2, vocab):
+        found[f"tail, K = {k}"] = (lambda tables, k=k: top_k_parts(tables, k)), 0.0
+    for k in (vocab // 4, vocab // 2):
+        found[f"head-tail, K = {k}"] = (
+            (lambda tables, k=k: top_k_parts(tables, k, head_tail=True)),
+            0.0,
+        )
+    return found
+
+
+def biases(
+    tables: Tables, parts: tuple[Tensor, Tensor], length: int, gamma: float
+) -> tuple[float, float]:
+    """Distance of the mean from the gradient of the per-token KL, and from that of the sequences' KL, relative to each."""
+    mean, _ = moments(tables, *parts, length, gamma)
+    token, _ = moments(tables, *top_k_parts(tables, tables.student.shape[0]), length, 0.0)
+    sequence, _ = moments(tables, *sampled_parts(tables), length, 1.0)
+    return tuple(float((mean - target).norm() / target.norm()) for target in (token, sequence))
+
+
+def table(
+    vocab: int = 12, lengths: Sequence[int] = LENGTHS, seeds: Sequence[int] = (0, 1, 2)
+) -> str:
+    lines = [f"V = {vocab}; noise of one rollout's gradient over the length of its mean"]
+    middle = lengths[len(lengths) // 2]
+    lines.append(f"{'':62}bias at T = {middle} against the KL")
+    lines.append(
+        f"{'':20}"
+        + "".join(f"{f'T = {n}':>9}" for n in lengths)
+        + f"{'per token':>13}{'of sequences':>14}"
+    )
+    pairs = [random_tables(vocab, seed) for seed in seeds]
+    for name, (parts, gamma) in estimators(vocab).items():
+        noise = [
+            sum(relative_noise(one, parts(one), n, gamma) for one in pairs) / len(pairs)
+            for n in lengths
+        ]
+        found = [biases(one, parts(one), middle, gamma) for one in pairs]
+        token, sequence = (sum(values) / len(pairs) for values in zip(*found, strict=True))
+        lines.append(
+            f"{name:20}"
+            + "".join(f"{value:9.2f}" for value in noise)
+            + f"{token:13.2f}{sequence:14.2f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,185 @@
+"""A teacher that never ends a text: what one planted token costs each loss, and what the special-token mask repairs.
+
+    python tests/study_special_tokens.py [RECIPE] [--seeds 0 1 2] [--steps 60]
+
+Same tokenizer, another use of it: the teacher gives the student's end-of-text token probability e^-20 everywhere, as a chat
+model does that ends its turns with another token; the rest of its distribution keeps its proportions. The planted teacher
+scores the student's training; what is printed was measured against the true one (``eval/reverse_kl`` is not planted).
+
+What came out for recipes/gsm8k_opd.toml, one seed, 40 steps (``--seeds 0 --steps 40``); the mask takes out the first end of text
+of a response. "top 1 %" and "removed" (the mask's share of |A|) are means over the first quarter of the steps:
+
+    loss         teacher  mask    accuracy  cut off  true KL  top 1 %  removed
+    sampled      true     no         79.0%     0.0%    0.136    18.6%     0.0%
+    sampled      planted  no         61.5%    99.0%    1.661    13.5%     0.0%
+    sampled      planted  yes        79.0%     4.5%    0.270    18.1%    59.2%
+    tail K = 16  true     no         83.5%     0.0%    0.062    22.5%     0.0%
+    tail K = 16  planted  no         80.0%    35.0%    0.754    18.0%     0.0%
+    tail K = 16  planted  yes        84.5%     0.0%    0.112    21.0%    63.8%
+
+One token in about 16 holds three fifths of |A|, and teaches the sampled token's student never to stop. The tail loss feels it
+less: the token is not among the teacher's 16, so the bucket's mass is compared, not its e^-20. The mask brings back the
+accuracy of both, and not all of the KL.
+"""
+
+import argparse
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from prime_composer.cli.commands import set_environment
+
+set_environment()
+
+import torch  # noqa: E402
+
+from prime_composer.backends.protocols import (  # noqa: E402
+    Rollout,  # noqa: E402
+    Scorer,
+    TeacherScores,
+)
+from prime_composer.local import engine as engine_module  # noqa: E402
+from prime_composer.local.tracker import read_metrics  # noqa: E402
+from prime_composer.local.train import train  # noqa: E402
+from prime_composer.recipe.loading import load_recipe  # noqa: E402
+
+END = "<|endoftext|>"
+LOG_PLANTED = -20.0
+LOSSES = {
+    "sampled": '{type = "sampled_reverse_kl"MASK}',
+    "tail K = 16": '{type = "topk_reverse_kl", k = 16MASK}',
+}
+MASK = f', special_tokens = {{strings = ["{END}"]}}'
+
+
+def plant(scores: TeacherScores, sampled: torch.Tensor, token: int, k: int) -> TeacherScores:
+    """The scores of a teacher that gives ``token`` e^-20 and the others its old mass in their old proportions.
+
+    Args:
+        scores: of the true teacher, with at least k + 1 ids.
+        sampled: the rollout's token ids, [seq].
+    """
+    at_token = scores.token_ids == token
+    # log q of the token; 0 mass where it is not among the K + 1 most probable: it is at most the least of them.
+    log_q = torch.where(at_token, scores.teacher_logprobs, -torch.inf).logsumexp(-1)
+    log_q = torch.where(sampled == token, scores.ref_logprobs, log_q)
+    # Where q rounds to 1 nothing is known of the others but their order.
+    others = math.log1p(-math.exp(LOG_PLANTED)) - torch.log1p(-log_q.clamp(max=-1e-6).exp())
+    logprobs = torch.where(at_token, -torch.inf, scores.teacher_logprobs + others[:, None])
+    order = logprobs.argsort(dim=-1, descending=True, stable=True)[:, :k]
+    return TeacherScores(
+        torch.where(sampled == token, LOG_PLANTED, scores.ref_logprobs + others),
+        scores.token_ids.gather(1, order),
+        logprobs.gather(1, order),
+    )
+
+
+class PlantedScorer:
+    """A scorer whose teacher never writes ``token``; full-vocabulary scores, which measure the KL, stay the true ones."""
+
+    def __init__(self, inner: Scorer, token: int):
+        self.inner, self.token = inner, token
+
+    def score(
+        self, rollouts: Sequence[Rollout], support_size: int | Literal["full"]
+    ) -> list[TeacherScores]:
+        if support_size == "full":
+            return self.inner.score(rollouts, "full")
+        true = self.inner.score(rollouts, support_size + 1)
+        return [
+            plant(one, r.token_ids, self.token, support_size)
+            for one, r in zip(true, rollouts, strict=True)
+        ]
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Silent:
+    def status(self, text: str) -> None: ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+
+
+def run(path: Path, loss: str, planted: bool, seed: int, steps: int) -> list[dict[str, float]]:
+    """Records of one run."""
+    overrides = [
+        f"loss={loss}",
+        f"trainer.seed={seed}",
+        f"trainer.steps={steps}",
+        "rollout.backend=transformers",
+    ]
+    recipe = load_recipe(
+        path, [*overrides, "eval.every=0", "checkpoint.every=0", "logging.tensorboard=false"]
+    )
+    true_scorer = engine_module.open_scorer
+
+    def open_planted(teacher, recipe) -> Scorer:
+        from prime_composer.backends.hf_model import load_tokenizer
+
+        tokenizer = load_tokenizer(engine_module.model_dir(teacher, recipe))
+        scorer = PlantedScorer(true_scorer(teacher, recipe), tokenizer.convert_tokens_to_ids(END))
+        return scorer
+
+    engine_module.open_scorer = open_planted if planted else true_scorer
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            train(recipe, Path(folder), Silent())
+            return read_metrics(folder)
+    finally:
+        engine_module.open_scorer = true_scorer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        type=Path,
+        default=Path(__file__).parents[2] / "recipes" / "gsm8k_opd.toml",
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=60)
+    args = parser.parse_args()
+    print(
+        f"{'loss':12} {'teacher':8} {'mask':5} {'accuracy':>21} {'cut off':>8} {'true KL':>8} {'top 1 %':>8} {'removed':>8}"
+    )
+    for name, loss in LOSSES.items():
+        for planted, masked in ((False, False), (True, False), (True, True)):
+            runs = [
+                run(
+                    args.recipe,
+                    loss.replace("MASK", MASK if masked else ""),
+                    planted,
+                    s,
+                    args.steps,
+                )
+                for s in args.seeds
+            ]
+            ends = [records[-1] for records in runs]
+            accuracy = [end["eval/accuracy"] for end in ends]
+            # The first quarter of the run: later an unmasked student may have no end of text left to be punished for.
+            early = [
+                record
+                for records in runs
+                for record in records
+                if 1 <= record["step"] <= max(1, args.steps // 4)
+            ]
+            print(
+                f"{name:12} {'planted' if planted else 'true':8} {'yes' if masked else 'no':5} "
+                f"{f'{mean(accuracy):.1%} ({min(accuracy):.1%}-{max(accuracy):.1%})':>21} "
+                f"{mean([end['eval/truncated'] for end in ends]):8.1%} {mean([end['eval/reverse_kl'] for end in ends]):8.3f} "
+                f"{mean([v for r in early for key, v in r.items() if key.endswith('signal_top1pct')]):8.1%} "
+                f"{mean([r.get('special_tokens/removed_signal_share', 0.0) for r in early]):8.1%}",
+                flush=True,
+            )
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+if __name__ == "__main__":
+    main()

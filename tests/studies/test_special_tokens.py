@@ -1,0 +1,58 @@
+"""The planted teacher of the special-token study is the distribution it claims to be."""
+
+import math
+
+import torch
+
+from prime_composer.backends.protocols import Rollout, TeacherScores
+from tests.studies.special_tokens import PlantedScorer, plant
+
+Q = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04], [0.2, 0.7, 0.05, 0.03, 0.02]], dtype=torch.float64)
+END = 1
+
+
+class FullScorer:
+    def score(self, rollouts, support_size):
+        k = Q.shape[1] if support_size == "full" else support_size
+        logprobs, ids = Q.log().sort(dim=-1, descending=True)
+        ref = Q.log().gather(1, rollouts[0].token_ids[:, None])[:, 0]
+        return [TeacherScores(ref, ids[:, :k], logprobs[:, :k])]
+
+
+def test_the_planted_token_has_e_to_the_minus_20_and_the_others_their_proportions() -> None:
+    tokens = torch.tensor([END, 3])
+    rollout = Rollout(tokens, torch.tensor([True, True]), torch.zeros(2), "stop", 0)
+    (planted,) = PlantedScorer(FullScorer(), END).score([rollout], 3)
+    rest = 1 - math.exp(-20)
+    torch.testing.assert_close(planted.token_ids, torch.tensor([[0, 2, 3], [0, 2, 3]]))
+    expected = (
+        torch.tensor([[0.5, 0.1, 0.06], [0.2, 0.05, 0.03]], dtype=torch.float64)
+        * rest
+        / torch.tensor([[0.7], [0.3]])
+    )
+    torch.testing.assert_close(planted.teacher_logprobs.exp(), expected, rtol=1e-6, atol=0)
+    assert planted.ref_logprobs[0] == -20
+    torch.testing.assert_close(
+        float(planted.ref_logprobs[1].exp()), 0.03 / 0.3 * rest, rtol=1e-6, atol=0
+    )
+
+
+def test_measuring_sees_the_true_teacher() -> None:
+    rollout = Rollout(torch.tensor([END, 3]), torch.tensor([True, True]), torch.zeros(2), "stop", 0)
+    (true,) = PlantedScorer(FullScorer(), END).score([rollout], "full")
+    torch.testing.assert_close(
+        true.teacher_logprobs.exp().sum(-1), torch.ones(2, dtype=torch.float64)
+    )
+    assert true.ref_logprobs[0].exp() == 0.3
+
+
+def test_a_token_that_the_teacher_never_considered_changes_nothing_else() -> None:
+    scores = TeacherScores(
+        torch.log(torch.tensor([0.6])),
+        torch.tensor([[0, 2]]),
+        torch.log(torch.tensor([[0.6, 0.3]])),
+    )
+    planted = plant(scores, torch.tensor([0]), token=7, k=1)
+    torch.testing.assert_close(
+        planted.teacher_logprobs, scores.teacher_logprobs[:, :1], rtol=0, atol=1e-6
+    )

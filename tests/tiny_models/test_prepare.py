@@ -1,0 +1,357 @@
+"""Small models prepared on the spot, and their cache."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from prime_composer.problems.config import DataConfig
+from prime_composer.problems.loading import load_problems
+from prime_composer.problems.prompts import render_prompt
+from prime_composer.recipe.prepare import PrepareConfig
+from prime_composer.tiny_models.cache import cache_key, cache_root, cached_path, prepare_model
+
+TINY = PrepareConfig(
+    vocab_size=300,
+    hidden_size=16,
+    layers=1,
+    heads=1,
+    head_dim=16,
+    intermediate_size=32,
+    sft_steps=4,
+    batch_size=8,
+)
+DATA = DataConfig(size=60)
+SOURCES = {"problems": DATA}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def tiny(cache):
+    return prepare_model(TINY, SOURCES, cache)
+
+
+def key_of(config=TINY, data=DATA):
+    return cache_key(config, {"problems": data}, load_problems(data)[0])
+
+
+def load(path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+
+
+def test_a_prepared_folder_is_a_complete_hugging_face_model(tiny):
+    model, tokenizer = load(tiny)
+    end = tokenizer.eos_token_id
+    assert model.config.model_type == "qwen3" and model.config.tie_word_embeddings
+    assert model.config.vocab_size == len(tokenizer) == 300
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == end
+    assert tokenizer.decode([end]) == "<|endoftext|>" and tokenizer.pad_token_id == end
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    description = json.loads((tiny / "prepare.json").read_text())
+    assert description["prepare"]["sft_steps"] == 4 and description["loss"] > 0
+
+
+def test_tokens_spell_the_text_with_one_token_per_digit(tiny):
+    _, tokenizer = load(tiny)
+    problem = load_problems(DATA)[0][0]
+    ids = render_prompt(problem, DATA, tokenizer)
+    assert tokenizer.decode(ids) == f"Question: {problem.question}\nAnswer:"
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode(" 12 + 345 = 357\n#### 357")]
+    assert [piece for piece in pieces if any(c.isdigit() for c in piece)] == list("12345357357")
+    assert "".join(pieces) == " 12 + 345 = 357\n#### 357"
+
+
+def test_digits_are_never_merged_however_large_the_vocabulary():
+    from prime_composer.tiny_models.training import train_tokenizer
+
+    tokenizer = train_tokenizer(load_problems(DataConfig(size=400))[0], SOURCES, 800)
+    digits = [piece for piece in tokenizer.get_vocab() if set(piece) & set("0123456789")]
+    assert sorted(digits) == list("0123456789")
+
+
+def test_the_same_description_gives_the_same_bytes(tiny, tmp_path):
+    torch.rand(3)  # the state of the global generator does not matter
+    again = prepare_model(TINY, SOURCES, tmp_path)
+    for file in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json"):
+        assert (again / file).read_bytes() == (tiny / file).read_bytes()
+
+
+def test_preparing_leaves_the_callers_random_state_and_threads_alone(tmp_path):
+    torch.rand(3)  # not where an earlier preparation would have left it
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    prepare_model(TINY, SOURCES, tmp_path)
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_fine_tuning_learns(tmp_path):
+    losses = []
+    config = TINY.model_copy(update={"sft_steps": 60})
+    prepare_model(config, SOURCES, tmp_path, progress=lambda done, steps, loss: losses.append(loss))
+    assert len(losses) == 60
+    assert losses[0] > 5.0  # log 300 = 5.7 before anything is learnt
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_teacher_and_student_of_other_sizes_get_the_same_tokenizer(tiny, cache):
+    other = prepare_model(
+        TINY.model_copy(update={"layers": 2, "sft_steps": 0, "seed": 5}), SOURCES, cache
+    )
+    assert (other / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
+
+
+def test_a_cached_model_is_not_trained_again(tiny, cache):
+    def progress(done, steps, loss):
+        raise AssertionError("trained again")
+
+    assert cached_path(TINY, SOURCES, cache) == tiny
+    assert prepare_model(TINY, SOURCES, cache, progress=progress) == tiny
+
+
+def test_a_pruned_model_is_the_cached_whole_one_without_its_smallest_weights(tiny, cache):
+    calls = []
+    pruned = prepare_model(
+        TINY.model_copy(update={"prune": 0.7}),
+        SOURCES,
+        cache,
+        progress=lambda *numbers: calls.append(numbers),
+    )
+    assert [numbers[:2] for numbers in calls] == [(4, 4)]  # nothing was trained
+    assert (pruned / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
+    whole, after = load(tiny)[0].state_dict(), load(pruned)[0].state_dict()
+    matrices = 0
+    for name, weight in after.items():
+        if "layers" in name and weight.ndim == 2:
+            matrices += 1
+            gone = weight == 0
+            assert int(gone.sum()) == round(0.7 * weight.numel())
+            assert torch.equal(weight[~gone], whole[name][~gone])
+            assert whole[name][gone].abs().max() <= whole[name][~gone].abs().min()
+        else:
+            assert torch.equal(weight, whole[name])
+    assert matrices == 7
+
+
+@pytest.mark.parametrize(("fraction", "zeros"), [(0.0, 0), (0.25, 3), (0.5, 6), (0.99, 12)])
+def test_pruning_removes_exactly_the_asked_share_even_among_equal_weights(fraction, zeros):
+    from prime_composer.tiny_models.training import prune_by_magnitude
+
+    equal = torch.nn.Parameter(torch.full((3, 4), -2.0))
+    prune_by_magnitude([equal], fraction)
+    assert int((equal == 0).sum()) == zeros
+
+
+def test_pruning_goes_by_magnitude_within_each_matrix():
+    from prime_composer.tiny_models.training import prune_by_magnitude
+
+    small, large = (
+        torch.nn.Parameter(torch.tensor([[0.1, -0.4, 0.2, 0.3]])),
+        torch.nn.Parameter(torch.tensor([[-10.0], [40.0], [-30.0], [20.0]])),
+    )
+    prune_by_magnitude([small, large], 0.5)
+    assert small.tolist() == [pytest.approx([0.0, -0.4, 0.0, 0.3])]
+    assert large.flatten().tolist() == [0.0, 40.0, -30.0, 0.0]
+
+
+def test_targets_are_the_answers_next_tokens():
+    from prime_composer.tiny_models.training import _padded
+
+    token_ids, targets = _padded([([5, 6], [7, 8, 9]), ([4], [3])])
+    assert token_ids.tolist() == [[5, 6, 7, 8], [4, 0, 0, 0]]
+    assert targets.tolist() == [[-1, 7, 8, 9], [3, -1, -1, -1]]
+
+
+def test_a_share_of_the_examples_carries_the_worked_answer_as_a_hint():
+    from prime_composer.tiny_models.training import with_hints
+
+    problems = load_problems(DataConfig(size=600))[0]
+    config = TINY.model_copy(update={"hint_template": "{hint} | {question}", "hint_share": 0.25})
+    told = with_hints(problems, config)
+    hinted = [(a, b) for a, b in zip(problems, told, strict=True) if a != b]
+    assert 0.18 * len(problems) < len(hinted) < 0.32 * len(problems)
+    assert all(
+        b.question == f"{a.answer} | {a.question}" and b.answer == a.answer for a, b in hinted
+    )
+    assert with_hints(problems, config) == told
+    assert with_hints(problems, TINY) == problems
+
+
+def test_hint_template_and_share_go_together():
+    with pytest.raises(ValidationError, match="hint_template and hint_share go together"):
+        PrepareConfig(hint_share=0.5)
+    with pytest.raises(ValidationError, match="must contain {question} and {hint}"):
+        PrepareConfig(hint_template="{hint}", hint_share=0.5)
+
+
+def test_batches_share_the_epoch_out_by_length():
+    from prime_composer.tiny_models.training import _batch_of_similar_lengths
+
+    examples = [([1] * length, [2]) for length in range(1, 33)]  # four steps of eight make an epoch
+    config = TINY.model_copy(update={"batch_size": 8})
+    batches = [_batch_of_similar_lengths(examples, config, step) for step in range(8)]
+    for epoch in (batches[:4], batches[4:]):
+        assert sorted(len(prompt) for batch in epoch for prompt, _ in batch) == list(range(1, 33))
+        assert sorted(max(len(prompt) for prompt, _ in batch) for batch in epoch) == [8, 16, 24, 32]
+
+
+def test_everything_that_the_model_learns_from_is_in_the_cache_key(tmp_path):
+    changes = {
+        "vocab_size": 301, "hidden_size": 24, "layers": 2, "heads": 2, "head_dim": 8, "intermediate_size": 16,
+        "tie_word_embeddings": False, "max_position_embeddings": 128, "sft_steps": 5, "batch_size": 9,
+        "learning_rate": 1e-3, "matrix_learning_rate": 1e-2, "label_smoothing": 0.1, "seed": 1, "prune": 0.5,
+        "hint_template": "{hint} {question}", "hint_share": 0.5, "environments": ("problems",),
+    }  # fmt: skip
+    assert set(changes) == set(PrepareConfig.model_fields)
+    keys = [key_of(TINY.model_copy(update={name: value})) for name, value in changes.items()]
+    data = [
+        DATA.model_copy(update=u)
+        for u in ({"size": 61}, {"seed": 1}, {"prompt_template": "{question}"})
+    ]
+    keys += [key_of(), *(key_of(data=d) for d in data)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_what_the_model_does_not_learn_from_is_not_in_the_cache_key(tmp_path):
+    assert key_of() == key_of(data=DATA.model_copy(update={"answer_check": "math_verify"}))
+    keys = set()
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        for split in ("train", "test"):
+            row = {"question": f"{split}?", "answer": "#### 1"}
+            (folder / f"{split}.jsonl").write_text(json.dumps(row))
+        keys.add(key_of(data=DataConfig(source="jsonl", path=folder)))
+    assert len(keys) == 1
+    (tmp_path / "b" / "train.jsonl").write_text(
+        json.dumps({"question": "train?", "answer": "#### 2"})
+    )
+    assert key_of(data=DataConfig(source="jsonl", path=tmp_path / "b")) not in keys
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from prime_composer.problems.config import DataConfig
+from prime_composer.recipe.prepare import PrepareConfig
+from prime_composer.tiny_models.cache import prepare_model
+config = PrepareConfig.model_validate_json(sys.argv[2])
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[3] == "training":
+    progress = lambda done, steps, loss: done == 2 and die()
+else:
+    progress = None
+    from prime_composer.tiny_models import training
+    training.PreTrainedTokenizerFast.save_pretrained = die
+prepare_model(config, {"problems": DataConfig(size=60)}, Path(sys.argv[1]), progress=progress, rebuild=sys.argv[4] == "rebuild")
+"""
+
+
+def killed(cache, moment, rebuild=""):
+    command = [sys.executable, "-c", KILLED, str(cache), TINY.model_dump_json(), moment, rebuild]
+    assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
+
+
+def test_a_kill_in_the_middle_leaves_no_half_model_and_the_next_run_succeeds(tmp_path):
+    killed(tmp_path, "training")
+    assert cached_path(TINY, SOURCES, tmp_path) is None
+    killed(tmp_path, "saving")
+    assert (
+        tmp_path / "models" / f"{key_of()}.unfinished" / "model.safetensors"
+    ).exists()  # it came that far
+    assert cached_path(TINY, SOURCES, tmp_path) is None
+    path = prepare_model(TINY, SOURCES, tmp_path)
+    assert (path / "model.safetensors").exists() and (path / "tokenizer.json").exists()
+    assert sorted(p.name for p in path.parent.iterdir()) == [path.name, f"{path.name}.lock"]
+
+
+def test_a_kill_during_a_rebuild_leaves_the_old_model_whole(tmp_path):
+    path = prepare_model(TINY, SOURCES, tmp_path)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    killed(tmp_path, "saving", "rebuild")
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+def test_rebuilding_trains_again_and_replaces(tmp_path):
+    path = prepare_model(TINY, SOURCES, tmp_path)
+    (path / "stale").touch()
+    steps = []
+    assert (
+        prepare_model(TINY, SOURCES, tmp_path, rebuild=True, progress=lambda *n: steps.append(n))
+        == path
+    )
+    assert len(steps) == 4 and not (path / "stale").exists()
+
+
+def test_runs_that_want_the_same_model_at_once_train_it_once(tmp_path, monkeypatch):
+    builds = []
+
+    def slow_build(config, data, problems, folder, progress):
+        builds.append(threading.get_ident())
+        time.sleep(0.3)
+        (folder / "model.safetensors").touch()
+        return 0.5
+
+    monkeypatch.setattr("prime_composer.tiny_models.training.build_model", slow_build)
+    found = []
+    runs = [
+        threading.Thread(target=lambda: found.append(prepare_model(TINY, SOURCES, tmp_path)))
+        for _ in range(3)
+    ]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert len(builds) == 1
+    assert found == [found[0]] * 3 and (found[0] / "model.safetensors").exists()
+
+
+def test_an_example_longer_than_the_context_names_the_remedy(tmp_path):
+    with pytest.raises(ValueError, match="longest training example has .* raise it to at least"):
+        prepare_model(TINY.model_copy(update={"max_position_embeddings": 16}), SOURCES, tmp_path)
+    assert cached_path(TINY, SOURCES, tmp_path) is None
+
+
+def test_looking_for_a_cached_model_imports_nothing_heavy(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from prime_composer.problems.config import DataConfig\n"
+        "from prime_composer.tiny_models.cache import PrepareConfig, cached_path\n"
+        "assert cached_path(PrepareConfig(), {'problems': DataConfig(size=60)}, Path(sys.argv[1])) is None\n"
+        "print([name for name in ('transformers', 'tokenizers', 'vllm', 'datasets') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_cache_is_the_users_and_can_be_moved(monkeypatch):
+    monkeypatch.delenv("PRIME_COMPOSER_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_root() == Path.home() / ".cache" / "prime_composer"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert cache_root() == Path("/elsewhere/prime_composer")
+    monkeypatch.setenv("PRIME_COMPOSER_CACHE", os.path.join("~", "models"))
+    assert cache_root() == Path.home() / "models"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"prune": 1.0}, {"vocab_size": 100}, {"head_dim": 7}, {"hiden_size": 64}]
+)
+def test_a_wrong_description_names_the_key(settings):
+    with pytest.raises(ValidationError, match=next(iter(settings))):
+        PrepareConfig(**settings)
