@@ -110,7 +110,7 @@ def _rl(args: argparse.Namespace) -> int:
     if engine == "prime-rl":
         from prime_composer.recipe.loading import read_tables
         from prime_composer.upstream.launch import is_native, launch
-        from prime_composer.upstream.probe import has_prime_rl
+        from prime_composer.upstream.versions import has_prime_rl
 
         # Without prime-rl, launch says so; then there is nothing to prepare for.
         models = (

@@ -40,7 +40,7 @@ from prime_composer.problems.loading import load_problems
 from prime_composer.recipe.schema import Recipe, RecipeError, RolloutConfig, TeacherConfig
 from prime_composer.upstream.environment import EXPORTED, NAME, data_settings
 from prime_composer.upstream.orchestrator import API_KEY_VAR, HEADER
-from prime_composer.upstream.probe import DIALECTS
+from prime_composer.upstream.versions import VERSIONS as DIALECTS
 
 IMPORT_PATH = "prime_composer.upstream.loss_fn"
 

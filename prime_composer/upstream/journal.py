@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from prime_composer.losses.base import Loss
-from prime_composer.upstream.probe import UnknownSurface
+from prime_composer.upstream.versions import UnknownSurface
 from prime_composer.upstream.registration import current, say
 
 FILE = "prime_composer_loss.jsonl"

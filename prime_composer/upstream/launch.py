@@ -12,7 +12,8 @@ from typing import Any
 
 from prime_composer.recipe.loading import apply_override, load_recipe, read_tables
 from prime_composer.recipe.schema import RecipeError
-from prime_composer.upstream.probe import DIALECTS, has_prime_rl, probe_dialect
+from prime_composer.upstream.versions import VERSIONS as DIALECTS
+from prime_composer.upstream.versions import has_prime_rl, probe_version
 
 SWITCH = "PRIME_COMPOSER"
 NATIVE = frozenset({"orchestrator", "inference", "deployment", "slurm"})
@@ -50,7 +51,7 @@ def launch(
         )
     check_pth()
     path = Path(config)
-    dialect = probe_dialect()
+    dialect = probe_version().name
     raw = read_tables(path, "recipe", "recipes/")
     if is_native(raw):
         from prime_composer.upstream.export import check_slurm

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 from prime_composer.upstream import wire
 from prime_composer.upstream.hooks import wanted_support, wants_mark
-from prime_composer.upstream.probe import UnknownSurface, expect
+from prime_composer.upstream.versions import UnknownSurface, expect
 
 
 class Scores(list):

@@ -23,7 +23,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from prime_composer.contract import LossInputs, Support
 from prime_composer.losses import LOSS_TYPES, LossUnion, setup_loss_fn
 from prime_composer.losses.base import Loss, LossConfig
-from prime_composer.upstream.probe import ERAS, LOSS_MODULE, Era, expect, probe_loss
+from prime_composer.upstream.versions import (
+    LOSS_MODULE,
+    LossContract,
+    expect,
+    loss_contracts,
+    probe_contract,
+)
 from prime_composer.upstream.switch import EXAMPLE, SECTION, SWITCH, needs_adapter
 from prime_composer.upstream.wire import MARK
 
@@ -35,7 +41,7 @@ WITH_ADAPTER = (
 PATIENCE = 10
 """Optimiser steps without a token for the loss, in a run that may have other tokens, before it is an error."""
 
-SETUPS = frozenset(era.setup for era in ERAS)
+SETUPS = frozenset(era.setup for era in loss_contracts())
 
 Aligned = Callable[[Any], tuple[Tensor | None, Support | None]]
 """Finds the token ids and the support of upstream's ``LossInputs`` of one sequence."""
@@ -63,7 +69,7 @@ class Registered:
     def __init__(
         self,
         loss: Loss,
-        era: Era,
+        era: LossContract,
         outputs: type,
         aligned: Aligned | None = None,
         expects_mark: bool = False,
@@ -269,7 +275,7 @@ def register(table: dict[str, Any], section: str = SECTION) -> Registered:
     """
     global _registered, _step_hook
     module = sys.modules.get(LOSS_MODULE) or __import__(LOSS_MODULE, fromlist=["_"])
-    era = probe_loss(module)
+    era = probe_contract(module)
     config = parse_loss(table, section)
     if _registered is not None and _registered.loss.config != config:
         raise ValueError(
@@ -303,7 +309,7 @@ def register(table: dict[str, Any], section: str = SECTION) -> Registered:
     return _registered
 
 
-def refuse(config: LossConfig, era: Era, adapter: bool, section: str = SECTION) -> None:
+def refuse(config: LossConfig, era: LossContract, adapter: bool, section: str = SECTION) -> None:
     """Refuse, at load, a loss that prime-rl cannot feed on this road.
 
     Raises:

@@ -21,7 +21,7 @@ from torch import Tensor
 from prime_composer.contract import Support
 from prime_composer.losses.base import LossConfig
 from prime_composer.upstream import wire
-from prime_composer.upstream.probe import UnknownSurface, expect, probe_loss
+from prime_composer.upstream.versions import UnknownSurface, expect, probe_contract
 from prime_composer.upstream.registration import Aligned, say
 from prime_composer.upstream.student import folded, rows_of, support_logits
 from prime_composer.upstream.switch import SWITCH
@@ -265,7 +265,7 @@ def hook_cp(module: ModuleType) -> None:
 def hook_loss(module: ModuleType) -> None:
     """``compute_loss`` notes which slice of the bin each per-sequence tensor is (38494ccb loss.py:298, 559b4477
     loss.py:255), so that a loss finds its support. To go with ``hook_data``."""
-    era = probe_loss(module)
+    era = probe_contract(module)
     compute_loss = expect(module, "compute_loss", era.compute_loss, "prime_rl/trainer/rl/loss.py")
 
     @functools.wraps(compute_loss)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_composer.upstream.probe import V0_6, V0_7
+from prime_composer.upstream.versions import LOSS_V0_6, LOSS_V0_7
 from tests.prime_rl_checkout import VERSIONS
 
 SRC = "src/prime_rl/"
@@ -20,12 +20,12 @@ HEAD = "self hidden_states labels temperature"
 TOUCHED = [
     (("v0.6.0",), SRC + "trainer/rl/loss.py", "setup_loss_fns", "loss_config"),
     (("v0.6.0",), SRC + "trainer/rl/loss.py", "opd_loss_fn", "inputs"),
-    (("v0.6.0",), SRC + "trainer/rl/loss.py", "compute_loss", " ".join(V0_6.compute_loss)),
-    (("v0.6.0",), SRC + "trainer/rl/loss.py", "LossInputs", " ".join(V0_6.inputs)),
+    (("v0.6.0",), SRC + "trainer/rl/loss.py", "compute_loss", " ".join(LOSS_V0_6.compute_loss)),
+    (("v0.6.0",), SRC + "trainer/rl/loss.py", "LossInputs", " ".join(LOSS_V0_6.inputs)),
     (NEWER, SRC + "trainer/rl/loss.py", "setup_rl_loss_fn", "loss_config"),
     (NEWER, SRC + "trainer/rl/loss.py", "ref_kl_loss_fn", "inputs"),
-    (NEWER, SRC + "trainer/rl/loss.py", "compute_loss", " ".join(V0_7.compute_loss)),
-    (NEWER, SRC + "trainer/rl/loss.py", "LossInputs", " ".join(V0_7.inputs)),
+    (NEWER, SRC + "trainer/rl/loss.py", "compute_loss", " ".join(LOSS_V0_7.compute_loss)),
+    (NEWER, SRC + "trainer/rl/loss.py", "LossInputs", " ".join(LOSS_V0_7.inputs)),
     (ALL, SRC + "trainer/rl/loss.py", "LossOutputs", "loss metrics"),
     (ALL, SRC + "trainer/rl/data.py", "DataLoader.get_batch", "self"),
     (

@@ -29,7 +29,7 @@ from prime_composer.upstream.export import (
 )
 from prime_composer.upstream.launch import comment_at_head
 from prime_composer.upstream.orchestrator import HEADER
-from prime_composer.upstream.probe import DIALECTS
+from prime_composer.upstream.versions import VERSIONS as DIALECTS
 from tests.prime_rl_checkout import REPO, VERSIONS
 from tests.upstream.make_venvs import python_of, verifiers_of
 

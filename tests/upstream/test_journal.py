@@ -5,7 +5,7 @@ import types
 import pytest
 
 from prime_composer.upstream import journal, registration
-from prime_composer.upstream.probe import UnknownSurface
+from prime_composer.upstream.versions import UnknownSurface
 from tests.upstream import fake_prime_rl
 
 TAID = {"type": "taid", "k": 4, "total_steps": 10, "t_start": 0.2, "alpha": 0.5, "beta": 0.5}

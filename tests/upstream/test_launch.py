@@ -11,6 +11,7 @@ import pytest
 
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream import launch
+from prime_composer.upstream.versions import VERSIONS
 from tests.prime_rl_checkout import REPO
 from tests.upstream.e2e import launch_run
 from tests.upstream.make_venvs import python_of
@@ -64,7 +65,7 @@ def test_a_native_file_for_slurm_is_told_how_to_keep_the_package(monkeypatch, tm
     for name, value in (
         ("has_prime_rl", lambda: True),
         ("check_pth", lambda: None),
-        ("probe_dialect", lambda: "head"),
+        ("probe_version", lambda: VERSIONS["head"]),
     ):
         monkeypatch.setattr(launch, name, value)
     monkeypatch.setattr(launch.subprocess, "call", lambda command, env: 0)

@@ -1,0 +1,119 @@
+"""How prime-rl's versions write teachers, environments, servers, directories and resume in TOML.
+
+Each function is one way that at least one version writes one thing. ``versions.py`` says which
+version uses which. Plain tables go in and out; nothing of the package is imported.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Table = dict[str, Any]
+"""A TOML table."""
+
+Mixtures = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Environment -> its teachers: tables of ``url``, ``model``, ``weight``, maybe ``api_key_var``."""
+
+Headers = Callable[[Any], dict[str, str]]
+"""Writes a mixture, or all of them, as the HTTP headers that the adapter reads."""
+
+
+def _endpoint(url: str, teacher: Mapping[str, Any], url_is_list: bool) -> Table:
+    key = {name: value for name, value in teacher.items() if name == "api_key_var"}
+    return {"base_url": [url] if url_is_list else url} | key
+
+
+def teacher_of_the_run(
+    orchestrator: Table, environments: list[Table], mixtures: Mixtures, headers: Headers
+) -> None:
+    """Write the one teacher's client; a header has the mixtures that it cannot express (v0.6)."""
+    first, alike = _common(mixtures)
+    client = _endpoint(first[0]["url"], first[0], url_is_list=True)
+    if not alike or len(first) > 1:
+        client["headers"] = headers(first if alike else mixtures)
+    orchestrator["training_mode"] = "opd"
+    orchestrator["teacher"] = {"model": {"name": first[0]["model"]}, "client": client}
+    # The default filters drop each group whose rollouts earn the same reward. Distillation learns
+    # from those groups as well.
+    orchestrator["post_batch_filters"] = [{"type": "gibberish"}, {"type": "repetition"}]
+
+
+def teacher_by_environment(url_is_list: bool) -> Callable[..., None]:
+    """Return a writer of ``algo.teacher``, of the run or of each environment (v0.7 and newer)."""
+
+    def write(
+        orchestrator: Table, environments: list[Table], mixtures: Mixtures, headers: Headers
+    ) -> None:
+        algorithms = {}
+        for name, mixture in mixtures.items():
+            teacher = {"name": mixture[0]["model"]}
+            teacher |= _endpoint(mixture[0]["url"], mixture[0], url_is_list)
+            if len(mixture) > 1:
+                teacher["headers"] = headers(mixture)
+            algorithms[name] = {"type": "opd", "teacher": teacher}
+        _, alike = _common(mixtures)
+        if alike:
+            orchestrator["algo"] = next(iter(algorithms.values()))
+            return
+        for environment in environments:
+            environment["algo"] = algorithms[environment["name"]]
+
+    return write
+
+
+def _common(mixtures: Mixtures) -> tuple[Sequence[Mapping[str, Any]], bool]:
+    """Return the first environment's mixture, and whether all others equal it."""
+    first = next(iter(mixtures.values()))
+    return first, all(mixture == first for mixture in mixtures.values())
+
+
+def environment_with_args(module: str, settings: Table, entry: Table) -> Table:
+    """Write an environment of verifiers' first API (v0.6)."""
+    return {"id": module, "args": settings, **entry}
+
+
+def environment_with_taskset(module: str, settings: Table, entry: Table) -> Table:
+    """Write a taskset and its harness, side by side (v0.7)."""
+    harness = {"id": "null", "runtime": {"type": "subprocess"}}
+    return {**entry, "taskset": {"id": module, **settings}, "harness": harness}
+
+
+def source_with_agent(module: str, settings: Table, entry: Table) -> Table:
+    """Write a source: an ``env`` of a taskset and an agent (v0.8 and newer)."""
+    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    return {**entry, "env": {"taskset": {"id": module, **settings}, "agent": agent}}
+
+
+def inference_with_extra(arguments: Table) -> Table:
+    """Write vLLM's arguments: those that [inference] has fields for, the rest in vllm_extra."""
+    table = {key: arguments[key] for key in ("gpu_memory_utilization", "seed") if key in arguments}
+    if "dtype" in arguments:
+        table["model"] = {"dtype": arguments["dtype"]}
+    if "max_logprobs" in arguments:
+        table["vllm_extra"] = {"max_logprobs": arguments["max_logprobs"]}
+    return table
+
+
+def inference_by_vllm_name(arguments: Table) -> Table:
+    """Write vLLM's arguments under [inference.vllm], each by vLLM's own name."""
+    return {"vllm": arguments} if arguments else {}
+
+
+def output_dir_itself(run_dir: Path) -> Table:
+    """Write the run directory as output_dir."""
+    return {"output_dir": str(run_dir)}
+
+
+def output_dir_and_name(run_dir: Path) -> Table:
+    """Write the run directory as output_dir/run.name. Without a name prime-rl generates one."""
+    return {"output_dir": str(run_dir.parent), "run": {"name": run_dir.name}}
+
+
+def resume_newest_step(table: Table) -> None:
+    """Ask for the newest checkpoint in [ckpt]."""
+    table.setdefault("ckpt", {})["resume_step"] = -1
+
+
+def resume_table(table: Table) -> None:
+    """Ask for the newest checkpoint by an empty [resume]."""
+    table.setdefault("resume", {})

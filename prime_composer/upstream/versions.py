@@ -1,0 +1,460 @@
+"""Versions of prime-rl: one record each, and the detection of the installed one.
+
+A version is detected from its API, never from its version string. 67 upstream commits already have
+the newer loss contract while their version string still says 0.6.0.
+
+Two things changed at different times, so there are two records. A ``LossContract`` describes what a
+loss receives and which function holds the distillation loss. A ``Version`` refers to one of them
+and describes the TOML: where teachers, environments, evaluation, W&B and the rest are written.
+Nothing outside ``VERSIONS`` compares version names. README.md in this folder, "Support a new
+version of prime-rl", shows how to add a record.
+
+    meaning           v0.6                        v0.7                      v0.8           head
+    distillation      training_mode = "opd"       [orchestrator.algo]       =              =
+    teacher           [orchestrator.teacher.*]    algo.teacher, URL list    =              one URL
+    environment       [[orchestrator.train.env]]  = (taskset, harness)      [[...source]]  =
+    its own teacher   header of the one client    its own algo.teacher      =              =
+    several mixed     header of the one client    header of the teacher     =              =
+    zero advantages   filter off                  never fires               =              no filter
+    evaluation        [[orchestrator.eval.env]]   =                         [[...source]]  =
+    vLLM's arguments  [inference], vllm_extra     =                         =              vllm
+    W&B               [wandb]                     =                         =              monitors
+
+Importing this module imports neither prime-rl nor torch.
+"""
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from prime_composer.upstream.toml_shapes import (
+    Headers,
+    Mixtures,
+    Table,
+    environment_with_args,
+    environment_with_taskset,
+    inference_by_vllm_name,
+    inference_with_extra,
+    output_dir_and_name,
+    output_dir_itself,
+    resume_newest_step,
+    resume_table,
+    source_with_agent,
+    teacher_by_environment,
+    teacher_of_the_run,
+)
+
+LOSS_MODULE = "prime_rl.trainer.rl.loss"
+ORCHESTRATOR_CONFIGS = "prime_rl.configs.orchestrator"
+ALGORITHM_CONFIGS = "prime_rl.configs.algorithm"
+
+
+class UnknownSurface(RuntimeError):
+    """The importable prime-rl is not a version that this package supports."""
+
+
+@dataclass(frozen=True)
+class LossContract:
+    """One form of prime-rl's interface between trainer and loss.
+
+    Attributes:
+        name: the first version that has it.
+        setup: function of the loss module that imports a custom loss.
+        slot: module global that computes the distillation loss; no TOML key selects it.
+        ref_field: field of LossInputs with the teacher's log-probs.
+        inputs: fields of LossInputs.
+        compute_loss: parameters of compute_loss.
+        separates_kinds: a run may have both rl and distillation tokens. Each kind has its own loss,
+            and distillation tokens have no advantages.
+        distillation_key: the TOML setting that produces distillation tokens.
+        rl_key: the TOML setting that produces rl tokens.
+    """
+
+    name: str
+    setup: str
+    slot: str
+    ref_field: str
+    inputs: tuple[str, ...]
+    compute_loss: tuple[str, ...]
+    separates_kinds: bool
+    distillation_key: str
+    rl_key: str
+
+    def provides(self, compares_with_teacher: bool, adapter: bool) -> frozenset[str]:
+        """Return the inputs that the trainer provides to a loss.
+
+        Args:
+            compares_with_teacher: the loss is called on distillation tokens; else on rl tokens.
+            adapter: the hooks of the whole-run adapter are active.
+        """
+        inputs = {"ref_logprobs"}
+        if not (compares_with_teacher and self.separates_kinds):
+            inputs.add("advantages")
+        if adapter:
+            inputs |= {"support", "token_ids"}
+        return frozenset(inputs)
+
+
+_SAMPLED = ("trainer_logprobs", "inference_logprobs")
+LOSS_V0_6 = LossContract(
+    name="v0.6",
+    setup="setup_loss_fns",
+    slot="opd_loss_fn",
+    ref_field="teacher_logprobs",
+    inputs=(*_SAMPLED, "teacher_logprobs", "advantages", "loss_mask"),
+    compute_loss=(
+        *(*_SAMPLED, "teacher_logprobs", "advantages", "loss_mask"),
+        *("loss_fns", "loss_scale", "training_mode"),
+    ),
+    separates_kinds=False,
+    distillation_key='[orchestrator] training_mode = "opd"',
+    rl_key='[orchestrator] training_mode = "rl"',
+)
+LOSS_V0_7 = LossContract(
+    name="v0.7",
+    setup="setup_rl_loss_fn",
+    slot="ref_kl_loss_fn",
+    ref_field="ref_logprobs",
+    inputs=(*_SAMPLED, "ref_logprobs", "advantages", "loss_mask", "loss_weights"),
+    compute_loss=(
+        *(*_SAMPLED, "ref_logprobs", "advantages", "loss_mask"),
+        *("rl_weights", "ce_weights", "ref_kl_weights"),
+        *("rl_loss_fn", "rl_scale", "ce_scale", "ref_kl_scale"),
+    ),
+    separates_kinds=True,
+    distillation_key='[orchestrator.algo] type = "opd" (or "opsd")',
+    rl_key="[orchestrator.algo] of an rl algorithm",
+)
+
+_ENGINE_LOCAL = "or run the recipe with --engine local."
+_PAIRS = (
+    "prime-rl gives a loss one sequence at a time, and no field ties two of them together into a "
+    f"preference pair. Set the replay channel's weight to 0, {_ENGINE_LOCAL}"
+)
+_ADAPTER = (
+    "Start the run with the adapter: `prime-rl rl --config FILE --engine prime-rl`, or "
+    "PRIME_COMPOSER=1 in front of prime-rl's own `rl @ FILE`."
+)
+REMEDIES = {
+    "support": _ADAPTER,
+    "token_ids": _ADAPTER,
+    "replay": _PAIRS,
+    "segment_ids": _PAIRS,
+    "advantages": (
+        "From v0.7 on prime-rl sends a token either to the rl loss or to distillation, and "
+        'distillation tokens have no advantages. For sampled_reverse_kl set dialect = "v0_7". '
+        "To mix in rewards use prime-rl's own per-environment algorithms or prime-rl v0.6, "
+        f"{_ENGINE_LOCAL}"
+    ),
+}
+"""Input that a loss needs and prime-rl does not provide -> what to do."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """Everything that export, launcher and tests have to know about one version of prime-rl.
+
+    Attributes:
+        name: what users type after --dialect, and the key of [prime_rl.NAME].
+        revision: git revision that the tests read and run.
+        commit: full hash of the commit that this record was written from.
+        surface: entries of ``config_surface`` that tell this version from all older ones.
+        contract: its interface between trainer and loss.
+        loss_dialect: value of the loss knob ``dialect``, where a loss has one.
+        environment_key: key of the environments in [orchestrator.train] and [orchestrator.eval].
+        environment: writes an environment from a module, its settings, and its name and ratio.
+        teachers: writes the teachers into [orchestrator], given its environments.
+        teacher_by_environment: each environment may have a teacher of its own, without the adapter.
+        url_is_list: base_url is a list of URLs.
+        self_distillation: it has the algorithm ``opsd``.
+        student_client: table of [orchestrator] that holds the policy's client.
+        first_step: number of the first training step, as evaluation counts.
+        inference: writes [inference] from vLLM's arguments by vLLM's names.
+        model_option: option of its command ``inference`` that names the model.
+        vllm_option: prefix of options of its command ``inference`` that vLLM receives.
+        wandb: path of the W&B table.
+        run_dir: writes the run directory.
+        resume: changes a TOML table so that the run continues from its newest checkpoint.
+        requirements: file in tests/upstream with the environment in which it runs on a CPU.
+        verifiers: version of verifiers, where it differs from the one in ``requirements``.
+    """
+
+    name: str
+    revision: str
+    commit: str
+    surface: tuple[str, ...]
+    contract: LossContract
+    loss_dialect: str
+    environment_key: str
+    environment: Callable[[str, Table, Table], Table]
+    teachers: Callable[[Table, list[Table], Mixtures, Headers], None]
+    teacher_by_environment: bool
+    url_is_list: bool
+    self_distillation: bool
+    student_client: str
+    first_step: int
+    inference: Callable[[Table], Table]
+    model_option: str
+    vllm_option: str
+    wandb: tuple[str, ...]
+    run_dir: Callable[[Path], Table]
+    resume: Callable[[Table], None]
+    requirements: str
+    verifiers: str | None = None
+
+    def base_url(self, url: str) -> str | list[str]:
+        """Return a URL as this version's clients expect it."""
+        return [url] if self.url_is_list else url
+
+
+_V0_6 = Version(
+    name="v0.6",
+    revision="v0.6.0",
+    commit="38494ccb4140897b1c9e7a9ba8da59dcd8940d47",
+    surface=("orchestrator.training_mode",),
+    contract=LOSS_V0_6,
+    loss_dialect="v0_6",
+    environment_key="env",
+    environment=environment_with_args,
+    teachers=teacher_of_the_run,
+    teacher_by_environment=False,
+    url_is_list=True,
+    self_distillation=False,
+    student_client="student",
+    first_step=0,
+    inference=inference_with_extra,
+    model_option="--model.name",
+    vllm_option="--vllm-extra.",
+    wandb=("wandb",),
+    run_dir=output_dir_itself,
+    resume=resume_newest_step,
+    requirements="requirements_v0.6.txt",
+)
+_V0_7 = Version(
+    name="v0.7",
+    revision="v0.7.0",
+    commit="d334ea52940b47f426293a7d146239e3fbf91caa",
+    surface=("orchestrator.algo", "orchestrator.train.env"),
+    contract=LOSS_V0_7,
+    loss_dialect="v0_7",
+    environment_key="env",
+    environment=environment_with_taskset,
+    teachers=teacher_by_environment(url_is_list=True),
+    teacher_by_environment=True,
+    url_is_list=True,
+    self_distillation=True,
+    student_client="model",
+    first_step=1,
+    inference=inference_with_extra,
+    model_option="--model.name",
+    vllm_option="--vllm-extra.",
+    wandb=("wandb",),
+    run_dir=output_dir_itself,
+    resume=resume_newest_step,
+    requirements="requirements_head.txt",
+    verifiers="0.2.0",
+)
+_V0_8 = Version(
+    name="v0.8",
+    revision="v0.8.0",
+    commit="60bc29547a8824ad1de7b9af8d265e2b27b2a72d",
+    surface=("orchestrator.algo", "orchestrator.train.source"),
+    contract=LOSS_V0_7,
+    loss_dialect="v0_7",
+    environment_key="source",
+    environment=source_with_agent,
+    teachers=teacher_by_environment(url_is_list=True),
+    teacher_by_environment=True,
+    url_is_list=True,
+    self_distillation=True,
+    student_client="model",
+    first_step=1,
+    inference=inference_with_extra,
+    model_option="--model.name",
+    vllm_option="--vllm-extra.",
+    wandb=("wandb",),
+    run_dir=output_dir_itself,
+    resume=resume_newest_step,
+    requirements="requirements_head.txt",
+    verifiers="0.2.2.dev76",
+)
+_HEAD = Version(
+    name="head",
+    revision="HEAD",
+    commit="559b44772e471d1538537b8805cc77f3824a5e64",
+    surface=("orchestrator.algo", "orchestrator.train.source", "teacher.base_url: str"),
+    contract=LOSS_V0_7,
+    loss_dialect="v0_7",
+    environment_key="source",
+    environment=source_with_agent,
+    teachers=teacher_by_environment(url_is_list=False),
+    teacher_by_environment=True,
+    url_is_list=False,
+    self_distillation=True,
+    student_client="model",
+    first_step=1,
+    inference=inference_by_vllm_name,
+    model_option="--vllm.model",
+    vllm_option="--vllm.",
+    wandb=("monitors", "wandb"),
+    run_dir=output_dir_and_name,
+    resume=resume_table,
+    requirements="requirements_head.txt",
+)
+VERSIONS: dict[str, Version] = {v.name: v for v in (_V0_6, _V0_7, _V0_8, _HEAD)}
+"""All supported versions of prime-rl by name, the oldest first."""
+
+
+def loss_contracts() -> tuple[LossContract, ...]:
+    """Return the loss contracts of all versions, each once, the oldest first."""
+    return tuple(dict.fromkeys(version.contract for version in VERSIONS.values()))
+
+
+def known_versions() -> str:
+    """Describe all supported versions, for error messages."""
+    return "; ".join(
+        f"{version.name} ({version.revision}, read at {version.commit[:8]}: "
+        f"{version.contract.setup}, {version.contract.slot}, {version.contract.ref_field})"
+        for version in VERSIONS.values()
+    )
+
+
+def parameters(function: Any) -> tuple[str, ...]:
+    """Return the names of a callable's parameters, in order."""
+    return tuple(inspect.signature(function).parameters)
+
+
+def differences(contract: LossContract, module: ModuleType) -> list[str]:
+    """Return what the loss module lacks of a contract, or has with other parameters."""
+    reports = []
+    for name, expected in (
+        (contract.setup, ("loss_config",)),
+        (contract.slot, ("inputs",)),
+        ("compute_loss", contract.compute_loss),
+        ("LossInputs", contract.inputs),
+        ("LossOutputs", ("loss", "metrics")),
+    ):
+        member = getattr(module, name, None)
+        if member is None:
+            reports.append(f"{name} is missing")
+        elif parameters(member) != expected:
+            actual = ", ".join(parameters(member))
+            reports.append(f"{name}({actual}) instead of ({', '.join(expected)})")
+    return reports
+
+
+def probe_contract(module: ModuleType | None = None) -> LossContract:
+    """Return the loss contract of the importable prime-rl.
+
+    Args:
+        module: prime-rl's loss module; None imports it.
+
+    Raises:
+        UnknownSurface: no contract fits; the message lists the differences and supported versions.
+        ImportError: prime-rl is not installed.
+    """
+    module = importlib.import_module(LOSS_MODULE) if module is None else module
+    reports = []
+    for contract in loss_contracts():
+        missing = differences(contract, module)
+        if not missing:
+            return contract
+        reports.append(f"{contract.name}: {'; '.join(missing)}")
+    raise UnknownSurface(
+        f"{module.__name__} ({module.__file__}) fits no loss contract that prime_composer "
+        f"supports. Differences: {' | '.join(reports)}. Supported: {known_versions()}."
+    )
+
+
+def expect(owner: Any, name: str, expected: Sequence[str], source: str) -> Any:
+    """Return ``owner.name`` after a check that it is a callable with exactly these parameters.
+
+    Every hook calls this about the one name that it replaces.
+
+    Args:
+        owner: module or class.
+        name: attribute of ``owner``.
+        expected: the parameters.
+        source: file of prime-rl that defines the expected form, for the message.
+
+    Raises:
+        UnknownSurface: the attribute is missing, or has other parameters.
+    """
+    label = f"{getattr(owner, '__name__', owner)}.{name}"
+    if inspect.getattr_static(owner, name, None) is None:
+        raise UnknownSurface(
+            f"prime_composer hooks {label}, which is gone (it is in {source}). "
+            f"Supported: {known_versions()}."
+        )
+    member = getattr(owner, name)
+    if parameters(member) != tuple(expected):
+        raise UnknownSurface(
+            f"prime_composer hooks {label}({', '.join(expected)}) as in {source}, but here "
+            f"it takes ({', '.join(parameters(member))}). Supported: {known_versions()}."
+        )
+    return member
+
+
+def config_surface() -> frozenset[str]:
+    """Return the fields of prime-rl's config classes that tell its versions apart.
+
+    Entries are ``orchestrator.FIELD``, ``orchestrator.train.FIELD`` and ``teacher.FIELD: TYPE``.
+
+    Raises:
+        ImportError: prime-rl is not installed.
+    """
+    module = importlib.import_module(ORCHESTRATOR_CONFIGS)
+    entries = {f"orchestrator.{field}" for field in module.OrchestratorConfig.model_fields}
+    train = getattr(module, "TrainConfig", None)
+    if train is not None:
+        entries |= {f"orchestrator.train.{field}" for field in train.model_fields}
+    if importlib.util.find_spec(ALGORITHM_CONFIGS) is not None:
+        teacher = importlib.import_module(ALGORITHM_CONFIGS).FrozenModelConfig
+        for field, info in teacher.model_fields.items():
+            annotation = info.annotation
+            name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+            entries.add(f"teacher.{field}: {name}")
+    return frozenset(entries)
+
+
+def match_version(surface: Iterable[str]) -> Version:
+    """Return the newest version whose ``surface`` is among the given entries.
+
+    Raises:
+        UnknownSurface: no version fits; the message says what each one lacks.
+    """
+    entries = frozenset(surface)
+    reports = []
+    for version in reversed(VERSIONS.values()):
+        missing = [entry for entry in version.surface if entry not in entries]
+        if not missing:
+            return version
+        reports.append(f"{version.name}: {', '.join(missing)}")
+    raise UnknownSurface(
+        "The importable prime-rl's config classes fit no version that prime_composer can write a "
+        f"TOML for. Missing: {' | '.join(reports)}. Found: {', '.join(sorted(entries))}. "
+        f"Supported: {known_versions()}."
+    )
+
+
+def probe_version() -> Version:
+    """Return the version of the importable prime-rl, by the fields of its config classes.
+
+    Raises:
+        UnknownSurface: no version fits.
+        ImportError: prime-rl is not installed.
+    """
+    return match_version(config_surface())
+
+
+def has_prime_rl() -> bool:
+    """Return whether prime-rl's trainer can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(LOSS_MODULE) is not None
+    except ImportError:
+        return False

@@ -1,0 +1,116 @@
+"""Detect prime-rl's version from its API: loss contract, config classes, signatures of hooks."""
+
+import sys
+import types
+
+import pytest
+
+from prime_composer.upstream.versions import (
+    ALGORITHM_CONFIGS,
+    ORCHESTRATOR_CONFIGS,
+    VERSIONS,
+    UnknownSurface,
+    expect,
+    match_version,
+    probe_contract,
+    probe_version,
+)
+from tests.upstream import fake_prime_rl
+
+
+@pytest.mark.parametrize("contract", ["v0.6", "v0.7"])
+def test_probe_contract_finds_each_contract(contract):
+    assert probe_contract(fake_prime_rl.loss_module(contract)).name == contract
+
+
+def test_probe_contract_unknown_surface_lists_everything():
+    """The error names what was looked for and which versions are supported."""
+    module = fake_prime_rl.loss_module("v0.7")
+    del module.ref_kl_loss_fn
+    with pytest.raises(UnknownSurface) as caught:
+        probe_contract(module)
+    expected = ("setup_loss_fns is missing", "ref_kl_loss_fn is missing", "v0.6.0", "v0.8.0")
+    for part in (*expected, "559b4477"):
+        assert part in str(caught.value)
+
+
+def test_probe_contract_changed_signature_is_unknown():
+    """All names exist, but one function has another parameter."""
+    module = fake_prime_rl.loss_module("v0.7")
+    module.ref_kl_loss_fn = lambda inputs, batch: None
+    message = r"ref_kl_loss_fn\(inputs, batch\) instead of \(inputs\)"
+    with pytest.raises(UnknownSurface, match=message):
+        probe_contract(module)
+
+
+def test_expect_refuses_a_changed_or_missing_function():
+    owner = types.SimpleNamespace(__name__="loader", get=lambda self, more: None)
+    assert expect(owner, "get", ("self", "more"), "x.py") is owner.get
+    message = r"hooks loader.get\(self\) as in x.py, but here it takes \(self, more\)"
+    with pytest.raises(UnknownSurface, match=message):
+        expect(owner, "get", ("self",), "x.py")
+    with pytest.raises(UnknownSurface, match="hooks loader.put, which is gone"):
+        expect(owner, "put", (), "x.py")
+
+
+def config_class(**fields):
+    """A class with pydantic's ``model_fields``: name -> annotation."""
+    infos = {name: types.SimpleNamespace(annotation=kind) for name, kind in fields.items()}
+    return types.SimpleNamespace(model_fields=infos)
+
+
+def put_configs(monkeypatch, orchestrator, train, base_url):
+    """Make config modules importable under prime-rl's names. ``base_url`` None: no algorithms."""
+    module = types.ModuleType(ORCHESTRATOR_CONFIGS)
+    module.OrchestratorConfig = config_class(**orchestrator)
+    module.TrainConfig = config_class(**train)
+    for name in ("prime_rl", "prime_rl.configs"):
+        package = types.ModuleType(name)
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setitem(sys.modules, ORCHESTRATOR_CONFIGS, module)
+    monkeypatch.delitem(sys.modules, ALGORITHM_CONFIGS, raising=False)
+    if base_url is not None:
+        algorithm = types.ModuleType(ALGORITHM_CONFIGS)
+        algorithm.__spec__ = types.SimpleNamespace(name=ALGORITHM_CONFIGS)
+        algorithm.FrozenModelConfig = config_class(name=str, base_url=base_url)
+        monkeypatch.setitem(sys.modules, ALGORITHM_CONFIGS, algorithm)
+
+
+@pytest.mark.parametrize(
+    "name,orchestrator,train,base_url",
+    [
+        ("v0.6", {"training_mode": str}, {"env": list}, None),
+        ("v0.7", {"algo": object}, {"env": list}, list[str]),
+        ("v0.8", {"algo": object}, {"source": list}, list[str]),
+        ("head", {"algo": object}, {"source": list}, str),
+    ],
+)
+def test_probe_version_reads_the_config_classes(monkeypatch, name, orchestrator, train, base_url):
+    put_configs(monkeypatch, orchestrator, train, base_url)
+    assert probe_version() is VERSIONS[name]
+
+
+def test_match_version_unknown_surface_lists_everything():
+    with pytest.raises(UnknownSurface) as caught:
+        match_version({"orchestrator.algo", "orchestrator.train.curriculum"})
+    for part in ("training_mode", "train.source", "orchestrator.train.curriculum", "559b4477"):
+        assert part in str(caught.value)
+
+
+def test_versions_are_keyed_by_their_names():
+    assert list(VERSIONS) == ["v0.6", "v0.7", "v0.8", "head"]
+    assert all(version.name == name for name, version in VERSIONS.items())
+
+
+@pytest.mark.parametrize(
+    "contract,teacher,adapter,expected",
+    [
+        ("v0.6", True, False, {"ref_logprobs", "advantages"}),
+        ("head", True, False, {"ref_logprobs"}),
+        ("head", False, False, {"ref_logprobs", "advantages"}),
+        ("head", True, True, {"ref_logprobs", "support", "token_ids"}),
+    ],
+)
+def test_contract_provides_by_kind_of_token(contract, teacher, adapter, expected):
+    assert VERSIONS[contract].contract.provides(teacher, adapter) == expected
