@@ -1,7 +1,7 @@
-"""Several teachers: each rollout is scored by one of them, or by a mixture of them in probability space."""
+"""Several teachers: each rollout is scored by one of them, or by their mixture in probability space."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,19 +11,20 @@ from torch import Tensor
 
 from prime_composer.backends.protocols import Rollout, Scorer, TeacherScores
 from prime_composer.problems.config import Problem
+from prime_composer.recipe.routing import Routing, TeacherId
 
 
-@dataclass
+@dataclass(frozen=True)
 class Teachers:
-    """The scorers of a recipe's teachers, and who scores what.
+    """The open scorers of a recipe's teachers.
 
     Attributes:
-        scorers: by role, "teacher" or "teachers.NAME".
-        mixture: the shares of the roles that score a problem's rollouts, which add up to 1.
+        scorers: one per teacher.
+        routing: which teachers score a problem's rollouts, and with which weights.
     """
 
-    scorers: Mapping[str, Scorer]
-    mixture: Callable[[Problem], Mapping[str, float]]
+    scorers: Mapping[TeacherId, Scorer]
+    routing: Routing
 
     def score(
         self,
@@ -31,76 +32,99 @@ class Teachers:
         problems: Sequence[Problem],
         support_size: int | Literal["full"],
     ) -> list[TeacherScores]:
-        """One ``TeacherScores`` per rollout, in order; ``problems`` are the rollouts' own. A teacher that has no share in
-        a rollout is not asked about it."""
-        shares = [self.mixture(problem) for problem in problems]
-        found: list[dict[str, TeacherScores]] = [{} for _ in rollouts]
-        for role, scorer in self.scorers.items():
-            mine = [index for index, share in enumerate(shares) if role in share]
-            if mine:
-                scores = scorer.score([rollouts[index] for index in mine], support_size)
-                for index, one in zip(mine, scores, strict=True):
-                    found[index][role] = one
+        """Return one ``TeacherScores`` per rollout, in order.
+
+        A teacher is only sent the rollouts in which it has a weight.
+
+        Args:
+            rollouts: what to score.
+            problems: the problem of each rollout.
+            support_size: K; 0 for the sampled token only, "full" for the whole vocabulary (K = V).
+        """
+        weights = [self.routing.of(problem) for problem in problems]
+        scores: list[dict[TeacherId, TeacherScores]] = [{} for _ in rollouts]
+        for teacher, scorer in self.scorers.items():
+            indices = [index for index, shares in enumerate(weights) if teacher in shares]
+            if indices:
+                teacher_scores = scorer.score([rollouts[index] for index in indices], support_size)
+                for index, rollout_scores in zip(indices, teacher_scores, strict=True):
+                    scores[index][teacher] = rollout_scores
         return [
-            mix(rollout.token_ids, list(scores.values()), [share[role] for role in scores])
-            for rollout, share, scores in zip(rollouts, shares, found, strict=True)
+            mix(
+                rollout.token_ids[rollout.start :],
+                list(by_teacher.values()),
+                [shares[teacher] for teacher in by_teacher],
+            )
+            for rollout, shares, by_teacher in zip(rollouts, weights, scores, strict=True)
         ]
 
     def close(self) -> None:
+        """Close every scorer."""
         for scorer in self.scorers.values():
             scorer.close()
 
 
 def mix(
-    token_ids: Int[Tensor, " seq"], scores: Sequence[TeacherScores], weights: Sequence[float]
+    token_ids: Int[Tensor, " n"], scores: Sequence[TeacherScores], weights: Sequence[float]
 ) -> TeacherScores:
-    """The mixture q(v) = sum_i w_i q_i(v) of several teachers' scores of the same tokens.
+    """Return the mixture q(v) = sum_i w_i q_i(v) of several teachers' scores of the same tokens.
 
-    The sampled token's q is exact, in ``ref_logprobs`` and in the support. On any other id of the support a teacher counts
-    that has the id in its own top K; what the others hold there is at most their K-th probability, and stays in the tail:
+    The sampled token's q is exact, in ``ref_logprobs`` and in the support. For any other id of the
+    support, only the teachers that list the id in their own top K contribute. What the others hold there
+    is at most their K-th probability, and stays in the tail:
 
-        q^(v) = sum_{i: v in S_i} w_i q_i(v)  <=  q(v)  <=  q^(v) + sum_{i: v not in S_i} w_i min_{u in S_i} q_i(u)
+        q^(v) = sum_{i: v in S_i} w_i q_i(v)
+             <=  q(v)  <=  q^(v) + sum_{i: v not in S_i} w_i min_{u in S_i} q_i(u)
 
-    so the head is a lower bound, exact where the teachers' top K agree or are the whole vocabulary. The support is the K ids
-    of the largest q^.
+    The head is therefore a lower bound. It is exact where the teachers' top K agree or are the whole
+    vocabulary. The support is the K ids of the largest q^.
 
-    What a loss has of it: q^ and its tail are a distribution, but not q's own over these outcomes. With K < V a loss on the
-    support therefore pulls to a target that differs from q by the bound above under each normalisation (``tail`` moves the
-    unknown out of S, ``renorm`` spreads it over S), its value is no bound of the divergence from q, and
-    ``head_tail_reverse_kl`` is unbiased for one teacher alone. ``sampled_reverse_kl`` and k = "full" are exact.
+    Consequences for a loss. q^ and its tail are a distribution, but not that of q over these outcomes.
+    With K < V, a loss on the support pulls toward a target that differs from q by the bound above, under
+    each normalization: ``tail`` moves the unknown mass out of S, ``renorm`` spreads it over S. Its value
+    is no bound of the divergence from q. ``head_tail_reverse_kl`` is unbiased for a single teacher only.
+    ``sampled_reverse_kl`` and k = "full" are exact.
 
     Args:
-        token_ids: the rollout's tokens.
-        scores: one per teacher, of the same K.
-        weights: one per teacher, which add up to 1.
+        token_ids: the sampled tokens, [n].
+        scores: one per teacher, of the same n and K.
+        weights: one per teacher; they add up to 1.
+
+    Returns:
+        Scores of the same n and K, in the dtype of the teachers'. A single teacher's are returned as
+        they are.
     """
     if len(scores) == 1:
         return scores[0]
-    kind = scores[0].teacher_logprobs.dtype
-    logs = [math.log(weight) for weight in weights]
-    own = torch.stack(
-        [s.ref_logprobs.double() + log for s, log in zip(scores, logs, strict=True)]
+    dtype = scores[0].teacher_logprobs.dtype
+    log_weights = [math.log(weight) for weight in weights]
+    ref_logprobs = torch.stack(
+        [s.ref_logprobs.double() + log for s, log in zip(scores, log_weights, strict=True)]
     ).logsumexp(dim=0)
     k = max(s.token_ids.shape[1] for s in scores)
     ids = torch.cat([s.token_ids for s in scores], dim=1)
     if k == 0:
-        return TeacherScores(own.to(kind), ids, scores[0].teacher_logprobs)
-    held = torch.cat(
-        [s.teacher_logprobs.double() + log for s, log in zip(scores, logs, strict=True)], dim=1
+        return TeacherScores(ref_logprobs.to(dtype), ids, scores[0].teacher_logprobs)
+    logprobs = torch.cat(
+        [s.teacher_logprobs.double() + log for s, log in zip(scores, log_weights, strict=True)],
+        dim=1,
     )
     ids, order = ids.sort(dim=1, stable=True)
-    held = held.gather(1, order)
-    # Equal ids stand side by side now, at most one of each teacher: the first of them collects the others.
+    logprobs = logprobs.gather(1, order)
+    # Equal ids are adjacent now, at most one per teacher. The first of them collects the others.
     first = torch.ones_like(ids, dtype=torch.bool)
     first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    total = held.clone()
+    total = logprobs.clone()
     for step in range(1, len(scores)):
         same = ids[:, step:] == ids[:, :-step]
         total[:, :-step] = torch.where(
-            same, torch.logaddexp(total[:, :-step], held[:, step:]), total[:, :-step]
+            same, torch.logaddexp(total[:, :-step], logprobs[:, step:]), total[:, :-step]
         )
-    total = torch.where(ids == token_ids.unsqueeze(1), own.unsqueeze(1), total)
-    # Below every id stand its doubles, also where all teachers say that it cannot come (-inf).
-    ranked = total.clamp(min=torch.finfo(total.dtype).min).masked_fill(~first, -torch.inf)
-    where = ranked.topk(k, dim=1).indices
-    return TeacherScores(own.to(kind), ids.gather(1, where), total.gather(1, where).to(kind))
+    total = torch.where(ids == token_ids.unsqueeze(1), ref_logprobs.unsqueeze(1), total)
+    # Duplicates rank below every id, also below ids that all teachers give no probability (-inf).
+    lowest = torch.finfo(total.dtype).min
+    ranked = total.clamp(min=lowest).masked_fill(~first, float("-inf"))
+    chosen = ranked.topk(k, dim=1).indices
+    return TeacherScores(
+        ref_logprobs.to(dtype), ids.gather(1, chosen), total.gather(1, chosen).to(dtype)
+    )

@@ -1,4 +1,4 @@
-"""Rollouts, and the protocol of what samples them."""
+"""Rollouts, teacher scores, and the protocols of what makes them: ``Sampler`` and ``Scorer``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One sampled completion of one prompt. CPU tensors.
+    """One sampled completion of one prompt. All tensors are on the CPU.
 
     Attributes:
-        token_ids: prompt and completion (with EOS, where it was sampled), [seq].
+        token_ids: prompt and completion, including a sampled EOS, [seq].
         loss_mask: True at the completion's tokens, [seq].
-        inference_logprobs: log mu of each completion token under the distribution it was truly sampled from (after
-            temperature and top-p), [seq], NaN at the prompt.
-        finish_reason: "stop" at EOS or a stop token, "length" where the token budget ran out (a truncated rollout).
-        prompt_index: which of the prompts of this ``generate`` call it answers; rollouts of one group share it.
+        inference_logprobs: log mu of each completion token, [seq]; NaN at the prompt. mu is the
+            distribution that the token was sampled from, after temperature and top-p.
+        finish_reason: "stop" at EOS or a stop token, "length" at the end of the token budget.
+        prompt_index: index of the prompt in the ``generate`` call; a group's rollouts share it.
     """
 
     token_ids: Int[Tensor, " seq"]
@@ -28,13 +28,47 @@ class Rollout:
     prompt_index: int
 
     @property
+    def start(self) -> int:
+        """Index of the first trained token; ``len(token_ids)`` where no token is trained."""
+        trained = self.loss_mask.nonzero()
+        return int(trained[0]) if len(trained) else len(self.token_ids)
+
+    @property
     def completion_ids(self) -> list[int]:
+        """The trained tokens."""
         return self.token_ids[self.loss_mask].tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherScores:
+    """A teacher's log-probs for one rollout from ``Rollout.start`` on. All tensors are on the CPU.
+
+    Row i refers to ``token_ids[start + i]`` of the rollout, conditioned on the tokens before it;
+    n = ``len(rollout.token_ids) - rollout.start``. Log-probs are in nats, of the full-vocabulary
+    distribution at temperature 1.
+
+    Attributes:
+        ref_logprobs: log q of the sampled token, [n].
+        token_ids: the teacher's top-K ids, distinct, most probable first, [n, k]; k may be 0.
+        teacher_logprobs: log q of these ids, [n, k].
+    """
+
+    ref_logprobs: Float[Tensor, " n"]
+    token_ids: Int[Tensor, "n k"]
+    teacher_logprobs: Float[Tensor, "n k"]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. ``temperature`` 0 is greedy. ``n`` completions per prompt (the group)."""
+    """How to sample.
+
+    Attributes:
+        n: completions per prompt (the group).
+        temperature: 0 is greedy.
+        top_p: probability mass of the nucleus; 1 keeps the whole vocabulary.
+        max_tokens: longest completion.
+        stop_token_ids: ids that end a completion, in addition to the engine's own EOS ids.
+    """
 
     n: int = 1
     temperature: float = 1.0
@@ -43,48 +77,81 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that a backend can handle. None means that the backend does not report the size.
+
+    Attributes:
+        max_model_len: longest sequence in tokens, prompt and completion together. A scorer on vLLM
+            reads at most one token less.
+        vocab_size: entries of the model's output head.
+        max_logprobs: largest K that ``Scorer.score`` accepts.
+    """
+
+    max_model_len: int | None = None
+    vocab_size: int | None = None
+    max_logprobs: int | None = None
+
+
 @runtime_checkable
 class Sampler(Protocol):
-    """What samples rollouts of the student."""
+    """Samples rollouts of one model."""
+
+    @property
+    def limits(self) -> Limits:
+        """The sizes that this sampler can handle."""
+        ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
     ) -> list[Rollout]:
-        """``params.n`` rollouts per prompt of token ids, in prompt order; the same seed gives the same rollouts."""
+        """Return ``params.n`` rollouts per prompt of token ids, in prompt order.
+
+        The same seed and weights give the same rollouts.
+        """
         ...
 
     def update_weights(self, model: nn.Module) -> None:
-        """Take over the weights of the trained model, and forget every cached prefix of the old ones."""
+        """Load the weights of ``model``, and drop every prefix cached with the old ones."""
         ...
 
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, eq=False)
-class TeacherScores:
-    """A teacher's view of one rollout's own tokens. CPU tensors, aligned with ``Rollout.token_ids``.
-
-    Position t is conditioned on the tokens before t. Where ``loss_mask`` is False nothing is promised: NaN, id -1.
-
-    Attributes:
-        ref_logprobs: log q of the sampled token, [seq].
-        token_ids: the teacher's top-K ids, most probable first, distinct, [seq, k]; k may be 0.
-        teacher_logprobs: log q at these ids, normalised over the full vocabulary, T = 1, [seq, k].
-    """
-
-    ref_logprobs: Float[Tensor, " seq"]
-    token_ids: Int[Tensor, "seq k"]
-    teacher_logprobs: Float[Tensor, "seq k"]
+    def close(self) -> None:
+        """Free the engine's memory or connections."""
+        ...
 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """What scores rollouts with the teacher."""
+    """Scores rollouts with one teacher."""
 
-    def score(
-        self, rollouts: Sequence[Rollout], support_size: int | Literal["full"]
-    ) -> list[TeacherScores]:
-        """One ``TeacherScores`` per rollout, in order; ``support_size`` is K, 0 for the sampled token alone."""
+    @property
+    def limits(self) -> Limits:
+        """The sizes that this scorer can handle."""
         ...
 
-    def close(self) -> None: ...
+    @property
+    def sampler(self) -> Sampler | None:
+        """A sampler of the teacher's own weights; None where this scorer has none.
+
+        The scorer closes it. Its log mu is right at temperature 1 and top-p 1, or greedy.
+        """
+        ...
+
+    def score(
+        self,
+        rollouts: Sequence[Rollout],
+        support_size: int | Literal["full"],
+        prompts: Sequence[Sequence[int]] | None = None,
+    ) -> list[TeacherScores]:
+        """Return one ``TeacherScores`` per rollout, in order.
+
+        Args:
+            rollouts: what to score.
+            support_size: K; 0 for the sampled token only, "full" for the whole vocabulary (K = V).
+            prompts: token ids that the teacher reads instead of each rollout's own prompt.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the engine's memory or connections."""
+        ...

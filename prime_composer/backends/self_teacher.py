@@ -1,4 +1,4 @@
-"""Self-distillation: the policy itself as the teacher, told more than the student that it scores."""
+"""Self-distillation: the teacher is the policy itself, given privileged information (a hint)."""
 
 import copy
 import re
@@ -17,14 +17,16 @@ from prime_composer.recipe.schema import PolicyTeacherConfig
 
 
 class PolicyTeacher:
-    """Scores a rollout's own tokens after a prompt with a hint, with the policy's weights, their average or a copy.
+    """A hint-conditioned teacher with the policy's weights, their moving average, or a copy.
 
-    Sources: SDPO, https://arxiv.org/abs/2601.20802 (sibling or feedback, EMA); OPSD, https://arxiv.org/abs/2601.18734
-    (reference solution); SDFT, https://arxiv.org/abs/2601.19897.
+    It scores a rollout's own tokens after a prompt that contains a hint.
+
+    Sources: SDPO, https://arxiv.org/abs/2601.20802 (sibling or feedback, EMA); OPSD,
+    https://arxiv.org/abs/2601.18734 (reference solution); SDFT, https://arxiv.org/abs/2601.19897.
 
     Args:
         config: the recipe's ``[teacher.policy]``.
-        sources: how prompts are written, by environment.
+        sources: the data of each environment, which says how its prompts are written.
         model: the student that trains. ``update = "live"`` scores with this very model.
         tokenizer: the student's.
     """
@@ -45,12 +47,17 @@ class PolicyTeacher:
         )
 
     def prompt(self, problem: Problem, hint: str, attempt: str = "") -> list[int]:
-        """The prompt that the teacher reads."""
+        """Return the teacher's prompt as token ids.
+
+        Args:
+            problem: the rollout's problem.
+            hint: replaces ``{hint}`` in the template.
+            attempt: the student's own answer, which replaces ``{attempt}``.
+        """
         values = {"{hint}": hint, "{attempt}": attempt, "{question}": problem.question}
-        # In one pass: braces in what goes in stay as they are.
-        text = re.sub(
-            "|".join(map(re.escape, values)), lambda found: values[found[0]], self.config.text
-        )
+        # One pass, so that braces inside the values stay as they are.
+        placeholder = "|".join(map(re.escape, values))
+        text = re.sub(placeholder, lambda match: values[match[0]], self.config.text)
         return render_prompt(
             replace(problem, question=text), self.sources[problem.environment], self.tokenizer
         )
@@ -62,29 +69,36 @@ class PolicyTeacher:
         problems: Sequence[Problem],
         rewards: Sequence[float],
     ) -> list[str | None]:
-        """What the teacher is told about each rollout; None where there is nothing to tell."""
+        """Return the hint for each rollout; None where there is none.
+
+        Args:
+            rollouts: a batch; rollouts of one group share their ``prompt_index``.
+            texts: each rollout's completion.
+            problems: each rollout's problem.
+            rewards: each rollout's reward.
+        """
         if self.config.hint == "reference":
             return [problem.answer for problem in problems]
         if self.config.hint == "feedback":
             return [
                 verdict(problem, reward) for problem, reward in zip(problems, rewards, strict=True)
             ]
-        found: list[str | None] = []
-        for own, rollout in enumerate(rollouts):
-            siblings = (
+        hints: list[str | None] = []
+        for index, rollout in enumerate(rollouts):
+            correct_siblings = (
                 texts[other].strip()
                 for other, sibling in enumerate(rollouts)
-                if other != own
+                if other != index
                 and sibling.prompt_index == rollout.prompt_index
                 and rewards[other] > 0
             )
-            found.append(next(siblings, None))
-        return found
+            hints.append(next(correct_siblings, None))
+        return hints
 
     def best_prompt(self, problem: Problem) -> list[int]:
-        """A prompt that tells everything: the solution, or the verdict on an attempt that was wrong."""
-        told = verdict(problem, reward=0.0) if self.config.hint == "feedback" else problem.answer
-        return self.prompt(problem, told)
+        """Return a prompt with the full hint: the solution, or the verdict on a wrong attempt."""
+        hint = verdict(problem, reward=0.0) if self.config.hint == "feedback" else problem.answer
+        return self.prompt(problem, hint)
 
     def score(
         self,
@@ -93,44 +107,45 @@ class PolicyTeacher:
         support_size: int | Literal["full"],
         chosen_by_student: bool = False,
     ) -> list[TeacherScores]:
-        """The told policy's scores of the rollouts' own tokens.
+        """Return the hint-conditioned policy's scores of the rollouts' own tokens.
 
         Args:
-            prompts: what the teacher reads in the place of each rollout's prompt.
+            rollouts: what to score.
+            prompts: token ids that the teacher reads instead of each rollout's own prompt.
             support_size: K.
-            chosen_by_student: take the untold policy's K most probable ids instead of the teacher's.
+            chosen_by_student: use the K most probable ids of the policy without the hint, instead of
+                the teacher's.
         """
         candidates = None
         if chosen_by_student:
-            candidates = [
-                s.token_ids for s in TransformersScorer(self.policy).score(rollouts, support_size)
-            ]
+            student_scores = TransformersScorer(self.policy).score(rollouts, support_size)
+            candidates = [scores.token_ids for scores in student_scores]
         return TransformersScorer(self.model).score(
             rollouts, support_size, prompts=prompts, candidate_ids=candidates
         )
 
     @torch.no_grad()
     def end_step(self, step: int) -> None:
-        """Follow the policy after an optimiser step."""
+        """Update the teacher after optimizer step ``step``, as ``update`` says."""
         if self.config.update == "ema":
-            for mine, policys in zip(
-                self.model.parameters(), self.policy.parameters(), strict=True
-            ):
-                mine.lerp_(policys, self.config.ema_rate)
+            pairs = zip(self.model.parameters(), self.policy.parameters(), strict=True)
+            for parameter, policy_parameter in pairs:
+                parameter.lerp_(policy_parameter, self.config.ema_rate)
         elif self.config.update == "sync" and step % self.config.sync_every == 0:
             self.model.load_state_dict(self.policy.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """The teacher's weights, where they are not the policy's own."""
+        """Return the teacher's weights; empty where they are the policy's own."""
         return {} if self.config.update == "live" else self.model.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned."""
         if self.config.update != "live":
             self.model.load_state_dict(state)
 
 
 def verdict(problem: Problem, reward: float) -> str:
-    """The verifier's feedback on a rollout."""
+    """Return the verifier's feedback on a rollout."""
     return (
         "This is correct." if reward > 0 else f"This is wrong; the right answer is {problem.final}."
     )
