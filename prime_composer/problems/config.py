@@ -1,8 +1,8 @@
-"""Problems in GSM8K's format: from JSONL files, from the hub, or generated; prompts; answer checking; batch order.
+"""Describe the data of a recipe: its ``[data]`` table, and a problem.
 
-A problem is a question and a worked answer that ends in ``#### <number>`` (Cobbe et al., "Training Verifiers to Solve
-Math Word Problems", 2021, https://arxiv.org/abs/2110.14168). Nothing heavy is imported here: ``datasets`` and
-``math_verify`` come in only where a recipe asks for them.
+A problem is a question and a worked answer that ends in ``#### <number>``, the format of GSM8K
+(Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021,
+https://arxiv.org/abs/2110.14168).
 """
 
 from dataclasses import dataclass
@@ -18,80 +18,84 @@ PROBLEMS = "problems"
 
 
 class DataConfig(BaseModel):
-    """Which problems the student practises on and is tested on, how they become prompts, how answers are checked."""
+    """The problems to train on and to test on, their prompts, and how answers are checked."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     source: Literal["generated", "jsonl", "hub"] = "generated"
-    """``generated``: word problems made on the spot, no file or network. ``jsonl``: GSM8K JSONL files at ``path``.
-    ``hub``: a data set of the Hugging Face hub, through the ``datasets`` library."""
+    """``generated``: word problems made on the spot, no file or network. ``jsonl``: JSONL files at
+    ``path``. ``hub``: a data set of the Hugging Face hub, through the ``datasets`` library."""
 
     path: Path | None = None
-    """For ``jsonl``: a folder that holds ``train.jsonl`` and ``test.jsonl``, or one JSONL file, of which ``hold_out``
-    is set aside. One object per line with the strings "question" and "answer"; the answer ends in ``#### <number>``."""
+    """For ``jsonl``: a folder that contains ``train.jsonl`` and ``test.jsonl``, or one JSONL file,
+    of which ``hold_out`` is set aside. Each line is an object with the strings "question" and
+    "answer". The answer ends in ``#### <number>``."""
 
     hub_id: str = "openai/gsm8k"
-    """For ``hub``: the data set's id; its splits are ``train`` and ``test``."""
+    """For ``hub``: the data set's id. Its splits are ``train`` and ``test``."""
 
     hub_name: str = "main"
     """For ``hub``: the configuration of that data set."""
 
     size: int = Field(default=8000, ge=20, le=100_000)
-    """For ``generated``: how many distinct problems, held-out ones included."""
+    """For ``generated``: number of distinct problems, held-out ones included."""
 
     seed: int = 0
-    """For ``generated``: the seed of the problems."""
+    """For ``generated``: seed of the problems."""
 
     operations: tuple[Literal[1, 2, 3], ...] = Field(default=(1, 2, 3), min_length=1)
-    """For ``generated``: how many operations a problem may take."""
+    """For ``generated``: the numbers of operations that a problem may take."""
 
     hold_out: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Share of the distinct questions set aside for testing, where the source has no test split of its own."""
+    """Share of the distinct questions set aside for testing, where the source has no test split."""
 
     calculator_annotations: bool = False
-    """Whether GSM8K's inline calculator annotations, ``<<48/2=24>>``, stay in the worked answers."""
+    """Keep GSM8K's inline calculator annotations, ``<<48/2=24>>``, in the worked answers."""
 
     prompt_template: str = "Question: {question}\nAnswer:"
-    """The prompt, with ``{question}`` where the question goes. With ``chat_template`` it is the user's message."""
+    """The prompt, with ``{question}`` where the question goes. With ``chat_template`` it is the
+    user's message."""
 
     chat_template: bool = False
-    """Whether the prompt goes through the tokenizer's own chat template, as one user message. For chat models."""
+    """Send the prompt as one user message through the tokenizer's chat template. For chat
+    models."""
 
     answer_check: Literal["gsm8k", "math_verify"] = "gsm8k"
-    """``gsm8k``: the number after the first ``####`` must equal the reference's, exactly, as a decimal number.
-    ``math_verify``: the Math-Verify library extracts an answer from free text and LaTeX and compares it."""
+    """``gsm8k``: the number after the first ``####`` must equal the reference's, exactly, as a
+    decimal number. ``math_verify``: the Math-Verify library extracts an answer from free text and
+    LaTeX."""
 
     ratio: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
-    """Share of the prompts, relative to the other ``[environments]``; 1 each by default, as in prime-rl."""
+    """Share of the prompts, relative to the other ``[environments]``."""
 
     teacher: str | dict[str, float] | None = None
-    """With ``[teachers]``: the one that scores these problems' rollouts; or a table ``name = weight``, a mixture of
-    theirs. Unset: all of them, by their own weights."""
+    """With ``[teachers]``: the one that scores these problems' rollouts, or a table ``name =
+    weight``, a mixture of several. Unset: all of them, by their own weights."""
 
     teacher_key: str | None = None
-    """For ``jsonl`` and ``hub``, with ``[teachers]``: the key under which each row names its own teacher; a row without
-    it goes where ``teacher`` says."""
+    """For ``jsonl`` and ``hub``, with ``[teachers]``: the key under which a row names its teacher.
+    A row without it is scored as ``teacher`` says."""
 
     @field_validator("teacher")
     @classmethod
-    def _weights_are_weights(
+    def _check_weights(
         cls, teacher: str | dict[str, float] | None
     ) -> str | dict[str, float] | None:
         if isinstance(teacher, dict) and (
-            not teacher or not all(0 < w < float("inf") for w in teacher.values())
+            not teacher or not all(0 < weight < float("inf") for weight in teacher.values())
         ):
             raise ValueError("a mixture is a table of name = weight, each weight above 0")
         return teacher
 
     @field_validator("prompt_template")
     @classmethod
-    def _names_the_question(cls, template: str) -> str:
+    def _check_prompt_template(cls, template: str) -> str:
         if "{question}" not in template:
             raise ValueError("prompt_template must contain {question}, where the question goes")
         return template
 
     @model_validator(mode="after")
-    def _path_belongs_to_jsonl(self) -> "DataConfig":
+    def _check_source(self) -> "DataConfig":
         if self.source == "jsonl" and self.path is None:
             raise ValueError(
                 'source = "jsonl" needs path, a folder with train.jsonl and test.jsonl '
@@ -103,7 +107,8 @@ class DataConfig(BaseModel):
             )
         if self.source == "generated" and self.teacher_key is not None:
             raise ValueError(
-                "teacher_key names a key of the data's rows, and generated problems have none: use `teacher`"
+                "teacher_key names a key of the data's rows, and generated problems have none: "
+                "use `teacher`"
             )
         return self
 
@@ -113,8 +118,8 @@ class Problem:
     """A question and its worked answer, which ends in ``#### <number>``.
 
     Attributes:
-        environment: which of the recipe's environments it belongs to.
-        teacher: the teacher that the data names for it.
+        environment: the recipe's environment that it belongs to.
+        teacher: the teacher that its row names, if any.
     """
 
     question: str
@@ -124,7 +129,7 @@ class Problem:
 
     @property
     def final(self) -> str:
-        """What stands after the last ``####``: the reference's number, as written."""
+        """The text after the last ``####``: the reference's number, as written."""
         return self.answer.rpartition(FINAL_MARK)[2].strip()
 
 

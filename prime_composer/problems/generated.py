@@ -1,18 +1,28 @@
-"""Generated word problems of one to three operations."""
+"""Generate word problems of one to three operations."""
 
 import random
 from collections.abc import Sequence
 
 from prime_composer.problems.config import FINAL_MARK, Problem
 
-NAMES = "Ada Ben Cleo Dan Eva Finn Gus Hana Ivan Jo Kim Leo Mia Nia Omar Pia Quinn Rosa Sam Tara Uma Vic Wanda Yan".split()
-ITEMS = "apples books cards coins eggs hats keys lamps mugs nuts pens pins rings shells stamps toys".split()
+NAMES = (
+    "Ada Ben Cleo Dan Eva Finn Gus Hana Ivan Jo Kim Leo "
+    "Mia Nia Omar Pia Quinn Rosa Sam Tara Uma Vic Wanda Yan"
+).split()
+ITEMS = (
+    "apples books cards coins eggs hats keys lamps mugs nuts pens pins rings shells stamps toys"
+).split()
 
 
 def generate_problems(size: int, seed: int, operations: Sequence[int] = (1, 2, 3)) -> list[Problem]:
-    """``size`` problems with distinct questions, from six templates of one to three ``operations``.
+    """Generate ``size`` problems with distinct questions, from six templates.
 
-    The templates take turns; every number, worked step and answer is a positive integer below 100.
+    The templates take turns. Every number, worked step and answer is a positive integer below 100.
+
+    Args:
+        size: number of problems.
+        seed: seed of names, items and numbers.
+        operations: keep the templates with these numbers of operations.
 
     Raises:
         ValueError: the templates cannot make that many distinct questions.
@@ -33,7 +43,8 @@ def generate_problems(size: int, seed: int, operations: Sequence[int] = (1, 2, 3
 
 
 def _worked(question: str, *steps: tuple[int, str, int]) -> Problem:
-    """A problem whose answer writes out ``left operator right = result`` step by step, then ``#### result``."""
+    """Return a problem whose answer is ``left operator right = result`` per step, then ``####
+    result``."""
     lines = []
     for left, operator, right in steps:
         result = {"+": left + right, "-": left - right, "*": left * right}[operator]
@@ -72,9 +83,12 @@ def _finds_and_loses(rng: random.Random, name: str, items: str) -> Problem:
 
 def _daily(rng: random.Random, name: str, items: str) -> Problem:
     a, b, c, d = rng.randint(2, 5), rng.randint(2, 5), rng.randint(2, 5), rng.randint(2, 7)
-    question = f"{name} makes {a} {items} at dawn and {b} at dusk for {c} days and sells {d}. How many are left?"
+    question = (
+        f"{name} makes {a} {items} at dawn and {b} at dusk for {c} days and sells {d}. "
+        "How many are left?"
+    )
     return _worked(question, (a, "+", b), (a + b, "*", c), ((a + b) * c, "-", d))
 
 
 TEMPLATES = {_buys: 1, _gives: 1, _boxes: 1, _boxes_and_more: 2, _finds_and_loses: 2, _daily: 3}
-"""Each with its number of operations."""
+"""Number of operations of each template."""

@@ -1,4 +1,4 @@
-"""Which problems a step asks."""
+"""Choose the problems that a step asks."""
 
 import math
 import random
@@ -7,10 +7,11 @@ from functools import cache, lru_cache
 
 
 def prompt_batches(n_problems: int, batch_prompts: int, seed: int, step: int) -> list[int]:
-    """The indices of the problems that step ``step`` (from 0) asks: a function of its arguments alone.
+    """Return the indices of the problems that step ``step`` (from 0) asks.
 
-    The steps walk through one permutation of all problems after another, so each epoch asks every problem once, and
-    a resumed run needs no iterator state. A batch may straddle two epochs.
+    They are a function of the arguments alone, so a resumed run needs no iterator state. The steps
+    walk through one permutation of all problems after another, so each epoch asks every problem
+    once. A batch may straddle two epochs.
     """
     first = step * batch_prompts
     return [
@@ -22,11 +23,19 @@ def prompt_batches(n_problems: int, batch_prompts: int, seed: int, step: int) ->
 def environment_batches(
     sizes: Sequence[int], ratios: Sequence[float], batch_prompts: int, seed: int, step: int
 ) -> list[int]:
-    """``prompt_batches`` over several environments, whose problems stand one after the other: the same promises.
+    """Return the indices of a step's problems over several environments, as ``prompt_batches``
+    does.
 
-    A step's prompts are shared out by ``ratios``, each environment's count within one of its exact share (systematic
-    sampling, with an offset drawn anew each step, so that the shares are exact on average); each environment walks
-    through permutations of its own problems.
+    The environments' problems are concatenated. Each environment walks through permutations of its
+    own problems. Its count in a step is within one of its exact share by ``ratios``, and exact on
+    average: systematic sampling, with an offset drawn anew each step.
+
+    Args:
+        sizes: number of problems of each environment.
+        ratios: relative share of the prompts of each environment.
+        batch_prompts: prompts per step.
+        seed: seed of the permutations and offsets.
+        step: from 0.
     """
     if len(sizes) == 1:
         return prompt_batches(sizes[0], batch_prompts, seed, step)
@@ -42,12 +51,12 @@ def environment_batches(
 
 @cache
 def _shares(ratios: tuple[float, ...], batch_prompts: int, seed: int, step: int) -> list[int]:
-    """How many of a step's prompts each environment gets."""
+    """Return how many of a step's prompts each environment gets."""
     offset = random.Random(f"environments {seed} {step}").random()
     total, reached, before, counts = sum(ratios), 0.0, 0, []
     for ratio in ratios:
         reached += ratio
-        # How many of the points offset, offset + 1, ... lie below this environment's end of the line.
+        # Of the points offset, offset + 1, ...: those below this environment's end of the line.
         below = min(batch_prompts, max(0, math.ceil(batch_prompts * reached / total - offset)))
         counts.append(below - before)
         before = below

@@ -1,20 +1,21 @@
-"""Prompts and answers as text and token ids."""
+"""Write prompts and answers as text and as token ids."""
 
 from prime_composer.problems.config import DataConfig, Problem, Tokenizer
 
 
 def prompt_text(problem: Problem, config: DataConfig) -> str:
-    """The prompt as text, before any chat template. Other braces in template or question stay as they are."""
+    """Return the prompt as text, before any chat template. Only ``{question}`` is replaced."""
     return config.prompt_template.replace("{question}", problem.question)
 
 
 def answer_text(answer: str, config: DataConfig) -> str:
-    """An answer as it follows the prompt: a chat template ends its line, any other prompt ends without a space."""
+    """Return an answer as appended to the prompt: with a leading space, but not with a chat
+    template."""
     return answer if config.chat_template else f" {answer}"
 
 
 def render_prompt(problem: Problem, config: DataConfig, tokenizer: Tokenizer) -> list[int]:
-    """The prompt's token ids.
+    """Return the prompt's token ids.
 
     Raises:
         ValueError: ``chat_template`` is set and the tokenizer has none.

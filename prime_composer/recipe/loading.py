@@ -5,12 +5,14 @@ import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from prime_composer.losses import LOSS_TYPES
-from prime_composer.recipe.schema import Recipe, RecipeError, S
+from prime_composer.recipe.schema import Recipe, RecipeError, Section
+
+S = TypeVar("S", bound=Section)
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
@@ -21,7 +23,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         overrides: ``section.key=value`` items applied on top; the value is TOML, or a bare string.
 
     Raises:
-        RecipeError: the file is missing or no TOML, a key is unknown (the nearest one is named), a value is wrong.
+        RecipeError: the file is missing or no TOML, a key is unknown (the nearest one is named), a
+            value is wrong.
     """
     raw = read_tables(path, "recipe", "recipes/")
     for item in overrides:
@@ -30,7 +33,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def read_tables(path: str | os.PathLike[str], what: str, shipped: str) -> dict[str, Any]:
-    """The tables of a TOML file. ``what`` it is and where the ``shipped`` ones are go into the message of a missing one."""
+    """The tables of a TOML file. ``what`` it is and where the ``shipped`` ones are go into the
+    message of a missing one."""
     path = Path(path)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -57,7 +61,8 @@ def parse_tables(cls: type[S], raw: dict[str, Any], source: str) -> S:
 def apply_override(raw: dict[str, Any], item: str) -> None:
     """Set ``section.key=value`` in nested tables, in place.
 
-    A model has one origin: ``student.model=DIR`` takes the place of the recipe's ``[student.prepare]``.
+    A model has one origin: ``student.model=DIR`` takes the place of the recipe's
+    ``[student.prepare]``.
     """
     key, equals, text = item.partition("=")
     names = key.strip().split(".")

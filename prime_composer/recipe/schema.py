@@ -1,18 +1,19 @@
-"""Recipes: one TOML file that says what is distilled into what, how, and on which data.
+"""Define the tables of a recipe, and check that they fit together.
 
-``load_recipe`` reads a file, applies ``KEY=VALUE`` overrides and validates everything before anything heavy is imported.
-Settings that only prime-rl understands live in ``[prime_rl]``; the one-machine engine passes them by.
+Every key has its meaning as a docstring and its mark for an export to prime-rl (``carried.py``).
+Both appear in the generated reference (``reference.py``).
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from prime_composer.losses import LossUnion
+from prime_composer.losses import AnyLoss
 from prime_composer.problems.config import PROBLEMS, DataConfig, Problem
+from prime_composer.recipe.carried import CARRIED, not_carried, only_refused, prime_rl
 from prime_composer.recipe.prepare import PrepareConfig
 
 
@@ -21,20 +22,22 @@ class RecipeError(ValueError):
 
 
 class Section(BaseModel):
+    """A table of a recipe: unknown keys are refused, values never change."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
-    """Where a model comes from: ``model`` names an existing one, or ``[*.prepare]`` builds a small one on the spot."""
+    """Where a model comes from: ``model`` names one, or ``[*.prepare]`` builds a small one."""
 
-    model: str | None = None
-    """Directory in Hugging Face format, or a hub id where there is a network."""
+    model: str | None = Field(None, json_schema_extra=CARRIED)
+    """Directory in Hugging Face format, or a hub id."""
 
-    prepare: PrepareConfig | None = None
-    """Build a small model here, once, and cache it."""
+    prepare: PrepareConfig | None = Field(None, json_schema_extra=CARRIED)
+    """Build a small model on this machine, once, and cache it."""
 
     @model_validator(mode="after")
-    def _one_origin(self) -> "ModelConfig":
+    def _check_origin(self) -> "ModelConfig":
         origins = [
             name for name in ("model", "prepare", "policy") if getattr(self, name, None) is not None
         ]
@@ -51,9 +54,6 @@ class ModelConfig(Section):
         return self
 
 
-S = TypeVar("S", bound=Section)
-
-
 class StudentConfig(ModelConfig):
     """The model that is trained."""
 
@@ -63,34 +63,39 @@ HINT_TEMPLATES = {
     "sibling": "{question}\nA correct solution: {hint}\nSolve it again.",
     "feedback": "{question}\nAn earlier attempt: {attempt}\nIts verdict: {hint}\nSolve it again.",
 }
-"""What the told policy reads in the place of the question, by the kind of hint."""
+"""The hint-conditioned teacher's question, by the kind of hint."""
 
 
 class PolicyTeacherConfig(Section):
-    """Self-distillation: the teacher is the policy itself, and its prompt carries a hint that the student never sees.
+    """Self-distillation: the teacher is the policy, and its prompt contains a hint.
 
-    A rollout for which there is no hint (no correct sibling) trains nothing.
+    A rollout without a hint (no correct sibling) is not trained on.
     """
 
-    hint: Literal["reference", "sibling", "feedback"] = "reference"
-    """``reference``: the data's solution (OPSD, SDFT). ``sibling``: the first correct rollout of the same group other
-    than itself (SDPO). ``feedback``: the verifier's verdict on the rollout, with the right answer (SDPO)."""
+    hint: Literal["reference", "sibling", "feedback"] = Field(
+        "reference", json_schema_extra=CARRIED
+    )
+    """``reference``: the data's solution (OPSD, SDFT). ``sibling``: the first other correct rollout
+    of the same group (SDPO). ``feedback``: the verifier's verdict on the rollout, with the right
+    answer (SDPO)."""
 
-    template: str | None = None
-    """The question as the teacher reads it: ``{question}``, ``{hint}`` and, if wanted, ``{attempt}``, the rollout's own
-    text. Unset: a plain English one for each kind of hint."""
+    template: str | None = Field(None, json_schema_extra=CARRIED)
+    """The question in the teacher's prompt. It contains ``{question}``, ``{hint}`` and optionally
+    ``{attempt}``, the rollout's own text. Unset: a plain English one for each kind of hint."""
 
-    update: Literal["live", "ema", "sync"] = "ema"
-    """Whose weights: the current policy's, their moving average, or a copy renewed every ``sync_every`` steps."""
+    update: Literal["live", "ema", "sync"] = Field("ema", json_schema_extra=CARRIED)
+    """The teacher's weights: the current policy's, their moving average, or a copy renewed every
+    ``sync_every`` steps."""
 
-    ema_rate: float = Field(0.05, gt=0, le=1)
-    """``ema``: teacher <- (1 - rate) teacher + rate policy after each step (SDPO 0.05; OPSD 0.001)."""
+    ema_rate: float = Field(0.05, gt=0, le=1, json_schema_extra=prime_rl(only_refused()))
+    """For ``ema``: teacher <- (1 - rate) teacher + rate policy after each step (SDPO 0.05, OPSD
+    0.001)."""
 
-    sync_every: int = Field(10, ge=1)
-    """``sync``: steps between two copies."""
+    sync_every: int = Field(10, ge=1, json_schema_extra=prime_rl(only_refused()))
+    """For ``sync``: steps between two copies."""
 
     @model_validator(mode="after")
-    def _template_reads_the_hint(self) -> "PolicyTeacherConfig":
+    def _check_template(self) -> "PolicyTeacherConfig":
         for name in ("{question}", "{hint}"):
             if name not in self.text:
                 raise ValueError(f"template must contain {name}")
@@ -98,32 +103,48 @@ class PolicyTeacherConfig(Section):
 
     @property
     def text(self) -> str:
+        """The template, or the plain one of its kind of hint."""
         return HINT_TEMPLATES[self.hint] if self.template is None else self.template
 
 
 class TeacherConfig(ModelConfig):
-    """The model that scores the student's tokens: a model of its own, or the policy itself, told more."""
+    """The model that scores the student's tokens: a model of its own, or the policy with a hint."""
 
     policy: PolicyTeacherConfig | None = None
-    """The teacher is the student itself, told more; needs no `model` and no `prepare`."""
+    """Self-distillation: the teacher is the student itself, given a hint. Goes without `model` and
+    `prepare`."""
 
-    backend: Literal["vllm", "transformers", "server"] | None = None
-    """What runs the teacher; unset: the rollout's backend."""
+    backend: Literal["vllm", "transformers", "server"] | None = Field(
+        None,
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl asks a server, which is yours to start", harmless=("server",))
+        ),
+    )
+    """The engine that runs the teacher. Unset: the rollout's backend."""
 
-    url: str | None = None
-    """Base URL of a running vLLM server; implies backend 'server'."""
+    url: str | None = Field(None, json_schema_extra=CARRIED)
+    """Base URL of a running vLLM server. Implies backend 'server'. A server in bfloat16 computes
+    bfloat16 logits, so its log-probs are rounded to about 3 significant digits. For float32 logits,
+    start it with `--hf-overrides '{"head_dtype": "float32"}'`."""
 
-    api_key_var: str = "VLLM_API_KEY"
-    """Environment variable with the API key of the server at `url`, where it asks for one."""
+    api_key_var: str = Field("VLLM_API_KEY", json_schema_extra=CARRIED)
+    """Environment variable with the API key of the server at `url`, if it needs one."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Unset: the trainer's dtype."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, json_schema_extra=prime_rl(not_carried("the teacher's server is yours to start"))
+    )
+    """Number format of the teacher's weights and logits. Unset: the trainer's dtype."""
 
-    gpu_memory_utilization: float = Field(0.3, gt=0, le=1)
-    """Share of the GPU for the teacher's engine."""
+    gpu_memory_utilization: float = Field(
+        0.3,
+        gt=0,
+        le=1,
+        json_schema_extra=prime_rl(not_carried("the teacher's server is yours to start")),
+    )
+    """Share of the GPU's memory for the teacher's engine."""
 
     @model_validator(mode="after")
-    def _server_has_url(self) -> "TeacherConfig":
+    def _check_url(self) -> "TeacherConfig":
         if self.backend == "server" and self.url is None:
             raise ValueError(
                 "backend = 'server' needs `url`, the base URL of a running vLLM server"
@@ -136,11 +157,12 @@ class TeacherConfig(ModelConfig):
 class OneOfSeveralConfig(TeacherConfig):
     """One of several teachers, under ``[teachers.NAME]``."""
 
-    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Its share of the mixture, relative to the others', where neither [data] nor a row names a teacher."""
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False, json_schema_extra=CARRIED)
+    """Weight in the mixture, relative to the others', where neither [data] nor a row names a
+    teacher."""
 
     @model_validator(mode="after")
-    def _is_a_model(self) -> "OneOfSeveralConfig":
+    def _check_no_policy(self) -> "OneOfSeveralConfig":
         if self.policy is not None:
             raise ValueError(
                 "`policy` is self-distillation, which has one teacher: use [teacher.policy]"
@@ -149,44 +171,54 @@ class OneOfSeveralConfig(TeacherConfig):
 
 
 class RolloutConfig(Section):
-    """How the student samples."""
+    """How the student samples its rollouts."""
 
-    backend: Literal["vllm", "transformers", "server"] = "vllm"
-    """What samples the rollouts."""
+    backend: Literal["vllm", "transformers", "server"] = Field(
+        "vllm",
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl samples with vLLM", harmless=("vllm", "server"))
+        ),
+    )
+    """The engine that samples the rollouts."""
 
-    url: str | None = None
-    """Base URL of a running vLLM server of the student, for backend 'server'."""
+    url: str | None = Field(None, json_schema_extra=CARRIED)
+    """For backend 'server': base URL of a running vLLM server of the student."""
 
-    api_key_var: str = "VLLM_API_KEY"
-    """Environment variable with the API key of the server at `url`, where it asks for one."""
+    api_key_var: str = Field("VLLM_API_KEY", json_schema_extra=CARRIED)
+    """Environment variable with the API key of the server at `url`, if it needs one."""
 
-    weights_dir: Path | None = None
-    """For backend 'server': a directory that this process can write and the server can read; new weights travel through
-    it. Unset: the system's temporary directory, for a server on this machine."""
+    weights_dir: Path | None = Field(
+        None,
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl brings new weights to the sampler its own way")
+        ),
+    )
+    """For backend 'server': a directory that this process writes new weights to and the server
+    reads them from. Unset: the system's temporary directory, for a server on this machine."""
 
-    group_size: int = Field(1, ge=1)
+    group_size: int = Field(1, ge=1, json_schema_extra=CARRIED)
     """Rollouts per prompt. RL terms need at least 2."""
 
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; the losses always read the T = 1 policy."""
+    temperature: float = Field(1.0, gt=0, json_schema_extra=CARRIED)
+    """Sampling temperature. The losses always compare the policies at T = 1."""
 
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus; log mu is that of the truncated distribution."""
+    top_p: float = Field(1.0, gt=0, le=1, json_schema_extra=CARRIED)
+    """Nucleus sampling. log mu is that of the truncated distribution."""
 
-    max_tokens: int = Field(256, ge=1)
+    max_tokens: int = Field(256, ge=1, json_schema_extra=CARRIED)
     """Token budget of a completion."""
 
-    max_model_len: int = Field(2048, ge=2)
-    """Context of the engines: prompt and completion."""
+    max_model_len: int = Field(2048, ge=2, json_schema_extra=CARRIED)
+    """Context of the engines in tokens: prompt and completion."""
 
-    student_fraction: float = Field(1.0, ge=0, le=1)
-    """GKD's lambda: probability that a sequence is sampled; else the data's solution."""
+    student_fraction: float = Field(1.0, ge=0, le=1, json_schema_extra=CARRIED)
+    """GKD's lambda: probability that a sequence is sampled. The others are the data's solutions."""
 
-    gpu_memory_utilization: float = Field(0.3, gt=0, le=1)
-    """Share of the GPU for the student's engine."""
+    gpu_memory_utilization: float = Field(0.3, gt=0, le=1, json_schema_extra=CARRIED)
+    """Share of the GPU's memory for the student's engine."""
 
     @model_validator(mode="after")
-    def _server_has_url(self) -> "RolloutConfig":
+    def _check_url(self) -> "RolloutConfig":
         if (self.backend == "server") != (self.url is not None):
             raise ValueError("backend = 'server' and `url` go together")
         return self
@@ -195,93 +227,126 @@ class RolloutConfig(Section):
 class ReplayConfig(Section):
     """Where the preference pairs of the ``[loss.replay]`` channel come from."""
 
-    source: Literal["rollouts", "jsonl"] = "rollouts"
-    """``rollouts``: a correct and a wrong rollout of the same group. ``jsonl``: a file with one object per line, with the
-    strings "question", "chosen" and "rejected"."""
+    source: Literal["rollouts", "jsonl"] = Field(
+        "rollouts", json_schema_extra=prime_rl(only_refused())
+    )
+    """``rollouts``: a correct and a wrong rollout of the same group. ``jsonl``: a file with one
+    object per line, with the strings "question", "chosen" and "rejected"."""
 
-    path: Path | None = None
+    path: Path | None = Field(None, json_schema_extra=prime_rl(only_refused()))
     """For ``jsonl``: the file."""
 
-    pairs_per_step: int = Field(16, ge=1)
-    """Pairs of a step: at most this many of the rollouts', or exactly this many of the file's, in rotation."""
+    pairs_per_step: int = Field(16, ge=1, json_schema_extra=prime_rl(only_refused()))
+    """Pairs per step: at most this many of the rollouts', or exactly this many of the file's, in
+    rotation."""
 
     @model_validator(mode="after")
-    def _path_belongs_to_jsonl(self) -> "ReplayConfig":
+    def _check_path(self) -> "ReplayConfig":
         if (self.source == "jsonl") != (self.path is not None):
             raise ValueError('source = "jsonl" and `path` go together')
         return self
 
 
 class TrainerConfig(Section):
-    """The optimiser and its loop."""
+    """The optimizer and its loop."""
 
-    steps: int = Field(ge=1)
-    """Optimiser steps."""
+    steps: int = Field(ge=1, json_schema_extra=CARRIED)
+    """Optimizer steps."""
 
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(64, ge=1, json_schema_extra=CARRIED)
     """Rollouts per step, a multiple of rollout.group_size."""
 
-    micro_batch_tokens: int = Field(16384, ge=1)
-    """Padded tokens per forward; gradients do not depend on it."""
+    micro_batch_tokens: int = Field(
+        16384,
+        ge=1,
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl packs sequences of rollout.max_model_len tokens")
+        ),
+    )
+    """Padded tokens per forward pass. Gradients do not depend on it."""
 
-    lr: float = Field(2e-6, gt=0)
+    lr: float = Field(2e-6, gt=0, json_schema_extra=CARRIED)
     """Peak learning rate of AdamW."""
 
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[float, float] = Field((0.9, 0.98), json_schema_extra=CARRIED)
     """AdamW's betas."""
 
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, json_schema_extra=CARRIED)
     """AdamW's decoupled weight decay."""
 
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, json_schema_extra=CARRIED)
     """Clip of the global gradient norm."""
 
-    warmup_steps: int = Field(0, ge=0)
-    """Linear warm-up."""
+    warmup_steps: int = Field(0, ge=0, json_schema_extra=CARRIED)
+    """Steps of linear warm-up."""
 
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up, down to 0."""
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", json_schema_extra=CARRIED)
+    """Learning rate after the warm-up: constant, or down to 0."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the student's matrix products and its engine; the weights that train are float32 either way."""
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl's trainer computes in bfloat16", harmless=("bfloat16",))
+        ),
+    )
+    """Number format of the student's matrix products and its engine. The trained weights are
+    float32."""
 
-    gradient_checkpointing: bool = False
-    """Trade compute for memory in the student's backward."""
+    gradient_checkpointing: bool = Field(False, json_schema_extra=CARRIED)
+    """Recompute activations in the student's backward pass: less memory, more compute."""
 
-    seed: int = Field(0, ge=0)
-    """Of prompts order, sampling and everything random."""
+    seed: int = Field(
+        0,
+        ge=0,
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl orders prompts by seeds of its own; only its vLLM takes this one")
+        ),
+    )
+    """Seed of the prompts' order, of sampling and of everything else that is random."""
 
 
 class EvalConfig(Section):
-    """Measurement on held-out problems: greedy accuracy, and the reverse KL on rollouts sampled at T = 1."""
+    """Evaluation on held-out problems: greedy accuracy, and reverse KL on rollouts at T = 1."""
 
-    every: int = Field(20, ge=0)
-    """Steps between evaluations; 0: only before the first and after the last."""
+    every: int = Field(20, ge=0, json_schema_extra=CARRIED)
+    """Steps between evaluations. 0: only before the first step and after the last."""
 
-    size: int = Field(200, ge=1)
+    size: int = Field(200, ge=1, json_schema_extra=CARRIED)
     """Held-out problems for accuracy, the same ones every time."""
 
-    kl_size: int = Field(64, ge=0)
-    """Held-out problems whose rollouts measure the reverse KL; 0: none."""
+    kl_size: int = Field(
+        64,
+        ge=0,
+        json_schema_extra=prime_rl(not_carried("prime-rl evaluates accuracy alone", harmless=(0,))),
+    )
+    """Held-out problems whose rollouts measure the reverse KL. 0: none."""
 
-    kl_support: int | Literal["full", "auto"] = "auto"
-    """Ids per position of the measured KL. auto: full up to a vocabulary of 8192, else 64 and a tail."""
+    kl_support: int | Literal["full", "auto"] = Field(
+        "auto", json_schema_extra=prime_rl(not_carried("prime-rl evaluates accuracy alone"))
+    )
+    """Token ids per position of the measured KL. auto: all of them up to a vocabulary of 8192, else
+    64 and a tail bucket."""
 
 
 class WandbConfig(Section):
-    """Weights & Biases, where ``pip install wandb`` was run."""
+    """Weights & Biases. Needs ``pip install wandb``."""
 
-    project: str
+    project: str = Field(json_schema_extra=CARRIED)
     """Project."""
 
-    name: str | None = None
-    """Run name; unset: the run directory's name."""
+    name: str | None = Field(None, json_schema_extra=CARRIED)
+    """Run name. Unset: the run directory's name."""
 
 
 class LoggingConfig(Section):
-    """Metrics always go to ``metrics.jsonl`` in the run directory."""
+    """Where metrics are logged, beside ``metrics.jsonl`` in the run directory."""
 
-    tensorboard: bool = True
+    tensorboard: bool = Field(
+        True,
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl writes no TensorBoard files", harmless=(False,))
+        ),
+    )
     """Also write TensorBoard event files."""
 
     wandb: WandbConfig | None = None
@@ -289,121 +354,128 @@ class LoggingConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints: model, optimiser, loss state, step, recipe; written beside the old ones, then renamed."""
+    """Checkpoints: model, optimizer, loss state, step. A checkpoint is renamed when complete."""
 
-    every: int = Field(20, ge=0)
-    """Steps between checkpoints; 0: only after the last step."""
+    every: int = Field(20, ge=0, json_schema_extra=CARRIED)
+    """Steps between checkpoints. 0: only after the last step."""
 
-    keep: int = Field(2, ge=1)
-    """How many of the newest to keep."""
+    keep: int = Field(2, ge=1, json_schema_extra=CARRIED)
+    """Number of the newest checkpoints to keep."""
 
 
 class Recipe(Section):
-    """What is distilled into what, how, on which data."""
+    """What is distilled into what, how, and on which data."""
 
     student: StudentConfig
-    teacher: TeacherConfig | None = None
-    teachers: dict[str, OneOfSeveralConfig] = Field(default_factory=dict)
-    """Several teachers by name, in the place of ``[teacher]``. Each problem's rollouts are scored by the teachers that its
-    row, or its ``[data]`` or ``[environments.NAME]``, names; two or more are mixed in probability space."""
+    """The model that is trained."""
 
-    loss: LossUnion
+    teacher: TeacherConfig | None = None
+    """The model that scores the student's tokens."""
+
+    teachers: dict[str, OneOfSeveralConfig] = Field(default_factory=dict)
+    """Several teachers by name, instead of ``[teacher]``. The row of a problem, or its ``[data]``
+    or ``[environments.NAME]``, names those that score its rollouts. Two or more are mixed in
+    probability space."""
+
+    loss: AnyLoss = Field(json_schema_extra=CARRIED)
+    """The objective: ``type`` and its knobs."""
+
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    """How the student samples its rollouts."""
+
     data: DataConfig | None = None
+    """The problems, their prompts, and how answers are checked."""
+
     environments: dict[str, DataConfig] = Field(default_factory=dict)
-    """Several kinds of problems by name, in the place of ``[data]``, each a table like it."""
+    """Several kinds of problems by name, instead of ``[data]``. Each is a table like it."""
 
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
-    trainer: TrainerConfig
-    eval: EvalConfig = Field(default_factory=EvalConfig)
-    logging: LoggingConfig = Field(default_factory=LoggingConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    output_dir: str | None = None
-    """Run directory; unset: outputs/<name of the recipe file>."""
+    """Where preference pairs come from."""
 
-    prime_rl: dict[str, Any] = Field(default_factory=dict)
-    """Native prime-rl settings, for prime-rl alone."""
+    trainer: TrainerConfig
+    """The optimizer and its loop."""
+
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    """Evaluation on held-out problems."""
+
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    """Where metrics are logged."""
+
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+
+    output_dir: str | None = Field(None, json_schema_extra=CARRIED)
+    """Run directory. Unset: outputs/<name of the recipe file>."""
+
+    prime_rl: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CARRIED)
+    """prime-rl's own settings, merged into the export. The one-machine engine ignores them."""
+
+    @property
+    def sources(self) -> dict[str, DataConfig]:
+        """The environments by name. A single ``[data]`` is called "problems"."""
+        return self.environments if self.data is None else {PROBLEMS: self.data}
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether something scores the student's tokens."""
+        return self.teacher is not None or bool(self.teachers)
 
     @model_validator(mode="after")
-    def _names_fit(self) -> "Recipe":
+    def _check_alternatives(self) -> "Recipe":
         if self.teachers and self.teacher is not None:
             raise ValueError("[teacher] and [teachers.*]: keep one of them")
         if self.data is None and not self.environments:
             raise ValueError("data is missing: add a [data] table, or several [environments.*]")
         if self.data is not None and self.environments:
             raise ValueError("[data] and [environments.*]: keep one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "Recipe":
         for section, names in (("teachers", self.teachers), ("environments", self.environments)):
             for name in names:
                 if re.fullmatch(r"[A-Za-z0-9_-]+", name) is None:
                     raise ValueError(
                         f"[{section}.{name!r}]: a name is made of letters, digits, - and _"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _check_teachers_of_data(self) -> "Recipe":
         for name, data in self.sources.items():
-            where = "data" if self.data is not None else f"environments.{name}"
-            asked = [data.teacher] if isinstance(data.teacher, str) else list(data.teacher or ())
-            if not self.teachers and (asked or data.teacher_key is not None):
-                raise ValueError(
-                    f"{where}.teacher{'' if asked else '_key'} chooses among [teachers.*], and there are none"
-                )
-            for teacher in asked:
+            table = "data" if self.data is not None else f"environments.{name}"
+            named = [data.teacher] if isinstance(data.teacher, str) else list(data.teacher or ())
+            if not self.teachers and (named or data.teacher_key is not None):
+                key = "teacher" if named else "teacher_key"
+                raise ValueError(f"{table}.{key} chooses among [teachers.*], and there are none")
+            for teacher in named:
                 if teacher not in self.teachers:
                     raise ValueError(
-                        f"{where}.teacher names {teacher!r}; [teachers] has {', '.join(self.teachers)}"
-                    )
-        for role, model in {"student": self.student, **self.scored_by}.items():
-            for name in (model.prepare and model.prepare.environments) or ():
-                if name not in self.environments:
-                    known = ", ".join(self.environments) or "none"
-                    raise ValueError(
-                        f"{role}: prepare.environments names {name!r}; [environments] has {known}"
+                        f"{table}.teacher names {teacher!r}; [teachers] has "
+                        f"{', '.join(self.teachers)}"
                     )
         return self
 
-    @property
-    def sources(self) -> dict[str, DataConfig]:
-        """The environments by name; a single ``[data]`` is called "problems"."""
-        return self.environments or {PROBLEMS: self.data}
+    @model_validator(mode="after")
+    def _check_environments_of_models(self) -> "Recipe":
+        known = ", ".join(self.environments) or "none"
+        for table, prepare in self._prepared_models():
+            for name in prepare.environments or ():
+                if name not in self.environments:
+                    raise ValueError(
+                        f"{table}: prepare.environments names {name!r}; [environments] has {known}"
+                    )
+        return self
 
-    def data_of(self, problem: Problem) -> DataConfig:
-        """How a problem is asked and checked."""
-        return self.sources[problem.environment]
-
-    @property
-    def scored_by(self) -> dict[str, TeacherConfig]:
-        """The teachers that are models of their own, by role: "teacher", or "teachers.NAME"; none for a policy teacher."""
-        if self.teacher is not None:
-            return {} if self.teacher.policy is not None else {"teacher": self.teacher}
-        return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
-
-    def mixture(self, problem: Problem) -> dict[str, float]:
-        """Who scores this problem's rollouts: shares by role, which add up to 1.
-
-        Raises:
-            RecipeError: the data names a teacher that the recipe does not have.
-        """
-        if problem.teacher is None or not self.teachers:
-            return self.mixture_of(problem.environment)
-        if problem.teacher not in self.teachers:
-            raise RecipeError(
-                f"the problem {problem.question[:60]!r} names the teacher {problem.teacher!r}; [teachers] has "
-                f"{', '.join(self.teachers)}"
-            )
-        return {f"teachers.{problem.teacher}": 1.0}
-
-    def mixture_of(self, environment: str) -> dict[str, float]:
-        """Who scores the rollouts of an environment, where no row says otherwise."""
-        if not self.teachers:
-            return dict.fromkeys(self.scored_by, 1.0)
-        asked = self.sources[environment].teacher
-        if asked is None:
-            asked = {name: teacher.weight for name, teacher in self.teachers.items()}
-        weights: Mapping[str, float] = {asked: 1.0} if isinstance(asked, str) else asked
-        return {
-            f"teachers.{name}": weight / sum(weights.values()) for name, weight in weights.items()
-        }
+    def _prepared_models(self) -> Iterator[tuple[str, PrepareConfig]]:
+        models: dict[str, ModelConfig | None] = {"student": self.student, "teacher": self.teacher}
+        models |= {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+        for table, model in models.items():
+            if model is not None and model.prepare is not None:
+                yield table, model.prepare
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Recipe":
+    def _check_loss(self) -> "Recipe":
         if self.loss.channel == "replay":
             raise ValueError(
                 f"[loss] type = {self.loss.type!r} reads preference pairs: make it the replay channel of a compose loss, "
@@ -454,6 +526,48 @@ class Recipe(Section):
                 f"{who} needs the advantages of whole groups, and teacher.policy.hint = 'sibling' leaves the only correct "
                 "rollout of a group out, so that its wrong ones alone would train: set hint to 'reference' or 'feedback'"
             )
+
+    # LEGACY-BEGIN
+    def data_of(self, problem: Problem) -> DataConfig:
+        """How a problem is asked and checked."""
+        return self.sources[problem.environment]
+
+    @property
+    def scored_by(self) -> dict[str, TeacherConfig]:
+        """The teachers that are models of their own, by role: "teacher", or "teachers.NAME"; none
+        for a policy teacher."""
+        if self.teacher is not None:
+            return {} if self.teacher.policy is not None else {"teacher": self.teacher}
+        return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+
+    def mixture(self, problem: Problem) -> dict[str, float]:
+        """Who scores this problem's rollouts: shares by role, which add up to 1.
+
+        Raises:
+            RecipeError: the data names a teacher that the recipe does not have.
+        """
+        if problem.teacher is None or not self.teachers:
+            return self.mixture_of(problem.environment)
+        if problem.teacher not in self.teachers:
+            raise RecipeError(
+                f"the problem {problem.question[:60]!r} names the teacher {problem.teacher!r}; [teachers] has "
+                f"{', '.join(self.teachers)}"
+            )
+        return {f"teachers.{problem.teacher}": 1.0}
+
+    def mixture_of(self, environment: str) -> dict[str, float]:
+        """Who scores the rollouts of an environment, where no row says otherwise."""
+        if not self.teachers:
+            return dict.fromkeys(self.scored_by, 1.0)
+        asked = self.sources[environment].teacher
+        if asked is None:
+            asked = {name: teacher.weight for name, teacher in self.teachers.items()}
+        weights: Mapping[str, float] = {asked: 1.0} if isinstance(asked, str) else asked
+        return {
+            f"teachers.{name}": weight / sum(weights.values()) for name, weight in weights.items()
+        }
+
+    # LEGACY-END
 
 
 def spoken(role: str) -> str:

@@ -1,0 +1,1 @@
+"""Small models built on the spot, for recipes that need no download."""

@@ -1,52 +1,56 @@
-"""Small models prepared on the spot, for recipes that need no download: what they are, and where they are cached.
+"""Find or build the small models of a recipe, and cache them.
 
-Only the description, the cache key and the cache live here; ``backends/prepare.py`` trains. Two models of one recipe
-get the same tokenizer, a byte-level BPE with single digits trained on the recipe's own data, whenever their
-``vocab_size`` agrees.
+Only the cache key and the cache are here; ``training.py`` trains. Two models of one recipe get the
+same tokenizer whenever their ``vocab_size`` agrees: a byte-level BPE with single digits, trained on
+the recipe's own data.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prime_composer.problems.config import DataConfig, Problem
-from prime_composer.problems.loading import load_environments
+from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import prompt_text
 from prime_composer.recipe.prepare import PrepareConfig
+from prime_composer.recipe.routing import Routing
+from prime_composer.recipe.schema import Recipe
 
 FORMAT = 1
-"""Goes into the cache key. Raise it when ``backends/prepare.py`` makes other models of the same description."""
+"""Part of the cache key. Raise it when ``training.py`` builds other models from the same
+description."""
 
 DESCRIPTION = "prepare.json"
-"""The file beside the weights that says how they were made, and the training loss at the end."""
+"""The file beside the weights that says how they were made, and the final training loss."""
 
 Progress = Callable[[int, int, float], None]
-"""Called after every step of fine-tuning with the steps done, the steps in all, and the loss."""
+"""Called after every step of fine-tuning with the steps done, the total steps, and the loss."""
 
 
 def cache_root() -> Path:
-    """The per-user cache folder: ``$PRIME_COMPOSER_CACHE``, or ``prime_composer`` in ``$XDG_CACHE_HOME`` (~/.cache)."""
-    if own := os.environ.get("PRIME_COMPOSER_CACHE"):
-        return Path(own).expanduser()
+    """Return the user's cache folder.
+
+    It is ``$PRIME_COMPOSER_CACHE``, or ``prime_composer`` in ``$XDG_CACHE_HOME`` (default
+    ~/.cache).
+    """
+    if folder := os.environ.get("PRIME_COMPOSER_CACHE"):
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "prime_composer"
 
 
-def cache_key(
-    config: PrepareConfig, sources: Mapping[str, DataConfig], problems: Sequence[Problem]
-) -> str:
-    """A readable name and a hash of all that decides what the model learns: its description, the training texts
-    (contents, not paths), and the format version."""
-    digest = hashlib.sha256(
-        json.dumps(
-            [FORMAT, config.model_dump(mode="json", exclude_none=True)], sort_keys=True
-        ).encode()
-    )
-    for problem in problems:
-        texts = [prompt_text(problem, sources[problem.environment]), problem.answer]
+def cache_key(config: PrepareConfig, problems: ProblemSet) -> str:
+    """Return a readable name and a hash of all that decides what the model learns.
+
+    The hash covers the format version, the description, and the training texts (contents, not
+    paths).
+    """
+    description = [FORMAT, config.model_dump(mode="json", exclude_none=True)]
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
+    for problem in problems.practice:
+        texts = [prompt_text(problem, problems.config_of(problem)), problem.answer]
         if config.environments is not None:
             texts.append(str(problem.environment in config.environments))
         digest.update(json.dumps(texts).encode())
@@ -54,93 +58,89 @@ def cache_key(
 
 
 def cached_path(
-    config: PrepareConfig, sources: Mapping[str, DataConfig], cache_dir: Path | None = None
+    config: PrepareConfig, problems: ProblemSet, cache_dir: Path | None = None
 ) -> Path | None:
-    """The prepared model's folder if it is cached, else None. Imports nothing heavy; reads the data.
+    """Return the prepared model's folder if it is cached, else None. Import nothing heavy."""
+    path = (cache_dir or cache_root()) / "models" / cache_key(config, problems)
+    return path if path.is_dir() else None
+
+
+def prepare_models(
+    recipe: Recipe,
+    problems: ProblemSet,
+    rebuild: bool = False,
+    progress: Callable[[str, int], Progress] | None = None,
+) -> dict[str, Path]:
+    """Find or build every model under a ``[*.prepare]`` table of the recipe.
+
+    Args:
+        recipe: the recipe.
+        problems: the recipe's problems.
+        rebuild: train again, and replace what is cached.
+        progress: called before a model is built, with its display name and its steps of
+            fine-tuning. It returns the callback for these steps.
+
+    Returns:
+        Folder by table: "teacher" or "teachers.NAME", and "student".
 
     Raises:
-        ValueError: the data cannot be read.
+        ValueError: as ``prepare_model``.
     """
-    train, _ = load_environments(sources)
-    path = (cache_dir or cache_root()) / "models" / cache_key(config, sources, train)
-    return path if path.is_dir() else None
+    models = [
+        (teacher.table, teacher.display, config)
+        for teacher, config in Routing.of_recipe(recipe).teachers.items()
+    ]
+    models.append(("student", "student", recipe.student))
+    paths = {}
+    for table, display, config in models:
+        if config.prepare is None:
+            continue
+        path = None if rebuild else cached_path(config.prepare, problems)
+        if path is None:
+            callback = None if progress is None else progress(display, config.prepare.sft_steps)
+            path = prepare_model(config.prepare, problems, rebuild=rebuild, progress=callback)
+        paths[table] = path
+    return paths
 
 
 def prepare_model(
     config: PrepareConfig,
-    sources: Mapping[str, DataConfig],
+    problems: ProblemSet,
     cache_dir: Path | None = None,
     rebuild: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """A Hugging Face folder with the model and its tokenizer: from the cache, or trained now and cached.
+    """Return a folder in Hugging Face format with the model and its tokenizer: cached, or trained
+    now.
 
-    The model is built in a folder of its own and renamed when it is whole, so that no reader ever finds half a model.
-    Runs that want the same model at once wait for the first one to finish it. A pruned model is made from the unpruned
-    one of the same description, which is cached too: where that one is the teacher, it is trained once.
+    The model is built in a folder of its own and renamed when it is complete, so no reader ever
+    finds half a model. Runs that need the same model at once wait for the first one to finish it. A
+    pruned model is made from the unpruned one of the same description, which is cached too. If that
+    one is the teacher, it is trained once.
 
     Args:
         config: the model.
-        sources: the recipe's environments, by name.
+        problems: the recipe's problems.
+        cache_dir: the cache folder; None: ``cache_root()``.
         rebuild: train again, and replace what is cached.
         progress: called after every step of fine-tuning.
 
     Raises:
-        ValueError: the data cannot be read, does not fit the model, or training libraries are missing.
+        ValueError: the data does not fit the model, or training libraries are missing.
     """
-    train, _ = load_environments(sources)
-    return _prepare(
-        config, sources, train, (cache_dir or cache_root()) / "models", rebuild, progress or _silent
-    )
-
-
-def _silent(done: int, steps: int, loss: float) -> None:
-    pass
-
-
-def _prepare(
-    config: PrepareConfig,
-    sources: Mapping[str, DataConfig],
-    train: list[Problem],
-    models: Path,
-    rebuild: bool,
-    progress: Progress,
-) -> Path:
+    models = (cache_dir or cache_root()) / "models"
     models.mkdir(parents=True, exist_ok=True)
-    key = cache_key(config, sources, train)
+    key = cache_key(config, problems)
     path = models / key
     if path.is_dir() and not rebuild:
         return path
     with _locked(models / f"{key}.lock"):
         if path.is_dir() and not rebuild:
             return path
-        try:
-            from prime_composer.tiny_models.training import build_model, prune_model
-        except ImportError as error:
-            raise ValueError(
-                f'preparing a model on the spot needs {error.name}: pip install "prime-composer[local]"'
-            ) from error
         unfinished = models / f"{key}.unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        if config.prune:
-            whole = _prepare(
-                config.model_copy(update={"prune": 0.0}), sources, train, models, rebuild, progress
-            )
-            loss = json.loads((whole / DESCRIPTION).read_text(encoding="utf-8"))["loss"]
-            prune_model(whole, config.prune, unfinished)
-            progress(config.sft_steps, config.sft_steps, loss)
-        else:
-            loss = build_model(config, sources, train, unfinished, progress)
-        description = {
-            "format": FORMAT,
-            "prepare": config.model_dump(mode="json"),
-            "data": {name: data.model_dump(mode="json") for name, data in sources.items()},
-            "loss": loss,
-        }
-        (unfinished / DESCRIPTION).write_text(
-            json.dumps(description, indent=2) + "\n", encoding="utf-8"
-        )
+        _build(config, problems, unfinished, cache_dir, rebuild, progress or _silent)
         replaced = models / f"{key}.replaced"
         shutil.rmtree(replaced, ignore_errors=True)
         if path.is_dir():
@@ -150,9 +150,46 @@ def _prepare(
     return path
 
 
+def _build(
+    config: PrepareConfig,
+    problems: ProblemSet,
+    folder: Path,
+    cache_dir: Path | None,
+    rebuild: bool,
+    progress: Progress,
+) -> None:
+    """Write the model, its tokenizer and its description into ``folder``."""
+    try:
+        from prime_composer.tiny_models.training import build_model, prune_model
+    except ImportError as error:
+        raise ValueError(
+            f'preparing a model on the spot needs {error.name}: pip install "prime-composer[local]"'
+        ) from error
+    if config.prune:
+        unpruned = prepare_model(
+            config.model_copy(update={"prune": 0.0}), problems, cache_dir, rebuild, progress
+        )
+        loss = json.loads((unpruned / DESCRIPTION).read_text(encoding="utf-8"))["loss"]
+        prune_model(unpruned, config.prune, folder)
+        progress(config.sft_steps, config.sft_steps, loss)
+    else:
+        loss = build_model(config, problems, folder, progress)
+    description = {
+        "format": FORMAT,
+        "prepare": config.model_dump(mode="json"),
+        "data": {name: data.model_dump(mode="json") for name, data in problems.sources.items()},
+        "loss": loss,
+    }
+    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+
+
+def _silent(done: int, steps: int, loss: float) -> None:
+    pass
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold ``path`` as a lock file; the operating system lets go of it if the process dies."""
+    """Hold ``path`` as a lock file. The operating system releases it if the process dies."""
     import fcntl
 
     with path.open("w") as file:

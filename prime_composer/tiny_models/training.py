@@ -1,12 +1,12 @@
-"""Train a small model on the spot: tokenizer, supervised fine-tuning, one-shot magnitude pruning, a Hugging Face folder.
+"""Train a small model on the spot: tokenizer, supervised fine-tuning, magnitude pruning.
 
-``prime_composer.tiny_models.cache.prepare_model`` calls this and caches what it writes.
+``prime_composer.tiny_models.cache.prepare_model`` calls this and caches the Hugging Face folder.
 """
 
 import math
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages, preserved_rng
-from prime_composer.backends.hf_model import without_progress_bars
-from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.backends.hf_model import pad, without_progress_bars
+from prime_composer.problems.config import Problem
+from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.order import prompt_batches
 from prime_composer.problems.prompts import answer_text, prompt_text
 from prime_composer.recipe.prepare import PrepareConfig
@@ -29,29 +30,35 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 END_OF_TEXT = "<|endoftext|>"
 LENGTH_GROUPS = 4
+"""Consecutive steps that share their examples out by length."""
+
+Example = tuple[list[int], list[int]]
+"""Token ids of a prompt and of its answer."""
 
 
 def build_model(
-    config: PrepareConfig,
-    sources: Mapping[str, DataConfig],
-    problems: Sequence[Problem],
-    folder: Path,
-    progress: Progress,
+    config: PrepareConfig, problems: ProblemSet, folder: Path, progress: Progress
 ) -> float:
-    """Write tokenizer, model and generation config into ``folder``. The same arguments give the same bytes.
+    """Write tokenizer, model and generation config into ``folder``.
 
-    ``config.prune`` is not applied: see ``prune_model``.
+    The same arguments give the same bytes. ``config.prune`` is not applied; see ``prune_model``.
 
     Returns:
-        The training loss per token, a mean over the last steps.
+        The training loss in nats per token, a mean over the last steps.
 
     Raises:
         ValueError: an example is longer than the model's context.
     """
-    tokenizer = train_tokenizer(problems, sources, config.vocab_size)
-    if config.environments is not None:
-        problems = [problem for problem in problems if problem.environment in config.environments]
-    examples = [_tokenized(problem, sources, tokenizer) for problem in with_hints(problems, config)]
+    tokenizer = train_tokenizer(problems, config.vocab_size)
+    practice = [
+        problem
+        for problem in problems.practice
+        if config.environments is None or problem.environment in config.environments
+    ]
+    examples = [
+        _tokenized(*_texts(problem, problems), tokenizer)
+        for problem in with_hints(practice, config)
+    ]
     longest = max(len(prompt) + len(answer) for prompt, answer in examples)
     if longest > config.max_position_embeddings:
         raise ValueError(
@@ -59,7 +66,7 @@ def build_model(
             f"{config.max_position_embeddings}; raise it to at least {longest}"
         )
     threads = torch.get_num_threads()
-    # One thread: sums then have one order, and other work on the machine cannot slow the step tenfold.
+    # With one thread, sums have one order, and other load cannot slow the step tenfold.
     torch.set_num_threads(1)
     try:
         with preserved_rng():
@@ -79,22 +86,21 @@ def build_model(
     return loss
 
 
-def prune_model(whole: Path, fraction: float, folder: Path) -> None:
-    """Write the model and tokenizer at ``whole`` into ``folder``, with ``fraction`` of its matrices set to zero."""
+def prune_model(unpruned: Path, fraction: float, folder: Path) -> None:
+    """Write a pruned copy of the model at ``unpruned``, and its tokenizer, into ``folder``."""
     with without_progress_bars():
-        model = Qwen3ForCausalLM.from_pretrained(whole, dtype=torch.float32)
+        model = Qwen3ForCausalLM.from_pretrained(unpruned, dtype=torch.float32)
         prune_by_magnitude(layer_matrices(model), fraction)
         model.save_pretrained(folder)
-    PreTrainedTokenizerFast.from_pretrained(whole).save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(unpruned).save_pretrained(folder)
 
 
-def train_tokenizer(
-    problems: Sequence[Problem], sources: Mapping[str, DataConfig], vocab_size: int
-) -> PreTrainedTokenizerFast:
-    """A byte-level BPE on the problems' prompts and answers: a function of these arguments alone.
+def train_tokenizer(problems: ProblemSet, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on the practice problems' prompts and answers.
 
-    Every digit is a token of its own, so that arithmetic is learnt digit by digit. A run of signs may take the white
-    space around it along: ``" = "`` and ``"\\n#### "`` become one token each.
+    Every digit is a token of its own, so that arithmetic is learned digit by digit. A run of
+    punctuation includes the white space around it: ``" = "`` and ``"\\n#### "`` become one token
+    each.
     """
     tokenizer = Tokenizer(models.BPE())
     pieces = Regex(r" ?\p{L}+|\p{N}|\s*[^\s\p{L}\p{N}]+\s?|\s+")
@@ -111,8 +117,8 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    # Prompt and answer apart, as they are tokenized: no token may span the border between them.
-    texts = [text for problem in problems for text in _texts(problem, sources)]
+    # Prompt and answer are separate texts, as they are tokenized: no token may span both.
+    texts = [text for problem in problems.practice for text in _texts(problem, problems)]
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
@@ -120,7 +126,7 @@ def train_tokenizer(
 
 
 def model_config(config: PrepareConfig, vocab_size: int, eos_token_id: int) -> Qwen3Config:
-    """The Qwen3 architecture in the sizes that the recipe asks for."""
+    """Return the Qwen3 architecture in the sizes of ``config``."""
     return Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
@@ -130,7 +136,7 @@ def model_config(config: PrepareConfig, vocab_size: int, eos_token_id: int) -> Q
         head_dim=config.head_dim,
         intermediate_size=config.intermediate_size,
         tie_word_embeddings=config.tie_word_embeddings,
-        # The usual 0.02 is meant for widths in the thousands; in a narrow model the layers would hardly start.
+        # The usual 0.02 is meant for widths in the thousands. A narrow model would hardly learn.
         initializer_range=0.4 / math.sqrt(config.hidden_size),
         max_position_embeddings=config.max_position_embeddings,
         bos_token_id=None,
@@ -141,45 +147,46 @@ def model_config(config: PrepareConfig, vocab_size: int, eos_token_id: int) -> Q
 
 
 def with_hints(problems: Sequence[Problem], config: PrepareConfig) -> list[Problem]:
-    """The problems, a share of them with the worked answer as a hint in the question."""
+    """Return the problems, a share of them with the worked answer as a hint in the question."""
     if config.hint_template is None:
         return list(problems)
     chance = random.Random(f"hints {config.seed}")
-    found = []
+    with_hint = []
     for problem in problems:
         if chance.random() < config.hint_share:
             text = config.hint_template.replace("{hint}", problem.answer).replace(
                 "{question}", problem.question
             )
             problem = replace(problem, question=text)
-        found.append(problem)
-    return found
+        with_hint.append(problem)
+    return with_hint
 
 
-def _texts(problem: Problem, sources: Mapping[str, DataConfig]) -> tuple[str, str]:
-    """Prompt and answer."""
-    data = sources[problem.environment]
-    return prompt_text(problem, data), answer_text(problem.answer, data)
+def _texts(problem: Problem, problems: ProblemSet) -> tuple[str, str]:
+    """Return prompt and answer."""
+    config = problems.config_of(problem)
+    return prompt_text(problem, config), answer_text(problem.answer, config)
 
 
-def _tokenized(
-    problem: Problem, sources: Mapping[str, DataConfig], tokenizer: PreTrainedTokenizerFast
-) -> tuple[list[int], list[int]]:
-    prompt, answer = _texts(problem, sources)
+def _tokenized(prompt: str, answer: str, tokenizer: PreTrainedTokenizerFast) -> Example:
     return tokenizer.encode(prompt), tokenizer.encode(answer) + [tokenizer.eos_token_id]
 
 
 def fine_tune(
     model: Qwen3ForCausalLM,
-    examples: list[tuple[list[int], list[int]]],
+    examples: list[Example],
     config: PrepareConfig,
     progress: Progress,
 ) -> float:
-    """Cross-entropy on the answers' tokens (with the end of text), mean over the batch's tokens.
+    """Minimize the cross-entropy of the answers' tokens, the end of text included.
 
-    Muon on the decoder layers' matrices, AdamW on embeddings and norms (Jordan et al., "Muon: An optimizer for hidden
-    layers in neural networks", 2024, https://kellerjordan.github.io/posts/muon/): for these models it needs about half
-    the steps of AdamW alone.
+    The loss is a mean over the batch's tokens. Muon trains the decoder layers' matrices, AdamW the
+    embeddings and norms (Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
+    2024, https://kellerjordan.github.io/posts/muon/). These models need about half the steps of
+    AdamW alone.
+
+    Returns:
+        The loss in nats per token, a mean over the last 20 steps.
     """
     matrices = layer_matrices(model)
     in_matrices = {id(weight) for weight in matrices}
@@ -190,7 +197,7 @@ def fine_tune(
     adamw = torch.optim.AdamW(others, lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     optimizers = ((muon, config.matrix_learning_rate), (adamw, config.learning_rate))
     warmup = max(1, config.sft_steps // 20)
-    losses = deque(maxlen=20)
+    losses: deque[float] = deque(maxlen=20)
     model.train()
     for step in range(config.sft_steps):
         factor = _warmup_cosine(step, warmup, config.sft_steps)
@@ -219,10 +226,13 @@ def _warmup_cosine(step: int, warmup: int, steps: int) -> float:
 
 
 def _batch_of_similar_lengths(
-    examples: list[tuple[list[int], list[int]]], config: PrepareConfig, step: int
-) -> list[tuple[list[int], list[int]]]:
-    """The examples of a step. Every ``LENGTH_GROUPS`` steps share their examples out by length, which saves a quarter
-    to a third of the padding; which of these steps gets the short ones is drawn anew each time."""
+    examples: list[Example], config: PrepareConfig, step: int
+) -> list[Example]:
+    """Return the examples of a step.
+
+    Every ``LENGTH_GROUPS`` steps share their examples out by length, which saves a quarter to a
+    third of the padding. Which of these steps gets the short ones is drawn anew each time.
+    """
     group, turn = divmod(step, LENGTH_GROUPS)
     indices = prompt_batches(len(examples), LENGTH_GROUPS * config.batch_size, config.seed, group)
     indices.sort(key=lambda i: len(examples[i][0]) + len(examples[i][1]))
@@ -235,31 +245,33 @@ def _batch_of_similar_lengths(
 
 
 def _padded(
-    batch: list[tuple[list[int], list[int]]],
+    batch: list[Example],
 ) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
-    """Token ids, and at each position the answer token that comes next, or -1. Padding stands at the right, where
-    causal attention cannot see it from any trained position."""
-    width = max(len(prompt) + len(answer) for prompt, answer in batch) - 1
-    token_ids = torch.zeros(len(batch), width, dtype=torch.long)
-    targets = torch.full((len(batch), width), -1)
+    """Return token ids, and at each position the next token of the answer, or -1.
+
+    Padding is at the right, where no trained position attends to it.
+    """
+    token_ids, _ = pad([(prompt + answer)[:-1] for prompt, answer in batch], torch.device("cpu"))
+    targets = torch.full_like(token_ids, -1)
     for row, (prompt, answer) in enumerate(batch):
-        tokens = torch.tensor(prompt + answer)
-        token_ids[row, : len(tokens) - 1] = tokens[:-1]
-        targets[row, len(prompt) - 1 : len(tokens) - 1] = tokens[len(prompt) :]
+        first = len(prompt) - 1
+        targets[row, first : first + len(answer)] = torch.tensor(answer)
     return token_ids, targets
 
 
 def layer_matrices(model: Qwen3ForCausalLM) -> list[torch.nn.Parameter]:
-    """The matrices of the decoder layers: attention and MLP, without embeddings and norms."""
+    """Return the matrices of the decoder layers: attention and MLP, no embeddings, no norms."""
     return [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
 
 
 @torch.no_grad()
 def prune_by_magnitude(weights: Sequence[torch.nn.Parameter], fraction: float) -> None:
-    """Set exactly ``round(fraction * n)`` of each matrix's n entries to zero, those of the smallest magnitude.
+    """Set ``round(fraction * n)`` of each matrix's n entries to zero, the smallest magnitudes
+    first.
 
-    Magnitude pruning: Han et al., "Learning both Weights and Connections for Efficient Neural Networks", 2015,
-    https://arxiv.org/abs/1506.02626; here in one shot, and later training may move the zeros.
+    This is magnitude pruning (Han et al., "Learning both Weights and Connections for Efficient
+    Neural Networks", 2015, https://arxiv.org/abs/1506.02626) in one shot. Later training may move
+    the zeros.
     """
     for weight in weights:
         flat = weight.view(-1)

@@ -13,14 +13,10 @@ from prime_composer.problems import generated as data
 from prime_composer.problems.answers import final_number, is_correct
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.generated import generate_problems
-from prime_composer.problems.loading import (
-    load_environments,
-    load_problems,
-    read_jsonl,
-    split_by_question,
-)
+from prime_composer.problems.loading import load_problem_set, load_problems, split_by_question
 from prime_composer.problems.order import environment_batches, prompt_batches
 from prime_composer.problems.prompts import render_prompt
+from prime_composer.problems.rows import read_jsonl
 
 GOOD = '{"question": "How many?", "answer": "One and one.\\n#### 2"}'
 
@@ -368,16 +364,17 @@ def test_operations_choose_the_templates():
 
 def test_environments_are_loaded_one_after_the_other_and_held_out_in_turn():
     sources = {"a": DataConfig(size=40, operations=(1,)), "b": DataConfig(size=20, operations=(2,))}
-    practice, held_out = load_environments(sources)
-    assert [p.environment for p in practice] == ["a"] * 36 + ["b"] * 18
-    assert [p.environment for p in held_out] == ["a", "b", "a", "b", "a", "a"]
+    problems = load_problem_set(sources)
+    assert [p.environment for p in problems.practice] == ["a"] * 36 + ["b"] * 18
+    assert [p.environment for p in problems.held_out] == ["a", "b", "a", "b", "a", "a"]
+    assert problems.config_of(problems.held_out[1]) is sources["b"]
 
 
 def test_what_one_environment_trains_on_no_other_one_may_hold_out():
     sources = {"a": DataConfig(size=40), "b": DataConfig(size=40, hold_out=0.5)}
-    said = r"environments.a trains on what environments.b holds out: .* both trained on and held out.* want `operations`"
+    said = r"environments.a trains on what environments.b holds out: .* both trained on and held out.* need `operations`"
     with pytest.raises(ValueError, match=said):
-        load_environments(sources)
+        load_problem_set(sources)
 
 
 def test_a_teacher_key_that_no_row_has_is_refused(tmp_path):

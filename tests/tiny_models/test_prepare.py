@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from prime_composer.problems.config import DataConfig
-from prime_composer.problems.loading import load_problems
+from prime_composer.problems.loading import load_problem_set, load_problems
 from prime_composer.problems.prompts import render_prompt
 from prime_composer.recipe.prepare import PrepareConfig
 from prime_composer.tiny_models.cache import cache_key, cache_root, cached_path, prepare_model
@@ -30,7 +30,7 @@ TINY = PrepareConfig(
     batch_size=8,
 )
 DATA = DataConfig(size=60)
-SOURCES = {"problems": DATA}
+PROBLEMS = load_problem_set({"problems": DATA})
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +40,11 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny(cache):
-    return prepare_model(TINY, SOURCES, cache)
+    return prepare_model(TINY, PROBLEMS, cache)
 
 
 def key_of(config=TINY, data=DATA):
-    return cache_key(config, {"problems": data}, load_problems(data)[0])
+    return cache_key(config, load_problem_set({"problems": data}))
 
 
 def load(path):
@@ -78,14 +78,14 @@ def test_tokens_spell_the_text_with_one_token_per_digit(tiny):
 def test_digits_are_never_merged_however_large_the_vocabulary():
     from prime_composer.tiny_models.training import train_tokenizer
 
-    tokenizer = train_tokenizer(load_problems(DataConfig(size=400))[0], SOURCES, 800)
+    tokenizer = train_tokenizer(load_problem_set({"problems": DataConfig(size=400)}), 800)
     digits = [piece for piece in tokenizer.get_vocab() if set(piece) & set("0123456789")]
     assert sorted(digits) == list("0123456789")
 
 
 def test_the_same_description_gives_the_same_bytes(tiny, tmp_path):
     torch.rand(3)  # the state of the global generator does not matter
-    again = prepare_model(TINY, SOURCES, tmp_path)
+    again = prepare_model(TINY, PROBLEMS, tmp_path)
     for file in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json"):
         assert (again / file).read_bytes() == (tiny / file).read_bytes()
 
@@ -93,7 +93,7 @@ def test_the_same_description_gives_the_same_bytes(tiny, tmp_path):
 def test_preparing_leaves_the_callers_random_state_and_threads_alone(tmp_path):
     torch.rand(3)  # not where an earlier preparation would have left it
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    prepare_model(TINY, SOURCES, tmp_path)
+    prepare_model(TINY, PROBLEMS, tmp_path)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -101,7 +101,9 @@ def test_preparing_leaves_the_callers_random_state_and_threads_alone(tmp_path):
 def test_fine_tuning_learns(tmp_path):
     losses = []
     config = TINY.model_copy(update={"sft_steps": 60})
-    prepare_model(config, SOURCES, tmp_path, progress=lambda done, steps, loss: losses.append(loss))
+    prepare_model(
+        config, PROBLEMS, tmp_path, progress=lambda done, steps, loss: losses.append(loss)
+    )
     assert len(losses) == 60
     assert losses[0] > 5.0  # log 300 = 5.7 before anything is learnt
     assert losses[-1] < 0.6 * losses[0]
@@ -109,7 +111,7 @@ def test_fine_tuning_learns(tmp_path):
 
 def test_teacher_and_student_of_other_sizes_get_the_same_tokenizer(tiny, cache):
     other = prepare_model(
-        TINY.model_copy(update={"layers": 2, "sft_steps": 0, "seed": 5}), SOURCES, cache
+        TINY.model_copy(update={"layers": 2, "sft_steps": 0, "seed": 5}), PROBLEMS, cache
     )
     assert (other / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
 
@@ -118,15 +120,15 @@ def test_a_cached_model_is_not_trained_again(tiny, cache):
     def progress(done, steps, loss):
         raise AssertionError("trained again")
 
-    assert cached_path(TINY, SOURCES, cache) == tiny
-    assert prepare_model(TINY, SOURCES, cache, progress=progress) == tiny
+    assert cached_path(TINY, PROBLEMS, cache) == tiny
+    assert prepare_model(TINY, PROBLEMS, cache, progress=progress) == tiny
 
 
 def test_a_pruned_model_is_the_cached_whole_one_without_its_smallest_weights(tiny, cache):
     calls = []
     pruned = prepare_model(
         TINY.model_copy(update={"prune": 0.7}),
-        SOURCES,
+        PROBLEMS,
         cache,
         progress=lambda *numbers: calls.append(numbers),
     )
@@ -246,6 +248,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from prime_composer.problems.config import DataConfig
+from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.prepare import PrepareConfig
 from prime_composer.tiny_models.cache import prepare_model
 config = PrepareConfig.model_validate_json(sys.argv[2])
@@ -257,7 +260,8 @@ else:
     progress = None
     from prime_composer.tiny_models import training
     training.PreTrainedTokenizerFast.save_pretrained = die
-prepare_model(config, {"problems": DataConfig(size=60)}, Path(sys.argv[1]), progress=progress, rebuild=sys.argv[4] == "rebuild")
+problems = load_problem_set({"problems": DataConfig(size=60)})
+prepare_model(config, problems, Path(sys.argv[1]), sys.argv[4] == "rebuild", progress)
 """
 
 
@@ -268,30 +272,30 @@ def killed(cache, moment, rebuild=""):
 
 def test_a_kill_in_the_middle_leaves_no_half_model_and_the_next_run_succeeds(tmp_path):
     killed(tmp_path, "training")
-    assert cached_path(TINY, SOURCES, tmp_path) is None
+    assert cached_path(TINY, PROBLEMS, tmp_path) is None
     killed(tmp_path, "saving")
     assert (
         tmp_path / "models" / f"{key_of()}.unfinished" / "model.safetensors"
     ).exists()  # it came that far
-    assert cached_path(TINY, SOURCES, tmp_path) is None
-    path = prepare_model(TINY, SOURCES, tmp_path)
+    assert cached_path(TINY, PROBLEMS, tmp_path) is None
+    path = prepare_model(TINY, PROBLEMS, tmp_path)
     assert (path / "model.safetensors").exists() and (path / "tokenizer.json").exists()
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name, f"{path.name}.lock"]
 
 
 def test_a_kill_during_a_rebuild_leaves_the_old_model_whole(tmp_path):
-    path = prepare_model(TINY, SOURCES, tmp_path)
+    path = prepare_model(TINY, PROBLEMS, tmp_path)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     killed(tmp_path, "saving", "rebuild")
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
 def test_rebuilding_trains_again_and_replaces(tmp_path):
-    path = prepare_model(TINY, SOURCES, tmp_path)
+    path = prepare_model(TINY, PROBLEMS, tmp_path)
     (path / "stale").touch()
     steps = []
     assert (
-        prepare_model(TINY, SOURCES, tmp_path, rebuild=True, progress=lambda *n: steps.append(n))
+        prepare_model(TINY, PROBLEMS, tmp_path, rebuild=True, progress=lambda *n: steps.append(n))
         == path
     )
     assert len(steps) == 4 and not (path / "stale").exists()
@@ -300,7 +304,7 @@ def test_rebuilding_trains_again_and_replaces(tmp_path):
 def test_runs_that_want_the_same_model_at_once_train_it_once(tmp_path, monkeypatch):
     builds = []
 
-    def slow_build(config, data, problems, folder, progress):
+    def slow_build(config, problems, folder, progress):
         builds.append(threading.get_ident())
         time.sleep(0.3)
         (folder / "model.safetensors").touch()
@@ -309,7 +313,7 @@ def test_runs_that_want_the_same_model_at_once_train_it_once(tmp_path, monkeypat
     monkeypatch.setattr("prime_composer.tiny_models.training.build_model", slow_build)
     found = []
     runs = [
-        threading.Thread(target=lambda: found.append(prepare_model(TINY, SOURCES, tmp_path)))
+        threading.Thread(target=lambda: found.append(prepare_model(TINY, PROBLEMS, tmp_path)))
         for _ in range(3)
     ]
     for run in runs:
@@ -322,16 +326,19 @@ def test_runs_that_want_the_same_model_at_once_train_it_once(tmp_path, monkeypat
 
 def test_an_example_longer_than_the_context_names_the_remedy(tmp_path):
     with pytest.raises(ValueError, match="longest training example has .* raise it to at least"):
-        prepare_model(TINY.model_copy(update={"max_position_embeddings": 16}), SOURCES, tmp_path)
-    assert cached_path(TINY, SOURCES, tmp_path) is None
+        prepare_model(TINY.model_copy(update={"max_position_embeddings": 16}), PROBLEMS, tmp_path)
+    assert cached_path(TINY, PROBLEMS, tmp_path) is None
 
 
 def test_looking_for_a_cached_model_imports_nothing_heavy(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from prime_composer.problems.config import DataConfig\n"
+        "import sys; from pathlib import Path\n"
+        "from prime_composer.problems import DataConfig, load_problem_set\n"
         "from prime_composer.tiny_models.cache import PrepareConfig, cached_path\n"
-        "assert cached_path(PrepareConfig(), {'problems': DataConfig(size=60)}, Path(sys.argv[1])) is None\n"
-        "print([name for name in ('transformers', 'tokenizers', 'vllm', 'datasets') if name in sys.modules])"
+        "problems = load_problem_set({'problems': DataConfig(size=60)})\n"
+        "assert cached_path(PrepareConfig(), problems, Path(sys.argv[1])) is None\n"
+        "heavy = ('transformers', 'tokenizers', 'vllm', 'datasets')\n"
+        "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True

@@ -1,0 +1,51 @@
+"""Read problems from a data set of the Hugging Face hub."""
+
+from typing import Any
+
+from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.rows import problem_of_row
+
+
+def load_hub(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
+    """Return the problems of the splits ``train`` and ``test``.
+
+    Raises:
+        ValueError: the ``datasets`` library is missing, the data set cannot be read (no network, no
+            such id), a split is missing, or a row is malformed.
+    """
+    splits = _load_dataset(config)
+    train, held_out = (_split(splits, name, config) for name in ("train", "test"))
+    return train, held_out
+
+
+def _load_dataset(config: DataConfig) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            '[data] source = "hub" needs the datasets library: pip install "prime-composer[hub]"'
+        ) from error
+    try:
+        return datasets.load_dataset(config.hub_id, config.hub_name)
+    # Without a network: ConnectionError, in offline mode too. Without the data set:
+    # FileNotFoundError.
+    except OSError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"[data] hub_id = {config.hub_id!r} could not be read from the Hugging Face hub: "
+            f'{reason}. With a local copy, set [data] source = "jsonl" and path = "FOLDER" '
+            "(train.jsonl and test.jsonl), or on the command line: "
+            "--set data.source=jsonl --set data.path=FOLDER"
+        ) from error
+
+
+def _split(splits: Any, name: str, config: DataConfig) -> list[Problem]:
+    if name not in splits:
+        raise ValueError(f"{config.hub_id} has no split {name!r}; its splits are {sorted(splits)}")
+    problems = []
+    for number, row in enumerate(splits[name], start=1):
+        try:
+            problems.append(problem_of_row(row, config.teacher_key))
+        except ValueError as error:
+            raise ValueError(f"{config.hub_id}, split {name}, row {number}: {error}") from error
+    return problems

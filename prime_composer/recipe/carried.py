@@ -1,0 +1,144 @@
+"""Mark every key of a recipe with what an export to prime-rl does with it.
+
+A key is one of three things:
+
+- carried: written in prime-rl's own terms, or refused if the version cannot do what it says;
+- only refused: read only by a setting that the export refuses;
+- not carried: prime-rl has no such setting, and a run can do without it. The export lists it with
+the reason.
+
+The mark is on the field (``json_schema_extra=prime_rl(...)``). Keys under ``loss``, ``prepare`` and
+``prime_rl`` belong to their table, whose field has the mark.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+from pydantic import BaseModel
+
+from prime_composer.problems.config import DataConfig
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What an export does with a key.
+
+    Attributes:
+        export: one of the three.
+        why: the reason that a key is not carried.
+        harmless: values with which nothing is lost although the key is not carried.
+    """
+
+    export: Literal["carried", "not carried", "only refused"]
+    why: str = ""
+    harmless: tuple[Any, ...] = ()
+
+
+def carried() -> Mark:
+    """Mark a key that is written in prime-rl's own terms, or refused."""
+    return Mark("carried")
+
+
+def not_carried(why: str, harmless: tuple[Any, ...] = ()) -> Mark:
+    """Mark a key that prime-rl has no setting for."""
+    return Mark("not carried", why, harmless)
+
+
+def only_refused() -> Mark:
+    """Mark a key that only a refused setting reads."""
+    return Mark("only refused")
+
+
+def prime_rl(mark: Mark) -> dict[str, Any]:
+    """Return a mark as a field's ``json_schema_extra``."""
+    return {"prime_rl": asdict(mark)}
+
+
+CARRIED = prime_rl(carried())
+
+DATA: Mapping[str, Mark] = {
+    "source": carried(),
+    "path": carried(),
+    "hub_id": carried(),
+    "hub_name": carried(),
+    "size": carried(),
+    "seed": carried(),
+    "operations": carried(),
+    "hold_out": carried(),
+    "calculator_annotations": carried(),
+    "prompt_template": carried(),
+    "chat_template": not_carried("prime-rl always renders a chat", harmless=(True,)),
+    "answer_check": carried(),
+    "ratio": carried(),
+    "teacher": carried(),
+    "teacher_key": carried(),
+}
+"""Marks of ``[data]``. Its class belongs to the room ``problems``, which does not refer to
+prime-rl."""
+
+KINDS = {"teachers": "teacher", "environments": "data"}
+"""Tables of tables, and the table whose marks theirs are named after."""
+
+
+class SetKey(NamedTuple):
+    """A key that a recipe sets.
+
+    Attributes:
+        key: as the recipe writes it, for example "teachers.math.url".
+        kind: as ``marks`` names it, for example "teacher.url".
+        value: its value.
+        mark: what an export does with it.
+    """
+
+    key: str
+    kind: str
+    value: Any
+    mark: Mark
+
+
+def keys_set(table: BaseModel, key: str = "", kind: str = "") -> Iterator[SetKey]:
+    """Yield every key that a recipe sets, with its mark. Keys that it leaves at their default are
+    skipped."""
+    for name in type(table).model_fields:
+        if name not in table.model_fields_set:
+            continue
+        value, mark = getattr(table, name), mark_of(type(table), name)
+        if mark is not None:
+            yield SetKey(f"{key}{name}", f"{kind}{name}", value, mark)
+        elif isinstance(value, BaseModel):
+            yield from keys_set(value, f"{key}{name}.", f"{kind}{name}.")
+        elif isinstance(value, Mapping):
+            for child_name, child in value.items():
+                yield from keys_set(child, f"{key}{name}.{child_name}.", f"{KINDS[name]}.")
+
+
+def marks(table: type[BaseModel], kind: str = "") -> dict[str, Mark]:
+    """Return the mark of every key that a recipe may set, for example of "teacher.url"."""
+    found: dict[str, Mark] = {}
+    for name, field in table.model_fields.items():
+        mark = mark_of(table, name)
+        if mark is not None:
+            found[f"{kind}{name}"] = mark
+            continue
+        child_kind = f"{KINDS.get(name, f'{kind}{name}')}."
+        for child in models_in(field.annotation):
+            found |= marks(child, child_kind)
+    return found
+
+
+def mark_of(table: type[BaseModel], name: str) -> Mark | None:
+    """Return the mark of a field, or None for a table whose keys have their own."""
+    if table is DataConfig:
+        return DATA[name]
+    extra = table.model_fields[name].json_schema_extra
+    mark = extra.get("prime_rl") if isinstance(extra, dict) else None
+    return Mark(**mark) if isinstance(mark, dict) else None  # type: ignore[arg-type]
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the pydantic models that an annotation names, those in unions and containers
+    included."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in models_in(part)]

@@ -1,0 +1,89 @@
+"""Route problems to teachers: which of them score a problem's rollouts, and with which weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import total_ordering
+
+from prime_composer.problems.config import Problem
+from prime_composer.recipe.schema import Recipe, RecipeError, TeacherConfig
+
+
+@total_ordering
+@dataclass(frozen=True)
+class TeacherId:
+    """A teacher of a recipe.
+
+    Attributes:
+        name: its name under ``[teachers]``, or None for the single ``[teacher]``.
+    """
+
+    name: str | None = None
+
+    @property
+    def table(self) -> str:
+        """The recipe's table: "teacher" or "teachers.NAME"."""
+        return "teacher" if self.name is None else f"teachers.{self.name}"
+
+    @property
+    def display(self) -> str:
+        """The name for messages: "teacher" or "teacher NAME"."""
+        return "teacher" if self.name is None else f"teacher {self.name}"
+
+    def __lt__(self, other: "TeacherId") -> bool:
+        return self.table < other.table
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The teachers of a recipe, and who scores what.
+
+    Attributes:
+        teachers: the teachers that are models of their own. Empty for a policy teacher, and for a
+            recipe without a teacher.
+        shares: weight of each teacher by environment, where a row names none.
+    """
+
+    teachers: Mapping[TeacherId, TeacherConfig]
+    shares: Mapping[str, Mapping[TeacherId, float]]
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe) -> "Routing":
+        """Read teachers and weights from a recipe."""
+        teachers: dict[TeacherId, TeacherConfig] = {
+            TeacherId(name): config for name, config in recipe.teachers.items()
+        }
+        if recipe.teacher is not None and recipe.teacher.policy is None:
+            teachers[TeacherId()] = recipe.teacher
+        own_weights = {name: config.weight for name, config in recipe.teachers.items()}
+        shares: dict[str, Mapping[TeacherId, float]] = {}
+        for environment, data in recipe.sources.items():
+            if not recipe.teachers:
+                shares[environment] = dict.fromkeys(teachers, 1.0)
+                continue
+            chosen = own_weights if data.teacher is None else data.teacher
+            weights: Mapping[str, float] = {chosen: 1.0} if isinstance(chosen, str) else chosen
+            total = sum(weights.values())
+            shares[environment] = {
+                TeacherId(name): weight / total for name, weight in weights.items()
+            }
+        return cls(teachers, shares)
+
+    def of(self, problem: Problem) -> dict[TeacherId, float]:
+        """Return the teachers that score a problem's rollouts, with weights that add up to 1.
+
+        Raises:
+            RecipeError: the problem's row names a teacher that the recipe does not have.
+        """
+        named = [teacher.name for teacher in self.teachers if teacher.name is not None]
+        if problem.teacher is None or not named:
+            return self.of_environment(problem.environment)
+        if problem.teacher not in named:
+            raise RecipeError(
+                f"the problem {problem.question[:60]!r} names the teacher {problem.teacher!r}; "
+                f"[teachers] has {', '.join(named)}"
+            )
+        return {TeacherId(problem.teacher): 1.0}
+
+    def of_environment(self, name: str) -> dict[TeacherId, float]:
+        """Return the teachers that score an environment's rollouts, where no row names one."""
+        return dict(self.shares[name])
