@@ -18,10 +18,11 @@ from prime_composer.local.replay import Pair, pairs_of_rollouts, read_pairs, res
 from prime_composer.local.tracker import read_metrics
 from prime_composer.local.train import group_advantages, train
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
-from prime_composer.losses.base import parse_loss
+from prime_composer.losses import parse_loss
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import PolicyTeacherConfig, RecipeError, TrainerConfig
+from prime_composer.problems.loading import load_problem_set
 from prime_composer.tiny_models.cache import prepare_model
 
 Raw = Callable[..., dict[str, Any]]
@@ -47,7 +48,7 @@ def run(raw: dict[str, Any], run_dir: Path, resume: bool = False) -> list[dict[s
 @pytest.fixture(scope="module")
 def student(tiny_recipe: Raw) -> tuple[torch.nn.Module, Any]:
     recipe = parse_recipe(tiny_recipe())
-    return load_student(prepare_model(recipe.student.prepare, recipe.sources))
+    return load_student(prepare_model(recipe.student.prepare, load_problem_set(recipe.sources)))
 
 
 DATA = DataConfig()
@@ -188,7 +189,7 @@ def test_the_student_may_choose_the_support(student: tuple[Any, Any]) -> None:
 
 def test_an_ema_teacher_follows_at_its_rate_and_a_synced_one_in_jumps(tiny_recipe: Raw) -> None:
     recipe = parse_recipe(tiny_recipe())
-    model, tokenizer = load_student(prepare_model(recipe.student.prepare, recipe.sources))
+    model, tokenizer = load_student(prepare_model(recipe.student.prepare, load_problem_set(recipe.sources)))
     before = model.model.norm.weight.detach().clone()
     ema = PolicyTeacher(PolicyTeacherConfig(update="ema", ema_rate=0.25), SOURCES, model, tokenizer)
     synced = PolicyTeacher(
@@ -318,10 +319,10 @@ def test_the_replay_channel_counts_as_its_weight_times_the_mean_over_pairs(
     name: str, tiny_recipe: Raw
 ) -> None:
     recipe = parse_recipe(tiny_recipe())
-    folder = prepare_model(recipe.student.prepare, recipe.sources)
+    folder = prepare_model(recipe.student.prepare, load_problem_set(recipe.sources))
     model, tokenizer = load_student(folder)
     model.double()
-    reference, _ = load_student(prepare_model(recipe.teacher.prepare, recipe.sources))
+    reference, _ = load_student(prepare_model(recipe.teacher.prepare, load_problem_set(recipe.sources)))
     reference.double()
     prompt = tokenizer.encode("Question: 1 + 1?\nAnswer:")
     texts = [("2", "3 or so"), ("#### 2 and more", "1"), ("x", "y z")]
@@ -443,7 +444,7 @@ def test_a_solution_that_the_teacher_cannot_read_is_refused_before_the_first_ste
         loss={"type": "generalized_jsd", "k": 8}, data={"source": "jsonl", "path": str(path)}
     )
     raw |= {
-        role: {"model": str(prepare_model(getattr(models, role).prepare, models.sources))}
+        role: {"model": str(prepare_model(getattr(models, role).prepare, load_problem_set(models.sources)))}
         for role in ("teacher", "student")
     }
     raw["rollout"] |= {"student_fraction": 0.5}

@@ -25,6 +25,7 @@ from prime_composer.local.train import group_advantages, lr_factor, train
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import TrainerConfig
+from prime_composer.problems.loading import load_problem_set
 from prime_composer.tiny_models.cache import prepare_model
 from tests.command import numbers
 
@@ -85,7 +86,7 @@ def random_rollouts(
 @pytest.fixture(scope="module")
 def tiny_model(tiny_recipe: Raw) -> torch.nn.Module:
     recipe = parse_recipe(tiny_recipe())
-    model, _ = load_student(prepare_model(recipe.student.prepare, recipe.sources))
+    model, _ = load_student(prepare_model(recipe.student.prepare, load_problem_set(recipe.sources)))
     return model.double()
 
 
@@ -144,7 +145,7 @@ def test_micro_batches_keep_every_rollout_once_and_the_budget() -> None:
 
 def test_in_bfloat16_the_log_probs_are_still_those_of_one_distribution(tiny_recipe: Raw) -> None:
     recipe = parse_recipe(tiny_recipe())
-    model, _ = load_student(prepare_model(recipe.student.prepare, recipe.sources))
+    model, _ = load_student(prepare_model(recipe.student.prepare, load_problem_set(recipe.sources)))
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(8)
     rollouts, _ = random_rollouts(300, LENGTHS, k=2)

@@ -25,8 +25,8 @@ from prime_composer.local.engine import open_engine  # noqa: E402
 from prime_composer.local.gradients import Batch, accumulate_gradients  # noqa: E402
 from prime_composer.local.train import sample  # noqa: E402
 from prime_composer.losses import setup_loss_fn  # noqa: E402
-from prime_composer.losses.base import parse_loss  # noqa: E402
-from prime_composer.problems.loading import load_environments  # noqa: E402
+from prime_composer.losses import parse_loss  # noqa: E402
+from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.problems.order import prompt_batches  # noqa: E402
 from prime_composer.problems.prompts import render_prompt  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
@@ -76,12 +76,13 @@ def main() -> None:
         args.recipe,
         [*args.overrides, 'loss={type = "topk_reverse_kl", k = "full", normalization = "full"}'],
     )
-    practice, _ = load_environments(recipe.sources)
+    problems = load_problem_set(recipe.sources)
+    practice = problems.practice
     grads: dict[str, list[Tensor]] = {name: [] for name in LOSSES}
     outside: dict[str, list[tuple[float, float]]] = {name: [] for name in LOSSES}
     with open_engine(recipe, lambda text: None) as engine:
         prompts = [
-            render_prompt(problem, recipe.data_of(problem), engine.tokenizer)
+            render_prompt(problem, problems.config_of(problem), engine.tokenizer)
             for problem in practice
         ]
         count = recipe.trainer.batch_size // recipe.rollout.group_size
