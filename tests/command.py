@@ -14,7 +14,7 @@ from prime_composer.local.tracker import read_metrics
 def prime_rl(
     *words: object, cwd: Path | None = None, check: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "prime_composer.cli.commands", *map(str, words)]
+    command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, check=check, timeout=300
     )
@@ -35,7 +35,7 @@ def interrupt_after(
     steps: int, words: list[object], cwd: Path, metrics: Path
 ) -> subprocess.CompletedProcess[str]:
     """Start a run, and press Ctrl-C once it has written its start and ``steps`` steps."""
-    command = [sys.executable, "-m", "prime_composer.cli.commands", *map(str, words)]
+    command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
     process = subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

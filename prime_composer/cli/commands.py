@@ -1,28 +1,43 @@
-"""The ``prime-rl`` command: rl, check, export, prepare, report, study. Parses first, imports after."""
+"""Parse the ``prime-rl`` command line: rl, check, export, prepare, report, study.
+
+Each command imports what it needs when it runs, so that ``--help`` does not wait for torch.
+"""
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prime_composer.problems.loading import ProblemSet
+    from prime_composer.recipe.schema import Recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns 0; 1 when a run failed; 2 for a wrong command, recipe or set-up; 130 after Ctrl-C."""
-    args = _parser().parse_args(argv)
+    """Run one command, and print a user's mistake as one message without a traceback.
+
+    A ``ValueError`` is how every room refuses what a user wrote or set up. ``PYTHONDEVMODE=1``
+    keeps its traceback, for whoever suspects a bug.
+
+    Args:
+        argv: the words after ``prime-rl``; None: those of this process.
+
+    Returns:
+        The exit status: 0; 1 where a run failed; 2 for a wrong command, recipe or set-up; 130 after
+        Ctrl-C.
+    """
+    args = build_parser().parse_args(argv)
     try:
         return args.run(args)
-    except ValueError as error:
-        print(f"prime-rl {args.command}: {error}", file=sys.stderr)
-        return 2
-    except ImportError as error:
-        # A backend that is missing names its own pip line; the rest of the engine has one.
-        hint = (
-            ""
-            if "pip install" in str(error)
-            else ". This command needs: pip install 'prime-composer[local]'"
-        )
+    except (ValueError, ImportError) as error:
+        if sys.flags.dev_mode:
+            raise
+        hint = ""
+        if isinstance(error, ImportError) and "pip install" not in str(error):
+            hint = ". This command needs: pip install 'prime-composer[local]'"
         print(f"prime-rl {args.command}: {error}{hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -30,29 +45,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Declare every command and its options."""
     parser = argparse.ArgumentParser(
         prog="prime-rl", description="Distil language models: recipes for prime_composer."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=run)
-        return sub
+    def add_command(
+        name: str, run: Callable[[argparse.Namespace], int], text: str
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        return command
 
-    def recipe_options(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument(
-            "--set", dest="overrides", metavar="KEY=VALUE", action="append", default=[],
-            help="override a key of the recipe, for example --set trainer.lr=1e-3; may be given several times",
-        )  # fmt: skip
+    def add_overrides(command: argparse.ArgumentParser) -> None:
+        command.add_argument(
+            "--set",
+            dest="overrides",
+            metavar="KEY=VALUE",
+            action="append",
+            default=[],
+            help="override a key of the recipe, for example --set trainer.lr=1e-3; "
+            "may be given several times",
+        )
 
-    rl = command("rl", _rl, "Run a recipe.")
+    rl = add_command("rl", _rl, "Run a recipe.")
     rl.add_argument("--config", required=True, metavar="FILE", help="the recipe, a TOML file")
     rl.add_argument(
-        "--engine", choices=["auto", "local", "prime-rl"], default="auto",
-        help="local: this machine, in one process; prime-rl: prime-rl's own launcher with our losses",
-    )  # fmt: skip
+        "--engine",
+        choices=["auto", "local", "prime-rl"],
+        default="auto",
+        help="local: this machine, in one process; prime-rl: its own launcher with our losses",
+    )
     rl.add_argument(
         "--output-dir",
         metavar="DIR",
@@ -63,21 +88,28 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="continue from the newest checkpoint of the run directory",
     )
-    recipe_options(rl)
+    rl.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything and print what would be done; run and write nothing",
+    )
+    add_overrides(rl)
 
-    check = command("check", _check, "Validate a recipe and print it with every default filled in.")
+    check = add_command(
+        "check", _check, "Validate a recipe and print it with every default filled in."
+    )
     check.add_argument("config", metavar="FILE")
-    recipe_options(check)
+    add_overrides(check)
 
-    export = command("export", _export, "Write a recipe as a native prime-rl TOML file.")
+    export = add_command("export", _export, "Write a recipe as a native prime-rl TOML file.")
     export.add_argument("config", metavar="FILE")
     export.add_argument(
         "--dialect", required=True, metavar="VERSION", help="v0.6, v0.7, v0.8 or head"
     )
     export.add_argument("--output", metavar="FILE", help="where to; default: standard output")
-    recipe_options(export)
+    add_overrides(export)
 
-    prepare = command(
+    prepare = add_command(
         "prepare",
         _prepare,
         "Build the small models that a recipe asks for, or show where they are.",
@@ -86,15 +118,17 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument(
         "--rebuild", action="store_true", help="train them again even if they are cached"
     )
-    recipe_options(prepare)
+    add_overrides(prepare)
 
-    report = command("report", _report, "Draw one or several runs as a PNG and print their table.")
+    report = add_command(
+        "report", _report, "Draw one or several runs as a PNG and print their table."
+    )
     report.add_argument("runs", metavar="RUN_DIR", nargs="+")
     report.add_argument(
         "--output", metavar="FILE", help="the PNG; default: report.png in the (first) run directory"
     )
 
-    study = command(
+    study = add_command(
         "study", _study, "Run several variants of a recipe over several seeds, and compare them."
     )
     study.add_argument("config", metavar="FILE", help="the study, a TOML file")
@@ -108,23 +142,36 @@ def _rl(args: argparse.Namespace) -> int:
     engine, reason = choose_engine(args.engine)
     print(f"engine: {engine} ({reason})")
     if engine == "prime-rl":
-        from prime_composer.recipe.loading import read_tables
-        from prime_composer.upstream.launch import is_native, launch
-        from prime_composer.upstream.versions import has_prime_rl
-
-        # Without prime-rl, launch says so; then there is nothing to prepare for.
-        models = (
-            _prepared(args)
-            if has_prime_rl() and not is_native(read_tables(args.config, "recipe", "recipes/"))
-            else {}
-        )
-        return launch(args.config, args.overrides, args.output_dir, args.resume, models)
+        return _rl_upstream(args)
     set_environment()
-    from prime_composer.cli.runs import run_local
+    from prime_composer.cli.runs import plan_local, run_local
     from prime_composer.recipe.loading import load_recipe
 
     recipe = load_recipe(args.config, args.overrides)
-    return run_local(recipe, Path(args.config), args.output_dir, args.resume)
+    run = plan_local if args.dry_run else run_local
+    return run(recipe, Path(args.config), args.output_dir, args.resume)
+
+
+def _rl_upstream(args: argparse.Namespace) -> int:
+    set_environment()
+    from prime_composer.problems.loading import load_problem_set
+    from prime_composer.recipe.loading import load_recipe, read_tables
+    from prime_composer.upstream.launch import is_native, launch
+    from prime_composer.upstream.versions import has_prime_rl
+
+    models: dict[str, Path] = {}
+    # Without prime-rl, launch refuses; then there is nothing to prepare for.
+    if has_prime_rl() and not is_native(read_tables(args.config, "recipe", "recipes/")):
+        recipe = load_recipe(args.config, args.overrides)
+        problems = load_problem_set(recipe.sources)
+        if args.dry_run:
+            models = model_folders(recipe, problems)
+            for table, folder in models.items():
+                if not folder.is_dir():
+                    print(f"would build the model of [{table}.prepare] in {folder}")
+        else:
+            models = prepare_on_screen(recipe, problems)
+    return launch(args.config, args.overrides, args.output_dir, args.resume, models, args.dry_run)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -135,17 +182,14 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from prime_composer.problems.loading import load_problem_set
     from prime_composer.recipe.loading import load_recipe
-    from prime_composer.tiny_models.cache import cached_path
     from prime_composer.upstream.export import export_recipe
 
     recipe = load_recipe(args.config, args.overrides)
-    roles = {"student": recipe.student, **recipe.scored_by}
-    asked = {role: model.prepare for role, model in roles.items() if model.prepare is not None}
-    found = {role: cached_path(config, recipe.sources) for role, config in asked.items()}
-    text = export_recipe(
-        recipe, args.dialect, {role: path for role, path in found.items() if path is not None}
-    )
+    folders = model_folders(recipe, load_problem_set(recipe.sources))
+    models = {table: folder for table, folder in folders.items() if folder.is_dir()}
+    text = export_recipe(recipe, args.dialect, models)
     if args.output is None:
         print(text, end="")
         return 0
@@ -161,20 +205,17 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    paths = _prepared(args, rebuild=args.rebuild)
-    if not paths:
-        print("this recipe names existing models; there is nothing to prepare")
-    for role, path in paths.items():
-        print(f"{role}: {path}")
-    return 0
-
-
-def _prepared(args: argparse.Namespace, rebuild: bool = False) -> dict[str, Path]:
     set_environment()
-    from prime_composer.cli.runs import prepare_models
+    from prime_composer.problems.loading import load_problem_set
     from prime_composer.recipe.loading import load_recipe
 
-    return prepare_models(load_recipe(args.config, args.overrides), rebuild=rebuild)
+    recipe = load_recipe(args.config, args.overrides)
+    paths = prepare_on_screen(recipe, load_problem_set(recipe.sources), args.rebuild)
+    if not paths:
+        print("this recipe names existing models; there is nothing to prepare")
+    for table, path in paths.items():
+        print(f"{table}: {path}")
+    return 0
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -193,12 +234,40 @@ def _study(args: argparse.Namespace) -> int:
     return run_study(Path(args.config), args.output_dir)
 
 
-def choose_engine(asked: str) -> tuple[str, str]:
-    """The engine to use, and why."""
-    if asked != "auto":
-        return asked, "as asked"
-    from importlib.util import find_spec
+def prepare_on_screen(
+    recipe: "Recipe", problems: "ProblemSet", rebuild: bool = False
+) -> dict[str, Path]:
+    """Find or build the recipe's models, with a progress bar; folder by table of the recipe."""
+    from prime_composer.cli.progress import Screen
+    from prime_composer.tiny_models.cache import prepare_models
 
+    with Screen(total=recipe.trainer.steps) as screen:
+        return prepare_models(recipe, problems, rebuild, screen.preparing)
+
+
+def model_folders(recipe: "Recipe", problems: "ProblemSet") -> dict[str, Path]:
+    """Return the folder of every model under a ``[*.prepare]`` table, built or not, by table."""
+    from prime_composer.recipe.routing import Routing
+    from prime_composer.tiny_models.cache import cache_key, cache_root
+
+    teachers = Routing.of_recipe(recipe).teachers
+    configs = {teacher.table: config.prepare for teacher, config in teachers.items()}
+    configs["student"] = recipe.student.prepare
+    return {
+        table: cache_root() / "models" / cache_key(config, problems)
+        for table, config in configs.items()
+        if config is not None
+    }
+
+
+def choose_engine(engine: str) -> tuple[str, str]:
+    """Return the engine to use, and the reason.
+
+    Args:
+        engine: local, prime-rl, or auto: prime-rl where it and a GPU are there.
+    """
+    if engine != "auto":
+        return engine, "as asked"
     if find_spec("prime_rl") is None:
         return "local", "prime-rl is not installed here"
     if not has_nvidia_gpu():
@@ -210,21 +279,17 @@ def choose_engine(asked: str) -> tuple[str, str]:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the driver is there; asking torch would import it."""
+    """Check for the driver; asking torch would import it."""
     return Path("/proc/driver/nvidia/version").exists()
 
 
 def set_environment() -> None:
-    """What has to be in the environment before torch is imported; what the user has set stays.
+    """Set what torch reads from the environment when it is imported; the user's own values stay.
 
-    On a CPU, torch and vLLM keep to one OpenMP thread: two engines and a trainer in one process share the cores, and with
-    several spinning threads each, generation was seen to slow down up to twelvefold. torch's warning about NUMA binding,
-    one per engine, says nothing to the reader of a progress bar.
+    On a CPU, torch and vLLM keep to one OpenMP thread. Two engines and a trainer share the cores of
+    one process, and with several spinning threads each, generation was up to twelve times slower.
+    torch's warning about NUMA binding appears once per engine and would break the progress bar.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not has_nvidia_gpu():
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,27 +1,28 @@
-"""The live progress of a run, on a terminal; plain lines where there is none."""
+"""Show the progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 LINE_EVERY = 10
 """Steps between two lines where the output is no terminal."""
 
 
 class Screen:
-    """A progress bar with step, loss, reverse KL, accuracy and tokens per second.
+    """Show step, loss, reverse KL, accuracy and tokens per second.
 
     Args:
         total: steps of the run.
-        done: steps that are already behind a resumed run.
+        done: steps that a resumed run has behind it.
     """
 
     def __init__(self, total: int, done: int = 0):
         self.console = Console()
         self.total = total
-        self._latest: dict[str, float] = {}
+        self._done = done
+        self._metrics: dict[str, float] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=10),  # the numbers beside it need most of 80 columns
@@ -30,49 +31,52 @@ class Screen:
             console=self.console,
             transient=True,
         )
-        self._done = done
-        self._task: Any = None
+        self._task: TaskID | None = None
 
-    def __enter__(self) -> "Screen":
+    def __enter__(self) -> Self:
         if self.console.is_terminal:
             self._progress.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
+        """Remove the bar from the terminal."""
         self._progress.stop()
 
     def status(self, text: str) -> None:
-        """What the run is doing before its first step."""
+        """Print what the run does before its first step."""
         self._finish_task()
         self._print(text)
 
-    def preparing(self, role: str) -> Callable[[int, int, float], None]:
-        """A callback that shows the supervised fine-tuning of a small model."""
-        self.status(f"preparing the {role} (once; it is cached)")
-        self._start_task(f"{role} SFT", total=1)
+    def preparing(self, name: str, steps: int) -> Callable[[int, int, float], None]:
+        """Announce the preparation of a small model, and return the callback of its SFT.
+
+        Args:
+            name: the model as a person reads it, for example ``student`` or ``teacher math``.
+            steps: steps of its SFT.
+        """
+        self.status(f"preparing the {name} (once; it is cached)")
+        task = self._start_task(f"{name} SFT", steps)
 
         def progress(done: int, steps: int, loss: float) -> None:
-            if self._task is None:  # a pruned copy of a model that was just trained or found
+            if self._task != task:  # a pruned copy of a model whose training has ended
                 return
-            self._progress.update(
-                self._task, completed=done, total=steps, numbers=f"loss {loss:.3f}"
-            )
-            if not self.console.is_terminal and done == steps:
-                self._print(f"{role}: {steps} steps of SFT, loss {loss:.3f}")
+            self._progress.update(task, completed=done, numbers=f"loss {loss:.3f}")
             if done == steps:
+                if not self.console.is_terminal:
+                    self._print(f"{name}: {steps} steps of SFT, loss {loss:.3f}")
                 self._finish_task()
 
         return progress
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Show a finished step; what was measured last stays on screen until it is measured again."""
-        self._latest |= metrics
-        numbers = describe(self._latest)
+        """Show a finished step, with the latest value of each metric."""
+        self._metrics |= metrics
+        numbers = describe(self._metrics)
         if self._task is None:
-            self._start_task("step", total=self.total)
+            self._task = self._start_task("step", self.total, self._done)
         self._progress.update(self._task, completed=step, numbers=numbers)
         if not self.console.is_terminal and (step % LINE_EVERY == 0 or "eval/accuracy" in metrics):
             self._print(f"step {step}/{self.total}  {numbers}")
@@ -80,9 +84,10 @@ class Screen:
     def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
 
-    def _start_task(self, name: str, total: int) -> None:
+    def _start_task(self, name: str, total: int, done: int = 0) -> TaskID:
         self._finish_task()
-        self._task = self._progress.add_task(name, total=total, completed=self._done, numbers="")
+        self._task = self._progress.add_task(name, total=total, completed=done, numbers="")
+        return self._task
 
     def _finish_task(self) -> None:
         if self._task is not None:
@@ -91,7 +96,7 @@ class Screen:
 
 
 def describe(metrics: dict[str, float]) -> str:
-    """The numbers of a step in one line."""
+    """Format the numbers of a step as one line."""
     parts = [f"loss {metrics['loss']:.4f}"] if "loss" in metrics else ["no rollout had a teacher"]
     if "eval/reverse_kl" in metrics:
         parts.append(f"reverse KL {metrics['eval/reverse_kl']:.3f}")

@@ -1,42 +1,51 @@
-"""Studies: several variants of one recipe, over several seeds, from the same start and the same rollout budget.
+"""Compare variants of one recipe over several seeds, from the same start and rollout budget.
 
-A study file names the base recipe, what each variant overrides, and the seeds. Every run is a process of its own
-(``prime-rl rl``), in ``<study>/<variant>-seed<N>``; what has finished is kept, so a study that was stopped goes on where it
-was. The comparison is drawn from the runs' own ``metrics.jsonl``.
+A study file names the base recipe, the overrides of each variant, and the seeds. Every run is a
+process of its own (``prime-rl rl``) in ``<study>/<variant>-seed<N>``. Finished runs are kept, so
+the same command continues a stopped study. The comparison is drawn from the ``metrics.jsonl`` of
+the runs.
 """
 
+import copy
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
+from prime_composer.cli.formatting import MISSING, RECIPE_FILE, number, percent
+from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.tracker import METRICS_FILE, read_metrics
-from prime_composer.recipe.loading import load_recipe, parse_tables, read_tables
+from prime_composer.recipe.loading import apply_override, parse_recipe, parse_tables, read_tables
 from prime_composer.recipe.schema import Recipe, RecipeError, Section
 
-RECIPE_FILE = "recipe.json"
-
 SAME = (
-    "student", "data", "trainer.steps", "trainer.batch_size", "rollout.max_tokens", "eval.size", "eval.kl_size",
-)  # fmt: skip
-"""What every variant has to share: the start, the rollout budget, and what is measured."""
+    "student",
+    "data",
+    "trainer.steps",
+    "trainer.batch_size",
+    "rollout.max_tokens",
+    "eval.size",
+    "eval.kl_size",
+)
+"""Keys that every variant shares: the start, the rollout budget, and what is measured."""
 
 SERIES = {
     "accuracy": "eval/accuracy",
     "reverse_kl": "eval/reverse_kl",
     "top1pct": "signal_top1pct",
 }
-"""What is compared, by its name in ``results.json``, and the metric, or the end of its name where each loss has its own."""
+"""Name in ``results.json`` -> metric, or the metric's name after the prefix of the run's loss."""
 
-MISSING = "–"
+Series = list[tuple[int, float]]
+"""(step, value) of each measurement of one run."""
 
 
 class StudyConfig(Section):
@@ -49,7 +58,10 @@ class StudyConfig(Section):
     """``section.key=value``, as after ``--set``: what all variants change in the base."""
 
     variants: Annotated[dict[str, tuple[str, ...]], Field(min_length=2)]
-    """Name -> ``section.key=value`` items of its own. ``loss={type = "taid", k = 16}`` replaces a whole table."""
+    """Name -> ``section.key=value`` items of this variant.
+
+    ``loss={type = "taid", k = 16}`` replaces a whole table.
+    """
 
     seeds: Annotated[tuple[int, ...], Field(min_length=1)]
     """``trainer.seed`` of each variant's runs."""
@@ -65,7 +77,8 @@ class StudyConfig(Section):
         for name in variants:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
                 raise ValueError(
-                    f"{name!r} names a directory: letters, digits and . _ + - only, and no sign first"
+                    f"{name!r} names a directory: letters, digits and . _ + - only, "
+                    "and no sign first"
                 )
         return variants
 
@@ -82,9 +95,12 @@ class Run:
     """One run of a study.
 
     Attributes:
-        recipe: the base with the variant's overrides and the seed.
+        variant: name of the variant.
+        seed: ``trainer.seed``.
+        recipe: the base with the overrides of all variants, of this one, and the seed.
         overrides: the same as ``--set`` items.
         base: the recipe file.
+        run_dir: where the run goes.
     """
 
     variant: str
@@ -110,50 +126,61 @@ def load_study(
 
     Args:
         path: a TOML file.
-        output_dir: takes the place of the file's own.
+        output_dir: replaces the file's own.
 
     Returns:
-        The study, and its runs: seed by seed, so that a study that is stopped early compares what it has.
+        The study, and its runs seed by seed, so that a stopped study has whole seeds to compare.
 
     Raises:
-        RecipeError: the file, a variant's override or its recipe is wrong, or the variants do not share start and budget.
+        RecipeError: the file, an override or a variant's recipe is wrong, or the variants do not
+            share start and budget.
     """
     path = Path(path)
     study = parse_tables(StudyConfig, read_tables(path, "study", "recipes/studies/"), str(path))
-    for item in (*study.overrides, *(item for own in study.variants.values() for item in own)):
+    for item in (*study.overrides, *(item for items in study.variants.values() for item in items)):
         if item.partition("=")[0].strip() == "trainer.seed":
-            raise RecipeError(f"{path}: {item}: the seeds of a study stand in `seeds`")
+            raise RecipeError(f"{path}: {item}: the seeds of a study belong in `seeds`")
     base = Path(os.path.relpath(path.parent / study.base))
+    tables = read_tables(base, "recipe", "recipes/")
     folder = Path(output_dir or study.output_dir or Path("outputs") / path.stem)
     runs = []
     for seed in study.seeds:
-        for variant, own in study.variants.items():
-            overrides = (*study.overrides, *own, f"trainer.seed={seed}")
+        for variant, items in study.variants.items():
+            overrides = (*study.overrides, *items, f"trainer.seed={seed}")
             try:
-                recipe = load_recipe(base, overrides)
+                recipe = _with_overrides(tables, overrides, base)
             except RecipeError as error:
                 raise RecipeError(f"{path}: variants.{variant}: {error}") from None
-            runs.append(
-                Run(variant, seed, recipe, overrides, base, folder / f"{variant}-seed{seed}")
-            )
+            run_dir = folder / f"{variant}-seed{seed}"
+            runs.append(Run(variant, seed, recipe, overrides, base, run_dir))
     _check_same_budget(runs[: len(study.variants)], path)
     return study, runs
 
 
+def _with_overrides(tables: dict[str, Any], overrides: Sequence[str], base: Path) -> Recipe:
+    changed = copy.deepcopy(tables)
+    for item in overrides:
+        apply_override(changed, item)
+    return parse_recipe(changed, str(base))
+
+
 def _check_same_budget(runs: Sequence[Run], path: Path) -> None:
+    """Refuse variants whose keys of ``SAME`` differ."""
     for key in SAME:
-        values = [_at(run.recipe, key) for run in runs]
+        values = [_value_at(run.recipe, key) for run in runs]
         for run, value in zip(runs, values, strict=True):
             if value != values[0]:
                 raise RecipeError(
-                    f"{path}: variants.{run.variant}: {key} differs from that of variants.{runs[0].variant} "
-                    f"({_short(value)} against {_short(values[0])}); a comparison starts from the same student and spends "
-                    "the same rollouts. Set it in `overrides`, for all of them"
+                    f"{path}: variants.{run.variant}: {key} differs from that of "
+                    f"variants.{runs[0].variant} ({_short(value)} against {_short(values[0])}); "
+                    "a comparison starts from the same student and spends the same rollouts. "
+                    "Set it in `overrides`, for all of them"
                 )
 
 
-def _at(recipe: Recipe, key: str) -> Any:
-    if key == "data":  # who teaches an environment may differ
+def _value_at(recipe: Recipe, key: str) -> Any:
+    """Return a value of the recipe by its dotted key."""
+    if key == "data":  # variants may choose other teachers for an environment
         return {
             name: data.model_copy(update={"teacher": None}) for name, data in recipe.sources.items()
         }
@@ -169,10 +196,13 @@ def _short(value: Any) -> str:
 
 
 def run_study(path: Path, output_dir: str | None = None) -> int:
-    """Run what is missing of a study, draw the comparison and print its table. Returns the exit status: 1 if a run failed.
+    """Run what is missing of a study, draw the comparison and print its table.
 
-    A run that diverges is named in the table and the others go on; a wrong set-up stops the study. Ctrl-C stops it after
-    the step at hand, compares what there is, and returns 130.
+    A run that diverges is named at the end, and the others continue. A wrong set-up stops the
+    study. Ctrl-C stops it after the current step, and compares the finished runs.
+
+    Returns:
+        The exit status: 0, 1 if a run failed, 130 after Ctrl-C.
     """
     study, runs = load_study(path, output_dir)
     folder = runs[0].run_dir.parent
@@ -182,30 +212,32 @@ def run_study(path: Path, output_dir: str | None = None) -> int:
     failed: list[str] = []
     stopped = False
     try:
-        for number, run in enumerate(runs, 1):
-            failed += [] if finish(run, f"[{number}/{len(runs)}] {run.name}") else [run.name]
+        for index, run in enumerate(runs, 1):
+            if not finish(run, f"[{index}/{len(runs)}] {run.name}"):
+                failed.append(run.name)
     except KeyboardInterrupt:
         stopped = True
     results = compare(study, runs)
-    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    numbers, figure, markdown = folder / "results.json", folder / "study.png", folder / "table.md"
+    numbers.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     table = as_table(results)
-    (folder / "table.md").write_text(table, encoding="utf-8")
-    draw(results, folder / "study.png")
-    print(
-        f"\n{table}\nfigure: {folder / 'study.png'}\nnumbers: {folder / 'results.json'}, {folder / 'table.md'}"
-    )
+    markdown.write_text(table, encoding="utf-8")
+    draw(results, figure)
+    print(f"\n{table}\nfigure: {figure}\nnumbers: {numbers}, {markdown}")
     if failed:
-        print(
-            f"prime-rl study: failed: {', '.join(failed)}; the table leaves them out",
-            file=sys.stderr,
-        )
+        names = ", ".join(failed)
+        print(f"prime-rl study: failed: {names}; the table leaves them out", file=sys.stderr)
     if stopped:
-        print("stopped; the same command goes on where this one was")
+        print("stopped; the same command continues this study")
     return 130 if stopped else 1 if failed else 0
 
 
 def finish(run: Run, label: str) -> bool:
-    """Run it unless that is done, and say how it went; False if it diverged."""
+    """Run it unless that is done, and print its result.
+
+    Returns:
+        False if it diverged.
+    """
     if is_finished(run):
         print(f"{label}: {in_short(run)} (kept)", flush=True)
         return True
@@ -216,10 +248,10 @@ def finish(run: Run, label: str) -> bool:
 
 
 def is_finished(run: Run) -> bool:
-    """Whether the run's directory holds its last evaluation.
+    """Check whether the run's directory contains its last evaluation.
 
     Raises:
-        RecipeError: it holds another recipe's run.
+        RecipeError: it contains another recipe's run.
     """
     try:
         before = json.loads((run.run_dir / RECIPE_FILE).read_text(encoding="utf-8"))
@@ -229,8 +261,8 @@ def is_finished(run: Run) -> bool:
     changed = [section for section in now if before.get(section) != now[section]]
     if changed:
         raise RecipeError(
-            f"{run.run_dir} holds a run with another [{'], ['.join(changed)}]; nothing was touched. "
-            "Name another --output-dir, or move it away"
+            f"{run.run_dir} holds a run with another [{'], ['.join(changed)}]; "
+            "nothing was touched. Name another --output-dir, or move it away"
         )
     if not (run.run_dir / METRICS_FILE).exists():
         return False
@@ -247,23 +279,14 @@ def start(run: Run) -> bool:
         True if it finished, False if it diverged.
 
     Raises:
-        RecipeError: the run could not start; the message has its last words.
-        KeyboardInterrupt: Ctrl-C, once the run has left its checkpoint.
+        RecipeError: the run could not start; the message ends with the last line of its log.
+        KeyboardInterrupt: Ctrl-C, once the run has written its checkpoint.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "prime_composer.cli.commands",
-        "rl",
-        "--config",
-        str(run.base),
-        "--engine",
-        "local",
-    ]
-    command += ["--output-dir", str(run.run_dir)]
+    command = [sys.executable, "-m", "prime_composer.cli", "rl", "--config", str(run.base)]
+    command += ["--engine", "local", "--output-dir", str(run.run_dir)]
     for item in run.overrides:
         command += ["--set", item]
-    if any((run.run_dir / "checkpoints").glob("step_*")):
+    if list_checkpoints(run.run_dir):
         command.append("--resume")
     elif (run.run_dir / RECIPE_FILE).exists():
         shutil.rmtree(run.run_dir)  # this study's own run, stopped before its first checkpoint
@@ -280,72 +303,68 @@ def start(run: Run) -> bool:
 
 
 def call(command: Sequence[str], log: Path) -> int:
-    """Exit status of a process whose output is appended to ``log``."""
+    """Return the exit status of a process whose output is appended to ``log``."""
     with log.open("a", encoding="utf-8") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         try:
             return process.wait()
         except KeyboardInterrupt:
-            process.wait()  # a terminal's Ctrl-C has reached it too: it finishes its step and leaves a checkpoint
+            # The terminal's Ctrl-C has reached the process too: it leaves a checkpoint and ends.
+            process.wait()
             raise
 
 
 def in_short(run: Run) -> str:
-    """A finished run in one line."""
-    found = measured(run)
-    parts = [f"accuracy {percent(found['accuracy'][0][1])} → {percent(found['accuracy'][-1][1])}"]
-    if found["reverse_kl"]:
-        parts.append(
-            f"reverse KL {found['reverse_kl'][0][1]:.3f} → {found['reverse_kl'][-1][1]:.3f}"
-        )
+    """Format a finished run as one line."""
+    values = measured(run)
+    accuracy, reverse_kl = values["accuracy"], values["reverse_kl"]
+    parts = [f"accuracy {percent(accuracy[0][1])} → {percent(accuracy[-1][1])}"]
+    if reverse_kl:
+        parts.append(f"reverse KL {number(reverse_kl[0][1])} → {number(reverse_kl[-1][1])}")
     return ", ".join(parts)
 
 
-def measured(run: Run) -> dict[str, list[tuple[int, float]]]:
-    """The run's series: (step, value) by the names of ``SERIES``."""
+def measured(run: Run) -> dict[str, Series]:
+    """Read the run's series, by the names of ``SERIES``."""
     records = read_metrics(run.run_dir)
-    series: dict[str, list[tuple[int, float]]] = {}
-    for name, metric in SERIES.items():
-        series[name] = [
-            (record["step"], value)
+    return {
+        name: [
+            (record["step"], record[key])
             for record in records
-            for key, value in record.items()
-            if key == metric or key == f"{run.recipe.loss.type}/{metric}"
+            for key in (metric, f"{run.recipe.loss.type}/{metric}")
+            if key in record
         ]
-    return series
+        for name, metric in SERIES.items()
+    }
 
 
 def compare(study: StudyConfig, runs: Sequence[Run]) -> dict[str, Any]:
-    """Every finished run's series, and over the seeds mean, least and greatest value: the contents of ``results.json``."""
-    results: dict[str, Any] = {
-        "base": str(study.base),
-        "overrides": list(study.overrides),
-        "variants": {},
-    }
-    for variant, own in study.variants.items():
-        mine = [run for run in runs if run.variant == variant]
-        done = [run for run in mine if is_finished(run)]
-        unfinished = [run.seed for run in mine if run not in done]
-        by_seed = {str(run.seed): measured(run) for run in done}
-        results["variants"][variant] = {
-            "overrides": list(own),
-            "loss": mine[0].recipe.loss.model_dump(mode="json"),
-            "unfinished_seeds": unfinished,
-            "teacher_accuracy": read_metrics(done[0].run_dir)[0].get("teacher/accuracy")
-            if done
-            else None,
+    """Return the contents of ``results.json``: the series of finished runs, and over the seeds."""
+    variants = {}
+    for variant, items in study.variants.items():
+        repeats = [run for run in runs if run.variant == variant]
+        finished = [run for run in repeats if is_finished(run)]
+        by_seed = {str(run.seed): measured(run) for run in finished}
+        start_of_run = read_metrics(finished[0].run_dir)[0] if finished else {}
+        variants[variant] = {
+            "overrides": list(items),
+            "loss": repeats[0].recipe.model_dump(mode="json")["loss"],
+            "unfinished_seeds": [run.seed for run in repeats if run not in finished],
+            "teacher_accuracy": start_of_run.get("teacher/accuracy"),
             "seeds": by_seed,
             "over_seeds": {
                 name: list(over_seeds([series[name] for series in by_seed.values()]))
                 for name in SERIES
             },
         }
-    return results
+    return {"base": str(study.base), "overrides": list(study.overrides), "variants": variants}
 
 
-def over_seeds(series: Sequence[Sequence[tuple[int, float]]]) -> Iterator[dict[str, int | float]]:
-    """At each step that every seed measured: mean, min and max."""
-    columns = [dict(one) for one in series]
+def over_seeds(
+    series: Sequence[Sequence[tuple[int, float]]],
+) -> Iterator[dict[str, int | float]]:
+    """Yield mean, min and max at each step that every seed measured."""
+    columns = [dict(points) for points in series]
     steps = sorted(set.intersection(*(set(column) for column in columns))) if columns else []
     for step in steps:
         values = [column[step] for column in columns]
@@ -358,33 +377,31 @@ def over_seeds(series: Sequence[Sequence[tuple[int, float]]]) -> Iterator[dict[s
 
 
 def as_table(results: Mapping[str, Any]) -> str:
-    """The comparison as a Markdown table: mean over the seeds, and (least to greatest)."""
-    head = ["variant", "seeds", "accuracy", "reverse KL, nats/token", "top 1 % of tokens hold"]
+    """Format the comparison as a Markdown table: the mean over the seeds, and (min to max)."""
+    head = ["variant", "seeds", "accuracy", "reverse KL, nats/token", "top 1% of tokens hold"]
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     before = ""
-    for variant, found in results["variants"].items():
-        series = found["over_seeds"]
-        done, left = len(found["seeds"]), len(found["unfinished_seeds"])
+    for variant, result in results["variants"].items():
+        series = result["over_seeds"]
+        finished, unfinished = len(result["seeds"]), len(result["unfinished_seeds"])
         cells = [
-            f"{done} of {done + left}" if left else str(done),
+            f"{finished} of {finished + unfinished}" if unfinished else str(finished),
             spread(series["accuracy"], percent),
             spread(series["reverse_kl"], number),
             thirds(series["top1pct"]),
         ]
         if series["accuracy"] and not before:
             before = f"\nBefore training: accuracy {percent(series['accuracy'][0]['mean'])}"
-            before += f" (the teacher {percent(found['teacher_accuracy'])})"
-            before += (
-                f", reverse KL {number(series['reverse_kl'][0]['mean'])}."
-                if series["reverse_kl"]
-                else "."
-            )
+            before += f" (the teacher {percent(result['teacher_accuracy'])})"
+            if series["reverse_kl"]:
+                before += f", reverse KL {number(series['reverse_kl'][0]['mean'])}"
+            before += "."
         lines.append(f"| {' | '.join([variant, *cells])} |")
     return "\n".join([*lines, before] if before else lines) + "\n"
 
 
-def spread(series: Sequence[Mapping[str, int | float]], text: Any) -> str:
-    """The last measurement: mean (min to max), or the one value that all seeds have."""
+def spread(series: Sequence[Mapping[str, int | float]], text: Callable[[float | None], str]) -> str:
+    """Format the last measurement: mean (min to max), or the one value that all seeds have."""
     if not series:
         return MISSING
     last = series[-1]
@@ -394,7 +411,7 @@ def spread(series: Sequence[Mapping[str, int | float]], text: Any) -> str:
 
 
 def thirds(series: Sequence[Mapping[str, int | float]]) -> str:
-    """Mean over the first third of the steps, and over the last third."""
+    """Format the mean over the first third of the steps, and over the last third."""
     if not series:
         return MISSING
     size = max(1, len(series) // 3)
@@ -404,16 +421,8 @@ def thirds(series: Sequence[Mapping[str, int | float]]) -> str:
     return f"{percent(means[0])} → {percent(means[1])}"
 
 
-def percent(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.1%}"
-
-
-def number(value: float) -> str:
-    return f"{value:.3f}"
-
-
 def draw(results: Mapping[str, Any], output: Path) -> None:
-    """Accuracy, reverse KL and the share of the signal in the top 1 % of tokens against steps: mean and range over seeds."""
+    """Draw each quantity of ``SERIES`` against steps: the mean, and the range over seeds."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -422,26 +431,19 @@ def draw(results: Mapping[str, Any], output: Path) -> None:
     titles = {
         "accuracy": ("held-out accuracy, greedy", "share"),
         "reverse_kl": ("reverse KL to the teacher, held out", "nats per token"),
-        "top1pct": ("share of the loss's signal in its top 1 % of tokens", "share"),
+        "top1pct": ("share of the loss's signal in its top 1% of tokens", "share"),
     }
     colors = colormaps["tab10" if len(results["variants"]) <= 10 else "tab20"]
     for axes, (name, (title, unit)) in zip(panels, titles.items(), strict=True):
-        for index, (variant, found) in enumerate(results["variants"].items()):
-            points = found["over_seeds"][name]
+        for index, (variant, result) in enumerate(results["variants"].items()):
+            points = result["over_seeds"][name]
             if not points:
                 continue
-            steps = [point["step"] for point in points]
-            axes.plot(
-                steps, [point["mean"] for point in points], color=colors(index), label=variant
+            steps, means, lows, highs = (
+                [point[key] for point in points] for key in ("step", "mean", "min", "max")
             )
-            axes.fill_between(
-                steps,
-                [p["min"] for p in points],
-                [p["max"] for p in points],
-                color=colors(index),
-                alpha=0.12,
-                linewidth=0,
-            )
+            axes.plot(steps, means, color=colors(index), label=variant)
+            axes.fill_between(steps, lows, highs, color=colors(index), alpha=0.12, linewidth=0)
         axes.set_title(title)
         axes.set_xlabel("step")
         axes.set_ylabel(unit)

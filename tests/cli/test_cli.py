@@ -1,4 +1,4 @@
-"""The command line: what a person types, sees and gets back, in processes of their own."""
+"""The command line, in processes of its own: what a user types, reads and finds on disk."""
 
 import json
 import os
@@ -6,17 +6,22 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
 
-from prime_composer.cli.commands import choose_engine
+from prime_composer.cli.commands import choose_engine, main, set_environment
 from prime_composer.cli.runs import claim_run_dir
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.schema import RecipeError
 from tests.command import interrupt_after, prime_rl, toml
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "gsm8k_opd.toml"
+LOCAL_MODELS = ("--set", "student.model=S", "--set", "teacher.model=T")
 Raw = Callable[..., dict[str, Any]]
 
 
@@ -27,7 +32,11 @@ def tiny_file(tiny_recipe: Raw, tmp_path: Path) -> Path:
     return path
 
 
-def test_check_prints_the_resolved_recipe_with_defaults_and_overrides() -> None:
+def files_under(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def test_check_prints_the_resolved_recipe() -> None:
     done = prime_rl("check", RECIPE, "--set", "trainer.lr=1e-4")
     assert done.returncode == 0
     resolved = json.loads(done.stdout)
@@ -36,9 +45,25 @@ def test_check_prints_the_resolved_recipe_with_defaults_and_overrides() -> None:
     assert resolved["loss"]["type"] == "topk_reverse_kl"
 
 
-def test_a_wrong_recipe_ends_with_status_2_and_one_message_without_a_traceback(
-    tmp_path: Path,
-) -> None:
+def test_check_reads_the_file_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    read_text = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, **how: reads.append(path) or read_text(path, **how)
+    )
+    assert main(["check", str(RECIPE)]) == 0
+    assert reads == [RECIPE]
+
+
+def test_check_imports_nothing_heavy_beside_torch() -> None:
+    heavy = ("vllm", "transformers", "httpx", "rich", "matplotlib", "datasets", "tensorboard")
+    code = f"import sys; from prime_composer.cli import main; main(['check', {str(RECIPE)!r}])"
+    code += f"; print([name for name in {heavy} if name in sys.modules], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_a_wrong_recipe_is_one_message_with_status_2(tmp_path: Path) -> None:
     done = prime_rl("check", RECIPE, "--set", "trainer.step=3")
     assert done.returncode == 2
     assert "unknown key trainer.step; did you mean steps?" in done.stderr
@@ -46,27 +71,50 @@ def test_a_wrong_recipe_ends_with_status_2_and_one_message_without_a_traceback(
     assert prime_rl("check", tmp_path / "absent.toml").returncode == 2
 
 
+def test_dev_mode_keeps_the_traceback_of_a_refusal() -> None:
+    command = [sys.executable, "-X", "dev", "-W", "ignore", "-m", "prime_composer.cli"]
+    command += ["check", "absent.toml"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "absent.toml: no such recipe" in done.stderr
+
+
 def test_a_run_ends_with_a_table_a_plot_and_its_directory(tiny_file: Path, tmp_path: Path) -> None:
     done = prime_rl("rl", "--config", tiny_file, "--engine", "local", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "outputs" / "tiny"
-    for text in (
-        "student before",
-        "student after",
-        "reverse KL",
-        "outputs/tiny",
-        "preflight passed",
-    ):
-        assert text in done.stdout
+    texts = ("student before", "student after", "reverse KL", "outputs/tiny", "preflight passed")
+    assert [text for text in texts if text not in done.stdout] == []
     assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert {"metrics.jsonl", "recipe.json", "checkpoints"} <= {
-        path.name for path in run_dir.iterdir()
-    }
+    assert {"metrics.jsonl", "recipe.json", "checkpoints"} <= files_under(run_dir)
 
 
-def test_a_second_run_gets_a_directory_of_its_own_and_says_so(
-    tiny_file: Path, tmp_path: Path
+def test_a_run_loads_recipe_data_and_models_once(
+    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One command loads the recipe, the data and the models once, and passes them on."""
+    from prime_composer.cli import runs
+    from prime_composer.problems import loading as problems
+    from prime_composer.recipe import loading as recipes
+
+    calls: list[str] = []
+
+    def count(module: Any, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, **kw: calls.append(name) or function(*args, **kw)
+        )
+
+    count(recipes, "read_tables")
+    count(recipes, "parse_recipe")
+    count(problems, "load_problems")
+    count(runs, "prepare_models")
+    monkeypatch.chdir(tmp_path)
+    assert main(["rl", "--config", str(tiny_file), "--engine", "local"]) == 0
+    assert sorted(calls) == ["load_problems", "parse_recipe", "prepare_models", "read_tables"]
+
+
+def test_a_second_run_gets_a_directory_of_its_own(tiny_file: Path, tmp_path: Path) -> None:
     (tmp_path / "outputs" / "tiny").mkdir(parents=True)
     done = prime_rl("rl", "--config", tiny_file, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -74,28 +122,25 @@ def test_a_second_run_gets_a_directory_of_its_own_and_says_so(
     assert not list((tmp_path / "outputs" / "tiny").iterdir())
 
 
-def test_a_directory_that_was_asked_for_and_holds_something_is_left_alone(
-    tiny_file: Path, tmp_path: Path
+@pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry"])
+def test_a_directory_that_is_not_empty_is_left_alone(
+    options: tuple[str, ...], tiny_file: Path, tmp_path: Path
 ) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "thesis.txt").write_text("mine")
-    done = prime_rl("rl", "--config", tiny_file, "--output-dir", taken, cwd=tmp_path)
+    done = prime_rl("rl", "--config", tiny_file, "--output-dir", taken, *options, cwd=tmp_path)
     assert done.returncode == 2
     assert "exists and is not empty" in done.stderr and "--resume" in done.stderr
-    assert [path.name for path in taken.iterdir()] == ["thesis.txt"]
+    assert files_under(taken) == {"thesis.txt"}
 
 
-def test_resuming_needs_a_checkpoint_and_the_same_recipe(tiny_file: Path, tmp_path: Path) -> None:
-    done = prime_rl("rl", "--config", tiny_file, "--resume", cwd=tmp_path)
+def test_resume_needs_a_checkpoint_and_the_same_recipe(tiny_file: Path, tmp_path: Path) -> None:
+    words = ("rl", "--config", tiny_file)
+    done = prime_rl(*words, "--resume", cwd=tmp_path)
     assert done.returncode == 2 and "no run of tiny under outputs/" in done.stderr
-    assert (
-        prime_rl("rl", "--config", tiny_file, "--set", "trainer.steps=2", cwd=tmp_path).returncode
-        == 0
-    )
-    done = prime_rl(
-        "rl", "--config", tiny_file, "--resume", "--set", "trainer.lr=5e-4", cwd=tmp_path
-    )
+    assert prime_rl(*words, "--set", "trainer.steps=2", cwd=tmp_path).returncode == 0
+    done = prime_rl(*words, "--resume", "--set", "trainer.lr=5e-4", cwd=tmp_path)
     assert done.returncode == 2
     assert "trainer.lr" in done.stderr and "trainer.steps" in done.stderr
 
@@ -112,9 +157,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(tiny_recipe: Raw, tmp_
     assert checkpoint.name == f"step_{last:06d}"
 
 
-def test_a_preflight_failure_leaves_no_run_directory_behind(
-    tiny_recipe: Raw, tmp_path: Path
-) -> None:
+def test_a_failed_preflight_leaves_no_run_directory(tiny_recipe: Raw, tmp_path: Path) -> None:
     path = tmp_path / "long_answers.toml"
     path.write_text(toml(tiny_recipe(rollout__max_tokens=120)))
     done = prime_rl("rl", "--config", path, cwd=tmp_path)
@@ -123,20 +166,71 @@ def test_a_preflight_failure_leaves_no_run_directory_behind(
     assert not list((tmp_path / "outputs").iterdir())
 
 
-def test_report_draws_several_runs_and_refuses_what_is_no_run(
-    tiny_file: Path, tmp_path: Path
+def test_dry_run_prints_the_plan_and_writes_nothing(tiny_file: Path, tmp_path: Path) -> None:
+    """Neither the run directory nor a small model is made, and the directory is named."""
+    cache = tmp_path / "cache"
+    code = "import sys; from prime_composer.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = ["rl", "--config", str(tiny_file), "--engine", "local", "--dry-run"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PRIME_COMPOSER_CACHE": str(cache)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "run directory: outputs/tiny\n" in done.stdout
+    assert "topk_reverse_kl" in done.stdout
+    assert "nothing was run, nothing was written" in done.stdout
+    assert files_under(tmp_path) == {"tiny.toml"}
+
+
+def test_dry_run_names_the_step_that_resume_starts_after(tiny_file: Path, tmp_path: Path) -> None:
+    words = ("rl", "--config", tiny_file, "--engine", "local")
+    assert prime_rl(*words, cwd=tmp_path).returncode == 0
+    before = files_under(tmp_path)
+    done = prime_rl(*words, "--dry-run", "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "run directory: outputs/tiny, resuming after step 4" in done.stdout
+    done = prime_rl(*words, "--dry-run", cwd=tmp_path)
+    assert "run directory: outputs/tiny-2\n" in done.stdout
+    assert files_under(tmp_path) == before
+
+
+def test_dry_run_refuses_what_the_run_would_refuse(tiny_recipe: Raw, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.toml"
+    words = ("rl", "--config", path, "--engine", "local", "--dry-run")
+    path.write_text(toml(tiny_recipe(data={"source": "jsonl", "path": "absent.jsonl"})))
+    done = prime_rl(*words, cwd=tmp_path)
+    assert done.returncode == 2 and "absent.jsonl" in done.stderr
+    done = prime_rl(*words, "--resume", "--set", "data.source=generated", cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+def test_dry_run_is_passed_to_the_prime_rl_launcher(
+    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The launcher gets the folders of the small models, none of which is built."""
+    from prime_composer.upstream import launch, versions
+
+    calls: list[Any] = []
+    monkeypatch.setattr(versions, "has_prime_rl", lambda: True)
+    monkeypatch.setattr(launch, "launch", lambda *args: calls.append(args) or 0)
+    monkeypatch.setenv("PRIME_COMPOSER_CACHE", str(tmp_path / "cache"))
+    words = ["rl", "--config", str(tiny_file), "--engine", "prime-rl", "--dry-run"]
+    assert main([*words, "--set", "trainer.lr=1e-4"]) == 0
+    ((config, overrides, output_dir, resume, models, dry_run),) = calls
+    assert (config, overrides, output_dir) == (str(tiny_file), ["trainer.lr=1e-4"], None)
+    assert (resume, dry_run) == (False, True)
+    assert set(models) == {"student", "teacher"}
+    assert all(path.parent == tmp_path / "cache" / "models" for path in models.values())
+    assert files_under(tmp_path) == {"tiny.toml"}
+
+
+def test_report_draws_several_runs_and_refuses_others(tiny_file: Path, tmp_path: Path) -> None:
     for seed in (0, 1):
-        words = (
-            "rl",
-            "--config",
-            tiny_file,
-            "--set",
-            f"trainer.seed={seed}",
-            "--output-dir",
-            f"run{seed}",
-        )
-        assert prime_rl(*words, cwd=tmp_path).returncode == 0
+        words = ("--config", tiny_file, "--set", f"trainer.seed={seed}")
+        assert prime_rl("rl", *words, "--output-dir", f"run{seed}", cwd=tmp_path).returncode == 0
     done = prime_rl("report", "run0", "run1", "--output", "both.png", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if "topk_reverse_kl" in line]
@@ -146,19 +240,9 @@ def test_report_draws_several_runs_and_refuses_what_is_no_run(
     assert done.returncode == 2 and "is it a run directory?" in done.stderr
 
 
-def test_export_writes_a_native_file_once_and_names_the_known_dialects(tmp_path: Path) -> None:
+def test_export_writes_a_new_file_and_names_the_dialects(tmp_path: Path) -> None:
     path = tmp_path / "out.toml"
-    words = (
-        "export",
-        RECIPE,
-        "--set",
-        "student.model=S",
-        "--set",
-        "teacher.model=T",
-        "--output",
-        path,
-        "--dialect",
-    )
+    words = ("export", RECIPE, *LOCAL_MODELS, "--output", path, "--dialect")
     done = prime_rl(*words, "v1")
     assert done.returncode == 2 and "v0.6, v0.7, v0.8, head" in done.stderr and not path.exists()
     assert prime_rl(*words, "head").returncode == 0
@@ -170,8 +254,9 @@ def test_export_writes_a_native_file_once_and_names_the_known_dialects(tmp_path:
     assert tomllib.loads(path.read_text()) == native
 
 
-def test_the_prime_rl_engine_without_prime_rl_says_what_to_install() -> None:
-    done = prime_rl("rl", "--config", RECIPE, "--engine", "prime-rl")
+@pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry"])
+def test_prime_rl_engine_without_prime_rl_is_refused(options: tuple[str, ...]) -> None:
+    done = prime_rl("rl", "--config", RECIPE, "--engine", "prime-rl", *options)
     assert done.returncode == 2 and "there is no prime-rl in this environment" in done.stderr
 
 
@@ -181,7 +266,8 @@ def test_a_missing_extra_is_one_message_with_the_pip_line(
 ) -> None:
     path = tmp_path / "tiny.toml"
     path.write_text(toml(tiny_recipe(rollout__backend="vllm")))
-    code = f"import sys; sys.modules[{missing!r}] = None; import prime_composer.cli.commands as c; sys.exit(c.main(sys.argv[1:]))"
+    code = f"import sys; sys.modules[{missing!r}] = None; from prime_composer.cli import main; "
+    code += "sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "rl", "--config", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
@@ -200,12 +286,10 @@ def test_prepare_says_where_the_models_are(tiny_file: Path, tmp_path: Path) -> N
     assert all((Path(path) / "config.json").exists() for path in paths.values())
 
 
-def test_auto_takes_the_local_engine_where_prime_rl_or_a_gpu_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_auto_engine_needs_prime_rl_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_composer.cli.commands.find_spec", lambda name: None)
     assert choose_engine("auto") == ("local", "prime-rl is not installed here")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("prime_composer.cli.commands.find_spec", lambda name: object())
     monkeypatch.setattr("prime_composer.cli.commands.has_nvidia_gpu", lambda: False)
     assert choose_engine("auto")[0] == "local"
     monkeypatch.setattr("prime_composer.cli.commands.has_nvidia_gpu", lambda: True)
@@ -213,17 +297,44 @@ def test_auto_takes_the_local_engine_where_prime_rl_or_a_gpu_is_missing(
     assert choose_engine("local") == ("local", "as asked")
 
 
-def test_two_runs_that_start_at_once_never_share_a_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_runs_that_start_at_once_get_separate_directories(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Eight threads claim at the same moment: eight directories, or one where one was named."""
     monkeypatch.chdir(tmp_path)
-    claimed = [claim_run_dir(Path("r.toml"), None) for _ in range(3)]
-    assert claimed == [Path("outputs/r"), Path("outputs/r-2"), Path("outputs/r-3")]
+    recipe = parse_recipe(tiny_recipe())
+    at_once = Barrier(8)
+
+    def claim(explicit: str | None) -> Path | None:
+        at_once.wait()
+        try:
+            return claim_run_dir(recipe, Path("r.toml"), explicit)
+        except RecipeError as error:
+            assert "exists and is not empty" in str(error)
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        run_dirs = set(pool.map(claim, [None] * 8))
+        assert run_dirs == {Path("outputs/r"), *(Path(f"outputs/r-{n}") for n in range(2, 9))}
+        for attempt in range(20):
+            claims = list(pool.map(claim, [f"named{attempt}"] * 8))
+            assert sorted(claims, key=bool) == [None] * 7 + [Path(f"named{attempt}")]
+    claimed = json.loads((tmp_path / "named0" / "recipe.json").read_text())
+    assert claimed == recipe.model_dump(mode="json")
 
 
-def test_the_environment_that_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    from prime_composer.cli.commands import set_environment
+def test_two_processes_that_start_at_once_both_finish(tiny_file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "prime_composer.cli", "rl", "--config", str(tiny_file)]
+    processes = [
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in "ab"
+    ]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    names = {line for out in outputs for line in out.splitlines() if line.startswith("plot: ")}
+    assert names == {"plot: outputs/tiny/report.png", "plot: outputs/tiny-2/report.png"}
 
+
+def test_environment_that_the_user_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     set_environment()
     assert os.environ["OMP_NUM_THREADS"] == "7"

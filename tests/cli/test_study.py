@@ -1,7 +1,6 @@
-"""Studies: what a study file may say, that its runs are compared and kept, and the two that are shipped."""
+"""Studies: what a study file may contain, how runs are kept and compared, the shipped files."""
 
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -18,17 +17,37 @@ from tests.command import toml
 
 ROOT = Path(__file__).parents[2]
 STUDIES = sorted((ROOT / "recipes" / "studies").glob("*.toml"))
-Raw = Callable[..., dict[str, Any]]
-
 VARIANTS = {"sampled": ['loss={type = "sampled_reverse_kl"}'], "tail": ["loss.k=4"]}
+
+OUTSIDE_LOSS = """
+from typing import Literal
+
+from prime_composer import LossInputs, LossOutputs
+from prime_composer.losses import LossConfig
+
+
+class GapConfig(LossConfig):
+    type: Literal["gap_loss:gap"] = "gap_loss:gap"
+    needs_inputs = frozenset({"ref_logprobs"})
+    power: float = 2.0
+
+
+def gap(inputs: LossInputs, config: GapConfig) -> LossOutputs:
+    gaps = (inputs.trainer_logprobs - inputs.ref_logprobs)[inputs.loss_mask].abs()
+    loss = (gaps**config.power).sum()
+    return LossOutputs(loss=loss, metrics={"gap": gaps.detach().mean()})
+"""
+
+Raw = Callable[..., dict[str, Any]]
+WriteStudy = Callable[..., Path]
 
 
 @pytest.fixture
 def in_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Runs as calls of the same command line within this process: seconds less for each."""
+    """Run the study's command lines within this process, which saves seconds for each."""
 
     def call(command: Sequence[str], log: Path) -> int:
-        assert list(command[:3]) == [sys.executable, "-m", "prime_composer.cli.commands"]
+        assert list(command[:3]) == [sys.executable, "-m", "prime_composer.cli"]
         with log.open("a") as file, redirect_stdout(file), redirect_stderr(file):
             return main(command[3:])
 
@@ -37,13 +56,12 @@ def in_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def study_file(tiny_recipe: Raw, tmp_path: Path) -> Callable[..., Path]:
+def study_file(tiny_recipe: Raw, tmp_path: Path) -> WriteStudy:
     def write(**changes: Any) -> Path:
         (tmp_path / "base.toml").write_text(toml(tiny_recipe()))
+        tables = {"base": "base.toml", "seeds": [0, 1], "variants": VARIANTS} | changes
         path = tmp_path / "compared.toml"
-        path.write_text(
-            toml({"base": "base.toml", "seeds": [0, 1], "variants": VARIANTS} | changes)
-        )
+        path.write_text(toml(tables))
         return path
 
     return write
@@ -55,10 +73,12 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
+def records_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_every_shipped_study_and_the_recipe_of_each_variant_is_valid_and_its_header_names_its_command(
-    path: Path,
-) -> None:
+def test_shipped_studies_are_valid_and_name_their_command(path: Path) -> None:
     study, runs = load_study(path)
     assert len(runs) == len(study.variants) * len(study.seeds)
     assert f"prime-rl study {path.relative_to(ROOT)}" in path.read_text().split("\nbase = ")[0]
@@ -68,173 +88,189 @@ def test_there_are_studies() -> None:
     assert {"losses", "flat_teacher"} <= {path.stem for path in STUDIES}
 
 
-def test_a_run_is_the_base_with_the_overrides_of_all_then_its_own_then_its_seed(
-    study_file: Callable[..., Path],
-) -> None:
+def test_overrides_of_all_come_before_those_of_a_variant(study_file: WriteStudy) -> None:
     _, runs = load_study(study_file(overrides=["trainer.lr=5e-4", "loss.k=6"]))
-    assert [run.name for run in runs] == [
-        "sampled-seed0",
-        "tail-seed0",
-        "sampled-seed1",
-        "tail-seed1",
-    ]
-    assert (
-        runs[3].recipe.loss.k == 4
-        and runs[3].recipe.trainer.lr == 5e-4
-        and runs[3].recipe.trainer.seed == 1
-    )
+    names = ["sampled-seed0", "tail-seed0", "sampled-seed1", "tail-seed1"]
+    assert [run.name for run in runs] == names
+    last = runs[3].recipe
+    assert (last.loss.k, last.trainer.lr, last.trainer.seed) == (4, 5e-4, 1)
     assert runs[0].recipe.loss.type == "sampled_reverse_kl"
 
 
-def test_a_bad_variant_is_named_with_its_key(study_file: Callable[..., Path]) -> None:
+def test_a_bad_variant_is_named_with_its_key(study_file: WriteStudy) -> None:
     message = refusal(study_file(variants={**VARIANTS, "renorm": ["loss.normalisation=renorm"]}))
     assert "compared.toml: variants.renorm: " in message
     assert "unknown key loss.normalisation; did you mean normalization?" in message
     assert "variants.renorm" in refusal(study_file(variants={**VARIANTS, "renorm": ["loss.k"]}))
 
 
-def test_wrong_study_files_are_refused_with_the_key_and_the_remedy(
-    study_file: Callable[..., Path], tmp_path: Path
+def test_wrong_study_files_are_refused_with_a_remedy(
+    study_file: WriteStudy, tmp_path: Path
 ) -> None:
     assert "unknown key variant; did you mean variants?" in refusal(study_file(variant={}))
     assert "seeds: the same seed twice" in refusal(study_file(seeds=[1, 1]))
     assert "seeds: Tuple should have at least 1 item" in refusal(study_file(seeds=[]))
-    assert "variants: Dictionary should have at least 2 items" in refusal(
-        study_file(variants={"tail": []})
-    )
+    message = refusal(study_file(variants={"tail": []}))
+    assert "variants: Dictionary should have at least 2 items" in message
     with_sign = study_file(variants={**VARIANTS, "UP": []})
     with_sign.write_text(with_sign.read_text().replace("UP", "'../up'"))
     assert "'../up' names a directory" in refusal(with_sign)
-    assert "trainer.seed=3: the seeds of a study stand in `seeds`" in refusal(
-        study_file(overrides=["trainer.seed=3"])
-    )
-    assert "base.toml" not in refusal(tmp_path / "absent.toml") and "no such study" in refusal(
-        tmp_path / "absent.toml"
-    )
+    message = refusal(study_file(overrides=["trainer.seed=3"]))
+    assert "trainer.seed=3: the seeds of a study belong in `seeds`" in message
+    absent = refusal(tmp_path / "absent.toml")
+    assert "base.toml" not in absent and "no such study" in absent
     assert "elsewhere.toml: no such recipe" in refusal(study_file(base="elsewhere.toml"))
 
 
 @pytest.mark.parametrize(
-    "item", ["trainer.batch_size=12", "trainer.steps=5", "student.prepare.seed=9", "data.size=70"]
+    ("item", "key"),
+    [
+        ("trainer.batch_size=12", "trainer.batch_size"),
+        ("trainer.steps=5", "trainer.steps"),
+        ("student.prepare.seed=9", "student"),
+        ("data.size=70", "data"),
+    ],
 )
-def test_variants_that_start_elsewhere_or_spend_more_are_refused(
-    study_file: Callable[..., Path], item: str
+def test_variants_with_another_start_or_budget_are_refused(
+    study_file: WriteStudy, item: str, key: str
 ) -> None:
     message = refusal(study_file(variants={**VARIANTS, "more": [item]}))
-    assert (
-        f"variants.more: {re.match(r'(student|data|[a-z._]+)', item).group()} differs from that of variants.sampled"
-        in message
-    )
+    assert f"variants.more: {key} differs from that of variants.sampled" in message
 
 
-def test_a_study_compares_its_runs_keeps_the_finished_ones_and_takes_up_the_others(
-    study_file: Callable[..., Path],
+def test_a_study_compares_runs_and_keeps_the_finished_ones(
+    study_file: WriteStudy,
     tmp_path: Path,
     in_one_process: None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A second call finishes what was stopped, and changes neither the kept runs nor the result."""
     assert main(["study", str(study_file())]) == 0
     folder = tmp_path / "outputs" / "compared"
     assert (folder / "study.png").read_bytes().startswith(b"\x89PNG")
     table = (folder / "table.md").read_text()
-    assert (
-        table in capsys.readouterr().out
-        and "| sampled | 2 | " in table
-        and "| tail | 2 | " in table
-    )
+    assert table in capsys.readouterr().out
+    assert "| sampled | 2 | " in table and "| tail | 2 | " in table
     results = json.loads((folder / "results.json").read_text())
     for variant in VARIANTS:
-        found = results["variants"][variant]
-        assert found["unfinished_seeds"] == []
+        result = results["variants"][variant]
+        assert result["unfinished_seeds"] == []
         ends = []
         for seed in ("0", "1"):
-            records = [
-                json.loads(line)
-                for line in (folder / f"{variant}-seed{seed}" / "metrics.jsonl")
-                .read_text()
-                .splitlines()
-            ]
-            assert found["seeds"][seed]["reverse_kl"] == [
+            records = records_of(folder / f"{variant}-seed{seed}")
+            assert result["seeds"][seed]["reverse_kl"] == [
                 [r["step"], r["eval/reverse_kl"]] for r in records if "eval/reverse_kl" in r
             ]
             ends.append(records[-1]["eval/reverse_kl"])
-        last = found["over_seeds"]["reverse_kl"][-1]
-        assert last == {
+        assert result["over_seeds"]["reverse_kl"][-1] == {
             "step": 4,
             "mean": pytest.approx(sum(ends) / 2),
             "min": min(ends),
             "max": max(ends),
         }
-        assert [point["step"] for point in found["over_seeds"]["top1pct"]] == [1, 2, 3, 4]
+        assert [point["step"] for point in result["over_seeds"]["top1pct"]] == [1, 2, 3, 4]
 
-    # One run is stopped after its checkpoint of step 2, another one before any: both are finished, the rest is kept.
+    # One run is stopped after its checkpoint of step 2, another one before its first checkpoint.
     half, early = folder / "tail-seed1", folder / "sampled-seed1"
     whole = (half / "metrics.jsonl").read_text()
     (half / "metrics.jsonl").write_text("".join(line + "\n" for line in whole.splitlines()[:4]))
     (half / "checkpoints" / "step_000004").rename(tmp_path / "gone")
     (early / "checkpoints").rename(tmp_path / "gone too")
     (early / "metrics.jsonl").unlink()
-    kept = {
-        name: (folder / name / "metrics.jsonl").stat().st_mtime_ns
-        for name in ("sampled-seed0", "tail-seed0")
-    }
+
+    def modified() -> list[int]:
+        names = ("sampled-seed0", "tail-seed0")
+        return [(folder / name / "metrics.jsonl").stat().st_mtime_ns for name in names]
+
+    before = modified()
     assert main(["study", str(study_file())]) == 0
     assert capsys.readouterr().out.count("(kept)") == 2
     assert "resuming after step 2" in (folder / "tail-seed1.log").read_text()
-    assert {name: (folder / name / "metrics.jsonl").stat().st_mtime_ns for name in kept} == kept
+    assert modified() == before
     assert json.loads((folder / "results.json").read_text()) == results
 
     assert main(["study", str(study_file(overrides=["trainer.lr=5e-4"]))]) == 2
     assert "holds a run with another [trainer]; nothing was touched" in capsys.readouterr().err
 
 
-def test_a_run_that_cannot_start_stops_the_study_with_its_last_words(
-    study_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_loss_from_outside_is_checked_run_and_compared(
+    study_file: WriteStudy,
+    tmp_path: Path,
+    in_one_process: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Its name and its knobs appear in check, recipe.json, the study's results and the report."""
+    (tmp_path / "gap_loss.py").write_text(OUTSIDE_LOSS)
+    monkeypatch.syspath_prepend(tmp_path)
+    table = 'loss={type = "gap_loss:gap", power = 1.5}'
+    path = study_file(variants={"gap": [table], "tail": []}, seeds=[0])
+    assert main(["check", str(tmp_path / "base.toml"), "--set", table]) == 0
+    resolved = json.loads(capsys.readouterr().out)
+    assert (resolved["loss"]["type"], resolved["loss"]["power"]) == ("gap_loss:gap", 1.5)
+
+    assert main(["study", str(path)]) == 0
+    folder = tmp_path / "outputs" / "compared"
+    kept = json.loads((folder / "gap-seed0" / "recipe.json").read_text())
+    result = json.loads((folder / "results.json").read_text())["variants"]["gap"]
+    assert kept["loss"] == result["loss"] == resolved["loss"]
+    assert len(result["seeds"]["0"]["reverse_kl"]) == 3
+    assert "gap_loss:gap/gap" in records_of(folder / "gap-seed0")[-1]
+
+    capsys.readouterr()
+    assert main(["report", str(folder / "gap-seed0")]) == 0
+    assert "gap_loss:gap" in capsys.readouterr().out
+    assert (folder / "gap-seed0" / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["study", str(path)]) == 0
+    assert capsys.readouterr().out.count("(kept)") == 2
+    changed = study_file(variants={"gap": [table.replace("1.5", "1.0")], "tail": []}, seeds=[0])
+    assert main(["study", str(changed)]) == 2
+    assert "holds a run with another [loss]" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_start_stops_the_study(
+    study_file: WriteStudy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message ends with the last line of the run's log."""
     path = study_file(overrides=['data={source = "jsonl", path = "absent.jsonl"}'])
-    assert main(["study", str(path), "--output-dir", str(tmp_path / "here")]) == 2
-    said = capsys.readouterr().err
-    assert (
-        "sampled-seed0 ended with status 2" in said
-        and "absent.jsonl" in said
-        and "Traceback" not in said
-    )
+    assert main(["study", str(path), "--output-dir", str(tmp_path / "runs")]) == 2
+    message = capsys.readouterr().err
+    assert "sampled-seed0 ended with status 2" in message
+    assert "absent.jsonl" in message and "Traceback" not in message
 
 
 @pytest.mark.parametrize(
-    ("ended", "status", "said"),
-    [(130, 130, "goes on where"), (1, 1, "failed: sampled-seed0, tail-seed0")],
+    ("run_status", "status", "text"),
+    [(130, 130, "continues this study"), (1, 1, "failed: sampled-seed0, tail-seed0")],
 )
-def test_a_study_that_is_stopped_or_whose_runs_diverge_compares_what_there_is(
-    ended: int,
+def test_a_stopped_or_diverged_study_compares_the_rest(
+    run_status: int,
     status: int,
-    said: str,
-    study_file: Callable[..., Path],
+    text: str,
+    study_file: WriteStudy,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(study_module, "call", lambda command, log: ended)
-    assert (
-        main(["study", str(study_file(seeds=[0])), "--output-dir", str(tmp_path / "here")])
-        == status
-    )
-    shown = capsys.readouterr()
-    assert said in shown.out + shown.err
-    assert "| tail | 0 of 1 | – | – | – |" in (tmp_path / "here" / "table.md").read_text()
+    monkeypatch.setattr(study_module, "call", lambda command, log: run_status)
+    folder = tmp_path / "runs"
+    assert main(["study", str(study_file(seeds=[0])), "--output-dir", str(folder)]) == status
+    printed = capsys.readouterr()
+    assert text in printed.out + printed.err
+    assert "| tail | 0 of 1 | – | – | – |" in (folder / "table.md").read_text()
 
 
-def test_the_table_has_mean_and_range_and_leaves_out_what_is_missing() -> None:
+def test_table_has_mean_and_range_and_skips_missing_values() -> None:
     seeds = [[(0, 0.25), (4, 0.5)], [(0, 0.25), (4, 0.75)]]
-    empty = {"accuracy": [], "reverse_kl": [], "top1pct": []}
+    empty: dict[str, Any] = {"accuracy": [], "reverse_kl": [], "top1pct": []}
+    over = {"accuracy": list(over_seeds(seeds)), "reverse_kl": list(over_seeds(seeds))}
     results = {
         "variants": {
             "a": {
                 "seeds": {"0": {}, "1": {}},
                 "unfinished_seeds": [],
                 "teacher_accuracy": 0.875,
-                "over_seeds": empty
-                | {"accuracy": list(over_seeds(seeds)), "reverse_kl": list(over_seeds(seeds))},
+                "over_seeds": empty | over,
             },
             "b": {
                 "seeds": {},

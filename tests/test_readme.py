@@ -1,0 +1,119 @@
+"""The README: its length, its code, its paths and its command lines."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_composer.cli.commands import build_parser
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MOST_WORDS = 900
+START_OF_TABLE = "<!-- python -m prime_composer.losses.table -->\n"
+END_OF_TABLE = "<!-- end of the table -->"
+
+
+def is_code(line: str) -> bool:
+    """Code blocks are indented by four spaces."""
+    return line.startswith("    ")
+
+
+def prose() -> str:
+    return "\n".join(line for line in README.splitlines() if not is_code(line))
+
+
+def code_blocks() -> list[str]:
+    """Each block of indented lines, without the indentation."""
+    blocks = re.findall(r"(?:^(?:    .*)?\n)+", README, flags=re.MULTILINE)
+    texts = ["\n".join(line[4:] for line in block.splitlines()).strip() for block in blocks]
+    return [text for text in texts if text]
+
+
+def block_with(text: str) -> str:
+    (block,) = (block for block in code_blocks() if text in block)
+    return block
+
+
+def commands() -> list[str]:
+    """Every ``prime-rl`` command line, in code blocks and between backticks."""
+    lines = [line for block in code_blocks() for line in block.splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", prose())
+    parts = [part.strip() for line in lines for part in line.split("&&")]
+    return [part for part in parts if part.startswith("prime-rl ")]
+
+
+def paths() -> list[str]:
+    """Every relative link, and every path between backticks."""
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", prose())]
+    folders = "|".join(
+        path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"
+    )
+    named = re.findall(rf"`((?:{folders})/[^`\s]*|[\w.-]+\.(?:md|toml|py))`", prose())
+    in_commands = re.findall(rf"(?:{folders})/\S+", "\n".join(commands()))
+    every = [*links, *named, *in_commands]
+    return sorted({path for path in every if path and not path.startswith(("http", "outputs/"))})
+
+
+def test_readme_has_at_most_900_words_outside_code() -> None:
+    words = [word for word in prose().split() if re.search(r"\w", word)]
+    assert len(words) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("path", paths())
+def test_readme_path_exists(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+@pytest.mark.parametrize("command", commands())
+def test_readme_command_line_parses(command: str) -> None:
+    build_parser().parse_args(shlex.split(command, comments=True)[1:])
+
+
+def test_readme_names_every_room_and_every_readme() -> None:
+    """A reader finds the other documents, and each command of the table of rooms exists."""
+    texts = "\n".join(paths())
+    for folder in ("recipes", "prime_composer/losses", "prime_composer/upstream", "tests"):
+        assert f"{folder}/README.md" in texts
+    assert {shlex.split(command)[1] for command in commands()} >= {"rl", "check", "report", "study"}
+
+
+def test_readme_python_block_runs_and_its_comment_holds() -> None:
+    names: dict[str, Any] = {}
+    code = block_with("import torch")
+    exec(compile(code, "README.md", "exec"), names)
+    printed = re.search(r"logprobs\.grad is (\[.*?\])", code)
+    assert printed is not None
+    expected = [float(number) for number in printed[1].strip("[]").split(",")]
+    assert names["logprobs"].grad.tolist() == pytest.approx(expected)
+
+
+def test_readme_toml_lines_name_a_loss_of_ours() -> None:
+    import prime_composer.upstream
+    from prime_composer.losses import LOSS_TYPES
+
+    block = block_with("[trainer.loss]")
+    assert len(block.splitlines()) == 5
+    loss = tomllib.loads(block)["trainer"]["loss"]
+    module, _, name = loss["import_path"].rpartition(".")
+    assert module == prime_composer.upstream.__name__ and hasattr(prime_composer.upstream, name)
+    assert loss["kwargs"]["type"] in LOSS_TYPES
+
+
+def test_readme_table_of_losses_is_up_to_date() -> None:
+    """Written by ``python -m prime_composer.losses.table``."""
+    table = README.partition(START_OF_TABLE)[2].partition(END_OF_TABLE)[0]
+    command = [sys.executable, "-m", "prime_composer.losses.table"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert table.strip() == done.stdout.strip()
+
+
+def test_readme_picture_is_small() -> None:
+    (picture,) = (ROOT / path for path in paths() if path.endswith(".png"))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size < 150_000
