@@ -1,32 +1,38 @@
-"""The contract between a trainer and a loss: prime-rl's, in its newest spelling, plus the teacher's support.
+"""Contract between a trainer and a loss: prime-rl's, as in its newest version, plus the support.
 
-Position t of every tensor speaks about token t of the sequence, given the tokens before it (prime-rl's convention after
-its shift to the right): ``trainer_logprobs[t] = log p(token_ids[t] | token_ids[:t])``.
+Index t of every tensor refers to token t, conditioned on the tokens before it (prime-rl's
+convention after its shift to the right): ``trainer_logprobs[t] = log p(token_ids[t] |
+token_ids[:t])``.
 
-Source: ``LossInputs`` and ``LossOutputs`` of prime_rl/trainer/rl/loss.py, https://github.com/PrimeIntellect-ai/prime-rl
-(read at 559b4477). ``support``, ``token_ids``, ``segment_ids`` and ``replay`` are ours.
+Source: ``LossInputs`` and ``LossOutputs`` of prime_rl/trainer/rl/loss.py,
+https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``, ``token_ids``,
+``segment_ids``, ``replay`` and the metric types are additions.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """Teacher and student on the same K token ids per position; the one abstraction behind every objective.
+    """Log-probs of teacher and student at the same K token ids per position.
 
-    Full vocabulary is K = V; the sampled token alone is K = 1. Both sets of log-probabilities are normalised over the
-    *full vocabulary* (never over the support), so ``exp`` sums to at most 1 along the last axis.
+    Full vocabulary is K = V, and the sampled token alone is K = 1. Both sets of log-probs are
+    normalized over the *full vocabulary*, never over the support, so that ``exp`` sums to at most
+    1 along the last axis.
 
     Attributes:
         token_ids: ids of the support, distinct within a position, [seq, k].
-        teacher_logprobs: log q at these ids, [seq, k]; no gradient.
-        student_logprobs: log p at these ids, [seq, k]; carries the gradient.
+        teacher_logprobs: log q at these ids, [seq, k], without a gradient.
+        student_logprobs: log p at these ids, [seq, k], with the gradient.
     """
 
     token_ids: Int[Tensor, "seq k"]
@@ -34,10 +40,10 @@ class Support:
     student_logprobs: Float[Tensor, "seq k"]
 
     def masked(self, mask: Bool[Tensor, " seq"]) -> "Support":
-        """Both distributions replaced by the same harmless one where ``mask`` is False, before any exp or log.
+        """Replace both distributions by the same one where ``mask`` is False.
 
-        There p = q = 1/(K+1) on every id: each divergence is 0, and no NaN or -inf that stands there reaches the loss
-        or, through ``torch.where``, a gradient.
+        It is p = q = 1/(K+1) on every id, where each divergence is 0. Called before any exp or
+        log, it keeps NaN and -inf at masked positions out of the loss and of the gradient.
         """
         fill = -math.log(self.token_ids.shape[-1] + 1)
         rows = mask.unsqueeze(-1)
@@ -50,20 +56,22 @@ class Support:
 
 @dataclass(eq=False)
 class LossInputs:
-    """What a loss may read, for one sequence or for several packed one after the other.
+    """Inputs of a loss, for one sequence or for several that are packed one after the other.
 
     Attributes:
-        trainer_logprobs: log p of each token under the policy being trained, [seq]; carries the gradient.
+        trainer_logprobs: log p of each token under the policy in training, [seq], with the
+            gradient.
         inference_logprobs: log mu of each token under the policy that sampled it, [seq].
-        ref_logprobs: log q of each token under the teacher, [seq]; None where no teacher scored.
-        advantages: RL advantage of each token, [seq]; None where there is no reward.
-        loss_mask: True at the tokens that train, [seq]. Values elsewhere may be anything, NaN included.
-        loss_weights: factor of each token's loss, [seq]; None means 1.
-        support: teacher and student log-probabilities on the support; None where no support was scored.
-        token_ids: the tokens themselves, [seq]; read by token-wise modifiers.
-        segment_ids: which sequence a token belongs to, [seq], non-decreasing; None means one sequence.
-        replay: inputs of the replay channel, a pack of preference pairs: segment 2i is the chosen and 2i + 1 the rejected
-            response of pair i. None where the trainer carries no pairs.
+        ref_logprobs: log q of each token under the teacher, [seq]. None without a teacher.
+        advantages: RL advantage of each token, [seq]. None without a reward.
+        loss_mask: True at the tokens that train, [seq]. Other positions of every tensor may
+            contain anything, NaN included.
+        loss_weights: factor of each token's loss, [seq]. None means 1.
+        support: log-probs of teacher and student at the support. None without a support.
+        token_ids: the tokens themselves, [seq]. Token-wise modifiers read them.
+        segment_ids: index of each token's sequence, [seq], non-decreasing. None means one sequence.
+        replay: inputs of the replay channel, a pack of preference pairs. Segment 2i is the chosen
+            and 2i + 1 the rejected response of pair i. None without pairs.
     """
 
     trainer_logprobs: Float[Tensor, " seq"]
@@ -80,11 +88,15 @@ class LossInputs:
 
 @dataclass(eq=False)
 class LossOutputs:
-    """What a loss returns.
+    """Result of a loss.
 
     Attributes:
-        loss: the SUM over the tokens of the mask, 0-dim, in the graph; the trainer divides by the global token count.
-        metrics: 0-dim detached tensors named ``<loss>/<what>``, the same keys on every call.
+        loss: SUM over the tokens of the mask, 0-dim, in the graph. The trainer divides by the
+            global token count.
+        metrics: 0-dim detached tensors, the same keys on every call. A loss function returns bare
+            names, and a bound loss puts ``<loss>/`` in front. The type says how a trainer averages
+            the metric over micro-batches: a plain tensor is a mean over tokens, see ``PairMean``
+            and ``Count``.
     """
 
     loss: Float[Tensor, ""]
@@ -92,3 +104,26 @@ class LossOutputs:
 
 
 LossFn = Callable[[LossInputs], LossOutputs]
+
+
+class _Metric(Tensor):
+    """A detached tensor with a type of its own. Operations on it return plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, value: Tensor) -> Any:
+        return Tensor._make_subclass(cls, value.detach())
+
+
+class PairMean(_Metric):
+    """Metric that is a mean over preference pairs."""
+
+
+class Count(_Metric):
+    """Metric that is a number of things: micro-batches add up."""
+
+
+def given(value: T | None) -> T:
+    """Return an input whose presence the loss's ``needs`` guarantee."""
+    assert value is not None, "the loss reads an input that its needs do not name"
+    return value

@@ -10,88 +10,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from prime_composer.contract import LossInputs, Support
-from prime_composer.losses import LOSS_FNS, LOSS_TYPES, LossUnion, setup_loss_fn
+from prime_composer.losses import LOSS_FNS, LOSS_TYPES, AnyLoss, require, setup_loss_fn
 
 VOCAB = 40
 
-# Knobs of the losses that have no default, and settings of others that take another path through the code.
-REQUIRED: dict[str, dict] = {
-    "taid": {"total_steps": 10},
-    "entropy_aware_opd": {"tau": 1.5, "alpha": 0.5},
-}
-VARIANTS: list[dict] = [
-    {"type": "sampled_reverse_kl", "dialect": "v0_6"},
-    {"type": "sampled_reverse_kl", "mode": "signed", "delta_low": 0.02, "delta_high": 0.02},
-    {
-        "type": "sampled_reverse_kl",
-        "mode": "signed",
-        "clip": 1.0,
-        "top_d": 0.9,
-        "baseline": "topk_kl",
-        "k": 8,
-    },
-    {"type": "topk_reverse_kl", "normalization": "renorm", "k": 8},
-    {"type": "topk_reverse_kl", "normalization": "generalized", "k": 8},
-    {"type": "topk_reverse_kl", "normalization": "stop_gradient", "k": 8},
-    {"type": "topk_reverse_kl", "normalization": "raw", "allow_biased": True, "k": 8},
-    {"type": "topk_reverse_kl", "normalization": "full", "k": "full"},
-    {"type": "topk_reverse_kl", "special_tokens": {"ids": [1, 2, 3]}},
-    {
-        "type": "topk_reverse_kl",
-        "special_tokens": {"ids": list(range(20)), "occurrence": "all"},
-        "k": 8,
-    },
-    {"type": "topk_reverse_kl", "position_weights": {}},
-    {"type": "topk_reverse_kl", "rl_mix": {"kd": 0.3}},
-    {"type": "sampled_reverse_kl", "rl_mix": {"form": "add", "kd": 2.0, "loss": {"type": "ipo"}}},
-    {"type": "topk_forward_kl", "normalization": "renorm", "k": 8},
-    {"type": "topk_forward_kl", "normalization": "generalized", "k": 8},
-    {"type": "topk_forward_kl", "k": "full"},
-    {"type": "generalized_jsd", "beta": 0.2, "normalization": "renorm", "k": 8},
-    {"type": "generalized_jsd", "beta": 0.9, "normalization": "generalized", "k": 8},
-    {"type": "generalized_jsd", "beta": 0.3, "normalization": "full", "k": "full"},
-    {"type": "head_tail_reverse_kl", "k": 8},
-    {"type": "head_tail_reverse_kl", "k": 8, "max_ratio": 1.0},
-    {"type": "taid", "k": "full", "normalization": "full", "total_steps": 10},
-    {"type": "taid", "normalization": "renorm", "form": "kl", "total_steps": 10, "k": 8},
-    {"type": "entropy_aware_opd", "reverse": "topk", "tau": 1.5, "alpha": 0.5, "k": 8},
-    {"type": "self_distillation", "chosen_by": "student", "k": 8, "divergence": "reverse_kl"},
-    {
-        "type": "self_distillation",
-        "divergence": "sampled_reverse_kl",
-        "skip_first": 1,
-        "max_ratio": "off",
-    },
-    {
-        "type": "self_distillation",
-        "divergence": "forward_kl",
-        "normalization": "renorm",
-        "skip_first": 2,
-    },
-    {
-        "type": "compose",
-        "distillation": {
-            "tail": {"weight": 0.5, "loss": {"type": "topk_reverse_kl", "k": 8}},
-            "moving": {"weight": 0.25, "loss": {"type": "taid", "total_steps": 10, "k": 8}},
-            "off": {"loss": {"type": "topk_forward_kl", "k": "full"}},
-        },
-        "replay": {"weight": 0.1, "loss": {"type": "dpo"}},
-        "position_weights": {},
-    },
-]
-# The value of these is a surrogate with a stop-gradient in it: their closed forms stand in tests of their own.
-SURROGATES = {
-    "sampled_reverse_kl",
-    "head_tail_reverse_kl",
-    "entropy_aware_opd",
-    "taid",
-    "self_distillation",
-    "compose",
-}
-
-CONFIGS = [LOSS_TYPES[name](**REQUIRED.get(name, {})) for name in LOSS_TYPES] + [
-    LOSS_TYPES[v["type"]](**v) for v in VARIANTS
-]
+CONFIGS = [cls(**knobs) for cls in LOSS_TYPES.values() for knobs in cls.examples]
 
 
 def config_id(config) -> str:
@@ -307,8 +230,8 @@ def test_a_missing_need_raises_and_names_the_recipe_section(config):
                 dataclasses.replace(make_inputs(config), **{need: None})
             )
         with pytest.raises(ValueError, match=rf"\[recipe\.loss[^\]]*\].*{need}"):
-            setup_loss_fn(config, "recipe.loss").require(config.needs - {need})
-    setup_loss_fn(config).require(config.needs)
+            require(config, config.needs - {need}, {}, "recipe.loss")
+    require(config, config.needs, {})
 
 
 @each_config
@@ -335,7 +258,7 @@ def test_very_improbable_tokens_stay_finite(config):
 
 @pytest.mark.parametrize(
     "config",
-    [c for c in CONFIGS if c.type not in SURROGATES and "stop_gradient" not in config_id(c)],
+    [c for c in CONFIGS if not c.surrogate and "stop_gradient" not in config_id(c)],
     ids=config_id,
 )
 def test_the_gradient_is_the_central_difference_of_the_value(config):
@@ -379,7 +302,7 @@ def test_the_order_of_the_support_does_not_matter(config):
 
 @each_config
 def test_a_config_survives_the_recipe(config):
-    union = TypeAdapter(LossUnion)
+    union = TypeAdapter(AnyLoss)
     assert union.validate_python(config.model_dump(mode="json", exclude_none=True)) == config
     with pytest.raises(ValidationError, match="Extra inputs"):
         union.validate_python({**config.model_dump(), "typo": 1})
@@ -396,7 +319,7 @@ def test_advantages_with_a_gradient_are_refused(config):
 
 def test_an_unknown_loss_type_names_the_choices():
     with pytest.raises(ValidationError) as error:
-        TypeAdapter(LossUnion).validate_python({"type": "topk_kl"})
+        TypeAdapter(AnyLoss).validate_python({"type": "topk_kl"})
     assert all(name in str(error.value) for name in LOSS_TYPES)
 
 

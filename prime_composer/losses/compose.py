@@ -2,22 +2,32 @@
 
     L = w_rl RL + sum_i w_i KD_i + w_replay REPLAY
 
-``rl`` reads rewards, each entry of ``distillation`` a teacher, ``replay`` preference pairs (a pack of its own,
-``LossInputs.replay``). The weight of ``rl`` defaults to 1 and every other to 0. A channel of weight 0 is not computed and asks
-for nothing; a channel of positive weight whose input is missing is an error that names its recipe key.
+``rl`` learns from rewards, each entry of ``distillation`` from a teacher, and ``replay`` from
+preference pairs, a pack of its own in ``LossInputs.replay``. The weight of ``rl`` is 1 by default,
+and every other weight is 0. Channels with weight 0 are skipped and have no requirements. A channel
+with a positive weight and a missing input is an error that names its recipe key.
 
-All channels but ``replay`` are sums over the same tokens, so that their weights compare per token; ``replay`` is a sum over
-pairs, which the trainer scales by ``LossInputs.replay.loss_weights``. Each channel keeps its own modifiers and its own schedule
-(a schedule reads its channel's own mean loss, not the sum). Metrics: ``compose/<channel>/<what>``.
+All channels but ``replay`` are sums over the same tokens, so that their weights compare per token.
+``replay`` is a sum over pairs, which the trainer scales by ``LossInputs.replay.loss_weights``. Each
+channel keeps its own modifiers and its own schedule, which reads the channel's mean loss and not
+the sum's. Metrics are ``compose/<channel>/<what>``, and ``compose/<channel>/loss`` per token.
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs
-from prime_composer.losses.base import AnyLoss, Loss, LossConfig, parse_loss, require_channel
+from prime_composer.losses.bound import setup_loss_fn
+from prime_composer.losses.config import (
+    AnyLoss,
+    LossConfig,
+    Part,
+    SupportRequest,
+    parse_loss,
+    require_channel,
+)
+from prime_composer.losses.registry import register
 
 
 class Channel(BaseModel):
@@ -33,7 +43,7 @@ class Channel(BaseModel):
 
 
 class RLChannel(Channel):
-    """The RL term: there by default."""
+    """The RL term, present by default."""
 
     loss: AnyLoss = Field(default_factory=lambda: parse_loss({"type": "default"}))
     """``default`` (DPPO + KL) or ``ipo``."""
@@ -43,126 +53,103 @@ class RLChannel(Channel):
 
 
 class ComposeLossConfig(LossConfig):
+    """Channels and their weights."""
+
     type: Literal["compose"] = "compose"
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {},
+        {
+            "distillation": {
+                "tail": {"weight": 0.5, "loss": {"type": "topk_reverse_kl", "k": 8}},
+                "moving": {"weight": 0.25, "loss": {"type": "taid", "total_steps": 10, "k": 8}},
+                "off": {"loss": {"type": "topk_forward_kl", "k": "full"}},
+            },
+            "replay": {"weight": 0.1, "loss": {"type": "dpo"}},
+            "position_weights": {},
+        },
+    )
+    surrogate: ClassVar[bool] = True
 
     rl: RLChannel = Field(default_factory=RLChannel)
     """``[loss.rl]``: weight, and ``[loss.rl.loss]``."""
 
     distillation: dict[str, Channel] = Field(default_factory=dict)
-    """``[loss.distillation.<name>]``: weight, and ``[loss.distillation.<name>.loss]``; as many as wanted."""
+    """``[loss.distillation.<name>]``: weight, and ``[loss.distillation.<name>.loss]``, any number
+    of them."""
 
     replay: Channel | None = None
     """``[loss.replay]``: weight, and ``[loss.replay.loss]`` of type dpo or simpo."""
 
     @model_validator(mode="after")
-    def _channels(self) -> "ComposeLossConfig":
+    def _channels_fit(self) -> "ComposeLossConfig":
         require_channel(self.rl.loss, "rl", "rl.loss")
         for name, channel in self.distillation.items():
             require_channel(channel.loss, "distillation", f"distillation.{name}.loss")
-            if channel.loss.type == "compose":
+            if channel.loss.parts:
                 raise ValueError(
                     f"distillation.{name}.loss: compose does not nest; name its channels here."
                 )
             if name in ("rl", "replay"):
                 raise ValueError(
-                    f"distillation.{name}: choose another name, [loss.{name}] is a channel of its own."
+                    f"distillation.{name}: choose another name, "
+                    f"[loss.{name}] is a channel of its own."
                 )
         if self.replay is not None:
             require_channel(self.replay.loss, "replay", "replay.loss")
-        if not self.active():
+        if not self.parts:
             raise ValueError(
-                "every channel's weight is 0: nothing would train. Set rl.weight or another weight above 0."
+                "every channel's weight is 0: nothing would train. "
+                "Set rl.weight or another weight above 0."
             )
         return self
 
-    def active(self) -> dict[str, tuple[str, Channel]]:
-        """Channels of positive weight: name -> (recipe key below this table, channel)."""
-        channels = {"rl": ("rl.loss", self.rl)}
-        channels |= {
-            name: (f"distillation.{name}.loss", channel)
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Channels with a positive weight."""
+        channels = [Part("rl", "rl.loss", self.rl.weight, self.rl.loss)]
+        channels += [
+            Part(name, f"distillation.{name}.loss", channel.weight, channel.loss)
             for name, channel in self.distillation.items()
-        }
+        ]
         if self.replay is not None:
-            channels["replay"] = ("replay.loss", self.replay)
-        return {
-            name: (key, channel) for name, (key, channel) in channels.items() if channel.weight > 0
-        }
+            pairs = Part(
+                "replay", "replay.loss", self.replay.weight, self.replay.loss, on_pairs=True
+            )
+            channels.append(pairs)
+        return tuple(channel for channel in channels if channel.weight > 0)
 
     @property
-    def needs(self) -> frozenset[str]:
-        needs = self.modifier_needs
-        for name, (_, channel) in self.active().items():
-            needs |= {"replay"} if name == "replay" else channel.loss.needs
+    def own_needs(self) -> frozenset[str]:
+        """The needs of all channels, and preference pairs for ``replay``."""
+        needs: frozenset[str] = frozenset()
+        for part in self.parts:
+            needs |= {"replay"} if part.on_pairs else part.loss.needs
         return needs
 
-    def needs_by_section(self, section: str = "loss") -> dict[str, tuple[str, frozenset[str]]]:
-        found = {section: (self.type, self.modifier_needs)}
-        for name, (key, channel) in self.active().items():
-            if name == "replay":
-                found[f"{section}.{key}"] = (channel.loss.type, frozenset({"replay"}))
-            else:
-                found |= channel.loss.needs_by_section(f"{section}.{key}")
-        return found
-
     @property
-    def support_size(self) -> int | Literal["full"]:
-        sizes = [channel.loss.support_size for _, channel in self.active().values()]
-        return "full" if "full" in sizes else max(sizes)
+    def support(self) -> SupportRequest | None:
+        """The largest support of all channels. Each channel reads its own K of it."""
+        sizes = [part.loss.support_size for part in self.parts if not part.on_pairs]
+        numbers = [size for size in sizes if size != "full"]
+        if len(numbers) < len(sizes):
+            return SupportRequest("full")
+        return SupportRequest(max(numbers)) if any(numbers) else None
 
     @property
     def reads_sampler(self) -> bool:
-        channels = (
-            channel.loss for name, (_, channel) in self.active().items() if name != "replay"
-        )
+        """Whether a modifier or a channel on rollouts reads ``inference_logprobs``."""
+        channels = (part.loss for part in self.parts if not part.on_pairs)
         return bool(self.modifier_needs & {"ref_logprobs", "advantages"}) or any(
             loss.reads_sampler for loss in channels
         )
 
-    def make_state(self, section: str = "loss") -> "Channels":
-        return Channels(self, section)
 
+@register(ComposeLossConfig)
+def compose_loss_fn(inputs: LossInputs, config: ComposeLossConfig) -> LossOutputs:
+    """sum over channels of weight times the channel's sum.
 
-class Channels:
-    """The bound losses of the active channels, as the state of the sum: some of them have schedules."""
-
-    def __init__(self, config: ComposeLossConfig, section: str):
-        from prime_composer.losses import setup_loss_fn
-
-        self.losses: dict[str, Loss] = {
-            name: setup_loss_fn(channel.loss, f"{section}.{key}", part=True)
-            for name, (key, channel) in config.active().items()
-        }
-        self.weights = {name: channel.weight for name, (_, channel) in config.active().items()}
-
-    def end_step(self, mean_loss: float) -> None:
-        for loss in self.losses.values():
-            loss.end_step(mean_loss)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            name: loss.state_dict() for name, loss in self.losses.items() if loss.state is not None
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, channel_state in state.items():
-            self.losses[name].load_state_dict(channel_state)
-
-
-def compose_loss_fn(inputs: LossInputs, config: ComposeLossConfig, state: Channels) -> LossOutputs:
-    """sum over channels of weight times the channel's sum."""
-    # The anchor keeps a micro-batch with replay alone in the graph of the policy's log-probs, as upstream's does.
-    loss = torch.where(inputs.loss_mask, inputs.trainer_logprobs, 0.0).sum() * 0.0
-    metrics = {}
-    for name, channel in state.losses.items():
-        outputs = channel(inputs.replay if name == "replay" else inputs)
-        loss = loss + state.weights[name] * outputs.loss
-        own = f"{channel.config.type}/"
-        metrics |= {
-            f"compose/{name}/{key.removeprefix(own)}": value
-            for key, value in outputs.metrics.items()
-        }
-        if name != "replay":
-            with torch.no_grad():
-                mean = outputs.loss.detach() / inputs.loss_mask.sum().clamp(min=1)
-                metrics[f"compose/{name}/loss"] = mean
-    return LossOutputs(loss=loss, metrics=metrics)
+    ``setup_loss_fn`` binds the channels once, so that their schedules advance. This function binds
+    them for one call.
+    """
+    return setup_loss_fn(config)(inputs)

@@ -17,7 +17,8 @@ import torch
 from pydantic import NonNegativeFloat
 
 from prime_composer.contract import LossInputs, LossOutputs
-from prime_composer.losses.base import ChannelName, LossConfig
+from prime_composer.losses.config import ChannelName, LossConfig
+from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import top_share
 from prime_composer.losses.shared.reductions import masked_mean
 from prime_composer.losses.shared.trust_region import (
@@ -46,6 +47,7 @@ class DefaultLossConfig(LossConfig):
     """Factor of (log rho)^2."""
 
 
+@register(DefaultLossConfig)
 def default_loss_fn(inputs: LossInputs, config: DefaultLossConfig) -> LossOutputs:
     """sum_mask w (-keep adv_tau A rho + kl_tau (log rho)^2)."""
     mask = inputs.loss_mask
@@ -70,6 +72,4 @@ def default_loss_fn(inputs: LossInputs, config: DefaultLossConfig) -> LossOutput
             "masked_advantage_negative": masked_mean(negative, mask & dropped),
             "signal_top1pct": top_share(advantages, mask),
         }
-    return LossOutputs(
-        loss=loss, metrics={f"default/{name}": value for name, value in metrics.items()}
-    )
+    return LossOutputs(loss=loss, metrics=metrics)

@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from pydantic import PositiveFloat
 
-from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean
 from prime_composer.divergences import upcast
-from prime_composer.losses.base import ChannelName, LossConfig
+from prime_composer.losses.config import ChannelName, LossConfig
+from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import token_mean
 from prime_composer.losses.shared.pairs import pairs_of
 from prime_composer.losses.shared.reductions import masked_sum
@@ -37,6 +38,7 @@ class DPOLossConfig(LossConfig):
     """Inverse temperature: how far the policy may leave the reference for a preference."""
 
 
+@register(DPOLossConfig)
 def dpo_loss_fn(inputs: LossInputs, config: DPOLossConfig) -> LossOutputs:
     """sum over pairs of -w log sigmoid(beta margin)."""
     mask = inputs.loss_mask
@@ -49,9 +51,9 @@ def dpo_loss_fn(inputs: LossInputs, config: DPOLossConfig) -> LossOutputs:
 
     with torch.no_grad():
         metrics = {
-            "loss": token_mean(-F.logsigmoid(margin), pairs.complete),
-            "margin": token_mean(margin, pairs.complete),
-            "accuracy": token_mean(margin > 0, pairs.complete),
-            "pairs": pairs.complete.sum().to(policy.dtype),
+            "loss": PairMean(token_mean(-F.logsigmoid(margin), pairs.complete)),
+            "margin": PairMean(token_mean(margin, pairs.complete)),
+            "accuracy": PairMean(token_mean(margin > 0, pairs.complete)),
+            "pairs": Count(pairs.complete.sum().to(policy.dtype)),
         }
-    return LossOutputs(loss=loss, metrics={f"dpo/{name}": value for name, value in metrics.items()})
+    return LossOutputs(loss=loss, metrics=metrics)

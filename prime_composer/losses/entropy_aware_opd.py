@@ -13,14 +13,15 @@ the metric ``entropy`` shows it. The paper's tau, alpha and K could not be found
 Reference: "Entropy-Aware On-Policy Distillation" (2026), https://arxiv.org/abs/2603.07079.
 """
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import NonNegativeFloat, model_validator
+from pydantic import NonNegativeFloat
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import entropy, forward_kl, reverse_kl
-from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
+from prime_composer.losses.config import SupportLossConfig
+from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
 from prime_composer.losses.shared.trust_region import (
@@ -30,8 +31,14 @@ from prime_composer.losses.shared.trust_region import (
 )
 
 
-class EntropyAwareOPDLossConfig(LossConfig):
+class EntropyAwareOPDLossConfig(SupportLossConfig):
     type: Literal["entropy_aware_opd"] = "entropy_aware_opd"
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"tau": 1.5, "alpha": 0.5},
+        {"tau": 1.5, "alpha": 0.5, "reverse": "topk", "k": 8},
+    )
+    surrogate: ClassVar[bool] = True
 
     tau: NonNegativeFloat
     """The teacher's entropy, in nats, above which the forward KL is added."""
@@ -42,11 +49,8 @@ class EntropyAwareOPDLossConfig(LossConfig):
     reverse: Literal["sampled", "topk"] = "sampled"
     """The reverse KL: the sampled token's, within a trust region, or the support's."""
 
-    k: SupportSize = 32
-    """Teacher tokens per position; "full" is the whole vocabulary."""
-
     normalization: Literal["full", "tail", "renorm"] = "tail"
-    """What stands for the vocabulary outside the support."""
+    """How the vocabulary outside the support enters the divergence."""
 
     delta_low: NonNegativeFloat = 0.2
     """``sampled``: a token with A < 0 is dropped once its probability fell by more than this."""
@@ -54,20 +58,13 @@ class EntropyAwareOPDLossConfig(LossConfig):
     delta_high: NonNegativeFloat = 0.2
     """``sampled``: a token with A > 0 is dropped once its probability rose by more than this."""
 
-    @model_validator(mode="after")
-    def _defined(self) -> "EntropyAwareOPDLossConfig":
-        check_normalization(self.k, self.normalization)
-        return self
-
     @property
-    def needs(self) -> frozenset[str]:
-        return (
-            self.modifier_needs
-            | {"support"}
-            | ({"ref_logprobs"} if self.reverse == "sampled" else set())
-        )
+    def own_needs(self) -> frozenset[str]:
+        """The support, and for the sampled reverse KL the sampled token's log-prob too."""
+        return frozenset({"support"} | ({"ref_logprobs"} if self.reverse == "sampled" else set()))
 
 
+@register(EntropyAwareOPDLossConfig)
 def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossConfig) -> LossOutputs:
     """sum_mask w (R + alpha 1[H(q) > tau] KL(q || p))."""
     mask = inputs.loss_mask
@@ -106,6 +103,4 @@ def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossCon
             "signal_top1pct": top_share(reverse, mask),
             **support_metrics(support, mask),
         }
-    return LossOutputs(
-        loss=loss, metrics={f"entropy_aware_opd/{name}": value for name, value in metrics.items()}
-    )
+    return LossOutputs(loss=loss, metrics=metrics)

@@ -12,38 +12,37 @@ every token of the batch counts alike here. Temperatures: log-probs are of T = 1
 References: GKD, "On-Policy Distillation of Language Models" (2023), https://arxiv.org/abs/2306.13649, Eq. 1-2, Alg. 1.
 """
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import generalized_jsd
-from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
+from prime_composer.losses.config import SupportLossConfig
+from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
 
 
-class GeneralizedJSDLossConfig(LossConfig):
+class GeneralizedJSDLossConfig(SupportLossConfig):
     type: Literal["generalized_jsd"] = "generalized_jsd"
 
-    needs_inputs: ClassVar[frozenset[str]] = frozenset({"support"})
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {},
+        {"beta": 0.2, "normalization": "renorm", "k": 8},
+        {"beta": 0.9, "normalization": "generalized", "k": 8},
+        {"beta": 0.3, "normalization": "full", "k": "full"},
+    )
 
     beta: float = Field(0.5, ge=0, le=1)
     """The teacher's weight in the mixture: 0 forward KL, 1 reverse KL."""
 
-    k: SupportSize = 32
-    """Teacher tokens per position; "full" is the whole vocabulary."""
-
     normalization: Literal["full", "tail", "renorm", "generalized"] = "tail"
-    """What stands for the vocabulary outside the support."""
-
-    @model_validator(mode="after")
-    def _defined(self) -> "GeneralizedJSDLossConfig":
-        check_normalization(self.k, self.normalization)
-        return self
+    """How the vocabulary outside the support enters the divergence."""
 
 
+@register(GeneralizedJSDLossConfig)
 def generalized_jsd_loss_fn(inputs: LossInputs, config: GeneralizedJSDLossConfig) -> LossOutputs:
     """sum_mask w JSD_beta(p, q) on the support."""
     mask = inputs.loss_mask
@@ -59,6 +58,4 @@ def generalized_jsd_loss_fn(inputs: LossInputs, config: GeneralizedJSDLossConfig
             "signal_top1pct": top_share(per_token, mask),
             **support_metrics(support, mask),
         }
-    return LossOutputs(
-        loss=loss, metrics={f"generalized_jsd/{name}": value for name, value in metrics.items()}
-    )
+    return LossOutputs(loss=loss, metrics=metrics)

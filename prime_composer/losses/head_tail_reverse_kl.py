@@ -20,14 +20,15 @@ SC-TA of TA-OPD (2026), https://arxiv.org/abs/2608.14728.
 """
 
 import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import PositiveFloat
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import reverse_kl, upcast, weighted_k1
-from prime_composer.losses.base import LossConfig, SupportSize
+from prime_composer.losses.config import LossConfig, SupportRequest, SupportSize
+from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
 
@@ -36,6 +37,8 @@ class HeadTailReverseKLLossConfig(LossConfig):
     type: Literal["head_tail_reverse_kl"] = "head_tail_reverse_kl"
 
     needs_inputs: ClassVar[frozenset[str]] = frozenset({"support", "ref_logprobs", "token_ids"})
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"k": 8}, {"k": 8, "max_ratio": 1.0})
+    surrogate: ClassVar[bool] = True
 
     k: SupportSize = 32
     """Teacher tokens per position; "full" is the whole vocabulary, and leaves nothing to sample."""
@@ -43,7 +46,13 @@ class HeadTailReverseKLLossConfig(LossConfig):
     max_ratio: PositiveFloat | None = None
     """Bound of rho of a token outside the support; its gradient stops there. None is unbiased."""
 
+    @property
+    def support(self) -> SupportRequest:
+        """The teacher's k most probable tokens."""
+        return SupportRequest(self.k)
 
+
+@register(HeadTailReverseKLLossConfig)
 def head_tail_reverse_kl_loss_fn(
     inputs: LossInputs, config: HeadTailReverseKLLossConfig
 ) -> LossOutputs:
@@ -74,7 +83,4 @@ def head_tail_reverse_kl_loss_fn(
             "signal_top1pct": top_share(per_token, mask),
             **support_metrics(support, mask),
         }
-    return LossOutputs(
-        loss=loss,
-        metrics={f"head_tail_reverse_kl/{name}": value for name, value in metrics.items()},
-    )
+    return LossOutputs(loss=loss, metrics=metrics)

@@ -16,7 +16,8 @@ import torch
 from pydantic import NonNegativeFloat
 
 from prime_composer.contract import LossInputs, LossOutputs
-from prime_composer.losses.base import ChannelName, LossConfig
+from prime_composer.losses.config import ChannelName, LossConfig
+from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import top_share
 from prime_composer.losses.shared.trust_region import (
     drift_metrics,
@@ -41,6 +42,7 @@ class IPOLossConfig(LossConfig):
     """Factor of (log rho)^2."""
 
 
+@register(IPOLossConfig)
 def ipo_loss_fn(inputs: LossInputs, config: IPOLossConfig) -> LossOutputs:
     """sum_mask w (-keep adv_tau A rho + kl_tau (log rho)^2)."""
     mask = inputs.loss_mask
@@ -56,4 +58,4 @@ def ipo_loss_fn(inputs: LossInputs, config: IPOLossConfig) -> LossOutputs:
             **drift_metrics(ratios.log_ratio, dropped, mask),
             "signal_top1pct": top_share(advantages, mask),
         }
-    return LossOutputs(loss=loss, metrics={f"ipo/{name}": value for name, value in metrics.items()})
+    return LossOutputs(loss=loss, metrics=metrics)

@@ -26,7 +26,7 @@ TOP-D (2026), https://arxiv.org/abs/2607.04751, and prime-rl's pull request 2966
 """
 
 import math
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -35,7 +35,8 @@ from torch import Tensor
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import reverse_kl
-from prime_composer.losses.base import LossConfig, SupportSize
+from prime_composer.losses.config import LossConfig, SupportRequest, SupportSize
+from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_mean
 from prime_composer.losses.shared.trust_region import (
@@ -49,6 +50,15 @@ from prime_composer.losses.shared.trust_region import (
 
 class SampledReverseKLLossConfig(LossConfig):
     type: Literal["sampled_reverse_kl"] = "sampled_reverse_kl"
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {},
+        {"dialect": "v0_6"},
+        {"mode": "signed", "delta_low": 0.02, "delta_high": 0.02},
+        {"mode": "signed", "clip": 1.0, "top_d": 0.9, "baseline": "topk_kl", "k": 8},
+        {"rl_mix": {"form": "add", "kd": 2.0, "loss": {"type": "ipo"}}},
+    )
+    surrogate: ClassVar[bool] = True
 
     mode: Literal["prime_rl", "signed"] = "prime_rl"
     """``prime_rl``: loss, gradient and metric values are bit-equal to upstream's on finite inputs. ``signed``: the trust
@@ -88,16 +98,21 @@ class SampledReverseKLLossConfig(LossConfig):
         return self
 
     @property
-    def needs(self) -> frozenset[str]:
+    def own_needs(self) -> frozenset[str]:
+        """The teacher's log-prob, v0_6's advantages, and the baseline's support."""
         by_advantage = self.mode == "prime_rl" and self.dialect == "v0_6"
-        needs = (
-            {"ref_logprobs"}
-            | ({"advantages"} if by_advantage else set())
-            | ({"support"} if self.baseline else set())
-        )
-        return self.modifier_needs | needs
+        needs = {"ref_logprobs"}
+        needs |= {"advantages"} if by_advantage else set()
+        needs |= {"support"} if self.baseline else set()
+        return frozenset(needs)
+
+    @property
+    def support(self) -> SupportRequest | None:
+        """The teacher's k most probable tokens, for the baseline."""
+        return SupportRequest(self.k) if self.baseline else None
 
 
+@register(SampledReverseKLLossConfig)
 def sampled_reverse_kl_loss_fn(
     inputs: LossInputs, config: SampledReverseKLLossConfig
 ) -> LossOutputs:
@@ -121,9 +136,7 @@ def sampled_reverse_kl_loss_fn(
             "signal_top1pct": top_share(signal, mask),
             **extra,
         }
-    return LossOutputs(
-        loss=loss, metrics={f"sampled_reverse_kl/{name}": value for name, value in metrics.items()}
-    )
+    return LossOutputs(loss=loss, metrics=metrics)
 
 
 def _prime_rl(

@@ -17,22 +17,31 @@ References: SDPO (2026), https://arxiv.org/abs/2601.20802, and lasgroup/SDPO 0e6
 (2026), https://arxiv.org/abs/2601.18734; SDFT (2026), https://arxiv.org/abs/2601.19897 (skips the first tokens).
 """
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from prime_composer.contract import LossInputs, LossOutputs, Support
 from prime_composer.divergences import forward_kl, generalized_jsd, reverse_kl, upcast
-from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
+from prime_composer.losses.config import SupportLossConfig, SupportRequest
+from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.modifiers import position_in_segment
 from prime_composer.losses.shared.reductions import masked_sum
 from prime_composer.losses.shared.trust_region import importance_ratios
 
 
-class SelfDistillationLossConfig(LossConfig):
+class SelfDistillationLossConfig(SupportLossConfig):
     type: Literal["self_distillation"] = "self_distillation"
+
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {},
+        {"chosen_by": "student", "k": 8, "divergence": "reverse_kl"},
+        {"divergence": "sampled_reverse_kl", "skip_first": 1, "max_ratio": "off"},
+        {"divergence": "forward_kl", "normalization": "renorm", "skip_first": 2},
+    )
+    surrogate: ClassVar[bool] = True
 
     divergence: Literal["reverse_kl", "forward_kl", "generalized_jsd", "sampled_reverse_kl"] = (
         "generalized_jsd"
@@ -42,14 +51,11 @@ class SelfDistillationLossConfig(LossConfig):
     beta: float = Field(0.5, ge=0, le=1)
     """``generalized_jsd``: the teacher's weight in the mixture."""
 
-    k: SupportSize = 32
-    """Tokens per position; "full" is the whole vocabulary."""
-
     chosen_by: Literal["teacher", "student"] = "teacher"
     """Whose K most probable tokens make the support."""
 
     normalization: Literal["full", "tail", "renorm"] = "tail"
-    """What stands for the vocabulary outside the support."""
+    """How the vocabulary outside the support enters the divergence."""
 
     max_ratio: PositiveFloat | Literal["off"] = 2.0
     """Bound of the detached factor rho that corrects for a stale rollout; "off" leaves the factor out."""
@@ -57,30 +63,23 @@ class SelfDistillationLossConfig(LossConfig):
     skip_first: NonNegativeInt = 0
     """Trained tokens at the start of each response that are left out (SDFT: 3)."""
 
-    @model_validator(mode="after")
-    def _defined(self) -> "SelfDistillationLossConfig":
-        check_normalization(self.k, self.normalization)
-        return self
-
     @property
-    def needs(self) -> frozenset[str]:
-        return self.modifier_needs | {
-            "ref_logprobs" if self.divergence == "sampled_reverse_kl" else "support"
-        }
+    def own_needs(self) -> frozenset[str]:
+        """The sampled token's log-prob for ``sampled_reverse_kl``, the support otherwise."""
+        sampled = self.divergence == "sampled_reverse_kl"
+        return frozenset({"ref_logprobs" if sampled else "support"})
 
     @property
     def reads_sampler(self) -> bool:
         return super().reads_sampler or self.max_ratio != "off"
 
     @property
-    def support_size(self) -> int | Literal["full"]:
-        return (
-            "full"
-            if self.chosen_by == "student" and "support" in self.needs
-            else super().support_size
-        )
+    def support(self) -> SupportRequest | None:
+        """The k most probable tokens of the teacher or of the student."""
+        return SupportRequest(self.k, self.chosen_by) if "support" in self.needs else None
 
 
+@register(SelfDistillationLossConfig)
 def self_distillation_loss_fn(
     inputs: LossInputs, config: SelfDistillationLossConfig
 ) -> LossOutputs:
@@ -126,9 +125,7 @@ def self_distillation_loss_fn(
             "ratio_at_bound": token_mean(ratio >= bound, mask),
             "signal_top1pct": top_share(signal, mask),
         }
-    return LossOutputs(
-        loss=loss, metrics={f"self_distillation/{name}": value for name, value in metrics.items()}
-    )
+    return LossOutputs(loss=loss, metrics=metrics)
 
 
 def _chosen(support: Support, config: SelfDistillationLossConfig) -> Support:

@@ -15,7 +15,8 @@ from typing import Literal
 import torch
 
 from prime_composer.contract import LossInputs, LossOutputs
-from prime_composer.losses.base import LossConfig
+from prime_composer.losses.config import LossConfig
+from prime_composer.losses.registry import register
 from prime_composer.losses.shared.reductions import masked_mean
 
 
@@ -23,6 +24,7 @@ class SFTLossConfig(LossConfig):
     type: Literal["sft"] = "sft"
 
 
+@register(SFTLossConfig)
 def sft_loss_fn(inputs: LossInputs, config: SFTLossConfig) -> LossOutputs:
     """-sum_mask w log p."""
     mask = inputs.loss_mask
@@ -34,4 +36,4 @@ def sft_loss_fn(inputs: LossInputs, config: SFTLossConfig) -> LossOutputs:
 
     with torch.no_grad():
         metrics = {"nll": masked_mean(-inputs.trainer_logprobs, mask)}
-    return LossOutputs(loss=loss, metrics={f"sft/{name}": value for name, value in metrics.items()})
+    return LossOutputs(loss=loss, metrics=metrics)

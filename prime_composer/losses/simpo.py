@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean
 from prime_composer.divergences import upcast
-from prime_composer.losses.base import ChannelName, LossConfig
+from prime_composer.losses.config import ChannelName, LossConfig
+from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import token_mean
 from prime_composer.losses.shared.pairs import pairs_of
 from prime_composer.losses.shared.reductions import masked_sum
@@ -36,6 +37,7 @@ class SimPOLossConfig(LossConfig):
     """Margin by which the chosen response has to win."""
 
 
+@register(SimPOLossConfig)
 def simpo_loss_fn(inputs: LossInputs, config: SimPOLossConfig) -> LossOutputs:
     """sum over pairs of -w log sigmoid(beta difference - gamma)."""
     policy = torch.where(inputs.loss_mask, upcast(inputs.trainer_logprobs), 0.0)
@@ -46,11 +48,9 @@ def simpo_loss_fn(inputs: LossInputs, config: SimPOLossConfig) -> LossOutputs:
 
     with torch.no_grad():
         metrics = {
-            "loss": token_mean(-F.logsigmoid(margin), pairs.complete),
-            "margin": token_mean(margin, pairs.complete),
-            "accuracy": token_mean(margin > -config.gamma, pairs.complete),
-            "pairs": pairs.complete.sum().to(policy.dtype),
+            "loss": PairMean(token_mean(-F.logsigmoid(margin), pairs.complete)),
+            "margin": PairMean(token_mean(margin, pairs.complete)),
+            "accuracy": PairMean(token_mean(margin > -config.gamma, pairs.complete)),
+            "pairs": Count(pairs.complete.sum().to(policy.dtype)),
         }
-    return LossOutputs(
-        loss=loss, metrics={f"simpo/{name}": value for name, value in metrics.items()}
-    )
+    return LossOutputs(loss=loss, metrics=metrics)

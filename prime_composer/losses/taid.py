@@ -25,25 +25,28 @@ from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import taid, upcast
-from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
+from prime_composer.losses.config import SupportLossConfig
+from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
 
 
-class TAIDLossConfig(LossConfig):
+class TAIDLossConfig(SupportLossConfig):
     type: Literal["taid"] = "taid"
 
-    needs_inputs: ClassVar[frozenset[str]] = frozenset({"support"})
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"total_steps": 10},
+        {"total_steps": 10, "k": "full", "normalization": "full"},
+        {"total_steps": 10, "normalization": "renorm", "form": "kl", "k": 8},
+    )
+    surrogate: ClassVar[bool] = True
 
     total_steps: PositiveInt
     """The run's number of optimiser steps, over which t rises. As in the reference, the first two train at t_start and the
     last one, without the adaptive branch, two of total_steps equal rises short of t_end."""
 
-    k: SupportSize = 32
-    """Teacher tokens per position; "full" is the whole vocabulary."""
-
     normalization: Literal["full", "tail", "renorm"] = "tail"
-    """What stands for the vocabulary outside the support."""
+    """How the vocabulary outside the support enters the divergence."""
 
     form: Literal["cross_entropy", "kl"] = "cross_entropy"
     """The value that the loss returns, and that the schedule reads; the gradient is the same."""
@@ -61,15 +64,14 @@ class TAIDLossConfig(LossConfig):
     """Momentum of the relative change of the loss."""
 
     @model_validator(mode="after")
-    def _defined(self) -> "TAIDLossConfig":
-        check_normalization(self.k, self.normalization)
+    def _t_rises(self) -> "TAIDLossConfig":
         if self.t_start > self.t_end:
             raise ValueError(
                 f"t_start = {self.t_start} exceeds t_end = {self.t_end}; t only rises."
             )
         return self
 
-    def make_state(self, section: str = "loss") -> "TAIDScheduler":
+    def make_state(self) -> "TAIDScheduler":
         return TAIDScheduler(self)
 
 
@@ -112,6 +114,7 @@ class TAIDScheduler:
         self.previous_loss, self.step = state["previous_loss"], state["step"]
 
 
+@register(TAIDLossConfig)
 def taid_loss_fn(inputs: LossInputs, config: TAIDLossConfig, state: TAIDScheduler) -> LossOutputs:
     """sum_mask w (-sum p_t log p), or sum_mask w KL(p_t || p)."""
     mask = inputs.loss_mask
@@ -132,6 +135,4 @@ def taid_loss_fn(inputs: LossInputs, config: TAIDLossConfig, state: TAIDSchedule
             "signal_top1pct": top_share(per_token, mask),
             **support_metrics(support, mask, reverse=False),
         }
-    return LossOutputs(
-        loss=loss, metrics={f"taid/{name}": value for name, value in metrics.items()}
-    )
+    return LossOutputs(loss=loss, metrics=metrics)

@@ -1,52 +1,64 @@
-"""Forward KL(teacher || student) on the teacher's top-K tokens: the student covers what the teacher would say.
+"""Forward KL(teacher || student) on the teacher's top-K tokens: the student covers the teacher.
 
-    L = sum over the mask of  forward_kl(p, q; normalization),    S = the teacher's K most probable tokens
+    L = sum over the mask of  forward_kl(p, q; normalization),    S = the teacher's K most probable
 
-with the normalisations of ``prime_composer.divergences``. Its gradient for a logit is p_j - q_j on S (``tail``): bounded,
-however improbable the token is for either of them, where the reverse KL's is not.
+with the normalizations of ``prime_composer.divergences``. Its gradient for a logit is p_j - q_j on
+S (``tail``). It is bounded for any probability of the token, unlike the reverse KL's.
 
 Left out: importance weighting, as in ``topk_reverse_kl``.
 
-Reference: GKD, "On-Policy Distillation of Language Models" (2023), https://arxiv.org/abs/2306.13649, Eq. 1-2, on the full
-vocabulary and as a mean over each sequence first; here it is a sum over tokens.
+Reference: GKD, "On-Policy Distillation of Language Models" (2023),
+https://arxiv.org/abs/2306.13649, Eq. 1-2. The paper uses the full vocabulary and takes the mean
+over each sequence first. This loss is a sum over tokens.
 """
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import model_validator
 
-from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import forward_kl
-from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
+from prime_composer.losses.config import SupportLossConfig, SupportSize, refuse_biased
+from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
 
 
-class TopKForwardKLLossConfig(LossConfig):
+class TopKForwardKLLossConfig(SupportLossConfig):
+    """Knobs of ``topk_forward_kl_loss_fn``."""
+
     type: Literal["topk_forward_kl"] = "topk_forward_kl"
 
-    needs_inputs: ClassVar[frozenset[str]] = frozenset({"support"})
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {},
+        {"normalization": "renorm", "k": 8},
+        {"normalization": "generalized", "k": 8},
+        {"k": "full"},
+    )
 
     k: SupportSize = 64
-    """Teacher tokens per position; "full" is the whole vocabulary."""
+    """Teacher tokens per position. "full" is the whole vocabulary. The default is twice that of the
+    other losses. No measurement behind it is recorded; it stays so that recipes keep their results.
+    """
 
     normalization: Literal["full", "tail", "renorm", "generalized", "raw"] = "tail"
-    """What stands for the vocabulary outside the support."""
+    """How the vocabulary outside the support enters the divergence."""
 
     allow_biased: bool = False
     """Permits normalization "raw", whose gradient does not vanish at p = q."""
 
     @model_validator(mode="after")
-    def _defined(self) -> "TopKForwardKLLossConfig":
-        check_normalization(self.k, self.normalization, self.allow_biased)
+    def _raw_is_allowed(self) -> "TopKForwardKLLossConfig":
+        refuse_biased(self.normalization, self.allow_biased)
         return self
 
 
+@register(TopKForwardKLLossConfig)
 def topk_forward_kl_loss_fn(inputs: LossInputs, config: TopKForwardKLLossConfig) -> LossOutputs:
-    """sum_mask w KL(q || p) on the support."""
+    """Return sum_mask w KL(q || p) on the support."""
     mask = inputs.loss_mask
-    support = inputs.support.masked(mask)
+    support = given(inputs.support).masked(mask)
     per_token = forward_kl(
         support.student_logprobs,
         support.teacher_logprobs,
@@ -54,12 +66,11 @@ def topk_forward_kl_loss_fn(inputs: LossInputs, config: TopKForwardKLLossConfig)
         allow_biased=config.allow_biased,
     )
     loss = masked_sum(per_token, mask, inputs.loss_weights)
+
     with torch.no_grad():
         metrics = {
             "kl": token_mean(per_token, mask),
             "signal_top1pct": top_share(per_token, mask),
             **support_metrics(support, mask, reverse=False),
         }
-    return LossOutputs(
-        loss=loss, metrics={f"topk_forward_kl/{name}": value for name, value in metrics.items()}
-    )
+    return LossOutputs(loss=loss, metrics=metrics)

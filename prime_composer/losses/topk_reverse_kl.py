@@ -1,53 +1,66 @@
-"""Reverse KL(student || teacher) on the teacher's top-K tokens: a whole distribution per position instead of one sample.
+"""Reverse KL(student || teacher) on the teacher's top-K tokens, the default of the recipes.
 
-    L = sum over the mask of  reverse_kl(p, q; normalization),    S = the teacher's K most probable tokens
+    L = sum over the mask of  reverse_kl(p, q; normalization),    S = the teacher's K most probable
 
-with the normalisations of ``prime_composer.divergences``. ``tail`` adds everything outside S as one outcome and is a lower
-bound of the full KL; ``renorm`` compares p and q within S only, and nothing then holds the student's mass on S.
+with the normalizations of ``prime_composer.divergences``. Each position compares a whole
+distribution instead of one sample. ``tail`` adds the tokens outside S as one outcome, and is a
+lower bound of the full KL. ``renorm`` compares p and q within S only, so that nothing constrains
+the student's mass on S.
 
-Left out: importance weighting (the divergence is exact at each visited position; which positions are visited is the
-sampler's choice) and the sampled token outside S (``head_tail_reverse_kl`` has it).
+Left out: importance weighting. The divergence is exact at each visited position, and the sampler
+decides which positions are visited. Also left out: the sampled token outside S, see
+``head_tail_reverse_kl``.
 
-References: "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562, Eq. 6-8 (renorm, K = 32); tail
-bucket: TA-OPD (2026), https://arxiv.org/abs/2608.14728; generalized: MOPD (2026), https://arxiv.org/abs/2606.30406, Eq. 5.
+References: "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562, Eq. 6-8
+(renorm, K = 32). Tail bucket: TA-OPD (2026), https://arxiv.org/abs/2608.14728. Generalized: MOPD
+(2026), https://arxiv.org/abs/2606.30406, Eq. 5.
 """
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import model_validator
 
-from prime_composer.contract import LossInputs, LossOutputs
-from prime_composer.divergences import Normalization, reverse_kl
-from prime_composer.losses.base import LossConfig, SupportSize, check_normalization
+from prime_composer.contract import LossInputs, LossOutputs, given
+from prime_composer.divergences import reverse_kl
+from prime_composer.losses.config import SupportLossConfig, refuse_biased
+from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
 
 
-class TopKReverseKLLossConfig(LossConfig):
+class TopKReverseKLLossConfig(SupportLossConfig):
+    """Knobs of ``topk_reverse_kl_loss_fn``."""
+
     type: Literal["topk_reverse_kl"] = "topk_reverse_kl"
 
-    needs_inputs: ClassVar[frozenset[str]] = frozenset({"support"})
-
-    k: SupportSize = 32
-    """Teacher tokens per position; "full" is the whole vocabulary."""
-
-    normalization: Normalization = "tail"
-    """What stands for the vocabulary outside the support."""
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {},
+        {"normalization": "renorm", "k": 8},
+        {"normalization": "generalized", "k": 8},
+        {"normalization": "stop_gradient", "k": 8},
+        {"normalization": "raw", "allow_biased": True, "k": 8},
+        {"normalization": "full", "k": "full"},
+        {"special_tokens": {"ids": [1, 2, 3]}},
+        {"special_tokens": {"ids": list(range(20)), "occurrence": "all"}, "k": 8},
+        {"position_weights": {}},
+        {"rl_mix": {"kd": 0.3}},
+    )
 
     allow_biased: bool = False
     """Permits normalization "raw", whose gradient does not vanish at p = q."""
 
     @model_validator(mode="after")
-    def _defined(self) -> "TopKReverseKLLossConfig":
-        check_normalization(self.k, self.normalization, self.allow_biased)
+    def _raw_is_allowed(self) -> "TopKReverseKLLossConfig":
+        refuse_biased(self.normalization, self.allow_biased)
         return self
 
 
+@register(TopKReverseKLLossConfig)
 def topk_reverse_kl_loss_fn(inputs: LossInputs, config: TopKReverseKLLossConfig) -> LossOutputs:
-    """sum_mask w KL(p || q) on the support."""
+    """Return sum_mask w KL(p || q) on the support."""
     mask = inputs.loss_mask
-    support = inputs.support.masked(mask)
+    support = given(inputs.support).masked(mask)
     per_token = reverse_kl(
         support.student_logprobs,
         support.teacher_logprobs,
@@ -55,12 +68,11 @@ def topk_reverse_kl_loss_fn(inputs: LossInputs, config: TopKReverseKLLossConfig)
         allow_biased=config.allow_biased,
     )
     loss = masked_sum(per_token, mask, inputs.loss_weights)
+
     with torch.no_grad():
         metrics = {
             "kl": token_mean(per_token, mask),
             "signal_top1pct": top_share(per_token, mask),
             **support_metrics(support, mask),
         }
-    return LossOutputs(
-        loss=loss, metrics={f"topk_reverse_kl/{name}": value for name, value in metrics.items()}
-    )
+    return LossOutputs(loss=loss, metrics=metrics)

@@ -17,6 +17,17 @@ from prime_composer.recipe.carried import CARRIED, not_carried, only_refused, pr
 from prime_composer.recipe.prepare import PrepareConfig
 
 
+REMEDIES = {
+    **dict.fromkeys(
+        ("ref_logprobs", "support"), "Remedy: add a [teacher] table, or several [teachers.*]."
+    ),
+    "advantages": "It compares the rollouts of a group: set rollout.group_size to 2 or more.",
+    "replay": "It pairs the rollouts of a group: set rollout.group_size to 2 or more, "
+    'or name a file of pairs with [replay] source = "jsonl" and path.',
+}
+"""What to change in a recipe that does not provide an input of its loss."""
+
+
 class RecipeError(ValueError):
     """A recipe that cannot run: the message names the file, the key and the remedy."""
 
@@ -478,17 +489,52 @@ class Recipe(Section):
     def _check_loss(self) -> "Recipe":
         if self.loss.channel == "replay":
             raise ValueError(
-                f"[loss] type = {self.loss.type!r} reads preference pairs: make it the replay channel of a compose loss, "
-                "[loss.replay] weight and [loss.replay.loss]"
+                f"[loss] type = {self.loss.type!r} reads preference pairs: make it the replay "
+                "channel of a compose loss, [loss.replay] weight and [loss.replay.loss]"
             )
-        for section, (name, needs) in self.loss.needs_by_section().items():
-            self._can_feed(f"[{section}] type = {name!r}", needs)
+        require(self.loss, self._provided_inputs(), REMEDIES, provider="this recipe")
         if self.rollout.student_fraction < 1 and self.loss.reads_sampler:
             raise ValueError(
-                f"[loss] type = {self.loss.type!r} reads the sampler's probabilities, and the data's solutions have none: "
-                "with rollout.student_fraction below 1 use a loss on a support, such as generalized_jsd (self_distillation "
-                "with max_ratio = 'off'), or sft; in a sum, for every channel"
+                f"[loss] type = {self.loss.type!r} reads the sampler's probabilities, and the data's "
+                "solutions have none: with rollout.student_fraction below 1 use a loss on a support, "
+                "such as generalized_jsd (self_distillation with max_ratio = 'off'), or sft; in a "
+                "sum, for every channel"
             )
+        return self
+
+    def _provided_inputs(self) -> set[str]:
+        """Return the inputs that a trainer can give a loss under this recipe."""
+        provided = {"token_ids", "segment_ids"}
+        if self.has_teacher:
+            provided |= {"ref_logprobs", "support"}
+        if self.rollout.group_size > 1:
+            provided |= {"advantages", "replay"}
+        if self.replay.source == "jsonl":
+            provided.add("replay")
+        return provided
+
+    @model_validator(mode="after")
+    def _check_hint(self) -> "Recipe":
+        policy = None if self.teacher is None else self.teacher.policy
+        if policy is None or policy.hint != "sibling":
+            return self
+        if self.rollout.group_size < 2:
+            raise ValueError(
+                "teacher.policy.hint = 'sibling' compares a group: set rollout.group_size to 2 or "
+                "more"
+            )
+        for section, (name, needs) in self.loss.needs_by_section().items():
+            if "advantages" in needs:
+                raise ValueError(
+                    f"[{section}] type = {name!r} needs the advantages of whole groups, and "
+                    "teacher.policy.hint = 'sibling' leaves the only correct rollout of a group "
+                    "out, so that its wrong ones alone would train: set hint to 'reference' or "
+                    "'feedback'"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> "Recipe":
         if self.trainer.batch_size % self.rollout.group_size:
             raise ValueError(
                 f"trainer.batch_size = {self.trainer.batch_size} is not a multiple of "
@@ -500,32 +546,6 @@ class Recipe(Section):
                 f"rollout.max_model_len = {self.rollout.max_model_len}"
             )
         return self
-
-    def _can_feed(self, who: str, needs: frozenset[str]) -> None:
-        """Refuse a loss, or a channel of one, whose inputs this recipe cannot bring."""
-        for need in sorted(needs & {"ref_logprobs", "support"}):
-            if self.teacher is None and not self.teachers:
-                raise ValueError(
-                    f"{who} needs {need}: add a [teacher] table, or several [teachers.*]"
-                )
-        if "advantages" in needs and self.rollout.group_size < 2:
-            raise ValueError(
-                f"{who} needs advantages, which compare the rollouts of a group: set rollout.group_size to 2 or more"
-            )
-        if "replay" in needs and self.replay.source == "rollouts" and self.rollout.group_size < 2:
-            raise ValueError(
-                f"{who} pairs the rollouts of a group: set rollout.group_size to 2 or more"
-            )
-        policy = None if self.teacher is None else self.teacher.policy
-        if policy is not None and policy.hint == "sibling" and self.rollout.group_size < 2:
-            raise ValueError(
-                "teacher.policy.hint = 'sibling' compares a group: set rollout.group_size to 2 or more"
-            )
-        if policy is not None and policy.hint == "sibling" and "advantages" in needs:
-            raise ValueError(
-                f"{who} needs the advantages of whole groups, and teacher.policy.hint = 'sibling' leaves the only correct "
-                "rollout of a group out, so that its wrong ones alone would train: set hint to 'reference' or 'feedback'"
-            )
 
     # LEGACY-BEGIN
     def data_of(self, problem: Problem) -> DataConfig:

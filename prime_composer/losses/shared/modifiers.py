@@ -1,12 +1,12 @@
 """What a recipe may change about the tokens of any loss: which ones count, and how much.
 
-A modifier is a table under the loss, ``[loss.special_tokens]``, and ``Loss`` applies it before the loss function runs. A
+A modifier is a table under the loss, ``[loss.special_tokens]``, and ``BoundLoss`` applies it before the loss function runs. A
 token that is taken out leaves ``loss_mask``, so that neither the sum nor the loss's metrics see what stands there (its
 teacher log-prob may be -inf). The trainer's denominator is the trainer's: it still counts the token, as a weight of 0 would.
 """
 
 import dataclasses
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -33,6 +33,8 @@ class SpecialTokenMask(Modifier):
     e^-20 and less, and a few of them outweigh all the text. Masking the first occurrence in a response is what "Revisiting
     On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562, does for "<", "think" and "<|im_end|>".
     """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"token_ids"})
 
     ids: tuple[int, ...] = ()
     """Token ids to take out."""
@@ -108,6 +110,8 @@ class PositionWeights(Modifier):
     teacher and sampler agree gets 1 + gamma.
     Source: "On the Position Bias of On-Policy Distillation" (2026), https://arxiv.org/abs/2606.22600; trl's IWOPDTrainer.
     """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
 
     gamma: NonNegativeFloat = 0.5
     """Extra weight of the first token."""

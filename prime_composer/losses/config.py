@@ -1,0 +1,336 @@
+"""Configs of losses: the knobs, what a loss needs, and which part of a recipe it belongs to."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Protocol, cast, final, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveInt,
+    SerializeAsAny,
+    model_validator,
+)
+
+from prime_composer.divergences import Normalization
+from prime_composer.losses import registry
+from prime_composer.losses.shared.modifiers import Modifier, PositionWeights, SpecialTokenMask
+
+Need = Literal["ref_logprobs", "support", "advantages", "token_ids", "segment_ids", "replay"]
+"""Inputs that a trainer provides beyond trainer_logprobs, inference_logprobs and loss_mask."""
+
+ChannelName = Literal["rl", "distillation", "replay"]
+"""What a loss learns from: rewards, a teacher, or preference pairs."""
+
+SupportSize = PositiveInt | Literal["full"]
+"""K, the number of token ids per position. "full" is the whole vocabulary."""
+
+
+@dataclass(frozen=True)
+class SupportRequest:
+    """Token ids at which a loss compares student and teacher.
+
+    Attributes:
+        k: number of ids per position, or "full" for the whole vocabulary.
+        chosen_by: whose k most probable tokens these are.
+    """
+
+    k: int | Literal["full"]
+    chosen_by: Literal["teacher", "student"] = "teacher"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One term of a loss that is a weighted sum of other losses.
+
+    Attributes:
+        name: name of the term in metrics and checkpoints.
+        key: recipe key of the term's loss, below the sum's own table.
+        weight: factor in the sum.
+        loss: the term's loss.
+        on_pairs: the term reads ``LossInputs.replay`` instead of the rollouts.
+    """
+
+    name: str
+    key: str
+    weight: float
+    loss: "LossConfig"
+    on_pairs: bool = False
+
+
+class LossState(Protocol):
+    """State that a loss reads in each step. It advances once per optimizer step, and checkpoints contain it."""
+
+    def end_step(self, mean_loss: float) -> None:
+        """Advance by the step's loss per token."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
+
+
+class LossConfig(BaseModel):
+    """Knobs of one loss.
+
+    A subclass adds ``type: Literal["<name>"] = "<name>"``, its fields and what it needs. The fields
+    of this class are modifiers, which work with every loss.
+
+    Attributes:
+        needs_inputs: inputs without which the loss cannot be computed (``Need``).
+        channel: what the loss learns from.
+        examples: knobs of the configs that the contract tests run, one table each.
+        surrogate: True where the loss contains a stop-gradient, so that its gradient is not the
+            derivative of its value.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    needs_inputs: ClassVar[frozenset[str]] = frozenset()
+    channel: ClassVar[ChannelName] = "distillation"
+    examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+    surrogate: ClassVar[bool] = False
+
+    type: str
+    """Name of the loss."""
+
+    special_tokens: SpecialTokenMask | None = None
+    """Removes the tokens of a chat template from the loss."""
+
+    position_weights: PositionWeights | None = None
+    """Weights the tokens of a response by their position (IW-OPD)."""
+
+    rl_mix: "RLMix | None" = None
+    """Adds the RL loss of the same rollouts."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a subclass that replaces ``needs``, or that needs an input that does not exist."""
+        super().__init_subclass__(**kwargs)
+        if "needs" in cls.__dict__ or "needs" in cls.__dict__.get("__annotations__", {}):
+            raise TypeError(
+                f"{cls.__name__} overrides `needs`, which adds what the modifiers need. "
+                "Override `own_needs`, or set `needs_inputs`."
+            )
+        unknown = sorted(cls.needs_inputs - set(get_args(Need)))
+        if unknown:
+            raise TypeError(
+                f"{cls.__name__}.needs_inputs names {', '.join(unknown)}; "
+                f"a loss may need: {', '.join(get_args(Need))}."
+            )
+
+    @property
+    def own_needs(self) -> frozenset[str]:
+        """Inputs that the loss function needs with these knobs. Override it where a knob decides."""
+        return self.needs_inputs
+
+    @property
+    @final
+    def needs(self) -> frozenset[str]:
+        """Inputs that this config cannot do without: the loss's own and those of its modifiers."""
+        mixed = self.rl_mix.loss.needs if self.rl_mix else frozenset()
+        return self.own_needs | self.modifier_needs | mixed
+
+    @property
+    @final
+    def modifiers(self) -> tuple[SpecialTokenMask | PositionWeights, ...]:
+        """Modifiers of the inputs, in the order in which they apply."""
+        return tuple(m for m in (self.special_tokens, self.position_weights) if m is not None)
+
+    @property
+    @final
+    def modifier_needs(self) -> frozenset[str]:
+        """Inputs that the modifiers need."""
+        return frozenset(need for modifier in self.modifiers for need in modifier.needs)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Terms of a weighted sum. Empty for a loss with a function of its own."""
+        return ()
+
+    def needs_by_section(self, section: str = "loss") -> dict[str, tuple[str, frozenset[str]]]:
+        """Map each recipe section to its loss type and needs, so that an error names the section."""
+        own = frozenset() if self.parts else self.own_needs
+        sections = {section: (self.type, own | self.modifier_needs)}
+        for part in self.parts:
+            below = f"{section}.{part.key}"
+            if part.on_pairs:
+                sections[below] = (part.loss.type, frozenset({"replay"}))
+            else:
+                sections |= part.loss.needs_by_section(below)
+        if self.rl_mix:
+            sections |= self.rl_mix.loss.needs_by_section(f"{section}.rl_mix.loss")
+        return sections
+
+    @property
+    def compares_with_teacher(self) -> bool:
+        """Whether the loss reads a teacher's log-probs."""
+        return bool(self.needs & {"ref_logprobs", "support"})
+
+    @property
+    def support(self) -> SupportRequest | None:
+        """Token ids at which the loss compares student and teacher, None where it needs none.
+
+        Raises:
+            TypeError: the loss needs the support without a number of ids.
+        """
+        if "support" in self.needs:
+            raise TypeError(
+                f"{type(self).__name__} needs the support without naming the number of ids: "
+                "derive it from SupportLossConfig, or override `support`."
+            )
+        return None
+
+    @property
+    @final
+    def support_size(self) -> int | Literal["full"]:
+        """K, the number of ids per position for which the teacher's log-probs are needed. 0 for none.
+
+        A support that the student chooses needs the whole vocabulary, because the loss makes the
+        choice. A trainer whose teacher scores given ids can provide those k alone.
+        """
+        request = self.support
+        if request is None:
+            return 0
+        return "full" if request.chosen_by == "student" else request.k
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether ``inference_logprobs`` matter. Dataset text has none."""
+        return bool(self.needs & {"ref_logprobs", "advantages"})
+
+    def make_state(self) -> LossState | None:
+        """Return a new state, or None for a loss without one."""
+        return None
+
+
+def loss_type(name: str) -> type[LossConfig]:
+    """Return the config class of a ``type``. A ``"module:function"`` is imported at first use.
+
+    Raises:
+        ValueError: the type is unknown, or the loss from outside does not keep to the form.
+    """
+    return registry.lookup(name, LossConfig)
+
+
+def parse_loss(value: Any) -> LossConfig:
+    """Parse a loss table by its ``type``. A config is returned as it is.
+
+    Raises:
+        ValueError: no ``type``, or an unknown one.
+        pydantic.ValidationError: wrong fields, with their locations.
+    """
+    if isinstance(value, LossConfig):
+        return value
+    name = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(name, str):
+        raise ValueError(f"a loss is a table with a `type`. {registry.choices()}")
+    return loss_type(name).model_validate(value)
+
+
+AnyLoss = Annotated[SerializeAsAny[LossConfig], BeforeValidator(parse_loss)]
+"""Any loss, chosen by its ``type``: the type of a field that contains a loss table."""
+
+
+class RLMix(Modifier):
+    """Mix a distillation loss with the RL loss of the same rollouts.
+
+    ``interpolate`` is (1 - kd) RL + kd KD, GKD's mixture (2306.13649, Sec. 3.3). ``add`` is
+    RL + kd KD. For the sampled token both are the policy gradient of the mixed advantage
+    (1 - kd) A_rl + kd (log q - log p), but each part keeps its own trust region. ``compose`` does
+    the same with several distillation terms.
+    """
+
+    form: Literal["interpolate", "add"] = "interpolate"
+    """(1 - kd) RL + kd KD, or RL + kd KD."""
+
+    kd: NonNegativeFloat
+    """Weight of the distillation loss."""
+
+    loss: AnyLoss = Field(default_factory=lambda: parse_loss({"type": "default"}))
+    """The RL loss."""
+
+    @model_validator(mode="after")
+    def _is_rl_with_valid_weights(self) -> "RLMix":
+        require_channel(self.loss, "rl", "rl_mix.loss")
+        if self.form == "interpolate" and self.kd > 1:
+            raise ValueError(
+                f"rl_mix: form = 'interpolate' takes a kd between 0 and 1, got {self.kd}. "
+                "form = 'add' takes any kd from 0."
+            )
+        return self
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """Weight of the RL loss, and of the distillation loss."""
+        return (1 - self.kd if self.form == "interpolate" else 1.0), self.kd
+
+
+LossConfig.model_rebuild()
+
+
+def require_channel(config: LossConfig, channel: ChannelName, key: str) -> None:
+    """Refuse a loss that learns from something else than its place in the recipe provides.
+
+    Raises:
+        ValueError: naming ``key`` and the losses of the channel.
+    """
+    if config.channel != channel:
+        names = ", ".join(
+            name
+            for name, other in cast(dict[str, type[LossConfig]], registry.LOSS_TYPES).items()
+            if other.channel == channel and name != "compose"
+        )
+        raise ValueError(
+            f"{key}: type = {config.type!r} is not a loss of the {channel} channel; "
+            f"choose one of {names}."
+        )
+
+
+class SupportLossConfig(LossConfig):
+    """Knobs of a loss on the K most probable tokens of the teacher, or on the whole vocabulary.
+
+    A subclass narrows ``normalization`` to the values that its divergence defines.
+    """
+
+    needs_inputs: ClassVar[frozenset[str]] = frozenset({"support"})
+
+    k: SupportSize = 32
+    """Teacher tokens per position. "full" is the whole vocabulary."""
+
+    normalization: Normalization = "tail"
+    """How the vocabulary outside the support enters the divergence."""
+
+    @model_validator(mode="after")
+    def _normalization_fits_k(self) -> "SupportLossConfig":
+        if self.normalization == "full" and self.k != "full":
+            raise ValueError(
+                f"normalization = 'full' is the whole vocabulary, and k = {self.k}: "
+                "set k = 'full', or normalization = 'tail'."
+            )
+        if self.normalization == "renorm" and self.k == 1:
+            raise ValueError(
+                "normalization = 'renorm' with k = 1 is identically 0. "
+                "Use normalization = 'tail', or k of at least 2."
+            )
+        return self
+
+    @property
+    def support(self) -> SupportRequest | None:
+        """The teacher's k most probable tokens."""
+        return SupportRequest(self.k) if "support" in self.needs else None
+
+
+def refuse_biased(normalization: Normalization, allow_biased: bool) -> None:
+    """Refuse normalization "raw" without ``allow_biased`` (``divergences`` does the same in a call).
+
+    Raises:
+        ValueError: with the bias and the alternatives.
+    """
+    if normalization == "raw" and not allow_biased:
+        raise ValueError(
+            "normalization = 'raw' is biased: its gradient does not vanish at p = q and its value "
+            "can be negative. Use 'tail' or 'generalized', or set allow_biased = true."
+        )

@@ -1,0 +1,147 @@
+"""Table of losses, by the ``type`` that a recipe names. This file imports no loss: each one registers itself.
+
+A loss of the package is registered by the decorator in its own file. A loss from outside is named
+``"my_package.my_module:my_loss"``, and its module is imported when the name is first used.
+"""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, get_type_hints
+
+from prime_composer.contract import LossOutputs
+
+C = TypeVar("C")
+F = TypeVar("F", bound=Callable[..., LossOutputs])
+
+LOSS_FNS: dict[type[Any], Callable[..., LossOutputs]] = {}
+"""Loss function by config class: ``fn(inputs, config)``, or ``fn(inputs, config, state)``."""
+
+LOSS_TYPES: dict[str, type[Any]] = {}
+"""Config class by the ``type`` that a recipe names."""
+
+
+def register(config: type[Any]) -> Callable[[F], F]:
+    """Return the decorator that enters a loss function under the ``type`` of its config class.
+
+    Raises:
+        ValueError: the ``type`` is taken.
+    """
+
+    def add(fn: F) -> F:
+        name = _declared_type(config)
+        if not isinstance(name, str):
+            raise ValueError(f"{_full_name(config)} declares no type; {_how_to_declare('my_loss')}")
+        if name in LOSS_TYPES:
+            raise ValueError(f"{_full_name(fn)}: type = {name!r} is taken by {_owner(name)}.")
+        LOSS_FNS[config] = fn
+        LOSS_TYPES[name] = config
+        return fn
+
+    return add
+
+
+def lookup(name: str, base: type[C]) -> type[C]:
+    """Return the config class of a ``type``, and import the module of a loss from outside at first use.
+
+    Args:
+        name: a registered type, or ``"module:function"``.
+        base: class that the config of a loss from outside has to derive from.
+
+    Raises:
+        ValueError: the type is unknown, or the loss from outside does not keep to the form.
+    """
+    if name not in LOSS_TYPES:
+        if ":" not in name:
+            near = difflib.get_close_matches(name, LOSS_TYPES, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"unknown loss type {name!r}; {hint}{choices()}")
+        _register_from_outside(name, base)
+    return LOSS_TYPES[name]
+
+
+def choices() -> str:
+    """Return the sentence that lists the types."""
+    return (
+        f"The choices are: {', '.join(LOSS_TYPES)}. "
+        "A loss of your own is named as 'my_package.my_module:my_loss'."
+    )
+
+
+def _register_from_outside(name: str, base: type[Any]) -> None:
+    """Import ``"module:function"`` and register the function with the config that it is annotated with."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name.isidentifier():
+        raise ValueError(
+            f"loss type {name!r}: name a loss of your own as 'my_package.my_module:my_loss'."
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ValueError(
+            f"loss type {name!r}: module {module_name!r} cannot be imported "
+            f"({type(error).__name__}: {error}). Put the folder that contains it on PYTHONPATH, "
+            "or install its package."
+        ) from error
+    if name in LOSS_TYPES:  # the module used the decorator
+        return
+    fn = getattr(module, function_name, None)
+    if not callable(fn):
+        problem = "is no function" if hasattr(module, function_name) else "does not exist"
+        raise ValueError(
+            f"loss type {name!r}: {function_name!r} {problem} in {module_name!r}. "
+            f"Define it there: {_signature(function_name)}"
+        )
+    config = _config_of(fn, name, base)
+    field = config.model_fields.get("type")
+    if field is None or field.annotation != Literal[name] or field.default != name:
+        declared = _declared_type(config)
+        owner = f", the type of {_owner(declared)}" if declared in LOSS_TYPES else ""
+        raise ValueError(
+            f"loss type {name!r}: the config {_full_name(config)} declares type = {declared!r}"
+            f"{owner}. Each loss has a config of its own; {_how_to_declare(name)}"
+        )
+    register(config)(fn)
+
+
+def _config_of(fn: Callable[..., Any], name: str, base: type[Any]) -> type[Any]:
+    """Return the annotation of the function's second parameter."""
+    try:
+        annotations = get_type_hints(fn)
+        parameters = list(inspect.signature(fn).parameters)
+    except Exception as error:
+        raise ValueError(
+            f"loss type {name!r}: the annotations of {_full_name(fn)} cannot be read "
+            f"({type(error).__name__}: {error}). Import the names that they use in its module."
+        ) from error
+    annotation = annotations.get(parameters[1]) if len(parameters) > 1 else None
+    if not (isinstance(annotation, type) and issubclass(annotation, base)):
+        what = "has no annotation" if annotation is None else f"is annotated with {annotation!r}"
+        raise ValueError(
+            f"loss type {name!r}: the second parameter of {_full_name(fn)} {what}. Annotate it "
+            "with the loss's config, a subclass of prime_composer.losses.LossConfig: "
+            f"{_signature(name.partition(':')[2])}"
+        )
+    return annotation
+
+
+def _declared_type(config: type[Any]) -> Any:
+    field = config.model_fields.get("type")
+    return None if field is None or field.is_required() else field.default
+
+
+def _owner(name: str) -> str:
+    return _full_name(LOSS_FNS[LOSS_TYPES[name]])
+
+
+def _full_name(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', '?')}.{getattr(thing, '__qualname__', repr(thing))}"
+
+
+def _signature(function_name: str) -> str:
+    return f"def {function_name}(inputs: LossInputs, config: MyLossConfig) -> LossOutputs."
+
+
+def _how_to_declare(name: str) -> str:
+    return f"write type: Literal[{name!r}] = {name!r} in it."
