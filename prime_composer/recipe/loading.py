@@ -1,15 +1,16 @@
-"""Read a recipe file, apply overrides, explain what is wrong with it."""
+"""Read a recipe file, apply overrides, and explain what is wrong with it."""
 
 import difflib
 import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from prime_composer.losses import LOSS_TYPES
+from prime_composer.losses import LossConfig, loss_type
+from prime_composer.recipe.carried import models_in
 from prime_composer.recipe.schema import Recipe, RecipeError, Section
 
 S = TypeVar("S", bound=Section)
@@ -20,11 +21,11 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
     Args:
         path: a TOML file.
-        overrides: ``section.key=value`` items applied on top; the value is TOML, or a bare string.
+        overrides: ``section.key=value`` items, applied in order. A value is TOML or a bare string.
 
     Raises:
-        RecipeError: the file is missing or no TOML, a key is unknown (the nearest one is named), a
-            value is wrong.
+        RecipeError: the file is missing or no TOML, a key is unknown (the nearest one is named), or
+            a value is wrong.
     """
     raw = read_tables(path, "recipe", "recipes/")
     for item in overrides:
@@ -33,8 +34,16 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
 
 def read_tables(path: str | os.PathLike[str], what: str, shipped: str) -> dict[str, Any]:
-    """The tables of a TOML file. ``what`` it is and where the ``shipped`` ones are go into the
-    message of a missing one."""
+    """Return the tables of a TOML file.
+
+    Args:
+        path: the file.
+        what: the kind of file, for the error message.
+        shipped: the folder of the shipped files of that kind, for the error message.
+
+    Raises:
+        RecipeError: the file is missing or no TOML.
+    """
     path = Path(path)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -45,24 +54,26 @@ def read_tables(path: str | os.PathLike[str], what: str, shipped: str) -> dict[s
 
 
 def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Recipe:
-    """Validate a recipe given as nested tables; every problem is named in one ``RecipeError``."""
+    """Validate a recipe given as nested tables. One ``RecipeError`` names every problem."""
     return parse_tables(Recipe, raw, source)
 
 
 def parse_tables(cls: type[S], raw: dict[str, Any], source: str) -> S:
-    """Nested tables as a ``cls``; every problem is named, with its key, in one ``RecipeError``."""
+    """Validate nested tables as a ``cls``. One ``RecipeError`` names every problem and its key."""
     try:
         return cls.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(item, cls) for item in error.errors()]
+        lines = [_explain(item, cls, raw) for item in error.errors()]
         raise RecipeError("\n".join(f"{source}: {line}" for line in lines)) from None
 
 
 def apply_override(raw: dict[str, Any], item: str) -> None:
     """Set ``section.key=value`` in nested tables, in place.
 
-    A model has one origin: ``student.model=DIR`` takes the place of the recipe's
-    ``[student.prepare]``.
+    A model has one origin: ``student.model=DIR`` replaces the recipe's ``[student.prepare]``.
+
+    Raises:
+        RecipeError: the item is not of that form, or a section of it is a value.
     """
     key, equals, text = item.partition("=")
     names = key.strip().split(".")
@@ -85,41 +96,35 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
     table[names[-1]] = value
 
 
-def _explain(item: Any, root: type[BaseModel]) -> str:
-    """One pydantic error as one sentence that names the key and the remedy."""
+def _explain(item: Any, root: type[BaseModel], raw: Any) -> str:
+    """Return one pydantic error as one sentence that names the key and the remedy."""
     loc = item["loc"]
-    key = ".".join(str(part) for part in loc if part not in LOSS_TYPES)
+    key = ".".join(str(part) for part in loc)
     if item["type"] == "extra_forbidden":
-        known = _fields_at(loc[:-1], root)
+        known = _fields_at(loc[:-1], root, raw)
         near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}."
         return f"unknown key {key}; {hint}"
-    if item["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        given = item["ctx"].get("tag")
-        near = difflib.get_close_matches(str(given), LOSS_TYPES, n=1)
-        what = f"unknown loss type {given!r}" if given is not None else f"{key}.type is missing"
-        return f"{what}{f'; did you mean {near[0]}?' if near else ''} The choices are: {', '.join(LOSS_TYPES)}."
     if item["type"] == "missing":
         return f"{key} is missing"
     message = item["msg"].removeprefix("Value error, ")
-    return (
-        f"{key}: {message} (got {item['input']!r})"
-        if key and item["type"] != "value_error"
-        else (f"{key}: {message}" if key else message)
-    )
+    if not key:
+        return message
+    if item["type"] == "value_error":
+        return f"{key}: {message}"
+    return f"{key}: {message} (got {item['input']!r})"
 
 
-def _fields_at(loc: Sequence[Any], root: type[BaseModel]) -> list[str]:
-    """Names of the fields of the section of ``root`` that an error location points into."""
-    here: Any = root
+def _fields_at(loc: Sequence[Any], root: type[BaseModel], raw: Any) -> list[str]:
+    """Return the names of the fields of the table that an error location leads to."""
+    table, value = root, raw
     for part in loc:
-        if part in LOSS_TYPES:
-            here = LOSS_TYPES[part]
+        value = value[part]
+        field = table.model_fields.get(part)
+        if field is None:  # the NAME of [teachers.NAME]
             continue
-        field = getattr(here, "model_fields", {}).get(part)
-        if field is None:
-            continue
-        options = [field.annotation, *get_args(field.annotation)]
-        models = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
-        here = models[0] if models else here
-    return list(here.model_fields)
+        models = models_in(field.annotation)
+        table = models[0] if models else table
+        if issubclass(table, LossConfig):
+            table = loss_type(value["type"])
+    return list(table.model_fields)

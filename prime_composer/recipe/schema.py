@@ -5,17 +5,16 @@ Both appear in the generated reference (``reference.py``).
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from prime_composer.losses import AnyLoss
-from prime_composer.problems.config import PROBLEMS, DataConfig, Problem
+from prime_composer.losses import AnyLoss, require
+from prime_composer.problems.config import PROBLEMS, DataConfig
 from prime_composer.recipe.carried import CARRIED, not_carried, only_refused, prime_rl
 from prime_composer.recipe.prepare import PrepareConfig
-
 
 REMEDIES = {
     **dict.fromkeys(
@@ -495,10 +494,10 @@ class Recipe(Section):
         require(self.loss, self._provided_inputs(), REMEDIES, provider="this recipe")
         if self.rollout.student_fraction < 1 and self.loss.reads_sampler:
             raise ValueError(
-                f"[loss] type = {self.loss.type!r} reads the sampler's probabilities, and the data's "
-                "solutions have none: with rollout.student_fraction below 1 use a loss on a support, "
-                "such as generalized_jsd (self_distillation with max_ratio = 'off'), or sft; in a "
-                "sum, for every channel"
+                f"[loss] type = {self.loss.type!r} reads the sampler's probabilities, and the "
+                "data's solutions have none: with rollout.student_fraction below 1 use a loss on a "
+                "support, such as generalized_jsd (self_distillation with max_ratio = 'off'), or "
+                "sft; in a sum, for every channel"
             )
         return self
 
@@ -546,50 +545,3 @@ class Recipe(Section):
                 f"rollout.max_model_len = {self.rollout.max_model_len}"
             )
         return self
-
-    # LEGACY-BEGIN
-    def data_of(self, problem: Problem) -> DataConfig:
-        """How a problem is asked and checked."""
-        return self.sources[problem.environment]
-
-    @property
-    def scored_by(self) -> dict[str, TeacherConfig]:
-        """The teachers that are models of their own, by role: "teacher", or "teachers.NAME"; none
-        for a policy teacher."""
-        if self.teacher is not None:
-            return {} if self.teacher.policy is not None else {"teacher": self.teacher}
-        return {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
-
-    def mixture(self, problem: Problem) -> dict[str, float]:
-        """Who scores this problem's rollouts: shares by role, which add up to 1.
-
-        Raises:
-            RecipeError: the data names a teacher that the recipe does not have.
-        """
-        if problem.teacher is None or not self.teachers:
-            return self.mixture_of(problem.environment)
-        if problem.teacher not in self.teachers:
-            raise RecipeError(
-                f"the problem {problem.question[:60]!r} names the teacher {problem.teacher!r}; [teachers] has "
-                f"{', '.join(self.teachers)}"
-            )
-        return {f"teachers.{problem.teacher}": 1.0}
-
-    def mixture_of(self, environment: str) -> dict[str, float]:
-        """Who scores the rollouts of an environment, where no row says otherwise."""
-        if not self.teachers:
-            return dict.fromkeys(self.scored_by, 1.0)
-        asked = self.sources[environment].teacher
-        if asked is None:
-            asked = {name: teacher.weight for name, teacher in self.teachers.items()}
-        weights: Mapping[str, float] = {asked: 1.0} if isinstance(asked, str) else asked
-        return {
-            f"teachers.{name}": weight / sum(weights.values()) for name, weight in weights.items()
-        }
-
-    # LEGACY-END
-
-
-def spoken(role: str) -> str:
-    """A role as a person says it: "student", "teacher", "teacher NAME"."""
-    return role.replace("teachers.", "teacher ")

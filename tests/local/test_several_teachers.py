@@ -21,6 +21,7 @@ from prime_composer.local.tracker import read_metrics
 from prime_composer.local.train import train
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import PolicyTeacherConfig, RecipeError
 
 VOCAB = 12
@@ -215,19 +216,19 @@ def test_who_scores_what():
     recipe = parse_recipe(
         raw(environments__chains__teacher={"short": 1, "long": 1}, environments__free={"seed": 3})
     )
+    routing = Routing.of_recipe(recipe)
     mixtures = {
-        name: recipe.mixture(Problem("?", "#### 1", environment=name))
-        for name in recipe.environments
+        name: routing.of(Problem("?", "#### 1", environment=name)) for name in recipe.environments
     }
     assert mixtures == {
-        "sums": {"teachers.short": 1.0},
-        "chains": {"teachers.short": 0.5, "teachers.long": 0.5},
-        "free": {"teachers.short": 0.25, "teachers.long": 0.75},
+        "sums": {TeacherId("short"): 1.0},
+        "chains": {TeacherId("short"): 0.5, TeacherId("long"): 0.5},
+        "free": {TeacherId("short"): 0.25, TeacherId("long"): 0.75},
     }
     named = Problem("?", "#### 1", environment="chains", teacher="long")
-    assert recipe.mixture(named) == {"teachers.long": 1.0}
+    assert routing.of(named) == {TeacherId("long"): 1.0}
     with pytest.raises(RecipeError, match="names the teacher 'nobody'; .teachers. has short, long"):
-        recipe.mixture(Problem("?", "#### 1", environment="sums", teacher="nobody"))
+        routing.of(Problem("?", "#### 1", environment="sums", teacher="nobody"))
 
 
 @pytest.mark.parametrize(

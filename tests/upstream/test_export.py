@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.recipe.loading import load_recipe, parse_recipe
+from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.upstream import export
 from prime_composer.upstream.environment import load_split
@@ -371,7 +372,10 @@ def test_prime_rls_own_parser_and_dry_run_take_every_recipe(trees, tmp_path, ver
             loaded = load_recipe(path)
             models = {
                 "student": "Qwen/Qwen3-0.6B",
-                **dict.fromkeys(loaded.scored_by, "Qwen/Qwen3-4B"),
+                **{
+                    teacher.table: "Qwen/Qwen3-4B"
+                    for teacher in Routing.of_recipe(loaded).teachers
+                },
             }
             text = export_recipe(loaded, dialect, models)
         except RecipeError as error:
