@@ -1,23 +1,91 @@
-"""``--engine prime-rl``: prime-rl's own launcher, unmodified, with the adapter on in every process it starts."""
+"""Run a recipe with ``--engine prime-rl``: its own launcher, unmodified, with the adapter on."""
 
-import json
+import copy
 import os
 import subprocess
 import sys
-import tomllib
+import tempfile
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_composer.recipe.loading import apply_override, load_recipe, read_tables
-from prime_composer.recipe.schema import RecipeError
-from prime_composer.upstream.versions import VERSIONS as DIALECTS
-from prime_composer.upstream.versions import has_prime_rl, probe_version
+from prime_composer.problems.loading import ProblemSet
+from prime_composer.recipe.loading import apply_override, parse_recipe, read_tables
+from prime_composer.recipe.schema import Recipe, RecipeError
+from prime_composer.upstream.export.exporter import export_recipe
+from prime_composer.upstream.export.instructions import slurm_notice
+from prime_composer.upstream.export.toml import as_text, merge
+from prime_composer.upstream.settings import SWITCH, AdapterSettings
+from prime_composer.upstream.versions import VERSIONS, Version, has_prime_rl, probe_version
 
-SWITCH = "PRIME_COMPOSER"
-NATIVE = frozenset({"orchestrator", "inference", "deployment", "slurm"})
-"""Tables that a native prime-rl TOML has and a recipe has not."""
+NATIVE_TABLES = frozenset({"orchestrator", "inference", "deployment", "slurm"})
+"""Tables that a native prime-rl TOML has and a recipe does not have."""
+
+NOT_INSTALLED = (
+    "--engine prime-rl: there is no prime-rl in this environment. Install prime-composer into "
+    "prime-rl's own: `uv pip install prime-composer` in its checkout, then start the command from "
+    "there."
+)
+NO_PTH = (
+    "--engine prime-rl: prime_composer.pth is not active in this environment, so prime-rl's "
+    "processes would start without our hooks. Install the package (`pip install prime-composer`, "
+    "or -e); a PYTHONPATH is not enough."
+)
+
+
+@dataclass(frozen=True)
+class NativeRun:
+    """A run of prime-rl that has not been started.
+
+    Attributes:
+        version: the version of prime-rl.
+        file: where its TOML is kept for the record, ``outputs/NAME.prime_rl.toml``.
+        table: the TOML.
+        head: lines of the comment at the head of the file.
+        switch: value of ``PRIME_COMPOSER``.
+    """
+
+    version: Version
+    file: Path
+    table: dict[str, Any]
+    head: list[str]
+    switch: str
+
+    def text(self) -> str:
+        """Return the TOML document."""
+        return as_text(self.table, self.head)
+
+    def start(self, resume: bool) -> int:
+        """Write the file, start prime-rl's launcher and return its exit status."""
+        table = copy.deepcopy(self.table)
+        if resume:
+            self.version.resume(table)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(as_text(table, self.head), encoding="utf-8")
+        command = launcher(self.file)
+        print(f"prime-rl ({self.version.name}): {' '.join(command)}", flush=True)
+        return subprocess.call(command, env=environment(self.switch))
+
+    def check(self) -> subprocess.CompletedProcess[str]:
+        """Run prime-rl's own dry run, which checks the TOML, in a temporary directory.
+
+        Without the user's run directory prime-rl can neither write into it nor clean it up. So the
+        checkpoint of a resumed run is not checked.
+        """
+        with tempfile.TemporaryDirectory(prefix="prime_composer-") as folder:
+            table = copy.deepcopy(self.table)
+            merge(table, self.version.run_dir(Path(folder) / "run"))
+            table.get("ckpt", {}).pop("output_dir", None)
+            file = Path(folder) / self.file.name
+            file.write_text(as_text(table, []), encoding="utf-8")
+            return subprocess.run(
+                [*launcher(file), "--dry-run"],
+                env=environment(self.switch),
+                capture_output=True,
+                text=True,
+                check=False,
+            )
 
 
 def launch(
@@ -27,123 +95,152 @@ def launch(
     resume: bool = False,
     models: Mapping[str, Any] | None = None,
     dry_run: bool = False,
+    problems: ProblemSet | None = None,
 ) -> int:
-    """Start prime-rl's ``rl`` on a recipe, exported for the installed version, or on a native TOML, passed through.
+    """Start prime-rl's ``rl`` on an exported recipe, or on a native TOML as it is.
 
     Args:
         config: a recipe, or a prime-rl TOML.
-        overrides: ``key=value`` items; of the recipe, or of the native TOML.
-        output_dir: where the run goes; None: what the file says.
+        overrides: ``key=value`` items, for the recipe or for the native TOML.
+        output_dir: the run directory; None: what the file says.
         resume: continue from the newest checkpoint.
-        models: directories of prepared models by role, for recipes with ``[*.prepare]``.
-        dry_run: prime-rl checks everything, writes its sub-configs and stops.
+        models: directories of prepared models by table, for recipes with ``[*.prepare]``.
+        dry_run: print what would be started, let prime-rl check it, and start and write nothing.
+        problems: the recipe's problems; None: loaded if rows name teachers.
 
     Returns:
-        prime-rl's exit status.
+        prime-rl's exit status; for a dry run, 1 where prime-rl refuses the file.
 
     Raises:
-        RecipeError: prime-rl is not installed, the adapter's .pth is not active here, or the file cannot be exported.
+        RecipeError: prime-rl is not installed, the adapter's .pth is not active, or the file cannot
+            be exported. A dry run without prime-rl prints what it would export first.
     """
-    if not has_prime_rl():
-        raise RecipeError(
-            "--engine prime-rl: there is no prime-rl in this environment. Install prime-composer into prime-rl's own: "
-            "`uv pip install prime-composer` in its checkout, then start the command from there."
-        )
-    check_pth()
+    installed = has_prime_rl()
+    if installed:
+        check_pth()
+    elif not dry_run:
+        raise RecipeError(NOT_INSTALLED)
+    version = probe_version() if installed else list(VERSIONS.values())[-1]
     path = Path(config)
-    dialect = probe_version().name
     raw = read_tables(path, "recipe", "recipes/")
+    for item in overrides:
+        apply_override(raw, item)
+    if output_dir is not None:
+        raw["output_dir"] = output_dir
     if is_native(raw):
-        from prime_composer.upstream.export import check_slurm
-
-        for item in overrides:
-            apply_override(raw, item)
-        settings, head = {}, ""
-        if output_dir is not None:
-            raw["output_dir"] = output_dir
-        check_slurm(raw)
+        run = plan_native(raw, path, version)
     else:
-        from prime_composer.upstream.export import export_recipe, loss_table
+        raw.setdefault("output_dir", f"outputs/{path.stem}")
+        recipe = parse_recipe(raw, str(path))
+        if not installed:
+            models = {**placeholders(recipe), **(models or {})}
+        run = plan_recipe(recipe, path, version, models, problems)
+    if not dry_run:
+        return run.start(resume)
+    return print_dry_run(run, resume, installed)
 
-        keep = [] if output_dir is None else [f"output_dir={json.dumps(output_dir)}"]
-        recipe = load_recipe(path, [*overrides, *keep])
-        if recipe.output_dir is None:
-            recipe = load_recipe(
-                path, [*overrides, f"output_dir={json.dumps(f'outputs/{path.stem}')}"]
-            )
-        text = export_recipe(recipe, dialect, models)
-        raw, head = tomllib.loads(text), comment_at_head(text)
-        settings = {"loss": loss_table(recipe, dialect)}
+
+def plan_recipe(
+    recipe: Recipe,
+    path: Path,
+    version: Version,
+    models: Mapping[str, Any] | None = None,
+    problems: ProblemSet | None = None,
+) -> NativeRun:
+    """Export a recipe, and print to stderr what is not carried."""
+    export = export_recipe(recipe, version.name, models, problems)
+    export.warn()
+    loss = export.table["trainer"]["loss"]["kwargs"]
+    switch = AdapterSettings.model_validate({"loss": loss}).to_env()[SWITCH]
+    return NativeRun(version, kept_file(path), export.table, export.head, switch)
+
+
+def plan_native(raw: dict[str, Any], path: Path, version: Version) -> NativeRun:
+    """Take a native TOML as it is. The environment may name its loss."""
+    notice = slurm_notice(raw)
+    if notice is not None:
+        print(notice, file=sys.stderr)
+    given = os.environ.get(SWITCH, "").strip()
+    switch = given if given.startswith("{") else AdapterSettings().to_env()[SWITCH]
+    return NativeRun(version, kept_file(path), raw, [], switch)
+
+
+def print_dry_run(run: NativeRun, resume: bool, installed: bool) -> int:
+    """Print what ``NativeRun.start`` would do, and prime-rl's verdict on the file.
+
+    Raises:
+        RecipeError: prime-rl is not installed.
+    """
+    table = copy.deepcopy(run.table)
     if resume:
-        ask_to_resume(raw, dialect)
-    command, env = command_and_environment(write(raw, path, head), settings, dry_run)
-    print(f"prime-rl ({dialect}): {' '.join(command)}", flush=True)
-    return subprocess.call(command, env=env)
+        run.version.resume(table)
+    command = " ".join(launcher(run.file))
+    folder = Path(sys.executable).parent
+    print("dry run: nothing is started, nothing is written")
+    print(
+        f"prime-rl: {run.version.name}{'' if installed else ' assumed, it is not installed here'}"
+    )
+    print(f"command: {command}")
+    print(f"environment: {SWITCH}={run.switch}")
+    print(f"             PATH={folder}{os.pathsep}$PATH")
+    print(f"file: {run.file}\n\n{as_text(table, run.head)}")
+    if not installed:
+        raise RecipeError(NOT_INSTALLED)
+    done = run.check()
+    if done.returncode:
+        print(done.stdout + done.stderr, end="", file=sys.stderr)
+        print(f"prime-rl's own dry run refuses the file (exit status {done.returncode})")
+        return 1
+    print("prime-rl's own dry run accepts the file")
+    return 0
+
+
+def placeholders(recipe: Recipe) -> dict[str, str]:
+    """Return a word in the place of each model that ``prime-rl prepare`` would build."""
+    tables: dict[str, Any] = {"student": recipe.student, "teacher": recipe.teacher}
+    tables |= {f"teachers.{name}": teacher for name, teacher in recipe.teachers.items()}
+    return {
+        table: f"<built by prime-rl prepare: {table}>"
+        for table, model in tables.items()
+        if model is not None and model.prepare is not None
+    }
 
 
 def is_native(raw: Mapping[str, Any]) -> bool:
-    """Whether a file speaks prime-rl's words and not a recipe's."""
-    return "student" not in raw and bool(NATIVE & set(raw))
+    """Return whether a file is a native prime-rl TOML and not a recipe."""
+    return "student" not in raw and bool(NATIVE_TABLES & set(raw))
 
 
-def comment_at_head(text: str) -> str:
-    """The comment that a TOML file starts with."""
-    return "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+def kept_file(path: Path) -> Path:
+    """Return where the TOML that prime-rl reads is kept for the record."""
+    return Path("outputs") / f"{path.stem}.prime_rl.toml"
 
 
-def write(raw: Mapping[str, Any], path: Path, head: str = "") -> Path:
-    """The TOML that prime-rl is given, kept in ``outputs/`` for the record, under a comment at its ``head``."""
-    from prime_composer.upstream.export import to_toml
-
-    target = Path("outputs") / f"{path.stem}.prime_rl.toml"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(head + to_toml(raw), encoding="utf-8")
-    return target
+def launcher(toml: Path) -> list[str]:
+    """Return the command of prime-rl's launcher."""
+    return [sys.executable, "-m", "prime_rl.entrypoints.rl", "@", str(toml)]
 
 
-def command_and_environment(
-    toml: Path, settings: Mapping[str, Any], dry_run: bool = False
-) -> tuple[list[str], dict[str, str]]:
-    """prime-rl's launcher on ``toml``, and the environment that switches the adapter on in all its children."""
-    command = [
-        sys.executable,
-        "-m",
-        "prime_rl.entrypoints.rl",
-        "@",
-        str(toml),
-        *(["--dry-run"] if dry_run else []),
-    ]
-    # The launcher starts `orchestrator`, `torchrun` and others by name: those of this environment.
-    folder = str(Path(sys.executable).parent)
-    named = os.environ.get(
-        SWITCH, ""
-    ).strip()  # a native file may leave it to the environment to name the loss
-    on = json.dumps(settings) if settings else named if named.startswith("{") else "1"
-    env = {**os.environ, SWITCH: on}
-    env["PATH"] = os.pathsep.join([folder, env.get("PATH", "")])
-    return command, env
+def environment(switch: str) -> dict[str, str]:
+    """Return the environment that turns the adapter on in all children of the launcher.
 
-
-def ask_to_resume(raw: dict[str, Any], dialect: str) -> None:
-    """prime-rl's way to say: from the newest checkpoint."""
-    assert dialect in DIALECTS
-    if dialect == "head":
-        raw.setdefault("resume", {})
-    else:
-        raw.setdefault("ckpt", {})["resume_step"] = -1
+    The launcher starts ``orchestrator``, ``torchrun`` and others by name, so this interpreter's
+    folder comes first in PATH.
+    """
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return {**os.environ, SWITCH: switch, "PATH": path}
 
 
 def check_pth() -> None:
-    """Whether a fresh interpreter of this environment runs our hooks when the switch is on.
+    """Check that a fresh interpreter of this environment loads our hooks.
 
     Raises:
-        RecipeError: it does not; prime-composer is importable but not installed (PYTHONPATH), so its .pth is missing.
+        RecipeError: it does not. The package is importable but not installed, so its .pth is
+            missing.
     """
-    code = "import sys; sys.exit(0 if any(hasattr(f, 'is_prime_composer') for f in sys.meta_path) else 3)"
-    status = subprocess.call([sys.executable, "-c", code], env={**os.environ, SWITCH: "1"})
-    if status:
-        raise RecipeError(
-            "--engine prime-rl: prime_composer.pth is not active in this environment, so prime-rl's processes would "
-            "start without our hooks. Install the package (`pip install prime-composer`, or -e); a PYTHONPATH is not "
-            "enough."
-        )
+    code = (
+        "import sys; "
+        "sys.exit(0 if any(hasattr(f, 'is_prime_composer') for f in sys.meta_path) else 3)"
+    )
+    if subprocess.call([sys.executable, "-c", code], env={**os.environ, SWITCH: "1"}):
+        raise RecipeError(NO_PTH)

@@ -4,6 +4,7 @@ Each function is one way that at least one version writes one thing. ``versions.
 version uses which. Plain tables go in and out; nothing of the package is imported.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,23 +15,29 @@ Table = dict[str, Any]
 Mixtures = Mapping[str, Sequence[Mapping[str, Any]]]
 """Environment -> its teachers: tables of ``url``, ``model``, ``weight``, maybe ``api_key_var``."""
 
-Headers = Callable[[Any], dict[str, str]]
-"""Writes a mixture, or all of them, as the HTTP headers that the adapter reads."""
+BaseUrl = Callable[[str], str | list[str]]
+"""Turns a URL into the value of ``base_url``."""
+
+HEADER = "X-Prime-Composer-Teachers"
+"""HTTP header of a teacher's client: its mixture in JSON, or a table of mixtures by environment."""
+
+API_KEY_VAR = "VLLM_API_KEY"
+"""prime-rl's default for ``api_key_var`` of a client."""
 
 
-def _endpoint(url: str, teacher: Mapping[str, Any], url_is_list: bool) -> Table:
+def _endpoint(teacher: Mapping[str, Any], base_url: BaseUrl) -> Table:
     key = {name: value for name, value in teacher.items() if name == "api_key_var"}
-    return {"base_url": [url] if url_is_list else url} | key
+    return {"base_url": base_url(teacher["url"])} | key
 
 
 def teacher_of_the_run(
-    orchestrator: Table, environments: list[Table], mixtures: Mixtures, headers: Headers
+    orchestrator: Table, environments: list[Table], mixtures: Mixtures, base_url: BaseUrl
 ) -> None:
-    """Write the one teacher's client; a header has the mixtures that it cannot express (v0.6)."""
+    """Write the one teacher's client. Its header has what one client cannot express (v0.6)."""
     first, alike = _common(mixtures)
-    client = _endpoint(first[0]["url"], first[0], url_is_list=True)
+    client = _endpoint(first[0], base_url)
     if not alike or len(first) > 1:
-        client["headers"] = headers(first if alike else mixtures)
+        client["headers"] = {HEADER: json.dumps(first if alike else mixtures)}
     orchestrator["training_mode"] = "opd"
     orchestrator["teacher"] = {"model": {"name": first[0]["model"]}, "client": client}
     # The default filters drop each group whose rollouts earn the same reward. Distillation learns
@@ -38,27 +45,22 @@ def teacher_of_the_run(
     orchestrator["post_batch_filters"] = [{"type": "gibberish"}, {"type": "repetition"}]
 
 
-def teacher_by_environment(url_is_list: bool) -> Callable[..., None]:
-    """Return a writer of ``algo.teacher``, of the run or of each environment (v0.7 and newer)."""
-
-    def write(
-        orchestrator: Table, environments: list[Table], mixtures: Mixtures, headers: Headers
-    ) -> None:
-        algorithms = {}
-        for name, mixture in mixtures.items():
-            teacher = {"name": mixture[0]["model"]}
-            teacher |= _endpoint(mixture[0]["url"], mixture[0], url_is_list)
-            if len(mixture) > 1:
-                teacher["headers"] = headers(mixture)
-            algorithms[name] = {"type": "opd", "teacher": teacher}
-        _, alike = _common(mixtures)
-        if alike:
-            orchestrator["algo"] = next(iter(algorithms.values()))
-            return
-        for environment in environments:
-            environment["algo"] = algorithms[environment["name"]]
-
-    return write
+def teacher_of_each_environment(
+    orchestrator: Table, environments: list[Table], mixtures: Mixtures, base_url: BaseUrl
+) -> None:
+    """Write ``algo.teacher``, for the run or for each environment (v0.7 and newer)."""
+    algorithms = {}
+    for name, mixture in mixtures.items():
+        teacher = {"name": mixture[0]["model"], **_endpoint(mixture[0], base_url)}
+        if len(mixture) > 1:
+            teacher["headers"] = {HEADER: json.dumps(mixture)}
+        algorithms[name] = {"type": "opd", "teacher": teacher}
+    _, alike = _common(mixtures)
+    if alike:
+        orchestrator["algo"] = next(iter(algorithms.values()))
+        return
+    for environment in environments:
+        environment["algo"] = algorithms[environment["name"]]
 
 
 def _common(mixtures: Mixtures) -> tuple[Sequence[Mapping[str, Any]], bool]:

@@ -33,7 +33,7 @@ from types import ModuleType
 from typing import Any
 
 from prime_composer.upstream.toml_shapes import (
-    Headers,
+    BaseUrl,
     Mixtures,
     Table,
     environment_with_args,
@@ -45,7 +45,7 @@ from prime_composer.upstream.toml_shapes import (
     resume_newest_step,
     resume_table,
     source_with_agent,
-    teacher_by_environment,
+    teacher_of_each_environment,
     teacher_of_the_run,
 )
 
@@ -168,7 +168,7 @@ class Version:
         loss_dialect: value of the loss knob ``dialect``, where a loss has one.
         environment_key: key of the environments in [orchestrator.train] and [orchestrator.eval].
         environment: writes an environment from a module, its settings, and its name and ratio.
-        teachers: writes the teachers into [orchestrator], given its environments.
+        teachers: writes the teachers into [orchestrator] or its environments.
         teacher_by_environment: each environment may have a teacher of its own, without the adapter.
         url_is_list: base_url is a list of URLs.
         self_distillation: it has the algorithm ``opsd``.
@@ -177,6 +177,7 @@ class Version:
         inference: writes [inference] from vLLM's arguments by vLLM's names.
         model_option: option of its command ``inference`` that names the model.
         vllm_option: prefix of options of its command ``inference`` that vLLM receives.
+        float32_head: field of [inference] that computes logits in float32; true by default.
         wandb: path of the W&B table.
         run_dir: writes the run directory.
         resume: changes a TOML table so that the run continues from its newest checkpoint.
@@ -192,7 +193,7 @@ class Version:
     loss_dialect: str
     environment_key: str
     environment: Callable[[str, Table, Table], Table]
-    teachers: Callable[[Table, list[Table], Mixtures, Headers], None]
+    teachers: Callable[[Table, list[Table], Mixtures, BaseUrl], None]
     teacher_by_environment: bool
     url_is_list: bool
     self_distillation: bool
@@ -201,6 +202,7 @@ class Version:
     inference: Callable[[Table], Table]
     model_option: str
     vllm_option: str
+    float32_head: str
     wandb: tuple[str, ...]
     run_dir: Callable[[Path], Table]
     resume: Callable[[Table], None]
@@ -230,6 +232,7 @@ _V0_6 = Version(
     inference=inference_with_extra,
     model_option="--model.name",
     vllm_option="--vllm-extra.",
+    float32_head="enable_fp32_lm_head",
     wandb=("wandb",),
     run_dir=output_dir_itself,
     resume=resume_newest_step,
@@ -244,7 +247,7 @@ _V0_7 = Version(
     loss_dialect="v0_7",
     environment_key="env",
     environment=environment_with_taskset,
-    teachers=teacher_by_environment(url_is_list=True),
+    teachers=teacher_of_each_environment,
     teacher_by_environment=True,
     url_is_list=True,
     self_distillation=True,
@@ -253,6 +256,7 @@ _V0_7 = Version(
     inference=inference_with_extra,
     model_option="--model.name",
     vllm_option="--vllm-extra.",
+    float32_head="enable_fp32_lm_head",
     wandb=("wandb",),
     run_dir=output_dir_itself,
     resume=resume_newest_step,
@@ -268,7 +272,7 @@ _V0_8 = Version(
     loss_dialect="v0_7",
     environment_key="source",
     environment=source_with_agent,
-    teachers=teacher_by_environment(url_is_list=True),
+    teachers=teacher_of_each_environment,
     teacher_by_environment=True,
     url_is_list=True,
     self_distillation=True,
@@ -277,6 +281,7 @@ _V0_8 = Version(
     inference=inference_with_extra,
     model_option="--model.name",
     vllm_option="--vllm-extra.",
+    float32_head="enable_fp32_lm_head",
     wandb=("wandb",),
     run_dir=output_dir_itself,
     resume=resume_newest_step,
@@ -292,7 +297,7 @@ _HEAD = Version(
     loss_dialect="v0_7",
     environment_key="source",
     environment=source_with_agent,
-    teachers=teacher_by_environment(url_is_list=False),
+    teachers=teacher_of_each_environment,
     teacher_by_environment=True,
     url_is_list=False,
     self_distillation=True,
@@ -301,6 +306,7 @@ _HEAD = Version(
     inference=inference_by_vllm_name,
     model_option="--vllm.model",
     vllm_option="--vllm.",
+    float32_head="enable_fp32_lm_head",
     wandb=("monitors", "wandb"),
     run_dir=output_dir_and_name,
     resume=resume_table,

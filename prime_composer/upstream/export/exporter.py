@@ -1,0 +1,80 @@
+"""Export a recipe for one version of prime-rl."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prime_composer.problems.loading import ProblemSet
+from prime_composer.recipe.schema import Recipe, RecipeError
+from prime_composer.upstream.export.instructions import head_comment, slurm_notice
+from prime_composer.upstream.export.keys import not_carried
+from prime_composer.upstream.export.plan import Plan
+from prime_composer.upstream.export.refusals import refuse
+from prime_composer.upstream.export.tables import build_tables
+from prime_composer.upstream.export.toml import as_text, merge
+from prime_composer.upstream.versions import VERSIONS, Version
+
+
+@dataclass(frozen=True)
+class Export:
+    """A recipe in prime-rl's terms.
+
+    Attributes:
+        version: the version of prime-rl.
+        table: the native TOML as nested tables.
+        head: lines of the comment at the head of the file.
+        not_carried: keys of the recipe that prime-rl has no setting for, with the reason.
+    """
+
+    version: Version
+    table: dict[str, Any]
+    head: list[str]
+    not_carried: dict[str, str]
+
+    def text(self) -> str:
+        """Return the TOML document, with its head as comments."""
+        return as_text(self.table, self.head)
+
+    def warn(self) -> None:
+        """Print to stderr which keys are not carried, and what Slurm needs."""
+        if self.not_carried:
+            keys = ", ".join(f"{key} ({why})" for key, why in self.not_carried.items())
+            print(f"not carried to prime-rl: {keys}", file=sys.stderr)
+        notice = slurm_notice(self.table)
+        if notice is not None:
+            print(notice, file=sys.stderr)
+
+
+def export_recipe(
+    recipe: Recipe,
+    dialect: str,
+    models: Mapping[str, Any] | None = None,
+    problems: ProblemSet | None = None,
+) -> Export:
+    """Translate a recipe for prime-rl's ``rl @ FILE``.
+
+    ``[prime_rl]`` of the recipe is merged on top and wins. Its tables named after a version count
+    for that version alone.
+
+    Args:
+        recipe: the recipe.
+        dialect: name of a version, a key of ``VERSIONS``.
+        models: directories of the models under ``[*.prepare]``, by table of the recipe.
+        problems: the recipe's problems. None: loaded if rows name teachers.
+
+    Raises:
+        RecipeError: the version is unknown, or cannot do what the recipe asks for.
+        ValueError: the data cannot be read.
+    """
+    version = VERSIONS.get(dialect)
+    if version is None:
+        raise RecipeError(f"unknown dialect {dialect!r}: choose one of {', '.join(VERSIONS)}")
+    refuse(recipe, version)
+    plan = Plan.of(recipe, version, {} if models is None else models, problems)
+    table = build_tables(plan)
+    for_all = {key: value for key, value in recipe.prime_rl.items() if key not in VERSIONS}
+    merge(table, for_all)
+    merge(table, recipe.prime_rl.get(version.name, {}))
+    lost = not_carried(recipe)
+    return Export(version, table, head_comment(plan, table, lost), lost)

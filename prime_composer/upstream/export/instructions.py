@@ -1,0 +1,88 @@
+"""Tell the user what to start beside an exported file, and how."""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from prime_composer.upstream.export.plan import Plan
+from prime_composer.upstream.export.tables import needs_more_logprobs
+
+SLURM = (
+    "Under Slurm prime-rl's job script runs `uv sync`, which removes every package that prime-rl",
+    "does not depend on, this one too. slurm.pre_run_command runs after it. Let it install this",
+    "package again, the same way as at first:",
+    '    pre_run_command = "uv pip install prime-composer"',
+    "Where each node has an environment of its own:",
+    "    srun --ntasks-per-node=1 uv pip install prime-composer",
+)
+"""Read in templates/*.sbatch.j2 of all versions. `uv run`, which starts processes, is harmless."""
+
+FLOAT32_HEAD = """--hf-overrides '{"head_dtype": "float32"}'"""
+"""vLLM's option that computes logits in float32."""
+
+
+def head_comment(plan: Plan, table: Mapping[str, Any], not_carried: Mapping[str, str]) -> list[str]:
+    """Return the lines of the comment at the head of an exported file."""
+    lines = [
+        f"Written by prime_composer for prime-rl's {plan.version.name} dialect. "
+        "Start it with the adapter on:",
+        "    prime-rl rl --config THIS_FILE --engine prime-rl",
+        "which is PRIME_COMPOSER=1 in front of prime-rl's own `rl @ THIS_FILE`.",
+        *servers(plan),
+    ]
+    if not_carried:
+        lines += ["", "Not carried to prime-rl:"]
+        lines += [f"    {key}: {why}" for key, why in not_carried.items()]
+    if isinstance(table.get("slurm"), Mapping):
+        lines += ["", *SLURM]
+    return lines
+
+
+def servers(plan: Plan) -> list[str]:
+    """Return how to start the servers that prime-rl does not start itself.
+
+    The commands are prime-rl's own, because it pins a vLLM that answers its requests.
+    """
+    recipe, version = plan.recipe, plan.version
+    if not recipe.loss.compares_with_teacher:
+        return []
+    more, k = needs_more_logprobs(recipe), recipe.loss.support_size
+    if not plan.teachers:
+        if recipe.rollout.url is None:
+            return []
+        also = f": start it with max_logprobs = {k}" if more else ""
+        scoring = f"The server at rollout.url scores the rollouts as well{also}."
+        return ["", scoring, *logits_dtype(plan)]
+    title = "The teacher's server is yours to start, on a GPU of its own:"
+    if len(plan.teachers) > 1:
+        title = "The teachers' servers are yours to start, each on a GPU of its own:"
+    lines = ["", title]
+    for server in plan.teachers.values():
+        port = urlsplit(server["url"]).port
+        if port is None:  # behind a gateway, so prime-rl's command cannot start it
+            also = f", with max_logprobs = {k}" if more else ""
+            lines.append(f"    {server['model']} at {server['url']}{also}")
+            continue
+        also = f" {version.vllm_option}max-logprobs {k}" if more else ""
+        name = shlex.quote(server["model"])
+        lines.append(f"    inference {version.model_option} {name} --server.port {port}{also}")
+    return [*lines, *logits_dtype(plan)]
+
+
+def logits_dtype(plan: Plan) -> list[str]:
+    """Return what to do so that a server in bfloat16 scores with float32 logits."""
+    return [
+        "A server in bfloat16 gives bfloat16 logits, unless its head computes in float32.",
+        f"prime-rl's `inference` does that by default ({plan.version.float32_head} = true). To any",
+        "other vLLM server give vLLM's option:",
+        f"    {FLOAT32_HEAD}",
+    ]
+
+
+def slurm_notice(table: Mapping[str, Any]) -> str | None:
+    """Return what to add where a TOML goes to Slurm and nothing in it reinstalls this package."""
+    slurm = table.get("slurm")
+    if isinstance(slurm, Mapping) and not slurm.get("pre_run_command"):
+        return f"[slurm] has no pre_run_command. {' '.join(line.strip() for line in SLURM)}"
+    return None

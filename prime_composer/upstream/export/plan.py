@@ -1,0 +1,186 @@
+"""Decide what a recipe's teachers and environments become in prime-rl."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from prime_composer.problems.config import DataConfig
+from prime_composer.problems.loading import ProblemSet, load_problem_set
+from prime_composer.recipe.routing import Routing, TeacherId
+from prime_composer.recipe.schema import Recipe, RecipeError, RolloutConfig, TeacherConfig
+from prime_composer.upstream.toml_shapes import API_KEY_VAR
+from prime_composer.upstream.versions import Version
+
+FIRST_TEACHER_PORT = 8001
+
+
+class Environment(NamedTuple):
+    """An environment of prime-rl.
+
+    It is one of the recipe's, or the rows of one that name the same teacher.
+
+    Attributes:
+        name: its name in prime-rl.
+        data: the recipe's [data] or [environments.NAME].
+        ratio: its share of the prompts, relative to the others.
+        mixture: weights of the teachers that score its rollouts; they add up to 1.
+        rows: the teacher that its rows name, "" for rows that name none. None for all rows.
+    """
+
+    name: str
+    data: DataConfig
+    ratio: float
+    mixture: Mapping[TeacherId, float]
+    rows: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe, the version to export for, and its resolved teachers and environments.
+
+    Attributes:
+        recipe: the recipe.
+        version: the version of prime-rl.
+        student: name or directory of the student.
+        teachers: served name, URL and maybe ``api_key_var`` of each teacher.
+        environments: prime-rl's environments. Without distillation their mixtures are empty.
+    """
+
+    recipe: Recipe
+    version: Version
+    student: str
+    teachers: Mapping[TeacherId, Mapping[str, str]]
+    environments: list[Environment]
+
+    @classmethod
+    def of(
+        cls,
+        recipe: Recipe,
+        version: Version,
+        models: Mapping[str, Any],
+        problems: ProblemSet | None = None,
+    ) -> "Plan":
+        """Resolve a recipe.
+
+        Args:
+            recipe: the recipe.
+            version: the version of prime-rl.
+            models: directories of the models under ``[*.prepare]``, by table.
+            problems: the recipe's problems. None: loaded here, and only if rows name teachers.
+
+        Raises:
+            RecipeError: a model has not been built, a row names an unknown teacher, or two
+                environments would have the same name.
+            ValueError: the data cannot be read.
+        """
+        routing = Routing.of_recipe(recipe)
+        distils = recipe.loss.compares_with_teacher
+        return cls(
+            recipe,
+            version,
+            model_name(recipe.student.model, models, "student"),
+            teacher_servers(routing, models) if distils else {},
+            split_environments(recipe, routing if distils else None, problems),
+        )
+
+    @property
+    def teachers_mixed(self) -> bool:
+        """Whether the adapter has to mix or route the teachers, whatever the loss reads."""
+        mixtures = [environment.mixture for environment in self.environments]
+        if any(len(mixture) > 1 for mixture in mixtures):
+            return True
+        return not self.version.teacher_by_environment and any(
+            mixture != mixtures[0] for mixture in mixtures
+        )
+
+
+def model_name(name: str | None, models: Mapping[str, Any], table: str) -> str:
+    """Return the name of an existing model, or the directory of a prepared one.
+
+    Raises:
+        RecipeError: the model has not been built.
+    """
+    if name is not None:
+        return name
+    if table not in models:
+        raise RecipeError(
+            f"[{table}.prepare] builds a small model first: run `prime-rl prepare --config FILE`, "
+            f"then export again, or name an existing model with --set {table}.model=DIR"
+        )
+    return str(models[table])
+
+
+def v1_url(url: str) -> str:
+    """Return the OpenAI base URL of a server, which prime-rl's clients expect."""
+    url = url.rstrip("/")
+    return url if url.endswith("/v1") else f"{url}/v1"
+
+
+def api_key(server: TeacherConfig | RolloutConfig) -> dict[str, str]:
+    """Return ``api_key_var`` of a server, unless it is prime-rl's default."""
+    return {} if server.api_key_var == API_KEY_VAR else {"api_key_var": server.api_key_var}
+
+
+def teacher_servers(routing: Routing, models: Mapping[str, Any]) -> dict[TeacherId, dict[str, str]]:
+    """Return served name, URL and maybe ``api_key_var`` of each teacher.
+
+    A teacher without a URL is expected on this host, at port 8001 and up in the recipe's order.
+    """
+    servers = {}
+    for port, (teacher_id, teacher) in enumerate(routing.teachers.items(), FIRST_TEACHER_PORT):
+        url = v1_url(teacher.url or f"http://localhost:{port}")
+        name = model_name(teacher.model, models, teacher_id.table)
+        servers[teacher_id] = {"url": url, "model": name} | api_key(teacher)
+    return servers
+
+
+def split_environments(
+    recipe: Recipe, routing: Routing | None, problems: ProblemSet | None
+) -> list[Environment]:
+    """Return prime-rl's environments.
+
+    prime-rl assigns teachers to environments. So an environment whose rows name teachers becomes
+    one environment per teacher.
+
+    Args:
+        recipe: the recipe.
+        routing: its teachers; None without distillation.
+        problems: its problems; None: loaded here if needed.
+
+    Raises:
+        RecipeError: a row names an unknown teacher, or two environments would have the same name.
+        ValueError: the data cannot be read.
+    """
+    if routing is None:
+        return [Environment(name, data, data.ratio, {}) for name, data in recipe.sources.items()]
+    by_row = {name: data for name, data in recipe.sources.items() if data.teacher_key is not None}
+    if by_row and problems is None:
+        problems = load_problem_set(by_row)
+    environments = []
+    for name, data in recipe.sources.items():
+        if name not in by_row or problems is None:
+            mixture = routing.of_environment(name)
+            environments.append(Environment(name, data, data.ratio, mixture))
+            continue
+        rows = [problem for problem in problems.practice if problem.environment == name]
+        counts = Counter(problem.teacher or "" for problem in rows)
+        mixtures = {problem.teacher or "": routing.of(problem) for problem in rows}
+        environments += [
+            Environment(
+                f"{name}-{teacher or 'others'}",
+                data,
+                data.ratio * counts[teacher] / len(rows),
+                mixtures[teacher],
+                teacher,
+            )
+            for teacher in sorted(counts)
+        ]
+    for name, count in Counter(environment.name for environment in environments).items():
+        if count > 1:
+            raise RecipeError(
+                f"{count} environments of prime-rl's would be called {name!r}: where rows name "
+                "their teachers each gets one, ENVIRONMENT-TEACHER, and rows without a teacher "
+                "ENVIRONMENT-others. Rename [environments] or [teachers]."
+            )
+    return environments

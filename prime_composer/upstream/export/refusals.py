@@ -1,0 +1,63 @@
+"""Refuse recipes that ask for what no field of prime-rl's config can express."""
+
+from prime_composer.losses import require
+from prime_composer.recipe.schema import PolicyTeacherConfig, Recipe, RecipeError
+from prime_composer.upstream.settings import wire_support_size
+from prime_composer.upstream.versions import REMEDIES, VERSIONS, Version
+
+RUN_LOCALLY = "or run the recipe with --engine local."
+
+
+def refuse(recipe: Recipe, version: Version) -> None:
+    """Check that a version of prime-rl can run the recipe.
+
+    Raises:
+        RecipeError: it cannot; the message names the key and a remedy.
+    """
+    fraction = recipe.rollout.student_fraction
+    if fraction != 1:
+        raise RecipeError(
+            f"rollout.student_fraction = {fraction}: prime-rl samples every sequence from the "
+            f"student. Set it to 1, {RUN_LOCALLY}"
+        )
+    policy = None if recipe.teacher is None else recipe.teacher.policy
+    try:
+        wire_support_size(recipe.loss, "loss")
+    except ValueError as error:
+        raise RecipeError(f"{str(error).removesuffix('.')}, {RUN_LOCALLY}") from None
+    if policy is not None:
+        refuse_policy_teacher(policy, version)
+    provided = version.contract.provides(recipe.loss.compares_with_teacher, adapter=True)
+    try:
+        require(recipe.loss, provided, REMEDIES, provider=f"prime-rl {version.name}")
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+
+
+def refuse_policy_teacher(policy: PolicyTeacherConfig, version: Version) -> None:
+    """Check that prime-rl's algorithm ``opsd`` covers a hint-conditioned teacher.
+
+    ``opsd`` scores with the live policy, which reads the data's solution as a hint.
+
+    Raises:
+        RecipeError: it does not; the message names the key.
+    """
+    if not version.self_distillation:
+        able = ", ".join(name for name, other in VERSIONS.items() if other.self_distillation)
+        raise RecipeError(
+            f"teacher.policy: prime-rl {version.name} has no self-distillation. Use one of {able}, "
+            f"{RUN_LOCALLY}"
+        )
+    hint = "its opsd has the data's solution only, no verdict and no other rollout"
+    template = "its opsd writes the hint into a system message before the question"
+    for key, value, supported, why in (
+        ("hint", policy.hint, "reference", hint),
+        ("update", policy.update, "live", "its opsd scores with the policy's current weights"),
+        ("template", policy.template, None, template),
+    ):
+        if value != supported:
+            remedy = "Leave it out" if supported is None else f"Set it to {supported!r}"
+            raise RecipeError(
+                f"teacher.policy.{key} = {value!r}: prime-rl cannot do that ({why}). {remedy}, "
+                f"{RUN_LOCALLY}"
+            )

@@ -1,0 +1,181 @@
+"""Translate a recipe into the tables of prime-rl's TOML."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from prime_composer.recipe.schema import Recipe
+from prime_composer.upstream.environment import NAME, data_settings
+from prime_composer.upstream.export.plan import Environment, Plan, api_key, v1_url
+from prime_composer.upstream.export.toml import merge, plain
+from prime_composer.upstream.settings import FILE_KEY, IMPORT_PATH
+from prime_composer.upstream.versions import Version
+
+VLLM_LOGPROBS = 20
+"""vLLM's default max_logprobs. It refuses requests for more."""
+
+
+def build_tables(plan: Plan) -> dict[str, Any]:
+    """Return the recipe in prime-rl's terms, without its [prime_rl]."""
+    recipe, version = plan.recipe, plan.version
+    table: dict[str, Any] = {
+        "max_steps": recipe.trainer.steps,
+        "seq_len": recipe.rollout.max_model_len,
+        "model": {"name": plan.student},
+        "orchestrator": orchestrator(plan),
+        "trainer": trainer(plan),
+        # Without [ckpt] prime-rl writes no weights at all. Without an interval: the last ones only.
+        "ckpt": {"keep_last": recipe.checkpoint.keep},
+    }
+    if recipe.checkpoint.every:
+        table["ckpt"]["interval"] = recipe.checkpoint.every
+    if recipe.output_dir is not None:
+        table |= version.run_dir(Path(recipe.output_dir))
+    if recipe.logging.wandb is not None:
+        wandb = recipe.logging.wandb.model_dump(exclude_none=True)
+        for name in reversed(version.wandb):
+            wandb = {name: wandb}
+        merge(table, wandb)
+    if recipe.rollout.url is None:
+        table["inference"] = version.inference(vllm_arguments(recipe))
+    return table
+
+
+def orchestrator(plan: Plan) -> dict[str, Any]:
+    """Return [orchestrator]: batches, environments, teachers, evaluation, the student's server."""
+    recipe, version = plan.recipe, plan.version
+    environments = [environment(part, version) for part in plan.environments]
+    table: dict[str, Any] = {
+        "batch_size": recipe.trainer.batch_size,
+        "group_size": recipe.rollout.group_size,
+        "train": {"sampling": sampling(recipe), version.environment_key: environments},
+    }
+    if recipe.loss.compares_with_teacher:
+        if plan.teachers:
+            mixtures = {
+                part.name: [
+                    {**plan.teachers[teacher], "weight": weight}
+                    for teacher, weight in part.mixture.items()
+                ]
+                for part in plan.environments
+            }
+            version.teachers(table, environments, mixtures, version.base_url)
+        else:
+            # The policy is its own teacher. Our environment stores the solution as "answer".
+            table["algo"] = {"type": "opsd", "demo_key": "answer"}
+    if recipe.rollout.url is not None:
+        url = version.base_url(v1_url(recipe.rollout.url))
+        client = {"base_url": url} | api_key(recipe.rollout)
+        merge(table, {version.student_client: {"client": client}})
+    if "eval" in recipe.model_fields_set:
+        table["eval"] = evaluation(recipe, version)
+    return table
+
+
+def environment(part: Environment, version: Version, split: str = "train") -> dict[str, Any]:
+    """Return an environment that ``prime_composer_problems`` serves."""
+    settings = data_settings(part.data)
+    if split != "train":
+        settings["split"] = split
+    if part.rows is not None:
+        settings["rows_of"] = part.rows
+    return version.environment(NAME, settings, {"name": part.name, "ratio": part.ratio})
+
+
+def sampling(recipe: Recipe) -> dict[str, Any]:
+    """Return the sampling settings of the rollouts."""
+    rollout = recipe.rollout
+    table: dict[str, Any] = {
+        "temperature": rollout.temperature,
+        "max_completion_tokens": rollout.max_tokens,
+    }
+    if rollout.top_p != 1:
+        # prime-rl sends top_p = 1 itself. The request body overrides it.
+        table["extra_body"] = {"top_p": rollout.top_p}
+    return table
+
+
+def evaluation(recipe: Recipe, version: Version) -> dict[str, Any]:
+    """Return [orchestrator.eval]: greedy accuracy on the held-out problems.
+
+    prime-rl evaluates before the first step, and whenever its count of steps is a multiple of the
+    interval. ``every = 0`` becomes the count after the last step.
+    """
+    sources = [Environment(name, data, data.ratio, {}) for name, data in recipe.sources.items()]
+    return {
+        "interval": recipe.eval.every or recipe.trainer.steps + version.first_step,
+        "num_examples": math.ceil(recipe.eval.size / len(sources)),
+        "sampling": {"temperature": 0.0, "max_completion_tokens": recipe.rollout.max_tokens},
+        version.environment_key: [environment(source, version, "test") for source in sources],
+    }
+
+
+def trainer(plan: Plan) -> dict[str, Any]:
+    """Return [trainer]: loss, optimizer, schedule, activation checkpointing."""
+    config = plan.recipe.trainer
+    table: dict[str, Any] = {
+        "loss": {"type": "custom", "import_path": IMPORT_PATH, "kwargs": loss_table(plan)},
+        "optim": {
+            "type": "adamw",
+            "lr": config.lr,
+            "weight_decay": config.weight_decay,
+            "betas1": config.betas[0],
+            "betas2": config.betas[1],
+            "max_norm": config.max_grad_norm,
+        },
+        "scheduler": scheduler(plan.recipe),
+    }
+    # prime-rl's default is off in v0.6 and on later, so only an explicit setting is written.
+    if "gradient_checkpointing" in config.model_fields_set:
+        # Offloading, which later versions turn on as well, would turn checkpointing on again.
+        off = {"ac": "None", "ac_offloading": "None"}
+        table["model"] = {"ac": {"mode": "full"}} if config.gradient_checkpointing else off
+    return table
+
+
+def loss_table(plan: Plan) -> dict[str, Any]:
+    """Return the loss as the recipe sets it, and its knob ``dialect`` where it has one."""
+    loss = plan.recipe.loss
+    set_by_recipe = loss.model_dump(exclude_unset=True, exclude_none=True)
+    table = {"type": loss.type, **plain(set_by_recipe)}
+    if plan.teachers_mixed:
+        table[FILE_KEY] = True  # prime-rl alone would query the wrong teacher without any error
+    if "dialect" in type(loss).model_fields and "dialect" not in loss.model_fields_set:
+        table["dialect"] = plan.version.loss_dialect
+    return table
+
+
+def scheduler(recipe: Recipe) -> dict[str, Any]:
+    """Return the learning rate's schedule."""
+    kind, warmup = recipe.trainer.schedule, recipe.trainer.warmup_steps
+    decay = recipe.trainer.steps - warmup
+    # A decay of one step is at its peak, and prime-rl would divide by decay - 1.
+    if kind == "constant" or decay <= 1:
+        if not warmup:
+            return {"type": "constant"}
+        return {"type": "linear", "warmup_steps": warmup, "decay_steps": 0}
+    if kind == "linear":
+        return {"type": "linear", "warmup_steps": warmup, "decay_steps": decay}
+    return {"type": "cosine", "warmup_steps": warmup}
+
+
+def vllm_arguments(recipe: Recipe) -> dict[str, Any]:
+    """Return arguments, by vLLM's names, of the server that prime-rl starts for the student."""
+    arguments: dict[str, Any] = {}
+    if "gpu_memory_utilization" in recipe.rollout.model_fields_set:
+        arguments["gpu_memory_utilization"] = recipe.rollout.gpu_memory_utilization
+    if "seed" in recipe.trainer.model_fields_set:
+        arguments["seed"] = recipe.trainer.seed
+    if "dtype" in recipe.trainer.model_fields_set and recipe.trainer.dtype == "bfloat16":
+        # prime-rl's default, "auto", loads a float32 model as float16.
+        arguments["dtype"] = "bfloat16"
+    scores = recipe.teacher is not None and recipe.teacher.policy is not None
+    if scores and needs_more_logprobs(recipe):
+        arguments["max_logprobs"] = recipe.loss.support_size
+    return arguments
+
+
+def needs_more_logprobs(recipe: Recipe) -> bool:
+    """Return whether a server that scores needs a larger max_logprobs than vLLM's default."""
+    k = recipe.loss.support_size
+    return isinstance(k, int) and k > VLLM_LOGPROBS

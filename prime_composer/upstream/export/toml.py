@@ -1,0 +1,47 @@
+"""Write TOML with the library tomli-w, which prime-rl depends on as well."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prime_composer.recipe.schema import RecipeError
+
+
+def to_toml(table: Mapping[str, Any]) -> str:
+    """Return tables as a TOML document.
+
+    Raises:
+        RecipeError: tomli-w is not installed.
+    """
+    try:
+        import tomli_w
+    except ImportError:
+        raise RecipeError("writing a TOML file needs tomli-w: pip install tomli-w") from None
+    return tomli_w.dumps(table)
+
+
+def as_text(table: Mapping[str, Any], head: Sequence[str]) -> str:
+    """Return tables as a TOML document under a comment.
+
+    Raises:
+        RecipeError: tomli-w is not installed.
+    """
+    comment = "".join(f"# {line}".rstrip() + "\n" for line in head)
+    return f"{comment}\n{to_toml(table)}" if head else to_toml(table)
+
+
+def plain(value: Any) -> Any:
+    """Return a value with tuples and sets as lists, the types that TOML has."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return value
+
+
+def merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
+    """Merge ``source`` into ``target``, table by table. Lists and values are replaced."""
+    for key, value in source.items():
+        if isinstance(value, Mapping) and isinstance(target.get(key), dict):
+            merge(target[key], value)
+        else:
+            target[key] = plain(value)
