@@ -1,46 +1,59 @@
-"""The whole-run adapter's switch: lazy hooks in every process of a prime-rl run.
+"""Start of the whole-run adapter: lazy hooks in every process of a prime-rl run.
 
-``prime_composer.pth`` runs this file when PRIME_COMPOSER is set, at the start of each interpreter of the environment:
-launcher, orchestrator, env servers, trainer ranks, on every node. It installs one import finder and imports nothing; a
-hook runs right after prime-rl has loaded the module that it is for, before anyone copies names out of it. When the
-variable is unset the .pth line reads it and stops.
+``prime_composer.pth`` runs this file when PRIME_COMPOSER is set, at the start of each interpreter
+of the environment: launcher, orchestrator, env servers, trainer ranks, on every node. It installs
+one import finder and imports nothing. A hook runs right after prime-rl has loaded its module,
+before other modules copy names out of it. When the variable is unset the .pth line reads it and
+stops.
 
-This file uses the standard library alone and is loaded without its package, so that an env server never pays for torch.
+This file uses the standard library alone and is loaded without its package, so that an env server
+never imports torch.
 """
 
 import importlib
 import importlib.abc
 import sys
-from typing import Any
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
-HOOKS = {
-    "prime_rl.utils.config": "launcher",
-    "prime_rl.trainer.rl.loss": "trainer_loss",
-    "prime_rl.trainer.rl.data": "trainer_data",
-    "prime_rl.trainer.optim.offload": "trainer_offload",
-    "prime_rl.trainer.models.layers.lm_head": "trainer_head",
-    "prime_rl.trainer.models.layers.lm_head_gemma": "trainer_head",
-    "prime_rl.utils.cp": "trainer_cp",
-    "prime_rl.orchestrator.utils": "orchestrator_v0_6",
-    "prime_rl.utils.client": "orchestrator_client",
-    "prime_rl.orchestrator.algo.opd": "orchestrator_algorithm",
-    "prime_rl.orchestrator.algo.opsd": "orchestrator_algorithm",
-    "prime_rl.orchestrator.algo.routing": "orchestrator_routing",
-    "prime_rl.orchestrator.trajectories": "orchestrator_samples",
+LAUNCHER = "prime_composer.upstream.launcher_hook"
+TRAINER = "prime_composer.upstream.trainer.hooks"
+HEAD = "prime_composer.upstream.trainer.head"
+ORCHESTRATOR = "prime_composer.upstream.orchestrator.hooks"
+
+HOOKS: dict[str, tuple[str, ...]] = {
+    "prime_rl.utils.config": (f"{LAUNCHER}:hook_config",),
+    "prime_rl.trainer.rl.loss": (f"{TRAINER}:hook_loss",),
+    "prime_rl.trainer.rl.data": (f"{TRAINER}:hook_data",),
+    "prime_rl.trainer.models.layers.lm_head": (f"{HEAD}:hook_head",),
+    "prime_rl.trainer.models.layers.lm_head_gemma": (f"{HEAD}:hook_head",),
+    "prime_rl.utils.cp": (f"{TRAINER}:hook_context_parallel",),
+    "prime_rl.orchestrator.utils": (f"{ORCHESTRATOR}:hook_teacher_logprobs",),
+    "prime_rl.utils.client": (f"{ORCHESTRATOR}:hook_client",),
+    "prime_rl.orchestrator.algo.opd": (f"{ORCHESTRATOR}:hook_algorithm",),
+    "prime_rl.orchestrator.algo.opsd": (f"{ORCHESTRATOR}:hook_algorithm",),
+    "prime_rl.orchestrator.algo.routing": (f"{ORCHESTRATOR}:hook_routing",),
+    "prime_rl.orchestrator.trajectories": (f"{ORCHESTRATOR}:hook_samples",),
 }
-"""Upstream module: function of ``prime_composer.upstream.hooks`` that is called with it once it is loaded."""
+"""Module of prime-rl -> the functions, "module:function", that are called with it once loaded."""
 
 
 class Hooks(importlib.abc.MetaPathFinder):
-    """Finds the modules of ``HOOKS`` like everyone else does, and lets the hook run after they are loaded."""
+    """Finds the modules of ``HOOKS`` as the other finders do, and hooks them once loaded."""
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        name = HOOKS.get(fullname)
-        if name is None:
+    is_prime_composer = True
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec that the other finders find, with a loader that runs the hooks."""
+        hooks = HOOKS.get(fullname)
+        if hooks is None:
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = None if find is None else find(fullname, path, target)
+            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
             if spec is not None:
                 break
         else:
@@ -48,20 +61,17 @@ class Hooks(importlib.abc.MetaPathFinder):
         if spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def exec_module(module: Any) -> None:
+            def exec_module(module: ModuleType) -> None:
                 execute(module)
-                getattr(importlib.import_module("prime_composer.upstream.hooks"), name)(module)
+                for hook in hooks:
+                    name, _, function = hook.partition(":")
+                    getattr(importlib.import_module(name), function)(module)
 
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this one spec
         return spec
 
 
 def install() -> None:
-    """Put the finder in front, once."""
-    if not any(
-        type(finder).__name__ == "Hooks" and hasattr(finder, "is_prime_composer")
-        for finder in sys.meta_path
-    ):
-        finder = Hooks()
-        finder.is_prime_composer = True
-        sys.meta_path.insert(0, finder)
+    """Put the finder in front of all others, once."""
+    if not any(hasattr(finder, "is_prime_composer") for finder in sys.meta_path):
+        sys.meta_path.insert(0, Hooks())

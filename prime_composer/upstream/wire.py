@@ -1,10 +1,12 @@
-"""The teacher's support on prime-rl's wire: it rides where router replay would.
+"""The teacher's support on prime-rl's wire, in the field ``routed_experts``.
 
-``routed_experts`` is a per-token integer array [seq, a, b] that prime-rl already slices, packs, pads, checks and sends
-in every version, and that its trainer drops when router replay is off. Ours is int32 [seq, 2, K]: the K ids, and the
-bits of the K float32 log-probs. 8 K bytes per token.
+That field is meant for router replay: a per-token integer array [seq, a, b]. Every version of
+prime-rl slices, packs, pads, checks and sends it, and its trainer drops it where router replay is
+off. Ours is int32 [seq, 2, K]: the K ids, and the bits of the K float32 log-probs. That is 8 K
+bytes per token.
 
-What it costs: no router replay in the same run; a bin never mixes samples with and without a support; K is one number.
+Its price: no router replay in the same run; a bin never mixes samples with and without a support; K
+is one number for the run.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +16,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 MARK = 1.0
-"""Stands in the place of a sequence's first log-prob, which nothing scores and prime-rl fills with 0.0, where this run's
-teachers are mixed or routed by the adapter: the trainer sees by it that the adapter is on in the orchestrator too."""
+"""Value of a sequence's first log-prob in a run whose teachers are mixed or routed by the adapter.
+
+Nothing scores the first token, and prime-rl fills its log-prob with 0.0. A log-prob is never 1.0,
+so the trainer recognizes by it that the orchestrator runs with the adapter too. The trainer masks
+the first token, so that no loss reads the mark.
+"""
 
 
 class Payload(NamedTuple):
@@ -23,7 +29,8 @@ class Payload(NamedTuple):
 
     Attributes:
         token_ids: [seq, k].
-        teacher_logprobs: log q at these ids, full-vocabulary normalised, [seq, k]; NaN where nothing was scored.
+        teacher_logprobs: log q at these ids, full-vocabulary normalized, [seq, k]; NaN where
+            nothing was scored.
     """
 
     token_ids: Int[Tensor, "seq k"]
@@ -31,8 +38,8 @@ class Payload(NamedTuple):
 
 
 def pack(token_ids: Any, logprobs: Any) -> Any:
-    """[n, 2, K] int32 of numpy ids [n, K] and float32 log-probs [n, K]."""
-    import numpy as np
+    """Return int32 [n, 2, K] of NumPy ids [n, K] and float32 log-probs [n, K]."""
+    import numpy as np  # the plain launcher's trainer packs nothing and may lack NumPy
 
     ids = np.ascontiguousarray(token_ids, dtype=np.int32)
     bits = np.ascontiguousarray(logprobs, dtype=np.float32).view(np.int32)
@@ -40,15 +47,18 @@ def pack(token_ids: Any, logprobs: Any) -> Any:
 
 
 def unpack(array: Int[Tensor, "seq a k"], k: int) -> Payload:
-    """Take apart what ``pack`` made, after prime-rl's packing and padding (padding reads id 0, log-prob 0; masked).
+    """Return what ``pack`` packed, after prime-rl's packing and padding.
+
+    Padding reads id 0 and log-prob 0; it is masked.
 
     Raises:
-        ValueError: it is not one of ours: router replay filled the field.
+        ValueError: router replay filled the field, or K differs.
     """
     if array.dtype != torch.int32 or array.shape[1] != 2 or array.shape[2] != k:
         raise ValueError(
-            f"routed_experts holds {array.dtype} {tuple(array.shape)} where the teacher's top-{k} support, int32 "
-            f"(seq, 2, {k}), was expected. Router replay and a top-K support share this field: set "
-            "trainer.enable_router_replay = false and inference enable_return_routed_experts = false."
+            f"routed_experts holds {array.dtype} {tuple(array.shape)} where the teacher's top-{k} "
+            f"support, int32 (seq, 2, {k}), was expected. Router replay and a top-K support share "
+            "this field: set trainer.enable_router_replay = false and inference "
+            "enable_return_routed_experts = false."
         )
     return Payload(array[:, 0].long(), array[:, 1].contiguous().view(torch.float32))

@@ -1,0 +1,119 @@
+"""prime-rl's launcher: resolve the settings once, and pass them to every process of the run."""
+
+import functools
+import os
+import sys
+from typing import Any
+
+from prime_composer.upstream.settings import (
+    IMPORT_PATH,
+    SECTION,
+    SWITCH,
+    AdapterSettings,
+    parse_loss_table,
+    split_table,
+    wire_support_size,
+)
+
+
+def hook_config(module: Any) -> None:
+    """Let ``prime_rl.utils.config.cli`` resolve the settings of the config that it returns.
+
+    It is a re-export of pydantic_config's (38494ccb and 559b4477). Every entry point copies it by
+    name later.
+    TODO(prime-rl): remove once the orchestrator's config has room for K.
+    """
+    cli = module.cli
+
+    @functools.wraps(cli)
+    def resolved(*args: Any, **kwargs: Any) -> Any:
+        config = cli(*args, **kwargs)
+        resolve(config)
+        return config
+
+    module.cli = resolved
+
+
+def resolve(config: Any) -> None:
+    """Read the loss of a launcher's config, check it, and pass the settings on to all children.
+
+    A run with a wrong loss table therefore ends before any process is started. The config of
+    another process, which has no trainer, is left alone: an env server never imports torch.
+
+    Raises:
+        ValueError: the loss table is wrong, [trainer.loss] and PRIME_COMPOSER disagree, the loss is
+            not for distillation, or it needs a support and router replay is on.
+    """
+    trainer = getattr(config, "trainer", None)
+    if trainer is None:
+        return
+    given = AdapterSettings.from_env() or AdapterSettings()
+    loss = getattr(trainer, "loss", None)
+    in_file = getattr(loss, "import_path", None) == IMPORT_PATH
+    settings = _with_file(given, loss.kwargs) if loss is not None and in_file else given
+    if settings.loss is None:
+        print(
+            f"prime_composer: {SWITCH} is on and names no loss, nor does [trainer.loss]: this run "
+            "has prime-rl's own losses",
+            file=sys.stderr,
+            flush=True,
+        )
+        os.environ.update(AdapterSettings(k=0).to_env())
+        return
+    loss_config = parse_loss_table(settings.loss)
+    if not in_file and not loss_config.compares_with_teacher:
+        raise ValueError(
+            f"{SWITCH} names {loss_config.type!r}, a loss of rl tokens. Those are set in "
+            f'[trainer.loss]: write type = "custom", import_path = "{IMPORT_PATH}", and the table '
+            f"in [{SECTION}]."
+        )
+    k = wire_support_size(loss_config)
+    if k:
+        _refuse_router_replay(config, loss_config.type, k)
+    table = _with_token_ids(settings.loss, loss_config, trainer.model.name)
+    if loss is not None and in_file:
+        loss.kwargs.update(table)
+    settings = AdapterSettings(loss=table, k=k, teachers_mixed=settings.teachers_mixed)
+    os.environ.update(settings.to_env())
+
+
+def _with_file(settings: AdapterSettings, kwargs: dict[str, Any]) -> AdapterSettings:
+    table, mixed = split_table(kwargs)
+    if settings.loss is not None and parse_loss_table(settings.loss) != parse_loss_table(table):
+        raise ValueError(
+            f"{SWITCH} holds the loss {settings.loss} and [{SECTION}] {table}: keep one of them."
+        )
+    return AdapterSettings(loss=table, teachers_mixed=mixed or settings.teachers_mixed)
+
+
+def _refuse_router_replay(config: Any, name: str, k: int) -> None:
+    inference = getattr(config, "inference", None)
+    replays = {
+        "trainer.enable_router_replay": getattr(config.trainer, "enable_router_replay", False),
+        "inference.enable_return_routed_experts": getattr(
+            inference, "enable_return_routed_experts", False
+        ),
+    }
+    active = [key for key, on in replays.items() if on]
+    if active:
+        raise ValueError(
+            f"[{SECTION}] type = {name!r} needs the teacher's top-{k} support, which is sent in "
+            f"the field of router replay: set {' and '.join(active)} = false, or use a loss "
+            "without a support."
+        )
+
+
+def _with_token_ids(table: dict[str, Any], loss_config: Any, model: str) -> dict[str, Any]:
+    """Return the loss table with its special tokens as ids.
+
+    The launcher has the model's tokenizer, the trainer's loss has not.
+    """
+    special_tokens = loss_config.special_tokens
+    if special_tokens is None or not special_tokens.strings:
+        return table
+    from transformers import AutoTokenizer
+
+    from prime_composer.losses.shared.modifiers import resolve as with_ids
+
+    resolved = with_ids(loss_config, AutoTokenizer.from_pretrained(model))
+    return {"type": resolved.type, **resolved.model_dump(mode="json", exclude_unset=True)}

@@ -1,0 +1,6 @@
+"""The adapter in prime-rl's orchestrator: ask teachers for their top-K, and send it to the trainer.
+
+client    one request for scores, and how many of them at a time
+teachers  several teachers in the place of one, and their mixture
+hooks     where each version of prime-rl scores, and where its samples carry the support
+"""

@@ -1,0 +1,220 @@
+"""Hooks on the modules of prime-rl's orchestrator; ``autoload.HOOKS`` lists them.
+
+Versions score in three places. The request and its answer are the same everywhere.
+
+    v0.6        compute_teacher_logprobs is replaced; it holds the samples that are sent
+    v0.7, v0.8  prefill_logprobs is replaced; score_rollout copies the support to each sample
+    head        prefill_logprobs is replaced; assign_reference_logprobs copies the support to the
+                nodes of the episode's graph
+
+The settings are read when a score is asked for, never at import: the launcher loads some of these
+modules too, before it has read its config.
+"""
+
+import asyncio
+import functools
+import importlib
+from itertools import cycle
+from typing import Any, NoReturn
+
+from prime_composer.upstream import wire
+from prime_composer.upstream.orchestrator.client import Requests, Scores
+from prime_composer.upstream.orchestrator.teachers import HEADER, score_by_each, teachers_of
+from prime_composer.upstream.settings import AdapterSettings
+from prime_composer.upstream.versions import UnknownSurface, expect
+
+REQUESTS = Requests()
+
+
+def _settings() -> AdapterSettings:
+    return AdapterSettings.from_env() or AdapterSettings()
+
+
+def hook_teacher_logprobs(module: Any) -> None:
+    """Let ``compute_teacher_logprobs`` ask for K and attach the support to the samples (v0.6).
+
+    38494ccb, orchestrator/utils.py:110.
+    TODO(prime-rl): remove once samples have a field for it.
+    """
+    if not hasattr(module, "compute_teacher_logprobs"):
+        return
+    original = expect(
+        module,
+        "compute_teacher_logprobs",
+        ("clients", "model_name", "samples"),
+        "prime_rl/orchestrator/utils.py",
+    )
+    if not hasattr(module, "setup_openai_client"):
+        raise UnknownSurface(
+            "prime_rl.orchestrator.utils lost setup_openai_client, which makes the teacher's "
+            "client."
+        )
+
+    @functools.wraps(original)
+    async def compute_teacher_logprobs(clients: Any, model_name: str, samples: Any) -> Any:
+        k = _settings().support_size()
+        if k == 0 and not any(HEADER in config.extra_headers for config in clients):
+            return [marked(scores) for scores in await original(clients, model_name, samples)]
+
+        async def score(config: Any, sample: Any) -> list[float]:
+            token_ids = list(sample.prompt_ids) + list(sample.completion_ids)
+            header = config.extra_headers.get(HEADER)
+            if header is None:
+                client = module.setup_openai_client(config)
+                scores = await REQUESTS.score(client, model_name, token_ids, k)
+            else:
+                teachers = teachers_of(header, sample.env_name)
+                scores = await score_by_each(REQUESTS, teachers, token_ids, k)
+            attach(sample, scores)
+            return marked(list(scores))
+
+        pairs = zip(cycle(clients), samples, strict=False)
+        return await asyncio.gather(*(score(config, sample) for config, sample in pairs))
+
+    module.compute_teacher_logprobs = compute_teacher_logprobs
+
+
+def hook_client(module: Any) -> None:
+    """Let ``prefill_logprobs`` ask for K; the scorer looks it up at every call (from v0.7 on).
+
+    d334ea52 utils/client.py:571, 559b4477 utils/client.py:479.
+    TODO(prime-rl): remove with ``hook_teacher_logprobs``.
+    """
+    if not hasattr(module, "prefill_logprobs"):
+        return
+    original = expect(
+        module, "prefill_logprobs", ("openai", "model", "token_ids"), "prime_rl/utils/client.py"
+    )
+
+    @functools.wraps(original)
+    async def prefill_logprobs(openai: Any, model: str, token_ids: list[int]) -> list[float]:
+        k = _settings().support_size()
+        header = openai.default_headers.get(HEADER)
+        if header is not None:
+            return marked(await score_by_each(REQUESTS, teachers_of(header), token_ids, k))
+        if k == 0:
+            return marked(await original(openai, model, token_ids))
+        return marked(await REQUESTS.score(openai, model, token_ids, k))
+
+    module.prefill_logprobs = prefill_logprobs
+
+
+def hook_algorithm(module: Any) -> None:
+    """Let ``score_rollout`` of the distilling algorithms attach the support to each sample.
+
+    v0.7 and v0.8: d334ea52 and 60bc2954, orchestrator/algo/opd.py:44, opsd.py:72. Later versions
+    have no such method; ``hook_routing`` serves them.
+    """
+    for name in ("OPDAlgorithm", "OPSDAlgorithm"):
+        cls = module.__dict__.get(name)
+        if cls is not None and hasattr(cls, "score_rollout"):
+            source = f"prime_rl/orchestrator/algo of {name}"
+            original = expect(cls, "score_rollout", ("self", "rollout"), source)
+            cls.score_rollout = _then_attach(original)
+
+
+def _then_attach(original: Any) -> Any:
+    @functools.wraps(original)
+    async def score_rollout(self: Any, rollout: Any) -> None:
+        await original(self, rollout)
+        for sample in rollout.samples:
+            if isinstance(sample.ref_logprobs, Scores):
+                attach(sample, sample.ref_logprobs)
+                sample.ref_logprobs = list(sample.ref_logprobs)
+
+    return score_rollout
+
+
+def hook_routing(module: Any) -> None:
+    """Let ``assign_reference_logprobs`` also attach the support to the branch's nodes (head).
+
+    559b4477, orchestrator/algo/routing.py:37; opd and opsd copy it by name later. Prompt nodes
+    have it too: a branch has a payload only if all its nodes have one.
+    TODO(prime-rl): remove with ``hook_teacher_logprobs``.
+    """
+    if not hasattr(module, "assign_reference_logprobs"):
+        return
+    original = expect(
+        module,
+        "assign_reference_logprobs",
+        ("branch", "values"),
+        "prime_rl/orchestrator/algo/routing.py",
+    )
+
+    @functools.wraps(original)
+    def assign_reference_logprobs(branch: Any, values: Any) -> None:
+        original(branch, list(values) if isinstance(values, Scores) else values)
+        if not isinstance(values, Scores) or not values.token_ids.shape[1]:
+            return
+        payload = wire.pack(values.token_ids, values.logprobs)
+        start = 0
+        for node in branch.nodes:
+            end = start + len(node.token_ids)
+            if node.routed_experts is None:
+                node.routed_experts = payload[start:end].copy()
+            elif node.routed_experts.shape[1:] != payload.shape[1:]:
+                refuse_router_replay()
+            start = end
+
+    module.assign_reference_logprobs = assign_reference_logprobs
+
+
+def hook_samples(module: Any) -> None:
+    """Let ``trace_to_samples`` mark the samples that have teacher scores (head).
+
+    559b4477, orchestrator/trajectories.py:111. This version keeps scores of sampled tokens only, so
+    the mark of ``prefill_logprobs`` is lost. In v0.7 and v0.8 samples are made before they are
+    scored, and this does nothing.
+    TODO(prime-rl): remove with ``hook_routing``.
+    """
+    if not hasattr(module, "trace_to_samples"):
+        return
+    original = expect(
+        module,
+        "trace_to_samples",
+        ("trace", "env_name", "mm_token_type_ids_mapping"),
+        "prime_rl/orchestrator/trajectories.py",
+    )
+
+    @functools.wraps(original)
+    def trace_to_samples(*args: Any, **kwargs: Any) -> Any:
+        samples = original(*args, **kwargs)
+        for sample in samples:
+            if sample.ref_logprobs is not None:
+                sample.ref_logprobs = marked(sample.ref_logprobs)
+        return samples
+
+    module.trace_to_samples = trace_to_samples
+
+
+def marked(scores: list[float]) -> list[float]:
+    """Return ``scores`` of a sequence, with ``wire.MARK`` where the trainer expects it."""
+    if _settings().teachers_mixed:
+        scores[0] = wire.MARK
+    return scores
+
+
+def attach(sample: Any, scores: Scores) -> None:
+    """Put the support, if there is one, into a sample's ``routed_experts``.
+
+    Raises:
+        ValueError: router replay is already in it.
+    """
+    if not scores.token_ids.shape[1]:
+        return
+    if sample.routed_experts is not None:
+        refuse_router_replay()
+    payload = wire.pack(scores.token_ids, scores.logprobs)
+    routed_experts = importlib.import_module(type(sample).__module__).RoutedExperts
+    sample.routed_experts = routed_experts(
+        data=payload.tobytes(), shape=list(payload.shape), dtype="int32"
+    )
+
+
+def refuse_router_replay() -> NoReturn:
+    """Raise the error for rollouts that already carry router-replay data."""
+    raise ValueError(
+        "The rollouts carry router-replay data in the field of the teacher's top-K support. Start "
+        "the inference server without enable_return_routed_experts, or use a loss without a "
+        "support (sampled_reverse_kl)."
+    )

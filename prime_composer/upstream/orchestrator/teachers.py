@@ -1,0 +1,130 @@
+"""Several teachers in the place of the one that prime-rl is configured with, and their mixture."""
+
+import asyncio
+import functools
+import json
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from prime_composer.upstream.orchestrator.client import Requests, Scores
+
+API_KEY_VAR = "VLLM_API_KEY"
+"""prime-rl's default for the environment variable with a server's API key."""
+
+HEADER = "X-Prime-Composer-Teachers"
+"""Header of the teacher's client in prime-rl's config, with the teachers that score instead.
+
+Its value is JSON: a list of {url, model, weight}, and api_key_var where that is not prime-rl's
+default. For v0.6, which has one teacher for all environments, it is a table of such lists by
+environment.
+"""
+
+
+class Teacher(NamedTuple):
+    """One teacher of a mixture."""
+
+    url: str
+    model: str
+    weight: float
+    api_key_var: str = API_KEY_VAR
+
+
+def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
+    """Return the teachers that a header names for an environment, with weights that add up to 1.
+
+    Raises:
+        ValueError: the header is no such JSON, or its table lacks the environment.
+    """
+    try:
+        entries = json.loads(header)
+        if isinstance(entries, dict):
+            entries = entries[environment]
+        teachers = [
+            Teacher(
+                url=str(entry["url"]),
+                model=str(entry["model"]),
+                weight=float(entry["weight"]),
+                api_key_var=str(entry.get("api_key_var", API_KEY_VAR)),
+            )
+            for entry in entries
+        ]
+        total = sum(teacher.weight for teacher in teachers)
+        if not teachers or not all(0 < teacher.weight < math.inf for teacher in teachers):
+            raise ValueError("weights are above 0")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"The header {HEADER} of the teacher's client must be a JSON list of {{url, model, "
+            "weight}, or a table of such lists with one for the environment "
+            f"{environment!r}, not {header!r} ({error!r})."
+        ) from None
+    return [teacher._replace(weight=teacher.weight / total) for teacher in teachers]
+
+
+@functools.cache
+def client_of(url: str, api_key_var: str) -> Any:
+    """Return the openai client of a teacher's server, one per server."""
+    from openai import AsyncOpenAI
+
+    key = os.environ.get(api_key_var) or "EMPTY"
+    return AsyncOpenAI(base_url=url, api_key=key, max_retries=5)
+
+
+async def score_by_each(
+    requests: Requests, teachers: Sequence[Teacher], token_ids: Sequence[int], k: int
+) -> Scores:
+    """Ask every teacher for its scores, and return their mixture.
+
+    Raises:
+        ValueError: a teacher did not answer (the message names it). prime-rl waits only for the
+            first one to come up.
+    """
+
+    async def score(teacher: Teacher) -> Scores:
+        client = client_of(teacher.url, teacher.api_key_var)
+        try:
+            return await requests.score(client, teacher.model, token_ids, k)
+        except Exception as error:
+            remedy = "Start its server before the run, or correct its [teachers] table."
+            if getattr(error, "status_code", None) == 401:
+                remedy = (
+                    "It wants an API key: put it into the environment variable "
+                    f"{teacher.api_key_var}, its api_key_var."
+                )
+            raise ValueError(
+                f"The teacher {teacher.model} at {teacher.url} did not score: {error} {remedy}"
+            ) from error
+
+    scores = await asyncio.gather(*map(score, teachers))
+    weights = [teacher.weight for teacher in teachers]
+    return await asyncio.to_thread(mix, token_ids, scores, weights)
+
+
+def mix(token_ids: Sequence[int], scores: Sequence[Scores], weights: Sequence[float]) -> Scores:
+    """Return the mixture of several teachers' scores in probability space (``backends.mixture``).
+
+    Args:
+        token_ids: the sequence, n ids.
+        scores: of the whole sequence, one per teacher.
+        weights: one per teacher; they add up to 1.
+    """
+    if len(scores) == 1:
+        return scores[0]
+    import torch
+
+    from prime_composer.backends.mixture import mix as mix_scores
+    from prime_composer.backends.protocols import TeacherScores
+
+    by_teacher = [
+        TeacherScores(
+            torch.tensor(score),
+            torch.from_numpy(score.token_ids).long(),
+            torch.from_numpy(score.logprobs),
+        )
+        for score in scores
+    ]
+    mixed = mix_scores(torch.tensor(token_ids), by_teacher, weights)
+    ids, logprobs = mixed.token_ids.int().numpy(), mixed.teacher_logprobs.numpy()
+    ids[:1], logprobs[:1] = 0, math.nan  # the first token has no score
+    return Scores([0.0, *mixed.ref_logprobs[1:].tolist()], ids, logprobs)

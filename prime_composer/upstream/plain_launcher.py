@@ -1,0 +1,59 @@
+"""The plain launcher: prime-rl's own, with our loss named in ``[trainer.loss]`` and no adapter.
+
+``[trainer.loss] type = "custom", import_path = "prime_composer.upstream.loss_fn"``, with our loss
+table as ``kwargs``. prime-rl imports the path in its ``setup_*`` function and binds it to its rl
+tokens only. It passes the kwargs on with each call, and a distillation loss is never called. So the
+kwargs are read from the frame of the function that imports.
+"""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.upstream.trainer.hooks import DATA_MODULE, hook_data
+from prime_composer.upstream.versions import LOSS_MODULE, loss_contracts
+
+SETUPS = frozenset(contract.setup for contract in loss_contracts())
+
+
+def loss_fn(inputs: Any, **table: Any) -> Any:
+    """Return the loss of one sequence of rl tokens; ``[trainer.loss] import_path`` names this.
+
+    Args:
+        inputs: prime-rl's ``LossInputs``.
+        table: our loss table.
+
+    Returns:
+        prime-rl's ``LossOutputs``: the SUM over the mask, and 0-dim metrics.
+
+    Raises:
+        ValueError: the table is wrong, or the loss cannot be computed on these tokens.
+    """
+    registered = adapter().loss
+    if registered is None:
+        registered = adapter().register(table, in_file=True)
+    return registered.rl_tokens(inputs)
+
+
+def enter(frame: FrameType | None) -> Callable[..., Any]:
+    """Return ``loss_fn``; if prime-rl's ``setup_*`` imports it, register the loss first.
+
+    The kwargs are the local ``loss_config`` of that function (38494ccb loss.py:275-283, 559b4477
+    loss.py:239-249).
+    TODO(prime-rl): remove once ``[trainer.loss]`` reaches distillation tokens.
+
+    Args:
+        frame: the frame that asks for ``loss_fn``.
+    """
+    for _ in range(4):
+        if frame is None:
+            break
+        if frame.f_code.co_name in SETUPS and frame.f_globals.get("__name__") == LOSS_MODULE:
+            adapter().register(frame.f_locals["loss_config"].kwargs, in_file=True)
+            if DATA_MODULE in sys.modules:
+                hook_data(sys.modules[DATA_MODULE])
+            break
+        frame = frame.f_back
+    return loss_fn

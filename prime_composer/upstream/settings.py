@@ -1,0 +1,190 @@
+"""Settings of the whole-run adapter: what all processes of one prime-rl run share.
+
+They are passed in the environment variable ``PRIME_COMPOSER``, which has these forms:
+
+    unset, "" or "0"                    the adapter is off
+    "1"                                 on; prime-rl's launcher adds the loss of its config
+    {"loss": {"type": ..., ...}}        on, with this loss table; a process derives K from it
+    {"loss": ..., "k": 32, "teachers_mixed": true}
+                                        on, as prime-rl's launcher passes it to its children
+
+This file imports no other file of this folder. Losses, and torch with them, are imported only to
+check a loss table.
+"""
+
+import difflib
+import functools
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
+
+SWITCH = "PRIME_COMPOSER"
+"""Environment variable of the whole-run adapter."""
+
+SECTION = "trainer.loss.kwargs"
+"""Table of prime-rl's config that holds our loss table."""
+
+IMPORT_PATH = "prime_composer.upstream.loss_fn"
+"""Value of ``[trainer.loss] import_path`` that names our loss."""
+
+EXAMPLE = f"""{SWITCH}='{{"loss": {{"type": "topk_reverse_kl", "k": 32}}}}'"""
+
+FILE_KEY = "adapter"
+"""Key of a loss table in a file; ``adapter = true`` sets ``AdapterSettings.teachers_mixed``."""
+
+
+class AdapterSettings(BaseModel):
+    """Settings of one run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    loss: dict[str, Any] | None = None
+    """Loss table: ``type`` and knobs. None: this run has prime-rl's own losses."""
+
+    k: NonNegativeInt | None = None
+    """Size of the teacher's support on the wire, 0 for none. None: nobody has named a loss yet."""
+
+    teachers_mixed: bool = False
+    """The adapter mixes or routes this run's teachers, so the orchestrator cannot do without it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_file_key(cls, settings: Any) -> Any:
+        if not isinstance(settings, dict) or not isinstance(settings.get("loss"), dict):
+            return settings
+        table, mixed = split_table(settings["loss"])
+        return {**settings, "loss": table} | ({"teachers_mixed": True} if mixed else {})
+
+    @classmethod
+    def from_env(cls) -> "AdapterSettings | None":
+        """Return the settings of this process, None where the adapter is off.
+
+        A value of the environment variable is parsed once per process.
+
+        Raises:
+            ValueError: the value has none of the forms, or its loss table is wrong.
+        """
+        return _parse(os.environ.get(SWITCH, "").strip())
+
+    def to_env(self) -> dict[str, str]:
+        """Return the environment variable that passes these settings on."""
+        if self.loss is None and self.k is None:
+            return {SWITCH: "1"}
+        return {SWITCH: json.dumps(self.model_dump(mode="json"))}
+
+    def support_size(self) -> int:
+        """Return K for the orchestrator's requests; 0 where the loss has no support.
+
+        Raises:
+            ValueError: no loss is named in this process.
+        """
+        if self.k is None:
+            raise ValueError(
+                f"{SWITCH}=1 and no loss is named in this process. prime-rl's launcher `rl` fills "
+                f"it in from [{SECTION}]. Where processes are started one by one, give each of "
+                f"them the table: {EXAMPLE}"
+            )
+        return self.k
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(value: str) -> AdapterSettings | None:
+    if value in ("", "0"):
+        return None
+    if value == "1":
+        return AdapterSettings()
+    try:
+        given = json.loads(value)
+    except json.JSONDecodeError:
+        given = None
+    if not isinstance(given, dict):
+        raise ValueError(
+            f"{SWITCH}={value!r}: write {SWITCH}=1, or a JSON object such as {EXAMPLE}"
+        )
+    known = AdapterSettings.model_fields
+    for key in given:
+        if key not in known:
+            raise ValueError(
+                f"{SWITCH}: unknown key {key!r}; known: {', '.join(known)}. Example: {EXAMPLE}"
+            )
+    try:
+        settings = AdapterSettings.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{SWITCH}: {key}: {first['msg']}. Example: {EXAMPLE}") from None
+    if settings.k is not None or "loss" not in given:
+        return settings
+    k = 0 if settings.loss is None else wire_support_size(parse_loss_table(settings.loss))
+    return settings.model_copy(update={"k": k})
+
+
+def split_table(table: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Split a loss table of a file into the loss's own table and ``teachers_mixed``.
+
+    prime-rl's command line makes strings of values, so "true" counts as true.
+    """
+    loss = {key: value for key, value in table.items() if key != FILE_KEY}
+    return loss, str(table.get(FILE_KEY, False)).lower() == "true"
+
+
+def parse_loss_table(table: Mapping[str, Any], section: str = SECTION) -> Any:
+    """Return the ``LossConfig`` of a loss table, which comes without the file key ``adapter``.
+
+    Strings are read as numbers where a number is expected: prime-rl's command line
+    (``--trainer.loss.kwargs.k 32``) passes strings.
+
+    Args:
+        table: ``type`` and knobs.
+        section: the table's name, for error messages.
+
+    Raises:
+        ValueError: ``type`` is missing or unknown (the message lists the choices), a key is unknown
+            (the message names the nearest), or a value does not fit.
+    """
+    from prime_composer.losses import parse_loss
+
+    if table.get("type") is None:
+        from prime_composer.losses import LOSS_TYPES
+
+        raise ValueError(
+            f"[{section}] has no `type`. The losses are: {', '.join(sorted(LOSS_TYPES))}"
+        )
+    try:
+        return parse_loss(dict(table))
+    except ValidationError as error:
+        lines = [_explain(item, str(table["type"]), section) for item in error.errors()]
+        raise ValueError("; ".join(lines)) from None
+    except ValueError as error:
+        raise ValueError(f"[{section}] {error}") from None
+
+
+def _explain(item: Any, name: str, section: str) -> str:
+    path = [str(part) for part in item["loc"]]
+    key = ".".join(path)
+    if item["type"] != "extra_forbidden":
+        return f"[{section}] {key}: {item['msg']}"
+    from prime_composer.losses import loss_type
+
+    known = loss_type(name).model_fields
+    near = difflib.get_close_matches(path[-1], known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"{name} takes: {', '.join(known)}"
+    return f"[{section}] has the unknown key {key!r}; {hint}"
+
+
+def wire_support_size(config: Any, section: str = SECTION) -> int:
+    """Return K of a ``LossConfig`` inside prime-rl, 0 where the loss has no support.
+
+    Raises:
+        ValueError: the loss asks for the full vocabulary.
+    """
+    size = config.support_size
+    if size == "full":
+        raise ValueError(
+            f"[{section}] type = {config.type!r} asks for the full vocabulary; prime-rl's wire "
+            "carries a top-K support: give it a number k."
+        )
+    return size

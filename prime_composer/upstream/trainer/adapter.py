@@ -1,0 +1,211 @@
+"""The adapter of a trainer process: everything that its hooks share, in one object."""
+
+import functools
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from prime_composer.contract import Support
+from prime_composer.losses import require, setup_loss_fn
+from prime_composer.upstream.log import log
+from prime_composer.upstream.settings import (
+    SECTION,
+    SWITCH,
+    AdapterSettings,
+    parse_loss_table,
+    split_table,
+    wire_support_size,
+)
+from prime_composer.upstream.trainer.batches import MicroBatch
+from prime_composer.upstream.trainer.binding import RegisteredLoss
+from prime_composer.upstream.trainer.journal import Journal
+from prime_composer.upstream.versions import (
+    LOSS_MODULE,
+    REMEDIES,
+    expect,
+    probe_contract,
+)
+
+
+class Shard(NamedTuple):
+    """This rank's place in context parallelism.
+
+    Attributes:
+        rank: index of the shard.
+        size: number of shards.
+        group: process group of all shards of a sequence.
+    """
+
+    rank: int
+    size: int
+    group: Any
+
+
+class Adapter:
+    """State of the adapter in one trainer process.
+
+    Two roads lead here. With the *whole-run adapter*, hooks on prime-rl's modules bring supports.
+    With the *plain launcher* (``plain_launcher``) a loss is registered and nothing else.
+
+    A step has ended when the next batch is asked for: prime-rl's train loop calls
+    ``DataLoader.get_batch`` once per step (38494ccb trainer/rl/train.py:342, d334ea52:291,
+    60bc2954:300, 559b4477:289). So the last step of a run has no end here. Its state is not kept,
+    and a run of a single step is not checked.
+
+    Args:
+        settings: the settings of the run, None where the whole-run adapter is off.
+
+    Attributes:
+        whole_run: the hooks that bring supports are in place.
+        k: size of the registered loss's support, 0 for none.
+        loss: the registered loss.
+        micro_batch: the micro-batch in flight.
+        shard: this rank's shard, None without context parallelism.
+        steps: number of batches that were asked for.
+        journal: keeps the loss's state for a resume; None for a loss without a state.
+    """
+
+    def __init__(self, settings: AdapterSettings | None = None):
+        self.settings = settings
+        self.whole_run = False
+        self.k = 0
+        self.loss: RegisteredLoss | None = None
+        self.micro_batch: MicroBatch | None = None
+        self.shard: Shard | None = None
+        self.steps = 0
+        self.journal: Journal | None = None
+        self._warned_of_temperature = False
+
+    def register(
+        self, table: Mapping[str, Any], section: str = SECTION, in_file: bool = False
+    ) -> RegisteredLoss:
+        """Bind a loss to the tokens that it is for.
+
+        A loss that compares with a teacher gets the distillation tokens. Another one gets the rl
+        tokens where ``[trainer.loss] import_path`` names ``prime_composer.upstream.loss_fn``, and
+        leaves prime-rl's own distillation alone.
+
+        Replaces ``prime_rl.trainer.rl.loss.opd_loss_fn`` (38494ccb, loss.py:201) or
+        ``ref_kl_loss_fn`` (559b4477, loss.py:186); prime-rl resolves both names later.
+        TODO(prime-rl): remove once ``[trainer.loss]`` reaches distillation tokens.
+
+        Args:
+            table: the loss table: ``type``, knobs, and ``adapter = true`` for a run whose teachers
+                are mixed.
+            section: the table's name, for messages.
+            in_file: ``[trainer.loss]`` names the loss.
+
+        Raises:
+            ValueError: the table is wrong, another loss is registered already, or the loss needs
+                what this road cannot provide (the message says what to run instead).
+            UnknownSurface: this version of prime-rl is not supported.
+        """
+        module = sys.modules.get(LOSS_MODULE) or importlib.import_module(LOSS_MODULE)
+        contract = probe_contract(module)
+        own_table, mixed_in_file = split_table(table)
+        mixed = mixed_in_file or (self.settings is not None and self.settings.teachers_mixed)
+        config = parse_loss_table(own_table, section)
+        if self.loss is not None and self.loss.objective.config != config:
+            raise ValueError(
+                f"Two losses for one trainer: {self.loss.objective.config!r} is registered "
+                f"already, and [{section}] has {config!r}. Keep one of {SWITCH} and [trainer.loss]."
+            )
+        if mixed and not self.whole_run:
+            raise ValueError(
+                f"[{section}] adapter = true: this run's teachers are mixed or routed by the "
+                "adapter, and without it prime-rl would ask one of them for all. "
+                f"{REMEDIES['support']}"
+            )
+        registered = self.loss
+        bound = registered is not None and (
+            not registered.distils or getattr(module, contract.slot) is registered
+        )
+        if registered is not None and bound:
+            registered.in_file |= in_file
+            registered.teachers_mixed |= mixed
+            return registered
+        available = contract.provides(config.compares_with_teacher, self.whole_run)
+        require(config, available, REMEDIES, section, provider="prime-rl's trainer")
+        if self.whole_run:
+            self.k = wire_support_size(config, section)
+        registered = RegisteredLoss(
+            setup_loss_fn(config, section),
+            contract,
+            module.LossOutputs,
+            self.aligned if self.whole_run else None,
+            in_file,
+            mixed,
+        )
+        if registered.distils:
+            expect(
+                module,
+                contract.slot,
+                ("inputs",),
+                f"prime_rl/trainer/rl/loss.py of {contract.name}",
+            )
+            setattr(module, contract.slot, registered)
+        tokens = f"distillation tokens ({contract.slot})" if registered.distils else "rl tokens"
+        log(f"{config.type} registered for {tokens}, {contract.name} contract")
+        self.loss = registered
+        return registered
+
+    def open_journal(self, output_dir: Path, start_step: int) -> None:
+        """Restore the state of the loss, if it has one, and keep it from now on."""
+        if self.loss is not None and self.loss.objective.stateful:
+            self.journal = Journal(output_dir, start_step)
+            self.journal.restore(self.loss.objective)
+
+    def next_batch(self) -> None:
+        """End the step of the last batch, and begin the one of the next.
+
+        Raises:
+            RuntimeError: the loss was not called, or the orchestrator runs without the adapter.
+        """
+        if self.loss is not None:
+            if self.steps > 0:
+                self.loss.end_step(self.steps)
+            if self.journal is not None:
+                step = self.journal.start_step + self.steps
+                self.journal.keep(step, self.loss.objective)
+        self.steps += 1
+
+    def begin(self, tensors: dict[str, Any]) -> None:
+        """Set the micro-batch in flight."""
+        self.micro_batch = MicroBatch(tensors, self.k)
+
+    def warn_of_temperature(self) -> None:
+        """Say once that rollouts were sampled at a temperature at which the teacher is not."""
+        batch = self.micro_batch
+        if self._warned_of_temperature or batch is None or not batch.has_other_temperatures:
+            return
+        self._warned_of_temperature = True
+        log(
+            "the rollouts' temperature is not 1: prime-rl's trainer takes log-probs at that "
+            "temperature and the teacher scores at 1, so the divergence compares two temperatures"
+        )
+
+    def aligned(self, trainer_logprobs: Tensor) -> tuple[Tensor | None, Support | None]:
+        """Return token ids and support of a sequence of the micro-batch in flight.
+
+        Raises:
+            ValueError: a support was expected and none came.
+        """
+        if self.micro_batch is None:
+            return None, None
+        return self.micro_batch.aligned(trainer_logprobs)
+
+
+@functools.cache
+def adapter() -> Adapter:
+    """Return the one adapter of this process; ``adapter.cache_clear()`` forgets it.
+
+    Functions that ``register`` replaced stay as they are.
+
+    Raises:
+        ValueError: the environment variable PRIME_COMPOSER is wrong.
+    """
+    return Adapter(AdapterSettings.from_env())

@@ -1,0 +1,78 @@
+"""A loss's state across prime-rl's own resume: one line of JSON per step, beside its checkpoints.
+
+prime-rl saves model, optimizer and progress. A loss with a state (TAID's schedule) would start anew
+after a resume. The line of step n holds the state of a run that is about to train step n. It is
+written when the batch of step n is asked for, so the last step of a run has no line after it.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from prime_composer.losses.bound import Objective
+from prime_composer.upstream.log import log
+
+FILE = "prime_composer_loss.jsonl"
+
+
+class Journal:
+    """The states of one objective.
+
+    Args:
+        folder: prime-rl's output directory, which all its processes see.
+        start_step: the step that this run begins with.
+    """
+
+    def __init__(self, folder: Path, start_step: int):
+        self.path = folder / FILE
+        self.start_step = start_step
+
+    def restore(self, objective: Objective) -> None:
+        """Give ``objective`` the state of the first step, and log which one it was given.
+
+        A run that was extended after its last step, or that died between a checkpoint and the next
+        batch, has no line of its first step. It takes the line of the step before, so its schedule
+        repeats one step.
+        """
+        name = objective.config.type
+        step, state = self._newest(name)
+        if state is not None and self.start_step - step <= 1:
+            objective.load_state_dict(state)
+            repeated = "" if step == self.start_step else ", and repeats that step's schedule"
+            log(f"{name} goes on with its state of step {step}{repeated}")
+        elif self.start_step > 1:
+            log(
+                f"{name} starts its schedule anew at step {self.start_step}: {self.path} has no "
+                "state of that step or the one before"
+            )
+
+    def keep(self, step: int, objective: Objective) -> None:
+        """Write the state of a run that is about to train ``step``; only rank 0 writes."""
+        if int(os.environ.get("RANK", "0")) != 0:
+            return
+        record = {
+            "step": step,
+            "type": objective.config.type,
+            "state": objective.state_dict(),
+        }
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _newest(self, name: str) -> tuple[int, dict[str, Any] | None]:
+        """Return the newest step up to the first one, and its state; None where there is none."""
+        records: list[dict[str, Any]] = []
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        for line in text.splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:  # a process died while it wrote this line
+                continue
+            if record["type"] != name:
+                continue
+            # A run that was resumed from an older step replaces what came after that step.
+            while records and records[-1]["step"] >= record["step"]:
+                records.pop()
+            records.append(record)
+        usable = [record for record in records if record["step"] <= self.start_step]
+        return (usable[-1]["step"], usable[-1]["state"]) if usable else (0, None)
