@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ REMEDIES = {
 """Remedy of each need where a trainer's call lacks it."""
 
 
+@runtime_checkable
 class Objective(Protocol):
     """What a trainer calls: a bound loss or a weighted sum of them.
 

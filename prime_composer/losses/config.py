@@ -1,7 +1,7 @@
 """Configs of losses: the knobs, what a loss needs, and which part of a recipe it belongs to."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol, cast, final, get_args
+from typing import Annotated, Any, ClassVar, Literal, Protocol, cast, final, get_args, runtime_checkable
 
 from pydantic import (
     BaseModel,
@@ -60,6 +60,7 @@ class Part:
     on_pairs: bool = False
 
 
+@runtime_checkable
 class LossState(Protocol):
     """State that a loss reads in each step. It advances once per optimizer step, and checkpoints contain it."""
 
