@@ -19,7 +19,12 @@ BaseUrl = Callable[[str], str | list[str]]
 """Turns a URL into the value of ``base_url``."""
 
 HEADER = "X-Prime-Composer-Teachers"
-"""HTTP header of a teacher's client: its mixture in JSON, or a table of mixtures by environment."""
+"""Header of a teacher's client, with the teachers that score instead.
+
+Its value is JSON: a list of {url, model, weight}, and api_key_var where that is not prime-rl's
+default. For v0.6, which has one teacher for all environments, it is a table of such lists by
+environment.
+"""
 
 API_KEY_VAR = "VLLM_API_KEY"
 """prime-rl's default for ``api_key_var`` of a client."""

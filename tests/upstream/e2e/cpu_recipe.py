@@ -1,11 +1,11 @@
 """The recipe of the whole-run tests, exported like a user's, with the settings that a CPU needs under [prime_rl]."""
 
-import tomllib
 from pathlib import Path
 
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.upstream.export import export_recipe, to_toml
-from prime_composer.upstream.launch import ask_to_resume
+from prime_composer.upstream.export import export_recipe
+from prime_composer.upstream.export.toml import to_toml
+from prime_composer.upstream.versions import VERSIONS
 from tests.upstream.e2e.launch_run import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -111,10 +111,9 @@ def native(
             recipe["environments"][name]["teacher"] = mixture
         del recipe["data"], prime_rl["orchestrator"]["train"]
     recipe["prime_rl"] = prime_rl
-    text = export_recipe(parse_recipe(recipe), dialect)
-    table = tomllib.loads(text)
+    table = export_recipe(parse_recipe(recipe), dialect).table
     if resume:
-        ask_to_resume(table, dialect)
+        VERSIONS[dialect].resume(table)
     if rl:
         del table["trainer"]["loss"]
         orchestrator = table["orchestrator"]
