@@ -1,6 +1,6 @@
-"""Runs inside one prime-rl tree (PYTHONPATH): its own losses, and ours through its own setup and compute_loss.
+"""Run prime-rl's losses, and ours through its own setup and compute_loss, inside one tree.
 
-usage: driver.py ERA OUTPUT.pt
+    PYTHONPATH=<the tree's sources> python driver.py CONTRACT OUTPUT.pt
 """
 
 import sys
@@ -11,7 +11,10 @@ import torch
 
 
 def stand_ins():
-    """v0.6.0's config classes import ``renderers`` for two type names; logging to wandb is not needed here."""
+    """Replace two optional imports of prime-rl's config classes where they are not installed.
+
+    v0.6 imports ``renderers`` for two type names. Logging to W&B is not needed here.
+    """
     import importlib.util
 
     from pydantic import BaseModel
@@ -31,146 +34,176 @@ def outcome(loss, metrics, leaves):
     return {
         "loss": loss.detach(),
         "grad": [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves],
-        "metrics": {name: value.detach() for name, value in metrics.items()},
+        "metrics": {
+            name: value.detach() for name, value in cases.plain_metrics(metrics).items()
+        },
     }
 
 
 class Tree:
-    def __init__(self, era):
+    """prime-rl's loss module of one tree, with its distillation loss as upstream wrote it."""
+
+    def __init__(self, contract):
         import prime_rl.trainer.rl.loss as loss
         from prime_rl.configs.trainer import CustomLossConfig, DefaultLossConfig, IPOLossConfig
 
-        self.era, self.loss, self.custom = era, loss, CustomLossConfig
-        self.configs = {"default": DefaultLossConfig(), "ipo": IPOLossConfig()}
-        self.slot = "opd_loss_fn" if era == "v0.6" else "ref_kl_loss_fn"
+        self.contract, self.loss, self.custom = contract, loss, CustomLossConfig
+        self.configs = {"default": DefaultLossConfig, "ipo": IPOLossConfig}
+        self.slot = "opd_loss_fn" if contract == "v0.6" else "ref_kl_loss_fn"
         self.upstream_slot = getattr(loss, self.slot)
 
-    def inputs(self, t, ref=True):
+    def inputs(self, values):
+        reference = "teacher_logprobs" if self.contract == "v0.6" else "ref_logprobs"
         fields = {
-            "trainer_logprobs": t["trainer"],
-            "inference_logprobs": t["inference"],
-            "advantages": t["advantages"],
-            "loss_mask": t["mask"],
-            ("teacher_logprobs" if self.era == "v0.6" else "ref_logprobs"): t["ref"]
-            if ref
-            else None,
+            "trainer_logprobs": values["trainer"],
+            "inference_logprobs": values["inference"],
+            "advantages": values["advantages"],
+            "loss_mask": values["mask"],
+            reference: values["ref"],
         }
-        if self.era == "v0.7":
-            fields["loss_weights"] = t["weights"]
+        if self.contract != "v0.6":
+            fields["loss_weights"] = values["weights"]
         return self.loss.LossInputs(**fields)
 
     def setup(self, config):
-        """prime-rl's own setup: its rl loss, and what distillation tokens go to after it."""
-        if self.era == "v0.6":
-            fns = self.loss.setup_loss_fns(config)
-            return fns["rl"], fns["opd"], fns
+        """Call prime-rl's own setup. Return its RL loss and what it gives to compute_loss."""
+        if self.contract == "v0.6":
+            losses = self.loss.setup_loss_fns(config)
+            return losses["rl"], losses
         rl = self.loss.setup_rl_loss_fn(config)
-        return rl, getattr(self.loss, self.slot), rl
+        return rl, rl
 
-    def theirs(self, kind):
+    def theirs(self, kind, knobs):
+        """Return prime-rl's own loss of this name, with these settings."""
         name = f"{kind}_loss_fn"
-        fn = self.upstream_slot if name == self.slot else getattr(self.loss, name)
-        return (lambda inputs: fn(inputs, self.configs[kind])) if kind in self.configs else fn
+        function = self.upstream_slot if name == self.slot else getattr(self.loss, name)
+        if kind not in self.configs:
+            return function
+        config = self.configs[kind](**knobs)
+        return lambda inputs: function(inputs, config)
+
+    def restore(self):
+        """Take our loss out of the tree."""
+        from prime_composer.upstream.trainer.adapter import adapter
+
+        adapter.cache_clear()
+        setattr(self.loss, self.slot, self.upstream_slot)
 
     def ours(self, table):
-        from prime_composer.upstream import registration
-
-        registration.unregister()
-        setattr(self.loss, self.slot, self.upstream_slot)
+        """Register our loss as a user does. Return prime-rl's RL loss and what compute_loss gets."""
+        self.restore()
         return self.setup(self.custom(import_path="prime_composer.upstream.loss_fn", kwargs=table))
 
-    def compute(self, kind, fns, bin_):
-        """prime-rl's compute_loss over a packed bin, every token a distillation token; "mixed": every other sequence is one of
-        an rl environment, whose teacher's log-probs prime-rl has filled with 0.0."""
-        leaves = [t["trainer"] for t in bin_]
+    def our_function(self, table):
+        """Return our loss as prime-rl holds it: in the distillation slot, or as the RL loss."""
+        rl, _ = self.ours(table)
+        distills = table["type"] == "sampled_reverse_kl"
+        slot = getattr(self.loss, self.slot)
+        assert (slot is not self.upstream_slot) is distills
+        return slot if distills else rl
+
+    def compute(self, kind, losses, pack):
+        """Run prime-rl's compute_loss over a pack in which every token is a distillation token.
+
+        "rl": every token is an RL token. "mixed": every other sequence is one of an RL
+        environment, whose teacher log-probs prime-rl fills with 0.0.
+        """
+        leaves = [values["trainer"] for values in pack]
         common = {
             "trainer_logprobs": leaves,
-            "inference_logprobs": [t["inference"] for t in bin_],
-            "advantages": [t["advantages"] for t in bin_],
-            "loss_mask": [t["mask"] for t in bin_],
+            "inference_logprobs": [values["inference"] for values in pack],
+            "advantages": [values["advantages"] for values in pack],
+            "loss_mask": [values["mask"] for values in pack],
         }
-        refs = [t["ref"] for t in bin_]
-        if self.era == "v0.6":
+        refs = [values["ref"] for values in pack]
+        if self.contract == "v0.6":
             loss, metrics = self.loss.compute_loss(
-                **common, teacher_logprobs=refs, loss_fns=fns, loss_scale=61, training_mode=kind
+                **common, teacher_logprobs=refs, loss_fns=losses, loss_scale=61, training_mode=kind
             )
-        else:
-            streams = {
-                "ref_kl": [t["mask"].float() for t in bin_],
-                "rl": [torch.zeros_like(leaf) for leaf in leaves],
-            }
-            if kind == "rl":
-                streams = {"ref_kl": None, "rl": None}
-            if kind == "mixed":
-                for i, t in enumerate(bin_):
-                    if i % 2:
-                        refs[i], streams["ref_kl"][i], streams["rl"][i] = (
-                            torch.zeros_like(t["ref"]),
-                            t["mask"] * 0.0,
-                            t["mask"] * 1.0,
-                        )
-            loss, metrics = self.loss.compute_loss(
-                **common, ref_logprobs=refs, rl_weights=streams["rl"], ce_weights=None,
-                ref_kl_weights=streams["ref_kl"], rl_loss_fn=fns, rl_scale=61, ce_scale=1, ref_kl_scale=61,
-            )  # fmt: skip
+            return outcome(loss, metrics, leaves)
+        streams = {
+            "ref_kl": [values["mask"].float() for values in pack],
+            "rl": [torch.zeros_like(leaf) for leaf in leaves],
+        }
+        if kind == "rl":
+            streams = {"ref_kl": None, "rl": None}
+        if kind == "mixed":
+            for i in range(1, len(pack), 2):
+                refs[i] = torch.zeros_like(refs[i])
+                streams["ref_kl"][i] = pack[i]["mask"] * 0.0
+                streams["rl"][i] = pack[i]["mask"] * 1.0
+        loss, metrics = self.loss.compute_loss(
+            **common, ref_logprobs=refs, rl_weights=streams["rl"], ce_weights=None,
+            ref_kl_weights=streams["ref_kl"], rl_loss_fn=losses, rl_scale=61, ce_scale=1,
+            ref_kl_scale=61,
+        )  # fmt: skip
         return outcome(loss, metrics, leaves)
 
 
-def main(era, path):
-    stand_ins()
-    from prime_composer.losses import LOSS_TYPES
+def run(function, tree, case):
+    values = cases.tensors(case.rows, case.dtype)
+    outputs = function(tree.inputs(values))
+    assert type(outputs) is tree.loss.LossOutputs, type(outputs)
+    return outcome(outputs.loss, outputs.metrics, [values["trainer"]])
 
-    tree = Tree(era)
-    results = {"functions": {}, "compute_loss": {}, "missing": []}
-    for kind, table in cases.KINDS[era].items():
-        known = table["type"] in LOSS_TYPES
-        if not known:
-            results["missing"].append(table["type"])
-        for name, rows in cases.cases(era).items():
-            t = cases.tensors(rows)
-            out = tree.theirs(kind)(tree.inputs(t))
-            row = {"theirs": outcome(out.loss, out.metrics, [t["trainer"]])}
-            if known:
-                rl, slot, _ = tree.ours(table)
-                distils = table["type"] == "sampled_reverse_kl"
-                assert (slot is not tree.upstream_slot) is distils
-                t = cases.tensors(rows)
-                out = (slot if distils else rl)(tree.inputs(t))
-                assert type(out) is tree.loss.LossOutputs, type(out)
-                row["ours"] = outcome(out.loss, out.metrics, [t["trainer"]])
-            results["functions"][kind, name] = row
-    distilling = "opd" if era == "v0.6" else "ref_kl"
+
+def functions(tree):
+    """Return {(kind, case): both sides}, each loss called on one sequence."""
+    results = {}
+    for kind, table in cases.KINDS[tree.contract].items():
+        for name, case in cases.cases(tree.contract).items():
+            knobs = case.knobs(kind)
+            tree.restore()
+            theirs = run(tree.theirs(kind, knobs), tree, case)
+            ours = run(tree.our_function({**table, **knobs}), tree, case)
+            results[kind, name] = {"theirs": theirs, "ours": ours}
+    return results
+
+
+def packs(tree):
+    """Return {kind: both sides}, each loss called by prime-rl's compute_loss on a pack."""
+    results = {}
+    distilling = "opd" if tree.contract == "v0.6" else "ref_kl"
     for kind, mode in ((distilling, distilling), ("default", "rl"), ("ipo", "rl")):
-        table = cases.KINDS[era][kind]
-        tree.ours({"type": "sampled_reverse_kl"})
-        setattr(tree.loss, tree.slot, tree.upstream_slot)
-        *_, fns = tree.setup(tree.configs.get(kind, tree.configs["default"]))
-        row = {"theirs": tree.compute(mode, fns, [cases.tensors(rows) for rows in cases.packed()])}
-        if table["type"] in LOSS_TYPES:
-            *_, fns = tree.ours(table)
-            row["ours"] = tree.compute(mode, fns, [cases.tensors(rows) for rows in cases.packed()])
-        results["compute_loss"][kind] = row
-    if era == "v0.7":  # our loss is named in the environment, [trainer.loss] stays the rl loss
-        from prime_composer.upstream import registration
+        tree.restore()
+        _, losses = tree.setup(tree.configs.get(kind, tree.configs["default"])())
+        theirs = tree.compute(mode, losses, [cases.tensors(rows) for rows in cases.packed()])
+        _, losses = tree.ours(cases.KINDS[tree.contract][kind])
+        ours = tree.compute(mode, losses, [cases.tensors(rows) for rows in cases.packed()])
+        results[kind] = {"theirs": theirs, "ours": ours}
+    return results
 
-        registration.unregister()
-        setattr(tree.loss, tree.slot, tree.upstream_slot)
-        default = tree.setup(tree.configs["default"])[-1]
-        row = {
-            "theirs": tree.compute(
-                "mixed", default, [cases.tensors(rows) for rows in cases.mixed()]
-            )
-        }
-        registration.register(cases.KINDS[era]["ref_kl"])
-        row["ours"] = tree.compute(
-            "mixed", default, [cases.tensors(rows) for rows in cases.mixed()]
-        )
-        *_, fns = tree.ours(cases.KINDS[era]["ref_kl"])
-        try:
-            tree.compute("mixed", fns, [cases.tensors(rows) for rows in cases.mixed()])
-        except ValueError as error:
-            row["refused"] = str(error)
-        results["compute_loss"]["mixed"] = row
+
+def mixed(tree):
+    """Return both sides of a pack with RL sequences, and how a custom RL loss is refused.
+
+    "ours": our loss is named in the environment, ``[trainer.loss]`` stays prime-rl's RL loss.
+    """
+    from prime_composer.upstream.trainer.adapter import adapter
+
+    def pack():
+        return [cases.tensors(rows) for rows in cases.mixed()]
+
+    table = cases.KINDS[tree.contract]["ref_kl"]
+    tree.restore()
+    _, default = tree.setup(tree.configs["default"]())
+    row = {"theirs": tree.compute("mixed", default, pack())}
+    adapter().register(table)
+    row["ours"] = tree.compute("mixed", default, pack())
+    _, losses = tree.ours(table)
+    try:
+        tree.compute("mixed", losses, pack())
+    except ValueError as error:
+        row["refused"] = str(error)
+    return row
+
+
+def main(contract, path):
+    stand_ins()
+    tree = Tree(contract)
+    results = {"functions": functions(tree), "compute_loss": packs(tree)}
+    if contract != "v0.6":
+        results["compute_loss"]["mixed"] = mixed(tree)
     torch.save(results, path)
 
 
