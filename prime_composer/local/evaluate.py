@@ -1,177 +1,208 @@
-"""Measurement on held-out problems: greedy accuracy, and the exact reverse KL on the student's own rollouts."""
+"""Measure held-out problems: greedy accuracy, and the reverse KL on the student's own rollouts."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from prime_composer.backends.hf_model import token_batches
+from prime_composer.backends.mixture import Teachers
 from prime_composer.backends.protocols import Sampler, SamplingParams
 from prime_composer.divergences import reverse_kl
-from prime_composer.local.engine import Engine, teacher_backend, teacher_sampler
-from prime_composer.local.student_forward import micro_batches, student_inputs
-from prime_composer.problems.answers import is_correct
+from prime_composer.local.batch import Sample
+from prime_composer.local.collect import mean_by_environment
+from prime_composer.local.engine import Engine, open_sampler
+from prime_composer.local.student_forward import student_inputs
+from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
-from prime_composer.problems.prompts import render_prompt
-from prime_composer.recipe.schema import Recipe
+from prime_composer.recipe.routing import TeacherId
+from prime_composer.recipe.schema import EvalConfig, Recipe
 
 FULL_VOCABULARY_UP_TO = 8192
-"""Largest vocabulary whose reverse KL is measured in full under ``kl_support = "auto"``."""
+"""Largest vocabulary whose reverse KL is measured in full with ``kl_support = "auto"``."""
 
-KL_SEED = 20_251_017
-"""Seed of the rollouts that measure the KL: the same draws at every evaluation of every run."""
+EVALUATION_SEED = 20_251_017
+"""Seed of the measured rollouts: the same draws at every evaluation of every run."""
 
 
-def evaluate(engine: Engine, recipe: Recipe, held_out: Sequence[Problem]) -> dict[str, float]:
-    """The student's greedy accuracy, the share of its answers that were cut off, and its reverse KL to the teacher; where
-    there are several environments also accuracy and KL of each, as ``eval/accuracy/NAME``.
+@dataclass(frozen=True)
+class Evaluator:
+    """Measures the student and its teachers on the first held-out problems.
 
-    The KL is a mean over the tokens of rollouts sampled at T = 1, top-p 1, from the current student:
-    (1/N) sum_t sum_v p(v) (log p(v) - log q(v)), over the full vocabulary, or, with ``kl_support`` = K, on the teacher's
-    top K and one tail bucket, which is a lower bound of it. Where teachers are mixed, q is the mixture; on a top K of it the
-    number is no bound (see ``teachers.mix``).
+    Attributes:
+        engine: the open models.
+        config: the recipe's ``[eval]``.
+        max_tokens: longest completion.
+        micro_batch_tokens: padded tokens per forward of the student.
+        kl_support: K of the measured KL, or "full".
     """
-    problems = held_out[: recipe.eval.size]
-    correct, truncated = greedy_answers(engine, engine.sampler, recipe, problems)
-    measured = {
-        "eval/accuracy": sum(correct) / len(correct),
-        "eval/truncated": sum(truncated) / len(truncated),
-    }
-    measured |= by_environment("eval/accuracy", recipe, problems, correct)
-    if engine.teachers is not None and recipe.eval.kl_size:
-        problems = held_out[: recipe.eval.kl_size]
-        total, tokens = reverse_kl_sums(engine, recipe, problems)
-        measured["eval/reverse_kl"] = sum(total) / sum(tokens)
-        measured |= by_environment("eval/reverse_kl", recipe, problems, total, tokens)
-    return measured
 
+    engine: Engine
+    config: EvalConfig
+    max_tokens: int
+    micro_batch_tokens: int
+    kl_support: int | Literal["full"]
 
-def by_environment(
-    name: str,
-    recipe: Recipe,
-    problems: Sequence[Problem],
-    total: Sequence[float],
-    count: Sequence[float] | None = None,
-) -> dict[str, float]:
-    """``name/ENVIRONMENT``: the mean over each environment's problems; nothing where there is a single one.
+    @classmethod
+    def of_recipe(cls, engine: Engine, recipe: Recipe) -> "Evaluator":
+        """Return the evaluator of a recipe whose engine is open."""
+        return cls(
+            engine,
+            recipe.eval,
+            recipe.rollout.max_tokens,
+            recipe.trainer.micro_batch_tokens,
+            kl_support(recipe, engine),
+        )
 
-    Args:
-        total: one per problem.
-        count: what each of them is a sum over; 1 unless given.
-    """
-    if len(recipe.sources) == 1:
-        return {}
-    means = {}
-    for environment in recipe.sources:
-        mine = [
-            index for index, problem in enumerate(problems) if problem.environment == environment
-        ]
-        if mine:
-            over = len(mine) if count is None else sum(count[index] for index in mine)
-            means[f"{name}/{environment}"] = sum(total[index] for index in mine) / over
-    return means
+    @property
+    def problems(self) -> TokenizedProblems:
+        """The recipe's problems, in the student's tokens."""
+        return self.engine.problems
 
+    def student(self) -> dict[str, float]:
+        """Return greedy accuracy, the share of truncated answers, and the reverse KL to the
+        teacher.
 
-def greedy_answers(
-    engine: Engine,
-    sampler: Sampler,
-    recipe: Recipe,
-    problems: Sequence[Problem],
-    prompts: Sequence[Sequence[int]] | None = None,
-) -> tuple[list[float], list[float]]:
-    """Which of the greedy answers to some problems are correct, and which were cut off: 1 or 0.
+        Where there are several environments, accuracy and KL of each are added as
+        ``eval/accuracy/NAME`` and ``eval/reverse_kl/NAME``.
 
-    Args:
-        prompts: what is read in the place of each problem's own prompt.
-    """
-    if prompts is None:
-        prompts = [
-            render_prompt(problem, recipe.data_of(problem), engine.tokenizer)
-            for problem in problems
-        ]
-    params = SamplingParams(
-        temperature=0.0, max_tokens=recipe.rollout.max_tokens, stop_token_ids=engine.stop_token_ids
-    )
-    rollouts = sampler.generate(prompts, params, seed=KL_SEED)
-    correct = [
-        float(is_correct(engine.decode(rollout), problem, recipe.data_of(problem)))
-        for rollout, problem in zip(rollouts, problems, strict=True)
-    ]
-    return correct, [float(rollout.finish_reason == "length") for rollout in rollouts]
+        The KL is a mean over the N tokens of rollouts sampled from the current student at
+        temperature 1 and top-p 1, in nats:
 
+            (1/N) sum_t sum_v p(v) (log p(v) - log q(v))
 
-def teacher_accuracy(
-    engine: Engine, recipe: Recipe, held_out: Sequence[Problem]
-) -> dict[str, float]:
-    """The teachers' own greedy accuracy: of a policy teacher the policy's own, told everything.
+        With ``kl_support`` = K the sum is over the teacher's top K and one tail bucket, a lower
+        bound. Where teachers are mixed, q is the mixture. On a top K of a mixture the number is no
+        bound (see ``backends.mixture.mix``).
+        """
+        problems = self.problems.problem_set.held_out[: self.config.size]
+        correct, truncated = self._greedy_answers(self.engine.sampler, problems)
+        measured = {
+            "eval/accuracy": sum(correct) / len(correct),
+            "eval/truncated": sum(truncated) / len(truncated),
+        }
+        measured |= self._by_environment("eval/accuracy", problems, correct)
+        if self.engine.teachers is not None and self.config.kl_size:
+            problems = self.problems.problem_set.held_out[: self.config.kl_size]
+            sums, tokens = self._reverse_kl_sums(self.engine.teachers, problems)
+            measured["eval/reverse_kl"] = sum(sums) / sum(tokens)
+            measured |= self._by_environment("eval/reverse_kl", problems, sums, tokens)
+        return measured
 
-    Of several teachers, each one's on the problems that it has a share in, as ``teacher/NAME/accuracy``; and over all
-    problems, and those of each environment, where each problem has a single teacher.
-    """
-    problems = held_out[: recipe.eval.size]
-    if engine.policy_teacher is not None:
-        prompts = [engine.policy_teacher.best_prompt(problem) for problem in problems]
-        correct, _ = greedy_answers(engine, engine.sampler, recipe, problems, prompts)
-        return {"teacher/accuracy": sum(correct) / len(correct)}
-    if engine.teachers is None:
-        return {}
-    measured: dict[str, float] = {}
-    shares = [recipe.mixture(problem) for problem in problems]
-    correct = [0.0] * len(problems)
-    for role, scorer in engine.teachers.scorers.items():
-        mine = [index for index, share in enumerate(shares) if role in share]
-        if not mine:
-            continue
-        sampler = teacher_sampler(scorer, recipe.scored_by[role], recipe)
-        answers, _ = greedy_answers(engine, sampler, recipe, [problems[index] for index in mine])
-        for index, answer in zip(mine, answers, strict=True):
-            correct[index] = answer
-        if recipe.teachers:
-            measured[f"teacher/{role.removeprefix('teachers.')}/accuracy"] = sum(answers) / len(
-                answers
+    def teachers(self) -> dict[str, float]:
+        """Return the teachers' own greedy accuracy; empty where the loss needs no teacher.
+
+        A policy teacher is the policy itself, with the best hint that it may get. Of several
+        teachers, each is measured on the problems that it has a share in, as
+        ``teacher/NAME/accuracy``. Where each problem has a single teacher, the accuracy over all
+        problems and of each environment is added.
+        """
+        engine, problems = self.engine, self.problems.problem_set.held_out[: self.config.size]
+        policy = engine.policy_teacher
+        if policy is not None:
+            prompts = [policy.best_prompt(problem) for problem in problems]
+            correct, _ = self._greedy_answers(engine.sampler, problems, prompts)
+            return {"teacher/accuracy": sum(correct) / len(correct)}
+        if engine.teachers is None:
+            return {}
+        measured: dict[str, float] = {}
+        shares = [engine.teachers.routing.of(problem) for problem in problems]
+        correct = [0.0] * len(problems)
+        for teacher in engine.teachers.scorers:
+            indices = [index for index, share in enumerate(shares) if teacher in share]
+            if not indices:
+                continue
+            answers, _ = self._greedy_answers(
+                self._teacher_sampler(engine.teachers, teacher), [problems[i] for i in indices]
             )
-    if all(len(share) == 1 for share in shares):
-        measured["teacher/accuracy"] = sum(correct) / len(correct)
-        measured |= by_environment("teacher/accuracy", recipe, problems, correct)
-    return measured
+            for index, answer in zip(indices, answers, strict=True):
+                correct[index] = answer
+            if teacher.name is not None:
+                measured[f"teacher/{teacher.name}/accuracy"] = sum(answers) / len(answers)
+        if all(len(share) == 1 for share in shares):
+            measured["teacher/accuracy"] = sum(correct) / len(correct)
+            measured |= self._by_environment("teacher/accuracy", problems, correct)
+        return measured
 
+    def _teacher_sampler(self, teachers: Teachers, teacher: TeacherId) -> Sampler:
+        """Return what generates with a teacher: its scorer's sampler, or one that is opened now."""
+        sampler = teachers.scorers[teacher].sampler
+        return open_sampler(self.engine.teacher_specs[teacher]) if sampler is None else sampler
 
-@torch.no_grad()
-def reverse_kl_sums(
-    engine: Engine, recipe: Recipe, problems: Sequence[Problem]
-) -> tuple[list[float], list[float]]:
-    """KL(student || teacher) in nats, summed over the tokens of one rollout of each problem, and how many those are."""
-    prompts = [
-        render_prompt(problem, recipe.data_of(problem), engine.tokenizer) for problem in problems
-    ]
-    size = kl_support(engine, recipe)
-    params = SamplingParams(
-        max_tokens=recipe.rollout.max_tokens, stop_token_ids=engine.stop_token_ids
-    )
-    rollouts = engine.sampler.generate(prompts, params, seed=KL_SEED)
-    scores = engine.teachers.score(rollouts, problems, size)
-    total = [0.0] * len(rollouts)
-    for indices in micro_batches(rollouts, recipe.trainer.micro_batch_tokens):
-        inputs = student_inputs(
-            engine.model, [rollouts[i] for i in indices], [scores[i] for i in indices]
+    def _greedy_answers(
+        self,
+        sampler: Sampler,
+        problems: Sequence[Problem],
+        prompts: Sequence[Sequence[int]] | None = None,
+    ) -> tuple[list[float], list[float]]:
+        """Return which greedy answers are correct, and which were truncated: 1.0 or 0.0 each.
+
+        Args:
+            sampler: the student's or a teacher's.
+            problems: what is answered.
+            prompts: what is read instead of each problem's own prompt.
+        """
+        if prompts is None:
+            prompts = [self.problems.prompt(problem) for problem in problems]
+        params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
+        rollouts = sampler.generate(prompts, params, seed=EVALUATION_SEED)
+        correct = [
+            self.problems.reward(self.problems.decode(rollout.completion_ids), problem)
+            for rollout, problem in zip(rollouts, problems, strict=True)
+        ]
+        return correct, [float(rollout.finish_reason == "length") for rollout in rollouts]
+
+    @torch.no_grad()
+    def _reverse_kl_sums(
+        self, teachers: Teachers, problems: Sequence[Problem]
+    ) -> tuple[list[float], list[float]]:
+        """Return KL(student || teacher) in nats, summed over one rollout of each problem, and its
+        tokens."""
+        rollouts = self.engine.sampler.generate(
+            [self.problems.prompt(problem) for problem in problems],
+            SamplingParams(max_tokens=self.max_tokens),
+            seed=EVALUATION_SEED,
         )
-        kl = reverse_kl(
-            inputs.support.student_logprobs,
-            inputs.support.teacher_logprobs,
-            normalization="full" if size == "full" else "tail",
+        scores = teachers.score(rollouts, problems, self.kl_support)
+        samples = [
+            Sample(rollout, problem, scores=own)
+            for rollout, problem, own in zip(rollouts, problems, scores, strict=True)
+        ]
+        sums = torch.zeros(len(samples), dtype=torch.float64)
+        lengths = [sample.length for sample in samples]
+        for indices in token_batches(lengths, self.micro_batch_tokens):
+            inputs = student_inputs(self.engine.model, [samples[i] for i in indices])
+            assert inputs.support is not None and inputs.segment_ids is not None
+            kl = reverse_kl(
+                inputs.support.student_logprobs,
+                inputs.support.teacher_logprobs,
+                normalization="full" if self.kl_support == "full" else "tail",
+            )
+            sums.index_add_(0, torch.tensor(indices)[inputs.segment_ids.cpu()], kl.double().cpu())
+        return sums.tolist(), [float(rollout.loss_mask.sum()) for rollout in rollouts]
+
+    def _by_environment(
+        self,
+        name: str,
+        problems: Sequence[Problem],
+        values: Sequence[float],
+        counts: Sequence[float] | None = None,
+    ) -> dict[str, float]:
+        return mean_by_environment(
+            name, self.problems.problem_set.sources, problems, values, counts
         )
-        sums = torch.zeros(len(indices), dtype=torch.float64).index_add_(
-            0, inputs.segment_ids.cpu(), kl.double().cpu()
-        )
-        for index, value in zip(indices, sums.tolist(), strict=True):
-            total[index] = value
-    return total, [float(rollout.loss_mask.sum()) for rollout in rollouts]
 
 
-def kl_support(engine: Engine, recipe: Recipe) -> int | Literal["full"]:
-    """Ids per position of the measured KL. A server answers as many as the loss asks for, or vLLM's default of 20."""
+def kl_support(recipe: Recipe, engine: Engine) -> int | Literal["full"]:
+    """Return the K of the measured KL.
+
+    With ``kl_support = "auto"`` a server is asked for as many ids as the loss needs, or for vLLM's
+    default of 20.
+    """
     size = recipe.eval.kl_support
     if size != "auto":
         return size
-    if any(teacher_backend(teacher, recipe) == "server" for teacher in recipe.scored_by.values()):
+    if any(spec.backend == "server" for spec in engine.teacher_specs.values()):
         return recipe.loss.support_size or 20
     return "full" if engine.vocab_size <= FULL_VOCABULARY_UP_TO else 64

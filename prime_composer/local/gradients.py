@@ -1,145 +1,178 @@
-"""From a step's batch to gradients: (sum of the losses) / (tokens of the whole step), micro-batch by micro-batch."""
+"""Compute a step's gradients: (sum of the losses) / (tokens of the step), by micro-batches."""
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from prime_composer.backends.protocols import Rollout, TeacherScores
-from prime_composer.contract import LossInputs, LossOutputs
-from prime_composer.local.replay import Pair, empty_pack, pair_inputs
-from prime_composer.local.student_forward import empty_inputs, micro_batches, student_inputs
-from prime_composer.losses.base import Loss
+from prime_composer.backends.hf_model import token_batches
+from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean
+from prime_composer.local.batch import Batch
+from prime_composer.local.replay import empty_pack, pair_inputs
+from prime_composer.local.student_forward import empty_inputs, student_inputs
+from prime_composer.losses.bound import Objective
 from prime_composer.recipe.schema import TrainerConfig
-
-REPLAY_METRICS = "compose/replay/"
-PAIRS = f"{REPLAY_METRICS}pairs"
-"""The one metric that is a count: the step's is the sum of its micro-batches'."""
 
 
 class NonFiniteLoss(RuntimeError):
-    """The loss, or its gradient, is NaN or infinite: the message names step and loss, and the sequence of a loss."""
+    """The loss or its gradient is NaN or infinite. The message names step, loss and sequence."""
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """What a step trains on.
+@dataclasses.dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Inputs of one forward, and what they were made of.
 
     Attributes:
-        rollouts: what the student sampled (and, under GKD's lambda, solutions of the data).
-        scores: the teacher's view of each; None where the loss needs no teacher.
-        advantages: of each rollout; None where the loss reads none.
-        pairs: preference pairs of the replay channel.
+        inputs: the loss's inputs; their graph leads to the model's parameters.
+        names: the sequences, for error messages.
+        tokens: trained tokens of the rollouts; 0 in a micro-batch of preference pairs.
+        pairs: preference pairs; 0 in a micro-batch of rollouts.
     """
 
-    rollouts: Sequence[Rollout]
-    scores: Sequence[TeacherScores] | None = None
-    advantages: Sequence[float] | None = None
-    pairs: Sequence[Pair] = ()
-
-    @property
-    def tokens(self) -> int:
-        return sum(int(rollout.loss_mask.sum()) for rollout in self.rollouts)
+    inputs: LossInputs
+    names: Sequence[str]
+    tokens: int = 0
+    pairs: int = 0
 
 
 def accumulate_gradients(
     model: nn.Module,
-    loss: Loss,
+    loss: Objective,
     batch: Batch,
     config: TrainerConfig,
     step: int,
     reference: nn.Module | None = None,
 ) -> dict[str, float]:
-    """Backward of the step's loss. The preference pairs count as their mean, times the weight of their channel.
+    """Run the backward pass of the step's loss.
+
+    With N tokens in the step, the gradient is that of (1/N) sum_t loss_t. Preference pairs
+    contribute their mean times the weight of their channel.
 
     Args:
-        reference: the frozen policy r of the replay channel's loss, where that needs one.
+        model: the student; gradients are added to its parameters' ``grad``.
+        loss: the recipe's loss.
+        batch: the step's samples and pairs.
+        config: micro-batch size and dtype.
+        step: the step's number, for error messages.
+        reference: the frozen policy of the replay channel's loss, where that loss needs one.
 
     Returns:
-        "loss", the loss per token of the step, and the loss's own metrics, averaged over micro-batches by tokens (those
-        of the replay channel by pairs, of which there are the sum). Nothing where there is nothing to train on.
+        "loss", the loss per token of the step, and the loss's own metrics, averaged by their type.
+        Empty where there is nothing to train on.
 
     Raises:
-        NonFiniteLoss: before the bad micro-batch's backward.
+        NonFiniteLoss: raised before the backward pass of that micro-batch.
     """
-    total = batch.tokens or 1
+    total_tokens = batch.tokens or 1
     loss_sum = 0.0
-    sums: dict[str, float] = {}
-    tokens = pairs = 0
-    for names, inputs in micro_batch_inputs(model, loss, batch, config, total, reference):
-        outputs = loss(inputs)
+    averages = MetricAverages()
+    for micro_batch in prepare_micro_batches(model, loss, batch, config, reference):
+        outputs = loss(micro_batch.inputs)
         if not torch.isfinite(outputs.loss):
-            raise NonFiniteLoss(describe_non_finite(loss, inputs, outputs, names, step))
-        (outputs.loss / total).backward()
-        n_tokens = inputs.loss_mask.shape[0]
-        n_pairs = 0 if n_tokens else len(names)
-        tokens, pairs = tokens + n_tokens, pairs + n_pairs
+            raise NonFiniteLoss(describe_non_finite(loss, micro_batch, outputs, step))
+        (outputs.loss / total_tokens).backward()
         loss_sum = loss_sum + outputs.loss.detach()
-        for name, value in outputs.metrics.items():
-            weight = (
-                1 if name == PAIRS else n_pairs if name.startswith(REPLAY_METRICS) else n_tokens
-            )
-            sums[name] = sums.get(name, 0.0) + weight * value
-    if not tokens and not pairs:
+        averages.add(outputs.metrics, micro_batch.tokens, micro_batch.pairs)
+    if averages.empty:
         return {}
-    counts = {
-        name: 1 if name == PAIRS else pairs if name.startswith(REPLAY_METRICS) else tokens
-        for name in sums
-    }
-    return {"loss": float(loss_sum) / total} | {
-        name: float(sums[name]) / count for name, count in counts.items() if count
-    }
+    return {"loss": float(loss_sum) / total_tokens} | averages.result()
 
 
-def micro_batch_inputs(
+class MetricAverages:
+    """Averages of a loss's metrics over the micro-batches of a step, each by its type.
+
+    A plain tensor is averaged over tokens, a ``PairMean`` over preference pairs, a ``Count`` is
+    added.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._pairs = 0
+        self._sums: dict[str, Tensor] = {}
+        self._types: dict[str, type[Tensor]] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Whether no token and no pair was added."""
+        return not self._tokens and not self._pairs
+
+    def add(self, metrics: dict[str, Tensor], tokens: int, pairs: int) -> None:
+        """Add one micro-batch's metrics, which hold for ``tokens`` tokens or ``pairs`` pairs."""
+        self._tokens += tokens
+        self._pairs += pairs
+        for name, value in metrics.items():
+            self._types[name] = type(value)
+            weighted = self._weight(name, tokens, pairs) * value
+            self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
+
+    def result(self) -> dict[str, float]:
+        """Return the step's value of each metric that was measured on a token or a pair."""
+        weights = {name: self._weight(name, self._tokens, self._pairs) for name in self._sums}
+        return {
+            name: float(self._sums[name]) / weight for name, weight in weights.items() if weight
+        }
+
+    def _weight(self, name: str, tokens: int, pairs: int) -> int:
+        metric_type = self._types[name]
+        if issubclass(metric_type, Count):
+            return 1
+        return pairs if issubclass(metric_type, PairMean) else tokens
+
+
+def prepare_micro_batches(
     model: nn.Module,
-    loss: Loss,
+    loss: Objective,
     batch: Batch,
     config: TrainerConfig,
-    total: int,
-    reference: nn.Module | None,
-) -> Iterator[tuple[list[str], LossInputs]]:
-    """The inputs of each micro-batch, forward included, with the names of its sequences for an error message."""
+    reference: nn.Module | None = None,
+) -> Iterator[MicroBatch]:
+    """Run the student's forward and yield the micro-batches, rollouts first and then pairs.
+
+    Rows times the longest row fit ``config.micro_batch_tokens``; a longer rollout has a micro-batch
+    of its own. The grouping changes a step's gradient only by the rounding of its sums.
+    """
     device = next(model.parameters()).device.type
+    autocast = torch.autocast(device, torch.bfloat16, enabled=config.dtype == "bfloat16")
     with_replay = "replay" in loss.config.needs
-    for indices in micro_batches(batch.rollouts, config.micro_batch_tokens):
-        with torch.autocast(device, torch.bfloat16, enabled=config.dtype == "bfloat16"):
-            inputs = student_inputs(
-                model,
-                [batch.rollouts[i] for i in indices],
-                None if batch.scores is None else [batch.scores[i] for i in indices],
-                None if batch.advantages is None else [batch.advantages[i] for i in indices],
-            )
+    lengths = [sample.length for sample in batch.samples]
+    for indices in token_batches(lengths, config.micro_batch_tokens):
+        with autocast:
+            inputs = student_inputs(model, [batch.samples[i] for i in indices])
         if with_replay:
             inputs.replay = empty_pack(inputs)
-        yield [f"rollout {i}" for i in indices], inputs
+        names = [f"rollout {i}" for i in indices]
+        yield MicroBatch(inputs, names, tokens=inputs.loss_mask.shape[0])
     if not with_replay:
         return
-    for indices in micro_batches(
-        [pair.longer for pair in batch.pairs], max(1, config.micro_batch_tokens // 2)
-    ):
-        with torch.autocast(device, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+    lengths = [pair.length for pair in batch.pairs]
+    for indices in token_batches(lengths, max(1, config.micro_batch_tokens // 2)):
+        with autocast:
             pack = pair_inputs(model, [batch.pairs[i] for i in indices], reference)
-        # A loss divides by tokens; weights of tokens / pairs make that the mean over pairs.
+        # A loss is divided by the step's tokens. Weights of tokens / pairs make that a mean over
+        # pairs.
         pack.loss_weights = torch.full_like(
-            pack.trainer_logprobs.detach(), total / len(batch.pairs)
+            pack.trainer_logprobs.detach(), (batch.tokens or 1) / len(batch.pairs)
         )
         inputs = empty_inputs(pack, loss.config.support_size)
         inputs.replay = pack
-        yield [f"pair {i}" for i in indices], inputs
+        yield MicroBatch(inputs, [f"pair {i}" for i in indices], pairs=len(indices))
 
 
 def describe_non_finite(
-    loss: Loss, inputs: LossInputs, outputs: LossOutputs, names: Sequence[str], step: int
+    loss: Objective, micro_batch: MicroBatch, outputs: LossOutputs, step: int
 ) -> str:
-    """Which sequence made the loss NaN or infinite: each one alone, the others masked."""
-    kind = f"step {step}: the loss {loss.config.type!r}"
-    if inputs.loss_mask.shape[0]:
-        for segment, name in enumerate(names):
-            alone = LossInputs(**{**vars(inputs), "loss_mask": inputs.segment_ids == segment})
-            value = float(loss(alone).loss.detach())
-            if not math.isfinite(value):
-                return f"{kind} of {name} is {value}; training stops here"
-    return f"{kind} of {', '.join(names)} is {float(outputs.loss.detach())}; training stops here"
+    """Return an error message that names the sequence whose loss is NaN or infinite.
+
+    Each sequence is tried alone, with the others masked.
+    """
+    prefix = f"step {step}: the loss {loss.config.type!r}"
+    inputs = micro_batch.inputs
+    for segment, name in enumerate(micro_batch.names if micro_batch.tokens else ()):
+        alone = dataclasses.replace(inputs, loss_mask=inputs.segment_ids == segment)
+        value = float(loss(alone).loss.detach())
+        if not math.isfinite(value):
+            return f"{prefix} of {name} is {value}; training stops here"
+    names = ", ".join(micro_batch.names)
+    return f"{prefix} of {names} is {float(outputs.loss.detach())}; training stops here"

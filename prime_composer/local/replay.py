@@ -1,9 +1,8 @@
-"""The replay channel's preference pairs: from the rollouts of a group, or from a file."""
+"""Preference pairs of the replay channel: from the rollouts of a group, or from a file."""
 
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +11,34 @@ from torch import nn
 
 from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import LossInputs
+from prime_composer.local.batch import Pair, Sample
 from prime_composer.local.student_forward import student_inputs
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.prompts import answer_text, render_prompt
 
 
-@dataclass(frozen=True, eq=False)
-class Pair:
-    """Two responses to one prompt, the first one preferred."""
+def pairs_of_rollouts(samples: Sequence[Sample], limit: int) -> list[Pair]:
+    """Pair a correct and a wrong rollout of the same group.
 
-    chosen: Rollout
-    rejected: Rollout
-
-    @property
-    def longer(self) -> Rollout:
-        return max(self.chosen, self.rejected, key=lambda rollout: rollout.token_ids.shape[0])
-
-
-def pairs_of_rollouts(
-    rollouts: Sequence[Rollout], rewards: Sequence[float], limit: int
-) -> list[Pair]:
-    """A correct and a wrong rollout of the same group, each rollout at most once, the first ``limit`` pairs."""
-    pairs = []
-    for prompt in dict.fromkeys(rollout.prompt_index for rollout in rollouts):
-        group = [
-            (rollout, reward)
-            for rollout, reward in zip(rollouts, rewards, strict=True)
-            if rollout.prompt_index == prompt
-        ]
-        right = [rollout for rollout, reward in group if reward > 0]
-        wrong = [rollout for rollout, reward in group if reward <= 0]
-        pairs += [Pair(chosen, rejected) for chosen, rejected in zip(right, wrong, strict=False)]
+    Each rollout is used at most once. At most ``limit`` pairs are returned.
+    """
+    pairs: list[Pair] = []
+    for prompt_index in dict.fromkeys(sample.rollout.prompt_index for sample in samples):
+        group = [sample for sample in samples if sample.rollout.prompt_index == prompt_index]
+        correct = [sample for sample in group if sample.reward > 0]
+        wrong = [sample for sample in group if sample.reward <= 0]
+        pairs += [Pair(*responses) for responses in zip(correct, wrong, strict=False)]
     return pairs[:limit]
 
 
 def read_pairs(path: Path, sources: Mapping[str, DataConfig], tokenizer: Any) -> list[Pair]:
-    """The pairs of a JSONL file: one object per line with the strings "question", "chosen" and "rejected", and, where a
-    recipe has several environments, "environment", whose prompt is used.
+    """Read the pairs of a JSONL file.
+
+    Each line is an object with the strings "question", "chosen" and "rejected". Where a recipe has
+    several environments it also has "environment", whose prompt template is used.
 
     Raises:
-        ValueError: the file is missing or empty, or a line is malformed: ``file:line: what is wrong``.
+        ValueError: the file is missing or empty, or a line is malformed (``file:line: reason``).
     """
     if not path.is_file():
         raise ValueError(f"no such file: {path}. [replay] path is a JSONL file of preference pairs")
@@ -76,21 +63,25 @@ def read_pairs(path: Path, sources: Mapping[str, DataConfig], tokenizer: Any) ->
         if not isinstance(environment, str) or environment not in sources:
             raise ValueError(f'{path}:{number}: "environment" must be one of {", ".join(sources)}')
         data = sources[environment]
-        prompt = render_prompt(Problem(row["question"], row["chosen"]), data, tokenizer)
-        pairs.append(
-            Pair(
-                *(response(prompt, row[key], data, tokenizer, 0) for key in ("chosen", "rejected"))
-            )
+        problem = Problem(row["question"], row["chosen"], environment)
+        prompt = render_prompt(problem, data, tokenizer)
+        chosen, rejected = (
+            Sample(response(prompt, row[key], data, tokenizer, 0), problem, row[key])
+            for key in ("chosen", "rejected")
         )
+        pairs.append(Pair(chosen, rejected))
     if not pairs:
-        raise ValueError(f"{path} holds no pair")
+        raise ValueError(f"{path} contains no pair")
     return pairs
 
 
 def response(
     prompt: Sequence[int], text: str, data: DataConfig, tokenizer: Any, prompt_index: int
 ) -> Rollout:
-    """A given text as the response to a prompt, end of text included; nobody sampled it, so it has no log mu (NaN)."""
+    """Return a given text, with the end of text, as the response to a prompt.
+
+    It was not sampled, so its ``inference_logprobs`` are NaN.
+    """
     completion = [
         *tokenizer.encode(answer_text(text, data), add_special_tokens=False),
         tokenizer.eos_token_id,
@@ -106,19 +97,27 @@ def response(
 
 
 def pair_inputs(model: nn.Module, pairs: Sequence[Pair], reference: nn.Module | None) -> LossInputs:
-    """The pack of some pairs: segment 2i is the chosen and 2i + 1 the rejected response of pair i."""
-    rollouts = [rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)]
-    inputs = student_inputs(model, rollouts)
+    """Pack pairs: segment 2i is the chosen and 2i + 1 the rejected response of pair i.
+
+    Args:
+        model: the student.
+        pairs: the pairs of one micro-batch.
+        reference: the frozen policy whose log-probs become ``ref_logprobs``; None leaves them
+            unset.
+    """
+    responses = [
+        Sample(s.rollout, s.problem) for pair in pairs for s in (pair.chosen, pair.rejected)
+    ]
+    inputs = student_inputs(model, responses)
     if reference is None:
         return inputs
     with torch.no_grad():
-        return dataclasses.replace(
-            inputs, ref_logprobs=student_inputs(reference, rollouts).trainer_logprobs
-        )
+        reference_logprobs = student_inputs(reference, responses).trainer_logprobs
+    return dataclasses.replace(inputs, ref_logprobs=reference_logprobs)
 
 
 def empty_pack(like: LossInputs) -> LossInputs:
-    """A pack without a pair, for a micro-batch of rollouts."""
+    """Return a pack without a pair, for a micro-batch of rollouts."""
     none = like.trainer_logprobs.detach()[:0]
     return LossInputs(
         trainer_logprobs=none,
@@ -126,6 +125,6 @@ def empty_pack(like: LossInputs) -> LossInputs:
         ref_logprobs=none,
         advantages=None,
         loss_mask=like.loss_mask[:0],
-        token_ids=like.token_ids[:0],
-        segment_ids=like.segment_ids[:0],
+        token_ids=None if like.token_ids is None else like.token_ids[:0],
+        segment_ids=None if like.segment_ids is None else like.segment_ids[:0],
     )

@@ -1,4 +1,4 @@
-"""The student's side of a step: rollouts to padded micro-batches, one forward, and the loss's inputs."""
+"""Run the student over padded micro-batches and pack its log-probs into ``LossInputs``."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -7,42 +7,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from prime_composer.backends.hf_model import hidden_states, lm_head_weight, token_batches
-from prime_composer.backends.protocols import Rollout, TeacherScores
+from prime_composer.backends.hf_model import hidden_states, lm_head_weight
 from prime_composer.contract import LossInputs, Support
 from prime_composer.lm_head import selected_logprobs
+from prime_composer.local.batch import Sample
 
 
-def micro_batches(rollouts: Sequence[Rollout], token_budget: int) -> list[list[int]]:
-    """Indices of rollouts, grouped so that rows x longest row fits the budget; a longer rollout stands alone.
+def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
+    """Run one forward over right-padded rollouts, and pack their trained tokens.
 
-    The grouping never changes the gradient of a step beyond the rounding of its sums: losses are sums, divided once by
-    the step's token count.
-    """
-    return token_batches([rollout.token_ids.shape[0] for rollout in rollouts], token_budget)
-
-
-def student_inputs(
-    model: nn.Module,
-    rollouts: Sequence[Rollout],
-    scores: Sequence[TeacherScores] | None = None,
-    advantages: Sequence[float] | None = None,
-) -> LossInputs:
-    """One forward over right-padded rollouts; the trained tokens of all of them, packed, as ``LossInputs``.
-
-    Only the tokens of the loss masks are kept, so every position of the result trains. The student's log-probs are of
-    the full vocabulary at temperature 1, whatever the sampler did.
+    Every position of the result trains. The student's log-probs are those of the full vocabulary at
+    temperature 1, whatever temperature and top-p the sampler used.
 
     Args:
-        model: a causal language model of transformers' shape: ``model.model`` gives hidden states, the output
-            embeddings are its head.
-        rollouts: what the student sampled.
-        scores: the teacher's view of the same rollouts, in order; None where the loss needs no teacher.
-        advantages: one RL advantage per rollout; None where there is no reward.
+        model: a causal language model of transformers' shape. ``model.base_model`` returns hidden
+            states, and the weight of the output embeddings turns them into logits.
+        samples: the rollouts. Either all of them have scores or none has, and the same holds for
+            advantages. A value that no sample has is None in the result.
+
+    Raises:
+        ValueError: a rollout trains on its first token, which no context predicts.
     """
     head = lm_head_weight(model)
     device = head.device
-    lengths = torch.tensor([rollout.token_ids.shape[0] for rollout in rollouts])
+    rollouts = [sample.rollout for sample in samples]
+    lengths = torch.tensor([sample.length for sample in samples])
     ids = pad_sequence([rollout.token_ids for rollout in rollouts], batch_first=True)
     trained = pad_sequence([rollout.loss_mask for rollout in rollouts], batch_first=True)
     if trained[:, 0].any():
@@ -51,49 +40,63 @@ def student_inputs(
         )
     attention = (torch.arange(ids.shape[1]) < lengths.unsqueeze(-1)).long()
     # Hidden state t-1 predicts token t.
-    hidden = hidden_states(model, ids.to(device), attention.to(device))[:, :-1][
-        trained[:, 1:].to(device)
-    ]
+    hidden = hidden_states(model, ids.to(device), attention.to(device))[:, :-1]
+    hidden = hidden[trained[:, 1:].to(device)]
     if torch.is_autocast_enabled(device.type):
-        # The residual stream stays float32 under autocast; the head's products are half precision like all others.
+        # The residual stream stays float32 under autocast. The head's products use half precision,
+        # as all other matrix products do.
         hidden = hidden.to(torch.get_autocast_dtype(device.type))
-    label = ids[trained]
+    labels = ids[trained]
 
-    support_ids = None if scores is None else _cat([s.token_ids for s in scores], rollouts)
-    if support_ids is not None and support_ids.shape[-1] > 0:
-        wanted = torch.cat([label.unsqueeze(-1), support_ids], dim=-1)
-        logprobs = selected_logprobs(hidden, head.to(hidden.dtype), wanted.to(device))
-        trainer_logprobs = logprobs[:, 0]
+    scores = [_trained_scores(sample) for sample in samples if sample.scores is not None]
+    ref_logprobs = support = None
+    selected_ids = labels.unsqueeze(-1)
+    if scores:
+        ref_logprobs, support_ids, teacher_logprobs = (
+            torch.cat(parts) for parts in zip(*scores, strict=True)
+        )
+        selected_ids = torch.cat([selected_ids, support_ids], dim=-1)
+    logprobs = selected_logprobs(hidden, head.to(hidden.dtype), selected_ids.to(device))
+    if selected_ids.shape[-1] > 1:
         support = Support(
             token_ids=support_ids.to(device),
-            teacher_logprobs=_cat([s.teacher_logprobs for s in scores], rollouts).to(device),
+            teacher_logprobs=teacher_logprobs.to(device),
             student_logprobs=logprobs[:, 1:],
         )
-    else:
-        trainer_logprobs = selected_logprobs(
-            hidden, head.to(hidden.dtype), label.unsqueeze(-1).to(device)
-        )[:, 0]
-        support = None
 
     counts = trained.sum(dim=1)
+    advantages = [sample.advantage for sample in samples if sample.advantage is not None]
     return LossInputs(
-        trainer_logprobs=trainer_logprobs,
-        inference_logprobs=_cat([r.inference_logprobs for r in rollouts], rollouts).to(device),
-        ref_logprobs=None
-        if scores is None
-        else _cat([s.ref_logprobs for s in scores], rollouts).to(device),
-        advantages=None
-        if advantages is None
-        else torch.tensor(advantages, dtype=torch.float32).repeat_interleave(counts).to(device),
-        loss_mask=torch.ones(label.shape[0], dtype=torch.bool, device=device),
+        trainer_logprobs=logprobs[:, 0],
+        inference_logprobs=torch.cat(
+            [rollout.inference_logprobs[rollout.loss_mask] for rollout in rollouts]
+        ).to(device),
+        ref_logprobs=None if ref_logprobs is None else ref_logprobs.to(device),
+        advantages=torch.tensor(advantages, dtype=torch.float32)
+        .repeat_interleave(counts)
+        .to(device)
+        if advantages
+        else None,
+        loss_mask=torch.ones(labels.shape[0], dtype=torch.bool, device=device),
         support=support,
-        token_ids=label.to(device),
-        segment_ids=torch.arange(len(rollouts)).repeat_interleave(counts).to(device),
+        token_ids=labels.to(device),
+        segment_ids=torch.arange(len(samples)).repeat_interleave(counts).to(device),
     )
 
 
+def _trained_scores(sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log q, support ids and log q on the support at the sample's trained tokens."""
+    assert sample.scores is not None
+    mask = sample.rollout.loss_mask[sample.rollout.start :]
+    scores = sample.scores
+    return scores.ref_logprobs[mask], scores.token_ids[mask], scores.teacher_logprobs[mask]
+
+
 def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossInputs:
-    """Inputs without a token, in the graph of ``like``: for a micro-batch that only brings preference pairs."""
+    """Return inputs without a token, in the graph of ``like``.
+
+    They accompany a micro-batch that contains preference pairs only.
+    """
     none = like.trainer_logprobs[:0]
     detached = none.detach()
     wide = detached.unsqueeze(-1).expand(0, 1 if support_size == "full" else max(1, support_size))
@@ -105,12 +108,5 @@ def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossI
         loss_mask=like.loss_mask[:0],
         support=Support(token_ids=wide.long(), teacher_logprobs=wide, student_logprobs=wide),
         token_ids=like.token_ids[:0],
-        segment_ids=like.segment_ids[:0],
-    )
-
-
-def _cat(tensors: Sequence[Tensor], rollouts: Sequence[Rollout]) -> Tensor:
-    """The trained positions of per-rollout tensors, packed."""
-    return torch.cat(
-        [tensor[rollout.loss_mask] for tensor, rollout in zip(tensors, rollouts, strict=True)]
+        segment_ids=None if like.segment_ids is None else like.segment_ids[:0],
     )

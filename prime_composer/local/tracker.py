@@ -1,4 +1,4 @@
-"""Where metrics go: ``metrics.jsonl`` always, TensorBoard and W&B where the recipe asks."""
+"""Log metrics to ``metrics.jsonl``, and to TensorBoard and W&B where the recipe enables them."""
 
 import json
 import math
@@ -13,12 +13,15 @@ WANDB_ID_FILE = "wandb_run_id.txt"
 
 
 class Tracker:
-    """Writes one record per step, and takes back what came after the checkpoint that a run resumes from.
+    """Writes one record per step; on resume, drops records newer than the checkpoint.
 
     Args:
         run_dir: the run directory.
         config: the recipe's ``[logging]``.
-        resume_step: the last step that the checkpoint holds; later records are dropped. None for a fresh run.
+        resume_step: the checkpoint's step; None for a fresh run.
+
+    Raises:
+        ValueError: ``[logging.wandb]`` is set and W&B is not installed.
     """
 
     def __init__(self, run_dir: Path, config: LoggingConfig, resume_step: int | None = None):
@@ -33,32 +36,31 @@ class Tracker:
         path = run_dir / METRICS_FILE
         if resume_step is not None:
             kept = [record for record in read_metrics(run_dir) if record["step"] <= resume_step]
-            spare = path.with_suffix(".tmp")
-            spare.write_text(
+            rewritten = path.with_suffix(".tmp")
+            rewritten.write_text(
                 "".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8"
             )
-            os.replace(spare, path)
+            os.replace(rewritten, path)
         self._file = path.open("a", encoding="utf-8")
         self._tensorboard = self._wandb = None
         if config.tensorboard:
-            # torch's own writer would import tensorflow where it is installed; tensorboard's protocol is the same.
             from torch.utils.tensorboard import SummaryWriter
 
             purge = None if resume_step is None else resume_step + 1
             self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
         if wandb is not None:
-            # A resumed run goes on in its own W&B run, which ignores the steps that it holds already: the resumed run
-            # only repeats their numbers.
-            known = run_dir / WANDB_ID_FILE
-            again = resume_step is not None and known.exists()
+            # A resumed run continues its own W&B run. W&B ignores steps that it has already; the
+            # resumed run only repeats their numbers.
+            id_file = run_dir / WANDB_ID_FILE
+            continues = resume_step is not None and id_file.exists()
             self._wandb = wandb.init(
                 project=config.wandb.project,
                 name=config.wandb.name or run_dir.name,
                 dir=str(run_dir),
-                id=known.read_text(encoding="utf-8") if again else None,
+                id=id_file.read_text(encoding="utf-8") if continues else None,
                 resume="allow",
             )
-            known.write_text(self._wandb.id, encoding="utf-8")
+            id_file.write_text(self._wandb.id, encoding="utf-8")
 
     def __enter__(self) -> "Tracker":
         return self
@@ -67,7 +69,7 @@ class Tracker:
         self.close()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one record, and make it safe against a crash of this process."""
+        """Write one record, and flush it so that a crash of this process does not lose it."""
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
@@ -78,6 +80,7 @@ class Tracker:
             self._wandb.log(metrics, step=step)
 
     def close(self) -> None:
+        """Close the file and the other loggers."""
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -86,10 +89,10 @@ class Tracker:
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Every record of a run, in order. A last line cut short by a crash is left out.
+    """Return every record of a run, in order. A last line cut short by a crash is left out.
 
     Raises:
-        ValueError: there is no metrics file, or a line in the middle is no JSON.
+        ValueError: there is no metrics file, or another line is not JSON.
     """
     path = Path(run_dir) / METRICS_FILE
     try:

@@ -1,47 +1,55 @@
-"""The one-machine loop: sample, score, loss over the global token count, backward, clip, step, sync, log."""
+"""Train a recipe on this machine: sample, score, backward, clip, step, sync weights, log."""
 
 import math
-import random
 import signal
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from prime_composer.backends.protocols import Rollout, SamplingParams
+from prime_composer.local.batch import Batch
 from prime_composer.local.checkpoint import Checkpoint, save_checkpoint
-from prime_composer.local.engine import Engine, open_engine, preflight
-from prime_composer.local.evaluate import evaluate, teacher_accuracy
-from prime_composer.local.gradients import Batch, NonFiniteLoss, accumulate_gradients
-from prime_composer.local.replay import Pair, pairs_of_rollouts, response
+from prime_composer.local.clock import Clock
+from prime_composer.local.collect import collect
+from prime_composer.local.engine import Engine, open_engine
+from prime_composer.local.evaluate import Evaluator
+from prime_composer.local.gradients import NonFiniteLoss, accumulate_gradients
+from prime_composer.local.preflight import preflight
 from prime_composer.local.tracker import Tracker, read_metrics
 from prime_composer.losses import setup_loss_fn
+from prime_composer.losses.bound import Objective
 from prime_composer.losses.shared.modifiers import resolve
-from prime_composer.problems.answers import is_correct
-from prime_composer.problems.config import Problem
-from prime_composer.problems.loading import load_environments
-from prime_composer.problems.order import environment_batches, prompt_batches
-from prime_composer.problems.prompts import render_prompt
+from prime_composer.problems.loading import ProblemSet
+from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe, TrainerConfig
 
 
 @runtime_checkable
 class Display(Protocol):
-    """What watches a run: a progress bar, or nothing."""
+    """Watches a run: a progress bar, or nothing."""
 
-    def status(self, text: str) -> None: ...
+    def status(self, text: str) -> None:
+        """Show what the run does before its first step."""
+        ...
 
-    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Show a finished step."""
+        ...
 
 
 @dataclass
 class Outcome:
-    """How a run ended. ``evaluations`` maps the step to what was measured there; step 0 is before training."""
+    """How a run ended.
+
+    Attributes:
+        run_dir: the run directory.
+        steps: finished steps.
+        interrupted: whether Ctrl-C ended the run before its last step.
+        evaluations: step -> what was measured after it; step 0 is before training.
+    """
 
     run_dir: Path
     steps: int
@@ -50,25 +58,102 @@ class Outcome:
 
 
 def train(
-    recipe: Recipe, run_dir: Path, display: Display, resume: Checkpoint | None = None
+    recipe: Recipe,
+    problems: ProblemSet,
+    paths: Mapping[str, Path],
+    run_dir: Path,
+    display: Display,
+    resume: Checkpoint | None = None,
 ) -> Outcome:
-    """Run a recipe on this machine, in ``run_dir``; from a checkpoint, continue it to the same numbers.
+    """Train a recipe in ``run_dir``; with ``resume``, continue bit-exactly from that checkpoint.
+
+    Args:
+        recipe: the recipe.
+        problems: its problems.
+        paths: directories of its prepared models, by table ("student", "teacher", "teachers.NAME").
+        run_dir: an existing directory.
+        display: watches the run.
+        resume: a checkpoint of a run of the same recipe.
 
     Raises:
-        ValueError: recipe, data, models and engines do not fit together (found before the first step).
-        NonFiniteLoss: training diverged; the newest checkpoint is the last good one.
+        ValueError: recipe, data, models and engines do not fit together. It is raised before the
+            first step.
+        NonFiniteLoss: training diverged. The newest checkpoint is the last good one.
     """
-    config = recipe.trainer
-    practice, held_out = load_environments(recipe.sources)
-    for problem in [*practice, *held_out]:
-        recipe.mixture(problem)  # a row may name a teacher that is not there
-    outcome = Outcome(run_dir, steps=0, interrupted=False)
-    with open_engine(recipe, display.status, student_dir=resume.path if resume else None) as engine:
-        loss = setup_loss_fn(resolve(recipe.loss, engine.tokenizer))
-        prompts = [
-            render_prompt(problem, recipe.data_of(problem), engine.tokenizer)
-            for problem in practice
-        ]
+    check_routing(recipe, problems)
+    student_dir = None if resume is None else resume.path
+    with open_engine(recipe, problems, paths, display.status, student_dir) as engine:
+        state = TrainingState.of_recipe(recipe, engine)
+        if resume is not None:
+            state.load(resume)
+        preflight(engine, recipe, display.status)
+        with (
+            Tracker(run_dir, recipe.logging, None if resume is None else state.steps) as tracker,
+            interruptible() as stop,
+        ):
+            evaluator = Evaluator.of_recipe(engine, recipe)
+            evaluations = past_evaluations(run_dir)
+            if not evaluations:
+                display.status("measuring the teacher and the student before training")
+                evaluations[0] = evaluator.student() | evaluator.teachers()
+                tracker.log(0, evaluations[0])
+
+            last = recipe.trainer.steps
+            for step in range(state.steps + 1, last + 1):
+                clock = Clock()
+                batch, metrics = collect(engine, recipe, step, clock)
+                metrics |= state.train_step(batch, step)
+                clock.lap("train")
+                engine.end_step(step)
+                clock.lap("sync")
+
+                metrics |= clock.laps
+                metrics["tokens_per_second"] = batch.tokens / clock.laps["time/step"]
+                if step == last or is_due(step, recipe.eval.every):
+                    evaluations[step] = evaluator.student()
+                    metrics |= evaluations[step]
+                tracker.log(step, metrics)
+                display.step(step, metrics)
+                if step == last or stop.requested or is_due(step, recipe.checkpoint.every):
+                    state.save(run_dir, recipe.checkpoint.keep)
+                if stop.requested:
+                    break
+    return Outcome(run_dir, state.steps, state.steps < last, evaluations)
+
+
+def check_routing(recipe: Recipe, problems: ProblemSet) -> None:
+    """Refuse a row of the data that names a teacher which the recipe does not have.
+
+    Raises:
+        RecipeError: it does.
+    """
+    routing = Routing.of_recipe(recipe)
+    for problem in [*problems.practice, *problems.held_out]:
+        routing.of(problem)
+
+
+@dataclass
+class TrainingState:
+    """What changes from step to step: student, optimizer, loss and a moving teacher.
+
+    Attributes:
+        config: the recipe's ``[trainer]``.
+        engine: the open models.
+        loss: the recipe's loss.
+        optimizer: AdamW over the student's parameters.
+        steps: finished steps.
+    """
+
+    config: TrainerConfig
+    engine: Engine
+    loss: Objective
+    optimizer: torch.optim.Optimizer
+    steps: int = 0
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, engine: Engine) -> "TrainingState":
+        """Return the state before the first step."""
+        config = recipe.trainer
         optimizer = torch.optim.AdamW(
             engine.model.parameters(),
             lr=config.lr,
@@ -76,235 +161,85 @@ def train(
             weight_decay=config.weight_decay,
             fused=True,
         )
-        if resume is not None:
-            state = resume.load()
-            outcome.steps = state["step"]
-            optimizer.load_state_dict(state["optimizer"])
-            loss.load_state_dict(state["loss"])
-            engine.load_state_dict(state["teacher"])
-            torch.set_rng_state(state["rng"])
-        preflight(engine, recipe, practice, prompts, display.status)
-
-        with (
-            Tracker(run_dir, recipe.logging, resume_step=resume and outcome.steps) as tracker,
-            interruptible() as stop,
-        ):
-            outcome.evaluations = past_evaluations(run_dir)
-            if not outcome.evaluations:
-                display.status("measuring the teacher and the student before training")
-                outcome.evaluations[0] = evaluate(engine, recipe, held_out) | teacher_accuracy(
-                    engine, recipe, held_out
-                )
-                tracker.log(0, outcome.evaluations[0])
-
-            for step in range(outcome.steps + 1, config.steps + 1):
-                clock = Clock()
-                batch, metrics = collect(engine, recipe, practice, prompts, step, clock)
-                for group in optimizer.param_groups:
-                    group["lr"] = config.lr * lr_factor(config, step)
-                trained = accumulate_gradients(
-                    engine.model, loss, batch, config, step, engine.reference
-                )
-                grad_norm = torch.nn.utils.clip_grad_norm_(
-                    engine.model.parameters(), config.max_grad_norm
-                )
-                if not torch.isfinite(grad_norm):
-                    # A finite loss may have such a gradient, and weights are not to be saved after it.
-                    raise NonFiniteLoss(
-                        f"step {step}: the gradient of the loss {recipe.loss.type!r} is {float(grad_norm)}; training stops here"
-                    )
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                if trained:
-                    loss.end_step(trained["loss"])
-                clock.lap("train")
-                engine.end_step(step)
-                clock.lap("sync")
-
-                outcome.steps = step
-                last = step == config.steps
-                metrics |= (
-                    trained
-                    | {"grad_norm": float(grad_norm), "lr": optimizer.param_groups[0]["lr"]}
-                    | clock.laps
-                )
-                metrics["tokens_per_second"] = batch.tokens / clock.laps["time/step"]
-                if last or (recipe.eval.every and step % recipe.eval.every == 0):
-                    outcome.evaluations[step] = evaluate(engine, recipe, held_out)
-                    metrics |= outcome.evaluations[step]
-                tracker.log(step, metrics)
-                display.step(step, metrics)
-                if (
-                    last
-                    or stop.requested
-                    or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0)
-                ):
-                    state = {
-                        "optimizer": optimizer.state_dict(),
-                        "loss": loss.state_dict(),
-                        "teacher": engine.state_dict(),
-                        "rng": torch.get_rng_state(),
-                    }
-                    save_checkpoint(
-                        run_dir, step, engine.model, engine.tokenizer, state, recipe.checkpoint.keep
-                    )
-                if stop.requested and not last:
-                    outcome.interrupted = True
-                    break
-    return outcome
-
-
-def collect(
-    engine: Engine,
-    recipe: Recipe,
-    practice: Sequence[Problem],
-    prompts: Sequence[Sequence[int]],
-    step: int,
-    clock: "Clock",
-) -> tuple[Batch, dict[str, float]]:
-    """The step's batch: rollouts, their rewards, the teacher's scores, preference pairs; and what they measured."""
-    config = recipe.trainer
-    counted = Counter(problem.environment for problem in practice)
-    sizes, ratios = zip(
-        *((counted[name], source.ratio) for name, source in recipe.sources.items()), strict=True
-    )
-    asked = environment_batches(
-        sizes, ratios, config.batch_size // recipe.rollout.group_size, config.seed, step - 1
-    )
-    rollouts = sample(
-        engine, recipe, [practice[i] for i in asked], [prompts[i] for i in asked], step
-    )
-    clock.lap("sample")
-    problems = [practice[asked[rollout.prompt_index]] for rollout in rollouts]
-    texts = [engine.decode(rollout) for rollout in rollouts]
-    rewards = [
-        float(is_correct(text, problem, recipe.data_of(problem)))
-        for text, problem in zip(texts, problems, strict=True)
-    ]
-    advantages = group_advantages(rollouts, rewards)
-    pairs = preference_pairs(engine, recipe, rollouts, rewards, step)
-    metrics = {
-        "rollout/reward": sum(rewards) / len(rewards),
-        "rollout/truncated": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
-        "rollout/tokens": sum(int(r.loss_mask.sum()) for r in rollouts) / len(rollouts),
-    }
-    if len(sizes) > 1:
-        for name in recipe.sources:
-            mine = [
-                reward
-                for reward, problem in zip(rewards, problems, strict=True)
-                if problem.environment == name
-            ]
-            if mine:
-                metrics[f"rollout/reward/{name}"] = sum(mine) / len(mine)
-    clock.lap("reward")
-    told, scores = engine.score(rollouts, texts, problems, rewards)
-    clock.lap("score")
-    if len(told) < len(rollouts):
-        metrics["rollout/without_hint"] = 1 - len(told) / len(rollouts)
-    return Batch([rollouts[i] for i in told], scores, [advantages[i] for i in told], pairs), metrics
-
-
-def sample(
-    engine: Engine,
-    recipe: Recipe,
-    problems: Sequence[Problem],
-    prompts: Sequence[Sequence[int]],
-    step: int,
-) -> list[Rollout]:
-    """The step's rollouts: ``group_size`` for each prompt.
-
-    Under ``student_fraction`` lambda below 1 (GKD, https://arxiv.org/abs/2306.13649, Alg. 1) each sequence is sampled
-    with probability lambda, and otherwise it is the data's solution. The paper tosses its coin once per step; one per
-    sequence has the same mean and less variance.
-    """
-    config = recipe.rollout
-    params = SamplingParams(
-        n=config.group_size,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        max_tokens=config.max_tokens,
-        stop_token_ids=engine.stop_token_ids,
-    )
-    seed = derive_seed(recipe.trainer.seed, "rollouts", step)
-    if config.student_fraction == 1:
-        return engine.sampler.generate(prompts, params, seed=seed)
-    coin = random.Random(derive_seed(recipe.trainer.seed, "student_fraction", step))
-    sequences = [index for index in range(len(prompts)) for _ in range(config.group_size)]
-    sampled = [coin.random() < config.student_fraction for _ in sequences]
-    asked = [index for index, mine in zip(sequences, sampled, strict=True) if mine]
-    params = replace(params, n=1)
-    fresh = iter(
-        engine.sampler.generate([prompts[i] for i in asked], params, seed=seed) if asked else []
-    )
-    return [
-        replace(next(fresh), prompt_index=index)
-        if mine
-        else response(
-            prompts[index],
-            problems[index].answer,
-            recipe.data_of(problems[index]),
-            engine.tokenizer,
-            index,
+        return cls(
+            config,
+            engine,
+            setup_loss_fn(resolve(recipe.loss, engine.problems.tokenizer)),
+            optimizer,
         )
-        for index, mine in zip(sequences, sampled, strict=True)
-    ]
 
+    def train_step(self, batch: Batch, step: int) -> dict[str, float]:
+        """Update the student's weights on one batch.
 
-def preference_pairs(
-    engine: Engine, recipe: Recipe, rollouts: Sequence[Rollout], rewards: Sequence[float], step: int
-) -> list[Pair]:
-    """The step's pairs for the replay channel; none where the loss has no such channel."""
-    if "replay" not in recipe.loss.needs:
-        return []
-    count = recipe.replay.pairs_per_step
-    if recipe.replay.source == "rollouts":
-        return pairs_of_rollouts(rollouts, rewards, count)
-    order = prompt_batches(len(engine.pairs), count, recipe.trainer.seed, step - 1)
-    return [engine.pairs[i] for i in order]
+        Returns:
+            The loss and its metrics, "grad_norm" before clipping, and "lr".
 
+        Raises:
+            NonFiniteLoss: the loss or its gradient is NaN or infinite. The weights are unchanged.
+        """
+        engine, config = self.engine, self.config
+        lr = config.lr * lr_factor(config, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        metrics = accumulate_gradients(
+            engine.model, self.loss, batch, config, step, engine.reference
+        )
+        grad_norm = torch.nn.utils.clip_grad_norm_(engine.model.parameters(), config.max_grad_norm)
+        if not torch.isfinite(grad_norm):
+            # A finite loss may have such a gradient. Weights are not to be saved after it.
+            raise NonFiniteLoss(
+                f"step {step}: the gradient of the loss {self.loss.config.type!r} is "
+                f"{float(grad_norm)}; training stops here"
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss.end_step()
+        self.steps = step
+        return metrics | {"grad_norm": float(grad_norm), "lr": lr}
 
-class Clock:
-    """Seconds of the parts of a step, as metrics ``time/<part>``, and of the whole."""
+    def save(self, run_dir: Path, keep: int) -> None:
+        """Write a checkpoint."""
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "loss": self.loss.state_dict(),
+            "teacher": self.engine.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+        engine = self.engine
+        save_checkpoint(run_dir, self.steps, engine.model, engine.problems.tokenizer, state, keep)
 
-    def __init__(self) -> None:
-        self._began = self._last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, part: str) -> None:
-        now = time.perf_counter()
-        self.laps[f"time/{part}"] = now - self._last
-        self.laps["time/step"] = now - self._began
-        self._last = now
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Restore all but the student's weights, which the engine was opened with."""
+        state = checkpoint.load()
+        self.steps = state["step"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.loss.load_state_dict(state["loss"])
+        self.engine.load_state_dict(state["teacher"])
+        torch.set_rng_state(state["rng"])
 
 
 def past_evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
-    """What a resumed run has already measured, by step."""
-    found = {}
+    """Return what a resumed run has measured before, by step."""
+    evaluations = {}
     for record in read_metrics(run_dir):
         measured = {
             name: value for name, value in record.items() if name.startswith(("eval/", "teacher/"))
         }
         if measured:
-            found[record["step"]] = measured
-    return found
+            evaluations[record["step"]] = measured
+    return evaluations
 
 
-def group_advantages(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> list[float]:
-    """Reward minus the mean reward of the rollout's group: prime-rl's default advantage (GRPO without the division)."""
-    groups: dict[int, list[float]] = {}
-    for rollout, reward in zip(rollouts, rewards, strict=True):
-        groups.setdefault(rollout.prompt_index, []).append(reward)
-    return [
-        reward - sum(groups[rollout.prompt_index]) / len(groups[rollout.prompt_index])
-        for rollout, reward in zip(rollouts, rewards, strict=True)
-    ]
+def is_due(step: int, every: int) -> bool:
+    """Return whether something that happens every ``every`` steps happens now; 0 is never."""
+    return every > 0 and step % every == 0
 
 
 def lr_factor(config: TrainerConfig, step: int) -> float:
-    """Learning rate of a step (from 1) as a share of the peak: linear warm-up, then the schedule down to 0.
+    """Return the learning rate of a step (from 1) as a share of the peak.
 
-    The first step of the decay is at the peak, and the schedule would reach 0 one step after the last.
+    After a linear warm-up the schedule decays to 0. The first step of the decay is at the peak. The
+    schedule would reach 0 one step after the last.
     """
     if step <= config.warmup_steps:
         return step / config.warmup_steps
@@ -314,20 +249,16 @@ def lr_factor(config: TrainerConfig, step: int) -> float:
     return 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
 
-def derive_seed(seed: int, purpose: str, step: int) -> int:
-    """A seed of its own for each use and step: a resumed run draws the same numbers with no generator to restore."""
-    return random.Random(f"{seed}/{purpose}/{step}").getrandbits(31)
-
-
+@dataclass
 class StopRequest:
     """Whether the user asked to stop."""
 
-    requested = False
+    requested: bool = False
 
 
 @contextmanager
 def interruptible() -> Iterator[StopRequest]:
-    """The first Ctrl-C lets the step finish and leaves a checkpoint; the second one stops at once."""
+    """Let the first Ctrl-C finish the step and leave a checkpoint; the second one stops at once."""
     stop = StopRequest()
 
     def handler(signum: int, frame: Any) -> None:

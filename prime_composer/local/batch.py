@@ -1,0 +1,64 @@
+"""Records of one training step: samples, preference pairs, and the batch that holds both."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prime_composer.backends.protocols import Rollout, TeacherScores
+from prime_composer.problems.config import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One rollout of a step, with everything that is computed from it.
+
+    Attributes:
+        rollout: sampled by the student, or a solution of the data (GKD's lambda below 1).
+        problem: the problem that the rollout answers.
+        text: the completion as text, without special tokens.
+        reward: 1.0 for a correct answer, 0.0 for a wrong one.
+        advantage: reward minus the mean reward of the rollout's group; None where no loss reads it.
+        scores: the teacher's log-probs; None where the loss needs no teacher.
+    """
+
+    rollout: Rollout
+    problem: Problem
+    text: str = ""
+    reward: float = 0.0
+    advantage: float | None = None
+    scores: TeacherScores | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion."""
+        return self.rollout.token_ids.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A preference pair: two responses to one prompt."""
+
+    chosen: Sample
+    rejected: Sample
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longer response with its prompt."""
+        return max(self.chosen.length, self.rejected.length)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The training data of one step.
+
+    Attributes:
+        samples: the rollouts that train.
+        pairs: preference pairs of the replay channel.
+    """
+
+    samples: Sequence[Sample]
+    pairs: Sequence[Pair] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens of the samples: the divisor of the step's loss."""
+        return sum(int(sample.rollout.loss_mask.sum()) for sample in self.samples)

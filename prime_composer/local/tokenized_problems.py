@@ -1,0 +1,47 @@
+"""Convert problems to token ids and completions to text, and grade answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prime_composer.backends.protocols import Rollout
+from prime_composer.local.replay import response
+from prime_composer.problems.answers import is_correct
+from prime_composer.problems.config import Problem
+from prime_composer.problems.loading import ProblemSet
+from prime_composer.problems.prompts import render_prompt
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedProblems:
+    """The problems of a recipe in the student's tokens.
+
+    Attributes:
+        problem_set: the problems, and how each environment asks and checks them.
+        tokenizer: the student's tokenizer.
+    """
+
+    problem_set: ProblemSet
+    tokenizer: Any
+    _prompts: dict[Problem, list[int]] = field(default_factory=dict, repr=False)
+
+    def prompt(self, problem: Problem) -> list[int]:
+        """Return the token ids of the problem's prompt."""
+        if problem not in self._prompts:
+            config = self.problem_set.config_of(problem)
+            self._prompts[problem] = render_prompt(problem, config, self.tokenizer)
+        return self._prompts[problem]
+
+    def solution(self, problem: Problem, prompt_index: int = 0) -> Rollout:
+        """Return the data's solution of a problem in the form of a rollout."""
+        config = self.problem_set.config_of(problem)
+        prompt = self.prompt(problem)
+        return response(prompt, problem.answer, config, self.tokenizer, prompt_index)
+
+    def decode(self, completion_ids: Sequence[int]) -> str:
+        """Return a completion as text, without special tokens."""
+        return self.tokenizer.decode(completion_ids, skip_special_tokens=True)
+
+    def reward(self, text: str, problem: Problem) -> float:
+        """Return 1.0 for a correct answer to the problem and 0.0 for a wrong one."""
+        return float(is_correct(text, problem, self.problem_set.config_of(problem)))
