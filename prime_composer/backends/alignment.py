@@ -93,7 +93,7 @@ def make_rollout(
 def check_lengths(
     sequences: Sequence[Sequence[int]], new_tokens: int, max_model_len: int | None
 ) -> None:
-    """Check that every sequence and ``new_tokens`` more fit into ``max_model_len`` (None: no limit).
+    """Check that each sequence and ``new_tokens`` more fit into ``max_model_len``, unless None.
 
     Raises:
         ValueError: a sequence does not fit, or is empty.

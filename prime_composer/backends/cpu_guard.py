@@ -1,10 +1,13 @@
-"""What has to happen before transformers or vLLM is imported on a machine whose PyTorch is built for the CPU.
+"""Prepare this process for transformers and vLLM on a machine whose PyTorch is built for the CPU.
 
-A CPU-only vLLM installs together with a torchvision from the default package index, which is a CUDA build. It cannot
-load beside a CPU PyTorch ("operator torchvision::nms does not exist"), and transformers imports it wherever it finds
-it. None of these packages is needed for text, so they are declared absent; on a CUDA PyTorch nothing is touched.
+Everything here changes the whole process, so each change is one function with a reason:
 
-Can go once PyPI's vLLM for the CPU depends on CPU builds, or transformers survives a torchvision that does not load.
+- ``hide_cuda_packages``: before transformers is imported
+- ``set_vllm_environment``, ``use_one_thread``: before vLLM is imported
+- ``inspect_models_in_process``, ``keep_process_groups``: after vLLM is imported
+
+``import_vllm`` calls them all in that order. On a CUDA build only ``set_vllm_environment`` and
+``keep_process_groups`` have an effect.
 """
 
 import logging
@@ -15,14 +18,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from typing import Any
 
+import numpy as np
 import torch
 
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 
 
 def built_for_cpu() -> bool:
-    """Whether PyTorch is a build without CUDA, ROCm or XPU."""
+    """Return whether PyTorch is a build without CUDA, ROCm or XPU."""
     return (
         torch.version.cuda is None
         and torch.version.hip is None
@@ -31,58 +36,106 @@ def built_for_cpu() -> bool:
 
 
 def hide_cuda_packages() -> None:
-    """Make ``find_spec`` answer None for packages whose CUDA build would break an import; call it before transformers.
+    """Make ``find_spec`` return None for packages whose CUDA build breaks transformers' import.
 
-    Packages that are already imported, or that are marked as CPU builds (version "...+cpu"), stay visible.
+    A CPU-only vLLM installs a torchvision from the default package index, which is a CUDA build. It
+    cannot load beside a CPU PyTorch ("operator torchvision::nms does not exist"), and transformers
+    imports it wherever it is installed. Text models need none of these packages. Packages that are
+    already imported or marked as CPU builds (version "...+cpu") stay visible.
+
+    TODO(vllm): remove once PyPI's vLLM for the CPU depends on CPU builds.
     """
     if not built_for_cpu():
         return
+    modules: dict[str, Any] = sys.modules
     for name in OPTIONAL_PACKAGES:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        if name not in sys.modules and not version.endswith("+cpu"):
-            sys.modules[name] = None
+        if name not in modules and not version.endswith("+cpu"):
+            modules[name] = None
 
 
-def quiet_vllm_environment(multiprocessing: bool) -> None:
-    """Defaults of vLLM's environment variables; what the user has set stays."""
+def set_vllm_environment(multiprocessing: bool) -> None:
+    """Set defaults for vLLM's environment variables; values that are already set stay.
+
+    Args:
+        multiprocessing: engines get a process of their own.
+    """
     defaults = {"VLLM_NO_USAGE_STATS": "1"}
     if not multiprocessing:
-        # The engine lives in this process, so that the trainer's weights and the seed reach it.
+        # The engine shares this process, so that the trainer's weights and the seed reach it.
         defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     if built_for_cpu():
-        # The log-probs path is one small compiled kernel: not worth a C++ compiler and 20 s on a CPU.
+        # Log-probs would compile one small kernel, which needs a C++ compiler and 20 s.
         defaults["TORCHDYNAMO_DISABLE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
-def use_one_thread_unless_told() -> None:
-    """One OpenMP thread on a CPU build, unless OMP_NUM_THREADS says otherwise.
+def use_one_thread() -> None:
+    """Use one OpenMP thread on a CPU build, unless OMP_NUM_THREADS is set.
 
-    vLLM's OpenMP threads spin while they wait: two engines and a trainer with several threads each run up to 12 times
-    slower than with one. vLLM makes ``torch.set_num_threads`` a no-op when it starts, so this has to come before.
+    vLLM's OpenMP threads spin while they wait: two engines and a trainer with several threads each
+    run up to 12 times slower than with one. vLLM makes ``torch.set_num_threads`` a no-op when it
+    starts, so this must run before.
     """
     if built_for_cpu() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
 
-def import_vllm(multiprocessing: bool = False):
-    """The vllm module, imported so that it works on a CPU build too.
+def inspect_models_in_process() -> None:
+    """Let vLLM inspect a model's architecture in this process, on a CPU build.
+
+    vLLM uses a subprocess, to keep CUDA out of this process. ``hide_cuda_packages`` does not reach
+    that subprocess, and a CPU build has no CUDA to keep out.
+
+    TODO(vllm): remove with ``hide_cuda_packages``.
+    """
+    if not built_for_cpu():
+        return
+    from vllm.model_executor.models import registry
+
+    def run_here(function: Any) -> Any:
+        return function()
+
+    module: Any = registry
+    module._run_in_subprocess = run_here
+
+
+def keep_process_groups() -> None:
+    """Stop a closing engine from destroying the process groups of the whole process.
+
+    Other engines in this process still use them, and possibly the trainer. They hold hardly any
+    memory.
+
+    TODO(vllm): remove once closing an engine leaves the groups of other engines alone.
+    """
+    from vllm.v1.engine import core
+
+    def keep(*args: Any, **kwargs: Any) -> None:
+        """Replace ``cleanup_dist_env_and_memory``."""
+
+    module: Any = core
+    module.cleanup_dist_env_and_memory = keep
+
+
+def import_vllm(multiprocessing: bool = False) -> Any:
+    """Return the vllm module, imported so that it works on a CPU build too.
 
     Args:
-        multiprocessing: engines get a process of their own, as in a server; otherwise they live in this one.
+        multiprocessing: engines get a process of their own, as in a server; otherwise they run in
+            this process.
 
     Raises:
         ImportError: vLLM is missing; the message names the pip line.
     """
-    quiet_vllm_environment(multiprocessing)
+    set_vllm_environment(multiprocessing)
     hide_cuda_packages()
-    use_one_thread_unless_told()
+    use_one_thread()
     if built_for_cpu():
-        # It says, before vLLM has set up its logging, that Triton has no CPU backend.
+        # It logs, before vLLM has set up its logging, that Triton has no CPU backend.
         logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -92,31 +145,22 @@ def import_vllm(multiprocessing: bool = False):
             if error.name != "vllm":
                 raise
             raise ImportError(
-                "The recipe asks for backend 'vllm' and vLLM is not installed: pip install 'prime-composer[local]' on "
-                "a CPU machine, 'prime-composer[gpu]' on a GPU machine, or choose backend = 'transformers'."
+                "The recipe asks for backend 'vllm' and vLLM is not installed: pip install "
+                "'prime-composer[local]' on a CPU machine, 'prime-composer[gpu]' on a GPU machine, "
+                "or choose backend = 'transformers'."
             ) from error
-        if built_for_cpu():
-            import vllm.model_executor.models.registry as registry
-
-            # vLLM looks at an architecture for the first time in a subprocess, to keep CUDA out of this one. The guard
-            # does not reach that subprocess, and on a CPU build there is no CUDA to keep out.
-            registry._run_in_subprocess = lambda inspect: inspect()
-        import vllm.v1.engine.core as core
-
-        # Closing an engine destroys the process group and the model-parallel groups of the whole process, which every
-        # other engine in it still uses, and the trainer maybe too. They hold no memory worth the name: they stay.
-        core.cleanup_dist_env_and_memory = lambda: None
+        inspect_models_in_process()
+        keep_process_groups()
     return vllm
 
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """The global random states of torch, Python and NumPy are the same after the block as before it.
+    """Restore the global random states of torch, Python and NumPy after the block.
 
-    An engine seeds them when it starts and draws from torch's when it samples; the trainer's must not notice.
+    An engine seeds them when it starts, and draws from torch's when it samples. The trainer's draws
+    must not depend on that.
     """
-    import numpy as np
-
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:

@@ -1,4 +1,4 @@
-"""Load Hugging Face models and read their hidden states and output head."""
+"""Load Hugging Face models and tokenizers, and read their hidden states and output head."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,13 +8,18 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
 from prime_composer.lm_head import selected_logprobs
 
 
-def import_transformers():
-    """The transformers module, imported so that it works beside a CUDA build of torchvision too.
+class ModelUnavailable(ValueError):
+    """A model or tokenizer could not be loaded; the message says why and names the remedy."""
+
+
+def import_transformers() -> Any:
+    """Return the transformers module, imported without a torchvision that would break it.
 
     Raises:
         ImportError: transformers is missing; the message names the pip line.
@@ -26,69 +31,151 @@ def import_transformers():
         if error.name != "transformers":
             raise
         raise ImportError(
-            "The one-machine engine needs transformers: pip install 'prime-composer[local]' on a CPU machine, "
-            "'prime-composer[gpu]' on a GPU machine."
+            "The one-machine engine needs transformers: pip install 'prime-composer[local]' on a "
+            "CPU machine, 'prime-composer[gpu]' on a GPU machine."
         ) from error
     return transformers
 
 
+@contextmanager
+def explained(model: str | Path) -> Iterator[None]:
+    """Within the block, turn the library's errors of loading ``model`` into one sentence.
+
+    Raises:
+        ModelUnavailable: the model is not there, or the hub cannot be reached.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ModelUnavailable(_why_unavailable(str(model), error)) from error
+
+
+def _why_unavailable(model: str, error: OSError) -> str:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, LocalEntryNotFoundError | ConnectionError):
+        cause = cause.__cause__ or cause.__context__
+    if Path(model).is_dir() or cause is None:
+        reason = " ".join(str(error).split("\n")[0].split()).rstrip(".")
+        return (
+            f"Could not load {model} ({reason}); correct the model's table in the recipe, for "
+            "example --set student.model=DIR_OR_HUB_ID."
+        )
+    if constants.HF_HUB_OFFLINE:
+        reason = "HF_HUB_OFFLINE is set, so the hub was not asked"
+        remedy = "or unset HF_HUB_OFFLINE"
+    else:
+        reason = f"{constants.ENDPOINT} could not be reached"
+        remedy = "or copy a cache that has it to HF_HOME and set HF_HUB_OFFLINE=1"
+    return (
+        f"Could not load {model}: it is neither a directory nor in the Hugging Face cache, and "
+        f"{reason}; name a local copy in the model's table, for example --set student.model=DIR, "
+        f"{remedy}."
+    )
+
+
 def read_config(model: str | Path) -> Any:
-    """The transformers config of a model directory or hub id."""
-    return import_transformers().AutoConfig.from_pretrained(str(model))
+    """Return the transformers config of a model directory or hub id.
+
+    Raises:
+        ModelUnavailable: there is no such model, or the hub cannot be reached.
+    """
+    with explained(model):
+        return import_transformers().AutoConfig.from_pretrained(str(model))
 
 
 def read_eos_token_ids(model: str | Path) -> tuple[int, ...]:
-    """Every id that ends a completion: those of the generation config, of the config, and of the tokenizer."""
+    """Return every id that ends a completion, in ascending order.
+
+    They come from the generation config, the config, and the tokenizer.
+
+    Raises:
+        ModelUnavailable: there is no such model, or the hub cannot be reached.
+    """
     transformers = import_transformers()
-    found: set[int] = set()
-    sources = [transformers.AutoConfig.from_pretrained(str(model))]
+    sources = [read_config(model)]
     readers = [transformers.GenerationConfig]
-    # For a directory without tokenizer files transformers makes up an empty tokenizer, with an EOS of its own.
+    # Without tokenizer files transformers makes up an empty tokenizer with an EOS of its own.
     if not Path(model).is_dir() or any(Path(model).glob("tokenizer*")):
         readers.append(transformers.AutoTokenizer)
     for reader in readers:
         try:
             sources.append(reader.from_pretrained(str(model)))
-        except (
-            OSError,
-            ValueError,
-        ):  # a model may come without a generation config, or without a tokenizer
+        except (OSError, ValueError):  # a model may have no generation config, or no tokenizer
             continue
+    eos_ids: set[int] = set()
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
-        found.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
-    return tuple(sorted(found))
+        eos_ids.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
+    return tuple(sorted(eos_ids))
 
 
 def load_tokenizer(model: str | Path) -> Any | None:
-    """The tokenizer of a model directory or hub id; None for a directory that holds none."""
+    """Return the tokenizer of a model directory or hub id; None for a directory without one.
+
+    Raises:
+        ModelUnavailable: there is no such model, or the hub cannot be reached.
+    """
     if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
         return None
-    return import_transformers().AutoTokenizer.from_pretrained(str(model))
+    with explained(model):
+        return import_transformers().AutoTokenizer.from_pretrained(str(model))
+
+
+def load_model(
+    model: str | Path, dtype: str = "float32", device: str | torch.device | None = None
+) -> nn.Module:
+    """Return a causal language model in eval mode.
+
+    Without dropout the student's log-probs are those that the sampler computes.
+
+    Args:
+        model: a directory or a hub id.
+        dtype: of the weights.
+        device: None is the GPU where there is one.
+
+    Raises:
+        ModelUnavailable: there is no such model, or the hub cannot be reached.
+    """
+    transformers = import_transformers()
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    with without_progress_bars(), explained(model):
+        net = transformers.AutoModelForCausalLM.from_pretrained(
+            str(model), dtype=getattr(torch, dtype)
+        )
+    return net.to(device).eval()
 
 
 def load_student(
     model: str | Path, dtype: str = "float32", device: str | torch.device | None = None
 ) -> tuple[nn.Module, Any]:
-    """A causal language model ready for training, and its tokenizer (None where the directory holds none).
+    """Return a causal language model ready for training, and its tokenizer.
 
     Args:
         model: a directory or a hub id.
-        dtype: of the weights; float32 is what an optimiser wants.
+        dtype: of the weights; optimizers need float32.
         device: None is the GPU where there is one.
+
+    Returns:
+        Model and tokenizer; the tokenizer is None where the directory contains none.
 
     Raises:
         ImportError: transformers is missing.
-        ValueError: the logits are more than hidden states times the head's weight (a bias, soft-capping, a scale), or
-            the tokenizer knows ids that the head does not.
+        ModelUnavailable: there is no such model, or the hub cannot be reached.
+        ValueError: the logits are more than hidden states times the head's weight (a bias,
+            soft-capping, a scale), or the tokenizer has ids that the head does not.
     """
     net = load_model(model, dtype, device)
     tokenizer = load_tokenizer(model)
     vocab_size = lm_head_weight(net).shape[0]
     if tokenizer is not None and len(tokenizer) > vocab_size:
         raise ValueError(
-            f"The tokenizer of {model} has {len(tokenizer)} entries and the model's head only {vocab_size}; resize the "
-            "model's embeddings, or use the tokenizer that the model was trained with."
+            f"The tokenizer of {model} has {len(tokenizer)} entries and the model's head only "
+            f"{vocab_size}; resize the model's embeddings, or use the tokenizer that the model was "
+            "trained with."
         )
     check_plain_head(net)
     return net, tokenizer
@@ -96,7 +183,10 @@ def load_student(
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Loading and saving without transformers' own progress bars: the run has one, and two would overwrite each other."""
+    """Within the block, load and save without transformers' progress bars.
+
+    The run has a progress bar of its own, and two would overwrite each other.
+    """
     logging = import_transformers().utils.logging
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -107,99 +197,93 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_model(
-    model: str | Path, dtype: str = "float32", device: str | torch.device | None = None
-) -> nn.Module:
-    """A causal language model in eval mode (no dropout: the student's log-probs are those that the sampler sees)."""
-    transformers = import_transformers()
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    with without_progress_bars():
-        net = transformers.AutoModelForCausalLM.from_pretrained(
-            str(model), dtype=getattr(torch, dtype)
-        )
-    return net.to(device).eval()
-
-
 def checkpoint_layers(model: nn.Module) -> None:
-    """Recompute each layer in the backward instead of keeping its activations; dropout stays off.
+    """Make the backward recompute each layer instead of storing its activations.
 
-    transformers recomputes only layers whose ``training`` flag is up. It goes up on those layers alone: what is in them
-    stays in eval mode.
+    transformers only recomputes layers whose ``training`` flag is set. It is set on those layers
+    alone: the modules inside them stay in eval mode, so dropout stays off.
 
     Raises:
         ValueError: the model cannot do it.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    net: Any = model
+    net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no layers that can be recomputed; set trainer.gradient_checkpointing = false."
+            f"{type(model).__name__} has no layers that can be recomputed; set "
+            "trainer.gradient_checkpointing = false."
         )
     for layer in layers:
         layer.training = True
 
 
 def lm_head_weight(model: nn.Module) -> Tensor:
-    """The weight [V, d] that turns the final hidden states into logits; the embeddings' own where they are tied.
+    """Return the weight [V, d] that turns final hidden states into logits.
+
+    Where it is tied to the embeddings, this is the embeddings' own weight.
 
     Raises:
         ValueError: the model has no such matrix, or adds a bias to its logits.
     """
-    head = model.get_output_embeddings()
+    net: Any = model
+    head = net.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
         raise ValueError(
             f"{type(model).__name__} has no output embeddings; use a causal language model."
         )
     if getattr(head, "bias", None) is not None:
         raise ValueError(
-            f"{type(model).__name__} adds a bias to its logits, which lm_head does not; use another model."
+            f"{type(model).__name__} adds a bias to its logits, which lm_head does not; use "
+            "another model."
         )
     return head.weight
 
 
 def check_plain_head(model: nn.Module) -> None:
-    """Assert on four tokens that the model's logits are hidden states times the head's weight, and nothing more.
+    """Check on four tokens that the logits are hidden states times the head's weight.
 
     Raises:
-        ValueError: they are not: soft-capping, a scale, a bias.
+        ValueError: they are not, because of soft-capping, a scale, or a bias.
     """
+    net: Any = model
     weight = lm_head_weight(model)
-    config = model.config.get_text_config()
+    config = net.config.get_text_config()
     if getattr(config, "final_logit_softcapping", None):
         raise ValueError(
-            f"{type(model).__name__} soft-caps its logits at {config.final_logit_softcapping}, and the chunked head does "
-            "not; use a model without final_logit_softcapping."
+            f"{type(model).__name__} soft-caps its logits at {config.final_logit_softcapping}, and "
+            "the chunked head does not; use a model without final_logit_softcapping."
         )
     ids = torch.arange(4, device=weight.device).remainder(weight.shape[0]).unsqueeze(0)
     with torch.no_grad():
         mask = torch.ones_like(ids)
         plain = (hidden_states(model, ids, mask) @ weight.T).float()
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+        logits = net(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
     tolerance = 1e-3 if weight.dtype == torch.float32 else 3e-2
     if logits.shape != plain.shape or (
         logits - plain
     ).abs().max() > tolerance * logits.abs().max().clamp_min(1.0):
         raise ValueError(
-            f"{type(model).__name__} does more to its logits than multiplying hidden states with the head's weight (a "
-            "scale, a cap), and the chunked head does not; use another model."
+            f"{type(model).__name__} does more to its logits than multiplying hidden states with "
+            "the head's weight (a scale, a cap), and the chunked head does not; use another model."
         )
 
 
 def hidden_states(
     model: nn.Module, input_ids: Int[Tensor, "batch seq"], attention_mask: Int[Tensor, "batch seq"]
 ) -> Float[Tensor, "batch seq d"]:
-    """Final hidden states, after the last norm; what lm_head and the head's weight turn into log-probs.
+    """Return the final hidden states, after the last norm.
 
-    ``hidden[:, t]`` has read the tokens up to and including t, and so predicts token t + 1. Padding may stand on either
-    side; positions are counted without it.
+    ``hidden[:, t]`` is computed from the tokens up to and including t, and so predicts token t + 1.
+    Padding may be on either side; positions are counted without it.
     """
+    net: Any = model
     position_ids = (attention_mask.cumsum(dim=1) - 1).clamp_min(0)
-    return model.base_model(
+    return net.base_model(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=position_ids,
@@ -212,14 +296,11 @@ def pad(
     device: torch.device,
     side: Literal["left", "right"] = "right",
 ) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
-    """Token ids and attention mask of sequences of different lengths; padding is id 0 and mask 0."""
-    width = max(len(ids) for ids in sequences)
-    tokens = torch.zeros(len(sequences), width, dtype=torch.int64)
-    mask = torch.zeros_like(tokens)
-    for row, ids in enumerate(sequences):
-        where = slice(width - len(ids), None) if side == "left" else slice(0, len(ids))
-        tokens[row, where] = torch.as_tensor(ids, dtype=torch.int64)
-        mask[row, where] = 1
+    """Return token ids and attention mask of sequences of different lengths, both 0 at padding."""
+    rows = [torch.as_tensor(ids, dtype=torch.int64) for ids in sequences]
+    tokens = pad_sequence(rows, batch_first=True, padding_side=side)
+    ones = [torch.ones_like(row) for row in rows]
+    mask = pad_sequence(ones, batch_first=True, padding_side=side)
     return tokens.to(device), mask.to(device)
 
 
@@ -227,7 +308,10 @@ def pad(
 def sequence_logprobs(
     model: nn.Module, sequences: Sequence[Sequence[int]]
 ) -> list[Float[Tensor, " seq"]]:
-    """log p of every token of each sequence given those before it; NaN at the first one, which has no context."""
+    """Return log p of every token of each sequence given those before it.
+
+    The first token has no context; its entry is NaN.
+    """
     results = []
     for ids in sequences:
         tokens, mask = pad([ids], lm_head_weight(model).device)
@@ -238,7 +322,11 @@ def sequence_logprobs(
 
 
 def token_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices in batches of similar length whose padded size stays within ``budget`` tokens (one sequence may not)."""
+    """Return indices in batches of similar length.
+
+    A batch's padded size stays within ``budget`` tokens, except for one sequence that alone is
+    longer.
+    """
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batches and (len(batches[-1]) + 1) * lengths[index] <= budget:

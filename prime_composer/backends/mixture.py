@@ -1,4 +1,4 @@
-"""Several teachers: each rollout is scored by one of them, or by their mixture in probability space."""
+"""Several teachers: a rollout is scored by one of them, or by a mixture of their probabilities."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -70,20 +70,20 @@ def mix(
     """Return the mixture q(v) = sum_i w_i q_i(v) of several teachers' scores of the same tokens.
 
     The sampled token's q is exact, in ``ref_logprobs`` and in the support. For any other id of the
-    support, only the teachers that list the id in their own top K contribute. What the others hold there
-    is at most their K-th probability, and stays in the tail:
+    support, only the teachers that list the id in their own top K contribute. What the others hold
+    there is at most their K-th probability, and stays in the tail:
 
         q^(v) = sum_{i: v in S_i} w_i q_i(v)
              <=  q(v)  <=  q^(v) + sum_{i: v not in S_i} w_i min_{u in S_i} q_i(u)
 
-    The head is therefore a lower bound. It is exact where the teachers' top K agree or are the whole
-    vocabulary. The support is the K ids of the largest q^.
+    The head is therefore a lower bound. It is exact where the teachers' top K agree or are the
+    whole vocabulary. The support is the K ids of the largest q^.
 
-    Consequences for a loss. q^ and its tail are a distribution, but not that of q over these outcomes.
-    With K < V, a loss on the support pulls toward a target that differs from q by the bound above, under
-    each normalization: ``tail`` moves the unknown mass out of S, ``renorm`` spreads it over S. Its value
-    is no bound of the divergence from q. ``head_tail_reverse_kl`` is unbiased for a single teacher only.
-    ``sampled_reverse_kl`` and k = "full" are exact.
+    Consequences for a loss. q^ and its tail are a distribution, but not that of q over these
+    outcomes. With K < V, a loss on the support pulls toward a target that differs from q by the
+    bound above, under each normalization: ``tail`` moves the unknown mass out of S, ``renorm``
+    spreads it over S. Its value is no bound of the divergence from q. ``head_tail_reverse_kl`` is
+    unbiased for a single teacher only. ``sampled_reverse_kl`` and k = "full" are exact.
 
     Args:
         token_ids: the sampled tokens, [n].
@@ -91,8 +91,8 @@ def mix(
         weights: one per teacher; they add up to 1.
 
     Returns:
-        Scores of the same n and K, in the dtype of the teachers'. A single teacher's are returned as
-        they are.
+        Scores of the same n and K, in the dtype of the teachers'. A single teacher's are returned
+        as they are.
     """
     if len(scores) == 1:
         return scores[0]

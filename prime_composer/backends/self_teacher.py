@@ -113,8 +113,8 @@ class PolicyTeacher:
             rollouts: what to score.
             prompts: token ids that the teacher reads instead of each rollout's own prompt.
             support_size: K.
-            chosen_by_student: use the K most probable ids of the policy without the hint, instead of
-                the teacher's.
+            chosen_by_student: use the K most probable ids of the policy without the hint, instead
+                of the teacher's.
         """
         candidates = None
         if chosen_by_student:

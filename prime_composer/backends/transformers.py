@@ -36,9 +36,9 @@ def processed_logprobs(
 ) -> Float[Tensor, "rows v"]:
     """Return log mu over the vocabulary: tempered, cut to the nucleus of top_p, renormalized.
 
-    Tokens outside the nucleus are at -inf. The most probable token always stays. This is vLLM's rule
-    and tie-breaking: in ascending order of probability, a token is removed while the mass up to and
-    including it is at most 1 - top_p.
+    Tokens outside the nucleus are at -inf. The most probable token always stays. This is vLLM's
+    rule and tie-breaking: in ascending order of probability, a token is removed while the mass up
+    to and including it is at most 1 - top_p.
     """
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     if top_p >= 1:
@@ -130,8 +130,8 @@ class TransformersSampler(LoadedModel):
     ) -> list[Rollout]:
         """Return ``params.n`` rollouts per prompt, in prompt order, from a generator of their own.
 
-        mu is the distribution that each token was drawn from (``processed_logprobs``). Greedy tokens
-        have log mu = 0.
+        mu is the distribution that each token was drawn from (``processed_logprobs``). Greedy
+        tokens have log mu = 0.
 
         Raises:
             ValueError: a prompt and ``max_tokens`` do not fit into ``limits.max_model_len``, or a
@@ -287,7 +287,7 @@ class TransformersScorer(LoadedModel):
         for batch in token_batches([len(s.token_ids) for s in sequences], self.batch_tokens):
             tokens, mask = pad([sequences[index].token_ids for index in batch], weight.device)
             hidden = hidden_states(self.model, tokens, mask)
-            # hidden[t] predicts token t + 1: scores of [start, end) need states of [start - 1, end - 1).
+            # hidden[t] predicts token t + 1, so [start, end) is scored from [start - 1, end - 1).
             spans = [(sequences[index].start, len(sequences[index].token_ids)) for index in batch]
             states = torch.cat([hidden[row, a - 1 : b - 1] for row, (a, b) in enumerate(spans)])
             labels = torch.cat([tokens[row, a:b] for row, (a, b) in enumerate(spans)])

@@ -1,14 +1,14 @@
 """Student rollouts and teacher scores from vLLM engines inside this process.
 
-Log-probs. The sampler's engine has ``logprobs_mode="processed_logprobs"``: mu is the distribution that
-a token was drawn from, after temperature and after top-p removed the tail and the rest was
+Log-probs. The sampler's engine has ``logprobs_mode="processed_logprobs"``: mu is the distribution
+that a token was drawn from, after temperature and after top-p removed the tail and the rest was
 renormalized. At temperature 1 and top_p 1 mu is the policy itself. A greedy rollout (temperature 0)
 is drawn from a point mass, so its log mu is 0. The scorer's log-probs are always those of the full
 vocabulary at temperature 1, whatever the rollout was sampled with.
 
-On a CPU build the engine is eager, and its key-value cache has a fixed size. On a CUDA build vLLM's own
-defaults hold, except for the share of GPU memory. The CUDA settings follow vLLM's documentation and
-were not run.
+On a CPU build the engine is eager, and its key-value cache has a fixed size. On a CUDA build vLLM's
+own defaults hold, except for the share of GPU memory. The CUDA settings follow vLLM's documentation
+and were not run.
 """
 
 import gc
@@ -45,8 +45,8 @@ class VLLMEngine:
 
     Args:
         model: a directory or a hub id.
-        dtype: of weights and activations. float32 agrees with a float32 trainer to 1e-4 nat, bfloat16
-            to about 0.1 nat.
+        dtype: of weights and activations. float32 agrees with a float32 trainer to 1e-4 nat,
+            bfloat16 to about 0.1 nat.
         max_model_len: longest sequence, prompt and completion together, plus one. None reads the
             model's limit.
         max_logprobs: largest K of a request; "full" for the whole vocabulary.
@@ -61,8 +61,8 @@ class VLLMEngine:
 
     Raises:
         ImportError: vLLM is not installed.
-        ValueError: the model cannot be loaded, or vLLM refused the configuration; then the message is
-            vLLM's.
+        ValueError: the model cannot be loaded, or vLLM refused the configuration; then the message
+            is vLLM's.
     """
 
     logprobs_mode: ClassVar[str] = "raw_logprobs"
@@ -97,7 +97,7 @@ class VLLMEngine:
             "logprobs_mode": self.logprobs_mode,
             "enforce_eager": cpu if enforce_eager is None else enforce_eager,
             "seed": seed,
-            # Token ids go in and come out: no tokenizer and no default sampling settings are needed.
+            # Token ids go in and come out: no tokenizer, no default sampling settings.
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "disable_log_stats": True,
@@ -137,14 +137,14 @@ class VLLMEngine:
         The same seed and weights give the same rollouts. A raw engine's log mu is right at
         temperature 1 and top-p 1, or greedy.
 
-        The engine draws from torch's global generator, which is seeded for the call and restored after
-        it. vLLM's seed per request cannot be used on a CPU build beside a partially prefilled prompt.
+        The engine draws from torch's global generator, which is seeded for the call and restored
+        after it. vLLM's seed per request cannot be used on a CPU build beside a partially prefilled
+        prompt.
 
         Raises:
             ValueError: a prompt and ``max_tokens`` do not fit into ``limits.max_model_len``, or a
                 prompt is empty.
         """
-        prompts = [list(ids) for ids in prompts]
         check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
         greedy = params.temperature == 0
         request = self._vllm.SamplingParams(
@@ -158,12 +158,12 @@ class VLLMEngine:
             flat_logprobs=True,
             detokenize=False,
         )
-        # What an earlier call cached must not change this call's batches, and with them its numbers.
+        # An earlier call's cache must not change this call's batches, and with them its numbers.
         self.forget_prefixes()
         with preserved_rng():
             torch.manual_seed(seed)
             random.seed(seed)
-            outputs = self._run(prompts, request)
+            outputs = self._run([list(ids) for ids in prompts], request)
         rollouts = []
         for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
             for completion in sorted(output.outputs, key=lambda completion: completion.index):
@@ -179,9 +179,9 @@ class VLLMEngine:
     def update_weights(self, model: nn.Module) -> None:
         """Load the model's weights in place, and drop every prefix cached with the old ones.
 
-        The names come from ``state_dict()``. Unlike ``named_parameters()`` it lists ``lm_head.weight``
-        when that is tied to the embeddings; without it the CPU engine silently keeps its old,
-        repacked head.
+        The names come from ``state_dict()``. Unlike ``named_parameters()`` it lists
+        ``lm_head.weight`` when that is tied to the embeddings; without it the CPU engine silently
+        keeps its old, repacked head.
         """
         weights = iter(model.state_dict().items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -291,13 +291,13 @@ class VLLMScorer:
 def lean_prompt_logprobs(sequences: Sequence[SequenceToScore]) -> Iterator[None]:
     """Within the block, compute the top K only where it is needed, and return tensors.
 
-    vLLM itself also ranks the tokens of the prompt, and unpacks every entry into a Python number. At
-    K = 32 that adds more than half of a small model's own time. Sequences that the patch does not
-    recognize (a prompt prefilled in pieces, another vLLM) take vLLM's own path, and
+    vLLM itself also ranks the tokens of the prompt, and unpacks every entry into a Python number.
+    At K = 32 that adds more than half of a small model's own time. Sequences that the patch does
+    not recognize (a prompt prefilled in pieces, another vLLM) take vLLM's own path, and
     ``parse_prompt_logprobs`` reads both.
 
-    Patches ``Sampler.gather_logprobs`` and ``LogprobsProcessor._update_prompt_logprobs`` of the whole
-    process, and restores them.
+    Patches ``Sampler.gather_logprobs`` and ``LogprobsProcessor._update_prompt_logprobs`` of the
+    whole process, and restores them.
 
     TODO(vllm): remove once ``prompt_logprob_start`` works for a top K on every platform and the
     answer is an array.
@@ -306,7 +306,9 @@ def lean_prompt_logprobs(sequences: Sequence[SequenceToScore]) -> Iterator[None]
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.sample.sampler import Sampler
 
-    gather, unpack = Sampler.gather_logprobs, LogprobsProcessor._update_prompt_logprobs
+    sampler: Any = Sampler
+    processor: Any = LogprobsProcessor
+    gather, unpack = sampler.gather_logprobs, processor._update_prompt_logprobs
     first_rows: dict[tuple[int, ...], int] = {}
     for sequence in sequences:
         labels = tuple(sequence.token_ids[1:])
@@ -326,13 +328,13 @@ def lean_prompt_logprobs(sequences: Sequence[SequenceToScore]) -> Iterator[None]
     def keep_tensors(self: Any, tensors: Any) -> None:
         self.prompt_logprobs = [tensors]
 
-    Sampler.gather_logprobs = staticmethod(gather_completion)
-    LogprobsProcessor._update_prompt_logprobs = keep_tensors
+    sampler.gather_logprobs = staticmethod(gather_completion)
+    processor._update_prompt_logprobs = keep_tensors
     try:
         yield
     finally:
-        Sampler.gather_logprobs = staticmethod(gather)
-        LogprobsProcessor._update_prompt_logprobs = unpack
+        sampler.gather_logprobs = staticmethod(gather)
+        processor._update_prompt_logprobs = unpack
 
 
 def parse_prompt_logprobs(
@@ -341,9 +343,9 @@ def parse_prompt_logprobs(
     """Return ids and log-probs of the trained tokens: the token itself, then the top K.
 
     Reads the answer of an engine in this process, tensors or flat lists; a server's JSON is read by
-    ``backends.vllm_logprobs``. Row i refers to token i + 1, because token 0 has no context. It starts
-    with that token's id, which proves the alignment, and the top K follow, most probable first. The
-    token's own entry is a column of its own, so ties need no rule here.
+    ``backends.vllm_logprobs``. Row i refers to token i + 1, because token 0 has no context. It
+    starts with that token's id, which proves the alignment, and the top K follow, most probable
+    first. The token's own entry is a column of its own, so ties need no rule here.
 
     Args:
         answer: vLLM's tensors (``lean_prompt_logprobs``), or its flat lists.

@@ -8,13 +8,13 @@ Layout. vLLM returns one row per token, None for the first token. The other rows
 ``{logprob, rank}``. A row holds the top K and the sequence's own token, so it has K or K + 1
 entries; the own token comes first and the order of the rest is not documented.
 
-Ties. vLLM gives the top K the ranks 1 to K, distinct even where log-probs are equal. It gives an own
-token outside the top K the number of ids that are at least as probable, itself included
-(``batched_count_greater_than`` and ``_ranks_kernel`` of vLLM 0.32, both ``>=``): K + 1 or more, also
-where it ties with the K-th. Rank therefore identifies the top K without exception, and dropping the
-own token of a row of K + 1 entries selects the same ids. Taking the K largest log-probs would not:
-an own token that ties with the K-th could displace it. Where ranks are equal, as other servers may
-write them, the larger log-prob wins, and then the earlier entry.
+Ties. vLLM gives the top K the ranks 1 to K, distinct even where log-probs are equal. It gives an
+own token outside the top K the number of ids that are at least as probable, itself included
+(``batched_count_greater_than`` and ``_ranks_kernel`` of vLLM 0.32, both ``>=``): K + 1 or more,
+also where it ties with the K-th. Rank therefore identifies the top K without exception, and
+dropping the own token of a row of K + 1 entries selects the same ids. Taking the K largest
+log-probs would not: an own token that ties with the K-th could displace it. Where ranks are equal,
+as other servers may write them, the larger log-prob wins, and then the earlier entry.
 """
 
 import json
@@ -70,8 +70,8 @@ class TopK(NamedTuple):
 def read_answer(content: bytes) -> list[Row]:
     """Decode the rows of an answer; empty where it has no prompt_logprobs.
 
-    vLLM clamps infinities to -9999. Other servers may write the ``-Infinity`` of Python's json, which
-    is not JSON: what msgspec cannot read is read by json.
+    vLLM clamps infinities to -9999. Other servers may write the ``-Infinity`` of Python's json,
+    which is not JSON: what msgspec cannot read is read by json.
 
     Raises:
         ValueError: the content is no such answer.
@@ -93,8 +93,8 @@ def read_answer(content: bytes) -> list[Row]:
 def top_k_of(token_ids: Sequence[int], rows: Sequence[Row], k: int) -> TopK:
     """Return the log-probs of ``token_ids`` and the top K of each position, by rank.
 
-    The loop over positions is Python; entries are only touched by C. The orchestrator runs this next
-    to its event loop.
+    The loop over positions is Python; entries are only touched by C. The orchestrator runs this
+    next to its event loop.
 
     Args:
         token_ids: the sequence that was scored, n ids.

@@ -1,9 +1,11 @@
-"""``vllm serve`` for a CPU machine: ``python -m prime_composer.backends.vllm_serve --model DIR [vLLM's options]``.
+"""``vllm serve`` for a CPU machine: ``python -m prime_composer.backends.vllm_serve --model DIR``.
 
-On a GPU machine use ``vllm serve DIR`` itself. The CPU build's own command does not start: its launcher asks for a
-distribution named "vllm", and the CUDA torchvision beside it does not load (``cpu_guard``). All options are vLLM's.
-Prompts are not prefilled in pieces on a CPU build, unless asked for: a seed per request crashes the engine there
-("CPU Generator does not use offset").
+All options are vLLM's. On a GPU machine use ``vllm serve DIR`` itself. The CPU build's own command
+does not start: its launcher asks for a distribution named "vllm", and the CUDA torchvision beside
+it does not load (``cpu_guard``). On a CPU build chunked prefill is off unless an option sets it,
+because there a seed per request crashes the engine ("CPU Generator does not use offset").
+
+TODO(vllm): remove once the CPU build's ``vllm serve`` starts.
 """
 
 import sys
@@ -15,6 +17,7 @@ import_vllm(multiprocessing=True)
 
 
 def main() -> None:
+    """Start the server with the options of the command line."""
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     if built_for_cpu() and not any("chunked-prefill" in argument for argument in sys.argv):

@@ -1,4 +1,4 @@
-"""Student rollouts and teacher scores of running vLLM servers, by ``/v1/completions`` with token ids.
+"""Student rollouts and teacher scores of running vLLM servers, by ``/v1/completions``.
 
 Start the servers so (GPU). On a CPU machine replace ``vllm serve DIR`` by
 ``python -m prime_composer.backends.vllm_serve --model DIR``, with
@@ -9,12 +9,12 @@ Start the servers so (GPU). On a CPU machine replace ``vllm serve DIR`` by
                   --logprobs-mode processed_logprobs
 
 ``--max-logprobs`` must be at least the loss's K (vLLM's default is 20). ``--logprobs-mode
-processed_logprobs`` makes mu the distribution that was sampled from; it matters at temperature != 1 or
-top_p < 1. ``VLLM_SERVER_DEV_MODE=1`` opens the endpoints that reload weights and reset the prefix cache.
-Weights are passed in a directory that both sides can read.
+processed_logprobs`` makes mu the distribution that was sampled from; it matters at temperature != 1
+or top_p < 1. ``VLLM_SERVER_DEV_MODE=1`` opens the endpoints that reload weights and reset the
+prefix cache. Weights are passed in a directory that both sides can read.
 
-A server answers in JSON, about 1 MB for 256 tokens at K = 64: several times slower than an engine in
-this process.
+A server answers in JSON, about 1 MB for 256 tokens at K = 64: several times slower than an engine
+in this process.
 
 HEAD_DTYPE_TEXT
 """
@@ -45,7 +45,7 @@ from prime_composer.backends.vllm_logprobs import read_answer, top_k_of
 T = TypeVar("T")
 
 ATTEMPTS = 4
-"""Attempts per request. vLLM drops a connection that was idle for 5 s, even during the next request."""
+"""Attempts per request. vLLM drops a connection that was idle for 5 s, even during a request."""
 
 
 class ServerError(ValueError):
@@ -57,10 +57,11 @@ class Server:
 
     Args:
         url: base URL, with or without ``/v1``.
-        model: the model that the server should serve (its path, hub id or served name). None accepts
-            any model.
+        model: the model that the server should serve (its path, hub id or served name). None
+            accepts any model.
         section: the recipe's table that describes this server, for messages.
-        max_logprobs: the server's --max-logprobs, where known; otherwise the server refuses a larger K.
+        max_logprobs: the server's --max-logprobs, where known; otherwise the server refuses a
+            larger K.
         concurrency: requests sent at once.
         timeout: seconds that one request may take.
         api_key: sent as a bearer token.
@@ -189,15 +190,17 @@ class Server:
 
 
 class ServerSampler(Server):
-    """Rollouts of a running vLLM server (``protocols.Sampler``). See ``Server`` for other arguments.
+    """Rollouts of a running vLLM server (``protocols.Sampler``). ``Server`` has the other arguments.
 
     Args:
         weights_dir: a directory that this process can write and the server can read, for
-            ``update_weights``. None is the system's temporary directory, for a server on this machine.
+            ``update_weights``. None is the system's temporary directory, for a server on this
+            machine.
         eos_token_ids: ids that end a completion, in addition to the server's own EOS and
             ``SamplingParams.stop_token_ids``.
         seeded: send a seed with each request, which makes rollouts reproducible. A CPU server needs
-            ``--no-enable-chunked-prefill`` for that (``vllm_serve`` sets it), or its engine crashes.
+            ``--no-enable-chunked-prefill`` for that (``vllm_serve`` sets it), or its engine
+            crashes.
     """
 
     def __init__(
@@ -274,8 +277,8 @@ class ServerSampler(Server):
         ``save_pretrained`` would leave it out, and the CPU engine would silently keep its old head.
 
         Raises:
-            ServerError: the server has no reload endpoint (start it with VLLM_SERVER_DEV_MODE=1), or
-                cannot read the directory.
+            ServerError: the server has no reload endpoint (start it with VLLM_SERVER_DEV_MODE=1),
+                or cannot read the directory.
         """
         from safetensors.torch import save_file
 
@@ -343,7 +346,7 @@ class ServerSampler(Server):
 
 
 class ServerScorer(Server):
-    """Teacher scores of a running vLLM server (``protocols.Scorer``). See ``Server`` for arguments."""
+    """Teacher scores of a running vLLM server (``protocols.Scorer``), with ``Server``'s arguments."""
 
     def __init__(
         self,
@@ -395,8 +398,8 @@ class ServerScorer(Server):
 
         Raises:
             ServerError: the server is gone, or K is above its --max-logprobs.
-            ValueError: K above the vocabulary, a sequence too long for the server, or an answer that
-                does not fit the request.
+            ValueError: K above the vocabulary, a sequence too long for the server, or an answer
+                that does not fit the request.
         """
         vocab_size, limit = self.limits.vocab_size, self.limits.max_logprobs
         if vocab_size is not None:
