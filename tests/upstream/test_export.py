@@ -38,7 +38,9 @@ E2E = Path(__file__).parent / "e2e"
 
 from tests.upstream.e2e import cpu_recipe, launch_run
 
-RECIPES = sorted((REPO / "recipes").glob("*.toml"))
+RECIPES = sorted(
+    path for path in (REPO / "recipes").rglob("*.toml") if path.parent.name != "studies"
+)
 
 
 def recipe(**changes):
