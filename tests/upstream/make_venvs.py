@@ -1,11 +1,16 @@
-"""Makes the environments of the whole-run tests: v0.6.0 and the newest prime-rl need different versions of verifiers.
+"""Make the environments in which prime-rl runs on a CPU, for the whole-run tests.
 
-    python tests/upstream/make_venvs.py [newest | v0.6 | all]
+    python tests/upstream/make_venvs.py [VERSION ... | all]
 
-Each goes to ``prime_composer/venvs/NAME`` in the per-user cache directory (or PRIME_COMPOSER_VENVS), with PyTorch's CPU
-build (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu where pip's index has none) 1.7 GB and about two minutes
-each. This package is installed into it as an editable, with its .pth; prime-rl itself is never installed, it is read
-from a checkout.
+A version is one of prime_composer/upstream/versions.py; "newest" is another name of "head". v0.6
+needs other versions of libraries than the rest. v0.7 and v0.8 run in head's environment, each with
+its own verifiers first in PYTHONPATH.
+
+An environment goes to ``prime_composer/venvs/NAME`` in the per-user cache directory, or below
+PRIME_COMPOSER_VENVS. It takes 1.7 GB and about two minutes with PyTorch's CPU build (set
+PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu where pip's index has none). This package
+is installed into it as an editable, with its .pth. prime-rl itself is never installed; the tests
+read it from a checkout.
 """
 
 import argparse
@@ -18,56 +23,69 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from prime_composer.upstream.versions import VERSIONS  # noqa: E402
 from tests.prime_rl_checkout import REPO, cache_dir  # noqa: E402
 
-NAMES = ("v0.6", "newest")
-VERIFIERS = {"v0.7.0": "0.2.0", "v0.8.0": "0.2.2.dev76"}
-"""Versions in between run in the newest environment, with their own verifiers in front of it."""
+ALIASES = {"newest": "head"}
+FOLDERS = {"requirements_v0.6.txt": "v0.6", "requirements_head.txt": "newest"}
+"""Requirements file -> folder of its environment."""
+
+NO_VENV = "no environment for it (python tests/upstream/make_venvs.py)"
+"""The one reason for which a test that needs an environment is skipped."""
 
 
 def venvs_dir() -> Path:
+    """Return the folder of all environments."""
     named = os.environ.get("PRIME_COMPOSER_VENVS")
     return Path(named) if named else cache_dir() / "venvs"
 
 
-def python_of(name: str) -> Path:
-    folder = venvs_dir() / name
+def python_of(version: str) -> Path:
+    """Return the interpreter that runs a version, whether it exists or not."""
+    requirements = VERSIONS[ALIASES.get(version, version)].requirements
+    folder = venvs_dir() / FOLDERS.get(requirements, Path(requirements).stem)
     return folder / "Scripts" / "python.exe" if os.name == "nt" else folder / "bin" / "python"
 
 
 def verifiers_of(version: str) -> Path | None:
-    """A folder for PYTHONPATH, for the versions that need another verifiers than their environment holds."""
-    return venvs_dir() / f"verifiers-{version}" if version in VERIFIERS else None
+    """Return a folder for PYTHONPATH, for a version that needs its own verifiers."""
+    record = VERSIONS[ALIASES.get(version, version)]
+    return None if record.verifiers is None else venvs_dir() / f"verifiers-{record.revision}"
 
 
-def make(name: str) -> None:
-    folder = venvs_dir() / name
-    if not python_of(name).exists():
-        venv.create(folder, with_pip=True)
-    pip = [str(python_of(name)), "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, "-r", str(HERE / f"requirements_{name}.txt")], check=True)
+def is_ready(version: str) -> bool:
+    """Return whether the environment of a version exists."""
+    verifiers = verifiers_of(version)
+    return python_of(version).exists() and (verifiers is None or verifiers.exists())
+
+
+def make(requirements: str) -> None:
+    """Make or update an environment, with the verifiers of all versions that run in it."""
+    names = [name for name, record in VERSIONS.items() if record.requirements == requirements]
+    python = python_of(names[0])
+    if not python.exists():
+        venv.create(python.parents[1], with_pip=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, "-r", str(HERE / requirements)], check=True)
     subprocess.run([*pip, "--no-deps", "-e", str(REPO)], check=True)
-    if name == "newest":
-        for version, number in VERIFIERS.items():
-            target = [
-                "--target",
-                str(verifiers_of(version)),
-                "--upgrade",
-                "--no-deps",
-                f"verifiers=={number}",
-            ]
-            subprocess.run([*pip, *target], check=True)
-    print(f"{name}: {folder}")
+    for name in names:
+        verifiers = verifiers_of(name)
+        if verifiers is not None:
+            target = ["--target", str(verifiers), "--upgrade", "--no-deps"]
+            wanted = f"verifiers=={VERSIONS[name].verifiers}"
+            subprocess.run([*pip, *target, wanted], check=True)
+    print(f"{', '.join(names)}: {python.parents[1]}")
 
 
 def main() -> None:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "names", nargs="*", choices=[*NAMES, "all"], default="all", help="default: all"
-    )
+    choices = [*VERSIONS, *ALIASES, "all"]
+    parser.add_argument("names", nargs="*", choices=choices, default="all", help="default: all")
     names = parser.parse_args().names
-    for name in NAMES if "all" in names else names:
-        make(name)
+    versions = VERSIONS if "all" in names else [ALIASES.get(name, name) for name in names]
+    for requirements in dict.fromkeys(VERSIONS[version].requirements for version in versions):
+        make(requirements)
 
 
 if __name__ == "__main__":
