@@ -1,4 +1,4 @@
-"""Shapes and types of every annotation in the package are executed while the tests run."""
+"""Check shapes and types of every annotation in the package while the tests run."""
 
 import os
 
@@ -16,7 +16,7 @@ def pytest_addoption(parser):
         "--prime-rl",
         default=None,
         metavar="PATH",
-        help="a git checkout of prime-rl for the parity tests",
+        help="a git checkout of prime-rl, for tests/parity and tests/upstream",
     )
 
 
@@ -27,11 +27,11 @@ from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 
-from tests.prime_rl_checkout import extract, find_checkout  # noqa: E402
+from tests.prime_rl_checkout import NO_CHECKOUT, extract, find_checkout  # noqa: E402
 
 TINY_MODEL = {
-    "vocab_size": 300, "hidden_size": 16, "layers": 1, "heads": 1, "head_dim": 32, "intermediate_size": 32,
-    "max_position_embeddings": 256, "sft_steps": 20, "batch_size": 8,
+    "vocab_size": 300, "hidden_size": 16, "layers": 1, "heads": 1, "head_dim": 32,
+    "intermediate_size": 32, "max_position_embeddings": 256, "sft_steps": 20, "batch_size": 8,
 }  # fmt: skip
 TINY_RECIPE: dict[str, Any] = {
     "teacher": {"prepare": {**TINY_MODEL, "seed": 1, "sft_steps": 150}},
@@ -48,7 +48,7 @@ TINY_RECIPE: dict[str, Any] = {
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models prepared by the tests go to a cache of their own, also in the processes that tests start."""
+    """Give this session a model cache of its own, also in the processes that tests start."""
     folder = tmp_path_factory.mktemp("cache")
     os.environ["PRIME_COMPOSER_CACHE"] = str(folder)
     return folder
@@ -56,18 +56,18 @@ def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def checkout(request: pytest.FixtureRequest) -> Path | None:
-    """A git checkout of prime-rl, None where there is none."""
+    """Return a git checkout of prime-rl, or None."""
     return find_checkout(request.config.getoption("--prime-rl", default=None))
 
 
 @pytest.fixture(scope="session")
 def trees(checkout: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Version of prime-rl -> its extracted tree; skips where there is no checkout."""
+    """Version of prime-rl -> its extracted tree. Skips without a checkout."""
     target = tmp_path_factory.mktemp("prime-rl")
 
     def tree(version: str) -> Path:
         if checkout is None:
-            pytest.skip("no prime-rl checkout (--prime-rl=PATH)")
+            pytest.skip(NO_CHECKOUT)
         return extract(checkout, version, target)
 
     return tree
@@ -75,7 +75,7 @@ def trees(checkout: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 @pytest.fixture(scope="session")
 def tiny_recipe() -> Callable[..., dict[str, Any]]:
-    """Raw tables of a recipe that runs in about a second, with ``section__key=value`` changes."""
+    """Return the tables of a recipe that runs in a second, with ``section__key=value`` changes."""
 
     def make(**changes: Any) -> dict[str, Any]:
         raw = copy.deepcopy(TINY_RECIPE)

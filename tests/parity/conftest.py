@@ -1,32 +1,24 @@
-"""Which upstream commits the parity tests run, and how: live from a checkout, else from recorded goldens."""
+"""Run prime-rl's own functions from a checkout, and print at the end which versions ran."""
 
 import pytest
 
-from tests.parity.outcomes import golden, live
-from tests.prime_rl_checkout import COMMITS, commit_of
+from tests.parity import outcomes
+from tests.prime_rl_checkout import commit_of
 
-ran: dict[str, str] = {}
+revisions: dict[str, str] = {}
 
 
 @pytest.fixture(scope="session")
-def outcomes(checkout, trees, tmp_path_factory):
-    """Version -> what prime-rl's functions and ours returned, live or from goldens."""
+def live(checkout, trees, tmp_path_factory):
+    """Version -> what prime-rl's functions and ours returned there. Skips without a checkout."""
     cache = {}
     folder = tmp_path_factory.mktemp("outcomes")
 
     def run(version):
         if version not in cache:
-            if checkout is None:
-                ran[version] = f"{COMMITS[version][:8]} goldens"
-                cache[version] = golden(version)
-            else:
-                ran[version] = f"{commit_of(checkout, version)[:8]} live"
-                cache[version] = live(trees(version), version, folder)
+            cache[version] = outcomes.live(trees(version), version, folder)
+            revisions[version] = commit_of(checkout, version)[:8]
         if isinstance(cache[version], str):
-            if "No module named 'pydantic_config'" in cache[version]:
-                pytest.skip(
-                    "prime-rl's config package needs `pip install prime-pydantic-config` to be imported"
-                )
             pytest.fail(cache[version])
         return cache[version]
 
@@ -34,6 +26,6 @@ def outcomes(checkout, trees, tmp_path_factory):
 
 
 def pytest_terminal_summary(terminalreporter):
-    if ran:
-        line = ", ".join(f"{version} ({ran[version]})" for version in sorted(ran))
-        terminalreporter.write_line(f"prime-rl parity: {line}")
+    if revisions:
+        line = ", ".join(f"{version} ({revision})" for version, revision in revisions.items())
+        terminalreporter.write_line(f"live parity with prime-rl: {line}")

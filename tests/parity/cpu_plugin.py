@@ -1,4 +1,4 @@
-"""A pytest plugin for upstream's own tests: no GPU, and our adapter installed like its .pth would."""
+"""A pytest plugin for upstream's own tests: no GPU, and our adapter installed as its .pth does."""
 
 import functools
 

@@ -1,6 +1,6 @@
 """Run prime-rl's losses, and ours through its own setup and compute_loss, inside one tree.
 
-    PYTHONPATH=<the tree's sources> python driver.py CONTRACT OUTPUT.pt
+PYTHONPATH=<the tree's sources> python driver.py CONTRACT OUTPUT.pt
 """
 
 import sys
@@ -34,9 +34,7 @@ def outcome(loss, metrics, leaves):
     return {
         "loss": loss.detach(),
         "grad": [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves],
-        "metrics": {
-            name: value.detach() for name, value in cases.plain_metrics(metrics).items()
-        },
+        "metrics": {name: value.detach() for name, value in cases.plain_metrics(metrics).items()},
     }
 
 
@@ -90,7 +88,7 @@ class Tree:
         setattr(self.loss, self.slot, self.upstream_slot)
 
     def ours(self, table):
-        """Register our loss as a user does. Return prime-rl's RL loss and what compute_loss gets."""
+        """Register our loss as a user does. Return what ``setup`` returns then."""
         self.restore()
         return self.setup(self.custom(import_path="prime_composer.upstream.loss_fn", kwargs=table))
 

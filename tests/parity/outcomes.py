@@ -1,4 +1,4 @@
-"""Runs the driver inside one prime-rl tree, or reads what was recorded of it."""
+"""What prime-rl's losses and ours return: live in one prime-rl tree, recorded, or ours alone."""
 
 import json
 import os
@@ -8,17 +8,18 @@ from pathlib import Path
 
 import torch
 
+from prime_composer.contract import LossInputs
+from prime_composer.losses import LOSS_TYPES, setup_loss_fn
+from tests.parity import cases
+from tests.parity.tolerance import SHARES
 from tests.prime_rl_checkout import pythonpath
 
 HERE = Path(__file__).parent
 GOLDENS = HERE / "goldens.json"
 
 
-def era_of(version):
-    return "v0.6" if version == "v0.6.0" else "v0.7"
-
-
 def tree_env(tree, *more, **variables):
+    """Return the environment of a process that imports prime-rl from ``tree``."""
     clean = {
         key: value
         for key, value in os.environ.items()
@@ -28,30 +29,55 @@ def tree_env(tree, *more, **variables):
 
 
 def live(tree, version, folder):
-    """What prime-rl's functions and ours return in this tree; an error's text where its config package is missing."""
+    """Return what the driver wrote in this tree; an error's text where the driver failed."""
     path = folder / f"{version}.pt"
-    command = [sys.executable, str(HERE / "driver.py"), era_of(version), str(path)]
-    done = subprocess.run(command, env=tree_env(tree), capture_output=True, text=True)
-    if done.returncode:
-        return done.stderr[-4000:]
+    command = [sys.executable, str(HERE / "driver.py"), cases.CONTRACTS[version], str(path)]
+    process = subprocess.run(command, env=tree_env(tree), capture_output=True, text=True)
+    if process.returncode:
+        return process.stderr[-4000:]
     return torch.load(path, weights_only=True)
 
 
-def golden(version):
-    recorded = json.loads(GOLDENS.read_text())["versions"][version]
-    functions = {}
-    for kind, by_case in recorded.items():
-        for case, row in by_case.items():
-            functions[kind, case] = {
-                "theirs": {
-                    "loss": number(row["loss"]),
-                    "grad": [torch.stack([number(x) for x in row["grad"]])],
-                    "metrics": {name: number(value) for name, value in row["metrics"].items()},
-                }
+def recorded(version):
+    """Return what goldens.json contains of a version: {(kind, case name): outcome}."""
+    versions = json.loads(GOLDENS.read_text())["versions"]
+    table = versions[version]
+    if isinstance(table, str):  # recorded as equal to an earlier version
+        table = versions[table]
+    by_name = cases.cases(cases.CONTRACTS[version])
+    outcomes = {}
+    for kind, by_case in table.items():
+        for name, row in by_case.items():
+            dtype = by_name[name].dtype
+            outcomes[kind, name] = {
+                "loss": torch.tensor(row["loss"], dtype=dtype),
+                "grad": [torch.tensor(row["grad"], dtype=dtype)],
+                "metrics": {
+                    # A share of tokens is float32, whatever the loss is computed in.
+                    metric: torch.tensor(value, dtype=torch.float32 if metric in SHARES else dtype)
+                    for metric, value in row["metrics"].items()
+                },
             }
-    return {"functions": functions, "compute_loss": {}, "missing": []}
+    return outcomes
 
 
-def number(text):
-    """A float32 written by ``float.hex``."""
-    return torch.tensor(float.fromhex(text), dtype=torch.float32)
+def ours(table, case, kind):
+    """Return the outcome of our loss, called directly in this process."""
+    values = cases.tensors(case.rows, case.dtype)
+    config = LOSS_TYPES[table["type"]].model_validate({**table, **case.knobs(kind)})
+    outputs = setup_loss_fn(config)(
+        LossInputs(
+            trainer_logprobs=values["trainer"],
+            inference_logprobs=values["inference"],
+            ref_logprobs=values["ref"],
+            advantages=values["advantages"],
+            loss_mask=values["mask"],
+            loss_weights=values["weights"],
+        )
+    )
+    outputs.loss.backward()
+    return {
+        "loss": outputs.loss.detach(),
+        "grad": [values["trainer"].grad],
+        "metrics": cases.plain_metrics(outputs.metrics),
+    }

@@ -1,9 +1,9 @@
-"""Records what prime-rl's own loss functions return on the parity inputs, for machines without a checkout.
+"""Record what prime-rl's own losses return on the inputs of cases.py.
 
-    python tests/parity/record_goldens.py [CHECKOUT]
+    python -m tests.parity.record_goldens [CHECKOUT]
 
-Writes goldens.json beside this file: inputs are those of cases.py, numbers are ``float.hex`` of float32, the commits
-that were run stand inside.
+Writes goldens.json: float32 with nine significant digits and float64 with seventeen, which
+name every value exactly, and the commits that were run.
 """
 
 import json
@@ -11,46 +11,67 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
+import torch
 
-from tests.parity.outcomes import GOLDENS, live  # noqa: E402
-from tests.prime_rl_checkout import VERSIONS, commit_of, extract, find_checkout  # noqa: E402
+from tests.parity import cases
+from tests.parity.outcomes import GOLDENS, live
+from tests.prime_rl_checkout import VERSIONS, commit_of, extract, find_checkout
+
+
+def number(value: torch.Tensor) -> float:
+    """Return the shortest decimal that reads as this value again."""
+    digits = 9 if value.dtype == torch.float32 else 17
+    return float(format(value.item(), f".{digits}g"))
+
+
+def record(functions: dict) -> dict[str, dict]:
+    """Return prime-rl's side of a driver's result as JSON."""
+    by_kind: dict[str, dict] = {}
+    for (kind, name), row in functions.items():
+        theirs = row["theirs"]
+        if theirs["loss"].dtype == torch.bfloat16:
+            continue
+        by_kind.setdefault(kind, {})[name] = {
+            "loss": number(theirs["loss"]),
+            "grad": [number(value) for value in theirs["grad"][0]],
+            "metrics": {metric: number(value) for metric, value in theirs["metrics"].items()},
+        }
+    return by_kind
 
 
 def main(place: str | None) -> None:
     checkout = find_checkout(place)
     if checkout is None:
         raise SystemExit("no checkout of prime-rl: pass its path")
-    versions = {}
-    commits = {}
+    versions: dict[str, dict | str] = {}
+    commits = {version: commit_of(checkout, version) for version in VERSIONS}
     with tempfile.TemporaryDirectory() as folder:
         for version in VERSIONS:
             outcome = live(extract(checkout, version, Path(folder)), version, Path(folder))
             if isinstance(outcome, str):
                 raise SystemExit(outcome)
-            recorded: dict[str, dict] = {}
-            for (kind, case), row in outcome["functions"].items():
-                theirs = row["theirs"]
-                recorded.setdefault(kind, {})[case] = {
-                    "loss": theirs["loss"].item().hex(),
-                    "grad": [x.hex() for x in theirs["grad"][0].tolist()],
-                    "metrics": {
-                        name: float(value).hex() for name, value in theirs["metrics"].items()
-                    },
-                }
-            versions[version] = recorded
-            commits[version] = commit_of(checkout, version)
-    repository = "https://github.com/PrimeIntellect-ai/prime-rl"
-    content = {
-        "repository": repository,
-        "module": "prime_rl/trainer/rl/loss.py",
-        "commits": commits,
-    }
+            recorded = record(outcome["functions"])
+            same = [name for name, earlier in versions.items() if earlier == recorded]
+            versions[version] = same[0] if same else recorded
+    lines = []
+    for version, table in versions.items():
+        if isinstance(table, str):
+            lines.append(f'"{version}": "{table}"')
+            continue
+        kinds = [
+            f'"{kind}": {{\n'
+            + ",\n".join(f'"{name}": {json.dumps(row)}' for name, row in rows.items())
+            + "\n}"
+            for kind, rows in table.items()
+        ]
+        lines.append(f'"{version}": {{\n' + ",\n".join(kinds) + "\n}")
     GOLDENS.write_text(
-        json.dumps({**content, "versions": versions}, indent=0, sort_keys=True) + "\n"
+        '{\n"repository": "https://github.com/PrimeIntellect-ai/prime-rl",\n'
+        '"module": "prime_rl/trainer/rl/loss.py",\n'
+        f'"commits": {json.dumps(commits)},\n"versions": {{\n' + ",\n".join(lines) + "\n}\n}\n"
     )
-    print(f"{GOLDENS}: {', '.join(f'{v} {c[:8]}' for v, c in commits.items())}")
+    assert list(json.loads(GOLDENS.read_text())["versions"]) == list(cases.CONTRACTS)
+    print(f"{GOLDENS.name}: {', '.join(f'{name} {c[:8]}' for name, c in commits.items())}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Live parity with ``trl`` from PyPI: its functions are executed as installed, in float64.
+"""Compare with ``trl`` from PyPI: its functions are executed as installed, in float64.
 
-Only the functions are taken out of the installed source: importing trl's trainers would import a training stack (and its
-warnings) that no comparison of divergences needs.
+Only the functions are taken from the installed source. Importing trl's trainers would import a
+training stack, and its warnings, that no comparison of divergences needs.
 """
 
 import ast
@@ -24,22 +24,21 @@ except importlib.metadata.PackageNotFoundError:
 
 
 def functions(path: str, *names: str) -> types.SimpleNamespace:
-    """The functions or methods of these names in an installed file of trl, unmodified but for annotations and decorators."""
+    """Return functions or methods from an installed file of trl, without their decorators."""
     source = Path(TRL.locate_file(path))
     if not source.exists():
         pytest.fail(f"trl {TRL.version} has no {path} any more")
-    found = {
-        n.name: n
-        for n in ast.walk(ast.parse(source.read_text()))
-        if isinstance(n, ast.FunctionDef) and n.name in names
+    definitions = {
+        node.name: node
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name in names
     }
-    assert found.keys() == set(names), (
-        f"trl {TRL.version}: {path} has lost {set(names) - found.keys()}"
-    )
-    for node in found.values():
+    lost = set(names) - definitions.keys()
+    assert not lost, f"trl {TRL.version}: {path} has lost {lost}"
+    for node in definitions.values():
         node.decorator_list = []
     scope = {"torch": torch, "F": F}
-    exec(compile(ast.Module(list(found.values()), []), str(source), "exec"), scope)
+    exec(compile(ast.Module(list(definitions.values()), []), str(source), "exec"), scope)
     return types.SimpleNamespace(**{name: scope[name] for name in names})
 
 
@@ -132,7 +131,8 @@ def test_position_weights_are_iw_opds(logits):
     theirs = iw._compute_iw_opd_loss(trainer, student, tokens, labels, teacher, rollout)
     (their_grad,) = torch.autograd.grad(theirs, student)
 
-    # Its loss is -w a log p with a = log q - log mu: ours, in one pack, on policy (p = mu in the log-ratio) and per token mean.
+    # trl's loss is the token mean of -w a log p, a = log q - log mu. Ours is the same in one pack,
+    # on policy (p = mu in the log-ratio).
     mask = labels != -100
     log_p = take(student)
     inputs = LossInputs(
