@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from prime_composer.problems.loading import ProblemSet
-    from prime_composer.recipe.schema import Recipe
+    from prime_composer.recipe.prepare import PrepareConfig
+    from prime_composer.recipe.schema import ModelConfig, Recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,24 +155,32 @@ def _rl(args: argparse.Namespace) -> int:
 
 def _rl_upstream(args: argparse.Namespace) -> int:
     set_environment()
-    from prime_composer.problems.loading import load_problem_set
     from prime_composer.recipe.loading import load_recipe, read_tables
     from prime_composer.upstream.launch import is_native, launch
     from prime_composer.upstream.versions import has_prime_rl
 
     models: dict[str, Path] = {}
+    problems = None
     # Without prime-rl, launch refuses; then there is nothing to prepare for.
     if has_prime_rl() and not is_native(read_tables(args.config, "recipe", "recipes/")):
         recipe = load_recipe(args.config, args.overrides)
-        problems = load_problem_set(recipe.sources)
-        if args.dry_run:
+        problems = problems_to_prepare(recipe)
+        if problems is not None and args.dry_run:
             models = model_folders(recipe, problems)
             for table, folder in models.items():
                 if not folder.is_dir():
                     print(f"would build the model of [{table}.prepare] in {folder}")
-        else:
+        elif problems is not None:
             models = prepare_on_screen(recipe, problems)
-    return launch(args.config, args.overrides, args.output_dir, args.resume, models, args.dry_run)
+    return launch(
+        args.config,
+        args.overrides,
+        args.output_dir,
+        args.resume,
+        models,
+        dry_run=args.dry_run,
+        problems=problems,
+    )
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -182,14 +191,16 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from prime_composer.problems.loading import load_problem_set
     from prime_composer.recipe.loading import load_recipe
     from prime_composer.upstream.export import export_recipe
 
     recipe = load_recipe(args.config, args.overrides)
-    folders = model_folders(recipe, load_problem_set(recipe.sources))
+    problems = problems_to_prepare(recipe)
+    folders = {} if problems is None else model_folders(recipe, problems)
     models = {table: folder for table, folder in folders.items() if folder.is_dir()}
-    text = export_recipe(recipe, args.dialect, models)
+    export = export_recipe(recipe, args.dialect, models, problems)
+    export.warn()
+    text = export.text()
     if args.output is None:
         print(text, end="")
         return 0
@@ -206,14 +217,14 @@ def _export(args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace) -> int:
     set_environment()
-    from prime_composer.problems.loading import load_problem_set
     from prime_composer.recipe.loading import load_recipe
 
     recipe = load_recipe(args.config, args.overrides)
-    paths = prepare_on_screen(recipe, load_problem_set(recipe.sources), args.rebuild)
-    if not paths:
+    problems = problems_to_prepare(recipe)
+    if problems is None:
         print("this recipe names existing models; there is nothing to prepare")
-    for table, path in paths.items():
+        return 0
+    for table, path in prepare_on_screen(recipe, problems, args.rebuild).items():
         print(f"{table}: {path}")
     return 0
 
@@ -234,10 +245,28 @@ def _study(args: argparse.Namespace) -> int:
     return run_study(Path(args.config), args.output_dir)
 
 
+def prepare_configs(recipe: "Recipe") -> dict[str, "PrepareConfig"]:
+    """Return the ``[*.prepare]`` tables of a recipe, by the table of their model."""
+    from prime_composer.recipe.routing import Routing
+
+    models: dict[str, ModelConfig] = {
+        teacher.table: config for teacher, config in Routing.of_recipe(recipe).teachers.items()
+    }
+    models["student"] = recipe.student
+    return {table: model.prepare for table, model in models.items() if model.prepare is not None}
+
+
+def problems_to_prepare(recipe: "Recipe") -> "ProblemSet | None":
+    """Load the data that small models are trained on; None where the recipe has no such model."""
+    from prime_composer.problems.loading import load_problem_set
+
+    return load_problem_set(recipe.sources) if prepare_configs(recipe) else None
+
+
 def prepare_on_screen(
     recipe: "Recipe", problems: "ProblemSet", rebuild: bool = False
 ) -> dict[str, Path]:
-    """Find or build the recipe's models, with a progress bar; folder by table of the recipe."""
+    """Find or build the recipe's small models, with a progress bar; folder by table."""
     from prime_composer.cli.progress import Screen
     from prime_composer.tiny_models.cache import prepare_models
 
@@ -246,17 +275,12 @@ def prepare_on_screen(
 
 
 def model_folders(recipe: "Recipe", problems: "ProblemSet") -> dict[str, Path]:
-    """Return the folder of every model under a ``[*.prepare]`` table, built or not, by table."""
-    from prime_composer.recipe.routing import Routing
+    """Return the folder of every small model of a recipe, built or not, by table."""
     from prime_composer.tiny_models.cache import cache_key, cache_root
 
-    teachers = Routing.of_recipe(recipe).teachers
-    configs = {teacher.table: config.prepare for teacher, config in teachers.items()}
-    configs["student"] = recipe.student.prepare
     return {
         table: cache_root() / "models" / cache_key(config, problems)
-        for table, config in configs.items()
-        if config is not None
+        for table, config in prepare_configs(recipe).items()
     }
 
 

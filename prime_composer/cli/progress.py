@@ -1,7 +1,6 @@
 """Show the progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from collections.abc import Callable
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -33,7 +32,7 @@ class Screen:
         )
         self._task: TaskID | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Screen":
         if self.console.is_terminal:
             self._progress.start()
         return self

@@ -215,13 +215,14 @@ def test_dry_run_is_passed_to_the_prime_rl_launcher(
 
     calls: list[Any] = []
     monkeypatch.setattr(versions, "has_prime_rl", lambda: True)
-    monkeypatch.setattr(launch, "launch", lambda *args: calls.append(args) or 0)
+    monkeypatch.setattr(launch, "launch", lambda *args, **kw: calls.append((args, kw)) or 0)
     monkeypatch.setenv("PRIME_COMPOSER_CACHE", str(tmp_path / "cache"))
     words = ["rl", "--config", str(tiny_file), "--engine", "prime-rl", "--dry-run"]
     assert main([*words, "--set", "trainer.lr=1e-4"]) == 0
-    ((config, overrides, output_dir, resume, models, dry_run),) = calls
+    (((config, overrides, output_dir, resume, models), options),) = calls
     assert (config, overrides, output_dir) == (str(tiny_file), ["trainer.lr=1e-4"], None)
-    assert (resume, dry_run) == (False, True)
+    assert (resume, options["dry_run"]) == (False, True)
+    assert len(options["problems"].practice) == 54  # 60 generated problems, a tenth held out
     assert set(models) == {"student", "teacher"}
     assert all(path.parent == tmp_path / "cache" / "models" for path in models.values())
     assert files_under(tmp_path) == {"tiny.toml"}
