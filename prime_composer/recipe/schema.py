@@ -40,10 +40,10 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Where a model comes from: ``model`` names one, or ``[*.prepare]`` builds a small one."""
 
-    model: str | None = Field(None, json_schema_extra=CARRIED)
+    model: str | None = Field(default=None, json_schema_extra=CARRIED)
     """Directory in Hugging Face format, or a hub id."""
 
-    prepare: PrepareConfig | None = Field(None, json_schema_extra=CARRIED)
+    prepare: PrepareConfig | None = Field(default=None, json_schema_extra=CARRIED)
     """Build a small model on this machine, once, and cache it."""
 
     @model_validator(mode="after")
@@ -83,25 +83,25 @@ class PolicyTeacherConfig(Section):
     """
 
     hint: Literal["reference", "sibling", "feedback"] = Field(
-        "reference", json_schema_extra=CARRIED
+        default="reference", json_schema_extra=CARRIED
     )
     """``reference``: the data's solution (OPSD, SDFT). ``sibling``: the first other correct rollout
     of the same group (SDPO). ``feedback``: the verifier's verdict on the rollout, with the right
     answer (SDPO)."""
 
-    template: str | None = Field(None, json_schema_extra=CARRIED)
+    template: str | None = Field(default=None, json_schema_extra=CARRIED)
     """The question in the teacher's prompt. It contains ``{question}``, ``{hint}`` and optionally
     ``{attempt}``, the rollout's own text. Unset: a plain English one for each kind of hint."""
 
-    update: Literal["live", "ema", "sync"] = Field("ema", json_schema_extra=CARRIED)
+    update: Literal["live", "ema", "sync"] = Field(default="ema", json_schema_extra=CARRIED)
     """The teacher's weights: the current policy's, their moving average, or a copy renewed every
     ``sync_every`` steps."""
 
-    ema_rate: float = Field(0.05, gt=0, le=1, json_schema_extra=prime_rl(only_refused()))
+    ema_rate: float = Field(default=0.05, gt=0, le=1, json_schema_extra=prime_rl(only_refused()))
     """For ``ema``: teacher <- (1 - rate) teacher + rate policy after each step (SDPO 0.05, OPSD
     0.001)."""
 
-    sync_every: int = Field(10, ge=1, json_schema_extra=prime_rl(only_refused()))
+    sync_every: int = Field(default=10, ge=1, json_schema_extra=prime_rl(only_refused()))
     """For ``sync``: steps between two copies."""
 
     @model_validator(mode="after")
@@ -125,28 +125,29 @@ class TeacherConfig(ModelConfig):
     `prepare`."""
 
     backend: Literal["vllm", "transformers", "server"] | None = Field(
-        None,
+        default=None,
         json_schema_extra=prime_rl(
             not_carried("prime-rl asks a server, which is yours to start", harmless=("server",))
         ),
     )
     """The engine that runs the teacher. Unset: the rollout's backend."""
 
-    url: str | None = Field(None, json_schema_extra=CARRIED)
+    url: str | None = Field(default=None, json_schema_extra=CARRIED)
     """Base URL of a running vLLM server. Implies backend 'server'. A server in bfloat16 computes
     bfloat16 logits, so its log-probs are rounded to about 3 significant digits. For float32 logits,
     start it with `--hf-overrides '{"head_dtype": "float32"}'`."""
 
-    api_key_var: str = Field("VLLM_API_KEY", json_schema_extra=CARRIED)
+    api_key_var: str = Field(default="VLLM_API_KEY", json_schema_extra=CARRIED)
     """Environment variable with the API key of the server at `url`, if it needs one."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, json_schema_extra=prime_rl(not_carried("the teacher's server is yours to start"))
+        default=None,
+        json_schema_extra=prime_rl(not_carried("the teacher's server is yours to start")),
     )
     """Number format of the teacher's weights and logits. Unset: the trainer's dtype."""
 
     gpu_memory_utilization: float = Field(
-        0.3,
+        default=0.3,
         gt=0,
         le=1,
         json_schema_extra=prime_rl(not_carried("the teacher's server is yours to start")),
@@ -167,7 +168,7 @@ class TeacherConfig(ModelConfig):
 class OneOfSeveralConfig(TeacherConfig):
     """One of several teachers, under ``[teachers.NAME]``."""
 
-    weight: float = Field(1.0, gt=0, allow_inf_nan=False, json_schema_extra=CARRIED)
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False, json_schema_extra=CARRIED)
     """Weight in the mixture, relative to the others', where neither [data] nor a row names a
     teacher."""
 
@@ -184,21 +185,21 @@ class RolloutConfig(Section):
     """How the student samples its rollouts."""
 
     backend: Literal["vllm", "transformers", "server"] = Field(
-        "vllm",
+        default="vllm",
         json_schema_extra=prime_rl(
             not_carried("prime-rl samples with vLLM", harmless=("vllm", "server"))
         ),
     )
     """The engine that samples the rollouts."""
 
-    url: str | None = Field(None, json_schema_extra=CARRIED)
+    url: str | None = Field(default=None, json_schema_extra=CARRIED)
     """For backend 'server': base URL of a running vLLM server of the student."""
 
-    api_key_var: str = Field("VLLM_API_KEY", json_schema_extra=CARRIED)
+    api_key_var: str = Field(default="VLLM_API_KEY", json_schema_extra=CARRIED)
     """Environment variable with the API key of the server at `url`, if it needs one."""
 
     weights_dir: Path | None = Field(
-        None,
+        default=None,
         json_schema_extra=prime_rl(
             not_carried("prime-rl brings new weights to the sampler its own way")
         ),
@@ -206,25 +207,25 @@ class RolloutConfig(Section):
     """For backend 'server': a directory that this process writes new weights to and the server
     reads them from. Unset: the system's temporary directory, for a server on this machine."""
 
-    group_size: int = Field(1, ge=1, json_schema_extra=CARRIED)
+    group_size: int = Field(default=1, ge=1, json_schema_extra=CARRIED)
     """Rollouts per prompt. RL terms need at least 2."""
 
-    temperature: float = Field(1.0, gt=0, json_schema_extra=CARRIED)
+    temperature: float = Field(default=1.0, gt=0, json_schema_extra=CARRIED)
     """Sampling temperature. The losses always compare the policies at T = 1."""
 
-    top_p: float = Field(1.0, gt=0, le=1, json_schema_extra=CARRIED)
+    top_p: float = Field(default=1.0, gt=0, le=1, json_schema_extra=CARRIED)
     """Nucleus sampling. log mu is that of the truncated distribution."""
 
-    max_tokens: int = Field(256, ge=1, json_schema_extra=CARRIED)
+    max_tokens: int = Field(default=256, ge=1, json_schema_extra=CARRIED)
     """Token budget of a completion."""
 
-    max_model_len: int = Field(2048, ge=2, json_schema_extra=CARRIED)
+    max_model_len: int = Field(default=2048, ge=2, json_schema_extra=CARRIED)
     """Context of the engines in tokens: prompt and completion."""
 
-    student_fraction: float = Field(1.0, ge=0, le=1, json_schema_extra=CARRIED)
+    student_fraction: float = Field(default=1.0, ge=0, le=1, json_schema_extra=CARRIED)
     """GKD's lambda: probability that a sequence is sampled. The others are the data's solutions."""
 
-    gpu_memory_utilization: float = Field(0.3, gt=0, le=1, json_schema_extra=CARRIED)
+    gpu_memory_utilization: float = Field(default=0.3, gt=0, le=1, json_schema_extra=CARRIED)
     """Share of the GPU's memory for the student's engine."""
 
     @model_validator(mode="after")
@@ -238,15 +239,15 @@ class ReplayConfig(Section):
     """Where the preference pairs of the ``[loss.replay]`` channel come from."""
 
     source: Literal["rollouts", "jsonl"] = Field(
-        "rollouts", json_schema_extra=prime_rl(only_refused())
+        default="rollouts", json_schema_extra=prime_rl(only_refused())
     )
     """``rollouts``: a correct and a wrong rollout of the same group. ``jsonl``: a file with one
     object per line, with the strings "question", "chosen" and "rejected"."""
 
-    path: Path | None = Field(None, json_schema_extra=prime_rl(only_refused()))
+    path: Path | None = Field(default=None, json_schema_extra=prime_rl(only_refused()))
     """For ``jsonl``: the file."""
 
-    pairs_per_step: int = Field(16, ge=1, json_schema_extra=prime_rl(only_refused()))
+    pairs_per_step: int = Field(default=16, ge=1, json_schema_extra=prime_rl(only_refused()))
     """Pairs per step: at most this many of the rollouts', or exactly this many of the file's, in
     rotation."""
 
@@ -263,11 +264,11 @@ class TrainerConfig(Section):
     steps: int = Field(ge=1, json_schema_extra=CARRIED)
     """Optimizer steps."""
 
-    batch_size: int = Field(64, ge=1, json_schema_extra=CARRIED)
+    batch_size: int = Field(default=64, ge=1, json_schema_extra=CARRIED)
     """Rollouts per step, a multiple of rollout.group_size."""
 
     micro_batch_tokens: int = Field(
-        16384,
+        default=16384,
         ge=1,
         json_schema_extra=prime_rl(
             not_carried("prime-rl packs sequences of rollout.max_model_len tokens")
@@ -275,26 +276,28 @@ class TrainerConfig(Section):
     )
     """Padded tokens per forward pass. Gradients do not depend on it."""
 
-    lr: float = Field(2e-6, gt=0, json_schema_extra=CARRIED)
+    lr: float = Field(default=2e-6, gt=0, json_schema_extra=CARRIED)
     """Peak learning rate of AdamW."""
 
-    betas: tuple[float, float] = Field((0.9, 0.98), json_schema_extra=CARRIED)
+    betas: tuple[float, float] = Field(default=(0.9, 0.98), json_schema_extra=CARRIED)
     """AdamW's betas."""
 
-    weight_decay: float = Field(0.0, ge=0, json_schema_extra=CARRIED)
+    weight_decay: float = Field(default=0.0, ge=0, json_schema_extra=CARRIED)
     """AdamW's decoupled weight decay."""
 
-    max_grad_norm: float = Field(1.0, gt=0, json_schema_extra=CARRIED)
+    max_grad_norm: float = Field(default=1.0, gt=0, json_schema_extra=CARRIED)
     """Clip of the global gradient norm."""
 
-    warmup_steps: int = Field(0, ge=0, json_schema_extra=CARRIED)
+    warmup_steps: int = Field(default=0, ge=0, json_schema_extra=CARRIED)
     """Steps of linear warm-up."""
 
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", json_schema_extra=CARRIED)
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", json_schema_extra=CARRIED
+    )
     """Learning rate after the warm-up: constant, or down to 0."""
 
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32",
+        default="float32",
         json_schema_extra=prime_rl(
             not_carried("prime-rl's trainer computes in bfloat16", harmless=("bfloat16",))
         ),
@@ -302,11 +305,11 @@ class TrainerConfig(Section):
     """Number format of the student's matrix products and its engine. The trained weights are
     float32."""
 
-    gradient_checkpointing: bool = Field(False, json_schema_extra=CARRIED)
+    gradient_checkpointing: bool = Field(default=False, json_schema_extra=CARRIED)
     """Recompute activations in the student's backward pass: less memory, more compute."""
 
     seed: int = Field(
-        0,
+        default=0,
         ge=0,
         json_schema_extra=prime_rl(
             not_carried("prime-rl orders prompts by seeds of its own; only its vLLM takes this one")
@@ -318,21 +321,21 @@ class TrainerConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out problems: greedy accuracy, and reverse KL on rollouts at T = 1."""
 
-    every: int = Field(20, ge=0, json_schema_extra=CARRIED)
+    every: int = Field(default=20, ge=0, json_schema_extra=CARRIED)
     """Steps between evaluations. 0: only before the first step and after the last."""
 
-    size: int = Field(200, ge=1, json_schema_extra=CARRIED)
+    size: int = Field(default=200, ge=1, json_schema_extra=CARRIED)
     """Held-out problems for accuracy, the same ones every time."""
 
     kl_size: int = Field(
-        64,
+        default=64,
         ge=0,
         json_schema_extra=prime_rl(not_carried("prime-rl evaluates accuracy alone", harmless=(0,))),
     )
     """Held-out problems whose rollouts measure the reverse KL. 0: none."""
 
     kl_support: int | Literal["full", "auto"] = Field(
-        "auto", json_schema_extra=prime_rl(not_carried("prime-rl evaluates accuracy alone"))
+        default="auto", json_schema_extra=prime_rl(not_carried("prime-rl evaluates accuracy alone"))
     )
     """Token ids per position of the measured KL. auto: all of them up to a vocabulary of 8192, else
     64 and a tail bucket."""
@@ -344,7 +347,7 @@ class WandbConfig(Section):
     project: str = Field(json_schema_extra=CARRIED)
     """Project."""
 
-    name: str | None = Field(None, json_schema_extra=CARRIED)
+    name: str | None = Field(default=None, json_schema_extra=CARRIED)
     """Run name. Unset: the run directory's name."""
 
 
@@ -352,7 +355,7 @@ class LoggingConfig(Section):
     """Where metrics are logged, beside ``metrics.jsonl`` in the run directory."""
 
     tensorboard: bool = Field(
-        True,
+        default=True,
         json_schema_extra=prime_rl(
             not_carried("prime-rl writes no TensorBoard files", harmless=(False,))
         ),
@@ -366,10 +369,10 @@ class LoggingConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints: model, optimizer, loss state, step. A checkpoint is renamed when complete."""
 
-    every: int = Field(20, ge=0, json_schema_extra=CARRIED)
+    every: int = Field(default=20, ge=0, json_schema_extra=CARRIED)
     """Steps between checkpoints. 0: only after the last step."""
 
-    keep: int = Field(2, ge=1, json_schema_extra=CARRIED)
+    keep: int = Field(default=2, ge=1, json_schema_extra=CARRIED)
     """Number of the newest checkpoints to keep."""
 
 
@@ -414,7 +417,7 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Checkpoints."""
 
-    output_dir: str | None = Field(None, json_schema_extra=CARRIED)
+    output_dir: str | None = Field(default=None, json_schema_extra=CARRIED)
     """Run directory. Unset: outputs/<name of the recipe file>."""
 
     prime_rl: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CARRIED)

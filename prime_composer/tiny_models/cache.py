@@ -17,7 +17,7 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import prompt_text
 from prime_composer.recipe.prepare import PrepareConfig
 from prime_composer.recipe.routing import Routing
-from prime_composer.recipe.schema import Recipe
+from prime_composer.recipe.schema import ModelConfig, Recipe
 
 FORMAT = 1
 """Part of the cache key. Raise it when ``training.py`` builds other models from the same
@@ -86,7 +86,7 @@ def prepare_models(
     Raises:
         ValueError: as ``prepare_model``.
     """
-    models = [
+    models: list[tuple[str, str, ModelConfig]] = [
         (teacher.table, teacher.display, config)
         for teacher, config in Routing.of_recipe(recipe).teachers.items()
     ]

@@ -148,7 +148,7 @@ def model_config(config: PrepareConfig, vocab_size: int, eos_token_id: int) -> Q
 
 def with_hints(problems: Sequence[Problem], config: PrepareConfig) -> list[Problem]:
     """Return the problems, a share of them with the worked answer as a hint in the question."""
-    if config.hint_template is None:
+    if config.hint_template is None or config.hint_share is None:
         return list(problems)
     chance = random.Random(f"hints {config.seed}")
     with_hint = []

@@ -1,0 +1,244 @@
+"""Write the reference of every recipe key as Markdown, from the pydantic models.
+
+python -m prime_composer.recipe.reference                  # print it
+python -m prime_composer.recipe.reference --write FILE     # renew it between the markers of FILE
+python -m prime_composer.recipe.reference --check FILE     # fail if FILE is stale
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from prime_composer.losses import LOSS_TYPES, LossConfig
+from prime_composer.recipe.carried import mark_of, models_in
+from prime_composer.recipe.schema import Recipe
+
+BEGIN = "<!-- reference: begin, from python -m prime_composer.recipe.reference --write FILE -->"
+END = "<!-- reference: end -->"
+
+TYPE_NAMES: dict[Any, str] = {
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    Path: "path",
+}
+
+REFUSED = {"teachers.NAME.policy"}
+"""Tables that the models allow and a validator refuses."""
+
+Table = tuple[str, type[BaseModel]]
+"""A table's name in a recipe, and its model."""
+
+
+def reference() -> str:
+    """Return the reference of all tables of a recipe: keys, types, defaults, meanings."""
+    tables = list(_tables_below(Recipe, ""))
+    top = {name: field for name, field in Recipe.model_fields.items() if name != "loss"}
+    sections = [_section("Top level", Recipe, top)]
+    for model in dict.fromkeys(model for _, model in tables):
+        names = [name for name, other in tables if other is model]
+        title = ", ".join(f"`[{name}]`" for name in names)
+        sections.append(_section(title, model, *_own_fields(model, tables)))
+    sections += _loss_sections()
+    return "\n\n".join(sections) + "\n"
+
+
+def _loss_sections() -> Iterator[str]:
+    """Yield the sections of ``[loss]``: every type, then the modifiers."""
+    # A loss from outside may be registered in this process.
+    built_in = {name: config for name, config in LOSS_TYPES.items() if ":" not in name}
+    types = ", ".join(f"`{name}`" for name in built_in)
+    yield (
+        "### `[loss]`\n\n"
+        f"The objective. `type` is one of {types}, or `my_package.my_module:my_loss` for a loss of "
+        "your own. The modifiers `[loss.special_tokens]`, `[loss.position_weights]` and "
+        "`[loss.rl_mix]` work with every type."
+    )
+    for name, config in built_in.items():
+        fields = {
+            key: field
+            for key, field in config.model_fields.items()
+            if key not in LossConfig.model_fields
+        }
+        tables = list(_tables_below(config, "loss", skip=LossConfig.model_fields))
+        title = f'`[loss]` `type = "{name}"`'
+        yield _section(title, config, fields, summary=_first_line(sys.modules[config.__module__]))
+        for table, model in tables:
+            yield _section(f"`[{table}]`", model, model.model_fields)
+    for table, model in _tables_below(LossConfig, "loss"):
+        yield _section(f"`[{table}]`", model, model.model_fields)
+
+
+def _tables_below(
+    model: type[BaseModel], prefix: str, skip: Sequence[str] | dict[str, Any] = ()
+) -> Iterator[Table]:
+    """Yield the tables within a table, at every depth. ``[loss]`` has its own sections."""
+    for name, field in model.model_fields.items():
+        if name in skip:
+            continue
+        for child in models_in(field.annotation):
+            table = f"{prefix}.{name}" if prefix else name
+            if get_origin(field.annotation) is dict:
+                table += ".NAME"
+            if issubclass(child, LossConfig) or table in REFUSED:
+                continue
+            yield table, child
+            yield from _tables_below(child, table)
+
+
+def _own_fields(
+    model: type[BaseModel], tables: Sequence[Table]
+) -> tuple[dict[str, FieldInfo], str]:
+    """Return the fields that no other table's model defines, and a sentence about the others."""
+    for name, other in tables:
+        if other is not model and issubclass(model, other):
+            own = {k: f for k, f in model.model_fields.items() if k not in other.model_fields}
+            return own, f"{_first_line(model)} It has the keys of `[{name}]`, and:"
+    return dict(model.model_fields), _first_line(model)
+
+
+def _section(
+    title: str, model: type[BaseModel], fields: dict[str, FieldInfo], summary: str | None = None
+) -> str:
+    rows = [
+        f"| `{name}` | {_type_of(field)} | {_default_of(field)} | {_meaning_of(model, name)} |"
+        for name, field in fields.items()
+        if not _is_table(field) and name != "type"
+    ]
+    text = f"### {title}\n\n{_markdown(summary or _first_line(model))}"
+    if rows:
+        head = ["| key | value | default | meaning |", "|---|---|---|---|"]
+        text += "\n\n" + "\n".join(head + rows)
+    return text
+
+
+def _is_table(field: FieldInfo) -> bool:
+    models = models_in(field.annotation)
+    return bool(models) and not issubclass(models[0], LossConfig)
+
+
+def _first_line(documented: Any) -> str:
+    return (documented.__doc__ or "").strip().partition("\n\n")[0]
+
+
+def _meaning_of(model: type[BaseModel], name: str) -> str:
+    text = model.model_fields[name].description or ""
+    mark = mark_of(model, name)
+    if mark is not None and mark.export == "not carried":
+        text += f" Not exported: {mark.why}."
+    return _cell(_markdown(text))
+
+
+def _default_of(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "unset"
+    if isinstance(value, LossConfig):
+        return f'`type = "{value.type}"`'
+    if isinstance(value, tuple):
+        value = list(value)
+    return f"`{json.dumps(value) if not isinstance(value, Path) else value}`"
+
+
+def _type_of(field: FieldInfo) -> str:
+    return _cell(_type_name(field.annotation) + _bounds(field.metadata))
+
+
+def _type_name(annotation: Any) -> str:
+    """Return an annotation as a recipe's author reads it, for example "integer ≥ 1"."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0]) + _bounds(arguments[1:])
+    if origin is Literal:
+        return " or ".join(f"`{json.dumps(choice)}`" for choice in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(_type_name(a) for a in arguments if a is not type(None))
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is tuple:
+        return f"list of {len(arguments)}: {', '.join(_type_name(a) for a in arguments)}"
+    if origin is dict:
+        return "table" if arguments[1] is Any else f"table of name = {_type_name(arguments[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, LossConfig):
+        return "table like `[loss]`"
+    return TYPE_NAMES[annotation]
+
+
+def _bounds(metadata: Sequence[Any]) -> str:
+    words = []
+    for bound in metadata:
+        match bound:
+            case annotated_types.Ge(limit):
+                words.append(f" ≥ {limit}")
+            case annotated_types.Gt(limit):
+                words.append(f" > {limit}")
+            case annotated_types.Le(limit):
+                words.append(f" ≤ {limit}")
+            case annotated_types.Lt(limit):
+                words.append(f" < {limit}")
+            case annotated_types.MultipleOf(factor):
+                words.append(f" multiple of {factor}")
+            case annotated_types.MinLen(length):
+                words.append(f" (at least {length})")
+    return ",".join(words).replace(", (", " (")
+
+
+def _markdown(text: str) -> str:
+    return " ".join(text.replace("``", "`").split())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def renewed(page: str) -> str:
+    """Return a Markdown page with the reference between its markers.
+
+    Raises:
+        ValueError: the page does not have both markers.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page needs the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n\n{reference()}\n{END}{after}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print, write or check the reference. Return the exit status."""
+    parser = argparse.ArgumentParser(description="The reference of every recipe key.")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--write", type=Path, metavar="FILE", help="renew it in FILE")
+    choice.add_argument("--check", type=Path, metavar="FILE", help="fail if FILE is stale")
+    options = parser.parse_args(arguments)
+    path = options.write or options.check
+    if path is None:
+        print(reference(), end="")
+        return 0
+    page = path.read_text(encoding="utf-8")
+    current = renewed(page)
+    if options.write is not None:
+        path.write_text(current, encoding="utf-8")
+        return 0
+    if page != current:
+        print(
+            f"{path} is stale; renew it: python -m prime_composer.recipe.reference --write {path}",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
