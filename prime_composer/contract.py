@@ -109,7 +109,8 @@ LossFn = Callable[[LossInputs], LossOutputs]
 class _Metric(Tensor):
     """A detached tensor with a type of its own. Operations on it return plain tensors."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # torch annotates the stub of this attribute as a method.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, value: Tensor) -> Any:
         return Tensor._make_subclass(cls, value.detach())

@@ -60,7 +60,7 @@ class Objective(Protocol):
 
 
 class StepMean:
-    """Loss per token of one optimizer step, over its micro-batches and the ranks of a distributed run."""
+    """Loss per token of one optimizer step, over its micro-batches and over all ranks."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
@@ -306,7 +306,7 @@ def _modified(
 
 def _first_k(support: Support | None, k: int | Literal["full"]) -> Support | None:
     """Return the K most probable ids of a support that another loss made larger."""
-    if support is None or k in (0, "full") or support.token_ids.shape[-1] <= k:
+    if support is None or k == "full" or k == 0 or support.token_ids.shape[-1] <= k:
         return support
     return Support(
         support.token_ids[:, :k],
@@ -320,7 +320,7 @@ def _prefixed(metrics: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _per_pair(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Mark means over the tokens of pairs: the trainer averages them by pairs, not by rollout tokens."""
+    """Mark means over the tokens of pairs, which the trainer averages by pairs."""
     return {
         name: value if isinstance(value, (PairMean, Count)) else PairMean(value)
         for name, value in metrics.items()

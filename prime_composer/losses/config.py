@@ -1,7 +1,17 @@
 """Configs of losses: the knobs, what a loss needs, and which part of a recipe it belongs to."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol, cast, final, get_args, runtime_checkable
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    cast,
+    final,
+    get_args,
+    runtime_checkable,
+)
 
 from pydantic import (
     BaseModel,
@@ -62,7 +72,7 @@ class Part:
 
 @runtime_checkable
 class LossState(Protocol):
-    """State that a loss reads in each step. It advances once per optimizer step, and checkpoints contain it."""
+    """State that a loss reads in each step, advanced once per optimizer step and checkpointed."""
 
     def end_step(self, mean_loss: float) -> None:
         """Advance by the step's loss per token."""
@@ -124,7 +134,7 @@ class LossConfig(BaseModel):
 
     @property
     def own_needs(self) -> frozenset[str]:
-        """Inputs that the loss function needs with these knobs. Override it where a knob decides."""
+        """Inputs that the loss function itself needs. Override it where a knob decides."""
         return self.needs_inputs
 
     @property
@@ -152,7 +162,7 @@ class LossConfig(BaseModel):
         return ()
 
     def needs_by_section(self, section: str = "loss") -> dict[str, tuple[str, frozenset[str]]]:
-        """Map each recipe section to its loss type and needs, so that an error names the section."""
+        """Map each recipe section to its loss type and its needs, for error messages."""
         own = frozenset() if self.parts else self.own_needs
         sections = {section: (self.type, own | self.modifier_needs)}
         for part in self.parts:
@@ -190,7 +200,7 @@ class LossConfig(BaseModel):
         """K, the number of ids per position for which the teacher's log-probs are needed. 0 for none.
 
         A support that the student chooses needs the whole vocabulary, because the loss makes the
-        choice. A trainer whose teacher scores given ids can provide those k alone.
+        choice. A trainer whose teacher scores given ids provides those k alone.
         """
         request = self.support
         if request is None:

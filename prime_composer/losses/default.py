@@ -1,14 +1,17 @@
-"""prime-rl's default RL loss: DPPO's trust region on the probability difference, and a squared log-ratio (DPPO + KL).
+"""prime-rl's default RL loss: DPPO's trust region on the probability difference, plus a squared KL.
 
 Per token of the mask, with advantage A,
 
     -keep adv_tau A rho + kl_tau (log rho)^2,    rho = p(y)/mu(y)
     keep = not (A > 0 and p - mu > dppo_mask_high) and not (A <= 0 and p - mu < -dppo_mask_low)
 
-Bit-equal to upstream on finite inputs, in loss, gradient and metric values; ``loss_weights`` as in v0.7 and later.
+On finite inputs, loss, gradient and metrics are bit-equal to upstream's, with ``loss_weights`` as
+in v0.7 and later.
 
-References: ``default_loss_fn``, https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py
-(v0.6.0 to 559b4477); DPPO (2026), https://arxiv.org/abs/2602.04879; Kimi K2.5 (2026), https://arxiv.org/abs/2602.02276.
+References: ``default_loss_fn``,
+https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py
+(v0.6.0 to 559b4477). DPPO (2026), https://arxiv.org/abs/2602.04879. Kimi K2.5 (2026),
+https://arxiv.org/abs/2602.02276.
 """
 
 from typing import ClassVar, Literal
@@ -16,7 +19,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import NonNegativeFloat
 
-from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.losses.config import ChannelName, LossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import top_share
@@ -29,6 +32,8 @@ from prime_composer.losses.shared.trust_region import (
 
 
 class DefaultLossConfig(LossConfig):
+    """Knobs of ``default_loss_fn``, by upstream's names."""
+
     type: Literal["default"] = "default"
 
     needs_inputs: ClassVar[frozenset[str]] = frozenset({"advantages"})
@@ -49,15 +54,13 @@ class DefaultLossConfig(LossConfig):
 
 @register(DefaultLossConfig)
 def default_loss_fn(inputs: LossInputs, config: DefaultLossConfig) -> LossOutputs:
-    """sum_mask w (-keep adv_tau A rho + kl_tau (log rho)^2)."""
+    """Return sum_mask w (-keep adv_tau A rho + kl_tau (log rho)^2)."""
     mask = inputs.loss_mask
     ratios = importance_ratios(inputs)
-    advantages = torch.where(mask, inputs.advantages, 0.0)
+    advantages = torch.where(mask, given(inputs.advantages), 0.0)
     positive, negative = mask & (advantages > 0), mask & (advantages < 0)
-    too_high, too_low = (
-        ratios.probs_diff > config.dppo_mask_high,
-        ratios.probs_diff < -config.dppo_mask_low,
-    )
+    too_high = ratios.probs_diff > config.dppo_mask_high
+    too_low = ratios.probs_diff < -config.dppo_mask_low
     dropped = torch.where(positive, too_high, too_low)
     loss = policy_gradient_sum(
         ratios.log_ratio, config.adv_tau * advantages, mask & ~dropped, config.kl_tau, inputs

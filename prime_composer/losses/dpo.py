@@ -1,14 +1,15 @@
-"""DPO on (chosen, rejected) pairs: the replay channel's loss with a reference policy.
+"""DPO on (chosen, rejected) pairs, with a frozen reference policy: a loss of the replay channel.
 
 Per pair, with the log-probs summed over each response's tokens,
 
     -log sigmoid(beta [(log p - log r)(chosen) - (log p - log r)(rejected)])
 
-r is the frozen reference policy: in the pairs' inputs ``ref_logprobs`` are r's. Segment 2i of the pack is the chosen response of
-pair i and 2i + 1 the rejected one; a pair whose one side has no token of the mask trains nothing.
+r is the reference policy, and ``ref_logprobs`` of the pairs' inputs are log r. Segment 2i of the
+pack is the chosen response of pair i, and 2i + 1 the rejected one. A pair with one side entirely
+outside the mask trains nothing.
 
-The loss is a SUM over *pairs*. Where the trainer divides by tokens, ``loss_weights`` of tokens/pairs make that the mean over
-pairs; a pair's weight is the mean weight of its tokens.
+The loss is a SUM over *pairs*. Where the trainer divides by tokens, ``loss_weights`` of
+tokens/pairs make that the mean over pairs. A pair's weight is the mean weight of its tokens.
 
 Reference: "Direct Preference Optimization" (2023), https://arxiv.org/abs/2305.18290, Eq. 7.
 """
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import PositiveFloat
 
-from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean
+from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, given
 from prime_composer.divergences import upcast
 from prime_composer.losses.config import ChannelName, LossConfig
 from prime_composer.losses.registry import register
@@ -29,6 +30,8 @@ from prime_composer.losses.shared.reductions import masked_sum
 
 
 class DPOLossConfig(LossConfig):
+    """Knobs of ``dpo_loss_fn``."""
+
     type: Literal["dpo"] = "dpo"
 
     needs_inputs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs", "segment_ids"})
@@ -40,17 +43,17 @@ class DPOLossConfig(LossConfig):
 
 @register(DPOLossConfig)
 def dpo_loss_fn(inputs: LossInputs, config: DPOLossConfig) -> LossOutputs:
-    """sum over pairs of -w log sigmoid(beta margin)."""
+    """Return the sum over pairs of -w log sigmoid(beta margin)."""
     mask = inputs.loss_mask
     policy = torch.where(mask, upcast(inputs.trainer_logprobs), 0.0)
-    reference = torch.where(mask, upcast(inputs.ref_logprobs).detach(), 0.0)
+    reference = torch.where(mask, upcast(given(inputs.ref_logprobs)).detach(), 0.0)
     pairs = pairs_of(inputs, policy.dtype)
     chosen, rejected = pairs.sums(policy - reference)
     margin = config.beta * (chosen - rejected)
     loss = masked_sum(-F.logsigmoid(margin), pairs.complete, pairs.weights)
 
     with torch.no_grad():
-        metrics = {
+        metrics: dict[str, torch.Tensor] = {
             "loss": PairMean(token_mean(-F.logsigmoid(margin), pairs.complete)),
             "margin": PairMean(token_mean(margin, pairs.complete)),
             "accuracy": PairMean(token_mean(margin > 0, pairs.complete)),

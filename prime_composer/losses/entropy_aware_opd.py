@@ -1,14 +1,15 @@
-"""Entropy-aware on-policy distillation: reverse KL everywhere, and forward KL on top where the teacher is unsure.
+"""Entropy-aware distillation: reverse KL, plus forward KL where the teacher's entropy is high.
 
     L = sum over the mask of  R + alpha 1[H(q) > tau] KL(q || p; normalization)
 
-with R the clipped sampled-token reverse KL (``reverse = "sampled"``) or the reverse KL on the same support (``"topk"``). It is
-an addition, not a switch: where the teacher has several ways to go on, the forward part keeps the student from dropping all
-but one.
+R is the clipped sampled-token reverse KL (``reverse = "sampled"``) or the reverse KL on the same
+support (``"topk"``). The forward KL is an addition, not a switch. Where the teacher has several
+ways to continue, it keeps the student from dropping all but one.
 
-H(q) is measured on the support's outcomes. On K < V with ``tail`` the rest counts as one outcome, so it is a lower bound of one
-teacher's entropy (not of a mixture's, whose head is a bound itself: ``teachers.mix``), and tau wants to be set against this number:
-the metric ``entropy`` shows it. The paper's tau, alpha and K could not be found; tau and alpha have no default here.
+H(q) is measured on the support's outcomes. On K < V with ``tail`` the rest counts as one outcome,
+so that H(q) is a lower bound of the entropy of a single teacher. It is none of a mixture's, whose
+head is a bound itself. Choose tau by the metric ``entropy``, which reports this number. The paper's
+tau, alpha and K could not be found, so that tau and alpha have no default here.
 
 Reference: "Entropy-Aware On-Policy Distillation" (2026), https://arxiv.org/abs/2603.07079.
 """
@@ -18,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import NonNegativeFloat
 
-from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import entropy, forward_kl, reverse_kl
 from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.registry import register
@@ -32,6 +33,8 @@ from prime_composer.losses.shared.trust_region import (
 
 
 class EntropyAwareOPDLossConfig(SupportLossConfig):
+    """Knobs of ``entropy_aware_opd_loss_fn``."""
+
     type: Literal["entropy_aware_opd"] = "entropy_aware_opd"
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -60,19 +63,19 @@ class EntropyAwareOPDLossConfig(SupportLossConfig):
 
     @property
     def own_needs(self) -> frozenset[str]:
-        """The support, and for the sampled reverse KL the sampled token's log-prob too."""
+        """The support, and the sampled token's log-prob for the sampled reverse KL."""
         return frozenset({"support"} | ({"ref_logprobs"} if self.reverse == "sampled" else set()))
 
 
 @register(EntropyAwareOPDLossConfig)
 def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossConfig) -> LossOutputs:
-    """sum_mask w (R + alpha 1[H(q) > tau] KL(q || p))."""
+    """Return sum_mask w (R + alpha 1[H(q) > tau] KL(q || p))."""
     mask = inputs.loss_mask
-    support = inputs.support.masked(mask)
+    support = given(inputs.support).masked(mask)
     p, q = support.student_logprobs, support.teacher_logprobs
     with torch.no_grad():
         teacher_entropy = entropy(q, config.normalization)
-        # Written so that a missing score (NaN) counts as unsure and makes the sum NaN, as in every other loss.
+        # Negated, so that a missing log-prob (NaN) counts as unsure and makes the sum NaN.
         unsure = mask & ~(teacher_entropy <= config.tau)
     forward = forward_kl(p, q, config.normalization)
     forward_sum = config.alpha * masked_sum(forward, unsure, inputs.loss_weights)
@@ -83,7 +86,8 @@ def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossCon
     else:
         ratios = importance_ratios(inputs)
         with torch.no_grad():
-            signal = torch.where(mask, inputs.ref_logprobs - inputs.trainer_logprobs, 0.0)
+            log_teacher_ratio = given(inputs.ref_logprobs) - inputs.trainer_logprobs
+            signal = torch.where(mask, log_teacher_ratio, 0.0)
             dropped = signed_region(
                 signal, ratios.probs_diff, config.delta_low, config.delta_high, mask
             ).dropped

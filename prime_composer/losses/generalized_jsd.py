@@ -1,15 +1,18 @@
-"""Generalised Jensen-Shannon divergence between student and teacher: between covering and seeking.
+"""Generalized Jensen-Shannon divergence between student and teacher, between covering and seeking.
 
     L = sum over the mask of  beta KL(q || m) + (1 - beta) KL(p || m),    m = beta q + (1 - beta) p
 
-``beta`` is the teacher's weight in the mixture: 0 is forward KL and 1 is reverse KL by convention, and the scale jumps at both
-ends (see ``divergences.generalized_jsd``). Bounded, unlike either KL.
+``beta`` is the teacher's weight in the mixture. By convention 0 is forward KL and 1 is reverse KL,
+and the scale jumps at both ends (see ``divergences.generalized_jsd``). The divergence is bounded,
+unlike either KL.
 
-Left out: GKD's lambda, the share of sequences that the student generated itself, is a matter of the data; the engine draws it
-per sequence before it samples, where the paper's Alg. 1 draws once per step. The paper's mean over each sequence (Eq. 2):
-every token of the batch counts alike here. Temperatures: log-probs are of T = 1.
+Left out: GKD's lambda, the share of sequences that the student generated itself. It is a property
+of the data: the engine draws it per sequence before sampling, and the paper's Alg. 1 once per step.
+Also left out: the paper's mean over each sequence (Eq. 2), because every token of the batch counts
+alike here. Temperatures: log-probs are of T = 1.
 
-References: GKD, "On-Policy Distillation of Language Models" (2023), https://arxiv.org/abs/2306.13649, Eq. 1-2, Alg. 1.
+References: GKD, "On-Policy Distillation of Language Models" (2023),
+https://arxiv.org/abs/2306.13649, Eq. 1-2, Alg. 1.
 """
 
 from typing import Any, ClassVar, Literal
@@ -17,7 +20,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import generalized_jsd
 from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.registry import register
@@ -26,6 +29,8 @@ from prime_composer.losses.shared.reductions import masked_sum
 
 
 class GeneralizedJSDLossConfig(SupportLossConfig):
+    """Knobs of ``generalized_jsd_loss_fn``."""
+
     type: Literal["generalized_jsd"] = "generalized_jsd"
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -36,7 +41,7 @@ class GeneralizedJSDLossConfig(SupportLossConfig):
     )
 
     beta: float = Field(0.5, ge=0, le=1)
-    """The teacher's weight in the mixture: 0 forward KL, 1 reverse KL."""
+    """The teacher's weight in the mixture: 0 is forward KL, 1 is reverse KL."""
 
     normalization: Literal["full", "tail", "renorm", "generalized"] = "tail"
     """How the vocabulary outside the support enters the divergence."""
@@ -44,9 +49,9 @@ class GeneralizedJSDLossConfig(SupportLossConfig):
 
 @register(GeneralizedJSDLossConfig)
 def generalized_jsd_loss_fn(inputs: LossInputs, config: GeneralizedJSDLossConfig) -> LossOutputs:
-    """sum_mask w JSD_beta(p, q) on the support."""
+    """Return sum_mask w JSD_beta(p, q) on the support."""
     mask = inputs.loss_mask
-    support = inputs.support.masked(mask)
+    support = given(inputs.support).masked(mask)
     per_token = generalized_jsd(
         support.student_logprobs, support.teacher_logprobs, config.beta, config.normalization
     )

@@ -1,22 +1,25 @@
-"""Reverse KL, exact on the teacher's top-K tokens and sampled outside them: unbiased for the full KL(student || teacher).
+"""Reverse KL, exact on the teacher's top-K tokens and sampled outside: unbiased for the full KL.
 
 Per token y ~ mu of the mask,
 
     sum_S p sg(log p/q)  +  1[y not in S] rho sg(log p(y)/q(y)),    rho = p(y)/mu(y)
 
-The head has the gradient sum_S grad p log p/q, with no noise; the second term is its missing part sum_{not S} grad p log p/q,
-sampled, and importance weighted where the rollout is stale. Summed over y the gradient is that of the full KL, since
-sum grad p = 0. Both log-ratios are detached: a head without the detach adds the gradient of the mass P on the support, which
-no sample outside cancels. With a mixture of teachers the head's q is a lower bound where K < V (``teachers.mix``), and the loss
-is as biased as that bound is loose.
+The head has the gradient sum_S grad p log p/q, without noise. The second term samples its missing
+part, sum_{not S} grad p log p/q, with an importance weight where the rollout is stale. Summed over
+y the gradient is that of the full KL, since sum grad p = 0. Both log-ratios are detached. A head
+without the detach adds the gradient of the mass P on the support, which no sample outside cancels.
+With a mixture of teachers the head's q is a lower bound where K < V, and the loss is as biased as
+that bound is loose.
 
-A token sampled outside S carries a large log-ratio by construction; with a flat teacher that is where this loss differs from
-``topk_reverse_kl`` with ``tail``, which has no variance and cannot tell the tokens outside S from one another.
+A token sampled outside S carries a large log-ratio by construction. With a flat teacher this loss
+differs there from ``topk_reverse_kl`` with ``tail``, which has no variance and does not distinguish
+the tokens outside S.
 
-Left out: the trust region; ``max_ratio`` bounds rho instead, and gives up the unbiasedness beyond the bound.
+Left out: the trust region. ``max_ratio`` bounds rho instead, and gives up the unbiasedness beyond
+the bound.
 
-References: EMA-PG (2026), https://arxiv.org/abs/2602.04417 (head and masked sampled tail; its head is not detached);
-SC-TA of TA-OPD (2026), https://arxiv.org/abs/2608.14728.
+References: EMA-PG (2026), https://arxiv.org/abs/2602.04417 (head and masked sampled tail, with a
+head that is not detached). SC-TA of TA-OPD (2026), https://arxiv.org/abs/2608.14728.
 """
 
 import math
@@ -25,7 +28,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import PositiveFloat
 
-from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import reverse_kl, upcast, weighted_k1
 from prime_composer.losses.config import LossConfig, SupportRequest, SupportSize
 from prime_composer.losses.registry import register
@@ -34,6 +37,8 @@ from prime_composer.losses.shared.reductions import masked_sum
 
 
 class HeadTailReverseKLLossConfig(LossConfig):
+    """Knobs of ``head_tail_reverse_kl_loss_fn``."""
+
     type: Literal["head_tail_reverse_kl"] = "head_tail_reverse_kl"
 
     needs_inputs: ClassVar[frozenset[str]] = frozenset({"support", "ref_logprobs", "token_ids"})
@@ -41,10 +46,10 @@ class HeadTailReverseKLLossConfig(LossConfig):
     surrogate: ClassVar[bool] = True
 
     k: SupportSize = 32
-    """Teacher tokens per position; "full" is the whole vocabulary, and leaves nothing to sample."""
+    """Teacher tokens per position. "full" is the whole vocabulary, and leaves nothing to sample."""
 
     max_ratio: PositiveFloat | None = None
-    """Bound of rho of a token outside the support; its gradient stops there. None is unbiased."""
+    """Bound of rho of a token outside the support, where its gradient stops. None is unbiased."""
 
     @property
     def support(self) -> SupportRequest:
@@ -56,13 +61,14 @@ class HeadTailReverseKLLossConfig(LossConfig):
 def head_tail_reverse_kl_loss_fn(
     inputs: LossInputs, config: HeadTailReverseKLLossConfig
 ) -> LossOutputs:
-    """sum_mask w (sum_S p sg(log p/q) + 1[y not in S] rho sg(log p(y)/q(y)))."""
+    """Return sum_mask w (sum_S p sg(log p/q) + 1[y not in S] rho sg(log p(y)/q(y)))."""
     mask = inputs.loss_mask
-    support = inputs.support.masked(mask)
-    outside = mask & ~(support.token_ids == inputs.token_ids.unsqueeze(-1)).any(-1)
-    # Tokens of the support are masked here too: their ratio has no say, and must not overflow.
+    support = given(inputs.support).masked(mask)
+    sampled = given(inputs.token_ids).unsqueeze(-1)
+    outside = mask & ~(support.token_ids == sampled).any(-1)
+    # Tokens of the support are masked here too: their ratio is not used, and must not overflow.
     student = torch.where(outside, upcast(inputs.trainer_logprobs), 0.0)
-    teacher = torch.where(outside, upcast(inputs.ref_logprobs), 0.0)
+    teacher = torch.where(outside, upcast(given(inputs.ref_logprobs)), 0.0)
     sampler = torch.where(outside, upcast(inputs.inference_logprobs), 0.0)
     if config.max_ratio is not None:
         # The bound moves mu up to p / max_ratio, and stops the gradient there.

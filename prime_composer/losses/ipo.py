@@ -1,13 +1,16 @@
-"""prime-rl's IPO loss: a symmetric trust region on the probability difference, and a squared log-ratio.
+"""prime-rl's IPO loss: a symmetric trust region on the probability difference, plus a squared KL.
 
 Per token of the mask, with advantage A,
 
-    -keep adv_tau A rho + kl_tau (log rho)^2,    rho = p(y)/mu(y),    keep = |p - mu| <= ipo_threshold
+    -keep adv_tau A rho + kl_tau (log rho)^2,    rho = p(y)/mu(y)
+    keep = |p - mu| <= ipo_threshold
 
-Bit-equal to upstream on finite inputs, in loss, gradient and metric values; ``loss_weights`` as in v0.7 and later.
+On finite inputs, loss, gradient and metrics are bit-equal to upstream's, with ``loss_weights`` as
+in v0.7 and later. It is not the preference loss of the same name.
 
-Reference: ``ipo_loss_fn``, https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py (v0.6.0
-to 559b4477). It is not the preference loss of the same name.
+Reference: ``ipo_loss_fn``,
+https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py
+(v0.6.0 to 559b4477).
 """
 
 from typing import ClassVar, Literal
@@ -15,7 +18,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import NonNegativeFloat
 
-from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.losses.config import ChannelName, LossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import top_share
@@ -27,6 +30,8 @@ from prime_composer.losses.shared.trust_region import (
 
 
 class IPOLossConfig(LossConfig):
+    """Knobs of ``ipo_loss_fn``, by upstream's names."""
+
     type: Literal["ipo"] = "ipo"
 
     needs_inputs: ClassVar[frozenset[str]] = frozenset({"advantages"})
@@ -44,10 +49,10 @@ class IPOLossConfig(LossConfig):
 
 @register(IPOLossConfig)
 def ipo_loss_fn(inputs: LossInputs, config: IPOLossConfig) -> LossOutputs:
-    """sum_mask w (-keep adv_tau A rho + kl_tau (log rho)^2)."""
+    """Return sum_mask w (-keep adv_tau A rho + kl_tau (log rho)^2)."""
     mask = inputs.loss_mask
     ratios = importance_ratios(inputs)
-    advantages = torch.where(mask, inputs.advantages, 0.0)
+    advantages = torch.where(mask, given(inputs.advantages), 0.0)
     dropped = ratios.probs_diff.abs() > config.ipo_threshold
     loss = policy_gradient_sum(
         ratios.log_ratio, config.adv_tau * advantages, mask & ~dropped, config.kl_tau, inputs

@@ -1,6 +1,8 @@
-"""Table of losses, by the ``type`` that a recipe names. This file imports no loss: each one registers itself.
+"""Table of losses, by the ``type`` that a recipe names.
 
-A loss of the package is registered by the decorator in its own file. A loss from outside is named
+This file imports no loss: each one registers itself.
+
+A loss of the package is registered by a decorator in its own file. A loss from outside is named
 ``"my_package.my_module:my_loss"``, and its module is imported when the name is first used.
 """
 
@@ -43,7 +45,7 @@ def register(config: type[Any]) -> Callable[[F], F]:
 
 
 def lookup(name: str, base: type[C]) -> type[C]:
-    """Return the config class of a ``type``, and import the module of a loss from outside at first use.
+    """Return the config class of a ``type``. A loss from outside is imported at first use.
 
     Args:
         name: a registered type, or ``"module:function"``.
@@ -70,7 +72,7 @@ def choices() -> str:
 
 
 def _register_from_outside(name: str, base: type[Any]) -> None:
-    """Import ``"module:function"`` and register the function with the config that it is annotated with."""
+    """Import ``"module:function"`` and register the function under its config."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name.isidentifier():
         raise ValueError(

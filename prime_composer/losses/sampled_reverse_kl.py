@@ -1,28 +1,33 @@
-"""Reverse KL on the sampled token alone: what prime-rl ships as on-policy distillation.
+"""Reverse KL on the sampled token alone: the on-policy distillation that prime-rl ships.
 
-The teacher's log-ratio at the token that the student sampled is the reward of a policy gradient. Per token of the mask,
+The teacher's log-ratio at the sampled token is the reward of a policy gradient. Per token of the
+mask,
 
     -keep rho sg(A) + kl_tau (log rho)^2,    A = log q(y) - log p(y),    rho = p(y)/mu(y)
 
-with ``keep`` the trust region. In expectation over y ~ mu, and without the trust region and kl_tau, its gradient is that of
-the full-vocabulary KL(student || teacher); one sample per position makes it noisy, and a few tokens carry most of it.
+with ``keep`` the trust region. In expectation over y ~ mu, and without the trust region and kl_tau,
+its gradient is that of the full-vocabulary KL(student || teacher). One sample per position makes it
+noisy, and a few tokens carry most of it.
 
-Mode ``prime_rl`` is upstream's arithmetic bit for bit. Its trust region reads the sign of the RL advantage (v0.6) or always
-the low side (v0.7 and later), not the sign of A: it drops tokens that the teacher is pulling back in, and keeps some that
-run away. Mode ``signed`` reads the sign of A, and may reshape A first, in this order:
+Mode ``prime_rl`` is upstream's arithmetic bit for bit. Its trust region reads the sign of the RL
+advantage (v0.6) or always the low side (v0.7 and later), not the sign of A. So it drops tokens that
+the teacher would pull back, and keeps some that drift away. Mode ``signed`` reads the sign of A,
+and may reshape A first, in this order:
 
     TOP-D floor    A <- log(a q/p + 1 - a), never below log(1 - a)
     clip           A <- clamp(A, -c, c)
-    baseline       A <- A + sg KL_topK(p || q), the vOPD control variate: E_p[A] = -KL(p || q), so that the expected
-                   gradient stays and the variance falls
+    baseline       A <- A + sg KL_topK(p || q), the vOPD control variate. E_p[A] = -KL(p || q), so
+                   that the expected gradient stays and the variance falls
 
-The letters: p is the live student (``trainer_logprobs``), mu the sampler, q the teacher. A sum over future tokens is left out
-on purpose, there and here: discount 0.
+The letters: p is the current student (``trainer_logprobs``), mu the sampler, q the teacher. A sum
+over future tokens is left out on purpose, as upstream does (discount 0).
 
 References: prime-rl ``opd_loss_fn`` (v0.6.0) and ``ref_kl_loss_fn`` (v0.7.0 to 559b4477),
-https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py; "On-Policy Distillation" (Thinking
-Machines, 2025), https://thinkingmachines.ai/blog/on-policy-distillation/; DPPO (2026), https://arxiv.org/abs/2602.04879;
-TOP-D (2026), https://arxiv.org/abs/2607.04751, and prime-rl's pull request 2966; vOPD (2026), https://arxiv.org/abs/2605.07865.
+https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py.
+"On-Policy Distillation" (Thinking Machines, 2025),
+https://thinkingmachines.ai/blog/on-policy-distillation/. DPPO (2026),
+https://arxiv.org/abs/2602.04879. TOP-D (2026), https://arxiv.org/abs/2607.04751, and prime-rl's
+pull request 2966. vOPD (2026), https://arxiv.org/abs/2605.07865.
 """
 
 import math
@@ -33,7 +38,7 @@ from jaxtyping import Float
 from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
-from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import reverse_kl
 from prime_composer.losses.config import LossConfig, SupportRequest, SupportSize
 from prime_composer.losses.registry import register
@@ -49,6 +54,8 @@ from prime_composer.losses.shared.trust_region import (
 
 
 class SampledReverseKLLossConfig(LossConfig):
+    """Knobs of ``sampled_reverse_kl_loss_fn``."""
+
     type: Literal["sampled_reverse_kl"] = "sampled_reverse_kl"
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -61,45 +68,47 @@ class SampledReverseKLLossConfig(LossConfig):
     surrogate: ClassVar[bool] = True
 
     mode: Literal["prime_rl", "signed"] = "prime_rl"
-    """``prime_rl``: loss, gradient and metric values are bit-equal to upstream's on finite inputs. ``signed``: the trust
-    region follows the sign of the distillation signal."""
+    """``prime_rl``: loss, gradient and metrics are bit-equal to upstream's on finite inputs.
+    ``signed``: the trust region follows the sign of the distillation signal."""
 
     dialect: Literal["v0_6", "v0_7"] = "v0_7"
-    """Mode prime_rl: v0_6 drops by the sign of the RL advantage (which it then needs), v0_7 and later on the low side only."""
+    """Mode prime_rl: v0_6 drops by the sign of the RL advantage, which it then needs. v0_7 and
+    later drop on the low side only."""
 
     delta_low: float = Field(0.2, ge=0)
-    """A token whose probability fell by more than this since it was sampled is dropped (by sign, see mode)."""
+    """A token whose probability fell by more than this since sampling is dropped (see mode)."""
 
     delta_high: float = Field(0.2, ge=0)
-    """The same for a probability that rose; dialect v0_7 has no high side."""
+    """The same for a probability that rose. Dialect v0_7 has no high side."""
 
     kl_tau: float = Field(1e-3, ge=0)
-    """Factor of (log rho)^2, which holds the policy near its sampler."""
+    """Factor of (log rho)^2, which keeps the policy near its sampler."""
 
     clip: PositiveFloat | None = None
     """Mode signed: bound of |A|, in nats."""
 
     top_d: float | None = Field(None, gt=0, lt=1)
-    """Mode signed: TOP-D's a; A is then never below log(1 - a)."""
+    """Mode signed: TOP-D's a. A is then never below log(1 - a)."""
 
     baseline: Literal["topk_kl"] | None = None
-    """Mode signed: vOPD's control variate from the teacher's top-K (which it then needs)."""
+    """Mode signed: vOPD's control variate from the teacher's top-K, which it then needs."""
 
     k: SupportSize = 32
     """Teacher tokens per position for the baseline."""
 
     @model_validator(mode="after")
-    def _signed_only(self) -> "SampledReverseKLLossConfig":
+    def _knobs_fit_the_mode(self) -> "SampledReverseKLLossConfig":
         for knob in ("clip", "top_d", "baseline"):
             if self.mode == "prime_rl" and getattr(self, knob) is not None:
                 raise ValueError(
-                    f"{knob} needs mode = 'signed': mode = 'prime_rl' is upstream's arithmetic and nothing else."
+                    f"{knob} needs mode = 'signed': mode = 'prime_rl' is upstream's arithmetic "
+                    "and nothing else."
                 )
         return self
 
     @property
     def own_needs(self) -> frozenset[str]:
-        """The teacher's log-prob, v0_6's advantages, and the baseline's support."""
+        """The teacher's log-prob, the advantages of v0_6, and the support of the baseline."""
         by_advantage = self.mode == "prime_rl" and self.dialect == "v0_6"
         needs = {"ref_logprobs"}
         needs |= {"advantages"} if by_advantage else set()
@@ -116,16 +125,15 @@ class SampledReverseKLLossConfig(LossConfig):
 def sampled_reverse_kl_loss_fn(
     inputs: LossInputs, config: SampledReverseKLLossConfig
 ) -> LossOutputs:
-    """sum_mask w (-keep rho sg(log q - log p) + kl_tau (log rho)^2)."""
+    """Return sum_mask w (-keep rho sg(log q - log p) + kl_tau (log rho)^2)."""
     mask = inputs.loss_mask
     ratios = importance_ratios(inputs)
     log_ratio, probs_diff = ratios.log_ratio, ratios.probs_diff
     with torch.no_grad():
-        log_teacher_ratio = torch.where(mask, inputs.ref_logprobs - inputs.trainer_logprobs, 0.0)
-        if config.mode == "signed":
-            signal, region, extra = _signed(log_teacher_ratio, probs_diff, inputs, config)
-        else:
-            signal, region, extra = _prime_rl(log_teacher_ratio, probs_diff, inputs, config)
+        difference = given(inputs.ref_logprobs) - inputs.trainer_logprobs
+        log_teacher_ratio = torch.where(mask, difference, 0.0)
+        signal_of = _signed if config.mode == "signed" else _prime_rl
+        signal, region, mode_metrics = signal_of(log_teacher_ratio, probs_diff, inputs, config)
     dropped = region.dropped
     loss = policy_gradient_sum(log_ratio, signal, mask & ~dropped, config.kl_tau, inputs)
 
@@ -134,7 +142,7 @@ def sampled_reverse_kl_loss_fn(
             **drift_metrics(log_ratio, dropped, mask),
             "signal_abs": token_mean(signal.abs(), mask),
             "signal_top1pct": top_share(signal, mask),
-            **extra,
+            **mode_metrics,
         }
     return LossOutputs(loss=loss, metrics=metrics)
 
@@ -145,28 +153,24 @@ def _prime_rl(
     inputs: LossInputs,
     config: SampledReverseKLLossConfig,
 ) -> tuple[Float[Tensor, " seq"], Region, dict[str, Tensor]]:
-    """Upstream's trust regions, and the names of upstream's metrics."""
+    """Return the signal, upstream's trust region, and metrics by upstream's names."""
     mask = inputs.loss_mask
-    too_high, too_low = (
-        mask & (probs_diff > config.delta_high),
-        mask & (probs_diff < -config.delta_low),
-    )
+    too_high = mask & (probs_diff > config.delta_high)
+    too_low = mask & (probs_diff < -config.delta_low)
     if config.dialect == "v0_7":
-        return (
-            signal,
-            Region(high=torch.zeros_like(mask), low=too_low),
-            {"ref_kl": masked_mean(signal, mask)},
-        )
-    positive, negative = mask & (inputs.advantages > 0), mask & (inputs.advantages < 0)
+        region = Region(high=torch.zeros_like(mask), low=too_low)
+        return signal, region, {"ref_kl": masked_mean(signal, mask)}
+    advantages = given(inputs.advantages)
+    positive, negative = mask & (advantages > 0), mask & (advantages < 0)
     region = Region(high=positive & too_high, low=~positive & too_low)
-    extra = {
+    metrics = {
         "is_masked_low": masked_mean(negative & too_low, mask),
         "is_masked_high": masked_mean(region.high, mask),
         "masked_advantage_positive": masked_mean(positive, region.dropped),
         "masked_advantage_negative": masked_mean(negative, region.dropped),
         "teacher_kl": masked_mean(signal, mask),
     }
-    return signal, region, extra
+    return signal, region, metrics
 
 
 def _signed(
@@ -175,7 +179,7 @@ def _signed(
     inputs: LossInputs,
     config: SampledReverseKLLossConfig,
 ) -> tuple[Float[Tensor, " seq"], Region, dict[str, Tensor]]:
-    """The reshaped signal, and the region by its sign."""
+    """Return the reshaped signal, the trust region by its sign, and metrics."""
     mask = inputs.loss_mask
     signal = log_teacher_ratio
     if config.top_d is not None:
@@ -183,18 +187,15 @@ def _signed(
         signal = torch.logaddexp(signal + math.log(config.top_d), floor)
     if config.clip is not None:
         signal = signal.clamp(-config.clip, config.clip)
-    extra = {"ref_kl": token_mean(log_teacher_ratio, mask)}
+    metrics = {"ref_kl": token_mean(log_teacher_ratio, mask)}
     if config.baseline is not None:
-        support = inputs.support.masked(mask)
-        baseline = reverse_kl(support.student_logprobs, support.teacher_logprobs, "tail").to(
-            signal.dtype
-        )
+        support = given(inputs.support).masked(mask)
+        baseline = reverse_kl(support.student_logprobs, support.teacher_logprobs, "tail")
+        baseline = baseline.to(signal.dtype)
         signal = signal + baseline
-        extra["baseline"] = token_mean(baseline, mask)
+        metrics["baseline"] = token_mean(baseline, mask)
     signal = torch.where(mask, signal, 0.0)
     region = signed_region(signal, probs_diff, config.delta_low, config.delta_high, mask)
-    extra["is_masked_low"], extra["is_masked_high"] = (
-        token_mean(region.low, mask),
-        token_mean(region.high, mask),
-    )
-    return signal, region, extra
+    metrics["is_masked_low"] = token_mean(region.low, mask)
+    metrics["is_masked_high"] = token_mean(region.high, mask)
+    return signal, region, metrics

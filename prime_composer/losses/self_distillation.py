@@ -1,28 +1,32 @@
-"""Self-distillation (SDPO, OPSD, SDFT): the teacher is the policy itself, told more.
+"""Self-distillation (SDPO, OPSD, SDFT): the teacher is the policy itself, conditioned on a hint.
 
-The policy, conditioned on a hint (a reference solution, a verifier's feedback, a sibling's correct rollout), scores the very
-tokens that it sampled without the hint. Where that teacher comes from is the trainer's affair (``ref_logprobs`` and
-``support`` are scored with the longer prompt); the loss is a divergence, with a bounded importance factor:
+The hint is privileged information: a reference solution, a verifier's feedback, or a correct
+rollout of the same group. The hint-conditioned policy scores the tokens that the policy sampled
+without the hint. The trainer provides these log-probs (``ref_logprobs`` and ``support``, scored
+with the longer prompt). The loss is a divergence with a bounded importance factor:
 
     L = sum over the mask of  min(sg rho, max_ratio) D(p, q),    rho = p(y)/mu(y)
 
-D is ``reverse_kl``, ``forward_kl`` or ``generalized_jsd`` on K tokens, chosen by the teacher or, as SDPO does, by the student; or
-``sampled_reverse_kl``, sg(log p - log q) log p at the sampled token. Both policies are close to one another, so a support that
-the student chose misses less than usual.
+D is ``reverse_kl``, ``forward_kl`` or ``generalized_jsd`` on K tokens, chosen by the teacher or, as
+in SDPO, by the student. Or it is ``sampled_reverse_kl``, sg(log p - log q) log p at the sampled
+token. Both policies are close, so that a support of the student's choice misses little.
 
-``chosen_by = "student"`` needs the teacher's log-probs at ids that only the student knows: the whole vocabulary is asked for, and
-the loss picks the student's K of it. A trainer that can score ids brings those K alone.
+``chosen_by = "student"`` needs the teacher's log-probs at ids that depend on the student. The loss
+asks for the whole vocabulary and selects the student's K of it. A trainer whose teacher scores
+given ids provides those K alone.
 
-References: SDPO (2026), https://arxiv.org/abs/2601.20802, and lasgroup/SDPO 0e6d510, verl/trainer/ppo/core_algos.py; OPSD
-(2026), https://arxiv.org/abs/2601.18734; SDFT (2026), https://arxiv.org/abs/2601.19897 (skips the first tokens).
+References: SDPO (2026), https://arxiv.org/abs/2601.20802, and lasgroup/SDPO 0e6d510,
+verl/trainer/ppo/core_algos.py. OPSD (2026), https://arxiv.org/abs/2601.18734. SDFT (2026),
+https://arxiv.org/abs/2601.19897 (skips the first tokens).
 """
 
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat
+from torch import Tensor
 
-from prime_composer.contract import LossInputs, LossOutputs, Support
+from prime_composer.contract import LossInputs, LossOutputs, Support, given
 from prime_composer.divergences import forward_kl, generalized_jsd, reverse_kl, upcast
 from prime_composer.losses.config import SupportLossConfig, SupportRequest
 from prime_composer.losses.registry import register
@@ -33,6 +37,8 @@ from prime_composer.losses.shared.trust_region import importance_ratios
 
 
 class SelfDistillationLossConfig(SupportLossConfig):
+    """Knobs of ``self_distillation_loss_fn``."""
+
     type: Literal["self_distillation"] = "self_distillation"
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -46,31 +52,32 @@ class SelfDistillationLossConfig(SupportLossConfig):
     divergence: Literal["reverse_kl", "forward_kl", "generalized_jsd", "sampled_reverse_kl"] = (
         "generalized_jsd"
     )
-    """D, student against the policy that was told more."""
+    """D, the student against the hint-conditioned policy."""
 
     beta: float = Field(0.5, ge=0, le=1)
     """``generalized_jsd``: the teacher's weight in the mixture."""
 
     chosen_by: Literal["teacher", "student"] = "teacher"
-    """Whose K most probable tokens make the support."""
+    """Whose K most probable tokens are the support."""
 
     normalization: Literal["full", "tail", "renorm"] = "tail"
     """How the vocabulary outside the support enters the divergence."""
 
     max_ratio: PositiveFloat | Literal["off"] = 2.0
-    """Bound of the detached factor rho that corrects for a stale rollout; "off" leaves the factor out."""
+    """Bound of the detached factor rho, which corrects for a stale rollout. "off" omits it."""
 
     skip_first: NonNegativeInt = 0
-    """Trained tokens at the start of each response that are left out (SDFT: 3)."""
+    """Number of trained tokens at the start of each response that are left out (SDFT: 3)."""
 
     @property
     def own_needs(self) -> frozenset[str]:
-        """The sampled token's log-prob for ``sampled_reverse_kl``, the support otherwise."""
+        """The sampled token's log-prob for ``sampled_reverse_kl``, otherwise the support."""
         sampled = self.divergence == "sampled_reverse_kl"
         return frozenset({"ref_logprobs" if sampled else "support"})
 
     @property
     def reads_sampler(self) -> bool:
+        """Whether ``inference_logprobs`` matter: rho reads them."""
         return super().reads_sampler or self.max_ratio != "off"
 
     @property
@@ -83,16 +90,18 @@ class SelfDistillationLossConfig(SupportLossConfig):
 def self_distillation_loss_fn(
     inputs: LossInputs, config: SelfDistillationLossConfig
 ) -> LossOutputs:
-    """sum_mask w min(sg rho, max_ratio) D(p, q)."""
+    """Return sum_mask w min(sg rho, max_ratio) D(p, q)."""
     mask = inputs.loss_mask
     if config.skip_first:
         mask = mask & (position_in_segment(mask, inputs.segment_ids) >= config.skip_first)
+    metrics: dict[str, Tensor] = {}
     if config.divergence == "sampled_reverse_kl":
         student = torch.where(mask, upcast(inputs.trainer_logprobs), 0.0)
-        log_ratio = (student - torch.where(mask, upcast(inputs.ref_logprobs), 0.0)).detach()
-        per_token, signal, metrics = log_ratio * student, log_ratio, {}
+        teacher = torch.where(mask, upcast(given(inputs.ref_logprobs)), 0.0)
+        signal = (student - teacher).detach()
+        per_token = signal * student
     else:
-        support = _chosen(inputs.support, config).masked(mask)
+        support = _chosen(given(inputs.support), config).masked(mask)
         p, q = support.student_logprobs, support.teacher_logprobs
         if config.divergence == "reverse_kl":
             per_token = reverse_kl(p, q, config.normalization)
@@ -100,20 +109,17 @@ def self_distillation_loss_fn(
             per_token = forward_kl(p, q, config.normalization)
         else:
             per_token = generalized_jsd(p, q, config.beta, config.normalization)
+        signal = per_token
         with torch.no_grad():
-            signal, metrics = (
-                per_token,
-                support_metrics(support, mask, reverse=config.divergence != "forward_kl"),
-            )
+            metrics = support_metrics(support, mask, reverse=config.divergence != "forward_kl")
     if config.max_ratio == "off":
         ratio, bound = torch.ones_like(per_token), torch.inf
         weighted = per_token
     else:
         with torch.no_grad():
-            # A first token that is left out must not overflow either: the ratio is read at the tokens that train.
-            ratio = torch.exp(
-                torch.where(mask, importance_ratios(inputs).log_ratio, 0.0).clamp(-20, 20)
-            )
+            # Masked again: a first token that is left out must not overflow either.
+            log_ratio = torch.where(mask, importance_ratios(inputs).log_ratio, 0.0)
+            ratio = torch.exp(log_ratio.clamp(-20, 20))
             bound = config.max_ratio
         weighted = ratio.clamp(max=bound) * per_token
     loss = masked_sum(weighted, mask, inputs.loss_weights)
@@ -129,7 +135,7 @@ def self_distillation_loss_fn(
 
 
 def _chosen(support: Support, config: SelfDistillationLossConfig) -> Support:
-    """The student's K most probable tokens of what the trainer brought, where the student chooses."""
+    """Return the student's K most probable tokens of the support, where the student chooses."""
     if (
         config.chosen_by == "teacher"
         or config.k == "full"

@@ -1,13 +1,13 @@
-"""Cross-entropy on given tokens: supervised fine-tuning, or sequence-level distillation where the teacher wrote them.
+"""Cross-entropy on given tokens: fine-tuning, or sequence-level distillation on a teacher's text.
 
     L = -sum over the mask of w log p(y)
 
-Bit-equal to upstream on finite inputs, in loss, gradient and metric value; ``loss_weights`` as in v0.7 and later. It needs no
-teacher at training time, and nothing on-policy: what it trains on is the data's affair.
+On finite inputs, loss, gradient and metric are bit-equal to upstream's, with ``loss_weights`` as in
+v0.7 and later. The loss needs no teacher at training time and no on-policy rollouts.
 
 References: ``sft_loss_fn`` (v0.6.0) and ``ce_loss_fn`` (v0.7.0 to 559b4477),
-https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py; "Sequence-Level Knowledge
-Distillation" (2016), https://arxiv.org/abs/1606.07947.
+https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py.
+"Sequence-Level Knowledge Distillation" (2016), https://arxiv.org/abs/1606.07947.
 """
 
 from typing import Literal
@@ -21,12 +21,14 @@ from prime_composer.losses.shared.reductions import masked_mean
 
 
 class SFTLossConfig(LossConfig):
+    """``sft_loss_fn`` has no knobs of its own."""
+
     type: Literal["sft"] = "sft"
 
 
 @register(SFTLossConfig)
 def sft_loss_fn(inputs: LossInputs, config: SFTLossConfig) -> LossOutputs:
-    """-sum_mask w log p."""
+    """Return -sum_mask w log p."""
     mask = inputs.loss_mask
     nll = -inputs.trainer_logprobs
     if inputs.loss_weights is not None:

@@ -1,10 +1,11 @@
-"""TAID: distil from an intermediate teacher that moves from the student to the teacher as training goes on.
+"""TAID: distill from an intermediate teacher that moves from the student to the teacher.
 
     L = sum over the mask of  -sum p_t log p,    p_t = softmax((1 - t) sg z_s + t z_t)
 
-on the teacher's top-K (``tail``: with one outcome for the rest) or the full vocabulary. The anchor is the *current* student,
-detached; logits are mixed, not probabilities. ``cross_entropy`` is the value that public code returns; ``kl`` subtracts the
-entropy of p_t: same gradient, and 0 at p = p_t. The schedule reads whichever of the two the loss returns.
+on the teacher's top-K (``tail``: with one outcome for the rest) or the full vocabulary. The anchor
+is the *current* student, detached. Logits are mixed, not probabilities. ``cross_entropy`` is the
+value that public code returns. ``kl`` subtracts the entropy of p_t: its gradient is the same, and
+it is 0 at p = p_t. The schedule reads whichever of the two the loss returns.
 
 ``TAIDScheduler`` raises t at least linearly, and faster while the loss falls:
 
@@ -13,8 +14,9 @@ entropy of p_t: same gradient, and 0 at p = p_t. The schedule reads whichever of
 
 At the default alpha the second branch wins only in runs of more than about 4,000 steps.
 
-References: "TAID: Temporally Adaptive Interpolated Distillation" (2025), https://arxiv.org/abs/2501.16937, Eq. 3-6, Alg. 1;
-SakanaAI/TAID a062892, src/distil_losses/taid.py.
+References: "TAID: Temporally Adaptive Interpolated Distillation" (2025),
+https://arxiv.org/abs/2501.16937, Eq. 3-6, Alg. 1. SakanaAI/TAID a062892,
+src/distil_losses/taid.py.
 """
 
 import math
@@ -23,7 +25,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
-from prime_composer.contract import LossInputs, LossOutputs
+from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import taid, upcast
 from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.registry import register
@@ -32,6 +34,8 @@ from prime_composer.losses.shared.reductions import masked_sum
 
 
 class TAIDLossConfig(SupportLossConfig):
+    """Knobs of ``taid_loss_fn`` and of its schedule."""
+
     type: Literal["taid"] = "taid"
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -42,23 +46,24 @@ class TAIDLossConfig(SupportLossConfig):
     surrogate: ClassVar[bool] = True
 
     total_steps: PositiveInt
-    """The run's number of optimiser steps, over which t rises. As in the reference, the first two train at t_start and the
-    last one, without the adaptive branch, two of total_steps equal rises short of t_end."""
+    """Number of optimizer steps of the run, over which t rises. As in the reference, the first two
+    steps train at t_start. Without the adaptive branch, the last one trains two of total_steps
+    equal rises below t_end."""
 
     normalization: Literal["full", "tail", "renorm"] = "tail"
     """How the vocabulary outside the support enters the divergence."""
 
     form: Literal["cross_entropy", "kl"] = "cross_entropy"
-    """The value that the loss returns, and that the schedule reads; the gradient is the same."""
+    """The value that the loss returns, and that the schedule reads. The gradient is the same."""
 
     t_start: float = Field(0.4, ge=0, le=1)
     """t at the first step."""
 
     t_end: float = Field(1.0, ge=0, le=1)
-    """t at the end; 1 is the teacher itself."""
+    """t at the end. 1 is the teacher itself."""
 
     alpha: NonNegativeFloat = 5e-4
-    """Step size of the adaptive branch; 0 leaves the linear one."""
+    """Step size of the adaptive branch. 0 leaves the linear one."""
 
     beta: float = Field(0.99, ge=0, lt=1)
     """Momentum of the relative change of the loss."""
@@ -72,11 +77,12 @@ class TAIDLossConfig(SupportLossConfig):
         return self
 
     def make_state(self) -> "TAIDScheduler":
+        """Return a schedule at its first step."""
         return TAIDScheduler(self)
 
 
 class TAIDScheduler:
-    """t, and what moves it. ``end_step`` once per optimiser step: micro-batches of one step all see the same t."""
+    """Schedule of t. It moves once per optimizer step, so that all micro-batches share one t."""
 
     def __init__(self, config: TAIDLossConfig):
         self._config = config
@@ -86,7 +92,7 @@ class TAIDScheduler:
         self.step = 0
 
     def end_step(self, mean_loss: float) -> None:
-        """Move t by the step's loss per token; the first call only remembers it, as in the reference."""
+        """Move t by the step's loss per token. The first call only stores it, as in the reference."""
         config = self._config
         if self.previous_loss is not None:
             change = (self.previous_loss - mean_loss) / (self.previous_loss + 1e-15)
@@ -102,6 +108,7 @@ class TAIDScheduler:
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the schedule as JSON values."""
         return {
             "t": self.t,
             "momentum": self.momentum,
@@ -110,15 +117,16 @@ class TAIDScheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
         self.t, self.momentum = state["t"], state["momentum"]
         self.previous_loss, self.step = state["previous_loss"], state["step"]
 
 
 @register(TAIDLossConfig)
 def taid_loss_fn(inputs: LossInputs, config: TAIDLossConfig, state: TAIDScheduler) -> LossOutputs:
-    """sum_mask w (-sum p_t log p), or sum_mask w KL(p_t || p)."""
+    """Return sum_mask w (-sum p_t log p), or sum_mask w KL(p_t || p)."""
     mask = inputs.loss_mask
-    support = inputs.support.masked(mask)
+    support = given(inputs.support).masked(mask)
     per_token = taid(
         support.student_logprobs,
         support.teacher_logprobs,

@@ -1,4 +1,7 @@
-"""What every loss reports about its signal: where it sits, and how few tokens carry it. Called under ``no_grad``."""
+"""Metrics of a loss's signal: where it is, and how few tokens carry it.
+
+All functions are called under ``no_grad``.
+"""
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -10,9 +13,9 @@ from prime_composer.losses.shared.reductions import masked_sum
 
 
 def token_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Float[Tensor, ""]:
-    """Mean over ``mask``, 0 for an empty mask, without the host synchronisation of ``masked_mean``'s indexing.
+    """Return the mean over ``mask``, 0 for an empty mask, without a host synchronization.
 
-    ``masked_mean`` is for the metrics that have to be bit-equal to prime-rl's.
+    ``masked_mean`` synchronizes. It is for the metrics that are bit-equal to prime-rl's.
     """
     values = values if values.is_floating_point() else values.float()
     return masked_sum(values, mask) / mask.sum().clamp(min=1)
@@ -21,11 +24,20 @@ def token_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Fl
 def top_share(
     values: Float[Tensor, " seq"], mask: Bool[Tensor, " seq"], share: float = 0.01
 ) -> Float[Tensor, ""]:
-    """Share of sum |values| over ``mask`` that its ``share`` largest tokens hold (at least one token); 0 if all are 0.
+    """Return the part of sum |values| over ``mask`` that its largest tokens carry.
 
-    .01 is evenly spread over 100 tokens or more; near 1 means that a handful of tokens trains the model, the first failure
-    mode of "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562. A share of few tokens is larger: the
-    engine averages it over micro-batches, so compare runs of one ``micro_batch_tokens``. No host synchronisation.
+    0.01 is evenly spread over 100 tokens or more. Near 1, a handful of tokens trains the model: the
+    first failure mode of "Revisiting On-Policy Distillation" (2026),
+    https://arxiv.org/abs/2603.25562. The share of a small micro-batch is larger, so compare runs
+    with the same ``micro_batch_tokens``. Without a host synchronization.
+
+    Args:
+        values: per token, [seq].
+        mask: True at the tokens that count, [seq].
+        share: share of the tokens that are the largest, at least one token.
+
+    Returns:
+        A number between 0 and 1, 0 where all values are 0.
     """
     if values.numel() == 0:
         return values.new_zeros(())
@@ -38,11 +50,12 @@ def top_share(
 
 
 def topk_overlap_min(student_logprobs: Float[Tensor, "*pos k"]) -> Float[Tensor, "*pos"]:
-    """The least overlap of the support with the student's own top K that the masses allow.
+    """Return the least overlap of the support with the student's own top K that the masses allow.
 
-    Of the tokens outside the support, at most p_tail/p_j can be more probable than token j, or the tail would not hold them. A
-    token that ranks r-th (from 0) within the support is certainly in the student's top K if r + p_tail/p_j < K. 1 where the
-    support is the whole vocabulary (more than 1024 ids are taken for that).
+    Of the tokens outside the support, at most p_tail/p_j can be more probable than token j, because
+    their mass is p_tail. A token of rank r (from 0) within the support is certainly in the
+    student's top K if r + p_tail/p_j < K. 1 where the support is the whole vocabulary, which any
+    support of more than 1024 ids is taken for.
     """
     k = student_logprobs.shape[-1]
     if k > 1024:
@@ -57,11 +70,17 @@ def topk_overlap_min(student_logprobs: Float[Tensor, "*pos k"]) -> Float[Tensor,
 def support_metrics(
     support: Support, mask: Bool[Tensor, " seq"], reverse: bool = True
 ) -> dict[str, Tensor]:
-    """Token means of the masses on the support, of the two parts of the tail KL, and of the overlap.
+    """Return token means of the masses on the support, the parts of the tail KL, and the overlap.
 
-    KL over the K + 1 outcomes = ``kl_in_support`` (mass on the support times KL of the renormalised distributions) +
-    ``kl_mass`` (KL between the Bernoulli distributions of being on the support). ``reverse`` False gives KL(q || p).
-    ``topk_overlap_min``: share of the K ids that are certainly among the student's own K most probable ones.
+    KL over the K + 1 outcomes is ``kl_in_support`` (mass on the support times the KL of the
+    renormalized distributions) + ``kl_mass`` (KL of the Bernoulli distributions of being on the
+    support). ``topk_overlap_min`` is the share of the K ids that are certainly among the student's
+    own K most probable ones.
+
+    Args:
+        support: masked support, [seq, k].
+        mask: True at the tokens that count, [seq].
+        reverse: True for the parts of KL(p || q), False for those of KL(q || p).
     """
     p, q = upcast(support.student_logprobs), upcast(support.teacher_logprobs)
     log_p_mass, log_q_mass = (torch.logsumexp(x, dim=-1).clamp(max=MAX_LOG_MASS) for x in (p, q))
@@ -73,8 +92,8 @@ def support_metrics(
     if not reverse:
         p, q, log_p_mass, log_q_mass = q, p, log_q_mass, log_p_mass
     in_support = kl_terms(p, q).sum(-1) - torch.exp(log_p_mass) * (log_p_mass - log_q_mass)
-    masses = (torch.stack([x, log1mexp(x)], dim=-1) for x in (log_p_mass, log_q_mass))
+    p_masses, q_masses = (torch.stack([x, log1mexp(x)], dim=-1) for x in (log_p_mass, log_q_mass))
     return metrics | {
         "kl_in_support": token_mean(in_support, mask),
-        "kl_mass": token_mean(kl_terms(*masses).sum(-1), mask),
+        "kl_mass": token_mean(kl_terms(p_masses, q_masses).sum(-1), mask),
     }

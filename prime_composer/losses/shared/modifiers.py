@@ -1,8 +1,9 @@
-"""What a recipe may change about the tokens of any loss: which ones count, and how much.
+"""Modifiers: changes to the tokens of any loss, namely which ones count and how much.
 
-A modifier is a table under the loss, ``[loss.special_tokens]``, and ``BoundLoss`` applies it before the loss function runs. A
-token that is taken out leaves ``loss_mask``, so that neither the sum nor the loss's metrics see what stands there (its
-teacher log-prob may be -inf). The trainer's denominator is the trainer's: it still counts the token, as a weight of 0 would.
+A modifier is a table under the loss, such as ``[loss.special_tokens]``. ``BoundLoss`` applies it
+before the loss function runs. A removed token leaves ``loss_mask``, so that neither the sum nor the
+metrics read its values (its teacher log-prob may be -inf). The trainer's denominator still counts
+the token, as with a weight of 0.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from jaxtyping import Bool, Int
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, model_validator
 from torch import Tensor
 
-from prime_composer.contract import LossInputs
+from prime_composer.contract import LossInputs, given
 from prime_composer.losses.shared.metrics import token_mean
 from prime_composer.losses.shared.reductions import masked_sum
 
@@ -27,37 +28,40 @@ class Modifier(BaseModel):
 
 
 class SpecialTokenMask(Modifier):
-    """Takes the tokens of a chat template (``<think>``, ``<|im_end|>``, EOS) out of the loss.
+    """Remove the tokens of a chat template (``<think>``, ``<|im_end|>``, EOS) from the loss.
 
-    Student and teacher may share a tokenizer and still use its template differently: the teacher then gives such a token
-    e^-20 and less, and a few of them outweigh all the text. Masking the first occurrence in a response is what "Revisiting
-    On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562, does for "<", "think" and "<|im_end|>".
+    Student and teacher may share a tokenizer and still use its template differently. The teacher
+    then gives such a token a probability of e^-20 and less, and a few of them outweigh all the
+    text. "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562, masks the
+    first occurrence of "<", "think" and "<|im_end|>" in a response.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"token_ids"})
 
     ids: tuple[int, ...] = ()
-    """Token ids to take out."""
+    """Token ids to remove."""
 
     strings: tuple[str, ...] = ()
-    """The same as text; each has to be one token of the student's tokenizer."""
+    """The same as text. Each has to be one token of the student's tokenizer."""
 
     occurrence: Literal["first", "all"] = "first"
-    """Of each id: its first occurrence in a response, or all of them."""
+    """Remove the first occurrence of each id in a response, or all of them."""
 
     @model_validator(mode="after")
     def _names_a_token(self) -> "SpecialTokenMask":
         if not self.ids and not self.strings:
             raise ValueError(
-                "special_tokens names no token: set ids = [...] or strings = [...], or leave the table out."
+                "special_tokens names no token: set ids = [...] or strings = [...], "
+                "or leave the table out."
             )
         return self
 
     def resolve(self, tokenizer: Any) -> "SpecialTokenMask":
-        """``strings`` turned into ``ids``.
+        """Return the modifier with ``strings`` turned into ``ids``.
 
         Args:
-            tokenizer: transformers' or tokenizers': its ``encode(text, add_special_tokens=False)`` is used.
+            tokenizer: of transformers or of tokenizers, with ``encode(text,
+                add_special_tokens=False)``.
 
         Raises:
             ValueError: a string is not exactly one token.
@@ -68,25 +72,31 @@ class SpecialTokenMask(Modifier):
             encoded = list(getattr(encoded, "ids", encoded))
             if len(encoded) != 1:
                 raise ValueError(
-                    f"special_tokens.strings: {string!r} is {len(encoded)} tokens {encoded} of this tokenizer, not one; "
-                    "name its parts one by one, or give special_tokens.ids."
+                    f"special_tokens.strings: {string!r} is {len(encoded)} tokens {encoded} of "
+                    "this tokenizer, not one; name its parts one by one, "
+                    "or give special_tokens.ids."
                 )
             ids += encoded
         return self.model_copy(update={"ids": tuple(dict.fromkeys(ids)), "strings": ()})
 
     def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
-        """Inputs without these tokens, and what was removed.
+        """Return the inputs without these tokens, and metrics of what was removed.
 
-        Metrics: ``special_tokens/removed`` is the share of the mask's tokens; ``special_tokens/removed_signal`` the |A| of
-        these tokens per token of the mask, A = log q - log p; ``special_tokens/removed_signal_share`` its share of all |A|.
+        ``special_tokens/removed`` is the share of the mask's tokens. With A = log q - log p,
+        ``special_tokens/removed_signal`` is the |A| of the removed tokens per token of the mask,
+        and ``special_tokens/removed_signal_share`` its share of all |A|.
+
+        Raises:
+            ValueError: ``strings`` are not resolved yet.
         """
         if self.strings:
             raise ValueError(
-                "special_tokens.strings are not resolved to ids yet: call prime_composer.losses.shared.modifiers.resolve(config, tokenizer)."
+                "special_tokens.strings are not resolved to ids yet: "
+                "call prime_composer.losses.shared.modifiers.resolve(config, tokenizer)."
             )
-        mask = inputs.loss_mask
-        # One comparison per id: a tensor of the ids would have to be copied to the device, and waited for.
-        hits = torch.stack([inputs.token_ids == i for i in self.ids]) & mask
+        mask, token_ids = inputs.loss_mask, given(inputs.token_ids)
+        # One comparison per id: a tensor of the ids would need a copy to the device, and a wait.
+        hits = torch.stack([token_ids.eq(token) for token in self.ids]) & mask
         if self.occurrence == "first":
             earlier = hits.long().cumsum(-1) - hits.long()
             hits = hits & (earlier == at_segment_start(earlier, inputs.segment_ids))
@@ -95,20 +105,24 @@ class SpecialTokenMask(Modifier):
             metrics = {"special_tokens/removed": token_mean(removed, mask)}
             if inputs.ref_logprobs is not None:
                 signal = (inputs.ref_logprobs - inputs.trainer_logprobs).abs()
-                everything, taken = masked_sum(signal, mask), masked_sum(signal, removed)
-                metrics["special_tokens/removed_signal"] = taken / mask.sum().clamp(min=1)
-                metrics["special_tokens/removed_signal_share"] = taken / everything.clamp(min=1e-30)
+                total, total_removed = masked_sum(signal, mask), masked_sum(signal, removed)
+                metrics["special_tokens/removed_signal"] = total_removed / mask.sum().clamp(min=1)
+                metrics["special_tokens/removed_signal_share"] = total_removed / total.clamp(
+                    min=1e-30
+                )
         return dataclasses.replace(inputs, loss_mask=mask & ~removed), metrics
 
 
 class PositionWeights(Modifier):
-    """IW-OPD: early tokens of a response weigh more, by how much of its teacher-student discrepancy still lies ahead.
+    """Weight early tokens of a response by how much teacher-student discrepancy follows (IW-OPD).
 
         w_t = 1 + gamma (1 - sum_{i<t} |a_i| / sum_i |a_i|),    a = sg(log q - log mu)
 
-    from 1 + gamma at a response's first token down towards 1 (the last one keeps its own share of gamma). A response on which
-    teacher and sampler agree gets 1 + gamma.
-    Source: "On the Position Bias of On-Policy Distillation" (2026), https://arxiv.org/abs/2606.22600; trl's IWOPDTrainer.
+    The weight falls from 1 + gamma at a response's first token towards 1. The last token keeps its
+    own share of gamma. A response without discrepancy gets 1 + gamma everywhere.
+
+    Source: "On the Position Bias of On-Policy Distillation" (2026),
+    https://arxiv.org/abs/2606.22600, and trl's IWOPDTrainer.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
@@ -117,10 +131,11 @@ class PositionWeights(Modifier):
     """Extra weight of the first token."""
 
     def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
-        """Inputs with ``loss_weights`` multiplied by w. Metric: ``position_weights/mean``."""
+        """Return the inputs with ``loss_weights`` times w, and the metric of the mean weight."""
         mask = inputs.loss_mask
         with torch.no_grad():
-            gap = torch.where(mask, inputs.ref_logprobs - inputs.inference_logprobs, 0.0).abs()
+            difference = given(inputs.ref_logprobs) - inputs.inference_logprobs
+            gap = torch.where(mask, difference, 0.0).abs()
             # float64: a pack's cumulative sum loses the digits of its last responses otherwise.
             before = gap.double().cumsum(0) - gap.double()
             prefix = before - at_segment_start(before, inputs.segment_ids)
@@ -133,17 +148,19 @@ class PositionWeights(Modifier):
 
 
 def segment_starts(segment_ids: Int[Tensor, " seq"]) -> Bool[Tensor, " seq"]:
-    """True at the first token of each sequence of a pack."""
+    """Return True at the first token of each sequence of a pack."""
     starts = torch.ones_like(segment_ids, dtype=torch.bool)
     starts[1:] = segment_ids[1:] != segment_ids[:-1]
     return starts
 
 
 def at_segment_start(counts: Tensor, segment_ids: Int[Tensor, " seq"] | None) -> Tensor:
-    """Each token gets the value of ``counts`` at the first token of its sequence.
+    """Return for each token the value of ``counts`` at the first token of its sequence.
 
     Args:
-        counts: [..., seq], not negative and non-decreasing along the last axis, as an exclusive cumulative sum is.
+        counts: [..., seq], not negative and non-decreasing along the last axis, as an exclusive
+            cumulative sum is.
+        segment_ids: index of each token's sequence, [seq]. None means one sequence.
     """
     if segment_ids is None:
         return counts[..., :1]
@@ -151,7 +168,7 @@ def at_segment_start(counts: Tensor, segment_ids: Int[Tensor, " seq"] | None) ->
 
 
 def segment_totals(values: Tensor, segment_ids: Int[Tensor, " seq"] | None) -> Tensor:
-    """Each token gets the sum of ``values`` over its sequence, [seq]."""
+    """Return for each token the sum of ``values`` over its sequence, [seq]."""
     if segment_ids is None:
         return values.sum().expand_as(values)
     rows = segment_starts(segment_ids).long().cumsum(0) - 1
@@ -161,14 +178,20 @@ def segment_totals(values: Tensor, segment_ids: Int[Tensor, " seq"] | None) -> T
 def position_in_segment(
     mask: Bool[Tensor, " seq"], segment_ids: Int[Tensor, " seq"] | None
 ) -> Int[Tensor, " seq"]:
-    """How many tokens of ``mask`` stand before a token in its sequence."""
+    """Return the number of tokens of ``mask`` before each token in its sequence."""
     before = mask.long().cumsum(0) - mask.long()
     return before - at_segment_start(before, segment_ids)
 
 
 def resolve(config: M, tokenizer: Any) -> M:
-    """The config with every ``special_tokens.strings`` in it turned into ids, those of nested channels included."""
-    changed = {}
+    """Return a config with every ``special_tokens.strings`` in it turned into ids.
+
+    Losses within the config are included.
+
+    Raises:
+        ValueError: a string is not exactly one token.
+    """
+    changed: dict[str, Any] = {}
     for name in type(config).model_fields:
         value = getattr(config, name)
         if isinstance(value, SpecialTokenMask):
@@ -177,7 +200,7 @@ def resolve(config: M, tokenizer: Any) -> M:
             changed[name] = resolve(value, tokenizer)
         elif isinstance(value, dict):
             changed[name] = {
-                k: resolve(v, tokenizer) if isinstance(v, BaseModel) else v
-                for k, v in value.items()
+                key: resolve(item, tokenizer) if isinstance(item, BaseModel) else item
+                for key, item in value.items()
             }
     return config.model_copy(update=changed)

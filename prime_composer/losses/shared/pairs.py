@@ -1,4 +1,7 @@
-"""Sums over the pairs of a preference pack: segment 2i is the chosen and 2i + 1 the rejected response of pair i."""
+"""Sums over the pairs of a preference pack.
+
+Segment 2i is the chosen and 2i + 1 the rejected response of pair i.
+"""
 
 from dataclasses import dataclass
 
@@ -6,16 +9,17 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from prime_composer.contract import LossInputs
+from prime_composer.contract import LossInputs, given
 from prime_composer.losses.shared.modifiers import segment_starts
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Pairs of a pack, in order; the arrays are as long as the pack, and ``complete`` says which rows hold a pair.
+    """Pairs of a pack, in order. The arrays are as long as the pack, and most rows are empty.
 
     Attributes:
-        complete: True where both responses have a token of the mask; a pair without one trains nothing, [seq].
+        complete: True where both responses have a token of the mask, [seq]. Any other pair trains
+            nothing.
         weights: mean ``loss_weights`` of the pair's tokens, [seq].
         lengths: tokens of the mask, chosen then rejected, [2, seq].
     """
@@ -27,13 +31,17 @@ class Pairs:
     _side: Tensor
 
     def sums(self, values: Float[Tensor, " seq"]) -> Float[Tensor, "2 seq"]:
-        """Sum of ``values`` over the tokens of each response, chosen then rejected. ``values`` is masked by the caller."""
+        """Return the sum of ``values`` over the tokens of each response, chosen then rejected.
+
+        Args:
+            values: per token, 0 outside the mask, [seq].
+        """
         return _sums(values, self._row, self._side)
 
 
 def pairs_of(inputs: LossInputs, dtype: torch.dtype) -> Pairs:
-    """The pairs of a pack, without a host synchronisation: rows are counted, not read."""
-    mask, segments = inputs.loss_mask, inputs.segment_ids
+    """Return the pairs of a pack, without a host synchronization: rows are counted, not read."""
+    mask, segments = inputs.loss_mask, given(inputs.segment_ids)
     row = segment_starts(segments // 2).long().cumsum(0) - 1
     side = segments % 2
     weights = (

@@ -1,4 +1,4 @@
-"""The only reductions in the house. A position outside the mask never counts, whatever stands there."""
+"""Masked reductions, used by all losses. A position outside the mask never counts."""
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -10,10 +10,16 @@ def masked_sum(
     mask: Bool[Tensor, " seq"],
     weights: Float[Tensor, " seq"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Sum of ``weights * values`` over ``mask``; ``weights`` None means 1. An empty mask gives 0 with a graph.
+    """Return the sum of ``weights * values`` over ``mask``. An empty mask gives 0 with a graph.
 
-    ``torch.where`` stops NaN and inf of masked positions in the value. It stops them in the gradient only if they did
-    not already arise in a function of the masked entries (0 * inf in a backward), so a loss masks its *inputs* first.
+    ``torch.where`` keeps NaN and inf of masked positions out of the value. It keeps them out of the
+    gradient only if they did not already arise in a function of the masked entries (0 * inf in a
+    backward). A loss therefore masks its *inputs* first.
+
+    Args:
+        values: per token, [seq].
+        mask: True at the tokens that count, [seq].
+        weights: factors per token, [seq]. None means 1.
     """
     if weights is not None:
         values = values * torch.where(mask, weights, 1.0)
@@ -21,5 +27,5 @@ def masked_sum(
 
 
 def masked_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Float[Tensor, ""]:
-    """Mean over ``mask``, 0 for an empty mask: the reduction of prime-rl's metrics, in its order of summation."""
+    """Return the mean over ``mask``, 0 for an empty mask, in prime-rl's order of summation."""
     return values[mask].sum() / torch.clamp_min(mask.sum(), 1)

@@ -2,8 +2,9 @@
 
 Letters: p = exp(trainer_logprobs), mu = exp(inference_logprobs), rho = p/mu.
 
-The order of the operations is upstream's (prime_rl/trainer/rl/loss.py, https://github.com/PrimeIntellect-ai/prime-rl, v0.6.0
-to 559b4477), so that finite inputs give bit-equal losses, gradients and metrics.
+The order of the operations is upstream's (prime_rl/trainer/rl/loss.py,
+https://github.com/PrimeIntellect-ai/prime-rl, v0.6.0 to 559b4477), so that finite inputs give
+bit-equal losses, gradients and metrics.
 """
 
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from prime_composer.losses.shared.reductions import masked_mean
 
 @dataclass(frozen=True, eq=False)
 class Ratios:
-    """Trainer against sampler at each token of the mask; at the others p = mu = 1.
+    """Trainer against sampler at each token of the mask. Elsewhere p = mu = 1.
 
     Attributes:
-        log_ratio: log rho, [seq]; carries the gradient.
-        probs_diff: p - mu, [seq]; no gradient.
+        log_ratio: log rho, [seq], with the gradient.
+        probs_diff: p - mu, [seq], without a gradient.
     """
 
     log_ratio: Float[Tensor, " seq"]
@@ -30,7 +31,7 @@ class Ratios:
 
 
 def importance_ratios(inputs: LossInputs) -> Ratios:
-    """Both log-probs are masked before the exp, so NaN and -inf at masked positions stay there."""
+    """Compare trainer and sampler. Both log-probs are masked before the exp."""
     trainer = torch.where(inputs.loss_mask, inputs.trainer_logprobs, 0.0)
     inference = torch.where(inputs.loss_mask, inputs.inference_logprobs.detach(), 0.0)
     with torch.no_grad():
@@ -45,9 +46,10 @@ def policy_gradient_sum(
     kl_tau: float,
     inputs: LossInputs,
 ) -> Float[Tensor, ""]:
-    """sum_mask w (-keep signal rho + kl_tau (log rho)^2): prime-rl's DPPO + KL form.
+    """Return sum_mask w (-keep signal rho + kl_tau (log rho)^2), prime-rl's DPPO + KL form.
 
-    The ratio of a dropped token never enters the exp's backward: upstream multiplies by 0, which is NaN once rho overflows.
+    The ratio of a dropped token never enters the exp's backward. Upstream multiplies it by 0, which
+    is NaN once rho overflows.
     """
     ratio = torch.exp(torch.where(keep, log_ratio, 0.0))
     pg_loss = torch.where(keep, signal * ratio, 0.0)
@@ -61,7 +63,7 @@ def policy_gradient_sum(
 def drift_metrics(
     log_ratio: Float[Tensor, " seq"], dropped: Bool[Tensor, " seq"], mask: Bool[Tensor, " seq"]
 ) -> dict[str, Tensor]:
-    """Trainer-sampler mismatch KL (k3 estimate) of dropped and kept tokens, and the share of tokens dropped."""
+    """Return the mismatch KL (k3 estimate) of dropped and kept tokens, and the share dropped."""
     mismatch_kl = torch.exp(log_ratio) - log_ratio - 1
     return {
         "masked_mismatch_kl": masked_mean(mismatch_kl, mask & dropped),
@@ -72,13 +74,14 @@ def drift_metrics(
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Which tokens a trust region drops, by the side it drops them on; True only at tokens of the mask."""
+    """Tokens that a trust region drops, by side. True only at tokens of the mask."""
 
     high: Bool[Tensor, " seq"]
     low: Bool[Tensor, " seq"]
 
     @property
     def dropped(self) -> Bool[Tensor, " seq"]:
+        """Tokens dropped on either side."""
         return self.high | self.low
 
 
@@ -89,10 +92,11 @@ def signed_region(
     delta_high: float,
     mask: Bool[Tensor, " seq"],
 ) -> Region:
-    """The region that follows the signal it guards: drop iff the step would carry a probability further out.
+    """Drop a token iff the step would move its probability further away from the sampler's.
 
-    (signal > 0 and p - mu > delta_high) or (signal < 0 and p - mu < -delta_low). DPPO's (2602.04879) rule, read with the
-    sign of the signal that multiplies rho, whatever that signal is.
+    That is (signal > 0 and p - mu > delta_high) or (signal < 0 and p - mu < -delta_low). It is the
+    rule of DPPO (2026), https://arxiv.org/abs/2602.04879, with the sign of the signal that
+    multiplies rho, whatever that signal is.
     """
     return Region(
         high=mask & (signal > 0) & (probs_diff > delta_high),
