@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import sys
 from collections import Counter
 from decimal import Decimal
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -25,7 +27,8 @@ def problem_with(final):
     return Problem("How many?", f"It is so.\n#### {final}")
 
 
-def test_no_generated_question_is_both_trained_on_and_held_out():
+def test_generated_problems_are_split_without_overlap():
+    """No generated question is both trained on and held out."""
     train, held_out = load_problems(DataConfig(size=600))
     assert len(train) == 540 and len(held_out) == 60
     assert not {p.question for p in train} & {p.question for p in held_out}
@@ -33,6 +36,7 @@ def test_no_generated_question_is_both_trained_on_and_held_out():
 
 
 def test_generated_answers_are_worked_out_correctly():
+    """Every step of a generated answer is right, and the last one is the result."""
     for problem in generate_problems(600, seed=3):
         steps = problem.answer.splitlines()
         for step in steps[:-1]:
@@ -44,14 +48,16 @@ def test_generated_answers_are_worked_out_correctly():
         assert 1 <= len(steps) - 1 <= 3
 
 
-def test_the_numbers_of_a_generated_question_are_the_ones_that_its_answer_uses():
+def test_generated_answers_use_the_numbers_of_the_question():
+    """The numbers of a generated question appear in its answer."""
     for problem in generate_problems(600, seed=4):
         asked = re.findall(r"\d+", problem.question)
         used = Counter(re.findall(r"\d+", problem.answer))
         assert all(used[number] >= count for number, count in Counter(asked).items())
 
 
-def test_the_six_templates_come_equally_often():
+def test_generated_problems_use_all_templates_equally():
+    """The six templates are used equally often."""
     kinds = Counter(re.sub(r"\d+|^\w+", "#", p.question) for p in generate_problems(600, seed=0))
     by_shape = Counter()
     for shape, count in kinds.items():
@@ -62,13 +68,15 @@ def test_the_six_templates_come_equally_often():
     assert len(by_shape) == 6 and min(by_shape.values()) >= 90
 
 
-def test_the_same_seed_makes_the_same_problems_and_another_seed_others():
+def test_generated_problems_depend_on_the_seed():
+    """The same seed gives the same problems, and another seed gives others."""
     assert generate_problems(100, 0) == generate_problems(100, 0)
     assert generate_problems(100, 0) != generate_problems(100, 1)
     assert load_problems(DataConfig(size=100)) == load_problems(DataConfig(size=100))
 
 
-def test_asking_for_more_questions_than_the_templates_make_names_the_key(monkeypatch):
+def test_generated_problems_too_many_names_the_key(monkeypatch):
+    """More questions than the templates can make are refused, naming the key."""
     for name, values in {
         "NAMES": ["Ada"],
         "ITEMS": ["books"],
@@ -80,14 +88,16 @@ def test_asking_for_more_questions_than_the_templates_make_names_the_key(monkeyp
         generate_problems(100, 0)
 
 
-def test_repeated_questions_of_one_file_stay_on_one_side():
+def test_split_keeps_repeated_questions_together():
+    """Problems with the same question stay on the same side."""
     problems = [Problem(f"question {i % 10}", f"#### {i}") for i in range(40)]
     train, held_out = split_by_question(problems, 0.3, seed=0)
     assert len(train) == 28 and len(held_out) == 12
     assert not {p.question for p in train} & {p.question for p in held_out}
 
 
-def test_a_folder_brings_its_own_split_and_annotations_go_unless_wanted(tmp_path):
+def test_jsonl_folder_has_its_split_and_drops_annotations(tmp_path):
+    """A folder has its own split. Calculator annotations are dropped unless requested."""
     answer = "He has 2+3 = <<2+3=5>>5.\n#### 5"
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "a", "answer": answer}) + "\n\n")
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": "b", "answer": answer, "id": 7}))
@@ -100,7 +110,8 @@ def test_a_folder_brings_its_own_split_and_annotations_go_unless_wanted(tmp_path
     assert train == [Problem("a", answer)]
 
 
-def test_one_file_is_split_by_the_hold_out_share(tmp_path):
+def test_jsonl_file_is_split_by_hold_out(tmp_path):
+    """A single file is split by the share hold_out."""
     file = tmp_path / "all.jsonl"
     file.write_text(
         "".join(json.dumps({"question": f"q{i}", "answer": f"#### {i}"}) + "\n" for i in range(20))
@@ -109,7 +120,8 @@ def test_one_file_is_split_by_the_hold_out_share(tmp_path):
     assert len(train) == 15 and len(held_out) == 5
 
 
-def test_a_question_in_both_files_of_a_folder_is_refused(tmp_path):
+def test_jsonl_folder_with_shared_question_is_refused(tmp_path):
+    """A question in both files of a folder is refused."""
     (tmp_path / "train.jsonl").write_text(GOOD)
     (tmp_path / "test.jsonl").write_text(GOOD)
     with pytest.raises(ValueError, match="both trained on and held out.*How many"):
@@ -128,21 +140,24 @@ def test_a_question_in_both_files_of_a_folder_is_refused(tmp_path):
         ('{"question": "q", "answer": "#### many"}', "what follows .* is not a number: 'many'"),
     ],
 )
-def test_a_malformed_line_is_reported_with_file_line_and_what_is_wrong(tmp_path, line, complaint):
+def test_jsonl_malformed_line_is_reported_with_its_place(tmp_path, line, complaint):
+    """A malformed line is reported with file, line and what is wrong."""
     file = tmp_path / "train.jsonl"
     file.write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")
     with pytest.raises(ValueError, match=rf"train\.jsonl:3: {complaint}"):
         read_jsonl(file)
 
 
-def test_a_line_that_is_not_utf8_is_reported(tmp_path):
+def test_jsonl_line_not_utf8_is_reported(tmp_path):
+    """A line that is not UTF-8 is reported with its place."""
     file = tmp_path / "train.jsonl"
     file.write_bytes(GOOD.encode() + b'\n{"question": "\xff", "answer": "#### 1"}\n')
     with pytest.raises(ValueError, match=r"train\.jsonl:2: not UTF-8"):
         read_jsonl(file)
 
 
-def test_many_malformed_lines_show_the_first_five_and_count_the_rest(tmp_path):
+def test_jsonl_many_malformed_lines_are_counted(tmp_path):
+    """Of many malformed lines the first five are shown and the rest counted."""
     file = tmp_path / "train.jsonl"
     file.write_text("oops\n" * 8)
     with pytest.raises(ValueError) as error:
@@ -151,7 +166,8 @@ def test_many_malformed_lines_show_the_first_five_and_count_the_rest(tmp_path):
     assert "and 3 more malformed lines" in str(error.value)
 
 
-def test_a_missing_file_says_what_path_should_be(tmp_path):
+def test_jsonl_missing_file_says_what_path_is(tmp_path):
+    """A missing file is reported with what `path` should be."""
     with pytest.raises(ValueError, match="no such file: .*train.jsonl.*a folder with"):
         load_problems(DataConfig(source="jsonl", path=tmp_path))
 
@@ -166,7 +182,8 @@ def test_a_missing_file_says_what_path_should_be(tmp_path):
         ({"hold_out": 1.0}, "hold_out"),
     ],
 )
-def test_a_wrong_data_table_names_the_key(settings, complaint):
+def test_data_table_wrong_value_names_the_key(settings, complaint):
+    """A wrong value in [data] is refused, naming the key."""
     with pytest.raises(ValidationError, match=complaint):
         DataConfig(**settings)
 
@@ -192,7 +209,8 @@ def test_a_wrong_data_table_names_the_key(settings, complaint):
         ("#### \n7", None),
     ],
 )
-def test_the_number_after_the_mark_is_read(text, number):
+def test_final_number_reads_the_number_after_the_mark(text, number):
+    """The number after the first mark is read exactly."""
     assert final_number(text) == (None if number is None else Decimal(number))
 
 
@@ -213,7 +231,8 @@ def test_the_number_after_the_mark_is_read(text, number):
         ("#### 0.3", "0.30000000000000004", False),
     ],
 )
-def test_the_gsm8k_rule_compares_exact_numbers(text, reference, correct):
+def test_is_correct_gsm8k_compares_exact_numbers(text, reference, correct):
+    """The GSM8K rule compares exact decimal numbers."""
     assert is_correct(text, problem_with(reference), DataConfig()) is correct
 
 
@@ -227,13 +246,15 @@ def test_the_gsm8k_rule_compares_exact_numbers(text, reference, correct):
         ("I cannot tell.", "18", False),
     ],
 )
-def test_math_verify_reads_free_text_and_latex(text, reference, correct):
+def test_is_correct_math_verify_reads_text_and_latex(text, reference, correct):
+    """Math-Verify reads free text and LaTeX."""
     assert (
         is_correct(text, problem_with(reference), DataConfig(answer_check="math_verify")) is correct
     )
 
 
-def test_math_verify_works_outside_the_main_thread():
+def test_is_correct_math_verify_works_in_a_thread():
+    """Math-Verify works outside the main thread, where signals are not available."""
     from concurrent.futures import ThreadPoolExecutor
 
     config = DataConfig(answer_check="math_verify")
@@ -248,7 +269,8 @@ def test_math_verify_works_outside_the_main_thread():
     "PRIME_COMPOSER_GSM8K" not in os.environ,
     reason="PRIME_COMPOSER_GSM8K does not name GSM8K's folder",
 )
-def test_the_real_gsm8k_loads_whole_and_its_own_answers_pass_the_check():
+def test_gsm8k_loads_whole_and_its_answers_are_correct():
+    """The real GSM8K loads whole, and its own answers pass the check."""
     config = DataConfig(source="jsonl", path=os.environ["PRIME_COMPOSER_GSM8K"])
     train, held_out = load_problems(config)
     assert (len(train), len(held_out)) == (7473, 1319)  # the sizes of Cobbe et al., 2021, Section 2
@@ -256,7 +278,8 @@ def test_the_real_gsm8k_loads_whole_and_its_own_answers_pass_the_check():
     assert not any("<<" in problem.answer for problem in train + held_out)
 
 
-def test_the_reference_is_what_follows_the_last_mark():
+def test_problem_final_follows_the_last_mark():
+    """The reference answer is the text after the last mark."""
     assert Problem("q", "#### is a mark\n#### 1,234 ").final == "1,234"
 
 
@@ -273,13 +296,15 @@ class LetterTokenizer:
         )
 
 
-def test_a_prompt_is_the_template_around_the_question():
+def test_render_prompt_fills_the_template():
+    """A prompt is the template around the question."""
     problem = Problem("What is {x}?", "#### 1")
     ids = render_prompt(problem, DataConfig(), LetterTokenizer())
     assert "".join(map(chr, ids)) == "Question: What is {x}?\nAnswer:"
 
 
-def test_a_chat_prompt_goes_through_the_tokenizers_own_template():
+def test_render_prompt_uses_the_chat_template():
+    """A chat prompt goes through the tokenizer's own template."""
     tokenizer = LetterTokenizer()
     config = DataConfig(chat_template=True, prompt_template="{question} Think.")
     with pytest.raises(ValueError, match="chat_template = true.*has none"):
@@ -290,35 +315,60 @@ def test_a_chat_prompt_goes_through_the_tokenizers_own_template():
 
 
 @pytest.mark.parametrize(("n", "batch"), [(12, 4), (10, 4), (7, 16), (5, 5), (1, 3)])
-def test_each_epoch_asks_every_problem_exactly_once(n, batch):
+def test_prompt_batches_ask_each_problem_once_an_epoch(n, batch):
+    """Each epoch asks every problem exactly once."""
     stream = [i for step in range(6 * n) for i in prompt_batches(n, batch, 0, step)]
     for epoch in range(6):
         assert sorted(stream[epoch * n : (epoch + 1) * n]) == list(range(n))
 
 
-def test_a_batch_depends_on_seed_and_step_alone():
+def test_prompt_batches_depend_on_seed_and_step():
+    """A batch is a function of seed and step alone."""
     late = prompt_batches(100, 8, 5, 40)
     assert [prompt_batches(100, 8, 5, step) for step in range(50)][40] == late
     assert prompt_batches(100, 8, 6, 40) != late
     assert prompt_batches(100, 100, 5, 0) != prompt_batches(100, 100, 5, 1)
 
 
-def test_the_hub_without_its_library_names_the_pip_line(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+def test_hub_without_library_names_the_pip_command(monkeypatch):
+    """The hub without its library is refused, naming the pip command."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install .prime-composer\[hub\]"):
         load_problems(DataConfig(source="hub"))
 
 
-def test_hub_splits_become_problems(monkeypatch):
-    from types import SimpleNamespace
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub (OfflineModeIsEnabled)"),
+        FileNotFoundError("Dataset 'openai/gsm8k' doesn't exist on the Hub\nlong story"),
+    ],
+)
+def test_hub_out_of_reach_names_a_local_copy(monkeypatch, error):
+    """Without a network, the message names the data set and how to use a local copy."""
 
+    def load_dataset(*names):
+        raise error
+
+    library = SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    with pytest.raises(ValueError) as caught:
+        load_problems(DataConfig(source="hub"))
+    message = str(caught.value)
+    assert "hub_id = 'openai/gsm8k' could not be read from the Hugging Face hub" in message
+    assert str(error).partition("\n")[0] in message and "long story" not in message
+    assert "--set data.source=jsonl --set data.path=FOLDER" in message
+
+
+def test_hub_splits_become_problems(monkeypatch):
+    """The splits of a hub data set become problems. A malformed row is named."""
     asked = []
     rows = {
         "train": [{"question": "a", "answer": "#### 1"}],
         "test": [{"question": "b", "answer": "#### 2"}],
     }
     library = SimpleNamespace(load_dataset=lambda *names: asked.append(names) or rows)
-    monkeypatch.setitem(__import__("sys").modules, "datasets", library)
+    monkeypatch.setitem(sys.modules, "datasets", library)
     train, held_out = load_problems(DataConfig(source="hub"))
     assert asked == [("openai/gsm8k", "main")]
     assert (train, held_out) == ([Problem("a", "#### 1")], [Problem("b", "#### 2")])
@@ -327,10 +377,8 @@ def test_hub_splits_become_problems(monkeypatch):
         load_problems(DataConfig(source="hub"))
 
 
-# ------------------------------------------------------------------------------------------------- several environments
-
-
-def test_environments_share_out_a_step_by_their_ratios_and_walk_through_their_own_problems():
+def test_environment_batches_follow_the_ratios():
+    """A step is shared out by the ratios, and each environment walks through its own problems."""
     sizes, ratios, batch = (30, 7, 50), (1.0, 2.0, 0.5), 8
     owner = [0] * 30 + [1] * 7 + [2] * 50
     asked = [environment_batches(sizes, ratios, batch, 3, step) for step in range(350)]
@@ -341,28 +389,32 @@ def test_environments_share_out_a_step_by_their_ratios_and_walk_through_their_ow
             assert abs(count - batch * ratio / sum(ratios)) < 1
     flat = [i for step in asked for i in step]
     for environment, ratio in enumerate(ratios):
-        mine = [i for i in flat if owner[i] == environment]
-        assert len(mine) / len(flat) == pytest.approx(ratio / sum(ratios), abs=0.005)
+        indices = [i for i in flat if owner[i] == environment]
+        assert len(indices) / len(flat) == pytest.approx(ratio / sum(ratios), abs=0.005)
         # Every problem once before any comes again.
         size = sizes[environment]
         assert all(
-            len(set(mine[at : at + size])) == size for at in range(0, len(mine) - size + 1, size)
+            len(set(indices[at : at + size])) == size
+            for at in range(0, len(indices) - size + 1, size)
         )
     assert environment_batches(sizes, ratios, batch, 3, 5) == asked[5]
     assert environment_batches(sizes, ratios, batch, 4, 5) != asked[5]
 
 
-def test_a_single_environment_is_asked_as_ever():
+def test_environment_batches_of_one_are_prompt_batches():
+    """A single environment is asked in the order of prompt_batches."""
     assert environment_batches((40,), (2.0,), 8, 1, 7) == prompt_batches(40, 8, 1, 7)
 
 
-def test_operations_choose_the_templates():
+def test_generated_operations_choose_the_templates():
+    """`operations` selects the templates."""
     for operations in ((1,), (2, 3)):
         for problem in generate_problems(60, 0, operations):
             assert problem.answer.count(" = ") in operations
 
 
-def test_environments_are_loaded_one_after_the_other_and_held_out_in_turn():
+def test_load_problem_set_orders_environments():
+    """Environments are concatenated for training and held out in turn."""
     sources = {"a": DataConfig(size=40, operations=(1,)), "b": DataConfig(size=20, operations=(2,))}
     problems = load_problem_set(sources)
     assert [p.environment for p in problems.practice] == ["a"] * 36 + ["b"] * 18
@@ -370,14 +422,19 @@ def test_environments_are_loaded_one_after_the_other_and_held_out_in_turn():
     assert problems.config_of(problems.held_out[1]) is sources["b"]
 
 
-def test_what_one_environment_trains_on_no_other_one_may_hold_out():
+def test_load_problem_set_refuses_overlap():
+    """No environment may hold out what another one trains on."""
     sources = {"a": DataConfig(size=40), "b": DataConfig(size=40, hold_out=0.5)}
-    said = r"environments.a trains on what environments.b holds out: .* both trained on and held out.* need `operations`"
+    said = (
+        "environments.a trains on what environments.b holds out: .* both trained on and held out"
+        ".* need `operations`"
+    )
     with pytest.raises(ValueError, match=said):
         load_problem_set(sources)
 
 
-def test_a_teacher_key_that_no_row_has_is_refused(tmp_path):
+def test_teacher_key_that_no_row_has_is_refused(tmp_path):
+    """A teacher_key that no row has is refused."""
     path = tmp_path / "rows.jsonl"
     path.write_text(
         "\n".join(
@@ -392,7 +449,8 @@ def test_a_teacher_key_that_no_row_has_is_refused(tmp_path):
         load_problems(DataConfig(source="jsonl", path=path, teacher_key="bye"))
 
 
-def test_a_row_may_name_its_teacher(tmp_path):
+def test_read_jsonl_row_may_name_its_teacher(tmp_path):
+    """A row may name its teacher, as a string."""
     rows = [
         {"question": "a?", "answer": "#### 1", "by": "x"},
         {"question": "b?", "answer": "#### 2"},

@@ -1,13 +1,16 @@
 """Recipes: what is accepted, and what the messages of the refused ones name."""
 
 import copy
-import tomllib
+import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prime_composer.losses import LOSS_TYPES
+from prime_composer.losses import LOSS_FNS, LOSS_TYPES
+from prime_composer.recipe.carried import models_in
 from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.schema import Recipe, RecipeError
 
@@ -28,10 +31,10 @@ SMALL: dict[str, Any] = {
 def with_value(key: str, value: Any) -> dict[str, Any]:
     raw = copy.deepcopy(SMALL)
     *tables, last = key.split(".")
-    here = raw
+    parent = raw
     for table in tables:
-        here = here.setdefault(table, {})
-    here[last] = value
+        parent = parent.setdefault(table, {})
+    parent[last] = value
     return raw
 
 
@@ -41,38 +44,39 @@ def refusal(raw: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_there_are_recipes() -> None:
-    assert ROOT / "recipes" / "gsm8k_opd.toml" in RECIPES
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_shipped_recipe_is_valid_and_its_header_names_its_own_command(path: Path) -> None:
+def test_recipe_shipped_is_valid_and_names_its_command(path: Path) -> None:
+    """Every shipped recipe is valid, and its header contains the command that runs it."""
     load_recipe(path)
     header = path.read_text().split("\n[")[0]
     assert f"prime-rl rl --config {path.relative_to(ROOT)}" in header
 
 
-def test_a_misspelt_key_is_answered_with_the_nearest_one() -> None:
+def test_recipe_misspelled_key_names_the_nearest() -> None:
+    """A misspelled key is answered with the nearest one."""
     message = refusal(with_value("trainer.learning_rat", 1.0))
     assert "r.toml: unknown key trainer.learning_rat" in message
     message = refusal(with_value("trainer.micro_batch_token", 1))
     assert "did you mean micro_batch_tokens?" in message
 
 
-def test_a_misspelt_key_of_the_loss_is_answered_with_the_nearest_one_of_that_loss() -> None:
+def test_recipe_misspelled_loss_knob_names_the_nearest() -> None:
+    """A misspelled knob is answered with the nearest one of that loss."""
     assert "unknown key loss.normalisation; did you mean normalization?" in refusal(
         with_value("loss.normalisation", "tail")
     )
 
 
-def test_an_unknown_loss_type_is_answered_with_every_choice() -> None:
+def test_recipe_unknown_loss_type_lists_the_choices() -> None:
+    """An unknown loss type is answered with the nearest one and every choice."""
     message = refusal(with_value("loss.type", "topk_revers_kl"))
     assert "did you mean topk_reverse_kl?" in message
     for name in LOSS_TYPES:
         assert name in message
 
 
-def test_a_missing_table_is_named() -> None:
+def test_recipe_without_data_names_the_table() -> None:
+    """A missing table is named."""
     raw = copy.deepcopy(SMALL)
     del raw["data"]
     assert (
@@ -80,18 +84,21 @@ def test_a_missing_table_is_named() -> None:
     )
 
 
-def test_a_loss_that_needs_a_teacher_is_refused_without_one() -> None:
+def test_recipe_without_teacher_refuses_distillation() -> None:
+    """A loss that needs a teacher is refused without one."""
     raw = copy.deepcopy(SMALL)
     del raw["teacher"]
     assert "add a [teacher] table" in refusal(raw)
 
 
-def test_a_batch_that_groups_do_not_fill_is_refused() -> None:
+def test_recipe_batch_of_partial_groups_is_refused() -> None:
+    """A batch that whole groups do not fill is refused."""
     raw = with_value("rollout.group_size", 3)
     assert "trainer.batch_size = 4 is not a multiple of rollout.group_size = 3" in refusal(raw)
 
 
-def test_a_model_needs_exactly_one_origin() -> None:
+def test_recipe_model_needs_exactly_one_origin() -> None:
+    """A model with two origins, or with none, is refused."""
     raw = copy.deepcopy(SMALL)
     raw["student"] = {"model": "s", "prepare": {}}
     assert "exactly one of `model` and the table `prepare`" in refusal(raw)
@@ -99,16 +106,19 @@ def test_a_model_needs_exactly_one_origin() -> None:
     assert "exactly one of `model` and the table `prepare`" in refusal(raw)
 
 
-def test_a_value_of_the_wrong_kind_is_named_with_its_key() -> None:
+def test_recipe_wrong_value_names_the_key() -> None:
+    """A value of the wrong type, or out of bounds, is named with its key."""
     assert "trainer.steps" in refusal(with_value("trainer.steps", "many"))
     assert "rollout.top_p" in refusal(with_value("rollout.top_p", 1.5))
 
 
-def test_the_server_backend_and_its_url_go_together() -> None:
+def test_recipe_server_backend_needs_a_url() -> None:
+    """The server backend and its url go together."""
     assert "`url` go together" in refusal(with_value("rollout.backend", "server"))
 
 
-def test_overrides_are_typed_like_toml_and_reach_new_tables(tmp_path: Path) -> None:
+def test_overrides_are_typed_and_reach_new_tables(tmp_path: Path) -> None:
+    """Overrides are typed as in TOML, and may add a table."""
     path = ROOT / "recipes" / "gsm8k_opd.toml"
     recipe = load_recipe(
         path,
@@ -125,19 +135,22 @@ def test_overrides_are_typed_like_toml_and_reach_new_tables(tmp_path: Path) -> N
     assert recipe.rollout.top_p == 0.5
 
 
-def test_naming_a_model_takes_the_place_of_the_one_that_the_recipe_prepares() -> None:
+def test_override_of_model_replaces_prepare() -> None:
+    """Naming a model replaces the one that the recipe prepares."""
     recipe = load_recipe(ROOT / "recipes" / "gsm8k_opd.toml", ["student.model=elsewhere"])
     assert recipe.student.model == "elsewhere" and recipe.student.prepare is None
     assert recipe.teacher.prepare is not None
 
 
 @pytest.mark.parametrize("item", ["trainer.lr", "=3", "trainer..lr=3"])
-def test_an_override_without_key_or_value_is_refused_with_an_example(item: str) -> None:
+def test_override_without_key_or_value_shows_an_example(item: str) -> None:
+    """An override without key or value is refused with an example."""
     with pytest.raises(RecipeError, match="--set trainer.lr=1e-3"):
         load_recipe(ROOT / "recipes" / "gsm8k_opd.toml", [item])
 
 
-def test_a_missing_file_and_a_file_that_is_no_toml_are_named(tmp_path: Path) -> None:
+def test_load_recipe_names_a_missing_or_malformed_file(tmp_path: Path) -> None:
+    """A missing file, and a file that is no TOML, are named."""
     with pytest.raises(RecipeError, match="no such recipe"):
         load_recipe(tmp_path / "absent.toml")
     bad = tmp_path / "bad.toml"
@@ -146,29 +159,129 @@ def test_a_missing_file_and_a_file_that_is_no_toml_are_named(tmp_path: Path) -> 
         load_recipe(bad)
 
 
-def test_settings_for_prime_rl_alone_pass_through_untouched() -> None:
+def test_recipe_prime_rl_table_is_kept_as_written() -> None:
+    """prime-rl's own settings are kept as written."""
     raw = with_value("prime_rl", {"trainer": {"model": {"attn": "sdpa"}}})
     assert parse_recipe(raw).prime_rl == {"trainer": {"model": {"attn": "sdpa"}}}
 
 
 def test_every_table_refuses_unknown_keys() -> None:
-    found: set[Any] = set()
+    """Every table of a recipe, the losses' included, refuses unknown keys."""
+    tables: set[Any] = set()
 
     def visit(model: Any) -> None:
-        if model in found:
+        if model in tables:
             return
-        found.add(model)
+        tables.add(model)
         for field in model.model_fields.values():
-            for option in [field.annotation, *getattr(field.annotation, "__args__", ())]:
-                if hasattr(option, "model_config"):
-                    visit(option)
+            for child in models_in(field.annotation):
+                visit(child)
 
     for model in (Recipe, *LOSS_TYPES.values()):
         visit(model)
-    assert len(found) > 10
-    assert all(table.model_config.get("extra") == "forbid" for table in found)
+    assert len(tables) > 30
+    assert all(table.model_config.get("extra") == "forbid" for table in tables)
 
 
-def test_the_shipped_files_are_plain_toml() -> None:
-    for path in RECIPES:
-        tomllib.loads(path.read_text())
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"teacher": None},
+            "[loss] type = 'topk_reverse_kl' needs support, which this recipe does not provide. "
+            "Remedy: add a [teacher] table, or several [teachers.*].",
+        ),
+        (
+            {"loss": {"type": "default"}},
+            "[loss] type = 'default' needs advantages, which this recipe does not provide. "
+            "It compares the rollouts of a group: set rollout.group_size to 2 or more.",
+        ),
+        (
+            {"loss": {"type": "compose", "replay": {"weight": 1.0, "loss": {"type": "dpo"}}}},
+            "[loss.rl.loss] type = 'default' needs advantages, which this recipe does not provide.",
+        ),
+        (
+            {
+                "loss": {
+                    "type": "compose",
+                    "rl": {"weight": 0.0},
+                    "replay": {"weight": 1.0, "loss": {"type": "dpo"}},
+                }
+            },
+            "[loss.replay.loss] type = 'dpo' needs replay, which this recipe does not provide. "
+            "It pairs the rollouts of a group: set rollout.group_size to 2 or more",
+        ),
+    ],
+)
+def test_recipe_unmet_need_names_section_and_remedy(changes: dict[str, Any], message: str) -> None:
+    """A loss whose input the recipe cannot provide is refused with its section and the remedy."""
+    raw = {key: value for key, value in {**SMALL, **changes}.items() if value is not None}
+    assert f"r.toml: {message}" in refusal(raw)
+
+
+OUTSIDE = """
+from typing import Literal
+from prime_composer import LossInputs, LossOutputs
+from prime_composer.losses import LossConfig
+
+class HuberConfig(LossConfig):
+    type: Literal["loss_of_a_recipe:huber"] = "loss_of_a_recipe:huber"
+    needs_inputs = frozenset({"ref_logprobs"})
+    delta: float = 1.0
+
+def huber(inputs: LossInputs, config: HuberConfig) -> LossOutputs:
+    gap = inputs.trainer_logprobs - inputs.ref_logprobs
+    return LossOutputs(loss=gap.square().sum(), metrics={})
+"""
+
+
+@pytest.fixture
+def loss_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A loss from outside the package, unregistered afterwards."""
+    (tmp_path / "loss_of_a_recipe.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "loss_of_a_recipe:huber"
+    yield name
+    LOSS_FNS.pop(LOSS_TYPES.pop(name, None), None)
+    sys.modules.pop("loss_of_a_recipe", None)
+
+
+def test_recipe_takes_a_loss_from_outside(loss_of_a_recipe: str) -> None:
+    """A loss from outside the package has its knobs in [loss], and keeps them in the dump."""
+    raw = with_value("loss", {"type": loss_of_a_recipe, "delta": 0.5})
+    recipe = parse_recipe(raw)
+    assert recipe.loss.model_dump(exclude_unset=True) == {"type": loss_of_a_recipe, "delta": 0.5}
+    assert parse_recipe(json.loads(recipe.model_dump_json())) == recipe
+    message = refusal(with_value("loss", {"type": loss_of_a_recipe, "detla": 0.5}))
+    assert message == "r.toml: unknown key loss.detla; did you mean delta?"
+    nested = {"teacher": {"loss": {"type": loss_of_a_recipe, "detla": 0.5}}}
+    message = refusal(with_value("loss", {"type": "compose", "distillation": nested}))
+    assert (
+        message == "r.toml: unknown key loss.distillation.teacher.loss.detla; did you mean delta?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"teachers": {"a": {"model": "t"}}}, "[teacher] and [teachers.*]: keep one of them"),
+        ({"environments": {"a": {}}}, "[data] and [environments.*]: keep one of them"),
+        ({"data": {"teacher": "a"}}, "data.teacher chooses among [teachers.*], and there are none"),
+        (
+            {"teacher": None, "teachers": {"a": {"model": "t"}}, "data": {"teacher": "b"}},
+            "data.teacher names 'b'; [teachers] has a",
+        ),
+        (
+            {"teacher": None, "teachers": {"a b": {"model": "t"}}},
+            "[teachers.'a b']: a name is made of letters, digits, - and _",
+        ),
+        (
+            {"student": {"prepare": {"environments": ["x"]}}},
+            "student: prepare.environments names 'x'; [environments] has none",
+        ),
+    ],
+)
+def test_recipe_names_that_do_not_fit_are_refused(raw: dict[str, Any], message: str) -> None:
+    """Tables that exclude each other, and names that refer to nothing, are refused."""
+    tables = {key: value for key, value in {**SMALL, **raw}.items() if value is not None}
+    assert refusal(tables) == f"r.toml: {message}"

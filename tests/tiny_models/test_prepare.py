@@ -16,8 +16,17 @@ from pydantic import ValidationError
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import load_problem_set, load_problems
 from prime_composer.problems.prompts import render_prompt
+from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.prepare import PrepareConfig
-from prime_composer.tiny_models.cache import cache_key, cache_root, cached_path, prepare_model
+from prime_composer.tiny_models.cache import (
+    cache_key,
+    cache_root,
+    cached_path,
+    prepare_model,
+    prepare_models,
+)
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 TINY = PrepareConfig(
     vocab_size=300,
@@ -53,7 +62,8 @@ def load(path):
     return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
 
 
-def test_a_prepared_folder_is_a_complete_hugging_face_model(tiny):
+def test_prepared_folder_is_a_hugging_face_model(tiny):
+    """A prepared folder is a complete Hugging Face model."""
     model, tokenizer = load(tiny)
     end = tokenizer.eos_token_id
     assert model.config.model_type == "qwen3" and model.config.tie_word_embeddings
@@ -65,7 +75,8 @@ def test_a_prepared_folder_is_a_complete_hugging_face_model(tiny):
     assert description["prepare"]["sft_steps"] == 4 and description["loss"] > 0
 
 
-def test_tokens_spell_the_text_with_one_token_per_digit(tiny):
+def test_tokenizer_gives_one_token_per_digit(tiny):
+    """Tokens decode to the text, and each digit is one token."""
     _, tokenizer = load(tiny)
     problem = load_problems(DATA)[0][0]
     ids = render_prompt(problem, DATA, tokenizer)
@@ -75,7 +86,8 @@ def test_tokens_spell_the_text_with_one_token_per_digit(tiny):
     assert "".join(pieces) == " 12 + 345 = 357\n#### 357"
 
 
-def test_digits_are_never_merged_however_large_the_vocabulary():
+def test_tokenizer_large_vocabulary_keeps_digits_single():
+    """Digits are never merged, however large the vocabulary is."""
     from prime_composer.tiny_models.training import train_tokenizer
 
     tokenizer = train_tokenizer(load_problem_set({"problems": DataConfig(size=400)}), 800)
@@ -83,14 +95,16 @@ def test_digits_are_never_merged_however_large_the_vocabulary():
     assert sorted(digits) == list("0123456789")
 
 
-def test_the_same_description_gives_the_same_bytes(tiny, tmp_path):
+def test_prepare_model_is_reproducible(tiny, tmp_path):
+    """The same description gives the same bytes."""
     torch.rand(3)  # the state of the global generator does not matter
     again = prepare_model(TINY, PROBLEMS, tmp_path)
     for file in ("model.safetensors", "tokenizer.json", "config.json", "generation_config.json"):
         assert (again / file).read_bytes() == (tiny / file).read_bytes()
 
 
-def test_preparing_leaves_the_callers_random_state_and_threads_alone(tmp_path):
+def test_prepare_model_keeps_random_state_and_threads(tmp_path):
+    """Preparing a model leaves the caller's random state and threads unchanged."""
     torch.rand(3)  # not where an earlier preparation would have left it
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     prepare_model(TINY, PROBLEMS, tmp_path)
@@ -99,6 +113,7 @@ def test_preparing_leaves_the_callers_random_state_and_threads_alone(tmp_path):
 
 
 def test_fine_tuning_learns(tmp_path):
+    """Fine-tuning reduces the loss."""
     losses = []
     config = TINY.model_copy(update={"sft_steps": 60})
     prepare_model(
@@ -109,14 +124,17 @@ def test_fine_tuning_learns(tmp_path):
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_teacher_and_student_of_other_sizes_get_the_same_tokenizer(tiny, cache):
+def test_models_of_other_sizes_share_the_tokenizer(tiny, cache):
+    """Teacher and student of different sizes get the same tokenizer."""
     other = prepare_model(
         TINY.model_copy(update={"layers": 2, "sft_steps": 0, "seed": 5}), PROBLEMS, cache
     )
     assert (other / "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
 
 
-def test_a_cached_model_is_not_trained_again(tiny, cache):
+def test_prepare_model_cached_is_not_trained_again(tiny, cache):
+    """A cached model is not trained again."""
+
     def progress(done, steps, loss):
         raise AssertionError("trained again")
 
@@ -124,7 +142,8 @@ def test_a_cached_model_is_not_trained_again(tiny, cache):
     assert prepare_model(TINY, PROBLEMS, cache, progress=progress) == tiny
 
 
-def test_a_pruned_model_is_the_cached_whole_one_without_its_smallest_weights(tiny, cache):
+def test_pruned_model_lacks_the_smallest_weights(tiny, cache):
+    """A pruned model is the cached unpruned one without its smallest weights."""
     calls = []
     pruned = prepare_model(
         TINY.model_copy(update={"prune": 0.7}),
@@ -149,7 +168,8 @@ def test_a_pruned_model_is_the_cached_whole_one_without_its_smallest_weights(tin
 
 
 @pytest.mark.parametrize(("fraction", "zeros"), [(0.0, 0), (0.25, 3), (0.5, 6), (0.99, 12)])
-def test_pruning_removes_exactly_the_asked_share_even_among_equal_weights(fraction, zeros):
+def test_pruning_of_equal_weights_removes_the_exact_share(fraction, zeros):
+    """Pruning removes exactly the requested share, also among equal weights."""
     from prime_composer.tiny_models.training import prune_by_magnitude
 
     equal = torch.nn.Parameter(torch.full((3, 4), -2.0))
@@ -157,7 +177,8 @@ def test_pruning_removes_exactly_the_asked_share_even_among_equal_weights(fracti
     assert int((equal == 0).sum()) == zeros
 
 
-def test_pruning_goes_by_magnitude_within_each_matrix():
+def test_pruning_ranks_magnitudes_within_each_matrix():
+    """Pruning ranks magnitudes within each matrix."""
     from prime_composer.tiny_models.training import prune_by_magnitude
 
     small, large = (
@@ -169,7 +190,8 @@ def test_pruning_goes_by_magnitude_within_each_matrix():
     assert large.flatten().tolist() == [0.0, 40.0, -30.0, 0.0]
 
 
-def test_targets_are_the_answers_next_tokens():
+def test_padded_targets_are_the_next_answer_tokens():
+    """Targets are the answer's next tokens."""
     from prime_composer.tiny_models.training import _padded
 
     token_ids, targets = _padded([([5, 6], [7, 8, 9]), ([4], [3])])
@@ -177,22 +199,24 @@ def test_targets_are_the_answers_next_tokens():
     assert targets.tolist() == [[-1, 7, 8, 9], [3, -1, -1, -1]]
 
 
-def test_a_share_of_the_examples_carries_the_worked_answer_as_a_hint():
+def test_with_hints_adds_the_answer_to_a_share():
+    """A share of the examples contains the worked answer as a hint."""
     from prime_composer.tiny_models.training import with_hints
 
     problems = load_problems(DataConfig(size=600))[0]
     config = TINY.model_copy(update={"hint_template": "{hint} | {question}", "hint_share": 0.25})
-    told = with_hints(problems, config)
-    hinted = [(a, b) for a, b in zip(problems, told, strict=True) if a != b]
+    with_hint = with_hints(problems, config)
+    hinted = [(a, b) for a, b in zip(problems, with_hint, strict=True) if a != b]
     assert 0.18 * len(problems) < len(hinted) < 0.32 * len(problems)
     assert all(
         b.question == f"{a.answer} | {a.question}" and b.answer == a.answer for a, b in hinted
     )
-    assert with_hints(problems, config) == told
+    assert with_hints(problems, config) == with_hint
     assert with_hints(problems, TINY) == problems
 
 
-def test_hint_template_and_share_go_together():
+def test_prepare_config_hint_keys_go_together():
+    """hint_template and hint_share go together."""
     with pytest.raises(ValidationError, match="hint_template and hint_share go together"):
         PrepareConfig(hint_share=0.5)
     with pytest.raises(ValidationError, match="must contain {question} and {hint}"):
@@ -200,6 +224,7 @@ def test_hint_template_and_share_go_together():
 
 
 def test_batches_share_the_epoch_out_by_length():
+    """Consecutive steps share their examples out by length."""
     from prime_composer.tiny_models.training import _batch_of_similar_lengths
 
     examples = [([1] * length, [2]) for length in range(1, 33)]  # four steps of eight make an epoch
@@ -210,12 +235,14 @@ def test_batches_share_the_epoch_out_by_length():
         assert sorted(max(len(prompt) for prompt, _ in batch) for batch in epoch) == [8, 16, 24, 32]
 
 
-def test_everything_that_the_model_learns_from_is_in_the_cache_key(tmp_path):
+def test_cache_key_covers_all_that_the_model_learns_from(tmp_path):
+    """Everything that the model learns from changes the cache key."""
     changes = {
-        "vocab_size": 301, "hidden_size": 24, "layers": 2, "heads": 2, "head_dim": 8, "intermediate_size": 16,
-        "tie_word_embeddings": False, "max_position_embeddings": 128, "sft_steps": 5, "batch_size": 9,
-        "learning_rate": 1e-3, "matrix_learning_rate": 1e-2, "label_smoothing": 0.1, "seed": 1, "prune": 0.5,
-        "hint_template": "{hint} {question}", "hint_share": 0.5, "environments": ("problems",),
+        "vocab_size": 301, "hidden_size": 24, "layers": 2, "heads": 2, "head_dim": 8,
+        "intermediate_size": 16, "tie_word_embeddings": False, "max_position_embeddings": 128,
+        "sft_steps": 5, "batch_size": 9, "learning_rate": 1e-3, "matrix_learning_rate": 1e-2,
+        "label_smoothing": 0.1, "seed": 1, "prune": 0.5, "hint_template": "{hint} {question}",
+        "hint_share": 0.5, "environments": ("problems",),
     }  # fmt: skip
     assert set(changes) == set(PrepareConfig.model_fields)
     keys = [key_of(TINY.model_copy(update={name: value})) for name, value in changes.items()]
@@ -227,7 +254,8 @@ def test_everything_that_the_model_learns_from_is_in_the_cache_key(tmp_path):
     assert len(set(keys)) == len(keys)
 
 
-def test_what_the_model_does_not_learn_from_is_not_in_the_cache_key(tmp_path):
+def test_cache_key_ignores_the_rest(tmp_path):
+    """What the model does not learn from leaves the cache key unchanged."""
     assert key_of() == key_of(data=DATA.model_copy(update={"answer_check": "math_verify"}))
     keys = set()
     for name in ("a", "b"):
@@ -242,6 +270,61 @@ def test_what_the_model_does_not_learn_from_is_not_in_the_cache_key(tmp_path):
         json.dumps({"question": "train?", "answer": "#### 2"})
     )
     assert key_of(data=DataConfig(source="jsonl", path=tmp_path / "b")) not in keys
+
+
+RECORDED_KEYS = {
+    "gsm8k_opd.toml": {
+        "student": "qwen3-3x64-55c2998e8c63dba5",
+        "teacher": "qwen3-3x64-0b1f72fee1e62cd9",
+    },
+    "methods/gsm8k_opsd.toml": {"student": "qwen3-3x64-be2b77f74d11a5cb"},
+    "methods/gsm8k_two_teachers.toml": {
+        "student": "qwen3-3x64-6d2a44283e825b4e",
+        "teachers.short": "qwen3-3x64-59de0abda63e3913",
+        "teachers.long": "qwen3-3x64-1e594f9dc7d89624",
+    },
+}
+"""Cache keys as of commit 1e07b90, where the models of users are."""
+
+
+@pytest.mark.parametrize("name", RECORDED_KEYS)
+def test_cache_key_of_shipped_recipes_is_as_recorded(name, tmp_path, monkeypatch):
+    """Models that users prepared before are found again, each under its table."""
+    monkeypatch.setenv("PRIME_COMPOSER_CACHE", str(tmp_path))
+    recipe = load_recipe(RECIPES / name)
+    keys = RECORDED_KEYS[name]
+    for key in keys.values():
+        (tmp_path / "models" / key).mkdir(parents=True)
+    paths = prepare_models(recipe, load_problem_set(recipe.sources))
+    assert {table: path.name for table, path in paths.items()} == keys
+
+
+def test_prepare_models_builds_each_model_under_its_table(tmp_path, monkeypatch):
+    """Models are built once, with the display name and the steps of each."""
+    monkeypatch.setenv("PRIME_COMPOSER_CACHE", str(tmp_path))
+    student = {**TINY.model_dump(exclude_unset=True), "prune": 0.5}
+    teacher = TINY.model_dump(exclude_unset=True)
+    recipe = parse_recipe(
+        {
+            "student": {"prepare": student},
+            "teachers": {"a": {"prepare": teacher}, "b": {"model": "elsewhere"}},
+            "loss": {"type": "topk_reverse_kl"},
+            "data": {"size": 60},
+            "trainer": {"steps": 1},
+        }
+    )
+    announced, trained = [], []
+
+    def progress(display, steps):
+        announced.append((display, steps))
+        return lambda done, steps, loss: trained.append((display, done))
+
+    paths = prepare_models(recipe, PROBLEMS, progress=progress)
+    assert list(paths) == ["teachers.a", "student"]
+    assert announced == [("teacher a", 4), ("student", 4)]
+    assert [done for display, done in trained if display == "teacher a"] == [1, 2, 3, 4]
+    assert [done for display, done in trained if display == "student"] == [4]  # pruned, not trained
+    assert prepare_models(recipe, PROBLEMS, progress=progress) == paths and len(announced) == 2
 
 
 KILLED = """
@@ -270,7 +353,8 @@ def killed(cache, moment, rebuild=""):
     assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
 
 
-def test_a_kill_in_the_middle_leaves_no_half_model_and_the_next_run_succeeds(tmp_path):
+def test_prepare_model_killed_leaves_no_half_model(tmp_path):
+    """A kill leaves no half model, and the next run succeeds."""
     killed(tmp_path, "training")
     assert cached_path(TINY, PROBLEMS, tmp_path) is None
     killed(tmp_path, "saving")
@@ -283,14 +367,16 @@ def test_a_kill_in_the_middle_leaves_no_half_model_and_the_next_run_succeeds(tmp
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name, f"{path.name}.lock"]
 
 
-def test_a_kill_during_a_rebuild_leaves_the_old_model_whole(tmp_path):
+def test_rebuild_killed_leaves_the_old_model(tmp_path):
+    """A kill during a rebuild leaves the old model unchanged."""
     path = prepare_model(TINY, PROBLEMS, tmp_path)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     killed(tmp_path, "saving", "rebuild")
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
-def test_rebuilding_trains_again_and_replaces(tmp_path):
+def test_rebuild_trains_again_and_replaces(tmp_path):
+    """A rebuild trains again and replaces what is cached."""
     path = prepare_model(TINY, PROBLEMS, tmp_path)
     (path / "stale").touch()
     steps = []
@@ -301,7 +387,8 @@ def test_rebuilding_trains_again_and_replaces(tmp_path):
     assert len(steps) == 4 and not (path / "stale").exists()
 
 
-def test_runs_that_want_the_same_model_at_once_train_it_once(tmp_path, monkeypatch):
+def test_prepare_model_at_once_trains_it_once(tmp_path, monkeypatch):
+    """Runs that need the same model at once train it once."""
     builds = []
 
     def slow_build(config, problems, folder, progress):
@@ -324,13 +411,15 @@ def test_runs_that_want_the_same_model_at_once_train_it_once(tmp_path, monkeypat
     assert found == [found[0]] * 3 and (found[0] / "model.safetensors").exists()
 
 
-def test_an_example_longer_than_the_context_names_the_remedy(tmp_path):
+def test_prepare_model_too_long_example_names_the_remedy(tmp_path):
+    """An example longer than the context is refused with the remedy."""
     with pytest.raises(ValueError, match="longest training example has .* raise it to at least"):
         prepare_model(TINY.model_copy(update={"max_position_embeddings": 16}), PROBLEMS, tmp_path)
     assert cached_path(TINY, PROBLEMS, tmp_path) is None
 
 
-def test_looking_for_a_cached_model_imports_nothing_heavy(tmp_path):
+def test_cached_path_imports_nothing_heavy(tmp_path):
+    """Looking for a cached model imports nothing heavy."""
     code = (
         "import sys; from pathlib import Path\n"
         "from prime_composer.problems import DataConfig, load_problem_set\n"
@@ -346,7 +435,8 @@ def test_looking_for_a_cached_model_imports_nothing_heavy(tmp_path):
     assert done.stdout.strip() == "[]"
 
 
-def test_the_cache_is_the_users_and_can_be_moved(monkeypatch):
+def test_cache_root_follows_the_environment(monkeypatch):
+    """The cache is in the home folder unless the environment names another."""
     monkeypatch.delenv("PRIME_COMPOSER_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_root() == Path.home() / ".cache" / "prime_composer"
@@ -359,6 +449,7 @@ def test_the_cache_is_the_users_and_can_be_moved(monkeypatch):
 @pytest.mark.parametrize(
     "settings", [{"prune": 1.0}, {"vocab_size": 100}, {"head_dim": 7}, {"hiden_size": 64}]
 )
-def test_a_wrong_description_names_the_key(settings):
+def test_prepare_config_wrong_value_names_the_key(settings):
+    """A wrong description is refused, naming the key."""
     with pytest.raises(ValidationError, match=next(iter(settings))):
         PrepareConfig(**settings)

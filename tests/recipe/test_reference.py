@@ -1,0 +1,61 @@
+"""The generated reference of every recipe key."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_composer.losses import LOSS_TYPES
+from prime_composer.recipe import reference
+from prime_composer.recipe.carried import marks
+from prime_composer.recipe.schema import Recipe
+
+PAGE = Path(__file__).parents[2] / "recipes" / "README.md"
+
+
+def test_reference_in_recipes_readme_is_current() -> None:
+    """recipes/README.md is renewed with --write after a key changes."""
+    assert reference.main(["--check", str(PAGE)]) == 0
+
+
+def test_reference_names_every_key_and_loss() -> None:
+    """Every key of a recipe and every loss with its knobs are in the text."""
+    text = reference.reference()
+    tables = {"loss", "prepare"}
+    for kind in marks(Recipe):
+        name = kind.rpartition(".")[2]
+        assert name in tables or f"| `{name}` |" in text, kind
+    for name, config in LOSS_TYPES.items():
+        if ":" in name:
+            continue
+        assert f'type = "{name}"' in text
+        for knob in set(config.model_fields) - {"type", "rl", "distillation", "replay"}:
+            assert f"| `{knob}` |" in text or f"`[loss.{knob}]`" in text, (name, knob)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `steps` | integer ≥ 1 | required | Optimizer steps. |",
+        "| `top_p` | number > 0, ≤ 1 | `1.0` | Nucleus sampling. log mu is that of the truncated "
+        "distribution. |",
+        '| `backend` | `"vllm"` or `"transformers"` or `"server"` | `"vllm"` | The engine that '
+        "samples the rollouts. Not exported: prime-rl samples with vLLM. |",
+    ],
+)
+def test_reference_row_has_type_default_and_meaning(row: str) -> None:
+    """A row says the key's type with its bounds, its default and its meaning."""
+    assert row in reference.reference().splitlines()
+
+
+def test_reference_check_fails_until_written(tmp_path: Path) -> None:
+    """--check fails on a stale page, and --write renews only the text between the markers."""
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{reference.BEGIN}\nold\n{reference.END}\nafter\n")
+    assert reference.main(["--check", str(page)]) == 1
+    assert reference.main(["--write", str(page)]) == 0
+    assert reference.main(["--check", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "\nold\n" not in text
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match="the page needs the lines"):
+        reference.main(["--check", str(page)])
