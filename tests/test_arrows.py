@@ -1,0 +1,169 @@
+"""The arrows between the rooms of prime_composer: lower rooms never import higher ones.
+
+Every kind of import counts: at module level, inside a function, under TYPE_CHECKING, and modules
+named in a string (importlib, ``__import__``, ``sys.modules``, "module:function").
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "prime_composer"
+MATHS = {"contract", "divergences", "lm_head"}
+ROOMS = ["losses", "recipe", "backends", "tiny_models", "local", "cli"]
+"""The lowest first. Each may import ``MATHS``, the rooms before it, and problems."""
+
+ALLOWED = {
+    **{room: {room, "problems", *MATHS, *ROOMS[:i]} for i, room in enumerate(ROOMS)},
+    **{module: MATHS for module in MATHS},
+    "losses": {"losses", *MATHS},
+    "problems": {"problems"},
+    "upstream": {"upstream", "problems", "recipe", "losses", "contract", "backends"},
+    "__init__": {"losses", *MATHS},
+}
+ALLOWED["cli"] |= {"upstream"}
+UPSTREAM_OF_BACKENDS = {"mixture", "vllm_logprobs", "protocols"}
+NAME_OF_A_MODULE = re.compile(r"prime_composer(\.\w+)+(:\w+)?")
+IN_OTHER_PROCESSES = {
+    "prime_composer.backends.vllm_serve",
+    "prime_composer.cli.commands",
+    "prime_composer.cli",
+    "prime_composer.upstream.loss_fn",
+}
+"""Strings that another process imports: programs of their own, and what users give to prime-rl."""
+
+
+def package_sources() -> dict[str, str]:
+    """Return the source of every module by its dotted name; a package is named by its __init__."""
+    return {
+        ".".join(("prime_composer", *path.relative_to(PACKAGE).with_suffix("").parts)): (
+            path.read_text()
+        )
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def imports(source: str) -> Iterator[str]:
+    """Yield the dotted names that a source imports, ``module.name`` for ``from module import``."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                assert level == 0, "a relative import"
+                yield from (f"{module}.{alias.name}" for alias in names)
+            case ast.Constant(value=str(text)) if NAME_OF_A_MODULE.fullmatch(text):
+                if text.partition(":")[0] not in IN_OTHER_PROCESSES:
+                    yield text.partition(":")[0]
+
+
+def graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Return, for every module, the modules of ours that it imports."""
+    edges = {}
+    for module, source in sources.items():
+        targets = set()
+        for name in imports(source):
+            if name.split(".")[0] != "prime_composer":
+                continue
+            parent = name.rpartition(".")[0]
+            candidates = (name, f"{name}.__init__", parent, f"{parent}.__init__")
+            targets.add(next((c for c in candidates if c in sources), name))
+        edges[module] = targets - {module}
+    return edges
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def violations(sources: dict[str, str]) -> list[str]:
+    """Return every import that the arrows forbid, and every circle."""
+    edges, wrong = graph(sources), []
+    for module, targets in edges.items():
+        for target in sorted(targets):
+            own_init = f"{module.rpartition('.')[0]}.__init__"
+            inside = module.count(".") > 1
+            if target in ("prime_composer", "prime_composer.__init__"):
+                wrong.append(f"{module} imports the package itself")
+            elif inside and target == own_init:
+                wrong.append(f"{module} imports its own room's __init__")
+            elif room(target) not in ALLOWED.get(room(module), set()):
+                wrong.append(f"{module} imports {target}")
+            elif room(module) == "upstream" and room(target) == "backends":
+                if target.split(".")[2] not in UPSTREAM_OF_BACKENDS:
+                    wrong.append(f"{module} imports {target}")
+    return wrong + [f"a circle: {circle}" for circle in circles(edges)]
+
+
+def circles(edges: dict[str, set[str]]) -> list[str]:
+    """Return the shortest circle through each module that imports itself over others, once."""
+    found = {}
+    for start in sorted(edges):
+        paths, queue = {start: [start]}, [start]
+        for module in queue:
+            for target in sorted(edges.get(module, ())):
+                if target == start:
+                    found.setdefault(frozenset(paths[module]), " -> ".join([*paths[module], start]))
+                elif target not in paths:
+                    paths[target] = [*paths[module], target]
+                    queue.append(target)
+    return sorted(found.values())
+
+
+def test_arrows_point_down_and_nothing_is_circular():
+    wrong = violations(package_sources())
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_package_has_at_most_sixteen_names():
+    names = {path.name for path in PACKAGE.iterdir()} - {"__pycache__", "py.typed"}
+    assert len(names) <= 16, sorted(names)
+
+
+LOSS = "prime_composer.losses.a"
+PLANTED = {
+    "a higher room": ({LOSS: "from prime_composer.recipe.b import x"}, "imports"),
+    "a lazy import": ({LOSS: "def f():\n    import prime_composer.cli.b"}, "imports"),
+    "TYPE_CHECKING": (
+        {LOSS: "if TYPE_CHECKING:\n    from prime_composer.local.b import X"}, "imports"
+    ),
+    "sys.modules": ({LOSS: "import sys\nsys.modules.get('prime_composer.upstream.b')"}, "imports"),
+    "importlib": ({LOSS: "importlib.import_module('prime_composer.recipe.b')"}, "imports"),
+    "the package": ({LOSS: "from prime_composer import LossInputs"}, "the package itself"),
+    "its own __init__": (
+        {LOSS: "from prime_composer.losses import x", "prime_composer.losses.__init__": "x = 1"},
+        "its own room's __init__",
+    ),
+    "a circle within a room": (
+        {
+            LOSS: "from prime_composer.losses.b import x",
+            "prime_composer.losses.b": "def f():\n    from prime_composer.losses.a import y",
+        },
+        "a circle: prime_composer.losses.a -> prime_composer.losses.b -> prime_composer.losses.a",
+    ),
+    "vLLM from upstream": (
+        {"prime_composer.upstream.a": "from prime_composer.backends.vllm import x"}, "imports"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("violation", PLANTED)
+def test_a_planted_violation_is_found(violation):
+    planted, message = PLANTED[violation]
+    found = violations({"prime_composer.__init__": "", **planted})
+    assert len(found) >= 1 and message in found[0]
+
+
+def test_arrows_that_are_allowed_are_not_reported():
+    sources = {
+        "prime_composer.losses.a": "from prime_composer.contract import LossInputs",
+        "prime_composer.contract": "import torch",
+        "prime_composer.cli.a": "from prime_composer.upstream.b import c",
+        "prime_composer.upstream.b": "from prime_composer.backends.mixture import mix",
+        "prime_composer.backends.mixture": "from prime_composer.recipe.routing import Routing",
+        "prime_composer.recipe.routing": "import collections",
+    }
+    assert violations(sources) == []
