@@ -18,6 +18,13 @@ def pytest_addoption(parser):
         metavar="PATH",
         help="a git checkout of prime-rl, for tests/parity and tests/upstream",
     )
+    parser.addoption(
+        "--loss",
+        action="append",
+        default=[],
+        metavar="MODULE:FUNCTION",
+        help="run tests/test_contract.py on this loss only (repeatable)",
+    )
 
 
 import copy  # noqa: E402

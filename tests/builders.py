@@ -1,0 +1,136 @@
+"""Builders of test inputs, shared by the rooms."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prime_composer.contract import LossInputs, Support
+from prime_composer.losses import LOSS_TYPES, LossConfig
+
+# Losses ---------------------------------------------------------------------------------------
+
+VOCAB = 40
+"""Vocabulary of ``packed_inputs``."""
+
+
+def packed_inputs(
+    config: LossConfig,
+    seq: int = 12,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    first_segment: int = 0,
+    mask: Tensor | None = None,
+) -> LossInputs:
+    """Return all inputs that a loss may read, random, for a pack of four sequences.
+
+    Every tensor that may carry a gradient is a leaf with one.
+
+    Args:
+        config: decides the size of the support, and whether there are preference pairs.
+        seq: tokens of the pack.
+        seed: of all numbers.
+        dtype: of all floating point tensors.
+        first_segment: id of the first sequence.
+        mask: the loss mask, about three quarters of the tokens by default.
+    """
+    g = torch.Generator().manual_seed(seed)
+    size = config.support_size
+    k = VOCAB if size == "full" else min(VOCAB, size or 4)
+    student = torch.randn(seq, VOCAB, generator=g, dtype=torch.float64)
+    teacher = 1.5 * torch.randn(seq, VOCAB, generator=g, dtype=torch.float64) + 0.5 * student
+    log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
+    ids = log_q.topk(k).indices
+    tokens = torch.randint(0, VOCAB, (seq,), generator=g)
+    sampled = tokens.unsqueeze(-1)
+    staleness = 0.3 * torch.randn(seq, generator=g, dtype=torch.float64)
+
+    def leaf(values: Tensor) -> Tensor:
+        return values.detach().to(dtype).clone().requires_grad_()
+
+    return LossInputs(
+        trainer_logprobs=leaf(log_p.gather(-1, sampled).squeeze(-1)),
+        inference_logprobs=leaf((log_p.gather(-1, sampled).squeeze(-1) + staleness).clamp(max=0)),
+        ref_logprobs=leaf(log_q.gather(-1, sampled).squeeze(-1)),
+        advantages=torch.randn(seq, generator=g, dtype=torch.float64).to(dtype),
+        loss_mask=torch.rand(seq, generator=g) > 0.25 if mask is None else mask,
+        loss_weights=leaf(torch.rand(seq, generator=g, dtype=torch.float64) + 0.5),
+        support=Support(ids, leaf(log_q.gather(-1, ids)), leaf(log_p.gather(-1, ids))),
+        token_ids=tokens,
+        segment_ids=first_segment + torch.arange(seq) * 4 // seq,
+        replay=packed_inputs(LOSS_TYPES["dpo"](), seq, seed + 50, dtype, first_segment, mask)
+        if "replay" in config.needs
+        else None,
+    )
+
+
+def student_leaves(inputs: LossInputs) -> list[Tensor]:
+    """Return the tensors that a loss may send a gradient to."""
+    assert inputs.support is not None
+    leaves = [inputs.trainer_logprobs, inputs.support.student_logprobs]
+    return leaves + (student_leaves(inputs.replay) if inputs.replay else [])
+
+
+def rows(inputs: LossInputs, index: Tensor, **changed: Any) -> LossInputs:
+    """Return the positions ``index`` of every tensor as new leaves, with some fields changed."""
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach()[index].requires_grad_(value.requires_grad)
+
+    values = {f.name: take(getattr(inputs, f.name)) for f in dataclasses.fields(LossInputs)}
+    values["support"] = inputs.support and Support(
+        *(take(getattr(inputs.support, f.name)) for f in dataclasses.fields(Support))
+    )
+    values["replay"] = inputs.replay and rows(inputs.replay, index, **changed)
+    return LossInputs(**{**values, **changed})
+
+
+def concatenated(a: LossInputs, b: LossInputs) -> LossInputs:
+    """Return the pack of two packs, as new leaves."""
+
+    def cat(first: Any, second: Any) -> Any:
+        if not isinstance(first, Tensor):
+            return first
+        return torch.cat([first.detach(), second.detach()]).requires_grad_(first.requires_grad)
+
+    values = {
+        f.name: cat(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(LossInputs)
+    }
+    values["support"] = a.support and Support(
+        *(
+            cat(getattr(a.support, f.name), getattr(b.support, f.name))
+            for f in dataclasses.fields(Support)
+        )
+    )
+    values["replay"] = a.replay and concatenated(a.replay, b.replay)
+    return LossInputs(**values)
+
+
+def with_garbage(inputs: LossInputs, garbage: float) -> LossInputs:
+    """Return the inputs with ``garbage`` at the masked positions of every tensor."""
+    outside = ~inputs.loss_mask
+
+    def spoiled(values: Tensor) -> Tensor:
+        rows_outside = outside if values.dim() == 1 else outside.unsqueeze(-1)
+        filled = values.detach().masked_fill(rows_outside, garbage)
+        return filled.requires_grad_(values.requires_grad)
+
+    assert inputs.support is not None
+    return dataclasses.replace(
+        inputs,
+        trainer_logprobs=spoiled(inputs.trainer_logprobs),
+        inference_logprobs=spoiled(inputs.inference_logprobs),
+        ref_logprobs=spoiled(inputs.ref_logprobs),
+        advantages=spoiled(inputs.advantages),
+        loss_weights=spoiled(inputs.loss_weights),
+        token_ids=inputs.token_ids.masked_fill(outside, 1),
+        support=Support(
+            inputs.support.token_ids.masked_fill(outside.unsqueeze(-1), -1),
+            spoiled(inputs.support.teacher_logprobs),
+            spoiled(inputs.support.student_logprobs),
+        ),
+        replay=inputs.replay and with_garbage(inputs.replay, garbage),
+    )

@@ -1,0 +1,315 @@
+"""A loss outside the package: named by module:function, and as good as a built-in one."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from prime_composer.losses import LOSS_FNS, LOSS_TYPES, AnyLoss, loss_type, parse_loss, register
+from prime_composer.losses import setup_loss_fn as setup
+from tests.builders import packed_inputs
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def registry_as_before(monkeypatch: pytest.MonkeyPatch):
+    """Forget the losses and modules of each test."""
+    modules, losses, fns = set(sys.modules), dict(LOSS_TYPES), dict(LOSS_FNS)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield
+    for table, before in ((LOSS_TYPES, losses), (LOSS_FNS, fns)):
+        table.clear()
+        table.update(before)
+    for name in sys.modules.keys() - modules:
+        if not name.startswith("prime_composer"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return a function that writes a module, found by import."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def module(name: str, source: str) -> Path:
+        path = tmp_path / f"{name}.py"
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    return module
+
+
+HEAD = """
+from typing import Literal
+from prime_composer import LossInputs, LossOutputs
+from prime_composer.losses import LossConfig
+"""
+
+
+def config_source(name: str, head: str = HEAD) -> str:
+    return f"""{head}
+class C(LossConfig):
+    type: Literal[{name!r}] = {name!r}
+"""
+
+
+def test_the_example_is_the_huber_loss_by_hand():
+    """Gaps of 0.5 and 3 at delta = 1: 0.125 and 2.5. The third token is masked."""
+    inputs = packed_inputs(LOSS_TYPES["sft"](), seq=3, mask=torch.tensor([True, True, False]))
+    inputs.loss_weights = None
+    inputs.ref_logprobs = torch.tensor([-1.0, -4.0, torch.nan], dtype=torch.float64)
+    student = torch.tensor([-0.5, -7.0, -1.0], dtype=torch.float64, requires_grad=True)
+    inputs.trainer_logprobs = student
+    out = setup(parse_loss({"type": "my_loss:huber"}))(inputs)
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(0.125 + 2.5)
+    assert student.grad.tolist() == pytest.approx([0.5, -1.0, 0.0])
+    metrics = {name: value.item() for name, value in out.metrics.items()}
+    assert metrics == pytest.approx({"my_loss:huber/gap": 3.5 / 2, "my_loss:huber/linear": 0.5})
+
+
+def contract(path: Path, loss: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["tests/test_contract.py", "--loss", loss, *arguments]
+    root = Path(__file__).parents[2]
+    env = os.environ | {"PYTHONPATH": str(path)}
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+
+
+def test_the_contract_suite_runs_on_the_example():
+    """Every case is a case of this loss: three examples of it, and no other loss."""
+    done = contract(EXAMPLES, "my_loss:huber", "-v")
+    assert done.returncode == 0, done.stdout[-3000:]
+    cases = [line for line in done.stdout.splitlines() if "[" in line and "PASSED" in line]
+    assert len(cases) >= 40
+    assert all("[my_loss:huber" in case for case in cases)
+    assert "failed" not in done.stdout and "skipped" not in done.stdout
+
+
+def test_the_contract_suite_fails_a_loss_that_breaks_it(tmp_path):
+    """A mean in place of the sum is not the sum over a pack."""
+    source = (EXAMPLES / "my_loss.py").read_text()
+    broken = source.replace("loss=per_token.sum()", "loss=per_token.mean()")
+    assert broken != source
+    (tmp_path / "my_loss.py").write_text(broken)
+    done = contract(tmp_path, "my_loss:huber", "-k", "sum_of_its_sequences")
+    assert done.returncode == 1 and "3 failed" in done.stdout
+
+
+def test_an_outside_loss_works_wherever_a_loss_is_parsed():
+    """Its name is imported on first use, and a wrong knob is an error at its place."""
+    adapter = TypeAdapter(dict[str, AnyLoss])
+    assert "my_loss" not in sys.modules
+    tables = adapter.validate_python({"loss": {"type": "my_loss:huber", "delta": 0.5}})
+    assert tables["loss"].delta == 0.5 and tables["loss"].needs == {"ref_logprobs"}
+    assert adapter.dump_python(tables)["loss"]["delta"] == 0.5
+    with pytest.raises(ValidationError) as error:
+        adapter.validate_python({"loss": {"type": "my_loss:huber", "delt": 0.5}})
+    assert error.value.errors()[0]["loc"] == ("loss", "delt")
+    assert error.value.errors()[0]["type"] == "extra_forbidden"
+
+
+def test_an_outside_loss_is_a_channel_of_compose_and_of_rl_mix():
+    channel = {"weight": 0.5, "loss": {"type": "my_loss:huber", "delta": 0.2}}
+    config = parse_loss({"type": "compose", "distillation": {"near": channel}})
+    assert config.needs == {"ref_logprobs", "advantages"}
+    inputs = packed_inputs(config)
+    out = setup(config)(inputs)
+    alone = setup(parse_loss(channel["loss"]))(inputs)
+    rl = setup(parse_loss({"type": "default"}))(inputs)
+    assert out.loss.item() == pytest.approx((0.5 * alone.loss + rl.loss).item(), rel=1e-12)
+    assert torch.equal(out.metrics["compose/near/gap"], alone.metrics["my_loss:huber/gap"])
+
+    mixed = parse_loss({"type": "my_loss:huber", "delta": 0.2, "rl_mix": {"kd": 0.25}})
+    out = setup(mixed)(inputs)
+    assert out.loss.item() == pytest.approx((0.25 * alone.loss + 0.75 * rl.loss).item(), rel=1e-12)
+    assert {"my_loss:huber/gap", "default/is_masked"} <= out.metrics.keys()
+
+
+def test_a_recipe_names_an_outside_loss(tiny_recipe):
+    from prime_composer.recipe.schema import Recipe
+
+    recipe = Recipe.model_validate(tiny_recipe(loss={"type": "my_loss:huber", "delta": 0.5}))
+    assert recipe.loss.type == "my_loss:huber" and recipe.loss.delta == 0.5
+    with pytest.raises(ValidationError, match="unknown loss type 'my_los'"):
+        Recipe.model_validate(tiny_recipe(loss={"type": "my_los"}))
+
+
+def test_postponed_annotations_are_read(write):
+    write(
+        "later",
+        "from __future__ import annotations\n"
+        + config_source("later:fn")
+        + "def fn(inputs: LossInputs, config: C) -> LossOutputs:\n"
+        + "    return LossOutputs(loss=inputs.trainer_logprobs.sum() * 0, metrics={})\n",
+    )
+    assert loss_type("later:fn").__name__ == "C"
+    assert setup(parse_loss({"type": "later:fn"}))(packed_inputs(LOSS_TYPES["sft"]())).loss == 0
+
+
+SCHEDULED = (
+    config_source("moving:fn")
+    + """
+    start: float
+    examples = ({"start": 0.5}, {"start": 2.0, "special_tokens": {"ids": [1]}})
+
+    def make_state(self):
+        return Schedule(self.start)
+
+
+class Schedule:
+    def __init__(self, start):
+        self.factor = start
+
+    def end_step(self, mean_loss):
+        self.factor += mean_loss
+
+    def state_dict(self):
+        return {"factor": self.factor}
+
+    def load_state_dict(self, state):
+        self.factor = state["factor"]
+
+
+def fn(inputs: LossInputs, config: C, state: Schedule) -> LossOutputs:
+    from prime_composer.losses.shared.reductions import masked_sum
+
+    nll = masked_sum(-inputs.trainer_logprobs, inputs.loss_mask, inputs.loss_weights)
+    factor = inputs.trainer_logprobs.new_tensor(state.factor)
+    return LossOutputs(loss=factor * nll, metrics={"factor": factor})
+"""
+)
+
+
+def test_an_outside_loss_with_a_schedule_keeps_its_state(write):
+    """The factor grows by the step's loss per token, and survives a checkpoint."""
+    write("moving", SCHEDULED)
+    config = parse_loss({"type": "moving:fn", "start": 0.5})
+    inputs = packed_inputs(config, mask=torch.ones(12, dtype=torch.bool))
+    inputs.loss_weights = None
+    nll = -inputs.trainer_logprobs.mean().item()
+    loss = setup(config)
+    assert loss.stateful and loss(inputs).metrics["moving:fn/factor"] == 0.5
+    loss.end_step()
+    assert loss(inputs).metrics["moving:fn/factor"].item() == pytest.approx(0.5 + 0.5 * nll)
+    resumed = setup(config)
+    resumed.load_state_dict(json.loads(json.dumps(loss.state_dict())))
+    assert resumed(inputs).loss.item() == loss(inputs).loss.item()
+
+
+def test_examples_of_an_outside_loss_give_required_knobs(write):
+    """Without them the suite could not make a config: the field is required."""
+    path = write("moving", SCHEDULED)
+    with pytest.raises(ValidationError, match="start"):
+        parse_loss({"type": "moving:fn"})
+    done = contract(path.parent, "moving:fn", "-k", "sum_of_its_sequences or survives or weights")
+    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout[-2000:]
+
+
+FN = "def fn(inputs: LossInputs, config: C) -> LossOutputs: ...\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        (None, "no_such_module:fn", r"'no_such_module' cannot be imported .*PYTHONPATH"),
+        ("x = 1 / 0", "bad:fn", r"'bad' cannot be imported \(ZeroDivisionError"),
+        (HEAD, "bad:fn", r"'fn' does not exist in 'bad'. Define it there: def fn\("),
+        ("fn = 3", "bad:fn", r"'fn' is no function in 'bad'. Define it there: def fn\("),
+        (None, "bad:", r"name a loss of your own as 'my_package.my_module:my_loss'"),
+        (None, ":fn", r"name a loss of your own as 'my_package.my_module:my_loss'"),
+        (
+            HEAD + "def fn(inputs, config): ...",
+            "bad:fn",
+            r"second parameter of bad.fn has no annotation. .* def fn\(inputs: LossInputs, config",
+        ),
+        (
+            HEAD + "def fn(inputs): ...",
+            "bad:fn",
+            r"second parameter of bad.fn has no annotation",
+        ),
+        (
+            HEAD + "def fn(inputs: LossInputs, config: dict) -> LossOutputs: ...",
+            "bad:fn",
+            r"is annotated with <class 'dict'>. .*subclass of prime_composer.losses.LossConfig",
+        ),
+        (
+            HEAD + "def fn(inputs: LossInputs, config: 'Missing') -> LossOutputs: ...",
+            "bad:fn",
+            r"annotations of bad.fn cannot be read \(NameError.*Import the names",
+        ),
+        (
+            config_source("bad:other") + FN,
+            "bad:fn",
+            r"bad.C declares type = 'bad:other'\. .*write type: Literal\['bad:fn'\] = 'bad:fn'",
+        ),
+        (
+            HEAD + "class C(LossConfig):\n    type: str = 'bad:fn'\n" + FN,
+            "bad:fn",
+            r"bad.C declares type = 'bad:fn'\. .*write type: Literal\['bad:fn'\] = 'bad:fn'",
+        ),
+        (
+            HEAD + "class C(LossConfig):\n    x: int = 0\n" + FN,
+            "bad:fn",
+            r"bad.C declares type = None\. .*write type: Literal\['bad:fn'\] = 'bad:fn'",
+        ),
+        (
+            config_source("sft") + FN,
+            "bad:fn",
+            r"declares type = 'sft', the type of prime_composer.losses.sft.sft_loss_fn\. "
+            r"Each loss has a config of its own; write type: Literal\['bad:fn'\]",
+        ),
+        (
+            HEAD
+            + "from prime_composer.losses import SFTLossConfig as C\n"
+            + "def fn(inputs: LossInputs, config: C) -> LossOutputs: ...",
+            "bad:fn",
+            r"declares type = 'sft', the type of prime_composer.losses.sft.sft_loss_fn",
+        ),
+    ],
+)
+def test_an_error_says_what_is_wrong_and_what_to_write(write, source, name, message):
+    if source is not None:
+        write("bad", source)
+    with pytest.raises(ValueError, match=message) as error:
+        parse_loss({"type": name})
+    assert not isinstance(error.value, ValidationError)
+    assert name in str(error.value)
+    assert name not in LOSS_TYPES
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(AnyLoss).validate_python({"type": name})
+
+
+def test_two_outside_losses_cannot_share_a_config(write):
+    write("twins", config_source("twins:fn") + FN + FN.replace("def fn", "def twin"))
+    loss_type("twins:fn")
+    with pytest.raises(ValueError, match=r"declares type = 'twins:fn', the type of twins.fn"):
+        loss_type("twins:twin")
+
+
+def test_a_taken_type_cannot_be_registered():
+    cls = LOSS_TYPES["sft"]
+    with pytest.raises(ValueError, match="type = 'sft' is taken by prime_composer.losses.sft"):
+        register(cls)(LOSS_FNS[cls])
+
+
+def test_an_outside_loss_may_use_the_decorator(write):
+    source = config_source("own:fn") + "from prime_composer.losses import register\n"
+    write("own", source + "@register(C)\n" + FN)
+    assert loss_type("own:fn") is LOSS_TYPES["own:fn"]
+
+
+def test_a_config_of_another_class_is_refused(write):
+    """A script that imports itself under a second name has two classes of one type."""
+    write("one", config_source("one:fn") + FN)
+    loss_type("one:fn")
+    namespace: dict = {"__name__": "script"}
+    exec(config_source("one:fn"), namespace)
+    with pytest.raises(ValueError, match="script.C is not the config of 'one:fn', which is one.C"):
+        setup(namespace["C"]())
