@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from prime_composer.backends.hf_model import without_progress_bars
 
@@ -34,7 +33,7 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    run_dir: Path, step: int, model: nn.Module, tokenizer: Any, state: dict[str, Any], keep: int
+    run_dir: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any], keep: int
 ) -> Checkpoint:
     """Write the checkpoint of ``step`` atomically, and delete all but the newest ``keep``.
 
@@ -44,7 +43,7 @@ def save_checkpoint(
     Args:
         run_dir: the run directory.
         step: finished optimizer steps.
-        model: the student.
+        model: the student, a transformers model.
         tokenizer: its tokenizer.
         state: the trainer's state, as tensors and plain values.
         keep: checkpoints that remain, at least 1.

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from prime_composer.backends.hf_model import checkpoint_layers, lm_head_weight, load_student
 from prime_composer.backends.mixture import Teachers
 from prime_composer.backends.protocols import Sampler, Scorer
 from prime_composer.backends.self_teacher import PolicyTeacher
@@ -174,7 +175,7 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         """Entries of the student's output head."""
-        return self.model.get_output_embeddings().weight.shape[0]
+        return lm_head_weight(self.model).shape[0]
 
     def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples with their teacher's scores; unchanged where the loss needs no
@@ -209,12 +210,14 @@ class Engine:
         ]
         if not hinted:
             return []
-        size, support = self.loss.support_size, self.loss.support
-        by_student = support is not None and support.chosen_by == "student" and support.k != "full"
+        size, by_student = self.loss.support_size, False
+        support = self.loss.support
+        if support is not None and support.chosen_by == "student" and support.k != "full":
+            size, by_student = support.k, True
         scores = teacher.score(
             [sample.rollout for sample, _ in hinted],
             [prompt for _, prompt in hinted],
-            support.k if by_student else size,
+            size,
             chosen_by_student=by_student,
         )
         return [
@@ -265,8 +268,6 @@ def open_engine(
         ImportError: a backend's library is missing; the message names the pip line.
         ValueError: a model, a backend or the file of preference pairs is unusable.
     """
-    from prime_composer.backends.hf_model import checkpoint_layers, load_student
-
     origin = model_origin(recipe.student, "student", paths)
     status(f"loading the student from {student_dir or origin}")
     model, tokenizer = load_student(student_dir or origin, dtype="float32")

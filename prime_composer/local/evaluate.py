@@ -9,6 +9,7 @@ import torch
 from prime_composer.backends.hf_model import token_batches
 from prime_composer.backends.mixture import Teachers
 from prime_composer.backends.protocols import Sampler, SamplingParams
+from prime_composer.contract import given
 from prime_composer.divergences import reverse_kl
 from prime_composer.local.batch import Sample
 from prime_composer.local.collect import mean_by_environment
@@ -173,13 +174,13 @@ class Evaluator:
         lengths = [sample.length for sample in samples]
         for indices in token_batches(lengths, self.micro_batch_tokens):
             inputs = student_inputs(self.engine.model, [samples[i] for i in indices])
-            assert inputs.support is not None and inputs.segment_ids is not None
+            support, segments = given(inputs.support), given(inputs.segment_ids)
             kl = reverse_kl(
-                inputs.support.student_logprobs,
-                inputs.support.teacher_logprobs,
+                support.student_logprobs,
+                support.teacher_logprobs,
                 normalization="full" if self.kl_support == "full" else "tail",
             )
-            sums.index_add_(0, torch.tensor(indices)[inputs.segment_ids.cpu()], kl.double().cpu())
+            sums.index_add_(0, torch.tensor(indices)[segments.cpu()], kl.double().cpu())
         return sums.tolist(), [float(rollout.loss_mask.sum()) for rollout in rollouts]
 
     def _by_environment(

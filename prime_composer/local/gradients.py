@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_composer.backends.hf_model import token_batches
-from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean
+from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, given
 from prime_composer.local.batch import Batch
 from prime_composer.local.replay import empty_pack, pair_inputs
 from prime_composer.local.student_forward import empty_inputs, student_inputs
@@ -66,7 +66,7 @@ def accumulate_gradients(
         NonFiniteLoss: raised before the backward pass of that micro-batch.
     """
     total_tokens = batch.tokens or 1
-    loss_sum = 0.0
+    loss_sum = torch.zeros(())
     averages = MetricAverages()
     for micro_batch in prepare_micro_batches(model, loss, batch, config, reference):
         outputs = loss(micro_batch.inputs)
@@ -170,7 +170,7 @@ def describe_non_finite(
     prefix = f"step {step}: the loss {loss.config.type!r}"
     inputs = micro_batch.inputs
     for segment, name in enumerate(micro_batch.names if micro_batch.tokens else ()):
-        alone = dataclasses.replace(inputs, loss_mask=inputs.segment_ids == segment)
+        alone = dataclasses.replace(inputs, loss_mask=given(inputs.segment_ids) == segment)
         value = float(loss(alone).loss.detach())
         if not math.isfinite(value):
             return f"{prefix} of {name} is {value}; training stops here"

@@ -28,6 +28,7 @@ from prime_composer.lm_head import selected_logprobs
 from prime_composer.local.engine import Engine
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
+from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import Recipe, RolloutConfig
 
@@ -93,7 +94,8 @@ def preflight(engine: Engine, recipe: Recipe, status: Callable[[str], None]) -> 
     prompts = [tokenized.prompt(problem) for problem in problems]
     max_tokens = recipe.rollout.max_tokens
     if engine.policy_teacher is not None:
-        positions = engine.model.config.get_text_config().max_position_embeddings
+        config: Any = engine.model.config
+        positions = config.get_text_config().max_position_embeddings
         check_hinted_prompts(engine.policy_teacher, problems, recipe.rollout, positions)
     result = Preflight()
     check_context(prompts, max_tokens, engine.sampler.limits)
@@ -154,6 +156,17 @@ def naming(teacher: TeacherId, among: Mapping[TeacherId, object]) -> Iterator[No
         if len(among) == 1:
             raise
         raise PreflightError(f"[{teacher.table}]: {error}") from None
+
+
+def check_routing(recipe: Recipe, problems: ProblemSet) -> None:
+    """Refuse a row of the data that names a teacher which the recipe does not have.
+
+    Raises:
+        RecipeError: it does.
+    """
+    routing = Routing.of_recipe(recipe)
+    for problem in [*problems.practice, *problems.held_out]:
+        routing.of(problem)
 
 
 def check_objective(recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from prime_composer.backends.protocols import Rollout
-from prime_composer.contract import LossInputs
+from prime_composer.contract import LossInputs, given
 from prime_composer.local.batch import Pair, Sample
 from prime_composer.local.student_forward import student_inputs
 from prime_composer.problems.config import DataConfig, Problem
@@ -125,6 +125,6 @@ def empty_pack(like: LossInputs) -> LossInputs:
         ref_logprobs=none,
         advantages=None,
         loss_mask=like.loss_mask[:0],
-        token_ids=None if like.token_ids is None else like.token_ids[:0],
-        segment_ids=None if like.segment_ids is None else like.segment_ids[:0],
+        token_ids=given(like.token_ids)[:0],
+        segment_ids=given(like.segment_ids)[:0],
     )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from prime_composer.backends.hf_model import hidden_states, lm_head_weight
-from prime_composer.contract import LossInputs, Support
+from prime_composer.contract import LossInputs, Support, given
 from prime_composer.lm_head import selected_logprobs
 from prime_composer.local.batch import Sample
 
@@ -86,9 +86,8 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
 
 def _trained_scores(sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
     """Return log q, support ids and log q on the support at the sample's trained tokens."""
-    assert sample.scores is not None
+    scores = given(sample.scores)
     mask = sample.rollout.loss_mask[sample.rollout.start :]
-    scores = sample.scores
     return scores.ref_logprobs[mask], scores.token_ids[mask], scores.teacher_logprobs[mask]
 
 
@@ -107,6 +106,6 @@ def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossI
         advantages=detached,
         loss_mask=like.loss_mask[:0],
         support=Support(token_ids=wide.long(), teacher_logprobs=wide, student_logprobs=wide),
-        token_ids=like.token_ids[:0],
-        segment_ids=None if like.segment_ids is None else like.segment_ids[:0],
+        token_ids=given(like.token_ids)[:0],
+        segment_ids=given(like.segment_ids)[:0],
     )

@@ -1,5 +1,6 @@
 """Log metrics to ``metrics.jsonl``, and to TensorBoard and W&B where the recipe enables them."""
 
+import importlib
 import json
 import math
 import os
@@ -25,14 +26,7 @@ class Tracker:
     """
 
     def __init__(self, run_dir: Path, config: LoggingConfig, resume_step: int | None = None):
-        wandb = None
-        if config.wandb is not None:
-            try:
-                import wandb
-            except ImportError:
-                raise ValueError(
-                    "[logging.wandb] needs Weights & Biases: pip install wandb"
-                ) from None
+        wandb: Any = None if config.wandb is None else import_wandb()
         path = run_dir / METRICS_FILE
         if resume_step is not None:
             kept = [record for record in read_metrics(run_dir) if record["step"] <= resume_step]
@@ -48,7 +42,7 @@ class Tracker:
 
             purge = None if resume_step is None else resume_step + 1
             self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
-        if wandb is not None:
+        if config.wandb is not None:
             # A resumed run continues its own W&B run. W&B ignores steps that it has already; the
             # resumed run only repeats their numbers.
             id_file = run_dir / WANDB_ID_FILE
@@ -86,6 +80,18 @@ class Tracker:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def import_wandb() -> Any:
+    """Return the wandb module.
+
+    Raises:
+        ValueError: it is not installed; the message names the pip line.
+    """
+    try:
+        return importlib.import_module("wandb")
+    except ImportError:
+        raise ValueError("[logging.wandb] needs Weights & Biases: pip install wandb") from None
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -17,13 +17,12 @@ from prime_composer.local.collect import collect
 from prime_composer.local.engine import Engine, open_engine
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.gradients import NonFiniteLoss, accumulate_gradients
-from prime_composer.local.preflight import preflight
+from prime_composer.local.preflight import check_routing, preflight
 from prime_composer.local.tracker import Tracker, read_metrics
 from prime_composer.losses import setup_loss_fn
 from prime_composer.losses.bound import Objective
 from prime_composer.losses.shared.modifiers import resolve
 from prime_composer.problems.loading import ProblemSet
-from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe, TrainerConfig
 
 
@@ -119,17 +118,6 @@ def train(
                 if stop.requested:
                     break
     return Outcome(run_dir, state.steps, state.steps < last, evaluations)
-
-
-def check_routing(recipe: Recipe, problems: ProblemSet) -> None:
-    """Refuse a row of the data that names a teacher which the recipe does not have.
-
-    Raises:
-        RecipeError: it does.
-    """
-    routing = Routing.of_recipe(recipe)
-    for problem in [*problems.practice, *problems.held_out]:
-        routing.of(problem)
 
 
 @dataclass
