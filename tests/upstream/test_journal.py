@@ -1,91 +1,124 @@
-"""A schedule inside prime-rl goes on after prime-rl's own resume."""
+"""A loss's state goes on after prime-rl's own resume."""
 
 import types
 
 import pytest
+import torch
 
-from prime_composer.upstream import journal, registration
+from prime_composer.upstream.trainer import hooks
+from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.upstream.trainer.journal import FILE
 from prime_composer.upstream.versions import UnknownSurface
-from tests.upstream import fake_prime_rl
+from tests.upstream import fake_prime_rl, scheduled_loss
 
-TAID = {"type": "taid", "k": 4, "total_steps": 10, "t_start": 0.2, "alpha": 0.5, "beta": 0.5}
+SCHEDULED = {"type": scheduled_loss.NAME}
+LOSSES = [5.0, 4.0, 2.5, 2.25, 1.0, 0.75]
 
 
 @pytest.fixture
-def trainer(monkeypatch):
-    """Registers a loss anew, as the trainer of a run does, and makes its DataLoader."""
-    fake_prime_rl.put(monkeypatch, fake_prime_rl.loss_module("v0.7"))
-    monkeypatch.setattr(registration, "_adapter_for", lambda config: lambda inputs: (None, None))
+def start(monkeypatch):
+    """Return a function that starts a trainer process on a folder, at a step."""
+    monkeypatch.delenv("PRIME_COMPOSER", raising=False)
 
-    def start(folder, step, table=TAID):
-        registration.unregister()
-        registered = registration.register(table)
-        data = types.ModuleType("prime_rl.trainer.rl.data")
-
-        class DataLoader:
-            def __init__(self, output_dir, start_step, dp_world_size, config):
-                self.made = True
-
-        data.DataLoader = DataLoader
-        journal.hook_data(data)
-        assert data.DataLoader(folder, step, 1, config=None).made
-        return registered
+    def start(folder, step, table=SCHEDULED):
+        loss, data = fake_prime_rl.loss_module("v0.7"), fake_prime_rl.data_module()
+        fake_prime_rl.put(monkeypatch, loss, data)
+        loss.setup_rl_loss_fn(fake_prime_rl.custom(**table))
+        return data.DataLoader(folder, step)
 
     yield start
-    registration.unregister()
+    adapter.cache_clear()
 
 
-def train(registered, losses):
-    ts = []
+def means():
+    return adapter().loss.objective.state_dict()["means"]
+
+
+def train(loader, losses):
+    """Train one step per loss; return the state before each step."""
+    states = []
     for loss in losses:
-        registered.calls = 1
-        registered._global_totals = lambda loss=loss: (loss, 1.0, 1.0, 0.0, 0.0)
-        registered.end_step()
-        ts.append(registered.loss.state and registered.loss.state.t)
-    return ts
+        loader.get_batch()
+        states.append(list(means()) if adapter().loss.objective.stateful else None)
+        row, mask = torch.zeros(1), torch.ones(1, dtype=torch.bool)
+        logprobs = torch.full((1,), loss, requires_grad=True)
+        adapter().loss(fake_prime_rl.LossInputsV07(logprobs, row, row, row, mask))
+    return states
 
 
-LOSSES = [5.0, 4.0, 2.5, 2.4, 1.0, 0.7]
+@pytest.mark.parametrize("first", [0, 1])  # steps count from 0 in v0.6, later from 1
+@pytest.mark.parametrize("done", [1, 3, 5])
+def test_resume_goes_on_as_an_uninterrupted_run(start, tmp_path, capfd, first, done):
+    """The run dies one step after its checkpoint."""
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole = train(start(tmp_path / "whole", first), LOSSES)
+    assert whole == [LOSSES[:n] for n in range(6)]
+    train(start(tmp_path / "cut", first), LOSSES[: done + 1])
+    resumed = start(tmp_path / "cut", first + done)
+    assert train(resumed, LOSSES[done:]) == whole[done:]
+    said = capfd.readouterr().err
+    assert f"goes on with its state of step {first + done}\n" in said
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_resume_from_any_checkpoint_goes_on_to_the_numbers_of_an_uninterrupted_run(
-    trainer, tmp_path, capfd, first
-):
-    (tmp_path / "whole").mkdir()
-    whole = train(trainer(tmp_path / "whole", first), LOSSES)
-    assert len(set(whole)) == 6
-    for done in (1, 3, 5):
-        folder = tmp_path / f"cut{done}"
-        folder.mkdir()
-        train(trainer(folder, first), LOSSES[: done + 1])  # dies one step after its checkpoint
-        resumed = trainer(folder, first + done)
-        assert train(resumed, LOSSES[done:]) == whole[done:]
-    assert f"goes on with its state of step {first + 5}" in capfd.readouterr().err
+def test_resume_of_an_ended_run_repeats_one_step(start, tmp_path, capfd):
+    """The batch after the last step was never asked for, so its state was not written."""
+    train(start(tmp_path, 1), LOSSES[:3])
+    loader = start(tmp_path, 4)
+    assert means() == LOSSES[:2]
+    assert "its state of step 3, and repeats that step's schedule" in capfd.readouterr().err
+    train(loader, LOSSES[3:5])
+    start(tmp_path, 5)
+    assert means() == [*LOSSES[:2], LOSSES[3]]
 
 
-def test_a_state_that_was_not_kept_is_said_and_a_line_cut_short_is_passed_over(
-    trainer, tmp_path, capfd
-):
-    train(trainer(tmp_path, 0), LOSSES[:2])
-    path = tmp_path / journal.FILE
+def test_resume_two_steps_after_the_last_state_starts_anew(start, tmp_path, capfd):
+    train(start(tmp_path, 1), LOSSES[:3])
+    start(tmp_path, 5)
+    assert means() == []
+    assert "starts its schedule anew at step 5" in capfd.readouterr().err
+
+
+def test_resume_ignores_the_lines_of_an_abandoned_branch(start, tmp_path):
+    """Steps 4 to 6 of the first run are gone: it was resumed from step 2 and trained two steps."""
+    train(start(tmp_path, 1), LOSSES)
+    train(start(tmp_path, 3), [9.0, 9.0])
+    start(tmp_path, 5)
+    assert means() == [*LOSSES[:2], 9.0]
+
+
+def test_resume_passes_over_a_line_cut_short(start, tmp_path, capfd):
+    train(start(tmp_path, 0), LOSSES[:3])
+    path = tmp_path / FILE
     path.write_text(path.read_text()[:-20])
-    assert trainer(tmp_path, 2).loss.state.t == 0.2
-    assert "starts its schedule anew at step 2" in capfd.readouterr().err
-    assert trainer(tmp_path, 1).loss.state.previous_loss == 5.0
+    start(tmp_path, 2)
+    assert means() == LOSSES[:1]
+    assert "its state of step 1, and repeats" in capfd.readouterr().err
 
 
-def test_only_one_rank_writes_and_a_loss_without_a_state_writes_nothing(
-    trainer, tmp_path, monkeypatch
-):
-    train(trainer(tmp_path, 0, {"type": "topk_reverse_kl", "k": 4}), LOSSES[:2])
+def test_resume_ignores_the_lines_of_another_loss(start, tmp_path, capfd):
+    train(start(tmp_path, 1), LOSSES[:3])
+    path = tmp_path / FILE
+    path.write_text(path.read_text().replace(scheduled_loss.NAME, "taid"))
+    start(tmp_path, 3)
+    assert means() == []
+    assert "starts its schedule anew at step 3" in capfd.readouterr().err
+
+
+def test_journal_is_written_by_rank_0_alone(start, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    train(trainer(tmp_path, 0), LOSSES[:2])
-    assert not (tmp_path / journal.FILE).exists()
+    train(start(tmp_path, 0), LOSSES[:2])
+    assert not (tmp_path / FILE).exists()
 
 
-def test_another_data_loader_is_an_unknown_surface():
+def test_loss_without_a_state_writes_no_journal(start, tmp_path):
+    train(start(tmp_path, 0, {"type": "sampled_reverse_kl"}), LOSSES[:2])
+    assert not (tmp_path / FILE).exists()
+
+
+def test_unknown_data_loader_names_what_is_missing():
     module = types.ModuleType("prime_rl.trainer.rl.data")
-    module.DataLoader = type("DataLoader", (), {"__init__": lambda self, folder: None})
+    methods = {"__init__": lambda self, folder: None, "get_batch": lambda self: []}
+    module.DataLoader = type("DataLoader", (), methods)
     with pytest.raises(UnknownSurface, match="lost output_dir, start_step"):
-        journal.hook_data(module)
+        hooks.hook_data(module)

@@ -1,322 +1,330 @@
-import types
+"""A loss in prime-rl's terms: which tokens it gets, what is refused, and when a step has ended."""
+
+import json
 
 import pytest
 import torch
 
-from prime_composer.losses import LOSS_FNS, LOSS_TYPES
-from prime_composer.upstream import registration
-from prime_composer.upstream.switch import switch
+from prime_composer.losses import LOSS_TYPES
+from prime_composer.upstream import plain_launcher
+from prime_composer.upstream.trainer import hooks
+from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.upstream.versions import LOSS_V0_6, LOSS_V0_7
 from prime_composer.upstream.wire import MARK
-from tests.upstream import fake_prime_rl
+from tests.upstream import fake_prime_rl, scheduled_loss
 
-ERAS = ("v0.6", "v0.7")
-SLOT = {"v0.6": "opd_loss_fn", "v0.7": "ref_kl_loss_fn"}
+SAMPLED = {"type": "sampled_reverse_kl"}
+CONTRACTS = {"v0.6": LOSS_V0_6, "v0.7": LOSS_V0_7}
 
 
-@pytest.fixture(params=ERAS)
-def module(request, monkeypatch):
+class Trainer:
+    """Calls prime-rl's modules as its train loop does.
+
+    Attributes:
+        loss: its loss module, imported already.
+        data: its data module, imported already.
+        contract: the loss contract of both.
+    """
+
+    def __init__(self, monkeypatch, folder, contract):
+        self.contract = contract
+        self.loss = fake_prime_rl.loss_module(contract.name)
+        self.data = fake_prime_rl.data_module()
+        self._monkeypatch, self._folder = monkeypatch, folder
+        self._loader = None
+        fake_prime_rl.put(monkeypatch, self.loss, self.data)
+
+    def setup(self, **table):
+        """Return what rl tokens are sent to, with the table in [trainer.loss.kwargs]."""
+        config = fake_prime_rl.custom(**table)
+        setup = getattr(self.loss, self.contract.setup)
+        return setup(config)["rl"] if self.contract is LOSS_V0_6 else setup(config)
+
+    def hook(self, settings):
+        """Turn the whole-run adapter on, as the finder does when the modules have been loaded."""
+        self._monkeypatch.setenv("PRIME_COMPOSER", json.dumps(settings))
+        adapter.cache_clear()
+        hooks.hook_loss(self.loss)
+        hooks.hook_data(self.data)
+
+    @property
+    def slot(self):
+        """What distillation tokens are sent to."""
+        return getattr(self.loss, self.contract.slot)
+
+    def inputs(self, n=6, ref=True):
+        """Return prime-rl's inputs of one sequence, with four trained tokens of six."""
+        generator = torch.Generator().manual_seed(0)
+        rows = [-torch.rand(n, generator=generator) for _ in range(3)]
+        rows[0].requires_grad_()
+        mask = torch.arange(n) % 3 != 0
+        return self.loss.LossInputs(*rows[:2], rows[2] if ref else None, torch.ones(n), mask)
+
+    def next_batch(self):
+        """Ask for the next batch; the first time, for the first one."""
+        if self._loader is None:
+            self._loader = self.data.DataLoader(self._folder, 1)
+        return self._loader.get_batch()
+
+    def train(self, calls=1):
+        """Do one step, with as many sequences for the distillation loss."""
+        self.next_batch()
+        return [self.slot(self.inputs()) for _ in range(calls)]
+
+
+@pytest.fixture(params=CONTRACTS)
+def trainer(request, monkeypatch, tmp_path):
     monkeypatch.delenv("PRIME_COMPOSER", raising=False)
-    module = fake_prime_rl.put(monkeypatch, fake_prime_rl.loss_module(request.param))
-    module.era = request.param
-    yield module
-    registration.unregister()
+    yield Trainer(monkeypatch, tmp_path, CONTRACTS[request.param])
+    adapter.cache_clear()
 
 
-def setup(module, **table):
-    config = fake_prime_rl.custom(**table)
-    return (
-        module.setup_loss_fns(config)["rl"]
-        if module.era == "v0.6"
-        else module.setup_rl_loss_fn(config)
-    )
+@pytest.fixture
+def newer_trainer(monkeypatch, tmp_path):
+    monkeypatch.delenv("PRIME_COMPOSER", raising=False)
+    yield Trainer(monkeypatch, tmp_path, LOSS_V0_7)
+    adapter.cache_clear()
 
 
-def inputs(module, n=6, ref=True):
-    generator = torch.Generator().manual_seed(0)
-    rows = [-torch.rand(n, generator=generator) for _ in range(3)]
-    rows[0].requires_grad_()
-    mask = torch.arange(n) % 3 != 0
-    return module.LossInputs(rows[0], rows[1], rows[2] if ref else None, torch.ones(n), mask)
-
-
-@pytest.mark.parametrize(
-    "table", [{"type": "sampled_reverse_kl", "dialect": "v0_7"}, {"type": "default"}]
-)
-def test_prime_rls_setup_binds_our_loss_to_the_tokens_that_it_is_for(module, table):
-    before = getattr(module, SLOT[module.era])
-    rl = setup(module, **table)
-    slot = getattr(module, SLOT[module.era])
+@pytest.mark.parametrize("table", [{**SAMPLED, "dialect": "v0_7"}, {"type": "default"}])
+def test_setup_binds_a_loss_to_its_own_tokens(trainer, table):
+    before = trainer.slot
+    rl_loss = trainer.setup(**table)
     distils = table["type"] != "default"
-    assert (
-        slot is before
-    ) is not distils  # prime-rl's own distillation stays where the loss is none
-    out = (slot if distils else rl)(inputs(module))
-    assert type(out) is module.LossOutputs
+    # prime-rl's own distillation stays in place where the loss is none.
+    assert (trainer.slot is before) is not distils
+    out = (trainer.slot if distils else rl_loss)(trainer.inputs())
+    assert type(out) is trainer.loss.LossOutputs
     assert out.loss.shape == () and out.loss.requires_grad
     assert all(value.shape == () and not value.requires_grad for value in out.metrics.values())
-    assert registration.current().calls == 1
+    assert adapter().loss.calls == 1
 
 
-def test_rl_tokens_do_not_reach_a_loss_that_compares_with_a_teacher(module):
-    rl = setup(module, type="sampled_reverse_kl", dialect="v0_7")
-    if module.era == "v0.6":  # one training_mode per run
-        assert rl(inputs(module)).loss.requires_grad
+def test_setup_binds_a_loss_from_outside(trainer):
+    """``type = "module:function"``, with what a plain formula gives for its loss and metric."""
+    trainer.setup(type=scheduled_loss.NAME, steps="3")
+    assert adapter().loss.objective.config.steps == 3
+    inputs = trainer.inputs()
+    gap = (inputs.trainer_logprobs - getattr(inputs, trainer.contract.ref_field))[inputs.loss_mask]
+    out = trainer.slot(inputs)
+    assert out.loss.item() == pytest.approx(gap.sum().item())
+    assert out.metrics[f"{scheduled_loss.NAME}/gap"].item() == pytest.approx(gap.mean().item())
+
+
+def test_rl_tokens_of_a_distilling_loss_are_refused(trainer):
+    rl_loss = trainer.setup(**SAMPLED, dialect="v0_7")
+    if trainer.contract is LOSS_V0_6:  # one training_mode per run
+        assert rl_loss(trainer.inputs()).loss.requires_grad
         return
-    # Beside distillation samples of its bin, prime-rl fills the teacher's log-probs of an rl sample with 0.0.
-    filled = inputs(module)
+    # In a bin with distillation samples, prime-rl fills the scores of an rl sample with 0.0.
+    filled = trainer.inputs()
     filled.ref_logprobs = torch.zeros(6)
     with pytest.raises(ValueError, match='algo.type = "opd".*PRIME_COMPOSER='):
-        rl(filled)
+        rl_loss(filled)
     filled.loss_mask = torch.zeros(6, dtype=torch.bool)  # what pads the ranks' batches
-    assert rl(filled).loss.item() == 0
+    assert rl_loss(filled).loss.item() == 0
 
 
-def distilling(module, **table):
-    setup(module, **table)
-    return getattr(module, SLOT[module.era])
-
-
-def test_asking_for_loss_fn_elsewhere_registers_nothing(module):
+def test_loss_fn_imported_elsewhere_registers_nothing(trainer):
     from prime_composer.upstream import loss_fn
 
-    assert loss_fn is registration.loss_fn
-    assert registration.current() is None
+    assert loss_fn is plain_launcher.loss_fn
+    assert adapter().loss is None
 
 
-def test_loss_weights_reach_the_loss(module):
-    if module.era == "v0.6":
-        pytest.skip("v0.6 has no weight streams")
-    fn = distilling(module, type="sampled_reverse_kl")
-    one, two = inputs(module), inputs(module)
+def test_loss_weights_reach_the_loss(newer_trainer):
+    newer_trainer.setup(**SAMPLED)
+    one, two = newer_trainer.inputs(), newer_trainer.inputs()
     two.loss_weights = torch.full((6,), 2.0)
+    fn = newer_trainer.slot
     assert fn(two).loss.item() == pytest.approx(2 * fn(one).loss.item(), rel=1e-6)
 
 
-def test_numbers_that_the_command_line_turned_into_strings_are_numbers_again(module):
-    setup(module, type="sampled_reverse_kl", kl_tau="0.25", delta_low="1e-1")
-    config = registration.current().loss.config
+def test_metrics_reach_prime_rl_as_plain_tensors(trainer):
+    """prime-rl stacks and gathers them; ours may be tensor subclasses that say how to average."""
+    trainer.setup(type=scheduled_loss.NAME)
+    metrics = trainer.slot(trainer.inputs()).metrics
+    assert metrics[f"{scheduled_loss.NAME}/tokens"].item() == 4
+    assert len(metrics) == 3 and {type(value) for value in metrics.values()} == {torch.Tensor}
+
+
+def test_setup_reads_numbers_written_as_strings(trainer):
+    """prime-rl's command line passes strings."""
+    trainer.setup(type="sampled_reverse_kl", kl_tau="0.25", delta_low="1e-1")
+    config = adapter().loss.objective.config
     assert (config.kl_tau, config.delta_low) == (0.25, 0.1)
-    assert registration.parse_loss({"type": "topk_reverse_kl", "k": "16"}).k == 16
-
-
-def test_an_unknown_key_names_the_nearest_one(module):
-    with pytest.raises(ValueError, match="unknown key 'kl_taus'; did you mean 'kl_tau'"):
-        setup(module, type="sampled_reverse_kl", kl_taus=0.1)
-
-
-def test_an_unknown_loss_lists_the_losses(module):
-    with pytest.raises(ValueError, match="topk_reverse_kl") as caught:
-        setup(module, type="topk_revers_kl")
-    assert all(name in str(caught.value) for name in LOSS_TYPES)
-    with pytest.raises(ValueError, match="has no `type`"):
-        setup(module, k=3)
 
 
 SUPPORTED = [
     name
     for name, config in LOSS_TYPES.items()
-    if not [f for f in config.model_fields.values() if f.is_required()]
+    if not any(field.is_required() for field in config.model_fields.values())
     and "support" in config().needs
 ]
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
-def test_a_loss_that_needs_a_support_is_refused_on_the_plain_road_with_the_command_to_use(
-    module, name
-):
-    with pytest.raises(ValueError, match="--engine prime-rl") as caught:
-        setup(module, type=name)
-    assert "PRIME_COMPOSER=1" in str(caught.value)
-    assert getattr(module, SLOT[module.era]).__name__ == SLOT[module.era]
-
-
-@pytest.mark.parametrize("said", [True, "true"])  # the command line makes strings of it
-def test_a_run_whose_teachers_are_mixed_by_the_adapter_does_not_start_without_it(module, said):
-    with pytest.raises(ValueError, match="adapter = true.*PRIME_COMPOSER=1 in front"):
-        setup(module, type="sampled_reverse_kl", adapter=said)
-    setup(module, type="sampled_reverse_kl", adapter=False)
-
-
-def test_the_table_of_losses_is_covered():
-    assert "topk_reverse_kl" in SUPPORTED and len(LOSS_FNS) >= 3
-
-
-def step(optimizer):
-    optimizer.param_groups[0]["params"][0].grad = torch.zeros(1)
-    optimizer.step()
-
-
-def test_a_registered_loss_that_is_never_called_stops_the_run_at_the_first_step(module):
-    setup(module, type="sampled_reverse_kl")
-    with pytest.raises(RuntimeError, match="never called in the first optimiser step") as caught:
-        step(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
-    assert {"v0.6": 'training_mode = "opd"', "v0.7": '[orchestrator.algo] type = "opd"'}[
-        module.era
-    ] in str(caught.value)
-
-
-def test_a_loss_beside_an_rl_loss_waits_ten_steps_for_its_first_tokens(module, capfd):
-    if module.era == "v0.6":
-        pytest.skip("v0.6 has one training_mode per run")
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    for wait in (3, 9):
-        registered = registration.register(
-            {"type": "sampled_reverse_kl"}
-        )  # named in PRIME_COMPOSER, not in [trainer.loss]
-        for _ in range(wait):
-            step(optimizer)
-        assert "was not called in step 3: no token for it" in capfd.readouterr().err
-        if wait == 3:
-            registered(inputs(module))
-            step(optimizer)
-            assert (
-                "called 1 times on 4 tokens in step 4, the first with tokens"
-                in capfd.readouterr().err
-            )
-            for _ in range(20):
-                step(optimizer)
-            registration.unregister()
-    with pytest.raises(RuntimeError, match="never called in the first 10 optimiser steps"):
-        step(optimizer)
-
-
-def test_a_resume_loads_the_optimiser_without_that_counting_as_a_step(module):
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    fn = distilling(module, type="sampled_reverse_kl", dialect="v0_7")
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    # What prime-rl's checkpoint manager asks for before it loads: torch takes a step on zero gradients for it.
-    assert get_optimizer_state_dict(model, optimizer)["state"]
-    assert registration.current().steps == 0
-    fn(inputs(module)).loss.backward()
-    optimizer.step()
-    assert registration.current().steps == 1
-
-
-def test_a_checkpoint_of_an_optimiser_without_a_state_is_no_step(module):
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    fn = distilling(module, type="sampled_reverse_kl")
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for count in (1, 2):
-        fn(inputs(module)).loss.backward()
-        optimizer.step()
-        get_optimizer_state_dict(model, optimizer)
-        assert registration.current().steps == count
-
-
-def test_a_loss_of_rl_tokens_waits_for_them_where_a_batch_may_hold_distillation_alone(module):
-    setup(module, type="default")
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    if module.era == "v0.6":
-        with pytest.raises(RuntimeError, match="never called in the first optimiser step"):
-            step(optimizer)
-        return
-    for _ in range(9):
-        step(optimizer)
-    with pytest.raises(
-        RuntimeError, match="in the first 10 optimiser steps: no token was sent to the rl loss"
-    ):
-        step(optimizer)
-
-
-def offload_module():
-    """prime-rl's full CPU offload: chunks step in other threads, and one step is taken when it is made."""
-    module = types.ModuleType("prime_rl.trainer.optim.offload")
-
-    class FullCPUOffloadOptimizer:
-        def __init__(self, optimizer, chunks):
-            self.optimizer, self.chunks = optimizer, chunks
-            step(optimizer)
-
-        def step(self, closure=None):
-            for _ in range(self.chunks):  # none with the native backend
-                step(self.optimizer)
-
-    module.FullCPUOffloadOptimizer = FullCPUOffloadOptimizer
-    return module
-
-
-@pytest.mark.parametrize("chunks", [0, 3])
-def test_a_step_of_an_offloaded_optimiser_is_one_step_whatever_it_does_inside(module, chunks):
-    offload = offload_module()
-    registration.hook_offload(offload)
-    registration.hook_offload(offload)  # both roads
-    fn = distilling(module, type="sampled_reverse_kl")
-    optimizer = offload.FullCPUOffloadOptimizer(
-        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), chunks
-    )
-    assert registration.current().steps == 0
-    for count in (1, 2):
-        fn(inputs(module))
-        optimizer.step()
-        assert registration.current().steps == count and registration.current().calls == 0
-
-
-def test_a_called_loss_is_counted_and_the_run_goes_on(module, capfd):
-    setup(module, type="sampled_reverse_kl")
-    getattr(module, SLOT[module.era])(inputs(module))
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    step(optimizer)
-    assert "called 1 times on 4 tokens" in capfd.readouterr().err
-    step(optimizer)
-    assert registration.current().calls == 0
-
-
-def test_a_run_whose_teachers_are_mixed_stops_at_the_first_step_without_the_adapter_in_its_orchestrator(
-    module, monkeypatch
-):
-    monkeypatch.setattr(registration, "_adapter_for", lambda config: lambda inputs: (None, None))
-    setup(module, type="sampled_reverse_kl", adapter=True)
-    plain, marked = inputs(module), inputs(module)
-    getattr(marked, registration.current().era.ref_field)[0] = MARK
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    registration.current()(plain)
-    with pytest.raises(RuntimeError, match="the orchestrator runs without it"):
-        step(optimizer)
-    registration.unregister()
-    setup(module, type="sampled_reverse_kl", adapter=True)
-    registration.current()(plain)  # one environment's own teacher, another's mixture
-    registration.current()(marked)
-    step(optimizer)
-    assert registration.current().steps == 1
-
-
-def test_a_schedule_advances_once_per_optimiser_step_with_the_mean_loss(module):
-    setup(module, type="sampled_reverse_kl")
-    registered, seen = registration.current(), []
-    registered.loss.end_step = seen.append
-    outs = [registered(inputs(module)).loss.item() for _ in range(2)]
-    step(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
-    assert seen == [pytest.approx(sum(outs) / 8)]
-
-
-def test_two_different_losses_in_one_trainer_are_refused(module):
-    setup(module, type="sampled_reverse_kl")
-    setup(module, type="sampled_reverse_kl")
-    with pytest.raises(ValueError, match="Two losses for one trainer"):
-        setup(module, type="sampled_reverse_kl", kl_tau=0.5)
-
-
-def test_a_missing_teacher_names_the_remedy(module):
-    fn = distilling(module, type="sampled_reverse_kl")
-    with pytest.raises(ValueError, match="needs ref_logprobs"):
-        fn(inputs(module, ref=False))
+def test_plain_launcher_refuses_a_loss_with_a_support(trainer, name):
+    before = trainer.slot
+    with pytest.raises(ValueError, match="--engine prime-rl") as refusal:
+        trainer.setup(type=name)
+    assert "PRIME_COMPOSER=1" in str(refusal.value)
+    assert trainer.slot is before
 
 
 @pytest.mark.parametrize(
-    "value,settings",
-    [("", None), ("0", None), ("1", {}), ('{"loss": {"k": 1}}', {"loss": {"k": 1}})],
+    "table,need",
+    [
+        ({"type": "dpo"}, "replay|segment_ids"),
+        ({**SAMPLED, "special_tokens": {"ids": [1]}}, "token_ids"),
+    ],
 )
-def test_the_switch(monkeypatch, value, settings):
-    monkeypatch.setenv("PRIME_COMPOSER", value)
-    assert switch() == settings
+def test_plain_launcher_refuses_inputs_it_cannot_provide(trainer, table, need):
+    with pytest.raises(ValueError, match=rf"^\[trainer.loss.kwargs\] type = .* needs ({need})"):
+        trainer.setup(**table)
 
 
-@pytest.mark.parametrize("value", ["yes", "[1]", '{"los": 1}'])
-def test_a_wrong_switch_shows_how_to_write_it(monkeypatch, value):
-    monkeypatch.setenv("PRIME_COMPOSER", value)
-    with pytest.raises(ValueError, match="topk_reverse_kl"):
-        switch()
+def test_advantages_with_a_teacher_are_refused_from_v0_7_on(trainer):
+    """From v0.7 on a token is sent to the rl loss or to distillation, which has no advantages."""
+    if trainer.contract is LOSS_V0_6:
+        trainer.setup(**SAMPLED, dialect="v0_6")
+        return
+    with pytest.raises(ValueError, match='needs advantages.*dialect = "v0_7"'):
+        trainer.setup(**SAMPLED, dialect="v0_6")
+
+
+@pytest.mark.parametrize("value", [True, "true"])  # the command line makes strings of it
+def test_plain_launcher_refuses_mixed_teachers(trainer, value):
+    with pytest.raises(ValueError, match="adapter = true.*PRIME_COMPOSER=1 in front"):
+        trainer.setup(**SAMPLED, adapter=value)
+    trainer.setup(**SAMPLED, adapter=False)
+
+
+def test_full_vocabulary_is_refused_in_the_trainer_too(newer_trainer):
+    """A trainer that was started by hand, without prime-rl's launcher."""
+    settings = {"loss": {"type": "topk_reverse_kl", "k": "full"}, "k": 4}
+    with pytest.raises(ValueError, match="give it a number k"):
+        newer_trainer.hook(settings)
+
+
+def test_uncalled_loss_stops_the_run_at_the_second_batch(trainer):
+    trainer.setup(**SAMPLED)
+    trainer.next_batch()
+    with pytest.raises(RuntimeError, match="never called in the first optimizer step") as stop:
+        trainer.next_batch()
+    key = {"v0.6": 'training_mode = "opd"', "v0.7": '[orchestrator.algo] type = "opd"'}
+    assert key[trainer.contract.name] in str(stop.value)
+
+
+def test_loss_beside_an_rl_loss_waits_ten_steps(newer_trainer, capfd):
+    """Named in PRIME_COMPOSER and not in [trainer.loss], so a batch may hold other tokens."""
+    newer_trainer.hook({"loss": SAMPLED})
+    for _ in range(10):
+        newer_trainer.next_batch()
+    assert "was not called in step 3: no token for it" in capfd.readouterr().err
+    with pytest.raises(RuntimeError, match="never called in the first 10 steps"):
+        newer_trainer.next_batch()
+
+
+def test_loss_beside_an_rl_loss_reports_its_first_tokens(newer_trainer, capfd):
+    newer_trainer.hook({"loss": SAMPLED})
+    for _ in range(3):
+        newer_trainer.next_batch()
+    newer_trainer.train()
+    newer_trainer.next_batch()
+    said = capfd.readouterr().err
+    assert "called 1 times on 4 tokens in step 4, the first with tokens" in said
+    for _ in range(20):
+        newer_trainer.next_batch()
+
+
+def test_loss_of_rl_tokens_waits_where_a_batch_may_lack_them(trainer):
+    trainer.setup(type="default")
+    trainer.next_batch()
+    if trainer.contract is LOSS_V0_6:
+        with pytest.raises(RuntimeError, match="never called in the first optimizer step"):
+            trainer.next_batch()
+        return
+    for _ in range(9):
+        trainer.next_batch()
+    message = "in the first 10 steps: no token was sent to the rl loss"
+    with pytest.raises(RuntimeError, match=message):
+        trainer.next_batch()
+
+
+def test_called_loss_is_reported_once(trainer, capfd):
+    trainer.setup(**SAMPLED)
+    trainer.train(calls=2)
+    assert "was called" not in capfd.readouterr().err
+    trainer.train(calls=2)
+    assert "called 2 times on 8 tokens in the first step" in capfd.readouterr().err
+    trainer.next_batch()
+    assert "was called" not in capfd.readouterr().err and adapter().loss.calls == 0
+
+
+def test_data_hook_counts_a_batch_once_on_both_roads(newer_trainer):
+    """The adapter hooks the loader, and the plain launcher finds it hooked."""
+    newer_trainer.hook({"loss": SAMPLED})
+    newer_trainer.setup(**SAMPLED)
+    newer_trainer.train()
+    newer_trainer.train()
+    assert adapter().steps == 2
+
+
+def test_data_hook_leaves_plain_batches_as_they_are(trainer):
+    trainer.setup(**SAMPLED)
+    assert type(trainer.next_batch()) is list
+
+
+def test_data_hook_reports_the_micro_batch_in_flight(newer_trainer):
+    newer_trainer.hook({"loss": SAMPLED})
+    batches = newer_trainer.next_batch()
+    assert len(batches) == 2 and batches[1] == {"number": 1}
+    for _ in range(2):  # prime-rl counts tokens first, then trains
+        in_flight = []
+        for _ in batches:
+            in_flight.append(adapter().micro_batch)
+        assert len(set(map(id, in_flight))) == 2
+
+
+def test_mixture_stops_without_the_orchestrators_mark(trainer):
+    settings = {"loss": SAMPLED, "k": 0, "teachers_mixed": True}
+    trainer.hook(settings)
+    trainer.train()
+    with pytest.raises(RuntimeError, match="adapter = true.*the orchestrator runs without it"):
+        trainer.next_batch()
+
+
+def test_mixture_goes_on_with_the_mark_on_one_sequence(trainer):
+    """One environment has a teacher of its own, another one a mixture."""
+    trainer.hook({"loss": SAMPLED, "k": 0, "teachers_mixed": True})
+    trainer.train()
+    marked = trainer.inputs()
+    getattr(marked, trainer.contract.ref_field)[0] = MARK
+    trainer.slot(marked)
+    trainer.next_batch()
+    assert adapter().loss.seen
+
+
+def test_schedule_advances_once_per_step_by_the_mean_loss(trainer):
+    trainer.setup(type=scheduled_loss.NAME)
+    outs = [out.loss.item() for out in trainer.train(calls=2)]
+    state = adapter().loss.objective.state_dict()
+    assert state == {"means": []}
+    trainer.train(calls=1)
+    assert adapter().loss.objective.state_dict() == {
+        "means": [pytest.approx(sum(outs) / 8, rel=1e-6)]
+    }
+
+
+def test_two_different_losses_are_refused(trainer):
+    trainer.setup(**SAMPLED)
+    trainer.setup(**SAMPLED)
+    with pytest.raises(ValueError, match="Two losses for one trainer"):
+        trainer.setup(**SAMPLED, kl_tau=0.5)
+
+
+def test_missing_teacher_names_the_need(trainer):
+    trainer.setup(**SAMPLED)
+    with pytest.raises(ValueError, match="needs ref_logprobs"):
+        trainer.slot(trainer.inputs(ref=False))

@@ -1,4 +1,4 @@
-"""The recipe of the whole-run tests, exported like a user's, with the settings that a CPU needs under [prime_rl]."""
+"""The recipe of the whole-run tests: exported like a user's, with a CPU's settings in [prime_rl]."""
 
 from pathlib import Path
 
@@ -9,9 +9,8 @@ from prime_composer.upstream.versions import VERSIONS
 from tests.upstream.e2e.launch_run import free_port
 
 HERE = Path(__file__).resolve().parent
-DIALECT = {"v0.6.0": "v0.6", "v0.7.0": "v0.7", "v0.8.0": "v0.8", "newest": "head"}
-# prime-rl ends without waiting for its last broadcasts; the third batch alone is held until policy v1 is there, so that a
-# server has always taken new weights before the end.
+# prime-rl ends without waiting for its last broadcasts. It holds the third batch until policy v1 is
+# there, so that a server has always taken new weights before the end of three steps.
 STEPS, BATCH = 3, 8
 MIXTURES = {"one": {"teacher": 0.5, "other": 0.5}, "more": {"teacher": 0.2, "other": 0.8}}
 
@@ -26,17 +25,31 @@ def native(
     fused=True,
     seq_len=128,
     steps=STEPS,
-    told=False,
+    hinted=False,
     other=None,
     resume=None,
     rl=False,
 ):
-    """The native TOML of ``version``: a tiny student and teacher, eight sums, three steps. With the URL of an ``other``
-    teacher: the recipe's own environments "one" and "more", each with its own mixture of the two. ``resume``: False keeps a
-    checkpoint of each step, True also goes on from the newest one. ``rl``: beside the sums an environment of prime-rl's own
-    rl loss (newest); ours is not in the file then, it is named in PRIME_COMPOSER."""
-    dialect = DIALECT[version]
-    newer = dialect in ("v0.8", "head")
+    """Return the native TOML of a version: a tiny student and teacher, eight sums, three steps.
+
+    Args:
+        version: a name of ``versions.VERSIONS``.
+        student: URL of its server.
+        teacher: URL of its server.
+        models: folder of the models.
+        loss: loss table of the recipe.
+        ranks: trainer processes.
+        fused: use prime-rl's fused output head.
+        seq_len: longest sequence.
+        steps: optimizer steps.
+        hinted: the policy, with the answer as a hint, is its own teacher.
+        other: URL of a second teacher. The environments are then the recipe's own "one" and "more",
+            each with its own mixture of the two.
+        resume: False keeps a checkpoint of each step, True also resumes from the newest one.
+        rl: adds an environment with prime-rl's own rl loss (head). Our loss is not in the file
+            then, but in PRIME_COMPOSER.
+    """
+    newer = version in ("v0.8", "head")
     recipe = {
         "student": {"model": str(models / "student")},
         "teacher": {"model": str(models / "teacher"), "url": teacher},
@@ -57,7 +70,7 @@ def native(
         "impl": "hf",
         "fused_lm_head_token_chunk_size": 64 if fused else "disabled",
     }
-    if dialect != "v0.6":
+    if version != "v0.6":
         model |= {
             "ac": "None",
             "ac_offloading": "None",
@@ -72,10 +85,10 @@ def native(
         "weight_broadcast": {"type": "filesystem"},
         "orchestrator": {"renderer": {"name": "qwen3"}, "train": {}},
     }
-    if dialect == "v0.6":
+    if version == "v0.6":
         prime_rl["orchestrator"]["train"]["env"] = [{"id": "tiny-env", "name": "sums"}]
         prime_rl["orchestrator"]["collect_inference_metrics"] = False
-    elif dialect == "v0.7":
+    elif version == "v0.7":
         harness = {"id": "tiny-harness", "runtime": {"type": "subprocess"}}
         prime_rl["orchestrator"]["train"]["env"] = [
             {"name": "sums", "taskset": {"id": "tiny-taskset"}, "harness": harness}
@@ -88,14 +101,14 @@ def native(
         prime_rl["rollout_transport"] = {"type": "filesystem"}
     if newer:  # two runs on one machine would meet at its default port
         prime_rl["orchestrator"]["env_server_base_port"] = free_port()
-    if dialect == "head":
+    if version == "head":
         prime_rl["monitors"] = {"file": {}}
         # A server with real metrics lets it grow to hundreds of rollouts in flight, and as many worker processes.
         prime_rl["orchestrator"]["concurrency"] = {"max_inflight": BATCH}
     else:
         for part in ("trainer", "orchestrator"):
             prime_rl[part]["wandb"] = {"project": "test", "name": part, "offline": True}
-    if told:  # the policy, told the answer, is its own teacher
+    if hinted:
         recipe["teacher"] = {"policy": {"update": "live"}}
         prime_rl["orchestrator"]["algo"] = {"renderer": {"name": "qwen3"}}
     if other is not None:
@@ -111,9 +124,9 @@ def native(
             recipe["environments"][name]["teacher"] = mixture
         del recipe["data"], prime_rl["orchestrator"]["train"]
     recipe["prime_rl"] = prime_rl
-    table = export_recipe(parse_recipe(recipe), dialect).table
+    table = export_recipe(parse_recipe(recipe), version).table
     if resume:
-        VERSIONS[dialect].resume(table)
+        VERSIONS[version].resume(table)
     if rl:
         del table["trainer"]["loss"]
         orchestrator = table["orchestrator"]

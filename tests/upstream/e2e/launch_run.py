@@ -1,4 +1,4 @@
-"""One whole run of an unmodified prime-rl on a CPU: servers, launcher, orchestrator, env server, trainer. Stdlib only."""
+"""Processes of one whole run of an unmodified prime-rl on a CPU. Uses the standard library only."""
 
 import json
 import os
@@ -37,24 +37,28 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def command_folder(python, folder):
-    """Upstream's console scripts, as its wheel would install them; torchrun is the one of the environment."""
+def command_folder(python, folder, unhooked=()):
+    """Write prime-rl's console scripts, as its wheel would; torchrun is the environment's own.
+
+    ``unhooked``: names of scripts that unset PRIME_COMPOSER.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, module in SCRIPTS.items():
         script = folder / name
-        script.write_text(
-            f"#!/bin/sh\nexec {python} -c 'from {module} import main; main()' \"$@\"\n"
-        )
+        off = "unset PRIME_COMPOSER\n" if name in unhooked else ""
+        start = f"exec {python} -c 'from {module} import main; main()' \"$@\"\n"
+        script.write_text(f"#!/bin/sh\n{off}{start}")
         script.chmod(script.stat().st_mode | stat.S_IXUSR)
     return folder
 
 
-def environment(python, tree, folder, **more):
+def environment(python, tree, folder, unhooked=(), **more):
+    """Return the environment of the launcher, and write the scripts that it starts."""
     path = os.pathsep.join(
         str(part)
         for part in (RIG, HERE, tree / "src", tree / "packages" / "prime-rl-configs" / "src")
     )
-    bins = f"{command_folder(python, folder / 'bin')}{os.pathsep}{Path(python).parent}"
+    bins = f"{command_folder(python, folder / 'bin', unhooked)}{os.pathsep}{Path(python).parent}"
     clean = {
         k: v
         for k, v in os.environ.items()
@@ -70,6 +74,8 @@ def environment(python, tree, folder, **more):
 
 
 class Server:
+    """The stand-in for vLLM (server.py)."""
+
     def __init__(self, python, model, log):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
@@ -103,7 +109,7 @@ class Server:
 
 
 class VllmServer:
-    """Real vLLM on a CPU, behind vllm_proxy.py; ``python`` here is one that has vLLM."""
+    """Real vLLM on a CPU, behind vllm_proxy.py; ``python`` has vLLM installed."""
 
     def __init__(self, python, model, log, core):
         self.log = Path(log)
@@ -189,7 +195,7 @@ class VllmServer:
 
 
 def run(command, env, folder, timeout):
-    """Runs the launcher in a process group of its own; kills the whole group at the end, whatever happened."""
+    """Run the launcher in a process group of its own, and kill the whole group at the end."""
     log = folder / "launcher.log"
     with open(log, "w") as out:
         process = subprocess.Popen(

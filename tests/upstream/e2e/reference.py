@@ -1,11 +1,16 @@
-"""The same numbers in float64, from the sequences that the servers saw: nothing of this package is imported.
+"""Compute the numbers of a run in float64, from the sequences that the servers received.
 
 usage: reference.py STUDENT K SEQUENCES.json [BROADCAST_DIR]
 
-SEQUENCES: a list of [tokens, length of the prompt, {folder of a teacher: its weight}]. Prints JSON: the reverse KL of
-student against teacher on the teacher's top-K plus one bucket for the rest, per sequence the mean over its completion
-tokens, from the initial weights; the sampled-token log-ratio likewise; and how far the broadcast weights are from the
-initial ones. Of several teachers each counts on its own top-K, and all of them on the sampled token.
+Imports nothing of this package. SEQUENCES is a list of [tokens, length of the prompt, {folder of a
+teacher: its weight}]. Prints JSON, from the initial weights:
+
+    tail_kl    reverse KL of student against teacher on the teacher's top-K plus one bucket for the
+               rest: per sequence the mean over its completion tokens
+    log_ratio  log q - log p of each completion token, per sequence
+    moved      largest difference between the broadcast weights and the initial ones
+
+Of several teachers each counts on its own top-K, and all of them on the sampled token.
 """
 
 import json
@@ -27,15 +32,18 @@ def probabilities(path, rows):
 
 
 def mixed(teachers, k, sampled):
-    """The K ids of the most mass with their mass, and the sampled token's, from [(weight, distribution), ...]."""
+    """Return the K ids of the most mass with their mass, and the mass of the sampled token.
+
+    ``teachers``: [(weight, distribution), ...].
+    """
     mass = {}
     for weight, q in teachers:
         for v in sorted(range(len(q)), key=lambda v: -float(q[v]))[:k]:
             mass[v] = mass.get(v, 0.0) + weight * float(q[v])
-    own = sum(weight * float(q[sampled]) for weight, q in teachers)
+    sampled_mass = sum(weight * float(q[sampled]) for weight, q in teachers)
     if sampled in mass:
-        mass[sampled] = own
-    return dict(sorted(mass.items(), key=lambda item: -item[1])[:k]), own
+        mass[sampled] = sampled_mass
+    return dict(sorted(mass.items(), key=lambda item: -item[1])[:k]), sampled_mass
 
 
 def main(student, k, sequences, broadcast=None):
@@ -45,21 +53,21 @@ def main(student, k, sequences, broadcast=None):
         folder: probabilities(folder, rows)
         for folder in {f for *_, weights in rows for f in weights}
     }
-    tail, ratio = [], []
+    tail_kl, log_ratio = [], []
     for i, (tokens, prompt, weights) in enumerate(rows):
-        here, sampled = [], []
+        divergences, ratios = [], []
         for t in range(prompt, len(tokens)):
             p = p_all[i][t - 1]
-            head, own = mixed(
+            head, sampled_mass = mixed(
                 [(w, q_all[folder][i][t - 1]) for folder, w in weights.items()], k, tokens[t]
             )
             pairs = [(float(p[v]), q) for v, q in head.items()]
             pairs.append((1 - sum(p for p, _ in pairs), 1 - sum(head.values())))
-            here.append(sum(a * math.log(a / b) for a, b in pairs))
-            sampled.append(math.log(own) - float(p[tokens[t]].log()))
-        tail.append(sum(here) / len(here))
-        ratio.append(sum(sampled) / len(sampled))
-    out = {"tail_kl": tail, "log_ratio": ratio}
+            divergences.append(sum(a * math.log(a / b) for a, b in pairs))
+            ratios.append(math.log(sampled_mass) - float(p[tokens[t]].log()))
+        tail_kl.append(sum(divergences) / len(divergences))
+        log_ratio.append(ratios)
+    out = {"tail_kl": tail_kl, "log_ratio": log_ratio}
     if broadcast is not None:
         start, moved = load_file(Path(student) / "model.safetensors"), 0.0
         files = list(Path(broadcast).glob("*.safetensors"))

@@ -1,0 +1,43 @@
+"""A loss with a state, from outside the package: its state lists the mean loss of every step."""
+
+from typing import ClassVar, Literal
+
+from prime_composer import LossInputs, LossOutputs
+from prime_composer.contract import Count, PairMean
+from prime_composer.losses import LossConfig
+
+NAME = "tests.upstream.scheduled_loss:scheduled"
+
+
+class Means:
+    def __init__(self):
+        self.means = []
+
+    def end_step(self, mean_loss):
+        self.means.append(mean_loss)
+
+    def state_dict(self):
+        return {"means": self.means}
+
+    def load_state_dict(self, state):
+        self.means = list(state["means"])
+
+
+class ScheduledConfig(LossConfig):
+    type: Literal["tests.upstream.scheduled_loss:scheduled"] = NAME
+    needs_inputs: ClassVar[frozenset[str]] = frozenset({"ref_logprobs"})
+    steps: int = 10
+
+    def make_state(self):
+        return Means()
+
+
+def scheduled(inputs: LossInputs, config: ScheduledConfig, state: Means) -> LossOutputs:
+    """Return the SUM of log p - log q, and a metric of each kind of average."""
+    gap = (inputs.trainer_logprobs - inputs.ref_logprobs)[inputs.loss_mask]
+    metrics = {
+        "gap": gap.detach().mean(),
+        "pairs": PairMean(gap.mean()),
+        "tokens": Count(inputs.loss_mask.sum()),
+    }
+    return LossOutputs(loss=gap.sum(), metrics=metrics)
