@@ -1,459 +1,342 @@
-"""One-line mutants of the maths, and whether the tests notice: ``python tests/mutants.py [name ...] [--jobs N]``.
+"""The mutants: small mistakes in the maths that the tests have to notice.
 
-Each mutant is a copy of the package with one replacement in one file; the tests of divergences, losses and the contract run
-on it until one fails. A mutant that none notices is printed as SURVIVED and the script exits 1. The last result of each stands
-in ``tests/mutants.txt``, which a test holds against this list.
+Each names a file below prime_composer/, a function, and what is replaced by what (see tree.py).
+``TESTS`` says which test files have to notice a mistake in which file.
 """
 
-import argparse
-import os
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULT = ROOT / "tests" / "mutants.txt"
-TESTS = [
-    "tests/test_divergences.py",
-    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "losses").glob("test_*.py")),
-    "tests/test_contract.py",
-]
-# Where a mutant of a file is most likely noticed: run first, so that most of them die within seconds.
-FIRST = {
-    "masked.py": ["test_support_losses", "test_preferences"],
-    "contract.py": ["test_contract"],
-    "trust_region.py": ["test_sampled_reverse_kl", "test_rl_losses"],
-    "loss_metrics.py": ["test_support_losses"],
-    "preferences.py": ["test_preferences"],
-    "modifiers.py": ["test_modifiers"],
-    "losses/sampled_reverse_kl.py": ["test_sampled_reverse_kl", "test_rl_losses"],
-    "losses/head_tail_reverse_kl.py": ["test_expectations"],
-    "losses/taid.py": ["test_taid"],
-    "losses/entropy_aware_opd.py": ["test_support_losses"],
-    "losses/self_distillation.py": ["test_support_losses"],
-    "losses/default.py": ["test_rl_losses"],
-    "losses/ipo.py": ["test_rl_losses"],
-    "losses/sft.py": ["test_rl_losses"],
-    "losses/dpo.py": ["test_preferences"],
-    "losses/simpo.py": ["test_preferences"],
-    "losses/compose.py": ["test_compose"],
-    "losses/base.py": ["test_compose", "test_taid", "test_support_losses"],
-}
+from tests.mutation.tree import Edit
 
-# name: (file in prime_composer, text that stands there exactly once, what a mistake would have written)
-MUTANTS: dict[str, tuple[str, str, str]] = {
+LOSSES = "tests/losses/"
+TESTS = {
+    "divergences.py": ["tests/test_divergences.py"],
+    "contract.py": ["tests/test_contract.py"],
+    "losses/shared/reductions.py": [
+        LOSSES + "test_support_losses.py", LOSSES + "test_preferences.py"
+    ],
+    "losses/shared/trust_region.py": [
+        LOSSES + "test_sampled_reverse_kl.py", LOSSES + "test_rl_losses.py",
+        "tests/parity/test_recorded.py", "tests/test_contract.py",
+    ],
+    "losses/shared/metrics.py": [LOSSES + "test_support_losses.py"],
+    "losses/shared/pairs.py": [LOSSES + "test_preferences.py"],
+    "losses/shared/modifiers.py": [LOSSES + "test_modifiers.py"],
+    "losses/sampled_reverse_kl.py": [
+        LOSSES + "test_sampled_reverse_kl.py", "tests/parity/test_recorded.py"
+    ],
+    "losses/head_tail_reverse_kl.py": [LOSSES + "test_expectations.py"],
+    "losses/taid.py": [LOSSES + "test_taid.py"],
+    "losses/entropy_aware_opd.py": [LOSSES + "test_support_losses.py"],
+    "losses/self_distillation.py": [LOSSES + "test_support_losses.py"],
+    "losses/default.py": [LOSSES + "test_rl_losses.py", "tests/parity/test_recorded.py"],
+    "losses/ipo.py": [LOSSES + "test_rl_losses.py", "tests/parity/test_recorded.py"],
+    "losses/sft.py": [LOSSES + "test_rl_losses.py", "tests/parity/test_recorded.py"],
+    "losses/dpo.py": [LOSSES + "test_preferences.py"],
+    "losses/simpo.py": [LOSSES + "test_preferences.py"],
+    "losses/compose.py": [LOSSES + "test_compose.py"],
+    "losses/config.py": [LOSSES + "test_compose.py"],
+    "losses/bound.py": [
+        LOSSES + "test_compose.py", LOSSES + "test_taid.py", LOSSES + "test_support_losses.py"
+    ],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake.
+
+    Attributes:
+        file: path below prime_composer/.
+        function: qualified name in that file.
+        edits: what the mistake changes there, all at once.
+        survives_because: why no test can notice it. Empty for a mutant that has to be killed.
+    """
+
+    file: str
+    function: str
+    edits: tuple[Edit, ...]
+    survives_because: str = ""
+
+
+def mutant(file: str, function: str, *edits: tuple[str, str]) -> Mutant:
+    return Mutant(file, function, tuple(Edit(*edit) for edit in edits))
+
+
+D = "divergences.py"
+TAIL = ("p, q = with_tail(p), with_tail(q)", "pass")
+REDUCTIONS = "losses/shared/reductions.py"
+REGION = "losses/shared/trust_region.py"
+MODIFIERS = "losses/shared/modifiers.py"
+SAMPLED = "losses/sampled_reverse_kl.py"
+HEAD_TAIL = "losses/head_tail_reverse_kl.py"
+TAID, EOPD, SELF = "losses/taid.py", "losses/entropy_aware_opd.py", "losses/self_distillation.py"
+RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
+
+MUTANTS: dict[str, Mutant] = {
     # divergences
-    "reverse tail dropped": (
-        "divergences.py",
-        "            p, q = with_tail(p), with_tail(q)\n            return kl_terms(p, q).sum(-1)",
-        "            return kl_terms(p, q).sum(-1)",
+    "reverse tail dropped": mutant(D, "reverse_kl", TAIL),
+    "forward tail dropped": mutant(D, "forward_kl", TAIL),
+    "reverse renorm is forward": mutant(
+        D, "reverse_kl",
+        ("kl_terms(renormalized(p), renormalized(q))",
+         "kl_terms(renormalized(q), renormalized(p))"),
     ),
-    "forward tail dropped": (
-        "divergences.py",
-        "            p, q = with_tail(p), with_tail(q)\n            return kl_terms(q, p).sum(-1)",
-        "            return kl_terms(q, p).sum(-1)",
+    "renorm renormalises the student only": mutant(
+        D, "reverse_kl",
+        ("kl_terms(renormalized(p), renormalized(q))", "kl_terms(renormalized(p), q)"),
     ),
-    "reverse renorm is forward": (
-        "divergences.py",
-        "kl_terms(renormalized(p), renormalized(q))",
-        "kl_terms(renormalized(q), renormalized(p))",
+    "generalised correction has the wrong sign": mutant(
+        D, "reverse_kl",
+        ("kl_terms(p, q) - torch.exp(p) + torch.exp(q)",
+         "kl_terms(p, q) + torch.exp(p) - torch.exp(q)"),
     ),
-    "renorm renormalises the student only": (
-        "divergences.py",
-        "kl_terms(renormalized(p), renormalized(q))",
-        "kl_terms(renormalized(p), q)",
+    "generalised correction forgotten": mutant(
+        D, "forward_kl", ("kl_terms(q, p) - torch.exp(q) + torch.exp(p)", "kl_terms(q, p)")
     ),
-    "generalised correction has the wrong sign": (
-        "divergences.py",
-        "kl_terms(p, q) - torch.exp(p) + torch.exp(q)",
-        "kl_terms(p, q) + torch.exp(p) - torch.exp(q)",
+    "stop-gradient removed": mutant(
+        D, "reverse_kl", ("torch.where(_C, 0.0, p - q).detach()", "torch.where(_C, 0.0, p - q)")
     ),
-    "generalised correction forgotten": (
-        "divergences.py",
-        "(kl_terms(q, p) - torch.exp(q) + torch.exp(p))",
-        "(kl_terms(q, p))",
+    "raw allowed in silence": mutant(D, "_refuse_biased", ("not allow_biased", "False")),
+    "jsd mixture fixed at one half": mutant(
+        D, "generalized_jsd",
+        ("torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))",
+         "torch.logaddexp(p + math.log(0.5), q + math.log(0.5))"),
     ),
-    "stop-gradient removed": ("divergences.py", "0.0, p - q).detach())", "0.0, p - q))"),
-    "raw allowed in silence": ("divergences.py", "    if not allow_biased:", "    if False:"),
-    "jsd mixture fixed at one half": (
-        "divergences.py",
-        "p + math.log1p(-beta), q + math.log(beta)",
-        "p + math.log(0.5), q + math.log(0.5)",
+    "jsd beta swapped in the mixture": mutant(
+        D, "generalized_jsd",
+        ("torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))",
+         "torch.logaddexp(p + math.log(beta), q + math.log1p(-beta))"),
     ),
-    "jsd beta swapped in the mixture": (
-        "divergences.py",
-        "p + math.log1p(-beta), q + math.log(beta)",
-        "p + math.log(beta), q + math.log1p(-beta)",
+    "jsd coefficients swapped": mutant(
+        D, "generalized_jsd",
+        ("beta * kl_terms(q, m) + (1 - beta) * kl_terms(p, m)",
+         "(1 - beta) * kl_terms(q, m) + beta * kl_terms(p, m)"),
     ),
-    "jsd coefficients swapped": (
-        "divergences.py",
-        "beta * kl_terms(q, m) + (1 - beta) * kl_terms(p, m)",
-        "(1 - beta) * kl_terms(q, m) + beta * kl_terms(p, m)",
+    "jsd labels of the ends swapped": mutant(
+        D, "generalized_jsd", ("beta == 0", "beta == 1"), ("beta == 1", "beta == 0")
     ),
-    "jsd labels of the ends swapped": (
-        "divergences.py",
-        "        return forward_kl(student_logprobs, teacher_logprobs, normalization)\n    if beta == 1:\n"
-        "        return reverse_kl(student_logprobs, teacher_logprobs, normalization)",
-        "        return reverse_kl(student_logprobs, teacher_logprobs, normalization)\n    if beta == 1:\n"
-        "        return forward_kl(student_logprobs, teacher_logprobs, normalization)",
+    "jsd of two impossible tokens is NaN": mutant(
+        D, "generalized_jsd",
+        ("(p == -math.inf) & (q == -math.inf)", "torch.zeros_like(p, dtype=torch.bool)"),
     ),
-    "jsd of two impossible tokens is NaN": (
-        "divergences.py",
-        "    absent = (p == -math.inf) & (q == -math.inf)",
-        "    absent = torch.zeros_like(p, dtype=torch.bool)",
+    "taid mixes probabilities": mutant(
+        D, "taid_target",
+        ("torch.log_softmax((1 - t) * p + t * q, dim=-1)",
+         "torch.log((1 - t) * p.exp() + t * q.exp())"),
     ),
-    "taid mixes probabilities": (
-        "divergences.py",
-        "torch.log_softmax((1 - t) * p + t * q, dim=-1)",
-        "torch.log((1 - t) * p.exp() + t * q.exp())",
+    "taid anchor keeps its gradient": mutant(
+        D, "taid_target", ("student_logprobs.detach()", "student_logprobs")
     ),
-    "taid anchor keeps its gradient": (
-        "divergences.py",
-        "outcomes(student_logprobs.detach(),",
-        "outcomes(student_logprobs,",
+    "taid t swapped": mutant(
+        D, "taid_target", ("(1 - t) * p + t * q", "t * p + (1 - t) * q")
     ),
-    "taid t swapped": ("divergences.py", "(1 - t) * p + t * q", "t * p + (1 - t) * q"),
-    "k3 without its linear term": ("divergences.py", "torch.expm1(d) - d", "torch.expm1(d)"),
-    "k1 backpropagated in silence": (
-        "divergences.py",
-        "    if student_logprobs.requires_grad and",
-        "    if False and",
+    "k3 without its linear term": mutant(D, "k3", ("torch.expm1(_D) - _D", "torch.expm1(_D)")),
+    "k1 backpropagated in silence": mutant(
+        D, "k1", ("student_logprobs.requires_grad and torch.is_grad_enabled()", "False")
     ),
-    "importance ratio fixed at one": (
-        "divergences.py",
-        "torch.exp(p - mu.detach()) * (p - q).detach()",
-        "torch.exp(p - p.detach()) * (p - q).detach()",
+    "importance ratio fixed at one": mutant(
+        D, "weighted_k1", (RATIO, "torch.exp(p - p.detach()) * (p - q).detach()")
     ),
-    "log-ratio against the sampler": (
-        "divergences.py",
-        "torch.exp(p - mu.detach()) * (p - q).detach()",
-        "torch.exp(p - mu.detach()) * (mu - q).detach()",
+    "log-ratio against the sampler": mutant(
+        D, "weighted_k1", (RATIO, "torch.exp(p - mu.detach()) * (mu - q).detach()")
     ),
-    "log1mexp branches swapped": (
-        "divergences.py",
-        "near_zero = x > -math.log(2)",
-        "near_zero = x < -math.log(2)",
+    "log1mexp branches swapped": mutant(
+        D, "log1mexp", ("x > -math.log(2)", "x < -math.log(2)")
     ),
-    "mass on the support not clamped": (
-        "divergences.py",
-        "log1mexp(torch.logsumexp(logprobs, dim=-1).clamp(max=MAX_LOG_MASS))",
-        "log1mexp(torch.logsumexp(logprobs, dim=-1))",
+    "mass on the support not clamped": mutant(
+        D, "log_tail_mass", ("_M.clamp(max=MAX_LOG_MASS)", "_M")
     ),
-    "0 log 0 is NaN": (
-        "divergences.py",
-        "    impossible = a == -math.inf\n",
-        "    impossible = a == math.inf\n",
+    "0 log 0 is NaN": mutant(D, "kl_terms", ("a == -math.inf", "a == math.inf")),
+    "teacher keeps its gradient": mutant(
+        D, "reverse_kl", ("upcast(teacher_logprobs).detach()", "upcast(teacher_logprobs)")
     ),
-    "teacher keeps its gradient": (
-        "divergences.py",
-        "    p, q = upcast(student_logprobs), upcast(teacher_logprobs).detach()\n    if normalization not in",
-        "    p, q = upcast(student_logprobs), upcast(teacher_logprobs)\n    if normalization not in",
-    ),
-    "bf16 computed in bf16": (
-        "divergences.py",
-        "    return logprobs.float() if",
-        "    return logprobs if",
-    ),
+    "bf16 computed in bf16": mutant(D, "upcast", ("logprobs.float()", "logprobs")),
     # reductions and the contract
-    "mean for sum": (
-        "masked.py",
-        "torch.where(mask, values, 0.0).sum()",
-        "torch.where(mask, values, 0.0).mean()",
+    "mean for sum": mutant(
+        REDUCTIONS, "masked_sum",
+        ("torch.where(_M, _V, 0.0).sum()", "torch.where(_M, _V, 0.0).mean()"),
     ),
-    "weights ignored": ("masked.py", "    if weights is not None:", "    if False:"),
-    "mask ignored": ("masked.py", "torch.where(mask, values, 0.0).sum()", "values.sum()"),
-    "student not masked before the exp": (
-        "contract.py",
-        "torch.where(rows, self.student_logprobs, fill)",
-        "self.student_logprobs",
+    "weights ignored": mutant(REDUCTIONS, "masked_sum", ("weights is not None", "False")),
+    "mask ignored": mutant(
+        REDUCTIONS, "masked_sum", ("torch.where(_M, _V, 0.0).sum()", "_V.sum()")
+    ),
+    "student not masked before the exp": mutant(
+        "contract.py", "Support.masked",
+        ("torch.where(_R, self.student_logprobs, _F)", "self.student_logprobs"),
     ),
     # trust region
-    "signed region reads the sign the wrong way": (
-        "trust_region.py",
-        "(signal > 0) & (probs_diff > delta_high)",
-        "(signal < 0) & (probs_diff > delta_high)",
+    "signed region reads the sign the wrong way": mutant(
+        REGION, "signed_region",
+        ("signal > 0", "signal < 0"),
     ),
-    "signed region has one width": (
-        "trust_region.py",
-        "(probs_diff < -delta_low)",
-        "(probs_diff < -delta_high)",
+    "signed region has one width": mutant(
+        REGION, "signed_region", ("probs_diff < -delta_low", "probs_diff < -delta_high")
     ),
-    "policy-gradient weights ignored": (
-        "trust_region.py",
-        "    if inputs.loss_weights is not None:",
-        "    if False:",
+    "policy-gradient weights ignored": mutant(
+        REGION, "policy_gradient_sum", ("inputs.loss_weights is not None", "False")
     ),
-    "dropped ratio enters the backward": (
-        "trust_region.py",
-        "torch.exp(torch.where(keep, log_ratio, 0.0))",
-        "torch.exp(log_ratio)",
+    "dropped ratio enters the backward": mutant(
+        REGION, "policy_gradient_sum",
+        ("torch.exp(torch.where(keep, log_ratio, 0.0))", "torch.exp(log_ratio)"),
     ),
-    "squared log-ratio of kept tokens only": (
-        "trust_region.py",
-        "inputs.loss_mask * log_ratio**2",
-        "keep * log_ratio**2",
+    "squared log-ratio of kept tokens only": mutant(
+        REGION, "policy_gradient_sum",
+        ("inputs.loss_mask * log_ratio ** 2", "keep * log_ratio ** 2"),
     ),
-    "trainer not masked before the exp": (
-        "trust_region.py",
-        "torch.where(inputs.loss_mask, inputs.trainer_logprobs, 0.0)",
-        "inputs.trainer_logprobs",
+    "trainer not masked before the exp": mutant(
+        REGION, "importance_ratios",
+        ("torch.where(inputs.loss_mask, inputs.trainer_logprobs, 0.0)", "inputs.trainer_logprobs"),
     ),
     # sampled reverse KL
-    "v0.7 with a high side": (
-        "losses/sampled_reverse_kl.py",
-        "Region(high=torch.zeros_like(mask), low=too_low)",
-        "Region(high=too_high, low=too_low)",
+    "v0.7 with a high side": mutant(
+        SAMPLED, "_prime_rl",
+        ("Region(high=torch.zeros_like(mask), low=too_low)", "Region(high=too_high, low=too_low)"),
     ),
-    "v0.6 zero advantage counted positive": (
-        "losses/sampled_reverse_kl.py",
-        "mask & (inputs.advantages > 0), mask",
-        "mask & (inputs.advantages >= 0), mask",
+    "v0.6 zero advantage counted positive": mutant(
+        SAMPLED, "_prime_rl", ("advantages > 0", "advantages >= 0")
     ),
-    "signal against the sampler": (
-        "losses/sampled_reverse_kl.py",
-        "inputs.ref_logprobs - inputs.trainer_logprobs, 0.0)",
-        "inputs.ref_logprobs - inputs.inference_logprobs, 0.0)",
+    "signal against the sampler": mutant(
+        SAMPLED, "sampled_reverse_kl_loss_fn",
+        ("_Q - inputs.trainer_logprobs", "_Q - inputs.inference_logprobs"),
     ),
-    "clip bounds one side": (
-        "losses/sampled_reverse_kl.py",
-        "signal.clamp(-config.clip, config.clip)",
-        "signal.clamp(max=config.clip)",
+    "clip bounds one side": mutant(
+        SAMPLED, "_signed",
+        ("signal.clamp(-config.clip, config.clip)", "signal.clamp(max=config.clip)"),
     ),
-    "TOP-D floor without its weight": (
-        "losses/sampled_reverse_kl.py",
-        "torch.logaddexp(signal + math.log(config.top_d), floor)",
-        "torch.maximum(signal, floor)",
+    "TOP-D floor without its weight": mutant(
+        SAMPLED, "_signed",
+        ("torch.logaddexp(signal + math.log(config.top_d), floor)", "torch.maximum(signal, floor)"),
     ),
-    "vOPD baseline subtracted": (
-        "losses/sampled_reverse_kl.py",
-        "signal = signal + baseline",
-        "signal = signal - baseline",
+    "vOPD baseline subtracted": mutant(
+        SAMPLED, "_signed", ("signal + baseline", "signal - baseline")
     ),
     # head and tail
-    "head keeps the mass's gradient": (
-        "losses/head_tail_reverse_kl.py",
-        '"stop_gradient")',
-        '"raw", allow_biased=True)',
+    "head keeps the mass's gradient": mutant(
+        HEAD_TAIL, "head_tail_reverse_kl_loss_fn",
+        ("reverse_kl(_P, _Q, 'stop_gradient')", "reverse_kl(_P, _Q, 'raw', allow_biased=True)"),
     ),
-    "tail counts the support again": (
-        "losses/head_tail_reverse_kl.py",
-        "outside = mask & ~(",
-        "outside = mask & (",
+    "tail counts the support again": mutant(
+        HEAD_TAIL, "head_tail_reverse_kl_loss_fn", ("mask & ~_Inside", "mask & _Inside")
     ),
-    "tail without the ratio": (
-        "losses/head_tail_reverse_kl.py",
-        "weighted_k1(student, teacher, sampler)",
-        "weighted_k1(student, teacher, student.detach())",
+    "tail without the ratio": mutant(
+        HEAD_TAIL, "head_tail_reverse_kl_loss_fn",
+        ("weighted_k1(_P, _Q, _Mu)", "weighted_k1(_P, _Q, _P.detach())"),
     ),
     # TAID
-    "schedule takes the smaller branch": (
-        "losses/taid.py",
-        "max(linear, adaptive)",
-        "min(linear, adaptive)",
+    "schedule takes the smaller branch": mutant(
+        TAID, "TAIDScheduler.end_step", ("max(linear, adaptive)", "min(linear, adaptive)")
     ),
-    "schedule fixed": ("losses/taid.py", "        self.step += 1", "        self.step += 0"),
-    "schedule momentum swapped": (
-        "losses/taid.py",
-        "config.beta * self.momentum + (1 - config.beta) * change",
-        "(1 - config.beta) * self.momentum + config.beta * change",
+    "schedule fixed": mutant(
+        TAID, "TAIDScheduler.end_step", ("self.step += 1", "self.step += 0")
     ),
-    "schedule without its sigmoid": (
-        "losses/taid.py",
-        "config.alpha / (1 + math.exp(-max(self.momentum, -700.0)))",
-        "config.alpha",
+    "schedule momentum swapped": mutant(
+        TAID, "TAIDScheduler.end_step",
+        ("config.beta * self.momentum + (1 - config.beta) * change",
+         "(1 - config.beta) * self.momentum + config.beta * change"),
     ),
-    "schedule forgets the previous loss": (
-        "losses/taid.py",
-        '"previous_loss": self.previous_loss',
-        '"previous_loss": None',
+    "schedule without its sigmoid": mutant(
+        TAID, "TAIDScheduler.end_step", ("config.alpha / (1 + math.exp(_X))", "config.alpha")
     ),
-    "schedule within a sum reads the sum": (
-        "losses/base.py",
-        "        if self._own_mean is not None:\n",
-        "        if False:\n",
+    "schedule forgets the previous loss": mutant(
+        TAID, "TAIDScheduler.state_dict", ("self.previous_loss", "None")
+    ),
+    "schedule within a sum reads the sum": mutant(
+        "losses/bound.py", "WeightedSum.end_step", ("term.objective.end_step()", "None")
     ),
     # entropy-aware, self-distillation
-    "forward KL where the teacher is sure": (
-        "losses/entropy_aware_opd.py",
-        "~(teacher_entropy <= config.tau)",
-        "~(teacher_entropy > config.tau)",
+    "forward KL where the teacher is sure": mutant(
+        EOPD, "entropy_aware_opd_loss_fn",
+        ("~(teacher_entropy <= config.tau)", "~(teacher_entropy > config.tau)"),
     ),
-    "entropy-aware switch instead of an addition": (
-        "losses/entropy_aware_opd.py",
-        "masked_sum(reverse, mask, inputs.loss_weights) + forward_sum",
-        "masked_sum(reverse, mask & ~unsure, inputs.loss_weights) + forward_sum",
+    "entropy-aware switch instead of an addition": mutant(
+        EOPD, "entropy_aware_opd_loss_fn",
+        ("masked_sum(reverse, mask, inputs.loss_weights) + forward_sum",
+         "masked_sum(reverse, mask & ~unsure, inputs.loss_weights) + forward_sum"),
     ),
-    "importance factor unbounded": (
-        "losses/self_distillation.py",
-        "ratio.clamp(max=bound) * per_token",
-        "ratio * per_token",
+    "importance factor unbounded": mutant(
+        SELF, "self_distillation_loss_fn",
+        ("ratio.clamp(max=bound) * per_token", "ratio * per_token"),
     ),
-    "teacher chooses for the student": (
-        "losses/self_distillation.py",
-        "support.student_logprobs.detach().topk",
-        "support.teacher_logprobs.detach().topk",
+    "teacher chooses for the student": mutant(
+        SELF, "_chosen", ("support.student_logprobs.detach()", "support.teacher_logprobs.detach()")
     ),
-    "one token too many skipped": (
-        "losses/self_distillation.py",
-        ">= config.skip_first)",
-        "> config.skip_first)",
+    "one token too many skipped": mutant(
+        SELF, "self_distillation_loss_fn", ("_T >= config.skip_first", "_T > config.skip_first")
     ),
     # RL
-    "zero advantage on the high side": (
-        "losses/default.py",
-        "mask & (advantages > 0)",
-        "mask & (advantages >= 0)",
+    "zero advantage on the high side": mutant(
+        "losses/default.py", "default_loss_fn", ("advantages > 0", "advantages >= 0")
     ),
-    "advantage temperature ignored": (
-        "losses/default.py",
-        "config.adv_tau * advantages",
-        "advantages",
+    "advantage temperature ignored": mutant(
+        "losses/default.py", "default_loss_fn", ("config.adv_tau * advantages", "advantages")
     ),
-    "ipo one-sided": ("losses/ipo.py", "ratios.probs_diff.abs()", "ratios.probs_diff"),
-    "sft weights ignored": (
-        "losses/sft.py",
-        "    if inputs.loss_weights is not None:",
-        "    if False:",
+    "ipo one-sided": mutant(
+        "losses/ipo.py", "ipo_loss_fn", ("ratios.probs_diff.abs()", "ratios.probs_diff")
     ),
-    "sft mean for sum": ("losses/sft.py", "nll[mask].sum()", "nll[mask].mean()"),
+    "sft weights ignored": mutant(
+        "losses/sft.py", "sft_loss_fn", ("inputs.loss_weights is not None", "False")
+    ),
+    "sft mean for sum": mutant(
+        "losses/sft.py", "sft_loss_fn", ("_N[mask].sum()", "_N[mask].mean()")
+    ),
     # preferences
-    "dpo without its reference": (
-        "losses/dpo.py",
-        "pairs.sums(policy - reference)",
-        "pairs.sums(policy)",
+    "dpo without its reference": mutant(
+        "losses/dpo.py", "dpo_loss_fn",
+        ("pairs.sums(policy - reference)", "pairs.sums(policy)"),
     ),
-    "rejected preferred": ("losses/dpo.py", "(chosen - rejected)", "(rejected - chosen)"),
-    "simpo by sums": ("losses/simpo.py", " / pairs.lengths.clamp(min=1)", ""),
-    "half a pair trains": ("preferences.py", "(lengths > 0).all(0)", "(lengths > 0).any(0)"),
-    "pair weight summed": ("preferences.py", "total / lengths.sum(0).clamp(min=1)", "total"),
+    "rejected preferred": mutant(
+        "losses/dpo.py", "dpo_loss_fn", ("chosen - rejected", "rejected - chosen")
+    ),
+    "simpo by sums": mutant(
+        "losses/simpo.py", "simpo_loss_fn",
+        ("pairs.sums(policy) / pairs.lengths.clamp(min=1)", "pairs.sums(policy)"),
+    ),
+    "half a pair trains": mutant(
+        "losses/shared/pairs.py", "pairs_of", ("(lengths > 0).all(0)", "(lengths > 0).any(0)")
+    ),
+    "pair weight summed": mutant(
+        "losses/shared/pairs.py", "pairs_of", ("total / lengths.sum(0).clamp(min=1)", "total")
+    ),
     # modifiers
-    "first occurrence of the pack": (
-        "modifiers.py",
-        "earlier == at_segment_start(earlier, inputs.segment_ids)",
-        "earlier == earlier[..., :1]",
+    "first occurrence of the pack": mutant(
+        MODIFIERS, "SpecialTokenMask.apply",
+        ("earlier == at_segment_start(earlier, inputs.segment_ids)", "earlier == earlier[..., :1]"),
     ),
-    "special tokens of the prompt use up the first": (
-        "modifiers.py",
-        "for i in self.ids]) & mask",
-        "for i in self.ids])",
+    "special tokens of the prompt use up the first": mutant(
+        MODIFIERS, "SpecialTokenMask.apply", ("torch.stack(_S) & mask", "torch.stack(_S)")
     ),
-    "position prefix includes the token itself": (
-        "modifiers.py",
-        "before = gap.double().cumsum(0) - gap.double()",
-        "before = gap.double().cumsum(0)",
+    "position prefix includes the token itself": mutant(
+        MODIFIERS, "PositionWeights.apply",
+        ("gap.double().cumsum(0) - gap.double()", "gap.double().cumsum(0)"),
     ),
-    "position weights total over the pack": (
-        "modifiers.py",
-        "segment_totals(gap.double(), inputs.segment_ids)",
-        "segment_totals(gap.double(), None)",
+    "position weights total over the pack": mutant(
+        MODIFIERS, "PositionWeights.apply",
+        ("segment_totals(gap.double(), inputs.segment_ids)", "segment_totals(gap.double(), None)"),
     ),
     # sums of losses
-    "channel weight ignored": (
-        "losses/compose.py",
-        "state.weights[name] * outputs.loss",
-        "outputs.loss",
+    "channel weight ignored": mutant(
+        "losses/bound.py", "WeightedSum.__call__", ("term.weight * outputs.loss", "outputs.loss")
     ),
-    "channels of weight zero computed": (
-        "losses/compose.py",
-        "if channel.weight > 0}",
-        "if channel.weight >= 0}",
+    "channels of weight zero computed": mutant(
+        "losses/compose.py", "ComposeLossConfig.parts",
+        ("channel.weight > 0", "channel.weight >= 0"),
     ),
-    "mixture weights swapped": (
-        "losses/base.py",
-        "rl_weight * rl.loss + kd_weight * outputs.loss",
-        "kd_weight * rl.loss + rl_weight * outputs.loss",
+    "mixture weights swapped": mutant(
+        "losses/bound.py", "_bind",
+        ("Term(kd_objective, kd_weight)", "Term(kd_objective, rl_weight)"),
+        ("Term(rl_objective, rl_weight)", "Term(rl_objective, kd_weight)"),
     ),
-    "wider support taken whole": ("losses/base.py", "support.token_ids.shape[-1] <= k:", "True:"),
-    "top percent of the whole pack": (
-        "loss_metrics.py",
-        "(mask.sum() * share)",
-        "(len(mask) * torch.tensor(share))",
+    "wider support taken whole": mutant(
+        "losses/bound.py", "_first_k", ("support.token_ids.shape[-1] <= k", "True")
     ),
-    "in-support part not weighted by the mass": (
-        "loss_metrics.py",
-        "torch.exp(log_p_mass) * (log_p_mass - log_q_mass)",
-        "(log_p_mass - log_q_mass)",
+    # metrics
+    "top percent of the whole pack": mutant(
+        "losses/shared/metrics.py", "top_share",
+        ("mask.sum() * share", "len(mask) * torch.tensor(share)"),
     ),
-}
-
-
-def mutate(name: str, target: Path) -> None:
-    """A copy of package and tests at ``target``, with the mutant in it."""
-    for part in ("prime_composer", "tests"):
-        shutil.copytree(ROOT / part, target / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", target)
-    file, right, wrong = MUTANTS[name]
-    path = target / "prime_composer" / file
-    source = path.read_text()
-    if source.count(right) != 1:
-        raise SystemExit(
-            f"mutant {name!r}: its text stands {source.count(right)} times in {file}, not once."
-        )
-    path.write_text(source.replace(right, wrong))
-
-
-def killed_by(name: str) -> str | None:
-    """The first test that fails on the mutant, or None."""
-    with tempfile.TemporaryDirectory() as scratch:
-        target = Path(scratch)
-        mutate(name, target)
-        # The mutant's own package, not the installed one; no bytecode, no hypothesis database.
-        environment = {**os.environ, "PYTHONPATH": str(target), "PYTHONDONTWRITEBYTECODE": "1"}
-        first = FIRST.get(MUTANTS[name][0], [])
-        tests = sorted(
-            TESTS,
-            key=lambda test: (
-                first.index(Path(test).stem) if Path(test).stem in first else len(first)
-            ),
-        )
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "--no-header",
-            "-p",
-            "no:cacheprovider",
-            *tests,
-        ]
-        done = subprocess.run(command, cwd=target, env=environment, capture_output=True, text=True)
-    if done.returncode == 0:
-        return None
-    found = re.search(r"^(?:FAILED|ERROR) (\S+?::[^\s\[]+|\S+)", done.stdout, re.MULTILINE)
-    if found is None or done.returncode not in (1, 2):
-        raise SystemExit(f"mutant {name!r}: pytest did not run.\n{done.stdout}\n{done.stderr}")
-    return found[1]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="mutants to run; all of them by default")
-    parser.add_argument("--jobs", type=int, default=1)
-    args = parser.parse_args()
-    names = args.names or list(MUTANTS)
-    recorded = (
-        dict(line.rsplit(": ", 1) for line in RESULT.read_text().splitlines())
-        if RESULT.exists()
-        else {}
-    )
-    survivors = []
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for name, test in zip(names, pool.map(killed_by, names), strict=True):
-            recorded[name] = test or "SURVIVED"
-            print(f"{name}: {recorded[name]}", flush=True)
-            if test is None:
-                survivors.append(name)
-            RESULT.write_text(
-                "".join(f"{name}: {recorded[name]}\n" for name in MUTANTS if name in recorded)
-            )
-    print(f"{len(names) - len(survivors)} of {len(names)} killed")
-    return 1 if survivors else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    "in-support part not weighted by the mass": mutant(
+        "losses/shared/metrics.py", "support_metrics",
+        ("torch.exp(log_p_mass) * (log_p_mass - log_q_mass)", "log_p_mass - log_q_mass"),
+    ),
+}  # fmt: skip

@@ -1,18 +1,64 @@
-"""The list of mutants stays in step with the code and with its recorded result; ``python tests/mutants.py`` runs it."""
+"""The mutants fit the code, and so does their recorded result. ``python -m tests.mutation.run``."""
 
-from tests.mutation.mutants import MUTANTS, RESULT, ROOT
+import ast
+
+import pytest
+
+from tests.mutation.mutants import MUTANTS, TESTS
+from tests.mutation.run import RESULTS, ROOT, read_results
+from tests.mutation.tree import Edit, mutated
+
+SOURCE = """
+def f(x, y):
+    # a comment
+    return (x
+            + y) if x > 0 else g(y, z=1)
+"""
 
 
-def test_every_mutant_still_finds_its_line():
-    for name, (file, right, wrong) in MUTANTS.items():
-        source = (ROOT / "prime_composer" / file).read_text()
-        assert source.count(right) == 1, (
-            f"{name}: {right!r} stands {source.count(right)} times in {file}"
-        )
-        assert right != wrong
+@pytest.mark.parametrize("file", sorted({mutant.file for mutant in MUTANTS.values()}))
+def test_every_mutant_finds_exactly_one_place(file):
+    source = (ROOT / "prime_composer" / file).read_text()
+    for name, mutant in MUTANTS.items():
+        if mutant.file == file:
+            try:
+                ast.parse(mutated(source, mutant.function, mutant.edits))
+            except (LookupError, ValueError) as error:
+                pytest.fail(f"{name}: {error}")
 
 
-def test_the_recorded_result_names_a_killer_for_every_mutant():
-    recorded = dict(line.rsplit(": ", 1) for line in RESULT.read_text().splitlines())
-    assert recorded.keys() == MUTANTS.keys(), "run python tests/mutants.py"
-    assert "SURVIVED" not in recorded.values()
+def test_every_mutant_has_tests_that_exist():
+    assert {mutant.file for mutant in MUTANTS.values()} <= TESTS.keys()
+    missing = {test for tests in TESTS.values() for test in tests if not (ROOT / test).exists()}
+    assert not missing
+
+
+def test_the_recorded_results_name_a_killer_for_every_mutant():
+    results = read_results()
+    assert results.keys() == MUTANTS.keys(), f"python -m tests.mutation.run writes {RESULTS.name}"
+    survivors = {name for name, result in results.items() if result == "SURVIVED"}
+    assert survivors == {name for name, mutant in MUTANTS.items() if mutant.survives_because}
+
+
+@pytest.mark.parametrize(
+    "edit,expected",
+    [
+        (Edit("x + y", "x - y"), "x - y if x > 0 else g(y, z=1)"),
+        (Edit("_A > 0", "_A < 0"), "x + y if x < 0 else g(y, z=1)"),
+        (Edit("g(_A, z=1)", "g(z=1)"), "x + y if x > 0 else g(z=1)"),
+        (Edit("return _A", "return None"), "None"),
+    ],
+)
+def test_a_pattern_is_found_by_its_structure(edit, expected):
+    assert mutated(SOURCE, "f", (edit,)) == f"def f(x, y):\n    return {expected}"
+
+
+@pytest.mark.parametrize("find", ["x", "x - y", "_A > _A", "h(y)"])
+def test_a_pattern_without_exactly_one_place_is_refused(find):
+    with pytest.raises(LookupError, match="places of f, not one"):
+        mutated(SOURCE, "f", (Edit(find, "0"),))
+
+
+def test_an_edit_that_changes_nothing_is_refused():
+    with pytest.raises(ValueError, match="leave f as it is"):
+        mutated(SOURCE, "f", (Edit("x + y", "(x + y)"),))
