@@ -1,4 +1,4 @@
-"""The weighted sum: what it adds, what it asks for, and what it refuses when the recipe is read."""
+"""The weighted sum: its value, its needs, and the sums that are refused."""
 
 import dataclasses
 
@@ -7,7 +7,8 @@ import torch
 from pydantic import ValidationError
 
 from prime_composer.contract import LossInputs, Support
-from prime_composer.losses import LOSS_TYPES, setup_loss_fn
+from prime_composer.losses import LOSS_TYPES, require, setup_loss_fn
+from prime_composer.losses.bound import REMEDIES
 
 compose = LOSS_TYPES["compose"]
 
@@ -41,7 +42,7 @@ CHANNELS = {
 }
 
 
-def test_the_sum_is_the_weighted_sum_of_its_channels():
+def test_compose_is_the_weighted_sum_of_its_channels():
     inputs = inputs_of()
     out = setup_loss_fn(compose(rl={"weight": 2.0, "loss": {"type": "ipo"}}, **CHANNELS))(inputs)
     alone = lambda name, data=inputs, **k: setup_loss_fn(LOSS_TYPES[name](**k))(data)  # noqa: E731
@@ -61,7 +62,7 @@ def test_the_sum_is_the_weighted_sum_of_its_channels():
             assert out.metrics[f"compose/{name}/loss"].item() == pytest.approx(o.loss.item() / 5)
 
 
-def test_every_weight_but_the_rl_one_defaults_to_zero():
+def test_all_weights_but_the_rl_one_default_to_zero():
     config = compose(
         distillation={"tail": {"loss": {"type": "topk_reverse_kl"}}},
         replay={"loss": {"type": "simpo"}},
@@ -74,7 +75,7 @@ def test_every_weight_but_the_rl_one_defaults_to_zero():
     assert out.loss.item() == setup_loss_fn(LOSS_TYPES["default"]())(inputs_of()).loss.item()
 
 
-def test_the_needs_are_the_union_of_the_active_channels_and_k_the_largest():
+def test_needs_are_the_union_and_k_the_largest_of_the_channels():
     config = compose(**CHANNELS)
     assert config.needs == {"advantages", "support", "replay"} and config.support_size == 4
     sampled = {"weight": 1, "loss": {"type": "sampled_reverse_kl", "special_tokens": {"ids": [1]}}}
@@ -100,15 +101,16 @@ def test_the_needs_are_the_union_of_the_active_channels_and_k_the_largest():
         ),
     ],
 )
-def test_a_channel_whose_input_is_missing_is_an_error_that_names_its_recipe_key(missing, message):
+def test_a_missing_input_names_the_recipe_key_of_its_channel(missing, message):
     loss = setup_loss_fn(compose(**CHANNELS))
     with pytest.raises(ValueError, match=message):
         loss(dataclasses.replace(inputs_of(), **{missing: None}))
     with pytest.raises(ValueError, match=message):
-        loss.require(compose(**CHANNELS).needs - {missing})
+        config = compose(**CHANNELS)
+        require(config, config.needs - {missing}, REMEDIES)
 
 
-def test_what_the_pairs_lack_is_an_error_of_the_replay_channel():
+def test_a_missing_input_of_pairs_names_the_replay_channel():
     inputs = inputs_of()
     inputs.replay.ref_logprobs = None
     with pytest.raises(ValueError, match=r"\[loss\.replay\.loss\] type = 'dpo' needs ref_logprobs"):
@@ -129,7 +131,7 @@ def test_what_the_pairs_lack_is_an_error_of_the_replay_channel():
         ),
         (
             {"distillation": {"x": {"loss": {"type": "topk"}}}},
-            r"loss type 'topk' is unknown; choose one of .*taid",
+            r"unknown loss type 'topk'; .*The choices are: .*taid",
         ),
         ({"distillation": {"x": {"loss": {"type": "compose"}}}}, "does not nest"),
         ({"distillation": {"rl": {"loss": {"type": "topk_reverse_kl"}}}}, "choose another name"),
@@ -138,7 +140,7 @@ def test_what_the_pairs_lack_is_an_error_of_the_replay_channel():
         ({"distillation": {"x": {"loss": {"type": "taid"}}}}, "total_steps"),
     ],
 )
-def test_a_sum_that_makes_no_sense_is_refused_when_the_recipe_is_read(config, message):
+def test_compose_refuses_a_config_that_makes_no_sense(config, message):
     with pytest.raises(ValidationError, match=message):
         compose(**config)
 

@@ -70,7 +70,7 @@ def distil(name: str) -> tuple[float, float]:
         (out.loss / POSITIONS).backward()
         optimizer.step()
         optimizer.zero_grad()
-        loss.end_step(out.loss.item() / POSITIONS)
+        loss.end_step()
     return before, kl()
 
 

@@ -1,4 +1,4 @@
-"""The schedule against its authors' numbers, and who moves it."""
+"""TAID: the schedule against its authors' numbers, and the loss that moves it."""
 
 import dataclasses
 import json
@@ -9,8 +9,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from prime_composer.contract import LossInputs, Support
-from prime_composer.losses import LOSS_TYPES, setup_loss_fn
+from prime_composer.contract import LossInputs, LossOutputs, Support
+from prime_composer.losses import LOSS_TYPES, BoundLoss, setup_loss_fn
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "taid.json").read_text())
 
@@ -31,7 +31,7 @@ def inputs_of(seq=3, seed=0) -> LossInputs:
 
 
 @pytest.mark.parametrize("case", GOLDEN["scheduler"])
-def test_the_schedule_is_its_authors(case):
+def test_the_schedule_equals_its_authors_numbers(case):
     rows = GOLDEN["scheduler"][case]["rows"]
     state = taid(**GOLDEN["scheduler"][case]["knobs"]).make_state()
     assert state.t == 0.4
@@ -42,7 +42,7 @@ def test_the_schedule_is_its_authors(case):
             assert state.momentum == pytest.approx(momentum, abs=1e-9)
 
 
-def test_both_branches_of_the_schedule_are_covered_by_these_numbers():
+def test_the_numbers_cover_both_branches_of_the_schedule():
     linear, adaptive = (
         GOLDEN["scheduler"][name]["rows"] for name in ("linear wins", "adaptive wins")
     )
@@ -50,7 +50,7 @@ def test_both_branches_of_the_schedule_are_covered_by_these_numbers():
     assert adaptive[1][1] > 0.4 + 0.6 / 100000 + 1e-5
 
 
-def test_t_ends_at_t_end_and_alpha_zero_is_the_straight_line():
+def test_alpha_zero_is_a_straight_line_to_t_end():
     state = taid(alpha=0.0, t_start=0.2, t_end=0.8).make_state()
     ts = [state.t]
     for _ in range(14):
@@ -68,22 +68,49 @@ def test_an_exploding_loss_does_not_overflow_the_schedule():
     assert 0.4 <= state.t <= 1
 
 
-def test_micro_batches_of_one_step_see_one_t_and_the_step_moves_it_once():
+def test_t_is_shared_by_micro_batches_and_moves_once_per_step():
     loss = setup_loss_fn(taid(alpha=0.5, beta=0.5))
     values = [loss(inputs_of(seed=s)).metrics["taid/t"].item() for s in range(3)]
     assert values == [0.4] * 3
-    loss.end_step(2.0)
-    loss.end_step(1.8)
+    loss.state.end_step(2.0)
+    loss.state.end_step(1.8)
     assert loss(inputs_of()).metrics["taid/t"].item() == pytest.approx(0.5537492, abs=1e-6)
+
+
+def test_a_step_ends_with_its_loss_per_token():
+    """Micro-batches of 2 and 5 tokens with 3.0 and 1.6 per token are a step of 2.0, then 1.8."""
+    per_token = iter([3.0, 1.6, 1.8])
+
+    def fixed(inputs: LossInputs, config, state) -> LossOutputs:
+        graph = inputs.trainer_logprobs.sum() * 0
+        return LossOutputs(graph + next(per_token) * inputs.loss_mask.sum(), {})
+
+    loss = BoundLoss(taid(alpha=0.5, beta=0.5), fixed)
+    for step in ([2, 5], [4]):
+        for seq in step:
+            loss(inputs_of(seq))
+        loss.end_step()
+    assert loss.state.previous_loss == pytest.approx(1.8)
+    assert loss.state.t == pytest.approx(0.5537492, abs=1e-6)
+
+
+def test_a_step_without_tokens_does_not_move_the_schedule():
+    loss = setup_loss_fn(taid())
+    before = loss.state_dict()
+    loss.end_step()
+    loss(dataclasses.replace(inputs_of(), loss_mask=torch.zeros(3, dtype=torch.bool)))
+    loss.end_step()
+    assert loss.state_dict() == before
 
 
 def test_the_state_survives_a_checkpoint():
     first, second = setup_loss_fn(taid(alpha=0.5)), setup_loss_fn(taid(alpha=0.5))
     for value in (2.0, 1.8, 1.9):
-        first.end_step(value)
+        first.state.end_step(value)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for value in (1.2, 1.0):
-        first.end_step(value), second.end_step(value)
+        first.state.end_step(value)
+        second.state.end_step(value)
     assert first.state_dict() == second.state_dict()
     assert first.state.t > 0.4
 
@@ -102,26 +129,28 @@ def test_the_value_uses_the_t_before_the_step():
     )
 
 
-def test_a_schedule_within_a_sum_reads_its_own_mean_and_not_the_sums():
+def test_a_schedule_within_a_sum_reads_its_own_mean():
     moving = {"weight": 0.25, "loss": taid(alpha=0.5, beta=0.5)}
     composed = setup_loss_fn(LOSS_TYPES["compose"](distillation={"moving": moving}))
     mixed = setup_loss_fn(taid(alpha=0.5, beta=0.5, rl_mix={"kd": 0.3}))
-    alone = setup_loss_fn(taid(alpha=0.5, beta=0.5))
+    bound = setup_loss_fn(taid(alpha=0.5, beta=0.5))
+    alone = bound.state
     for step in range(3):
         batches = [
             inputs_of(seq, seed=10 * step + seq) for seq in (2, 5)
         ]  # two micro-batches of unlike length
-        sums = [alone(b).loss.item() for b in batches]
+        sums = [bound(b).loss.item() for b in batches]
         for loss in (composed, mixed):
             for b in batches:
                 loss(b)
                 with torch.no_grad():
                     loss(dataclasses.replace(b))  # an evaluation in between does not count
-            loss.end_step(1e9)
+            loss.end_step()
         alone.end_step(sum(sums) / 7)
-        assert composed.state.losses["moving"].state.t == pytest.approx(alone.state.t, abs=1e-12)
-        assert mixed.state.t == pytest.approx(alone.state.t, abs=1e-12)
-    assert not math.isclose(alone.state.t, 0.4)
+        moving = composed.terms["moving"].objective
+        assert moving.state.t == pytest.approx(alone.t, abs=1e-12)
+        assert mixed.terms["kd"].objective.state.t == pytest.approx(alone.t, abs=1e-12)
+    assert not math.isclose(alone.t, 0.4)
 
 
 def test_a_composed_state_survives_a_checkpoint():
@@ -131,12 +160,14 @@ def test_a_composed_state_survives_a_checkpoint():
     first, second = setup_loss_fn(config), setup_loss_fn(config)
     for seed in range(3):
         first(inputs_of(seed=seed))
-        first.end_step(0.0)
+        first.end_step()
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.state.losses["moving"].state.t == first.state.losses["moving"].state.t > 0.4
+    assert first.stateful and set(first.state_dict()) == {"moving"}
+    times = [loss.terms["moving"].objective.state.t for loss in (first, second)]
+    assert times[0] == times[1] > 0.4
 
 
-def test_knobs_that_go_nowhere_are_refused():
+def test_missing_steps_and_a_falling_t_are_refused():
     with pytest.raises(ValidationError, match="total_steps"):
         LOSS_TYPES["taid"]()
     with pytest.raises(ValidationError, match="t only rises"):
