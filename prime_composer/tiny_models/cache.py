@@ -9,9 +9,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import prompt_text
@@ -91,14 +92,20 @@ def prepare_models(
         for teacher, config in Routing.of_recipe(recipe).teachers.items()
     ]
     models.append(("student", "student", recipe.student))
-    paths = {}
+    paths: dict[str, Path] = {}
     for table, display, config in models:
         if config.prepare is None:
             continue
         path = None if rebuild else cached_path(config.prepare, problems)
         if path is None:
             callback = None if progress is None else progress(display, config.prepare.sft_steps)
-            path = prepare_model(config.prepare, problems, rebuild=rebuild, progress=callback)
+            path = prepare_model(
+                config.prepare,
+                problems,
+                rebuild=rebuild,
+                progress=callback,
+                rebuilt=paths.values(),
+            )
         paths[table] = path
     return paths
 
@@ -109,9 +116,9 @@ def prepare_model(
     cache_dir: Path | None = None,
     rebuild: bool = False,
     progress: Progress | None = None,
+    rebuilt: Collection[Path] = (),
 ) -> Path:
-    """Return a folder in Hugging Face format with the model and its tokenizer: cached, or trained
-    now.
+    """Return the folder of a model and its tokenizer: cached, or trained now.
 
     The model is built in a folder of its own and renamed when it is complete, so no reader ever
     finds half a model. Runs that need the same model at once wait for the first one to finish it. A
@@ -124,6 +131,7 @@ def prepare_model(
         cache_dir: the cache folder; None: ``cache_root()``.
         rebuild: train again, and replace what is cached.
         progress: called after every step of fine-tuning.
+        rebuilt: models that this command has trained already, which ``rebuild`` leaves as they are.
 
     Raises:
         ValueError: the data does not fit the model, or training libraries are missing.
@@ -132,6 +140,7 @@ def prepare_model(
     models.mkdir(parents=True, exist_ok=True)
     key = cache_key(config, problems)
     path = models / key
+    rebuild = rebuild and path not in rebuilt
     if path.is_dir() and not rebuild:
         return path
     with _locked(models / f"{key}.lock"):
@@ -140,7 +149,14 @@ def prepare_model(
         unfinished = models / f"{key}.unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        _build(config, problems, unfinished, cache_dir, rebuild, progress or _silent)
+        if config.prune:
+            unpruned_config = config.model_copy(update={"prune": 0.0})
+            unpruned = prepare_model(
+                unpruned_config, problems, cache_dir, rebuild, progress, rebuilt
+            )
+            _prune(config, problems, unpruned, unfinished, progress or _silent)
+        else:
+            _build(config, problems, unfinished, progress or _silent)
         replaced = models / f"{key}.replaced"
         shutil.rmtree(replaced, ignore_errors=True)
         if path.is_dir():
@@ -150,30 +166,34 @@ def prepare_model(
     return path
 
 
-def _build(
-    config: PrepareConfig,
-    problems: ProblemSet,
-    folder: Path,
-    cache_dir: Path | None,
-    rebuild: bool,
-    progress: Progress,
+def _build(config: PrepareConfig, problems: ProblemSet, folder: Path, progress: Progress) -> None:
+    """Train the model, and write it with its tokenizer and description into ``folder``."""
+    loss = _training().build_model(config, problems, folder, progress)
+    _describe(config, problems, loss, folder)
+
+
+def _prune(
+    config: PrepareConfig, problems: ProblemSet, unpruned: Path, folder: Path, progress: Progress
 ) -> None:
-    """Write the model, its tokenizer and its description into ``folder``."""
+    """Write a pruned copy of a model, with its tokenizer and description, into ``folder``."""
+    loss = json.loads((unpruned / DESCRIPTION).read_text(encoding="utf-8"))["loss"]
+    _training().prune_model(unpruned, config.prune, folder)
+    progress(config.sft_steps, config.sft_steps, loss)
+    _describe(config, problems, loss, folder)
+
+
+def _training() -> ModuleType:
+    """Import the module that trains, which needs transformers."""
     try:
-        from prime_composer.tiny_models.training import build_model, prune_model
+        from prime_composer.tiny_models import training
     except ImportError as error:
         raise ValueError(
             f'preparing a model on the spot needs {error.name}: pip install "prime-composer[local]"'
         ) from error
-    if config.prune:
-        unpruned = prepare_model(
-            config.model_copy(update={"prune": 0.0}), problems, cache_dir, rebuild, progress
-        )
-        loss = json.loads((unpruned / DESCRIPTION).read_text(encoding="utf-8"))["loss"]
-        prune_model(unpruned, config.prune, folder)
-        progress(config.sft_steps, config.sft_steps, loss)
-    else:
-        loss = build_model(config, problems, folder, progress)
+    return training
+
+
+def _describe(config: PrepareConfig, problems: ProblemSet, loss: float, folder: Path) -> None:
     description = {
         "format": FORMAT,
         "prepare": config.model_dump(mode="json"),

@@ -325,6 +325,9 @@ def test_prepare_models_builds_each_model_under_its_table(tmp_path, monkeypatch)
     assert [done for display, done in trained if display == "teacher a"] == [1, 2, 3, 4]
     assert [done for display, done in trained if display == "student"] == [4]  # pruned, not trained
     assert prepare_models(recipe, PROBLEMS, progress=progress) == paths and len(announced) == 2
+    trained.clear()
+    assert prepare_models(recipe, PROBLEMS, rebuild=True, progress=progress) == paths
+    assert trained == [("teacher a", done) for done in (1, 2, 3, 4)] + [("student", 4)]
 
 
 KILLED = """
