@@ -10,6 +10,7 @@ VOCAB = 131
 
 
 def make_model(tied: bool, seed: int, layers: int = 2):
+    """Return a random Qwen3 model of 131 tokens."""
     from prime_composer.backends.hf_model import import_transformers
 
     transformers = import_transformers()
@@ -35,19 +36,20 @@ def make_model(tied: bool, seed: int, layers: int = 2):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Directories ``tied`` and ``untied``, and the models ``tied_model`` and ``untied_model`` that lie in them."""
+    """Return directories ``tied`` and ``untied``, and their ``tied_model`` and ``untied_model``."""
     root = tmp_path_factory.mktemp("models")
-    found = SimpleNamespace()
+    namespace = SimpleNamespace()
     for name, tied, seed in (("tied", True, 0), ("untied", False, 1)):
         model = make_model(tied, seed)
         model.save_pretrained(root / name)
-        setattr(found, name, root / name)
-        setattr(found, f"{name}_model", model)
-    return found
+        setattr(namespace, name, root / name)
+        setattr(namespace, f"{name}_model", model)
+    return namespace
 
 
 @pytest.fixture(scope="session")
 def vllm_sampler(models):
+    """Return a sampler of the tied model; only for tests marked ``vllm``."""
     from prime_composer.backends.vllm import VLLMSampler
 
     sampler = VLLMSampler(models.tied, max_model_len=320)
@@ -57,6 +59,7 @@ def vllm_sampler(models):
 
 @pytest.fixture(scope="session")
 def vllm_scorer(models):
+    """Return a scorer of the untied model; only for tests marked ``vllm``."""
     from prime_composer.backends.vllm import VLLMScorer
 
     scorer = VLLMScorer(models.untied, max_model_len=320, max_logprobs="full")
@@ -66,13 +69,16 @@ def vllm_scorer(models):
 
 @pytest.fixture
 def tied_model(models):
-    """A copy of the tied model that a test may change."""
+    """Return a copy of the tied model that a test may change."""
     return copy.deepcopy(models.tied_model)
 
 
 @pytest.fixture(scope="session")
 def plain_logprobs():
-    """log softmax of a model's own logits, one sequence at a time without padding: [seq, V], row t predicts token t."""
+    """Return a function: log softmax of a model's logits for one unpadded sequence, [seq, V].
+
+    Row t predicts token t.
+    """
 
     @torch.no_grad()
     def compute(model, token_ids):

@@ -1,17 +1,25 @@
-"""Loading a student: what is refused, and hidden states that do not care about padding."""
+"""Loading models: refusals, errors in one sentence, and hidden states that ignore padding."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from prime_composer.backends.hf_model import (
+    ModelUnavailable,
     check_plain_head,
     hidden_states,
     import_transformers,
     lm_head_weight,
+    load_model,
     load_student,
+    load_tokenizer,
     pad,
+    read_config,
+    read_eos_token_ids,
     sequence_logprobs,
 )
 from prime_composer.backends.protocols import SamplingParams
@@ -34,7 +42,7 @@ def build(name, **settings):
 
 @pytest.fixture(scope="module")
 def absolute():
-    """GPT-2: learnt absolute positions, where a rotary model would forgive a shift."""
+    """Return a GPT-2: learned absolute positions, where a rotary model would forgive a shift."""
     config = import_transformers().GPT2Config(
         vocab_size=23,
         n_positions=40,
@@ -50,9 +58,7 @@ def absolute():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_hidden_states_and_the_head_give_the_models_own_log_probs_on_either_side_of_padding(
-    side, absolute, plain_logprobs
-):
+def test_padding_on_either_side_keeps_the_log_probs(side, absolute, plain_logprobs):
     tokens, mask = pad(SEQUENCES, torch.device("cpu"), side)
     hidden = hidden_states(absolute, tokens, mask)
     for row, ids in enumerate(SEQUENCES):
@@ -70,14 +76,12 @@ def test_hidden_states_and_the_head_give_the_models_own_log_probs_on_either_side
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
-def test_rollouts_from_prompts_of_different_lengths_count_positions_without_padding(
-    absolute, tmp_path, plain_logprobs
-):
+def test_sampler_counts_positions_without_padding(absolute, tmp_path, plain_logprobs):
     absolute.save_pretrained(tmp_path)
     sampler = TransformersSampler(tmp_path)
     for rollout in sampler.generate(SEQUENCES, SamplingParams(max_tokens=8), seed=0):
         rows = plain_logprobs(absolute, rollout.token_ids)
-        for t in rollout.loss_mask.nonzero()[:, 0].tolist():
+        for t in range(rollout.start, len(rollout.token_ids)):
             token = rollout.token_ids[t]
             assert float(rollout.inference_logprobs[t]) == pytest.approx(
                 float(rows[t, token]), abs=1e-5
@@ -112,12 +116,12 @@ def test_scaled_logits_are_refused():
     )
 
 
-def test_a_biased_head_is_refused():
+def test_biased_head_is_refused():
     with pytest.raises(ValueError, match="adds a bias to its logits"):
         check_plain_head(build("Phi", **SMALL))
 
 
-def test_a_tokenizer_larger_than_the_head_is_refused(models, tmp_path):
+def test_tokenizer_larger_than_the_head_is_refused(models, tmp_path):
     import tokenizers
 
     models.tied_model.save_pretrained(tmp_path)
@@ -130,7 +134,99 @@ def test_a_tokenizer_larger_than_the_head_is_refused(models, tmp_path):
         load_student(tmp_path)
 
 
-def test_a_student_without_a_tokenizer_loads_in_eval_mode(models):
+def test_student_without_a_tokenizer_loads_in_eval_mode(models):
     model, tokenizer = load_student(models.tied)
     assert tokenizer is None and not model.training and lm_head_weight(model).shape == (131, 64)
     assert lm_head_weight(model) is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_pad_marks_padding_with_mask_zero(side):
+    tokens, mask = pad([[5, 6, 7], [8]], torch.device("cpu"), side)
+    assert tokens.tolist() == [[5, 6, 7], [0, 0, 8] if side == "left" else [8, 0, 0]]
+    assert mask.tolist() == [[1, 1, 1], [0, 0, 1] if side == "left" else [1, 0, 0]]
+    assert tokens.dtype == mask.dtype == torch.int64
+
+
+READERS = [load_model, load_tokenizer, read_config, read_eos_token_ids]
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+def test_hub_id_in_offline_mode_is_one_sentence(read):
+    """The tests run with HF_HUB_OFFLINE=1, so this is transformers' own error."""
+    with pytest.raises(ModelUnavailable) as caught:
+        read("nobody/no-such-model")
+    message = str(caught.value)
+    assert message.startswith(
+        "Could not load nobody/no-such-model: it is neither a directory nor in the Hugging Face "
+        "cache, and HF_HUB_OFFLINE is set"
+    )
+    assert "--set student.model=DIR" in message and "or unset HF_HUB_OFFLINE" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("chained", [True, False], ids=["transformers", "hub"])
+def test_unreachable_hub_names_endpoint_and_remedy(chained, monkeypatch):
+    """Whether transformers wraps the hub's error or passes on a ConnectionError."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def from_pretrained(*args, **kwargs):
+        if not chained:
+            raise ConnectionError("no route to host")
+        try:
+            raise LocalEntryNotFoundError("not in the cache")
+        except LocalEntryNotFoundError as error:
+            raise OSError("We couldn't connect to 'https://hub'\nCheck your network.") from error
+
+    transformers = import_transformers()
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.example")
+    with pytest.raises(ModelUnavailable) as caught:
+        load_student("Qwen/Qwen3-8B")
+    assert str(caught.value) == (
+        "Could not load Qwen/Qwen3-8B: it is neither a directory nor in the Hugging Face cache, "
+        "and https://hub.example could not be reached; name a local copy in the model's table, for "
+        "example --set student.model=DIR, or copy a cache that has it to HF_HOME and set "
+        "HF_HUB_OFFLINE=1."
+    )
+
+
+def test_directory_without_a_model_is_one_sentence(tmp_path):
+    with pytest.raises(
+        ModelUnavailable, match=r"config\.json.*correct the model's table"
+    ) as caught:
+        load_student(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+UNREACHABLE = """
+import time
+time.sleep = lambda seconds: None  # the hub's client waits 23 s between its attempts
+from prime_composer.backends.hf_model import load_student
+try:
+    load_student("nobody/no-such-model")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_really_unreachable_hub_is_one_sentence(tmp_path):
+    """In a process without HF_HUB_OFFLINE, against a port where nothing listens."""
+    environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
+    environment |= {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_ETAG_TIMEOUT": "1",
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", UNREACHABLE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "and http://127.0.0.1:9 could not be reached; name a local copy" in run.stdout
+    assert run.stdout.count("\n") == 1

@@ -1,4 +1,7 @@
-"""The client against a real vLLM server process (one for the module, 25 s), and against servers that misbehave."""
+"""The client against a real vLLM server process, and against servers that misbehave.
+
+The real server takes 25 s to start, once for the module.
+"""
 
 import json
 import os
@@ -15,12 +18,7 @@ import torch
 
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.protocols import SamplingParams
-from prime_composer.backends.vllm_server import (
-    ServerError,
-    ServerSampler,
-    ServerScorer,
-    parse_entries,
-)
+from prime_composer.backends.vllm_server import ServerError, ServerSampler, ServerScorer
 from prime_composer.local.preflight import check_weight_sync
 from prime_composer.recipe.loading import parse_recipe
 
@@ -28,7 +26,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 
 
 def save_tokenizer(directory):
-    """A word-level tokenizer of 131 words: a stock server has one, and needs it to answer with log-probs."""
+    """Save a word-level tokenizer of 131 words; a stock server needs one to return log-probs."""
     import tokenizers
 
     words = {f"w{i}": i for i in range(131)}
@@ -44,7 +42,7 @@ def server(models, tmp_path_factory):
     directory = tmp_path_factory.mktemp("served")
     models.tied_model.save_pretrained(directory)
     save_tokenizer(directory)
-    # top_k of a model's generation config is a server's default: the client must not fall for it.
+    # A server's defaults come from the model's generation config; the client must override top_k.
     (directory / "generation_config.json").write_text(
         json.dumps({"eos_token_id": 1, "top_k": 2, "temperature": 0.2})
     )
@@ -106,10 +104,11 @@ def scorer(server):
 
 
 def trained(rollout):
-    return rollout.loss_mask.nonzero()[:, 0].tolist()
+    return range(rollout.start, len(rollout.token_ids))
 
 
-def test_rollouts_of_a_server_carry_the_policys_log_probs(sampler, models, plain_logprobs):
+@pytest.mark.vllm
+def test_server_rollouts_have_the_policys_log_probs(sampler, models, plain_logprobs):
     rollouts = sampler.generate(PROMPTS, SamplingParams(n=3, max_tokens=12), seed=0)
     assert [r.prompt_index for r in rollouts] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert len({tuple(r.completion_ids) for r in rollouts}) == 9
@@ -129,7 +128,8 @@ def test_rollouts_of_a_server_carry_the_policys_log_probs(sampler, models, plain
     assert max(ranks) > 10  # the served generation config says top_k = 2
 
 
-def test_the_nucleus_of_a_server_is_renormalised(sampler, models, plain_logprobs):
+@pytest.mark.vllm
+def test_server_nucleus_is_renormalized(sampler, models, plain_logprobs):
     from prime_composer.backends.transformers import processed_logprobs
 
     for rollout in sampler.generate(
@@ -142,7 +142,8 @@ def test_the_nucleus_of_a_server_is_renormalised(sampler, models, plain_logprobs
             )
 
 
-def test_a_server_stops_where_asked_and_greedy_is_greedy(sampler, vllm_sampler):
+@pytest.mark.vllm
+def test_server_stops_at_stop_ids_and_greedy_is_greedy(sampler, vllm_sampler):
     params = SamplingParams(n=2, max_tokens=10, temperature=0.0)
     ours = sampler.generate(PROMPTS, params, seed=0)
     theirs = vllm_sampler.generate(PROMPTS, params, seed=0)
@@ -158,7 +159,8 @@ def test_a_server_stops_where_asked_and_greedy_is_greedy(sampler, vllm_sampler):
     )
 
 
-def test_the_same_seed_gives_a_server_the_same_rollouts(sampler):
+@pytest.mark.vllm
+def test_same_seed_gives_the_same_server_rollouts(sampler):
     runs = [
         sampler.generate(PROMPTS, SamplingParams(n=2, max_tokens=10), seed) for seed in (3, 4, 3)
     ]
@@ -166,7 +168,8 @@ def test_the_same_seed_gives_a_server_the_same_rollouts(sampler):
     assert ids[0] == ids[2] != ids[1]
 
 
-def test_a_servers_scores_are_those_of_the_engine_in_this_process(server, scorer, models):
+@pytest.mark.vllm
+def test_server_scores_are_those_of_the_model(server, scorer, models):
     from prime_composer.backends.transformers import TransformersScorer
 
     g = torch.Generator().manual_seed(0)
@@ -180,21 +183,15 @@ def test_a_servers_scores_are_those_of_the_engine_in_this_process(server, scorer
         )
         for i, (prompt, n) in enumerate(zip(PROMPTS, (3, 20, 1), strict=True))
     ]
-    here = TransformersScorer(models.tied_model)
+    local = TransformersScorer(models.tied_model)
     for k, prompts in ((0, None), (5, None), (16, [[40, 41, 42], [50], [60, 61]])):
-        theirs = scorer.score(rollouts, k, prompts)
-        for a, b, rollout in zip(theirs, here.score(rollouts, k, prompts), rollouts, strict=True):
-            mask = rollout.loss_mask
-            assert (
-                a.token_ids.shape == (len(rollout.token_ids), k)
-                and a.ref_logprobs[~mask].isnan().all()
-            )
-            torch.testing.assert_close(
-                a.ref_logprobs[mask], b.ref_logprobs[mask], atol=1e-4, rtol=0
-            )
-            torch.testing.assert_close(
-                a.teacher_logprobs[mask], b.teacher_logprobs[mask], atol=1e-4, rtol=0
-            )
+        served = scorer.score(rollouts, k, prompts)
+        expected = local.score(rollouts, k, prompts)
+        for a, b, rollout in zip(served, expected, rollouts, strict=True):
+            n = len(rollout.completion_ids)
+            assert a.token_ids.shape == (n, k) and a.ref_logprobs.shape == (n,)
+            torch.testing.assert_close(a.ref_logprobs, b.ref_logprobs, atol=1e-4, rtol=0)
+            torch.testing.assert_close(a.teacher_logprobs, b.teacher_logprobs, atol=1e-4, rtol=0)
             assert torch.equal(a.token_ids, b.token_ids)
     with pytest.raises(ServerError, match="larger --max-logprobs, or lower the loss's k"):
         scorer.score(rollouts, 17)
@@ -202,16 +199,32 @@ def test_a_servers_scores_are_those_of_the_engine_in_this_process(server, scorer
         scorer.score(rollouts, 132)
 
 
-def test_new_weights_reach_the_server_tied_head_and_prefix_cache_included(sampler, tied_model):
+@pytest.mark.vllm
+def test_server_scorer_generates_on_the_same_server(scorer, models):
+    """Its sampler serves the teacher's accuracy; limits are the server's own."""
+    params = SamplingParams(max_tokens=5, temperature=0.0)
+    (rollout,) = scorer.sampler.generate(PROMPTS[:1], params, seed=0)
+    with torch.no_grad():
+        logits = models.tied_model(input_ids=rollout.token_ids[None]).logits[0]
+    assert logits[rollout.start - 1 : -1].argmax(dim=-1).tolist() == rollout.completion_ids
+    assert scorer.sampler is scorer.sampler
+    assert (scorer.limits.max_model_len, scorer.limits.vocab_size) == (320, 131)
+    assert scorer.limits.max_logprobs is None
+
+
+@pytest.mark.vllm
+def test_update_weights_reaches_head_and_prefix_cache(sampler, tied_model):
     assert check_weight_sync(sampler, tied_model, [[(5 * i) % 120 + 4 for i in range(40)]]) < 1e-4
 
 
-def test_a_connection_that_went_stale_is_opened_again(sampler):
+@pytest.mark.vllm
+def test_stale_connection_is_opened_again(sampler):
     sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=1), seed=0)
     time.sleep(2)
     assert len(sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=1), seed=0)) == 1
 
 
+@pytest.mark.vllm
 def test_another_model_than_the_recipes_is_refused(server):
     with pytest.raises(
         ServerError,
@@ -220,12 +233,13 @@ def test_another_model_than_the_recipes_is_refused(server):
         ServerScorer(server.url, "Qwen/Qwen3-8B")
 
 
-def test_a_prompt_too_long_for_the_server_is_refused_here(sampler):
+@pytest.mark.vllm
+def test_prompt_too_long_for_the_server_is_refused(sampler):
     with pytest.raises(ValueError, match="does not fit into max_model_len 320"):
         sampler.generate([[5] * 300], SamplingParams(max_tokens=21), seed=0)
 
 
-def test_no_server_at_all_says_how_to_start_one():
+def test_missing_server_error_says_how_to_start_one():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -238,7 +252,7 @@ def test_no_server_at_all_says_how_to_start_one():
 
 @pytest.fixture
 def fake_server():
-    """A server that says what it is told: ``answers`` maps a path to (status, body), "drop" hangs up once."""
+    """Return a server with programmed answers: path -> (status, body); ``drops`` hangs up."""
     answers = {"/v1/models": (200, {"data": [{"id": "m", "root": "m", "max_model_len": 64}]})}
     state = SimpleNamespace(answers=answers, drops=0, key=None)
 
@@ -281,7 +295,7 @@ def completion(body):
     return {"choices": [choice]}
 
 
-def test_a_hang_up_in_the_middle_is_retried_and_a_lasting_one_is_an_error(fake_server):
+def test_dropped_request_is_retried_until_it_lasts(fake_server):
     fake_server.answers["/v1/completions"] = (200, completion)
     sampler = ServerSampler(fake_server.url)
     fake_server.drops = 2
@@ -306,17 +320,20 @@ def test_raw_log_probs_are_refused_where_they_are_not_mu(fake_server):
     sampler.close()
 
 
-def test_a_server_without_reload_endpoints_says_how_to_get_them(fake_server, tied_model):
+def test_missing_reload_endpoint_names_the_remedy(fake_server, tied_model):
     sampler = ServerSampler(fake_server.url)
     with pytest.raises(ServerError, match="VLLM_SERVER_DEV_MODE=1"):
         sampler.update_weights(tied_model)
     sampler.close()
 
 
-def test_the_api_key_of_a_server_comes_from_the_variable_that_the_recipe_names(
-    fake_server, monkeypatch, tiny_recipe
-):
-    from prime_composer.local.engine import open_sampler, open_scorer
+def test_api_key_comes_from_the_recipes_variable(fake_server, monkeypatch, tiny_recipe):
+    from prime_composer.local.engine import (
+        open_sampler,
+        open_scorer,
+        student_spec,
+        teacher_spec,
+    )
 
     monkeypatch.setenv("VLLM_API_KEY", "usual")
     monkeypatch.setenv("OTHER_KEY", "another")
@@ -325,8 +342,8 @@ def test_the_api_key_of_a_server_comes_from_the_variable_that_the_recipe_names(
 
     def open_both():
         recipe = parse_recipe(raw)
-        for opened in (open_scorer(recipe.teacher, recipe), open_sampler(recipe, "m")):
-            opened.close()
+        open_scorer(teacher_spec(recipe.teacher, recipe, "m")).close()
+        open_sampler(student_spec(recipe, "m")).close()
 
     fake_server.key = "usual"
     open_both()
@@ -343,7 +360,7 @@ def test_the_api_key_of_a_server_comes_from_the_variable_that_the_recipe_names(
         open_both()
 
 
-def test_a_servers_own_words_reach_the_user(fake_server):
+def test_server_errors_quote_the_server(fake_server):
     fake_server.answers["/v1/completions"] = (400, {"error": {"message": "no such thing"}})
     scorer = ServerScorer(fake_server.url)
     rollout = make_rollout([4], [5], [0.0], "length", 0)
@@ -354,18 +371,33 @@ def test_a_servers_own_words_reach_the_user(fake_server):
     scorer.close()
 
 
-def test_a_position_holds_k_or_k_plus_one_entries_and_a_tie_changes_nothing():
-    def entry(**values):
-        return {name[1:]: {"logprob": value, "rank": 1} for name, value in values.items()}
+def test_server_scorer_names_its_table(fake_server):
+    """With several teachers, a message names the table of the one that it is about."""
+    with pytest.raises(ServerError, match=r"set model in \[teachers.big\] to what it serves"):
+        ServerScorer(fake_server.url, "other", section="[teachers.big]")
 
-    entries = [
+
+def test_server_scorer_reads_the_answer_by_rank(fake_server):
+    """Scores start at the first trained token; ties are resolved as ``vllm_logprobs`` says."""
+
+    def entry(**values):
+        return {
+            token[1:]: {"logprob": logprob, "rank": rank}
+            for token, (logprob, rank) in values.items()
+        }
+
+    rows = [
         None,
-        entry(_9=-7.0, _3=-1.0),
-        entry(_4=-3.0, _5=-0.5, _6=-1.5),
-        entry(_7=-2.0, _8=-2.0, _9=-0.5),
+        entry(_9=(-7.0, 2), _3=(-1.0, 1)),
+        entry(_4=(-3.0, 9), _5=(-0.5, 1), _6=(-1.5, 2)),
+        entry(_8=(-2.0, 4), _7=(-2.0, 2), _9=(-0.5, 1)),
     ]
-    own, ids, logprobs = parse_entries(entries, [1, 3, 4, 8], 1, 2)
-    assert own.tolist() == [-1.0, -3.0, -2.0]
-    # token 3 is in its top 2; token 4 is not; token 8 ties with 7 and is the one beyond the top 2
-    assert ids.tolist() == [[3, 9], [5, 6], [9, 7]]
-    assert logprobs.tolist() == [[-1.0, -7.0], [-0.5, -1.5], [-0.5, -2.0]]
+    answer = {"choices": [{"index": 0, "prompt_logprobs": rows}]}
+    fake_server.answers["/v1/completions"] = (200, answer)
+    scorer = ServerScorer(fake_server.url)
+    (score,) = scorer.score([make_rollout([1, 3], [4, 8], [0.0, 0.0], "length", 0)], 2)
+    scorer.close()
+    assert score.ref_logprobs.tolist() == [-3.0, -2.0]
+    # Token 4 is outside its top 2; token 8 ties with 7 and is outside too.
+    assert score.token_ids.tolist() == [[5, 6], [9, 7]]
+    assert score.teacher_logprobs.tolist() == [[-0.5, -1.5], [-0.5, -2.0]]

@@ -1,0 +1,293 @@
+"""The reader of a vLLM server's ``prompt_logprobs``: a plain reader, ties, and vLLM's own rows."""
+
+import copy
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+numpy = pytest.importorskip("numpy")
+pytest.importorskip("msgspec")
+
+from prime_composer.backends.vllm_logprobs import TopK, read_answer, top_k_of  # noqa: E402
+
+ROWS = [
+    None,
+    {
+        "7": {"logprob": -3.0, "rank": 5},
+        "1": {"logprob": -0.1, "rank": 1},
+        "2": {"logprob": -2.0, "rank": 2},
+    },
+    {"1": {"logprob": -1.5, "rank": 2}, "9": {"logprob": -0.4, "rank": 1}},
+]
+TOKENS = [4, 7, 1]
+
+
+def answer(rows):
+    """Return an answer of ``/inference/v1/generate``, with fields that the reader skips."""
+    decoded = [
+        row and {token: {**entry, "decoded_token": ' a\u00e9"'} for token, entry in row.items()}
+        for row in rows
+    ]
+    choice = {"index": 0, "token_ids": [5], "finish_reason": "length", "logprobs": None}
+    return json.dumps(
+        {
+            "request_id": "r",
+            "choices": [choice],
+            "prompt_logprobs": decoded,
+            "usage": {"prompt_tokens": 3},
+        }
+    ).encode()
+
+
+def parse(token_ids, content, k):
+    return top_k_of(token_ids, read_answer(content), k)
+
+
+def plain_parse(token_ids, content, k):
+    """Return what ``parse`` returns, written the plain way, entry by entry."""
+    rows = json.loads(content)["prompt_logprobs"]
+    ids = numpy.zeros((len(rows), k), numpy.int32)
+    logprobs = numpy.full((len(rows), k), math.nan, numpy.float32)
+    values = [0.0] * len(rows)
+    for t, (token, row) in enumerate(zip(token_ids, rows, strict=True)):
+        if row:
+            values[t] = float(row[str(token)]["logprob"])
+            best = sorted(row.items(), key=lambda item: (item[1]["rank"], -item[1]["logprob"]))[:k]
+            for j, (candidate, entry) in enumerate(best):
+                ids[t, j], logprobs[t, j] = int(candidate), entry["logprob"]
+    return TopK(values, ids, logprobs)
+
+
+def test_top_k_is_taken_by_rank_from_k_or_k_plus_one_entries():
+    top = parse(TOKENS, answer(ROWS), 2)
+    assert top.own == [0.0, -3.0, -1.5]
+    assert top.token_ids.tolist()[1:] == [[1, 2], [9, 1]]
+    assert top.logprobs[1:].ravel().tolist() == pytest.approx([-0.1, -2.0, -0.4, -1.5])
+    assert numpy.isnan(top.logprobs[0]).all()
+
+
+def test_k_zero_reads_the_own_tokens_only():
+    top = parse(TOKENS, answer(ROWS), 0)
+    assert top.own == [0.0, -3.0, -1.5] and top.token_ids.shape == top.logprobs.shape == (3, 0)
+
+
+def test_completions_answer_has_its_rows_in_the_choice():
+    """``/v1/completions`` and ``/inference/v1/generate`` differ only in where the rows are."""
+    content = json.dumps({"id": "r", "choices": [{"index": 0, "prompt_logprobs": ROWS}]}).encode()
+    generated, completed = parse(TOKENS, answer(ROWS), 2), parse(TOKENS, content, 2)
+    assert generated.own == completed.own
+    assert generated.token_ids.tobytes() == completed.token_ids.tobytes()
+    assert generated.logprobs.tobytes() == completed.logprobs.tobytes()
+
+
+@pytest.mark.parametrize(
+    "tokens,rows,k,message",
+    [
+        (TOKENS, ROWS[:2], 2, "scored 2 tokens of 3"),
+        ([4, 8, 1], ROWS, 2, "do not hold the token 8"),
+        (TOKENS, ROWS, 3, "--max-logprobs 3"),
+        (TOKENS, [None, None, ROWS[2]], 2, "left token 1 of 3 without a score"),
+    ],
+)
+def test_answer_that_does_not_fit_is_refused(tokens, rows, k, message):
+    with pytest.raises(ValueError, match=message):
+        parse(tokens, answer(rows), k)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"<html>",
+        b"[]",
+        b'{"prompt_logprobs": [null, {"7": {"logprob": null, "rank": 1}}]}',
+        b'{"prompt_logprobs": [[]]}',
+    ],
+)
+def test_answer_of_another_kind_is_refused(content):
+    with pytest.raises(ValueError, match="server answered something else than prompt_logprobs"):
+        read_answer(content)
+
+
+def test_answer_without_scores_has_scored_nothing():
+    for content in (b'{"choices": []}', b'{"choices": [{}]}', b'{"prompt_logprobs": null}'):
+        with pytest.raises(ValueError, match="scored 0 tokens of 3"):
+            parse(TOKENS, content, 2)
+
+
+def test_infinity_of_pythons_json_is_read():
+    never = {"logprob": -math.inf, "rank": 7}
+    content = answer([None, {**ROWS[1], "7": never}, ROWS[2] | {"8": never}])
+    assert b"-Infinity" in content
+    top = parse(TOKENS, content, 3)
+    assert top.own == [0.0, -math.inf, -1.5]
+    assert top.token_ids[1:].tolist() == [[1, 2, 7], [9, 1, 8]]
+    assert top.logprobs[1:, 2].tolist() == [-math.inf] * 2
+
+
+def test_own_token_that_ties_with_the_kth_stays_outside():
+    """vLLM gives it the number of ids at least as probable as its rank: K + 1 or more."""
+    row = {
+        "8": {"logprob": -2.0, "rank": 4},
+        "9": {"logprob": -0.5, "rank": 1},
+        "3": {"logprob": -2.0, "rank": 2},
+    }
+    top = parse([4, 8], answer([None, row]), 2)
+    assert top.own == [0.0, -2.0]
+    assert top.token_ids[1].tolist() == [9, 3] and top.logprobs[1].tolist() == [-0.5, -2.0]
+
+
+def test_own_token_that_ties_inside_the_top_k_stays_inside():
+    """In the top K, vLLM overwrites the own token's rank with its place there."""
+    row = {"8": {"logprob": -2.0, "rank": 2}, "9": {"logprob": -0.5, "rank": 1}}
+    top = parse([4, 8], answer([None, row]), 2)
+    assert top.token_ids[1].tolist() == [9, 8] and top.logprobs[1].tolist() == [-0.5, -2.0]
+
+
+def test_equal_ranks_fall_back_to_the_log_prob():
+    """Other servers may give a tie one rank: the larger log-prob wins, then the earlier entry."""
+    row = {
+        "7": {"logprob": -2.0, "rank": 1},
+        "8": {"logprob": -2.0, "rank": 1},
+        "9": {"logprob": -0.5, "rank": 1},
+    }
+    top = parse([4, 8], answer([None, row]), 2)
+    assert top.token_ids[1].tolist() == [9, 7] and top.logprobs[1].tolist() == [-0.5, -2.0]
+
+
+# What float32 makes of a float64, and ties of both kinds
+LOGPROBS = st.sampled_from([-0.5, -0.5, -1.25, -0.0, 0.0, -9999.0, -math.inf]) | st.floats(-40, 0)
+
+
+@st.composite
+def scored_sequences(draw):
+    """Draw tokens, rows in every order with equal ranks and log-probs, and K.
+
+    The own token is in or out of the top K.
+    """
+    k = draw(st.integers(1, 4))
+    tokens, rows = [draw(st.integers(0, 9))], [None]
+    for _ in range(draw(st.integers(0, 5))):
+        ids = draw(st.permutations(range(10)))[: draw(st.integers(k, k + 2))]
+        tokens.append(draw(st.sampled_from(ids)))
+        rows.append(
+            {str(i): {"logprob": draw(LOGPROBS), "rank": draw(st.integers(1, 5))} for i in ids}
+        )
+    return tokens, rows, k
+
+
+@settings(max_examples=300, deadline=None)
+@given(scored_sequences())
+def test_every_bit_is_that_of_the_plain_parser(sequence):
+    """Compare to the last bit, signs of zeros included."""
+    tokens, rows, k = sequence
+    fast, plain = parse(tokens, answer(rows), k), plain_parse(tokens, answer(rows), k)
+    assert repr(list(fast.own)) == repr(list(plain.own))
+    for ours, theirs in ((fast.token_ids, plain.token_ids), (fast.logprobs, plain.logprobs)):
+        assert (
+            ours.dtype == theirs.dtype
+            and ours.shape == theirs.shape
+            and ours.tobytes() == theirs.tobytes()
+        )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_of_a_vllms_size_are_read_alike(seed):
+    generator, k, n = numpy.random.default_rng(seed), 32, 200
+    tokens, rows = generator.integers(0, 150_000, n).tolist(), [None]
+    for token in tokens[1:]:
+        others = [i for i in generator.choice(150_000, k, replace=False).tolist() if i != token]
+        logprobs = numpy.sort(generator.normal(-8, 4, len(others)).astype(numpy.float32))[
+            ::-1
+        ].tolist()
+        row = (
+            {str(token): {"logprob": -20.123456789, "rank": 77}}
+            if generator.random() < 0.5 or len(others) < k
+            else {}
+        )
+        row |= {
+            str(i): {"logprob": x, "rank": r}
+            for r, (i, x) in enumerate(zip(others, logprobs, strict=True), 1)
+        }
+        if str(token) not in row:  # one of the top K, and first in the row as vLLM has it
+            position = int(generator.integers(0, k))
+            row = {str(token): row.pop(str(others[position]))} | row
+        rows.append(row)
+    fast, plain = parse(tokens, answer(rows), k), plain_parse(tokens, answer(rows), k)
+    assert {len(row) for row in rows[1:]} == {k, k + 1}
+    assert fast.own == plain.own
+    assert (fast.token_ids == plain.token_ids).all()
+    assert fast.logprobs.tobytes() == plain.logprobs.tobytes()
+
+
+def test_reader_does_not_import_torch():
+    """prime-rl's orchestrator imports it before it has read its config."""
+    code = "import sys, prime_composer.backends.vllm_logprobs; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.vllm
+def test_ranks_of_vllm_identify_the_top_k_in_a_tie(models, tmp_path):
+    """A model with 13 copies of each row of its head ties 13 ids at every position.
+
+    Each own token is one of the most probable 13, so that it ties with the K-th.
+    """
+    import torch
+
+    from prime_composer.backends.alignment import SequenceToScore, make_rollout
+    from prime_composer.backends.vllm import VLLMScorer, parse_prompt_logprobs
+
+    model = copy.deepcopy(models.untied_model)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight[torch.arange(131) % 10])
+    model.save_pretrained(tmp_path)
+    tokens, copies = [5, 17], [3, 1, 12, 0, 7, 2, 11, 9, 4]
+    for copy_index in copies:
+        with torch.no_grad():
+            best = int(model(input_ids=torch.tensor(tokens)[None]).logits[0, -1].argmax()) % 10
+        tokens.append(best + 10 * copy_index)
+    k, scorer = 4, VLLMScorer(tmp_path, max_model_len=64, max_logprobs=8)
+    try:
+        # vLLM's own rows, without the lean path, as its server writes them.
+        request = scorer.sampler._vllm.SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=k, detokenize=False
+        )
+        (output,) = scorer.sampler._run([tokens], request)
+        (score,) = scorer.score(
+            [make_rollout(tokens[:2], tokens[2:], [0.0] * len(copies), "length", 0)], k
+        )
+        flat = scorer.sampler._vllm.SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=k, flat_logprobs=True, detokenize=False
+        )
+        (flat_output,) = scorer.sampler._run([tokens], flat)
+    finally:
+        scorer.close()
+    rows = [
+        row and {str(i): {"logprob": e.logprob, "rank": e.rank} for i, e in row.items()}
+        for row in output.prompt_logprobs
+    ]
+    top = parse(tokens, answer(rows), k)
+    outside = 0
+    for t in range(2, len(tokens)):
+        row, own = rows[t], str(tokens[t])
+        listed = {i for i in row if i != own or len(row) == k}
+        assert {str(i) for i in top.token_ids[t].tolist()} == listed
+        assert sorted(row[i]["rank"] for i in listed) == [1, 2, 3, 4]
+        assert len({entry["logprob"] for entry in row.values()}) == 1  # the tie
+        if len(row) == k + 1:
+            outside += 1
+            assert row[own]["rank"] == (13 if tokens[t] % 10 else 14)
+    assert outside > 3
+    # The engine in this process returns the own token in a column of its own. Which of the tied ids
+    # are listed depends on the top-K algorithm; their log-probs do not.
+    assert score.teacher_logprobs.numpy().tobytes() == top.logprobs[2:].tobytes()
+    assert (score.token_ids.numpy() % 10 == numpy.array(tokens[2:])[:, None] % 10).all()
+    assert all(len(set(ids)) == k for ids in score.token_ids.tolist())
+    ids, _ = parse_prompt_logprobs(flat_output.prompt_logprobs, SequenceToScore(tokens, 2), k)
+    assert ids[:, 0].tolist() == tokens[2:]
+    assert ids[:, 1:].tolist() == top.token_ids[2:].tolist()
