@@ -197,14 +197,28 @@ def test_dry_run_names_the_step_that_resume_starts_after(tiny_file: Path, tmp_pa
     assert files_under(tmp_path) == before
 
 
-def test_dry_run_refuses_what_the_run_would_refuse(tiny_recipe: Raw, tmp_path: Path) -> None:
-    path = tmp_path / "tiny.toml"
-    words = ("rl", "--config", path, "--engine", "local", "--dry-run")
-    path.write_text(toml(tiny_recipe(data={"source": "jsonl", "path": "absent.jsonl"})))
-    done = prime_rl(*words, cwd=tmp_path)
-    assert done.returncode == 2 and "absent.jsonl" in done.stderr
-    done = prime_rl(*words, "--resume", "--set", "data.source=generated", cwd=tmp_path)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--set", "data.source=jsonl", "--set", "data.path=absent.jsonl"], "absent.jsonl"),
+        (["--set", "rollout.max_tokens=120"], "max_model_len"),
+        (["--resume"], "no run of tiny under outputs/"),
+    ],
+    ids=["data", "context", "resume"],
+)
+def test_dry_run_refuses_what_the_run_would_refuse(
+    words: list[str],
+    message: str,
+    tiny_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["prepare", "--config", str(tiny_file)]) == 0  # the plan reads the tokenizer
+    command = ["rl", "--config", str(tiny_file), "--engine", "local", "--dry-run", *words]
+    assert main(command) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_dry_run_is_passed_to_the_prime_rl_launcher(
