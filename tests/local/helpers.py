@@ -1,0 +1,110 @@
+"""Runs, displays and samples of the one-machine engine's tests."""
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prime_composer.backends.hf_model import load_student
+from prime_composer.backends.protocols import Rollout, TeacherScores
+from prime_composer.local.batch import Sample
+from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.train import Outcome, train
+from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.tiny_models.cache import prepare_models
+
+VOCAB = 300
+"""Vocabulary of TINY_RECIPE's models."""
+
+DATA = DataConfig()
+SOURCES = {"problems": DATA}
+PROBLEM = Problem("Ada has 2 apples and buys 3 more. How many?", "2 + 3 = 5\n#### 5")
+
+
+class Silent:
+    """A display that shows nothing, records the finished steps, and may interrupt the run."""
+
+    def __init__(self, interrupt_at: int | None = None):
+        self.steps: list[int] = []
+        self.texts: list[str] = []
+        self.interrupt_at = interrupt_at
+
+    def status(self, text: str) -> None:
+        self.texts.append(text)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self.steps.append(step)
+        if step + 1 == self.interrupt_at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def run(
+    raw: dict[str, Any], run_dir: Path, display: Silent | None = None, resume: bool = False
+) -> Outcome:
+    """Train a recipe given as tables; with ``resume``, from the newest checkpoint of ``run_dir``."""
+    run_dir.mkdir(exist_ok=True)
+    checkpoint = list_checkpoints(run_dir)[-1] if resume else None
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    paths = prepare_models(recipe, problems)
+    return train(recipe, problems, paths, run_dir, display or Silent(), resume=checkpoint)
+
+
+def copy_first_half(whole: Path, cut: Path) -> None:
+    """Make ``cut`` the run directory that ``whole`` was after the checkpoint of its second step."""
+    (cut / "checkpoints").mkdir(parents=True)
+    checkpoint = Path("checkpoints") / "step_000002"
+    (whole / checkpoint).rename(cut / checkpoint)
+    (cut / "metrics.jsonl").write_text((whole / "metrics.jsonl").read_text())
+
+
+def tiny_models(raw: dict[str, Any]) -> dict[str, Path]:
+    """Return the prepared models of a recipe given as tables."""
+    recipe = parse_recipe(raw)
+    return prepare_models(recipe, load_problem_set(recipe.sources))
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of the newest checkpoint."""
+    model, _ = load_student(list_checkpoints(run_dir)[-1].path)
+    return model.state_dict()
+
+
+def rollout(group: int, ids: tuple[int, ...] = (5, 6, 7, 8)) -> Rollout:
+    """Return a rollout with a prompt of two tokens."""
+    mask = torch.arange(len(ids)) >= 2
+    return Rollout(torch.tensor(ids), mask, torch.where(mask, -1.0, torch.nan), "stop", group)
+
+
+def sample(group: int, reward: float = 0.0, ids: tuple[int, ...] = (5, 6, 7, 8)) -> Sample:
+    """Return a sample without scores."""
+    return Sample(rollout(group, ids), PROBLEM, reward=reward)
+
+
+def random_samples(lengths: list[tuple[int, int]], k: int) -> list[Sample]:
+    """Return random rollouts with a random teacher's normalized scores, in float64.
+
+    Args:
+        lengths: tokens of prompt and completion of each.
+        k: size of the support.
+    """
+    generator = torch.Generator().manual_seed(7)
+    samples = []
+    for index, (prompt, completion) in enumerate(lengths):
+        n = prompt + completion
+        ids = torch.randint(0, VOCAB, (n,), generator=generator)
+        logits = torch.randn(n, VOCAB, generator=generator, dtype=torch.float64)
+        teacher = logits.mul(2).log_softmax(-1)
+        mask = torch.arange(n) >= prompt
+        nan = torch.full((n,), math.nan, dtype=torch.float64)
+        mu = torch.where(mask, -torch.rand(n, generator=generator, dtype=torch.float64) * 3, nan)
+        own = teacher.gather(-1, ids[:, None])[prompt:, 0]
+        top = teacher[prompt:].topk(k)
+        scores = TeacherScores(own, top.indices, top.values)
+        samples.append(Sample(Rollout(ids, mask, mu, "stop", index), PROBLEM, scores=scores))
+    return samples
