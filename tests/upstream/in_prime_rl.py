@@ -1,0 +1,82 @@
+"""Run Python beside an unmodified prime-rl, in the environment of its version."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from tests.upstream.e2e import launch_run
+from tests.upstream.make_venvs import NO_VENV, is_ready, python_of, verifiers_of
+
+MARK = "RESULT "
+LOOP = """
+import json, sys, traceback
+for line in sys.stdin:
+    code, names = json.loads(line)
+    try:
+        exec(code, names)
+        answer = names["result"]
+    except BaseException:
+        answer = {"error": traceback.format_exc()}
+    print("RESULT " + json.dumps(answer), flush=True)
+"""
+
+
+def environment_of(version, trees, folder, rig=False, **more):
+    """Return the variables of a process that imports a version's tree.
+
+    Skips where the version's environment or the checkout is absent.
+
+    Args:
+        version: the version's name.
+        trees: the fixture that extracts a version.
+        folder: where scripts for PATH go.
+        rig: make the parts importable as well that need a GPU.
+        more: further variables.
+    """
+    tree = trees(version)
+    if not is_ready(version):
+        pytest.skip(NO_VENV)
+    env = launch_run.environment(str(python_of(version)), tree, folder, **more)
+    if not rig:
+        del env["PRIME_CPU_RIG"]
+    if verifiers_of(version) is not None:
+        env["PYTHONPATH"] = f"{verifiers_of(version)}{os.pathsep}{env['PYTHONPATH']}"
+    return env
+
+
+class Interpreter:
+    """One process that imports a version of prime-rl once and runs code for several tests."""
+
+    def __init__(self, version, trees, folder):
+        env = environment_of(version, trees, folder, rig=True)
+        self.log = folder / f"{version}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [str(python_of(version)), "-c", LOOP],
+                env=env,
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def run(self, code, **names):
+        """Run code, which uses ``names`` and assigns ``result``; both are passed as JSON."""
+        self.process.stdin.write(json.dumps([code, names]) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                result = json.loads(line.removeprefix(MARK))
+                if isinstance(result, dict) and "error" in result:
+                    raise AssertionError(result["error"][-3000:])
+                return result
+        raise AssertionError(self.log.read_text()[-3000:])
+
+    def close(self):
+        """End the process."""
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait(30)

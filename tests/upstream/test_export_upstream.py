@@ -1,0 +1,283 @@
+"""Give exported recipes to prime-rl's own code: parser, launcher, evaluation, scheduler, Slurm."""
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from prime_composer.recipe.loading import load_recipe, parse_recipe
+from prime_composer.recipe.routing import Routing
+from prime_composer.recipe.schema import RecipeError
+from prime_composer.upstream.export import export_recipe
+from prime_composer.upstream.versions import VERSIONS
+from tests.prime_rl_checkout import REPO
+from tests.upstream.export_recipes import ALL_RECIPES, export_table, tables, write_rows_recipe
+from tests.upstream.in_prime_rl import MARK, Interpreter, environment_of
+from tests.upstream.make_venvs import python_of
+
+E2E = Path(__file__).parent / "e2e"
+QWEN3 = REPO / "recipes" / "gsm8k_opd_qwen3.toml"
+
+
+@pytest.fixture(scope="module")
+def prime_rl(trees, tmp_path_factory):
+    """Version -> one interpreter beside that prime-rl, for all tests of this file."""
+    interpreters = {}
+
+    def get(version):
+        if version not in interpreters:
+            folder = tmp_path_factory.mktemp(version)
+            interpreters[version] = Interpreter(version, trees, folder)
+        return interpreters[version]
+
+    yield get
+    for interpreter in interpreters.values():
+        interpreter.close()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_prime_rls_dry_run_takes_every_recipe(trees, tmp_path, version):
+    """Its parser, and its launcher up to the point where it would start processes."""
+    files, refused = [], {}
+    for path in [*ALL_RECIPES, write_rows_recipe(tmp_path)]:
+        loaded = load_recipe(path)
+        models = {teacher.table: "Qwen/Qwen3-4B" for teacher in Routing.of_recipe(loaded).teachers}
+        try:
+            export = export_recipe(loaded, version, {"student": "Qwen/Qwen3-0.6B", **models})
+        except RecipeError as error:
+            refused[path.stem] = str(error)
+            continue
+        target = tmp_path / f"{path.stem}.toml"
+        target.write_text(export.text())
+        files.append(str(target))
+    assert files and all("--engine local" in reason for reason in refused.values())
+    env = environment_of(version, trees, tmp_path, PRIME_COMPOSER="1")
+    command = [str(python_of(version)), str(E2E / "dry_run.py"), *files]
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    assert lines, done.stdout[-2000:] + done.stderr[-3000:]
+    results = json.loads(lines[-1].removeprefix(MARK))
+    bad = {Path(file).stem: result for file, result in results.items() if result != "ok"}
+    assert not bad, f"{bad}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+
+
+READ = """
+import sys
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.configs.rl import RLConfig
+from prime_rl.utils.config import cli
+
+result = []
+for words in commands:
+    sys.argv = words
+    config = cli(RLConfig if words[0] == "rl" else InferenceConfig)
+    inference = config.inference if words[0] == "rl" else config
+    newest = hasattr(inference, "to_namespace")
+    arguments = inference.to_namespace() if newest else inference.to_vllm()
+    # As its server() does.
+    for key, value in (getattr(inference, "vllm_extra", None) or {}).items():
+        setattr(arguments, key, value)
+    names = ("model", "port", "dtype", "seed", "max_logprobs", "gpu_memory_utilization")
+    vllm = {key: getattr(arguments, key, None) for key in names}
+    result.append({"config": config.model_dump(mode="json"), "vllm": vllm})
+"""
+
+
+def rl(folder, name, version, raw):
+    """Return prime-rl's command for a recipe's export."""
+    path = folder / f"{name}.toml"
+    path.write_text(export_recipe(parse_recipe(raw), version).text())
+    return ["rl", "@", str(path)]
+
+
+def qwen3_tables(**changes):
+    """Return the tests' recipe with a student for which prime-rl has a renderer."""
+    return tables(student={"model": "Qwen/Qwen3-0.6B"}, **changes)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_prime_rl_reads_what_the_recipe_says(prime_rl, tmp_path, version):
+    """Checkpoints, activation checkpointing, evaluation, the sampler's server."""
+    raw = qwen3_tables(checkpoint={"every": 0, "keep": 3}, eval={"every": 2, "size": 50})
+    raw["trainer"] |= {"gradient_checkpointing": True, "dtype": "bfloat16", "seed": 5}
+    raw["rollout"]["gpu_memory_utilization"] = 0.5
+    commands = [rl(tmp_path, "on", version, raw)]
+    raw["trainer"]["gradient_checkpointing"] = False
+    commands.append(rl(tmp_path, "off", version, raw))
+    on, off = prime_rl(version).run(READ, commands=commands)
+    trainer = on["config"]["trainer"]
+    # Its trainer writes the last weights where it has a ckpt table, earlier ones by the interval.
+    assert trainer["ckpt"]["interval"] is None and trainer["ckpt"]["keep_last"] == 3
+    assert trainer["model"]["ac"]["mode"] == "full"
+    assert on["vllm"]["dtype"] == "bfloat16" and on["vllm"]["seed"] == 5
+    assert on["vllm"]["gpu_memory_utilization"] == 0.5
+    key = VERSIONS[version].environment_key
+    (source,) = on["config"]["orchestrator"]["eval"][key]
+    assert (source["interval"], source["num_examples"], source["group_size"]) == (2, 50, 1)
+    assert source["sampling"]["temperature"] == 0.0
+    assert source["sampling"]["max_completion_tokens"] == 64
+    if version == "v0.6":
+        settings = source["args"]
+    else:
+        settings = (source if version == "v0.7" else source["env"])["taskset"]
+    assert settings["split"] == "test"
+    model = off["config"]["trainer"]["model"]
+    assert model["ac"] is None and model["ac_offloading"] is None
+
+
+TRIGGERS = """
+import types
+from prime_rl.orchestrator.eval_source import EvalSource
+
+config = types.SimpleNamespace(skip_first_step=False, **table)
+environment = types.SimpleNamespace(name="e", examples=[], config=config)
+source = EvalSource([environment], config)
+result = [bool(source.trigger(step)) for step in steps]
+"""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_evaluation_every_0_is_before_and_after_the_run(prime_rl, version):
+    """The orchestrator asks at its start and after each batch. v0.6 counts steps from 0."""
+    steps = 7
+    table = export_table(version, eval={"every": 0})["orchestrator"]["eval"]
+    first = 0 if version == "v0.6" else 1
+    asked = list(range(first, first + steps + 1))
+    triggers = prime_rl(version).run(TRIGGERS, table=table, steps=asked)
+    assert triggers == [True] + [False] * (steps - 1) + [True]
+
+
+@pytest.mark.parametrize("version", ["v0.7", "v0.8", "head"])
+def test_policy_that_scores_itself_has_a_server_for_k(prime_rl, tmp_path, version):
+    """vLLM's default of 20 log-probs is enough for k = 8."""
+    raw = {**qwen3_tables(), "teacher": {"policy": {"update": "live"}}}
+    raw["loss"] = {"type": "self_distillation"}  # with k = 32
+    commands = [rl(tmp_path, "default", version, raw)]
+    raw["loss"]["k"] = 8
+    commands.append(rl(tmp_path, "small", version, raw))
+    answers = prime_rl(version).run(READ, commands=commands)
+    assert [answer["vllm"]["max_logprobs"] for answer in answers] == [32, None]
+
+
+def commands_of(path):
+    """Yield the commands in the comments of a recipe: GPUs, and the list of words."""
+    comments = [line for line in path.read_text().splitlines(keepends=True) if line[:1] == "#"]
+    text = "".join(comments).replace("\\\n", " ")
+    for line in re.findall(r"^# {5,}(CUDA_VISIBLE_DEVICES=.*)$", text, re.MULTILINE):
+        first, *words = shlex.split(line.replace("#", " "))
+        yield [int(device) for device in first.partition("=")[2].split(",")], words
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_prime_rls_inference_takes_the_teachers_command(prime_rl, version):
+    """The command in the export's head, and those in the recipe's own comment."""
+    record = VERSIONS[version]
+    head = "\n".join(export_recipe(load_recipe(QWEN3), version).head)
+    exported = shlex.split(re.search(r"^ +inference (--.*)$", head, re.MULTILINE)[1])
+    commands = [
+        words
+        for _, words in commands_of(QWEN3)
+        if words[0] == "inference" and words[1] == record.model_option
+    ]
+    assert commands[0] == ["inference", *exported]
+    answers = prime_rl(version).run(READ, commands=commands)
+    expected = (("Qwen/Qwen3-8B", 0.9), ("Qwen/Qwen3-4B", 0.45))
+    for answer, (model, share) in zip(answers, expected, strict=True):
+        assert answer["vllm"] == {
+            "model": model,
+            "port": 8001,
+            "dtype": "auto",
+            "seed": 0,
+            "max_logprobs": 32,
+            "gpu_memory_utilization": share,
+        }
+
+
+HEAD_DTYPE = """
+import sys
+from prime_rl.configs.inference import InferenceConfig
+from prime_rl.utils.config import cli
+
+sys.argv = ["inference", model_option, "Qwen/Qwen3-0.6B"]
+result = getattr(cli(InferenceConfig), field)
+"""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_prime_rls_inference_has_a_float32_head(prime_rl, version):
+    """The export's head says so."""
+    record = VERSIONS[version]
+    names = {"model_option": record.model_option, "field": record.float32_head}
+    assert prime_rl(version).run(HEAD_DTYPE, **names) is True
+
+
+def test_gpus_in_the_qwen3_recipes_commands_add_up():
+    commands = list(commands_of(QWEN3))
+    runs = [(gpus, words) for gpus, words in commands if words[0] == "prime-rl"]
+    teachers = [gpus for gpus, words in commands if words[0] == "inference"]
+    assert len(runs) == 2 and teachers == [[0]] * 4
+    for gpus, words in runs:
+        pairs = zip(words, words[1:], strict=False)
+        loaded = load_recipe(QWEN3, [value for word, value in pairs if word == "--set"])
+        deployment = loaded.prime_rl["deployment"]
+        assert deployment["num_infer_gpus"] + deployment["num_train_gpus"] == len(gpus)
+        # prime-rl assigns GPUs in order, inference first. The teacher is on GPU 0.
+        shared = set(gpus[: deployment["num_infer_gpus"]]) & {0}
+        assert loaded.rollout.gpu_memory_utilization + (0.45 if shared else 0) <= 0.9
+        assert 0 not in gpus[deployment["num_infer_gpus"] :]
+
+
+SCHEDULES = """
+import types
+import torch
+from prime_rl.trainer.scheduler import setup_scheduler
+
+result = []
+for steps, table in cases:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    config = types.SimpleNamespace(**{"min_lr": 0.0, **table})
+    schedule = setup_scheduler(optimizer, config, steps, 1.0)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    result.append(rates)
+"""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_prime_rls_scheduler_runs_every_schedule(prime_rl, version):
+    """The first step after the warm-up is at the peak, as in the local engine."""
+    cases = [
+        {"steps": steps, "warmup_steps": warmup, "schedule": kind}
+        for kind in ("constant", "linear", "cosine")
+        for steps in (1, 2, 3, 8)
+        for warmup in range(steps + 2)
+    ]
+    schedules = [export_table(version, trainer=case)["trainer"]["scheduler"] for case in cases]
+    pairs = [[case["steps"], table] for case, table in zip(cases, schedules, strict=True)]
+    for case, rates in zip(cases, prime_rl(version).run(SCHEDULES, cases=pairs), strict=True):
+        steps, warmup = case["steps"], case["warmup_steps"]
+        if warmup < steps:
+            assert rates[warmup] == pytest.approx(1.0), case
+        if case["schedule"] == "constant" or steps - warmup <= 1:
+            flat = [1.0] * (steps - warmup if warmup < steps else 0)
+            assert rates[warmup:] == pytest.approx(flat), case
+        else:
+            assert rates[-1] < rates[warmup], case
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_slurm_pre_run_command_runs_after_uv_sync(trees, version):
+    templates = trees(version) / "src" / "prime_rl" / "templates"
+    for name in ("single_node_rl", "multi_node_rl"):
+        text = (templates / f"{name}.sbatch.j2").read_text()
+        parts = ("source .venv/bin/activate", "uv sync", "{{ pre_run_command }}", "uv run")
+        places = [text.index(part) for part in parts]
+        assert places == sorted(places)
