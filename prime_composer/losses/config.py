@@ -197,7 +197,7 @@ class LossConfig(BaseModel):
     @property
     @final
     def support_size(self) -> int | Literal["full"]:
-        """K, the number of ids per position for which the teacher's log-probs are needed. 0 for none.
+        """K: ids per position at which the teacher's log-probs are needed, 0 for none.
 
         A support that the student chooses needs the whole vocabulary, because the loss makes the
         choice. A trainer whose teacher scores given ids provides those k alone.
@@ -335,7 +335,7 @@ class SupportLossConfig(LossConfig):
 
 
 def refuse_biased(normalization: Normalization, allow_biased: bool) -> None:
-    """Refuse normalization "raw" without ``allow_biased`` (``divergences`` does the same in a call).
+    """Refuse normalization "raw" without ``allow_biased``, as ``divergences`` does in a call.
 
     Raises:
         ValueError: with the bias and the alternatives.

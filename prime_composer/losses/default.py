@@ -1,4 +1,4 @@
-"""prime-rl's default RL loss: DPPO's trust region on the probability difference, plus a squared KL.
+"""prime-rl's default RL loss: DPPO's trust region by advantage, plus a squared log-ratio.
 
 Per token of the mask, with advantage A,
 

@@ -1,4 +1,4 @@
-"""prime-rl's IPO loss: a symmetric trust region on the probability difference, plus a squared KL.
+"""prime-rl's IPO loss: a symmetric trust region on p - mu, plus a squared log-ratio.
 
 Per token of the mask, with advantage A,
 

@@ -92,7 +92,7 @@ class TAIDScheduler:
         self.step = 0
 
     def end_step(self, mean_loss: float) -> None:
-        """Move t by the step's loss per token. The first call only stores it, as in the reference."""
+        """Move t by the step's loss per token. As in the reference, the first call stores it."""
         config = self._config
         if self.previous_loss is not None:
             change = (self.previous_loss - mean_loss) / (self.previous_loss + 1e-15)

@@ -1,0 +1,77 @@
+"""Write the table of losses as Markdown, from the first lines of their docstrings.
+
+python -m prime_composer.losses.table                  # print it
+python -m prime_composer.losses.table --write FILE     # renew it between the markers of FILE
+python -m prime_composer.losses.table --check FILE     # fail if FILE is stale
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prime_composer.losses.registry import LOSS_TYPES
+
+BEGIN = "<!-- table: begin, from python -m prime_composer.losses.table --write FILE -->"
+END = "<!-- table: end -->"
+
+
+def table() -> str:
+    """Return one row per loss of the package: type, first line of its docstring, needs."""
+    rows = ["| `type` | loss | needs |", "|---|---|---|"]
+    for name, config in LOSS_TYPES.items():
+        if ":" not in name:  # a loss from outside may be registered in this process
+            doc = (sys.modules[config.__module__].__doc__ or "").splitlines()[0]
+            summary = doc.rstrip(".").replace("||", "‖")
+            rows.append(f"| [`{name}`]({name}.py) | {summary} | {_needs(config)} |")
+    return "\n".join(rows) + "\n"
+
+
+def renewed(page: str) -> str:
+    """Return a page with the table between its markers.
+
+    Raises:
+        ValueError: the page has no markers.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page needs the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n\n{table()}\n{END}{after}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print, write or check the table. Return the exit status."""
+    parser = argparse.ArgumentParser(description="The table of losses.")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--write", type=Path, metavar="FILE", help="renew it in FILE")
+    choice.add_argument("--check", type=Path, metavar="FILE", help="fail if FILE is stale")
+    options = parser.parse_args(arguments)
+    path = options.write or options.check
+    if path is None:
+        print(table(), end="")
+        return 0
+    page = path.read_text(encoding="utf-8")
+    current = renewed(page)
+    if options.write is not None:
+        path.write_text(current, encoding="utf-8")
+        return 0
+    if page != current:
+        print(
+            f"{path} is stale; renew it: python -m prime_composer.losses.table --write {path}",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def _needs(config: Any) -> str:
+    first = config(**config.examples[0])
+    if first.parts:
+        return "what its channels need"
+    return ", ".join(f"`{need}`" for need in sorted(first.needs)) or "nothing else"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
