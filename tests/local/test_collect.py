@@ -1,0 +1,64 @@
+"""The batch of a step: advantages, the environments' shares, and GKD's lambda."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prime_composer.local.collect import mean_by_environment, problems_of_step, with_advantages
+from prime_composer.local.tracker import read_metrics
+from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.loading import ProblemSet
+from tests.local.helpers import run, sample
+
+Raw = Callable[..., dict[str, Any]]
+
+
+def test_advantage_is_reward_minus_the_groups_mean() -> None:
+    """A group of equal rewards has no advantage."""
+    rewards = ((0, 1.0), (0, 0.0), (1, 1.0), (1, 1.0))
+    samples = with_advantages([sample(group, reward) for group, reward in rewards])
+    assert [one.advantage for one in samples] == [0.5, -0.5, 0.0, 0.0]
+
+
+def test_problems_of_step_follow_the_environments_ratios() -> None:
+    """Of every four problems three are of the environment with three times the ratio."""
+    problems = [Problem(str(i), "#### 1", environment="a" if i < 10 else "b") for i in range(14)]
+    sources = {"a": DataConfig(ratio=3.0), "b": DataConfig(ratio=1.0)}
+    problem_set = ProblemSet(problems, [], sources)
+    for step in (1, 2, 3):
+        chosen = problems_of_step(problem_set, 4, seed=0, step=step)
+        assert Counter(problem.environment for problem in chosen) == {"a": 3, "b": 1}
+
+
+def test_mean_by_environment_is_over_its_own_problems() -> None:
+    """Means are weighted by counts; an environment without a problem is left out."""
+    names = ("sums", "chains", "free")
+    problems = [Problem("?", "#### 1", environment=name) for name in ("sums", "chains", "sums")]
+    sources = dict.fromkeys(names)
+    assert mean_by_environment("m", sources, problems, [1.0, 0.0, 0.0]) == {
+        "m/sums": 0.5,
+        "m/chains": 0.0,
+    }
+    # Sums over 1, 2 and 3 tokens: (4 + 2) / (1 + 3).
+    assert mean_by_environment("m", sources, problems, [4.0, 5.0, 2.0], [1.0, 2.0, 3.0]) == {
+        "m/sums": 1.5,
+        "m/chains": 2.5,
+    }
+    assert mean_by_environment("m", {"sums": None}, problems[:1], [1.0]) == {}
+
+
+def test_student_fraction_replaces_sequences_by_solutions(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """With lambda 0 all sequences are the data's correct solutions; with 0.5 some are."""
+    raw = tiny_recipe(
+        loss={"type": "generalized_jsd", "k": 8}, trainer={"steps": 2, "batch_size": 12}
+    )
+    raw["eval"] |= {"every": 0}
+    raw["rollout"]["student_fraction"] = 0.0
+    run(raw, tmp_path / "solutions")
+    solutions = read_metrics(tmp_path / "solutions")[1:]
+    assert all(record["rollout/reward"] == 1.0 for record in solutions)
+    raw["rollout"]["student_fraction"] = 0.5
+    run(raw, tmp_path / "mixed")
+    mixed = read_metrics(tmp_path / "mixed")[1:]
+    assert all(0 < record["rollout/reward"] < 1 for record in mixed)

@@ -1,0 +1,217 @@
+"""Gradients of a step: micro-batches, token mean, replay channel, and metrics by their type."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from prime_composer.backends.hf_model import load_student
+from prime_composer.backends.protocols import TeacherScores
+from prime_composer.contract import Count, PairMean
+from prime_composer.local.batch import Batch, Pair, Sample
+from prime_composer.local.engine import open_engine
+from prime_composer.local.gradients import (
+    MetricAverages,
+    NonFiniteLoss,
+    accumulate_gradients,
+    prepare_micro_batches,
+)
+from prime_composer.local.replay import response
+from prime_composer.losses import LOSS_TYPES, parse_loss, setup_loss_fn
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.schema import TrainerConfig
+from prime_composer.tiny_models.cache import prepare_models
+from tests.conftest import TINY_RECIPE
+from tests.local.helpers import DATA, PROBLEM, VOCAB, random_samples, sample, tiny_models
+
+Raw = Callable[..., dict[str, Any]]
+LENGTHS = [(3, 5), (7, 2), (2, 9), (4, 4), (6, 1)]
+
+
+@pytest.fixture(scope="module")
+def tiny_model() -> torch.nn.Module:
+    model, _ = load_student(tiny_models(TINY_RECIPE)["student"])
+    return model.double()
+
+
+def gradients(
+    model: torch.nn.Module, samples: list[Sample], **config: Any
+) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss = setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](k=samples[0].scores.token_ids.shape[-1]))
+    accumulate_gradients(model, loss, Batch(samples), TrainerConfig(steps=1, **config), step=1)
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_micro_batches_give_the_gradient_of_one_batch(tiny_model: torch.nn.Module) -> None:
+    """The grouping changes nothing but the rounding of sums."""
+    samples = random_samples(LENGTHS, k=8)
+    whole = gradients(tiny_model, samples, micro_batch_tokens=1000)
+    for budget in (1, 24):
+        parts = gradients(tiny_model, samples, micro_batch_tokens=budget)
+        for name, gradient in whole.items():
+            torch.testing.assert_close(parts[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_micro_batches_keep_every_rollout_and_the_budget(tiny_model: torch.nn.Module) -> None:
+    """Every rollout is in one micro-batch; rows times the longest row fit unless it is alone."""
+    samples = random_samples([(2, n) for n in (3, 30, 7, 7, 12, 1, 50)], k=2)
+    loss = setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](k=2))
+
+    def groups(budget: int) -> list[list[int]]:
+        config = TrainerConfig(steps=1, micro_batch_tokens=budget)
+        batches = prepare_micro_batches(tiny_model, loss, Batch(samples), config)
+        return [[int(name.removeprefix("rollout ")) for name in batch.names] for batch in batches]
+
+    assert len(groups(1)) == 7 and len(groups(1000)) == 1
+    assert sorted(index for group in groups(40) for index in group) == list(range(7))
+    for group in groups(40):
+        longest = max(samples[index].length for index in group)
+        assert len(group) == 1 or longest * len(group) <= 40
+
+
+def test_gradient_is_that_of_the_token_mean(tiny_model: torch.nn.Module) -> None:
+    """The gradient is that of the tail KL per token, written out with a plain forward."""
+    samples = random_samples(LENGTHS, k=8)
+    ours = gradients(tiny_model, samples, micro_batch_tokens=30)
+    tiny_model.zero_grad()
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for one in samples:
+        ids, start = one.rollout.token_ids, one.rollout.start
+        probs = tiny_model(ids[None]).logits[0].softmax(-1)
+        for t in range(start, len(ids)):
+            tokens += 1
+            p = probs[t - 1][one.scores.token_ids[t - start]]
+            q = one.scores.teacher_logprobs[t - start].exp()
+            outcomes = zip([*p, 1 - p.sum()], [*q, 1 - q.sum()], strict=True)
+            total = total + sum(a * (a / b).log() for a, b in outcomes)
+    (total / tokens).backward()
+    for name, parameter in tiny_model.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-7, atol=1e-10)
+
+
+def test_bfloat16_logprobs_are_those_of_one_distribution() -> None:
+    """With matrix products in bfloat16 the student's probabilities still add up to 1."""
+    model, _ = load_student(tiny_models(TINY_RECIPE)["student"])
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(8)
+    samples = []
+    for one in random_samples(LENGTHS, k=2):
+        n = len(one.rollout.completion_ids)
+        ids = torch.arange(VOCAB).expand(n, -1)
+        scores = TeacherScores(torch.zeros(n), ids, torch.zeros(n, VOCAB))
+        samples.append(Sample(one.rollout, PROBLEM, scores=scores))
+    config = TrainerConfig(steps=1, dtype="bfloat16")
+    loss = setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](k="full"))
+    (micro_batch,) = prepare_micro_batches(model, loss, Batch(samples), config)
+    mass = micro_batch.inputs.support.student_logprobs.double().exp().sum(-1)
+    torch.testing.assert_close(mass, torch.ones_like(mass), rtol=0, atol=1e-5)
+
+
+def test_gradient_checkpointing_recomputes_to_the_same_gradient(tiny_recipe: Raw) -> None:
+    """Each layer's forward runs twice, no dropout wakes up, and the gradient is the same."""
+    samples = random_samples(LENGTHS, k=8)
+    measured = {}
+    for checkpointing in (False, True):
+        raw = tiny_recipe(trainer__gradient_checkpointing=checkpointing)
+        recipe = parse_recipe(raw)
+        problems = load_problem_set(recipe.sources)
+        paths = prepare_models(recipe, problems)
+        with open_engine(recipe, problems, paths, lambda text: None) as engine:
+            model, calls = engine.model.double(), []
+            (layer,) = model.model.layers
+            layer.self_attn.register_forward_hook(
+                lambda *_, calls=calls: calls.append(torch.is_grad_enabled())
+            )
+            measured[checkpointing] = gradients(model, samples, micro_batch_tokens=1000), len(calls)
+            assert not any(part.training for part in layer.modules() if part is not layer)
+    assert measured[False][1] == 1 and measured[True][1] == 2
+    for name, gradient in measured[False][0].items():
+        torch.testing.assert_close(measured[True][0][name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_infinite_score_stops_before_the_backward(tiny_model: torch.nn.Module) -> None:
+    """The error names step, rollout and loss."""
+    samples = random_samples(LENGTHS, k=8)
+    samples[3].scores.teacher_logprobs[-1] = math.inf
+    message = r"step 1: the loss 'topk_reverse_kl' of rollout 3 is (nan|-?inf)"
+    with pytest.raises(NonFiniteLoss, match=message):
+        gradients(tiny_model, samples)
+
+
+def test_metrics_are_averaged_by_their_type() -> None:
+    """Plain tensors are averaged over tokens, PairMeans over pairs, and Counts are added."""
+    averages = MetricAverages()
+    assert averages.empty
+    nan = torch.tensor(0.0)
+    averages.add({"kl": torch.tensor(1.0), "margin": PairMean(nan), "pairs": Count(nan)}, 3, 0)
+    assert averages.result() == {"kl": 1.0, "pairs": 0.0}
+    averages.add({"kl": torch.tensor(5.0)}, 1, 0)
+    averages.add({"margin": PairMean(torch.tensor(2.0)), "pairs": Count(torch.tensor(4.0))}, 0, 4)
+    averages.add({"margin": PairMean(torch.tensor(7.0)), "pairs": Count(torch.tensor(1.0))}, 0, 1)
+    # (3 * 1 + 1 * 5) / 4 tokens, (4 * 2 + 1 * 7) / 5 pairs, 4 + 1 pairs in all
+    assert averages.result() == {"kl": 2.0, "margin": 3.0, "pairs": 5.0}
+    assert not averages.empty
+
+
+@pytest.mark.parametrize("name", ["dpo", "simpo"])
+def test_replay_counts_as_weight_times_the_mean_over_pairs(name: str) -> None:
+    """The replay channel's loss and gradient are those of its weight times the mean over pairs."""
+    folders = tiny_models(TINY_RECIPE)
+    model, tokenizer = load_student(folders["student"])
+    model.double()
+    reference, _ = load_student(folders["teacher"])
+    reference.double()
+    prompt = tokenizer.encode("Question: 1 + 1?\nAnswer:")
+    texts = [("2", "3 or so"), ("#### 2 and more", "1"), ("x", "y z")]
+    pairs = [
+        Pair(*(Sample(response(prompt, text, DATA, tokenizer, 0), PROBLEM) for text in pair))
+        for pair in texts
+    ]
+    replay = {"weight": 0.5, "loss": {"type": name}}
+    config = parse_loss({"type": "compose", "rl": {"weight": 0.0}, "replay": replay})
+    samples = [sample(0, ids=(5, 6, 40, 41, 42)), sample(1)]
+    for budget in (10_000, 1):
+        model.zero_grad()
+        metrics = accumulate_gradients(
+            model,
+            setup_loss_fn(config),
+            Batch(samples, pairs),
+            TrainerConfig(steps=1, micro_batch_tokens=budget),
+            1,
+            reference=reference,
+        )
+        gradient = model.model.norm.weight.grad.clone()
+
+        model.zero_grad()
+        values = [preference_loss(name, pair, model, reference) for pair in pairs]
+        expected = 0.5 * sum(values) / len(values)
+        expected.backward()
+        assert metrics["loss"] == pytest.approx(float(expected.detach()), rel=1e-9)
+        assert metrics["compose/replay/pairs"] == 3
+        torch.testing.assert_close(gradient, model.model.norm.weight.grad, rtol=1e-8, atol=1e-12)
+
+
+def preference_loss(
+    name: str, pair: Pair, model: torch.nn.Module, reference: torch.nn.Module
+) -> torch.Tensor:
+    """Return -log sigmoid(margin) of one pair, written out with a plain forward."""
+    sums = []
+    for side in (pair.chosen.rollout, pair.rejected.rollout):
+        policy, frozen = (
+            net(side.token_ids[None]).logits[0].log_softmax(-1) for net in (model, reference)
+        )
+        where = [(t - 1, int(side.token_ids[t])) for t in range(side.start, len(side.token_ids))]
+        p, r = (sum(table[i] for i in where) for table in (policy, frozen.detach()))
+        sums.append((p, r, len(where)))
+    (p_chosen, r_chosen, n_chosen), (p_rejected, r_rejected, n_rejected) = sums
+    if name == "dpo":
+        margin = 0.1 * ((p_chosen - r_chosen) - (p_rejected - r_rejected))
+    else:
+        fields = LOSS_TYPES["simpo"].model_fields
+        beta, gamma = fields["beta"].default, fields["gamma"].default
+        margin = beta * (p_chosen / n_chosen - p_rejected / n_rejected) - gamma
+    return -torch.nn.functional.logsigmoid(margin)

@@ -1,0 +1,58 @@
+"""The student's forward: what it packs, and what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from prime_composer.local.batch import Sample
+from prime_composer.local.student_forward import empty_inputs, student_inputs
+from tests.local.helpers import PROBLEM, random_samples, sample
+
+
+def test_student_inputs_without_a_prompt_are_refused(student: tuple[Any, Any]) -> None:
+    """No context predicts a first token."""
+    with pytest.raises(ValueError, match="needs a prompt"):
+        student_inputs(student[0], random_samples([(0, 4)], k=2))
+
+
+def test_student_inputs_pack_the_trained_tokens(student: tuple[Any, Any]) -> None:
+    """Tokens, segments, scores and advantages of all samples are packed in order."""
+    first, second = random_samples([(3, 2), (2, 4)], k=3)
+    samples = [
+        Sample(one.rollout, PROBLEM, advantage=advantage, scores=one.scores)
+        for one, advantage in ((first, 0.5), (second, -1.0))
+    ]
+    inputs = student_inputs(student[0], samples)
+    tokens = first.rollout.completion_ids + second.rollout.completion_ids
+    assert inputs.token_ids.tolist() == tokens
+    assert inputs.segment_ids.tolist() == [0, 0, 1, 1, 1, 1]
+    assert inputs.advantages.tolist() == [0.5, 0.5, -1.0, -1.0, -1.0, -1.0]
+    for packed, name in (
+        (inputs.ref_logprobs, "ref_logprobs"),
+        (inputs.support.token_ids, "token_ids"),
+        (inputs.support.teacher_logprobs, "teacher_logprobs"),
+    ):
+        expected = torch.cat([getattr(one.scores, name) for one in (first, second)])
+        assert torch.equal(packed, expected)
+    mu = [one.rollout.inference_logprobs[one.rollout.loss_mask] for one in (first, second)]
+    assert torch.equal(inputs.inference_logprobs, torch.cat(mu))
+    with torch.no_grad():
+        logprobs = student[0](second.rollout.token_ids[None]).logits[0].log_softmax(-1)
+    expected = logprobs[1:-1].gather(-1, second.rollout.token_ids[2:, None])[:, 0]
+    torch.testing.assert_close(inputs.trainer_logprobs[2:], expected, rtol=0, atol=2e-5)
+
+
+def test_student_inputs_leave_out_what_no_sample_has(student: tuple[Any, Any]) -> None:
+    """Without scores and advantages there is no teacher and no reward to read."""
+    inputs = student_inputs(student[0], [sample(0), sample(1)])
+    assert inputs.ref_logprobs is None and inputs.support is None and inputs.advantages is None
+
+
+def test_empty_inputs_are_in_the_graph_without_a_token(student: tuple[Any, Any]) -> None:
+    """A micro-batch of pairs alone still leads to the student's weights."""
+    like = student_inputs(student[0], [sample(0)])
+    for size, width in (("full", 1), (0, 1), (4, 4)):
+        inputs = empty_inputs(like, size)
+        assert inputs.loss_mask.shape == (0,) and inputs.support.token_ids.shape == (0, width)
+        assert inputs.trainer_logprobs.grad_fn is not None
