@@ -1,17 +1,19 @@
-"""Better distillation losses for PRIME-RL, as drop-in adapters; the same TOML recipe runs on one machine and on a cluster.
+"""Distillation losses for PRIME-RL, as drop-in adapters, and a one-machine engine to try them.
 
-A map, in the order of the imports; nothing on the left knows anything on its right:
+A map, in the order of the imports. No room imports one below it:
 
-- ``contract``, ``masked``, ``divergences``, ``lm_head``: the tensors a loss reads, the reductions, the maths.
-- ``losses`` (with ``modifiers``, ``loss_metrics``, ``trust_region``, ``preferences``, which they share): one file per loss;
-  ``LOSS_FNS`` is the table that everything else follows from.
-- ``recipe``, ``data``, ``prepare``, ``rollout``, ``scorer``: what a run is made of, described without importing it.
-- ``upstream``: the prime-rl room. ``backends``: vLLM and transformers.
-- ``student``, ``replay``, ``self_teacher``, ``gradients``, ``engine``, ``preflight``, ``evaluate``, ``checkpoint``, ``tracker``,
-  ``train``: the one-machine engine.
-- ``runs``, ``show``, ``report``, ``study``, ``cli``: what a person sees.
+- ``contract``, ``divergences``, ``lm_head``: the tensors between trainer and loss, the maths of
+  divergences, log-probs from hidden states.
+- ``losses``: one file per loss, the registry, and what binds them. See losses/README.md.
+- ``problems``: the questions and how answers are checked. It imports no other room.
+- ``recipe``: what a recipe may say, and which teacher scores which problem.
+- ``backends``: samplers and scorers, with vLLM, a vLLM server, or transformers.
+- ``tiny_models``: small models that are trained on the spot, and their cache.
+- ``local``: the one-machine engine.
+- ``upstream``: the same losses inside an unmodified prime-rl. It imports no local engine.
+- ``cli``: the command ``prime-rl``.
 
-The public names below are imported when they are first used, so that ``prime-rl --help`` does not wait for torch.
+The public names below are imported at first use, so that ``prime-rl --help`` does not import torch.
 """
 
 from importlib import import_module
