@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -193,10 +194,10 @@ def test_unreachable_hub_names_endpoint_and_remedy(chained, monkeypatch):
     )
 
 
-def test_directory_without_a_model_is_one_sentence(tmp_path):
-    with pytest.raises(
-        ModelUnavailable, match=r"config\.json.*correct the model's table"
-    ) as caught:
+def test_directory_without_weights_is_one_sentence(models, tmp_path):
+    shutil.copy(models.tied / "config.json", tmp_path)
+    remedy = "correct the model's table"
+    with pytest.raises(ModelUnavailable, match=rf"safetensors.*{remedy}") as caught:
         load_student(tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -234,7 +234,7 @@ def test_k_above_the_engines_limit_names_the_remedy(models, rollouts):
 
 @pytest.mark.vllm
 def test_head_dtype_override_gives_float32_logits(models, rollouts):
-    """vLLM rounds a bfloat16 model's logits to bfloat16, unless its config asks for a float32 head."""
+    """vLLM rounds a bfloat16 model's logits, unless the dtype of its head is float32."""
     logits = {}
     for head_dtype in ("model", "float32"):
         overrides = {"logprobs_mode": "raw_logits", "hf_overrides": {"head_dtype": head_dtype}}

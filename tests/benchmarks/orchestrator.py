@@ -20,9 +20,9 @@ from pydantic.dataclasses import dataclass
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from prime_composer.upstream.orchestrator import IN_FLIGHT, parse
+from prime_composer.upstream.orchestrator.client import IN_FLIGHT, parse
 from prime_composer.upstream.wire import pack
-from tests.upstream.test_orchestrator import plain_parse
+from tests.backends.test_vllm_logprobs import plain_parse
 
 VOCAB = 151_936
 

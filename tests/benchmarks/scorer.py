@@ -1,7 +1,9 @@
-"""What a top-K support costs the teacher: ``python tests/bench_scorer.py`` prints time at K against time at K = 0.
+"""Measure what a top-K support costs the teacher: time at each K against time at K = 0.
 
-Random Qwen3 models of the sizes that the recipes use; the same rollouts, scored in turns so that whatever else the
-machine does hits every K alike. The ratio is that of the medians. Aim: at most 1.3 at K = 32.
+``python -m tests.benchmarks.scorer`` (from the repository) prints a table. The models are random
+Qwen3 models of the sizes that the recipes use. All K score the same rollouts in turns, so that
+other load on the machine affects each K alike. A ratio is that of the medians. Target: at most 1.3
+at K = 32.
 """
 
 import argparse
@@ -14,12 +16,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-import torch
+import torch  # noqa: E402
 
-from prime_composer.backends.alignment import make_rollout
-from prime_composer.backends.hf_model import import_transformers
-from prime_composer.backends.transformers import TransformersScorer
-from prime_composer.backends.vllm import VLLMScorer
+from prime_composer.backends.alignment import make_rollout  # noqa: E402
+from prime_composer.backends.hf_model import (  # noqa: E402
+    import_transformers,
+    without_progress_bars,
+)
+from prime_composer.backends.transformers import TransformersScorer  # noqa: E402
+from prime_composer.backends.vllm import VLLMScorer  # noqa: E402
 
 SIZES = {
     # name: vocabulary, hidden, layers, prompt tokens, completion tokens, rollouts
@@ -29,6 +34,7 @@ SIZES = {
 
 
 def make_model(directory: Path, vocab: int, hidden: int, layers: int) -> Path:
+    """Save a random model and return its directory."""
     transformers = import_transformers()
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
@@ -44,8 +50,8 @@ def make_model(directory: Path, vocab: int, hidden: int, layers: int) -> Path:
         initializer_range=0.2,
         eos_token_id=1,
     )
-    transformers.utils.logging.disable_progress_bar()
-    transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
+    with without_progress_bars():
+        transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
     return directory
 
 
@@ -65,27 +71,25 @@ def main() -> None:
                 rollouts.append(
                     make_rollout(ids[:prompt], ids[prompt:], [0.0] * completion, "length", i)
                 )
-            scorers = {
-                "vllm": VLLMScorer(
-                    model, max_model_len=prompt + completion + 1, max_logprobs=max(arguments.ks)
-                ),
-                "transformers": TransformersScorer(model),
-            }
-            times: dict[tuple[str, int], list[float]] = {}
+            vllm_scorer = VLLMScorer(
+                model, max_model_len=prompt + completion + 1, max_logprobs=max(arguments.ks)
+            )
+            scorers = {"vllm": vllm_scorer, "transformers": TransformersScorer(model)}
+            seconds: dict[tuple[str, int], list[float]] = {}
             for repeat in range(arguments.repeats + 1):
                 for name, scorer in scorers.items():
                     for k in arguments.ks:
                         began = time.perf_counter()
                         scorer.score(rollouts, k)
                         if repeat:  # the first round warms up
-                            times.setdefault((name, k), []).append(time.perf_counter() - began)
-            for (name, k), seconds in times.items():
-                ratio = statistics.median(seconds) / statistics.median(times[name, arguments.ks[0]])
-                tokens = count * (prompt + completion)
-                print(
-                    f"{name:<14}{size:<11}{tokens:>7}{k:>5}{1e3 * statistics.median(seconds):>9.1f}{ratio:>8.2f}"
-                )
-            scorers["vllm"].close()
+                            elapsed = time.perf_counter() - began
+                            seconds.setdefault((name, k), []).append(elapsed)
+            vllm_scorer.close()
+        medians = {key: statistics.median(values) for key, values in seconds.items()}
+        tokens = count * (prompt + completion)
+        for (name, k), median in medians.items():
+            ratio = median / medians[name, arguments.ks[0]]
+            print(f"{name:<14}{size:<11}{tokens:>7}{k:>5}{1e3 * median:>9.1f}{ratio:>8.2f}")
 
 
 if __name__ == "__main__":

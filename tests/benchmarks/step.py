@@ -20,7 +20,7 @@ set_environment()
 
 import torch  # noqa: E402
 
-from prime_composer.backends.vllm import Engine, VLLMSampler  # noqa: E402
+from prime_composer.backends.vllm import VLLMEngine, VLLMSampler  # noqa: E402
 from prime_composer.local import gradients  # noqa: E402
 from prime_composer.local.train import train  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
@@ -68,9 +68,9 @@ def main() -> None:
             "checkpoint.every=0",
         ],
     )
-    Engine._run = timed(
+    VLLMEngine._run = timed(
         lambda engine: "vLLM generation" if isinstance(engine, VLLMSampler) else "vLLM scoring",
-        Engine._run,
+        VLLMEngine._run,
     )
     gradients.student_inputs = timed("student forward", gradients.student_inputs)
     torch.Tensor.backward = timed("student backward", torch.Tensor.backward)
