@@ -1,5 +1,8 @@
-"""Context parallelism: two ranks, each with half of the sequence, over gloo. prime-rl's attention kernels for it need
-flash-attn and are not run; what is ours, sharding the ids and gathering the log-probs, is."""
+"""Context parallelism: two ranks over gloo, each with half of the sequence.
+
+prime-rl's attention kernels for it need flash-attn and are not run. Our part is: sharding the ids
+and gathering the log-probs.
+"""
 
 import datetime
 import os
@@ -14,12 +17,14 @@ V, D, K, N = 53, 8, 4, 12
 
 
 def worker(rank, port, results, trained):
-    from prime_composer.upstream import trainer
+    from prime_composer.upstream.trainer.adapter import adapter
+    from prime_composer.upstream.trainer.head import hook_head
+    from prime_composer.upstream.trainer.hooks import hook_context_parallel
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     limit = datetime.timedelta(seconds=60)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2, timeout=limit)
-    trainer.ROOM.k = K
+    adapter().k = K
     cp = types.ModuleType("prime_rl.utils.cp")
 
     def setup_cp_params(
@@ -30,7 +35,7 @@ def worker(rank, port, results, trained):
         )[cp_rank]
 
     cp.setup_cp_params = setup_cp_params
-    trainer.hook_cp(cp)
+    hook_context_parallel(cp)
     module = types.ModuleType("prime_rl.trainer.models.layers.lm_head")
 
     class VanillaOutputLinear(torch.nn.Linear):
@@ -39,7 +44,7 @@ def worker(rank, port, results, trained):
 
     VanillaOutputLinear.__module__ = module.__name__
     module.VanillaOutputLinear = VanillaOutputLinear
-    trainer.hook_head(module)
+    hook_head(module)
 
     torch.manual_seed(0)
     head = VanillaOutputLinear(D, V, bias=False)
@@ -55,7 +60,7 @@ def worker(rank, port, results, trained):
         "temperatures": torch.ones(1, N),
         "routed_experts": packed,
     }
-    trainer.ROOM.begin(batch)
+    adapter().begin(batch)
     labels = torch.cat([ids[:, 1:], torch.zeros(1, 1, dtype=torch.long)], dim=1)
     cp.setup_cp_params(
         ids,
@@ -68,8 +73,8 @@ def worker(rank, port, results, trained):
     half = slice(rank * N // 2, (rank + 1) * N // 2)
     local = hidden[:, half].clone().requires_grad_()
     head(local, labels[:, half], temperature=torch.ones(1, N // 2))
-    found = trainer.ROOM.bin.student
-    (found * torch.arange(1.0, K + 1)).sum().backward()
+    gathered = adapter().micro_batch.student
+    (gathered * torch.arange(1.0, K + 1)).sum().backward()
     z = hidden[0] @ head.weight.t()
     difference = z.gather(1, torch.roll(top, -1, 0)) - z.gather(1, labels[0].unsqueeze(1))
     expected = torch.cat([torch.zeros(1, K), difference[:-1]])
@@ -78,9 +83,10 @@ def worker(rank, port, results, trained):
     z = whole[0] @ head.weight.detach().t()
     z = z.gather(1, torch.roll(top, -1, 0)) - z.gather(1, labels[0].unsqueeze(1))
     (z[trained - 1 : -1] * torch.arange(1.0, K + 1)).sum().backward()
-    # Every rank computes the whole loss, so the gather's backward sums two copies, as it does for prime-rl's log-probs.
+    # Every rank computes the whole loss, so the gather's backward sums two copies, as it does for
+    # prime-rl's log-probs.
     results[rank] = (
-        (found - expected).abs().max().item(),
+        (gathered - expected).abs().max().item(),
         ((0 if local.grad is None else local.grad) - 2 * whole.grad[:, half]).abs().max().item(),
     )
     torch.distributed.destroy_process_group()
@@ -89,7 +95,7 @@ def worker(rank, port, results, trained):
 @pytest.mark.parametrize(
     "trained", [1, N // 2 + 1]
 )  # from this token on; a first shard of prompt alone trains none
-def test_two_ranks_find_what_one_rank_finds(trained):
+def test_context_parallel_ranks_agree_with_one_rank(trained):
     if not torch.distributed.is_available():
         pytest.skip("this torch has no distributed package")
     with socket.socket() as probe:

@@ -1,8 +1,8 @@
 """Whole runs of an unmodified prime-rl on a CPU: launcher, orchestrator, env server and trainer.
 
-Each distils for three optimizer steps, with the teacher's top-K sent by our adapter. Its numbers are
-compared with float64, in scripts that import nothing of this package. A run takes about a minute
-and needs a checkout of prime-rl and the environments of make_venvs.py; it is skipped without them.
+Each distils for three optimizer steps, with the teacher's top-K sent by our adapter. Its numbers
+are compared with float64, in scripts that import nothing of this package. A run takes about a
+minute and needs a checkout of prime-rl and the environments of make_venvs.py; it is skipped without them.
 
     pytest tests/upstream -m upstream                     the newest version, as CI does
     pytest tests/upstream -m "upstream or slow"           all of them
@@ -273,10 +273,35 @@ def test_whole_run_mixes_teachers_by_environment(trees, models, tmp_path, versio
     assert expected["moved"] > 1e-3 and not update["missing"]
 
 
+@newest
+def test_whole_run_trains_a_loss_from_outside(trees, models, tmp_path, monkeypatch):
+    """``type = "module:function"``, with a module that is on PYTHONPATH of all processes."""
+    delta = 0.5
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    loss = {"type": "my_loss:huber", "delta": delta}
+    # The whole batch fits one micro-batch, so that prime-rl's loss/mean is the loss per token.
+    result = run("head", trees, models, tmp_path, loss, modules=[EXAMPLES], seq_len=512)
+    assert "my_loss:huber was called" in result["trainer"]
+    rows = metric_rows(result, "head")
+    expected, update = reference(result)
+    gaps = [[abs(ratio) for ratio in ratios] for ratios in expected["log_ratio"]]
+    huber = [
+        gap**2 / 2 if gap <= delta else delta * (gap - delta / 2)
+        for sequence in gaps
+        for gap in sequence
+    ]
+    mean_gap = mean([mean(sequence) for sequence in gaps])
+    # bfloat16 models: the logits of both sides are rounded to 8 bits.
+    assert first_value(rows, "my_loss:huber/gap/mean") == pytest.approx(mean_gap, abs=2e-2)
+    assert first_value(rows, "loss/mean") == pytest.approx(mean(huber), abs=1e-2)
+    assert 0 < first_value(rows, "my_loss:huber/linear/mean") < 1
+    check_update(expected, update)
+
+
 @other
 @pytest.mark.parametrize("version", ["v0.6", "head"])
 def test_whole_run_without_orchestrator_hooks_stops_a_mixture(trees, models, tmp_path, version):
-    """A sampled loss needs no support, so only the mark tells the trainer about the orchestrator."""
+    """A sampled loss needs no support: only the mark shows the trainer that the hooks are off."""
     hooked = run(version, trees, models, tmp_path / "with", SAMPLED, several=True)
     assert "sampled_reverse_kl was called" in hooked["trainer"]
     message = "adapter = true: .* and the orchestrator runs without it"

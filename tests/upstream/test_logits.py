@@ -1,18 +1,23 @@
-"""Student logits beside prime-rl's head: against float64, and no second dense weight gradient."""
+"""Student logits beside prime-rl's head: against float64, with one dense weight gradient."""
 
 import types
 
 import pytest
 import torch
 
-from prime_composer.upstream import student as beside
-from prime_composer.upstream import trainer, wire
+from prime_composer.upstream import wire
+from prime_composer.upstream.trainer import head as head_hook
+from prime_composer.upstream.trainer import logits
+from prime_composer.upstream.trainer.adapter import adapter
 
 N, D, V, K = 37, 16, 151, 5
 
 
 class Chunked(torch.autograd.Function):
-    """Stands for prime-rl's fused head: log p(label) with a hand-written backward, logits rounded to the weight's dtype."""
+    """Stands in for prime-rl's fused head.
+
+    Returns log p(label) with a hand-written backward; logits are rounded to the weight's dtype.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, inv_t, cap):
@@ -67,11 +72,13 @@ class Plain(torch.nn.Linear):
 
 
 @pytest.fixture
-def room(monkeypatch):
-    room = trainer.Room()
-    room.k = K
-    monkeypatch.setattr(trainer, "ROOM", room)
-    return room
+def state(monkeypatch):
+    """The adapter of this process, as a registered loss with a support of K leaves it."""
+    monkeypatch.delenv("PRIME_COMPOSER", raising=False)
+    adapter.cache_clear()
+    adapter().k = K
+    yield adapter()
+    adapter.cache_clear()
 
 
 @pytest.fixture(params=["fused", "vanilla"])
@@ -82,7 +89,7 @@ def head(request):
     module = types.ModuleType("prime_rl.trainer.models.layers.lm_head")
     cls.__module__ = module.__name__
     setattr(module, name, cls)
-    trainer.hook_head(module)
+    head_hook.hook_head(module)
     torch.manual_seed(0)
     return cls()
 
@@ -104,18 +111,18 @@ def batch(masked=0.3, temperature=None):
     }, top
 
 
-def student(head, room, micro_batch, hidden):
-    """What prime-rl's train loop does around its head, and then ours: log p at the support ids, [N, K]."""
+def student(head, state, micro_batch, hidden):
+    """Do what prime-rl's train loop does around its head; return log p of the support."""
     ids, temperature = micro_batch["input_ids"], micro_batch["temperatures"]
     labels = torch.cat([ids[:, 1:], torch.zeros(1, 1, dtype=torch.long)], dim=1)
-    room.begin(micro_batch)
+    state.begin(micro_batch)
     out = head(hidden, labels, temperature=temperature)
     logprobs = out.get("logprobs")
     if logprobs is None:
         scaled = out["logits"].float() / temperature.unsqueeze(-1)
         logprobs = scaled.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     logprobs = torch.cat([torch.zeros(1), logprobs[0, :-1]])
-    return room.bin.student + logprobs.unsqueeze(1), logprobs
+    return state.micro_batch.student + logprobs.unsqueeze(1), logprobs
 
 
 def in_float64(head, micro_batch, top, hidden):
@@ -135,7 +142,8 @@ def in_float64(head, micro_batch, top, hidden):
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients_equal_a_full_log_softmax_in_float64(head, room, softcap, temperature):
+def test_support_logits_equal_a_full_log_softmax_in_float64(head, state, softcap, temperature):
+    """Values, and gradients of hidden states and weight."""
     type(head).softcap = softcap
     temperatures = torch.ones(1, N)
     temperatures[0, 10:] = temperature
@@ -143,7 +151,7 @@ def test_values_and_gradients_equal_a_full_log_softmax_in_float64(head, room, so
     hidden = torch.randn(1, N, D, requires_grad=True)
     mask = micro_batch["loss_mask"][0]
     weights = torch.randn(N, K)
-    ours, logprobs = student(head, room, micro_batch, hidden)
+    ours, logprobs = student(head, state, micro_batch, hidden)
     ((ours * weights)[mask].sum() + (logprobs * weights[:, 0])[mask].sum()).backward()
     theirs, labels, h, w = in_float64(head, micro_batch, top, hidden)
     ((theirs * weights)[mask].sum() + (labels * weights[:, 0])[mask].sum()).backward()
@@ -153,7 +161,7 @@ def test_values_and_gradients_equal_a_full_log_softmax_in_float64(head, room, so
 
 
 @pytest.mark.parametrize("elements", [1, 3 * D, 7 * D, D * K * N])
-def test_walked_in_blocks_of_any_size_it_is_the_same(head, room, monkeypatch, elements):
+def test_support_logits_do_not_depend_on_the_block_size(head, state, monkeypatch, elements):
     type(head).softcap = None
     micro_batch, top = batch()
     micro_batch["routed_experts"][0, 1::2, 0] = top[
@@ -165,18 +173,18 @@ def test_walked_in_blocks_of_any_size_it_is_the_same(head, room, monkeypatch, el
 
     def run():
         head.weight.grad, h = None, hidden.clone().requires_grad_()
-        ours, _ = student(head, room, micro_batch, h)
+        ours, _ = student(head, state, micro_batch, h)
         (ours * weights)[mask].sum().backward()
         return ours, h.grad, head.weight.grad
 
     at_once = run()
-    monkeypatch.setattr(beside, "gathered", lambda device: elements)
+    monkeypatch.setattr(logits, "gathered", lambda device: elements)
     in_blocks = run()
     for one, other in zip(at_once, in_blocks, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_in_bfloat16_the_identity_holds_to_the_rounding_of_the_logits(head, room):
+def test_support_logits_in_bfloat16_are_off_by_one_rounding(head, state):
     type(head).softcap = None
     head.bfloat16()
     with torch.no_grad():
@@ -184,49 +192,50 @@ def test_in_bfloat16_the_identity_holds_to_the_rounding_of_the_logits(head, room
     micro_batch, top = batch()
     hidden = torch.randn(1, N, D).bfloat16().requires_grad_()
     mask = micro_batch["loss_mask"][0]
-    ours, _ = student(head, room, micro_batch, hidden)
+    ours, _ = student(head, state, micro_batch, hidden)
     theirs, _, h, w = in_float64(head, micro_batch, top, hidden)
-    # Two logits are involved, z_id and the ones in log Z, each off by at most half a unit in its last place.
+    # Two logits are involved, z_id and the ones in log Z, each off by at most half a unit in its
+    # last place.
     largest = (h[0] @ w.t()).abs().amax()
     unit = 2.0 ** (torch.floor(torch.log2(largest)) - 7)
     assert (ours[mask] - theirs[mask]).abs().max() <= unit
     assert (ours[mask] - theirs[mask]).abs().mean() <= unit / 4
 
 
-def test_a_label_inside_the_support_has_exactly_prime_rls_own_log_prob(head, room):
+def test_label_in_the_support_has_exactly_prime_rls_log_prob(head, state):
     type(head).softcap = None
     head.bfloat16()
     micro_batch, top = batch()
     top = top.clone()
     top[:, 2] = micro_batch["input_ids"][0]
     micro_batch["routed_experts"][0, :, 0] = top.int()
-    ours, logprobs = student(head, room, micro_batch, torch.randn(1, N, D).bfloat16())
+    ours, logprobs = student(head, state, micro_batch, torch.randn(1, N, D).bfloat16())
     mask = micro_batch["loss_mask"][0]
     assert torch.equal(ours[mask, 2], logprobs[mask])
 
 
-def test_in_bfloat16_the_support_is_of_the_same_rounded_policy_as_prime_rls_own_log_probs(
-    head, room
-):
+def test_support_is_of_the_same_rounded_policy_as_the_label(head, state):
+    """prime-rl's head rounds logits to bfloat16; the support's are rounded likewise."""
     type(head).softcap = None
     head.bfloat16()
     with torch.no_grad():
         head.weight.normal_(0, 1)
     micro_batch, top = batch()
     hidden = torch.randn(1, N, D).bfloat16()
-    ours, _ = student(head, room, micro_batch, hidden)
+    ours, _ = student(head, state, micro_batch, hidden)
     rounded = (hidden[0] @ head.weight.t()).float().log_softmax(-1)
     rounded = torch.cat([torch.zeros(1, V), rounded[:-1]]).gather(1, top)
     mask = micro_batch["loss_mask"][0]
-    # A dot product on the edge between two bfloat16 numbers may fall to either side: allow that for one entry in fifty.
+    # A dot product on the edge between two bfloat16 numbers may fall to either side: allow that for
+    # one entry in fifty.
     assert ((ours - rounded)[mask].abs() < 1e-5).float().mean() > 0.98
 
 
-def test_the_weight_gets_one_dense_gradient(head, room):
-    """Counts [V, D] allocations in the backward: prime-rl's head makes one; a gather under autograd would add another."""
+def test_backward_allocates_one_dense_weight_gradient(head, state):
+    """prime-rl's head makes one [V, D] tensor; a gather under autograd would add another."""
     type(head).softcap = None
     micro_batch, _ = batch()
-    ours, logprobs = student(head, room, micro_batch, torch.randn(1, N, D, requires_grad=True))
+    ours, logprobs = student(head, state, micro_batch, torch.randn(1, N, D, requires_grad=True))
 
     class Dense(torch.utils._python_dispatch.TorchDispatchMode):
         made = 0
@@ -256,8 +265,8 @@ def test_the_weight_gets_one_dense_gradient(head, room):
     assert head.weight.grad.abs().sum() > 0
 
 
-def test_activation_offloading_never_sees_the_heads_weight_as_an_activation(head, room):
-    """prime-rl's default offloading copies every saved tensor that is no nn.Parameter to the host."""
+def test_head_weight_is_never_saved_as_an_activation(head, state):
+    """prime-rl's offloading copies every saved tensor that is no nn.Parameter to the host."""
     type(head).softcap = None
     micro_batch, _ = batch()
     seen = []
@@ -268,7 +277,7 @@ def test_activation_offloading_never_sees_the_heads_weight_as_an_activation(head
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        ours, logprobs = student(head, room, micro_batch, torch.randn(1, N, D, requires_grad=True))
+        ours, logprobs = student(head, state, micro_batch, torch.randn(1, N, D, requires_grad=True))
     assert (
         seen and (V, D) not in seen
     )  # a plain linear layer saves the transposed view with or without us
@@ -276,54 +285,64 @@ def test_activation_offloading_never_sees_the_heads_weight_as_an_activation(head
     assert head.weight.grad.abs().sum() > 0
 
 
-def test_nothing_is_left_on_the_head_after_its_forward(head, room):
+def test_head_keeps_nothing_of_ours_after_its_forward(head, state):
     type(head).softcap = None
     micro_batch, _ = batch()
-    student(head, room, micro_batch, torch.randn(1, N, D))
+    student(head, state, micro_batch, torch.randn(1, N, D))
     assert "weight" not in head.__dict__ and isinstance(head.weight, torch.nn.Parameter)
 
 
-def test_a_fully_masked_micro_batch_costs_and_changes_nothing(head, room):
+def test_fully_masked_micro_batch_changes_nothing(head, state):
     type(head).softcap = None
     micro_batch, _ = batch()
     micro_batch["loss_mask"][:] = False
-    ours, logprobs = student(head, room, micro_batch, torch.randn(1, N, D, requires_grad=True))
+    ours, logprobs = student(head, state, micro_batch, torch.randn(1, N, D, requires_grad=True))
     assert torch.equal(ours, logprobs.unsqueeze(1).expand(-1, K))
 
 
-def test_a_frozen_head_still_sends_gradients_to_the_hidden_states(head, room):
+def test_frozen_head_sends_gradients_to_the_hidden_states(head, state):
     type(head).softcap = None
     head.weight.requires_grad_(False)
     micro_batch, _ = batch()
     hidden = torch.randn(1, N, D, requires_grad=True)
-    ours, _ = student(head, room, micro_batch, hidden)
+    ours, _ = student(head, state, micro_batch, hidden)
     ours.sum().backward()
     assert hidden.grad.abs().sum() > 0 and head.weight.grad is None
 
 
-def test_a_token_without_a_score_stops_the_run_and_one_that_the_teacher_rules_out_does_not(
-    head, room
-):
+def test_unscored_token_of_another_loss_is_no_error(state):
+    """From v0.7 on a bin may hold rl tokens, whose weights of the distillation loss are 0."""
+    micro_batch, _ = batch(masked=0)
+    micro_batch["routed_experts"][0, 3, 1] = torch.tensor(float("nan")).view(torch.int32)
+    weights = torch.ones(1, N)
+    for row, refused in ((3, False), (4, True)):
+        micro_batch["ref_kl_weights"] = weights.clone()
+        micro_batch["ref_kl_weights"][0, row] = 0
+        state.begin(micro_batch)
+        assert state.micro_batch.lacks_scores is refused
+    micro_batch["ref_kl_weights"] = None  # no distillation token at all
+    state.begin(micro_batch)
+    assert not state.micro_batch.lacks_scores
+
+
+def test_unscored_token_is_refused_and_an_impossible_one_is_not(head, state):
+    """NaN is a token without a score, -inf one that the teacher rules out."""
     type(head).softcap = None
     micro_batch, _ = batch(masked=0)
     for value in (float("-inf"), float("nan")):
         micro_batch["routed_experts"][0, 3, 1, -1] = torch.tensor(value).view(torch.int32)
-        _, logprobs = student(head, room, micro_batch, torch.randn(1, N, D))
-        room.bin.slices[id(logprobs)] = slice(0, N)
-        inputs = types.SimpleNamespace(
-            trainer_logprobs=logprobs, loss_mask=micro_batch["loss_mask"][0]
-        )
+        _, logprobs = student(head, state, micro_batch, torch.randn(1, N, D))
+        state.micro_batch.place([logprobs])
         if value == float("-inf"):
-            _, support = room.aligned(inputs)
+            _, support = state.aligned(logprobs)
             assert support.teacher_logprobs[3, -1] == value
         else:
             with pytest.raises(ValueError, match="came without a teacher score"):
-                room.aligned(inputs)
+                state.aligned(logprobs)
 
 
-def test_the_temperature_of_a_plain_head_is_the_batchs_own_not_the_one_rounded_on_its_way(
-    head, room
-):
+def test_plain_head_divides_by_the_batchs_own_temperature(head, state):
+    """FSDP rounds the temperature on its way into the module; the trainer divides by its own."""
     type(head).softcap = None
     micro_batch, top = batch(masked=0, temperature=torch.full((1, N), 0.7))
     hidden = torch.randn(1, N, D)
@@ -335,7 +354,7 @@ def test_the_temperature_of_a_plain_head_is_the_batchs_own_not_the_one_rounded_o
         return given(h, labels, temperature=temperature.bfloat16().float())
 
     head.forward = rounded
-    ours, _ = student(head, room, micro_batch, hidden)
+    ours, _ = student(head, state, micro_batch, hidden)
     fused = "Fused" in type(head).__name__
     divided_by = torch.tensor(0.7).bfloat16().float() if fused else torch.tensor(0.7)
     z = (hidden[0] @ head.weight.t()).detach() / divided_by
@@ -343,27 +362,27 @@ def test_the_temperature_of_a_plain_head_is_the_batchs_own_not_the_one_rounded_o
     assert (ours[1:] - expected).abs().max() < 2e-6
 
 
-def test_an_id_outside_the_vocabulary_names_both_sizes(head, room):
+def test_id_outside_the_vocabulary_names_both_sizes(head, state):
     micro_batch, _ = batch()
     micro_batch["routed_experts"][0, :, 0, 0] = V + 3
     with pytest.raises(
         ValueError, match=f"token id {V + 3} and the student's head has a vocabulary of {V}"
     ):
-        student(head, room, micro_batch, torch.randn(1, N, D))
+        student(head, state, micro_batch, torch.randn(1, N, D))
 
 
-def test_without_a_support_the_head_is_prime_rls_own(head, room):
+def test_head_without_a_support_is_prime_rls_own(head, state):
     micro_batch, _ = batch()
     micro_batch["routed_experts"] = None
-    room.begin(micro_batch)
+    state.begin(micro_batch)
     labels = torch.zeros(1, N, dtype=torch.long)
     out = head(torch.randn(1, N, D), labels, temperature=torch.ones(1, N))
-    assert trainer.KEY not in out
+    assert head_hook.KEY not in out
 
 
-def test_a_loss_without_a_support_costs_no_tensor_work_per_micro_batch(room):
+def test_loss_without_a_support_costs_no_tensor_work(state):
     micro_batch, _ = batch()
-    room.k = 0
+    state.k = 0
 
     class Refuse(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -371,11 +390,11 @@ def test_a_loss_without_a_support_costs_no_tensor_work_per_micro_batch(room):
             return func(*args, **(kwargs or {}))
 
     with Refuse():
-        room.begin(micro_batch)
-    assert room.bin.payload is None
+        state.begin(micro_batch)
+    assert state.micro_batch.payload is None
 
 
-def test_what_is_on_the_wire_comes_back_bit_by_bit():
+def test_wire_returns_every_bit():
     numpy = pytest.importorskip("numpy")
     ids = numpy.arange(12, dtype=numpy.int32).reshape(4, 3)
     logprobs = numpy.array([[-0.1, -2.5, float("nan")]] * 4, dtype=numpy.float32)
@@ -387,7 +406,7 @@ def test_what_is_on_the_wire_comes_back_bit_by_bit():
     )
 
 
-def test_router_replay_on_the_wire_is_named():
+def test_wire_refuses_router_replay():
     with pytest.raises(ValueError, match="enable_router_replay = false"):
         wire.unpack(torch.zeros(4, 12, 8, dtype=torch.int32), 8)
     with pytest.raises(ValueError, match="top-8"):

@@ -1,0 +1,125 @@
+"""prime-rl's launcher: the settings are resolved once, and a wrong run ends before it starts."""
+
+import json
+import os
+import sys
+import types
+
+import pytest
+
+from prime_composer.upstream import launcher_hook
+from prime_composer.upstream.settings import (
+    IMPORT_PATH,
+    SWITCH,
+    AdapterSettings,
+    parse_loss_table,
+)
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    """Turn the adapter on; ``resolve`` rewrites the variable."""
+    monkeypatch.setenv(SWITCH, "1")
+
+
+def launcher_config(table=None, replay=False, path=IMPORT_PATH):
+    """Return prime-rl's config with a loss table in [trainer.loss.kwargs]."""
+    loss = types.SimpleNamespace()
+    if table is not None:
+        loss = types.SimpleNamespace(import_path=path, kwargs=table)
+    model = types.SimpleNamespace(name="a/model")
+    trainer = types.SimpleNamespace(loss=loss, enable_router_replay=replay, model=model)
+    return types.SimpleNamespace(trainer=trainer)
+
+
+def test_resolve_passes_the_files_loss_and_k_on():
+    launcher_hook.resolve(launcher_config({"type": "topk_reverse_kl", "k": "16"}))
+    assert json.loads(os.environ[SWITCH]) == {
+        "loss": {"type": "topk_reverse_kl", "k": "16"},
+        "k": 16,
+        "teachers_mixed": False,
+    }
+
+
+def test_resolve_splits_the_file_key_off_and_leaves_it_in_the_file():
+    """The trainer's own config keeps it, so that a trainer without the adapter refuses the run."""
+    config = launcher_config({"type": "sampled_reverse_kl", "adapter": "true"})
+    launcher_hook.resolve(config)
+    settings = AdapterSettings.from_env()
+    assert settings == AdapterSettings(
+        loss={"type": "sampled_reverse_kl"}, k=0, teachers_mixed=True
+    )
+    assert config.trainer.loss.kwargs["adapter"] == "true"
+
+
+def test_resolve_accepts_the_loss_in_the_environment(monkeypatch):
+    table = {"type": "topk_reverse_kl", "k": 3}
+    monkeypatch.setenv(SWITCH, json.dumps({"loss": table}))
+    launcher_hook.resolve(launcher_config())
+    assert AdapterSettings.from_env() == AdapterSettings(loss=table, k=3)
+
+
+def test_resolve_writes_special_tokens_as_ids(monkeypatch):
+    """The launcher has the tokenizer, the trainer's loss has not."""
+    transformers = types.ModuleType("transformers")
+    tokenizer = types.SimpleNamespace(
+        encode=lambda text, add_special_tokens: {"<think>": [42]}[text]
+    )
+    transformers.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda name: tokenizer)
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    special_tokens = {"strings": ["<think>"]}
+    table = {"type": "topk_reverse_kl", "k": 2, "special_tokens": special_tokens, "adapter": True}
+    config = launcher_config(table)
+    launcher_hook.resolve(config)
+    in_file = {key: value for key, value in config.trainer.loss.kwargs.items() if key != "adapter"}
+    for resolved in (in_file, AdapterSettings.from_env().loss):
+        assert parse_loss_table(resolved).special_tokens.ids == (42,)
+        assert parse_loss_table(resolved).special_tokens.strings == ()
+    assert config.trainer.loss.kwargs["adapter"] is True
+    assert AdapterSettings.from_env().teachers_mixed
+
+
+def test_resolve_leaves_another_loss_as_it_is(capfd):
+    launcher_hook.resolve(launcher_config({"x": 1}, path="somebody.elses"))
+    assert AdapterSettings.from_env() == AdapterSettings(k=0)
+    assert "names no loss, nor does [trainer.loss]" in capfd.readouterr().err
+
+
+def test_resolve_leaves_processes_without_a_trainer_alone():
+    """Env servers and the orchestrator parse their own configs through the same function."""
+    launcher_hook.resolve(types.SimpleNamespace())
+    assert os.environ[SWITCH] == "1"
+
+
+def test_resolve_refuses_a_loss_of_rl_tokens_outside_the_file(monkeypatch):
+    monkeypatch.setenv(SWITCH, json.dumps({"loss": {"type": "default"}}))
+    message = f'a loss of rl tokens.* import_path = "{IMPORT_PATH}"'
+    with pytest.raises(ValueError, match=message):
+        launcher_hook.resolve(launcher_config())
+
+
+def test_resolve_refuses_two_tables_that_disagree():
+    launcher_hook.resolve(launcher_config({"type": "topk_reverse_kl", "k": 2}))
+    launcher_hook.resolve(launcher_config({"type": "topk_reverse_kl", "k": "2"}))
+    with pytest.raises(ValueError, match="keep one of them"):
+        launcher_hook.resolve(launcher_config({"type": "topk_reverse_kl", "k": 4}))
+
+
+def test_resolve_refuses_router_replay_with_a_support():
+    with pytest.raises(ValueError, match="enable_router_replay = false"):
+        launcher_hook.resolve(launcher_config({"type": "topk_reverse_kl", "k": 2}, replay=True))
+    launcher_hook.resolve(launcher_config({"type": "sampled_reverse_kl"}, replay=True))
+
+
+def test_resolve_refuses_the_full_vocabulary():
+    with pytest.raises(ValueError, match="give it a number k"):
+        launcher_hook.resolve(launcher_config({"type": "topk_reverse_kl", "k": "full"}))
+
+
+def test_hook_config_resolves_what_cli_returns():
+    module = types.ModuleType("prime_rl.utils.config")
+    config = launcher_config({"type": "topk_reverse_kl", "k": 2})
+    module.cli = lambda cls, args=None: config
+    launcher_hook.hook_config(module)
+    assert module.cli(object, args=[]) is config
+    assert AdapterSettings.from_env().k == 2

@@ -1,0 +1,137 @@
+"""The settings of a run: the forms of the environment variable, and the check of a loss table."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from prime_composer.losses import LOSS_TYPES
+from prime_composer.upstream.settings import (
+    SWITCH,
+    AdapterSettings,
+    parse_loss_table,
+    split_table,
+    wire_support_size,
+)
+from tests.prime_rl_checkout import REPO
+
+TOP_K = {"type": "topk_reverse_kl", "k": 4}
+SAMPLED = {"type": "sampled_reverse_kl"}
+
+
+@pytest.mark.parametrize(
+    "value,expected",
+    [
+        ("", None),
+        ("0", None),
+        ("1", AdapterSettings()),
+        (json.dumps({"loss": TOP_K}), AdapterSettings(loss=TOP_K, k=4)),
+        (json.dumps({"loss": SAMPLED}), AdapterSettings(loss=SAMPLED, k=0)),
+        (json.dumps({"loss": None}), AdapterSettings(k=0)),
+        (
+            json.dumps({"loss": {**SAMPLED, "adapter": True}}),
+            AdapterSettings(loss=SAMPLED, k=0, teachers_mixed=True),
+        ),
+        (
+            json.dumps({"loss": TOP_K, "k": 4, "teachers_mixed": True}),
+            AdapterSettings(loss=TOP_K, k=4, teachers_mixed=True),
+        ),
+    ],
+)
+def test_from_env_reads_every_form(monkeypatch, value, expected):
+    monkeypatch.setenv(SWITCH, value)
+    assert AdapterSettings.from_env() == expected
+
+
+def test_from_env_is_off_where_the_variable_is_unset(monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+    assert AdapterSettings.from_env() is None
+
+
+@pytest.mark.parametrize("value", ["yes", "[1]", '{"los": 1}', '{"loss": 3}', '{"k": -1}'])
+def test_from_env_refuses_a_wrong_value_with_an_example(monkeypatch, value):
+    monkeypatch.setenv(SWITCH, value)
+    with pytest.raises(ValueError, match="topk_reverse_kl"):
+        AdapterSettings.from_env()
+
+
+def test_from_env_parses_a_value_once(monkeypatch):
+    """The orchestrator reads the settings with every request."""
+    monkeypatch.setenv(SWITCH, json.dumps({"loss": TOP_K, "k": 4}))
+    assert AdapterSettings.from_env() is AdapterSettings.from_env()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        AdapterSettings(),
+        AdapterSettings(k=0),
+        AdapterSettings(loss={**TOP_K, "special_tokens": {"ids": [1]}}, k=4),
+        AdapterSettings(loss=SAMPLED, k=0, teachers_mixed=True),
+    ],
+)
+def test_to_env_and_from_env_are_inverse(monkeypatch, settings):
+    for name, value in settings.to_env().items():
+        monkeypatch.setenv(name, value)
+    assert AdapterSettings.from_env() == settings
+
+
+def test_resolved_settings_are_read_without_torch():
+    """The launcher has resolved K: the orchestrator reads it per request and parses no loss."""
+    code = (
+        "import sys\n"
+        "from prime_composer.upstream.settings import AdapterSettings\n"
+        "print(AdapterSettings.from_env().support_size(), 'torch' in sys.modules)\n"
+    )
+    env = {**os.environ, **AdapterSettings(loss=TOP_K, k=4).to_env(), "PYTHONPATH": str(REPO)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("4 False\n", "")
+
+
+def test_support_size_asks_for_a_loss_where_none_is_named():
+    """This process was not started by prime-rl's launcher."""
+    with pytest.raises(ValueError, match="no loss is named in this process"):
+        AdapterSettings().support_size()
+
+
+@pytest.mark.parametrize(
+    "value,mixed", [(True, True), ("True", True), (False, False), (None, False)]
+)
+def test_split_table_takes_the_file_key_out(value, mixed):
+    table = dict(TOP_K) if value is None else {**TOP_K, "adapter": value}
+    assert split_table(table) == (TOP_K, mixed)
+
+
+def test_parse_loss_table_reads_numbers_written_as_strings():
+    assert parse_loss_table({"type": "topk_reverse_kl", "k": "16"}).k == 16
+
+
+def test_parse_loss_table_names_the_nearest_key():
+    with pytest.raises(ValueError, match="unknown key 'kl_taus'; did you mean 'kl_tau'"):
+        parse_loss_table({**SAMPLED, "kl_taus": 0.1})
+
+
+def test_parse_loss_table_lists_the_losses():
+    for table in ({"type": "topk_revers_kl"}, {"k": 3}):
+        with pytest.raises(ValueError, match=r"^\[trainer.loss.kwargs\] ") as refusal:
+            parse_loss_table(table)
+        assert all(name in str(refusal.value) for name in LOSS_TYPES if ":" not in name)
+    with pytest.raises(ValueError, match="did you mean topk_reverse_kl"):
+        parse_loss_table({"type": "topk_revers_kl"})
+    with pytest.raises(ValueError, match="has no `type`"):
+        parse_loss_table({"k": 3})
+
+
+def test_parse_loss_table_names_the_section_and_key_of_a_value():
+    with pytest.raises(ValueError, match=r"^\[here\] k\S*: .*greater than 0"):
+        parse_loss_table({"type": "topk_reverse_kl", "k": 0}, section="here")
+
+
+def test_wire_support_size_refuses_the_full_vocabulary():
+    full = parse_loss_table({"type": "topk_reverse_kl", "k": "full"})
+    with pytest.raises(ValueError, match="give it a number k"):
+        wire_support_size(full)
+    assert wire_support_size(parse_loss_table(TOP_K)) == 4
+    assert wire_support_size(parse_loss_table(SAMPLED)) == 0
