@@ -9,17 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from prime_composer.upstream.orchestrator.client import Requests, Scores
-
-API_KEY_VAR = "VLLM_API_KEY"
-"""prime-rl's default for the environment variable with a server's API key."""
-
-HEADER = "X-Prime-Composer-Teachers"
-"""Header of the teacher's client in prime-rl's config, with the teachers that score instead.
-
-Its value is JSON: a list of {url, model, weight}, and api_key_var where that is not prime-rl's
-default. For v0.6, which has one teacher for all environments, it is a table of such lists by
-environment.
-"""
+from prime_composer.upstream.toml_shapes import API_KEY_VAR, HEADER
 
 
 class Teacher(NamedTuple):
