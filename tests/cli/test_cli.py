@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "gsm8k_opd.toml"
 LOCAL_MODELS = ("--set", "student.model=S", "--set", "teacher.model=T")
 Raw = Callable[..., dict[str, Any]]
+Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -30,6 +31,20 @@ def tiny_file(tiny_recipe: Raw, tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
     path.write_text(toml(tiny_recipe()))
     return path
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run a command line within this process, in ``tmp_path``, which saves seconds for each."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: object) -> subprocess.CompletedProcess[str]:
+        capsys.readouterr()
+        status = main([str(word) for word in words])
+        printed = capsys.readouterr()
+        return subprocess.CompletedProcess(words, status, printed.out, printed.err)
+
+    return call
 
 
 def files_under(folder: Path) -> set[str]:
@@ -114,9 +129,11 @@ def test_a_run_loads_recipe_data_and_models_once(
     assert sorted(calls) == ["load_problems", "parse_recipe", "prepare_models", "read_tables"]
 
 
-def test_a_second_run_gets_a_directory_of_its_own(tiny_file: Path, tmp_path: Path) -> None:
+def test_a_second_run_gets_a_directory_of_its_own(
+    cli: Cli, tiny_file: Path, tmp_path: Path
+) -> None:
     (tmp_path / "outputs" / "tiny").mkdir(parents=True)
-    done = prime_rl("rl", "--config", tiny_file, cwd=tmp_path)
+    done = cli("rl", "--config", tiny_file)
     assert done.returncode == 0, done.stderr
     assert "run directory: outputs/tiny-2" in done.stdout
     assert not list((tmp_path / "outputs" / "tiny").iterdir())
@@ -124,23 +141,23 @@ def test_a_second_run_gets_a_directory_of_its_own(tiny_file: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry"])
 def test_a_directory_that_is_not_empty_is_left_alone(
-    options: tuple[str, ...], tiny_file: Path, tmp_path: Path
+    options: tuple[str, ...], cli: Cli, tiny_file: Path, tmp_path: Path
 ) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "thesis.txt").write_text("mine")
-    done = prime_rl("rl", "--config", tiny_file, "--output-dir", taken, *options, cwd=tmp_path)
+    done = cli("rl", "--config", tiny_file, "--output-dir", taken, *options)
     assert done.returncode == 2
     assert "exists and is not empty" in done.stderr and "--resume" in done.stderr
     assert files_under(taken) == {"thesis.txt"}
 
 
-def test_resume_needs_a_checkpoint_and_the_same_recipe(tiny_file: Path, tmp_path: Path) -> None:
+def test_resume_needs_a_checkpoint_and_the_same_recipe(cli: Cli, tiny_file: Path) -> None:
     words = ("rl", "--config", tiny_file)
-    done = prime_rl(*words, "--resume", cwd=tmp_path)
+    done = cli(*words, "--resume")
     assert done.returncode == 2 and "no run of tiny under outputs/" in done.stderr
-    assert prime_rl(*words, "--set", "trainer.steps=2", cwd=tmp_path).returncode == 0
-    done = prime_rl(*words, "--resume", "--set", "trainer.lr=5e-4", cwd=tmp_path)
+    assert cli(*words, "--set", "trainer.steps=2").returncode == 0
+    done = cli(*words, "--resume", "--set", "trainer.lr=5e-4")
     assert done.returncode == 2
     assert "trainer.lr" in done.stderr and "trainer.steps" in done.stderr
 
@@ -157,10 +174,12 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(tiny_recipe: Raw, tmp_
     assert checkpoint.name == f"step_{last:06d}"
 
 
-def test_a_failed_preflight_leaves_no_run_directory(tiny_recipe: Raw, tmp_path: Path) -> None:
+def test_a_failed_preflight_leaves_no_run_directory(
+    cli: Cli, tiny_recipe: Raw, tmp_path: Path
+) -> None:
     path = tmp_path / "long_answers.toml"
     path.write_text(toml(tiny_recipe(rollout__max_tokens=120)))
-    done = prime_rl("rl", "--config", path, cwd=tmp_path)
+    done = cli("rl", "--config", path)
     assert done.returncode == 2
     assert "max_model_len" in done.stderr and "Traceback" not in done.stderr
     assert not list((tmp_path / "outputs").iterdir())
@@ -185,14 +204,16 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tiny_file: Path, tmp_path: P
     assert files_under(tmp_path) == {"tiny.toml"}
 
 
-def test_dry_run_names_the_step_that_resume_starts_after(tiny_file: Path, tmp_path: Path) -> None:
+def test_dry_run_names_the_step_that_resume_starts_after(
+    cli: Cli, tiny_file: Path, tmp_path: Path
+) -> None:
     words = ("rl", "--config", tiny_file, "--engine", "local")
-    assert prime_rl(*words, cwd=tmp_path).returncode == 0
+    assert cli(*words).returncode == 0
     before = files_under(tmp_path)
-    done = prime_rl(*words, "--dry-run", "--resume", cwd=tmp_path)
+    done = cli(*words, "--dry-run", "--resume")
     assert done.returncode == 0, done.stderr
     assert "run directory: outputs/tiny, resuming after step 4" in done.stdout
-    done = prime_rl(*words, "--dry-run", cwd=tmp_path)
+    done = cli(*words, "--dry-run")
     assert "run directory: outputs/tiny-2\n" in done.stdout
     assert files_under(tmp_path) == before
 
@@ -207,18 +228,11 @@ def test_dry_run_names_the_step_that_resume_starts_after(tiny_file: Path, tmp_pa
     ids=["data", "context", "resume"],
 )
 def test_dry_run_refuses_what_the_run_would_refuse(
-    words: list[str],
-    message: str,
-    tiny_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], message: str, cli: Cli, tiny_file: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["prepare", "--config", str(tiny_file)]) == 0  # the plan reads the tokenizer
-    command = ["rl", "--config", str(tiny_file), "--engine", "local", "--dry-run", *words]
-    assert main(command) == 2
-    assert message in capsys.readouterr().err
+    assert cli("prepare", "--config", tiny_file).returncode == 0  # the plan reads the tokenizer
+    done = cli("rl", "--config", tiny_file, "--engine", "local", "--dry-run", *words)
+    assert done.returncode == 2 and message in done.stderr
 
 
 def test_dry_run_is_passed_to_the_prime_rl_launcher(
@@ -242,36 +256,38 @@ def test_dry_run_is_passed_to_the_prime_rl_launcher(
     assert files_under(tmp_path) == {"tiny.toml"}
 
 
-def test_report_draws_several_runs_and_refuses_others(tiny_file: Path, tmp_path: Path) -> None:
+def test_report_draws_several_runs_and_refuses_others(
+    cli: Cli, tiny_file: Path, tmp_path: Path
+) -> None:
     for seed in (0, 1):
         words = ("--config", tiny_file, "--set", f"trainer.seed={seed}")
-        assert prime_rl("rl", *words, "--output-dir", f"run{seed}", cwd=tmp_path).returncode == 0
-    done = prime_rl("report", "run0", "run1", "--output", "both.png", cwd=tmp_path)
+        assert cli("rl", *words, "--output-dir", f"run{seed}").returncode == 0
+    done = cli("report", "run0", "run1", "--output", "both.png")
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if "topk_reverse_kl" in line]
     assert ["run0" in rows[0], "run1" in rows[1]] == [True, True] and "→" in rows[0]
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
-    done = prime_rl("report", tmp_path / "nowhere")
+    done = cli("report", tmp_path / "nowhere")
     assert done.returncode == 2 and "is it a run directory?" in done.stderr
 
 
-def test_export_writes_a_new_file_and_names_the_dialects(tmp_path: Path) -> None:
+def test_export_writes_a_new_file_and_names_the_dialects(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "out.toml"
     words = ("export", RECIPE, *LOCAL_MODELS, "--output", path, "--dialect")
-    done = prime_rl(*words, "v1")
+    done = cli(*words, "v1")
     assert done.returncode == 2 and "v0.6, v0.7, v0.8, head" in done.stderr and not path.exists()
-    assert prime_rl(*words, "head").returncode == 0
+    assert cli(*words, "head").returncode == 0
     native = tomllib.loads(path.read_text())
     assert native["trainer"]["loss"]["import_path"] == "prime_composer.upstream.loss_fn"
     assert native["trainer"]["loss"]["kwargs"]["type"] == "topk_reverse_kl"
-    done = prime_rl(*words, "v0.6")
+    done = cli(*words, "v0.6")
     assert done.returncode == 2 and "exists and was left as it is" in done.stderr
     assert tomllib.loads(path.read_text()) == native
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry"])
-def test_prime_rl_engine_without_prime_rl_is_refused(options: tuple[str, ...]) -> None:
-    done = prime_rl("rl", "--config", RECIPE, "--engine", "prime-rl", *options)
+def test_prime_rl_engine_without_prime_rl_is_refused(options: tuple[str, ...], cli: Cli) -> None:
+    done = cli("rl", "--config", RECIPE, "--engine", "prime-rl", *options)
     assert done.returncode == 2 and "there is no prime-rl in this environment" in done.stderr
 
 
@@ -289,8 +305,8 @@ def test_a_missing_extra_is_one_message_with_the_pip_line(
     assert "pip install 'prime-composer[local]'" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_prepare_says_where_the_models_are(tiny_file: Path, tmp_path: Path) -> None:
-    done = prime_rl("prepare", "--config", tiny_file, cwd=tmp_path)
+def test_prepare_says_where_the_models_are(cli: Cli, tiny_file: Path) -> None:
+    done = cli("prepare", "--config", tiny_file)
     assert done.returncode == 0, done.stderr
     paths = dict(
         line.split(": ")
