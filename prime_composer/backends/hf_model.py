@@ -64,7 +64,7 @@ def _why_unavailable(model: str, error: OSError) -> str:
             "example --set student.model=DIR_OR_HUB_ID."
         )
     if constants.HF_HUB_OFFLINE:
-        reason = "HF_HUB_OFFLINE is set, so the hub was not asked"
+        reason = "HF_HUB_OFFLINE is set, so the hub was not contacted"
         remedy = "or unset HF_HUB_OFFLINE"
     else:
         reason = f"{constants.ENDPOINT} could not be reached"
