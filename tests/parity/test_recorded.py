@@ -134,7 +134,7 @@ def test_recorded_inputs_fire_every_mask(version):
         assert 0.02 < recorded(version)[kind, name]["metrics"]["is_masked"] < 0.98
 
 
-def test_the_two_contracts_differ_where_the_advantage_is_positive():
+def test_the_two_contracts_differ_at_positive_advantages():
     opd = recorded("v0.6")["opd", "one advantage"]["loss"]
     ref_kl = recorded("head")["ref_kl", "one advantage"]["loss"]
     assert not torch.equal(opd, ref_kl)
