@@ -1,31 +1,37 @@
-"""Divergences between a student p and a teacher q on a support, and estimators on the sampled token. Pure maths.
+"""Divergences between student p and teacher q on a support, and estimators on the sampled token.
 
-Arguments are log-probabilities, student first and teacher second, normalised over the *full vocabulary*, with the K ids of
-the support S along the last axis. Results are per position (that axis reduced), in float32 for half inputs. The teacher is
-detached: no function here sends a gradient into it. ``log 0 = -inf`` is welcome on either side (0 log 0 = 0).
+Arguments are log-probs, student first and teacher second, normalized over the *full vocabulary*,
+with the K ids of the support S along the last axis. Results are per position (that axis is
+reduced), in nats, and in float32 for half precision. The teacher is detached: no function sends a
+gradient into it. Either argument may contain ``log 0 = -inf`` (0 log 0 = 0).
 
-Letters: P = sum_S p and Q = sum_S q are the masses on the support, p^ = p/P and q^ = q/Q the renormalised distributions,
-p_tail = 1 - P and q_tail = 1 - Q what stands outside, sg the stop-gradient, z the student's logits.
+Letters: P = sum_S p and Q = sum_S q are the masses on the support, p^ = p/P and q^ = q/Q the
+renormalized distributions, p_tail = 1 - P and q_tail = 1 - Q the masses outside, sg the
+stop-gradient, z the student's logits, and L the value.
 
-Reverse KL is KL(student || teacher) and seeks modes; forward KL is KL(teacher || student) and covers them. A top-K support
-hides the rest of the vocabulary, and what is done about it decides what is learnt:
+Reverse KL is KL(student || teacher) and seeks modes. Forward KL is KL(teacher || student) and
+covers them. A top-K support hides the rest of the vocabulary. The normalization decides what is
+learned about it:
 
-===============  ============================================  ================================================  ==========
-normalization    reverse KL                                    its gradient for z_j                              p = q on S
-                                                                                                                 stationary
-===============  ============================================  ================================================  ==========
-full (K = V)     sum p log p/q                                 p_j (log p_j/q_j - L)                             yes
-tail             sum_S p log p/q + p_tail log p_tail/q_tail    S: p_j (log p_j/q_j - L);                         iff P = Q
-                                                               off S: p_j (log p_tail/q_tail - L)
-renorm           sum_S p^ log p^/q^                            S: p^_j (log p^_j/q^_j - L); off S: exactly 0     any P
-generalized      sum_S p log p/q - p + q                       1_S p_j log p_j/q_j - p_j sum_S p log p/q         yes
-stop_gradient    sum_S p sg(log p/q)                           that of ``generalized``                           yes
-raw              sum_S p log p/q                               1_S p_j (log p_j/q_j + 1) - p_j (L + P)           no
-===============  ============================================  ================================================  ==========
+=============  ======================  ==============================================  ==========
+normalization  reverse KL              its gradient for z_j                            p = q on S
+                                                                                       stationary
+=============  ======================  ==============================================  ==========
+full (K = V)   sum p log p/q           p_j (log p_j/q_j - L)                           yes
+tail           sum_S p log p/q         S: p_j (log p_j/q_j - L)                        iff P = Q
+               + p_tail log            off S: p_j (log p_tail/q_tail - L)
+               p_tail/q_tail
+renorm         sum_S p^ log p^/q^      S: p^_j (log p^_j/q^_j - L), off S: exactly 0   any P
+generalized    sum_S p log p/q         1_S p_j log p_j/q_j - p_j sum_S p log p/q       yes
+               - p + q
+stop_gradient  sum_S p sg(log p/q)     that of ``generalized``                         yes
+raw            sum_S p log p/q         1_S p_j (log p_j/q_j + 1) - p_j (L + P)         no
+=============  ======================  ==============================================  ==========
 
-``tail`` treats everything outside S as one outcome: a lower bound of the full KL, equal to P renorm + KL(Bernoulli P ||
-Bernoulli Q), and the only row in which the teacher's mass outside S is a target. ``renorm`` (arXiv 2603.25562) leaves the
-mass outside S free. ``generalized`` is Eq. 5 of MOPD (arXiv 2606.30406). ``raw`` has the gradient of P itself at p = q.
+``tail`` treats everything outside S as one outcome. It is a lower bound of the full KL, equal to
+P renorm + KL(Bernoulli P || Bernoulli Q). It is the only row on K < V in which the teacher's mass
+outside S is a target. ``renorm`` (arXiv 2603.25562) leaves the mass outside S free.
+``generalized`` is Eq. 5 of MOPD (arXiv 2606.30406). ``raw`` has the gradient of P itself at p = q.
 """
 
 import math
@@ -37,54 +43,62 @@ from torch import Tensor
 
 Normalization = Literal["full", "tail", "renorm", "generalized", "stop_gradient", "raw"]
 
-# The largest log-mass of a support whose complement is still a number in float32 (1 - exp(-1e-7) is about 1 ulp).
 MAX_LOG_MASS = -1e-7
+"""Largest log-mass of a support with a complement in float32: 1 - exp(-1e-7) is about 1 ulp."""
 
 
 def upcast(logprobs: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """float32 for half precision; wider dtypes unchanged."""
+    """Return float32 for half precision, and wider dtypes unchanged."""
     return logprobs.float() if logprobs.dtype in (torch.float16, torch.bfloat16) else logprobs
 
 
 def log1mexp(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """log(1 - exp(x)) for x <= 0, accurate at both ends, with a finite gradient wherever the value is finite.
+    """Return log(1 - exp(x)) for x <= 0, accurate at both ends.
+
+    The gradient is finite wherever the value is.
 
     Source: Mächler, "Accurately Computing log(1 - exp(-|a|))", 2012,
-    https://cran.r-project.org/web/packages/Rmpfr/vignettes/log1mexp-note.pdf, Eq. 7 (switch at log 2).
+    https://cran.r-project.org/web/packages/Rmpfr/vignettes/log1mexp-note.pdf, Eq. 7 (switch at
+    log 2).
     """
     near_zero = x > -math.log(2)
-    # Each branch sees a harmless input where the other one answers, else 0 * inf arises in its backward.
+    # Where the other branch is selected, each gets a constant: its backward has no 0 * inf then.
     small = torch.log(-torch.expm1(torch.where(near_zero, x, -1.0)))
     large = torch.log1p(-torch.exp(torch.where(near_zero, -1.0, x)))
     return torch.where(near_zero, small, large)
 
 
 def log_tail_mass(logprobs: Float[Tensor, "*pos k"]) -> Float[Tensor, "*pos"]:
-    """log(1 - P), the mass outside the support; the log-mass is clamped at -1e-7, where float32 has nothing left.
+    """Return log(1 - P), the log-mass outside the support.
 
-    Beyond it there is no gradient either: a student that has put all its mass on S is not pulled out again by the tail of a
-    forward KL, however much the teacher keeps outside.
+    log P is clamped at -1e-7, the limit of float32, and has no gradient beyond it. The tail of a
+    forward KL then no longer pulls a student with all its mass on S, for any mass of the teacher
+    outside.
     """
     return log1mexp(torch.logsumexp(logprobs, dim=-1).clamp(max=MAX_LOG_MASS))
 
 
 def with_tail(logprobs: Float[Tensor, "*pos k"]) -> Float[Tensor, "*pos kplus1"]:
-    """The distribution over K + 1 outcomes: the ids of the support, and one outcome for all the rest."""
+    """Return the distribution over K + 1 outcomes: the ids of the support, and all the rest."""
     return torch.cat([logprobs, log_tail_mass(logprobs).unsqueeze(-1)], dim=-1)
 
 
 def renormalized(logprobs: Float[Tensor, "*pos k"]) -> Float[Tensor, "*pos k"]:
-    """log p^: the distribution within the support. K = 1 is refused: it is 1 whatever p is, and teaches nothing."""
+    """Return log p^, the distribution within the support.
+
+    Raises:
+        ValueError: K = 1, where p^ is 1 for any p and teaches nothing.
+    """
     if logprobs.shape[-1] == 1:
         raise ValueError(
-            "normalization 'renorm' with K = 1 is identically 0: one token renormalised has probability 1. "
-            "Use normalization 'tail', or K of at least 2."
+            "normalization 'renorm' with K = 1 is identically 0: one token renormalized has "
+            "probability 1. Use normalization 'tail', or K of at least 2."
         )
     return torch.log_softmax(logprobs, dim=-1)
 
 
 def kl_terms(a: Float[Tensor, "*pos k"], b: Float[Tensor, "*pos k"]) -> Float[Tensor, "*pos k"]:
-    """exp(a) (a - b), 0 where a = -inf: the terms of KL(a || b), in value and in gradient."""
+    """Return exp(a) (a - b), the terms of KL(a || b). Value and gradient are 0 where a = -inf."""
     impossible = a == -math.inf
     a = torch.where(impossible, 0.0, a)
     return torch.where(impossible, 0.0, torch.exp(a) * (a - torch.where(impossible, 0.0, b)))
@@ -96,10 +110,10 @@ def reverse_kl(
     normalization: Normalization = "tail",
     allow_biased: bool = False,
 ) -> Float[Tensor, "*pos"]:
-    """KL(student || teacher) per position, by a row of the module's table.
+    """Return KL(student || teacher) per position, by a row of the module's table.
 
     Raises:
-        ValueError: 'raw' without ``allow_biased``; 'renorm' with K = 1.
+        ValueError: 'raw' without ``allow_biased``, or 'renorm' with K = 1.
     """
     p, q = upcast(student_logprobs), upcast(teacher_logprobs).detach()
     match normalization:
@@ -126,14 +140,19 @@ def forward_kl(
     normalization: Normalization = "tail",
     allow_biased: bool = False,
 ) -> Float[Tensor, "*pos"]:
-    """KL(teacher || student) per position: the mirror image of ``reverse_kl``.
+    """Return KL(teacher || student) per position, the mirror image of ``reverse_kl``.
 
-    Gradient for z_j: full p_j - q_j. tail: p_j - q_j on S, p_j (1 - q_tail/p_tail) off S. renorm: p^_j - q^_j on S, 0 off S.
-    generalized: 1_S (p_j - q_j) + p_j (Q - P). raw: Q p_j - 1_S q_j, which is not 0 at p = q.
+    Gradient for z_j:
+
+        full           p_j - q_j
+        tail           S: p_j - q_j, off S: p_j (1 - q_tail/p_tail)
+        renorm         S: p^_j - q^_j, off S: 0
+        generalized    1_S (p_j - q_j) + p_j (Q - P)
+        raw            Q p_j - 1_S q_j, which is not 0 at p = q
 
     Raises:
-        ValueError: 'stop_gradient' (nothing would be left to differentiate); 'raw' without ``allow_biased``; 'renorm' with
-            K = 1.
+        ValueError: 'stop_gradient' (the gradient would be 0), 'raw' without ``allow_biased``, or
+            'renorm' with K = 1.
     """
     p, q = upcast(student_logprobs), upcast(teacher_logprobs).detach()
     match normalization:
@@ -155,8 +174,9 @@ def forward_kl(
 def _refuse_biased(allow_biased: bool) -> None:
     if not allow_biased:
         raise ValueError(
-            "normalization 'raw' is biased: at p = q its gradient is not 0 but pushes the mass on the support, and its value "
-            "can be negative. Use 'tail' or 'generalized', or set allow_biased = true to run it all the same."
+            "normalization 'raw' is biased: at p = q its gradient is not 0 but pushes the mass on "
+            "the support, and its value can be negative. Use 'tail' or 'generalized', or set "
+            "allow_biased = true to run it all the same."
         )
 
 
@@ -170,25 +190,29 @@ def generalized_jsd(
     beta: float,
     normalization: Normalization = "tail",
 ) -> Float[Tensor, "*pos"]:
-    """JSD_beta(p, q) = beta KL(q || m) + (1 - beta) KL(p || m) per position, with m = beta q + (1 - beta) p.
+    """Return JSD_beta(p, q) per position.
 
-    ``beta`` is the teacher's weight in the mixture m. By convention beta = 0 is forward KL and beta = 1 is reverse KL; the
-    *scale* jumps there, since JSD_beta / beta -> forward KL as beta -> 0 (and JSD_beta / (1 - beta) -> reverse KL as
-    beta -> 1): a learning rate that suits .5 does not suit .01. Gradient for z_j on the full vocabulary:
-    (1 - beta) p_j (log p_j/m_j - KL(p || m)).
+        JSD_beta(p, q) = beta KL(q || m) + (1 - beta) KL(p || m),    m = beta q + (1 - beta) p
 
-    ``generalized`` is the sum over S of the raw terms: the corrections -a + b of its two KLs cancel, so that here, unlike in
-    a KL, the raw sum is non-negative and stationary at p = q.
+    ``beta`` is the teacher's weight in the mixture m. By convention beta = 0 is forward KL and
+    beta = 1 is reverse KL. The *scale* jumps there: JSD_beta / beta -> forward KL as beta -> 0, and
+    JSD_beta / (1 - beta) -> reverse KL as beta -> 1. A learning rate for 0.5 does not fit 0.01.
+    Gradient for z_j on the full vocabulary: (1 - beta) p_j (log p_j/m_j - KL(p || m)).
 
-    Source: GKD, "On-Policy Distillation of Language Models" (2023), https://arxiv.org/abs/2306.13649, Eq. 1; the ends as in
-    trl's GKDTrainer.generalized_jsd_loss and lasgroup/SDPO.
+    ``generalized`` is the sum over S of the raw terms. The corrections -a + b of its two KLs
+    cancel, so that the raw sum is non-negative and stationary at p = q, unlike in a KL.
+
+    Source: GKD, "On-Policy Distillation of Language Models" (2023),
+    https://arxiv.org/abs/2306.13649, Eq. 1. The ends are those of trl's
+    GKDTrainer.generalized_jsd_loss and lasgroup/SDPO.
 
     Raises:
-        ValueError: beta outside [0, 1]; a normalisation other than full, tail, renorm, generalized; 'renorm' with K = 1.
+        ValueError: beta outside [0, 1], a normalization other than full, tail, renorm and
+            generalized, or 'renorm' with K = 1.
     """
     if not 0 <= beta <= 1:
         raise ValueError(
-            f"beta = {beta} is the teacher's weight in the mixture: it lies in [0, 1]."
+            f"beta = {beta} is the teacher's weight in the mixture: it has to be in [0, 1]."
         )
     choices = "full, tail, renorm, generalized"
     if normalization not in choices.split(", "):
@@ -198,7 +222,7 @@ def generalized_jsd(
     if beta == 1:
         return reverse_kl(student_logprobs, teacher_logprobs, normalization)
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization, choices)
-    # A token that neither side can say has no mixture: logaddexp(-inf, -inf) has NaN in its backward.
+    # A token impossible for both has no mixture: logaddexp(-inf, -inf) has NaN in its backward.
     absent = (p == -math.inf) & (q == -math.inf)
     p, q = torch.where(absent, 0.0, p), torch.where(absent, 0.0, q)
     m = torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))
@@ -212,9 +236,12 @@ def outcomes(
     normalization: Normalization,
     choices: str = "full, tail, renorm",
 ) -> tuple[Float[Tensor, "*pos n"], Float[Tensor, "*pos n"]]:
-    """Student and teacher over the outcomes that a normalisation compares: K of them, or K + 1 with the tail.
+    """Return student and teacher over the outcomes that a normalization compares.
 
-    ``generalized``, where ``choices`` allows it, leaves both as they are.
+    These are K outcomes, or K + 1 with the tail. ``generalized`` returns both unchanged.
+
+    Raises:
+        ValueError: a normalization that is not among ``choices``, or 'renorm' with K = 1.
     """
     p, q = upcast(student_logprobs), upcast(teacher_logprobs).detach()
     if normalization not in choices.split(", "):
@@ -232,17 +259,25 @@ def taid_target(
     t: float,
     normalization: Normalization = "tail",
 ) -> Float[Tensor, "*pos n"]:
-    """log p_t, p_t = softmax((1 - t) sg z_s + t z_t): TAID's intermediate teacher, over K outcomes (``tail``: K + 1).
+    """Return log p_t of TAID's intermediate teacher, over K outcomes (``tail``: K + 1).
 
-    It mixes *logits* (a geometric mean; log-probs differ from logits by a constant per position, so they give the same), and
-    its anchor is the *current* student, detached. Mixing probabilities gives the same at t = 0 and t = 1 and another
-    distribution in between. With ``tail`` the tails are mixed as one outcome, which is the target of that coarser problem.
+        p_t = softmax((1 - t) sg z_s + t z_t)
 
-    Source: "TAID" (2025), https://arxiv.org/abs/2501.16937, Eq. 3; SakanaAI/TAID a062892, src/distil_losses/taid.py.
+    It mixes *logits*, a geometric mean. Log-probs give the same, since they differ from logits by
+    a constant per position. The anchor is the *current* student, detached. Mixing probabilities
+    gives the same at t = 0 and t = 1, and another distribution in between. With ``tail`` the tails
+    are mixed as one outcome, which is the target of that coarser problem.
+
+    Source: "TAID" (2025), https://arxiv.org/abs/2501.16937, Eq. 3, and SakanaAI/TAID a062892,
+    src/distil_losses/taid.py.
+
+    Raises:
+        ValueError: t outside [0, 1], or a normalization other than full, tail and renorm.
     """
     if not 0 <= t <= 1:
         raise ValueError(
-            f"t = {t} is the teacher's share of the intermediate distribution: it lies in [0, 1]."
+            f"t = {t} is the teacher's share of the intermediate distribution: "
+            "it has to be in [0, 1]."
         )
     p, q = outcomes(student_logprobs.detach(), teacher_logprobs, normalization)
     if t in (0, 1):  # 0 * -inf is NaN
@@ -257,9 +292,10 @@ def taid(
     normalization: Normalization = "tail",
     form: Literal["cross_entropy", "kl"] = "cross_entropy",
 ) -> Float[Tensor, "*pos"]:
-    """TAID per position: -sum p_t log p (``cross_entropy``, what public code returns), or KL(p_t || p) (``kl``).
+    """Return TAID per position: -sum p_t log p (``cross_entropy``) or KL(p_t || p) (``kl``).
 
-    Both have the same gradient, p_j - p_t,j for z_j on the full vocabulary; they differ by the entropy of p_t.
+    Public code returns the first. Both have the same gradient, p_j - p_t,j for z_j on the full
+    vocabulary. They differ by the entropy of p_t.
     """
     target = taid_target(student_logprobs, teacher_logprobs, t, normalization)
     log_p, _ = outcomes(student_logprobs, teacher_logprobs, normalization)
@@ -274,7 +310,10 @@ def taid(
 def entropy(
     logprobs: Float[Tensor, "*pos k"], normalization: Normalization = "tail"
 ) -> Float[Tensor, "*pos"]:
-    """H of the outcomes, in nats. On K < V with ``tail`` it is a lower bound of the full entropy: the tail is one outcome."""
+    """Return the entropy of the outcomes, in nats.
+
+    On K < V with ``tail`` it is a lower bound of the full entropy, since the tail is one outcome.
+    """
     x, _ = outcomes(logprobs, logprobs, normalization)
     return -kl_terms(x, torch.zeros_like(x)).sum(-1)
 
@@ -282,17 +321,19 @@ def entropy(
 def k1(
     student_logprobs: Float[Tensor, "..."], teacher_logprobs: Float[Tensor, "..."]
 ) -> Float[Tensor, "..."]:
-    """log p(y) - log q(y) at sampled tokens y ~ p: an unbiased estimate of the reverse KL, as a *detached reward* only.
+    """Return log p(y) - log q(y) at sampled tokens y ~ p.
 
-    Backpropagated, its expected gradient is 0 (E_p grad log p = 0): the teacher drops out. ``weighted_k1`` is the loss.
+    It is an unbiased estimate of the reverse KL, as a *detached reward* only. Backpropagated, its
+    expected gradient is 0 (E_p grad log p = 0), without the teacher. ``weighted_k1`` is the loss.
 
     Raises:
         ValueError: the student's log-probs carry a gradient.
     """
     if student_logprobs.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "k1 backpropagated has expected gradient 0: the teacher drops out of it. Detach the student's log-probs to use "
-            "it as a reward, or minimise weighted_k1 (reverse KL), k2 (reverse KL) or k3 (forward KL)."
+            "k1 backpropagated has expected gradient 0: the teacher drops out of it. Detach the "
+            "student's log-probs to use it as a reward, or minimize weighted_k1 (reverse KL), k2 "
+            "(reverse KL) or k3 (forward KL)."
         )
     return upcast(student_logprobs) - upcast(teacher_logprobs)
 
@@ -300,17 +341,21 @@ def k1(
 def k2(
     student_logprobs: Float[Tensor, "..."], teacher_logprobs: Float[Tensor, "..."]
 ) -> Float[Tensor, "..."]:
-    """(log q - log p)^2 / 2 at sampled tokens. Expected gradient: *reverse* KL, for y ~ p. Biased as a value."""
+    """Return (log q - log p)^2 / 2 at sampled tokens.
+
+    Its expected gradient is that of the *reverse* KL, for y ~ p. As a value it is biased.
+    """
     return (upcast(teacher_logprobs).detach() - upcast(student_logprobs)).square() / 2
 
 
 def k3(
     student_logprobs: Float[Tensor, "..."], teacher_logprobs: Float[Tensor, "..."]
 ) -> Float[Tensor, "..."]:
-    """q/p - 1 - log q/p at sampled tokens. Expected gradient: *forward* KL, for y ~ p.
+    """Return q/p - 1 - log q/p at sampled tokens.
 
-    Its value estimates the *reverse* KL without bias: watch it, or train on it knowing that the two are not the same. As a
-    detached reward it follows neither.
+    Its expected gradient is that of the *forward* KL, for y ~ p. Its value estimates the *reverse*
+    KL without bias, so that the metric and the training signal differ. As a detached reward it
+    follows neither.
     """
     d = upcast(teacher_logprobs).detach() - upcast(student_logprobs)
     return torch.expm1(d) - d
@@ -321,10 +366,10 @@ def weighted_k1(
     teacher_logprobs: Float[Tensor, "..."],
     sampler_logprobs: Float[Tensor, "..."],
 ) -> Float[Tensor, "..."]:
-    """rho sg(log p - log q), rho = p/mu, at sampled tokens y ~ mu. Expected gradient: *reverse* KL, whatever mu is.
+    """Return rho sg(log p - log q), rho = p/mu, at sampled tokens y ~ mu.
 
-    The log-ratio is of the live student p; with log mu in its place the expectation is that of another objective as soon as
-    rollouts are stale.
+    Its expected gradient is that of the *reverse* KL, for any mu. The log-ratio is of the current
+    student p. With log mu in its place, stale rollouts have the expectation of another objective.
     """
     p, q, mu = upcast(student_logprobs), upcast(teacher_logprobs), upcast(sampler_logprobs)
     return torch.exp(p - mu.detach()) * (p - q).detach()

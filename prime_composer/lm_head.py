@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen token ids from hidden states; the logits of a whole batch never exist at once.
+"""Log-probs of chosen token ids from hidden states, without the logits of a whole batch.
 
 For hidden states h [n, d], head weight W [V, d] and temperature T, with z_i = h_i W^T / T:
 
@@ -6,10 +6,11 @@ For hidden states h [n, d], head weight W [V, d] and temperature T, with z_i = h
 
     d out[i, j] / d z_i[v] = 1[v = ids[i, j]] - softmax(z_i)[v]
 
-The vocabulary is walked in chunks: the forward keeps a running maximum and sum per token (online softmax, Milakov and
-Gimelshein, "Online normalizer calculation for softmax", 2018, https://arxiv.org/abs/1805.02867) and gathers the chosen
-logits on the way; the backward computes each chunk's logits once more instead of keeping them. Four matrix products in
-all, against three of a plain head, and a buffer of [token block, chunk] instead of several of [n, V].
+The vocabulary is processed in chunks. The forward keeps a running maximum and sum per token (online
+softmax, Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018,
+https://arxiv.org/abs/1805.02867) and gathers the chosen logits of each chunk. The backward computes
+each chunk's logits again instead of storing them. This takes four matrix products, against three of
+a plain head, and a buffer of [token block, chunk] instead of several of [n, V].
 
 Left out: a bias, logit soft-capping, and second derivatives.
 """
@@ -27,15 +28,15 @@ CHUNK = 8192
 """Vocabulary entries per chunk. With ``TOKEN_BLOCK`` rows of float32 the buffer is 32 MiB."""
 
 TOKEN_BLOCK = 1024
-"""Tokens per block; more tokens than that are walked block by block within a chunk."""
+"""Tokens per block. More tokens are processed block by block within a chunk."""
 
 
 class SelectedLogprobs(NamedTuple):
-    """What ``selected_logprobs_and_entropy`` returns.
+    """Result of ``selected_logprobs_and_entropy``.
 
     Attributes:
-        logprobs: log p of the chosen ids, [n, m]; carries the gradient.
-        entropy: entropy of the full-vocabulary distribution in nats, [n]; no gradient.
+        logprobs: log p of the chosen ids, [n, m], with the gradient.
+        entropy: entropy of the full-vocabulary distribution in nats, [n], without a gradient.
     """
 
     logprobs: Float[Tensor, "n m"]
@@ -50,22 +51,26 @@ def selected_logprobs(
     chunk: int = CHUNK,
     token_block: int = TOKEN_BLOCK,
 ) -> Float[Tensor, "n m"]:
-    """log softmax(hidden weight^T / temperature) at ``token_ids``, normalised over the full vocabulary.
+    """Return log softmax(hidden weight^T / temperature) at ``token_ids``.
 
-    An id may stand in several columns of a row; its gradients add up. The dtype of the inputs decides, under autocast too.
+    The softmax is over the full vocabulary. The gradients of an id in several columns of a row add
+    up. The dtype of the inputs decides the arithmetic, under autocast too.
 
     Args:
         hidden: final hidden states (after the last norm), [n, d].
         weight: the head's weight, [V, d], of the same dtype.
         token_ids: ids in [0, V), [n, m].
         temperature: divides the logits.
-        chunk: vocabulary entries per chunk; token_block: tokens per block. Speed and memory only, never the result.
+        chunk: vocabulary entries per chunk. It changes speed and memory, not the result.
+        token_block: tokens per block, likewise.
 
     Returns:
-        [n, m] in float32 for half precision inputs (logits and sums are float32), otherwise in their own dtype.
+        [n, m], in float32 for half precision inputs (logits and sums are float32), otherwise in
+        their own dtype.
 
     Raises:
-        ValueError: an id outside the vocabulary, shapes or dtypes that do not fit, a temperature or chunk of 0 or less.
+        ValueError: an id outside the vocabulary, shapes or dtypes that do not fit, or a temperature
+            or chunk of 0 or less.
     """
     _check(hidden, weight, token_ids, temperature, chunk, token_block)
     return _SelectedLogprobs.apply(
@@ -81,7 +86,10 @@ def selected_logprobs_and_entropy(
     chunk: int = CHUNK,
     token_block: int = TOKEN_BLOCK,
 ) -> SelectedLogprobs:
-    """``selected_logprobs`` and, from the same pass and without a gradient, the entropy of each row's distribution."""
+    """Return ``selected_logprobs`` and the entropy of each row's distribution, from one pass.
+
+    The entropy has no gradient. Arguments and errors are those of ``selected_logprobs``.
+    """
     _check(hidden, weight, token_ids, temperature, chunk, token_block)
     return SelectedLogprobs(
         *_SelectedLogprobs.apply(hidden, weight, token_ids, temperature, chunk, token_block, True)
@@ -98,7 +106,8 @@ def _check(
 ) -> None:
     if hidden.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"The hidden states have width {hidden.shape[1]} and the head's weight {weight.shape[1]}; "
+            f"The hidden states have width {hidden.shape[1]} and the head's weight "
+            f"{weight.shape[1]}; "
             "pass the [V, d] weight of the same model."
         )
     if hidden.dtype != weight.dtype:
@@ -119,16 +128,17 @@ def _check(
         low, high = (int(bound) for bound in token_ids.aminmax())
         if low < 0 or high >= weight.shape[0]:
             raise ValueError(
-                f"token_ids reach from {low} to {high} and the head has a vocabulary of {weight.shape[0]}; "
-                "student and teacher must share one vocabulary, and padding ids must be masked out before."
+                f"token_ids reach from {low} to {high} and the head has a vocabulary of "
+                f"{weight.shape[0]}; student and teacher must share one vocabulary, and padding "
+                "ids must be masked out before."
             )
 
 
 def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Every operation in the dtype it is written in: autocast would round float32 logits to bfloat16 on their way."""
+    """Disable autocast in a method: it would round float32 logits to bfloat16."""
 
     @wraps(method)
-    def run(ctx, first, *rest):
+    def run(ctx: Any, first: Tensor, *rest: Any) -> Any:
         with torch.autocast(first.device.type, enabled=False):
             return method(ctx, first, *rest)
 
@@ -138,7 +148,16 @@ def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     @_without_autocast
-    def forward(ctx, hidden, weight, token_ids, temperature, chunk, token_block, with_entropy):
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        token_ids: Tensor,
+        temperature: float,
+        chunk: int,
+        token_block: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
         n, vocab = hidden.shape[0], weight.shape[0]
         dtype = _accumulation_dtype(hidden)
         token_ids = token_ids.long()
@@ -170,7 +189,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                     exps = logits.exp_()
                 total[rows] = rescale * total[rows] + exps.sum(dim=1)
                 highest[rows] = new_highest
-        # The maximum and log(total) stay apart: their sum would round away the second one at large logits.
+        # Subtract the maximum and log(total) one by one: at large logits their sum would round.
         log_total = total.log()
         ctx.save_for_backward(hidden, weight, token_ids, highest, total.unsqueeze(1))
         ctx.settings = temperature, chunk, token_block
@@ -178,10 +197,13 @@ class _SelectedLogprobs(torch.autograd.Function):
         ctx.mark_non_differentiable(entropy)
         return selected - highest.unsqueeze(1) - log_total.unsqueeze(1), entropy
 
+    # The decorators' stubs make ``ctx`` positional.
     @staticmethod
     @once_differentiable
     @_without_autocast
-    def backward(ctx, grad, _grad_entropy):
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor, _grad_entropy: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, token_ids, highest, total = ctx.saved_tensors
         temperature, chunk, token_block = ctx.settings
         n, vocab = hidden.shape[0], weight.shape[0]
@@ -206,14 +228,14 @@ class _SelectedLogprobs(torch.autograd.Function):
                 dlogits.exp_().mul_(-row_grad[rows] / total[rows])
                 inside, column = _columns(token_ids[rows], v0, w.shape[0])
                 dlogits.scatter_add_(1, column, torch.where(inside, grad[rows], 0.0))
-                if needs_hidden:
+                if grad_hidden is not None:
                     grad_hidden[rows] += _matmul(dlogits, w)
                 if needs_weight:
                     part = _matmul(dlogits.T, h)
                     grad_w = part if grad_w is None else grad_w.add_(part)
-            if grad_w is not None:
+            if grad_w is not None and grad_weight is not None:
                 grad_weight[v0 : v0 + chunk] = grad_w
-        if needs_hidden:
+        if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
 
@@ -223,14 +245,14 @@ def _accumulation_dtype(like: Tensor) -> torch.dtype:
 
 
 def _columns(token_ids: Tensor, v0: int, size: int) -> tuple[Tensor, Tensor]:
-    """Which ids fall into the chunk that starts at ``v0``, and their column in it (any valid one elsewhere)."""
+    """Return which ids are in the chunk from ``v0``, and their column (elsewhere any valid one)."""
     column = token_ids - v0
     inside = (column >= 0) & (column < size)
     return inside, column.clamp_(0, size - 1)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` with a float32 result for half precision: logits rounded to bfloat16 would be off by up to 0.1 nat."""
+    """Return ``a @ b``, in float32 for half precision: bfloat16 logits are off by up to 0.1 nat."""
     half = next((t.dtype for t in (a, b) if t.dtype in (torch.bfloat16, torch.float16)), None)
     if half is None:
         return a @ b
