@@ -2,7 +2,8 @@
 
 Each distils for three optimizer steps, with the teacher's top-K sent by our adapter. Its numbers
 are compared with float64, in scripts that import nothing of this package. A run takes about a
-minute and needs a checkout of prime-rl and the environments of make_venvs.py; it is skipped without them.
+minute. It needs a checkout of prime-rl and the environments of make_venvs.py, and is skipped
+without them.
 
     pytest tests/upstream -m upstream                     the newest version, as CI does
     pytest tests/upstream -m "upstream or slow"           all of them
