@@ -19,6 +19,7 @@ from prime_composer.problems.prompts import prompt_text
 from prime_composer.recipe.prepare import PrepareConfig
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe
+from prime_composer.tiny_models.progress import Progress
 
 FORMAT = 1
 """Part of the cache key. Raise it when ``training.py`` builds other models from the same
@@ -26,9 +27,6 @@ description."""
 
 DESCRIPTION = "prepare.json"
 """The file beside the weights that says how they were made, and the final training loss."""
-
-Progress = Callable[[int, int, float], None]
-"""Called after every step of fine-tuning with the steps done, the total steps, and the loss."""
 
 
 def cache_root() -> Path:

@@ -6,7 +6,7 @@
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.order import prompt_batches
 from prime_composer.problems.prompts import answer_text, prompt_text
 from prime_composer.recipe.prepare import PrepareConfig
+from prime_composer.tiny_models.progress import Progress
 
 hide_cuda_packages()
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
@@ -30,9 +31,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 END_OF_TEXT = "<|endoftext|>"
 LENGTH_GROUPS = 4
 """Consecutive steps that share their examples out by length."""
-
-Progress = Callable[[int, int, float], None]
-"""Called after every step of fine-tuning with the steps done, the total steps, and the loss."""
 
 Example = tuple[list[int], list[int]]
 """Token ids of a prompt and of its answer."""
