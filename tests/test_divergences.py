@@ -1,7 +1,7 @@
-"""Values against sums over probabilities, gradients against closed forms and central differences, in float64.
+"""Values against sums over probabilities, gradients against closed forms and differences.
 
-References here are written a different way from the code: loops over probabilities with ``math.log``, or numbers that public
-implementations returned.
+References are written differently from the code: loops over probabilities with ``math.log``, or
+numbers that public implementations returned.
 """
 
 import json
@@ -33,9 +33,6 @@ def student_teacher(seed: int, vocab: int = 7, k: int = 4):
 
 def on_support(z, log_q, ids):
     return z.log_softmax(-1)[ids], log_q[ids]
-
-
-# --- values, by loops over probabilities -------------------------------------------------------------------------------
 
 
 def kl_by_loop(a: list[float], b: list[float]) -> float:
@@ -75,7 +72,7 @@ def test_the_value_is_the_sum_over_probabilities(direction, normalization, seed)
 
 
 def test_the_two_outcome_example_worked_by_hand():
-    # p = (.6, .4), q = (.9, .1), S = {0}; e.g. reverse raw = .6 ln(.6/.9), full = that + .4 ln(.4/.1).
+    # p = (.6, .4), q = (.9, .1), S = {0}: reverse raw = .6 ln(.6/.9), full adds .4 ln(.4/.1).
     p, q = double([0.6, 0.4]).log(), double([0.9, 0.1]).log()
     reverse = {
         n: D.reverse_kl(p[:1], q[:1], n, allow_biased=True).item()
@@ -93,9 +90,6 @@ def test_the_two_outcome_example_worked_by_hand():
     )
     assert D.reverse_kl(p, q, "full").item() == pytest.approx(0.311239, abs=1e-6)
     assert D.forward_kl(p, q, "full").item() == pytest.approx(0.226289, abs=1e-6)
-
-
-# --- gradients: closed form = autograd = central differences ------------------------------------------------------------
 
 
 def closed_form(direction: str, normalization: str, p, q, ids):
@@ -153,7 +147,8 @@ def central_differences(fn, z, eps=1e-6):
 
 @pytest.mark.parametrize(("direction", "normalization"), ROWS)
 @pytest.mark.parametrize("seed", range(4))
-def test_the_gradient_is_the_closed_form_and_the_central_difference(direction, normalization, seed):
+def test_the_gradient_is_the_closed_form_and_the_difference(direction, normalization, seed):
+    """The gradient is the closed form and the central difference."""
     z, log_q, ids = student_teacher(seed)
     if normalization == "full":
         ids = torch.arange(7)
@@ -180,7 +175,8 @@ def test_which_rows_stand_still_at_p_equals_q(direction, normalization, stationa
     assert (grad.abs().max() < 1e-12) == stationary
 
 
-def test_renorm_stands_still_at_any_mass_on_the_support_and_tail_only_at_the_teachers():
+def test_renorm_is_stationary_at_any_mass_on_the_support():
+    """Renorm is stationary at any mass on the support and tail only at the teacher's."""
     _, log_q, ids = student_teacher(1)
     outside = [j for j in range(7) if j not in ids.tolist()]
     z = log_q.clone()
@@ -192,7 +188,8 @@ def test_renorm_stands_still_at_any_mass_on_the_support_and_tail_only_at_the_tea
     assert still("tail") > 1e-2
 
 
-def test_at_p_equals_q_the_raw_reverse_gradient_is_that_of_the_mass_on_the_support():
+def test_raw_reverse_gradient_at_equality_is_that_of_the_mass():
+    """At p equals q the raw reverse gradient is that of the mass on the support."""
     _, log_q, ids = student_teacher(2)
     raw = autograd(
         lambda z: D.reverse_kl(*on_support(z, log_q, ids), "raw", allow_biased=True), log_q
@@ -268,11 +265,9 @@ def test_taid_gradient_holds_its_target_fixed(t, form, normalization):
         assert grad[j].item() == pytest.approx(expected, rel=1e-10, abs=1e-13)
 
 
-# --- identities ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(8))
-def test_tail_is_the_renormalised_part_and_the_mass_part_and_never_more_than_the_full_kl(seed):
+def test_tail_is_renorm_plus_mass_and_at_most_the_full_kl(seed):
+    """Tail is the renormalized part and the mass part and never more than the full KL."""
     z, log_q, ids = student_teacher(seed, vocab=30, k=6)
     log_p, sub_q = on_support(z, log_q, ids)
     P, Q = log_p.exp().sum(), sub_q.exp().sum()
@@ -288,7 +283,7 @@ def test_tail_is_the_renormalised_part_and_the_mass_part_and_never_more_than_the
 @pytest.mark.parametrize(
     "fn", [D.reverse_kl, D.forward_kl, lambda p, q, n: D.generalized_jsd(p, q, 0.3, n)]
 )
-def test_on_the_full_vocabulary_every_normalisation_is_the_same(fn):
+def test_on_the_full_vocabulary_every_normalization_is_the_same(fn):
     z, log_q, _ = student_teacher(5)
     full = fn(z.log_softmax(-1), log_q, "full")
     for normalization in ("tail", "renorm", "generalized"):
@@ -297,7 +292,8 @@ def test_on_the_full_vocabulary_every_normalisation_is_the_same(fn):
         )
 
 
-def test_generalized_and_stop_gradient_have_one_gradient_and_two_values():
+def test_generalized_and_stop_gradient_share_the_gradient():
+    """Generalized and stop gradient have one gradient and two values."""
     z, log_q, ids = student_teacher(6)
     a, b = (
         autograd(lambda z, n=n: D.reverse_kl(*on_support(z, log_q, ids), n), z)
@@ -318,8 +314,9 @@ def test_renorm_leaves_the_rest_of_the_vocabulary_alone(fn):
     assert grad[outside].abs().max() < 1e-16
 
 
-def test_the_mass_on_the_support_drifts_under_renorm_as_the_docstring_says():
-    # dP/deta = -P (1 - P) Cov_p^(p^, log p^/q^) along the negative gradient of the renormalised reverse KL.
+def test_the_mass_on_the_support_drifts_under_renorm():
+    """The mass on the support drifts under renorm as the docstring says."""
+    # Along the negative gradient of renorm's reverse KL, dP/deta = -P (1 - P) Cov_p^(p^, log p^/q^).
     z, log_q, ids = student_teacher(8)
     grad = autograd(lambda z: D.reverse_kl(*on_support(z, log_q, ids), "renorm"), z)
     eta = 1e-6
@@ -331,7 +328,8 @@ def test_the_mass_on_the_support_drifts_under_renorm_as_the_docstring_says():
     assert drift.item() == pytest.approx((-P(z) * (1 - P(z)) * covariance).item(), rel=1e-6)
 
 
-def test_merging_two_tokens_outside_the_support_never_changes_tail():
+def test_merging_tokens_outside_the_support_keeps_tail():
+    """Merging two tokens outside the support never changes tail."""
     z, log_q, ids = student_teacher(9)
     outside = [j for j in range(7) if j not in ids.tolist()]
     p, q = z.softmax(-1), log_q.exp()
@@ -342,7 +340,8 @@ def test_merging_two_tokens_outside_the_support_never_changes_tail():
         assert torch.equal(before, after)
 
 
-def test_a_small_beta_tends_to_the_forward_kl_and_a_large_one_to_the_reverse_kl():
+def test_jsd_tends_to_the_kls_at_the_ends_of_beta():
+    """A small beta tends to the forward KL and a large one to the reverse KL."""
     z, log_q, _ = student_teacher(10)
     log_p = z.log_softmax(-1)
     small, large = (
@@ -355,11 +354,8 @@ def test_a_small_beta_tends_to_the_forward_kl_and_a_large_one_to_the_reverse_kl(
     assert D.generalized_jsd(log_p, log_q, 1.0, "full") == D.reverse_kl(log_p, log_q, "full")
 
 
-# --- expectations over the sampled token, by enumeration -----------------------------------------------------------------
-
-
 def expected_gradient(estimator, z, log_q, log_mu):
-    """E_{y ~ mu} of the estimator's gradient: every token of the vocabulary in turn, weighted by mu(y)."""
+    """Return E_{y ~ mu} of the estimator's gradient, over every token of the vocabulary."""
     total = torch.zeros_like(z)
     for y in range(len(z)):
         total += log_mu[y].exp() * autograd(
@@ -389,7 +385,7 @@ def test_the_gradient_of_an_estimator_is_not_that_of_its_value(seed):
         assert ((p * D.k2(log_p, log_q)).sum() - kl).abs() > 1e-2
 
 
-def test_importance_weighting_is_unbiased_with_the_live_student_and_biased_with_the_sampler_in_the_ratio():
+def test_weighted_k1_is_unbiased_with_the_current_student_only():
     z, log_q, _ = student_teacher(3)
     log_mu = (z + 0.7 * torch.tensor([1.0, -1, 0.5, 0, -0.5, 1, 0])).double().log_softmax(-1)
     reverse = closed_form("reverse", "full", z.softmax(-1), log_q.exp(), torch.arange(7))
@@ -399,14 +395,12 @@ def test_importance_weighting_is_unbiased_with_the_live_student_and_biased_with_
     assert (stale - reverse).abs().max() > 1e-2
 
 
-def test_a_divergence_used_as_an_advantage_has_no_expected_gradient():
+def test_a_divergence_as_advantage_has_no_expected_gradient():
+    """A divergence used as an advantage has no expected gradient."""
     z, log_q, ids = student_teacher(4)
     reward = D.reverse_kl(*on_support(z, log_q, ids)).detach()
     grad = expected_gradient(lambda p, q, mu: (p - mu).exp() * reward, z, log_q, z.log_softmax(-1))
     assert grad.abs().max() < 1e-14
-
-
-# --- what is refused -----------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_teach_is_refused_with_the_reason():
@@ -430,15 +424,13 @@ def test_what_cannot_teach_is_refused_with_the_reason():
         D.k1(p.requires_grad_(), q)
 
 
-# --- golden numbers and the learning fixture -------------------------------------------------------------------------------
-
-
 def golden(name):
     return json.loads((GOLDEN / f"{name}.json").read_text())
 
 
 @pytest.mark.parametrize("beta", ["0", "0.1", "0.3", "0.5", "0.7", "1"])
-def test_jsd_returns_the_numbers_of_opsd_and_trl_and_none_of_the_known_bugs(beta):
+def test_jsd_equals_opsd_and_trl_and_none_of_the_known_bugs(beta):
+    """JSD returns the numbers of OPSD and trl and none of the known bugs."""
     g = golden("generalized_jsd")
     z, q, mask = (
         double(g["inputs"]["student_logits"]),
@@ -496,7 +488,8 @@ def test_taid_returns_the_numbers_of_its_authors_code(t):
 
 @pytest.mark.parametrize("normalization", ["full", "tail", "renorm"])
 @pytest.mark.parametrize("alpha", ["0.0", "0.3", "0.5", "1.0"])
-def test_sdpo_on_the_students_top_two_returns_the_numbers_of_its_authors_code(normalization, alpha):
+def test_sdpo_on_the_students_top_two_equals_its_authors_code(normalization, alpha):
+    """SDPO on the student's top two returns the numbers of its authors' code."""
     g = golden("sdpo")
     log_p = double(g["inputs"]["student_logits"]).log_softmax(-1)
     log_q = double(g["inputs"]["teacher_logits"]).log_softmax(-1)
@@ -525,11 +518,9 @@ def test_thirty_steps_of_renorm_learn_what_a_public_report_says():
     assert forward() == pytest.approx(0.055007, abs=2e-5)
 
 
-# --- numerics ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_log1mexp_is_accurate_at_both_ends_with_a_finite_gradient(dtype):
+def test_log1mexp_is_accurate_and_its_gradient_finite(dtype):
+    """Log1mexp is accurate at both ends with a finite gradient."""
     x = torch.tensor(
         [-1e-7, -1e-4, -0.1, -math.log(2), -1.0, -30.0, -80.0], dtype=dtype, requires_grad=True
     )
@@ -565,7 +556,8 @@ def test_a_support_that_holds_all_the_mass_stays_finite():
         assert value.isfinite().all() and log_p.grad.isfinite().all()
 
 
-def test_a_token_that_one_side_cannot_say_is_handled_by_the_limit():
+def test_a_token_impossible_for_one_side_gives_the_limit():
+    """A token that one side cannot produce is handled by the limit."""
     inf = math.inf
     p = double([0.5, 0.5, 0.0]).log().requires_grad_()
     q = double([0.5, 0.25, 0.25]).log()
@@ -591,9 +583,6 @@ def test_nan_of_a_position_that_trains_is_not_hidden():
     for n in ("full", "tail", "renorm", "generalized", "stop_gradient"):
         assert D.reverse_kl(p, q, n).isnan() and D.reverse_kl(q, p, n).isnan(), n
     assert D.forward_kl(p, q).isnan() and D.generalized_jsd(p, q, 0.5).isnan()
-
-
-# --- properties ----------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -624,11 +613,10 @@ DIVERGENCES = [
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(pair=supports(), order=st.randoms(use_true_random=False))
-def test_a_divergence_is_never_negative_zero_at_equality_and_blind_to_the_order(
-    name, fn, normalization, pair, order
-):
+def test_a_divergence_is_at_least_zero_and_ignores_order(name, fn, normalization, pair, order):
+    """A divergence is never negative zero at equality and blind to the order."""
     p, q = pair
-    # The clamp of the mass on the support at 1 - 1e-7 can carry the outcomes of ``tail`` over 1 by as much.
+    # The clamp of the mass at 1 - 1e-7 can raise the outcomes of ``tail`` above 1 by as much.
     tolerance = 2e-7 if normalization == "tail" else 1e-12
     assert fn(p, q, normalization) >= -tolerance
     assert fn(p, p, normalization).abs() < tolerance
@@ -651,7 +639,7 @@ def test_bf16_is_computed_in_float32_and_stays_finite(name, fn, normalization, p
     p, q = pair
     value = fn(p, q, normalization)
     assert value.dtype == torch.float32 and value.isfinite()
-    # Rounding to bf16 can carry the mass of the log-probs themselves over 1, the renormalised rows stay divergences.
+    # Rounding to bf16 can raise the mass above 1. The renormalized rows stay divergences.
     if normalization == "renorm":
         assert value >= -1e-5
 

@@ -29,9 +29,8 @@ def test_two_tokens_worked_by_hand():
 @pytest.mark.parametrize("chunk", [1, 7, 37, 100])
 @pytest.mark.parametrize("token_block", [1, 5, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_values_and_gradients_equal_the_plain_log_softmax_in_float64(
-    chunk, token_block, temperature
-):
+def test_values_and_gradients_equal_log_softmax_in_float64(chunk, token_block, temperature):
+    """Values and gradients equal the plain log-softmax in float64."""
     hidden, weight, ids, upstream = problem()
     out = selected_logprobs(hidden, weight, ids, temperature, chunk, token_block)
     grads = torch.autograd.grad(out, (hidden, weight), upstream)
@@ -49,7 +48,8 @@ def test_gradient_equals_finite_differences():
     )
 
 
-def test_an_id_in_several_columns_gets_the_sum_of_their_gradients():
+def test_an_id_in_several_columns_sums_their_gradients():
+    """An id in several columns gets the sum of their gradients."""
     hidden, weight, _, _ = problem()
     ids = torch.full((13, 3), 5)
     grads = torch.autograd.grad(
@@ -85,7 +85,7 @@ def test_half_precision_is_accumulated_in_float32(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_around_it_changes_nothing(dtype):
-    # bfloat16 logits are off by 0.02 nat, and so are the sums: supports then hold more than all the mass.
+    # bfloat16 logits are off by 0.02 nat, and so are the sums: a support's mass can exceed 1.
     hidden, weight, ids, upstream = problem(dtype, v=500)
     plainly = selected_logprobs(hidden, weight, ids, chunk=64)
     with torch.autocast("cpu", torch.bfloat16):
@@ -115,7 +115,8 @@ def test_only_the_wanted_gradients_are_computed():
     assert not selected_logprobs(hidden.detach(), weight.detach(), ids).requires_grad
 
 
-def test_entropy_is_that_of_the_full_distribution_and_carries_no_gradient():
+def test_entropy_is_of_the_full_distribution_without_gradient():
+    """Entropy is that of the full distribution and carries no gradient."""
     hidden, weight, ids, _ = problem()
     out = selected_logprobs_and_entropy(hidden, weight, ids, 0.7, 8, 5)
     p = torch.softmax(hidden @ weight.T / 0.7, dim=-1)

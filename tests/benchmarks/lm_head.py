@@ -1,12 +1,16 @@
-"""What a top-K loss costs the trainer's head: ``python tests/bench_lm_head.py`` prints time and peak memory per step.
+"""Measure what a top-K loss costs the trainer's head, in time and peak memory per step.
 
-One step is the head, the loss and the backward into hidden states and head, at vocabulary 151,936, width 1,024, 512
-tokens in float32: the part of a step that depends on the loss (the transformer below it would only level the ratios).
-``sampled`` is sampled_reverse_kl and ``top-K`` topk_reverse_kl (K = 32, tail), both through the chunked head; ``full JSD``
-is the generalised JSD written the plain way, on log-softmaxes of [tokens, vocabulary] of student and teacher.
+    python -m tests.benchmarks.lm_head
 
-Each variant lives in a process of its own, for its own peak memory, and they take turns step by step, so that whatever
-else the machine does hits all alike. Aim: top-K at most 1.15 times the time and 1.2 times the peak of sampled.
+One step is the head, the loss and the backward into hidden states and head, at vocabulary 151,936,
+width 1,024 and 512 tokens in float32. It is the part of a step that depends on the loss. The
+transformer below it would only level the ratios. ``sampled`` is sampled_reverse_kl and ``top-K``
+topk_reverse_kl (K = 32, tail), both through the chunked head. ``full JSD`` is the generalized JSD
+on plain log-softmaxes of [tokens, vocabulary] of student and teacher.
+
+Each variant runs in a process of its own, for its own peak memory. The variants take turns step by
+step, so that other load on the machine affects all of them. Aim: top-K takes at most 1.15 times the
+time and 1.2 times the peak of sampled.
 """
 
 import argparse
@@ -77,7 +81,7 @@ def make_step(variant: str, vocab: int, width: int, tokens: int):
 
 
 def serve(variant: str, sizes: list[int]) -> None:
-    """A child: one step for each line that comes in, answered with seconds and the peak so far in MiB."""
+    """Run one step per input line. Answer with seconds and the peak so far in MiB."""
     step = make_step(variant, *sizes)
     step()
     print("ready", flush=True)
@@ -132,7 +136,8 @@ def main() -> None:
             child.wait()
     base = VARIANTS[0]
     print(
-        f"vocabulary {sizes[0]}, width {sizes[1]}, {sizes[2]} tokens, float32, {torch.get_num_threads()} thread(s)"
+        f"vocabulary {sizes[0]}, width {sizes[1]}, {sizes[2]} tokens, float32, "
+        f"{torch.get_num_threads()} thread(s)"
     )
     print(f"{'':<10}{'s':>8}{'x':>7}{'peak MiB':>10}{'x':>7}")
     for name in VARIANTS:

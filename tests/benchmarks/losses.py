@@ -1,8 +1,11 @@
-"""What each loss costs a trainer: ``python tests/bench_losses.py [--device cuda]`` prints time and memory per step.
+"""Measure what each loss costs a trainer, in time and memory per step.
 
-A step is the head's log-probs at the sampled token and the K ids, the loss, and the backward into hidden states and head, at
-vocabulary 151,936; losses take turns so that whatever else the machine does hits all alike. The ratio is that of the medians
-against ``sampled_reverse_kl``. Aim: at most 1.2 for every loss on a top-K support. ``plain full JSD`` materialises the logits.
+    python -m tests.benchmarks.losses [--device cuda]
+
+A step is the head's log-probs at the sampled token and the K ids, the loss, and the backward into
+hidden states and head, at vocabulary 151,936. The losses take turns, so that other load on the
+machine affects all of them. The ratio is that of the medians against ``sampled_reverse_kl``. Aim:
+at most 1.2 for every loss on a top-K support. ``plain full JSD`` materializes the logits.
 """
 
 import argparse
@@ -119,7 +122,8 @@ def main() -> None:
                 times[name].append(time.perf_counter() - start)
     base = "sampled_reverse_kl"
     print(
-        f"V {VOCAB}, K {K}, {n} tokens, hidden {args.hidden}, {args.dtype}, {args.device}, {args.rounds} rounds"
+        f"V {VOCAB}, K {K}, {n} tokens, hidden {args.hidden}, {args.dtype}, {args.device}, "
+        f"{args.rounds} rounds"
     )
     for name, values in times.items():
         median = statistics.median(values)

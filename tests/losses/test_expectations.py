@@ -1,4 +1,4 @@
-"""Expected gradients through the public API, exact: one position per token of the vocabulary, weighted by mu(y)."""
+"""Exact expected gradients: one position per token of the vocabulary, weighted by mu(y)."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def reverse_kl_gradient(z, log_q):
     return p * (ratio - (p * ratio).sum()), (p * ratio).sum()
 
 
-# The trust region and kl_tau are what takes the sampled token away from the reverse KL: without them it is unbiased.
+# Without the trust region and kl_tau the sampled token is unbiased for the reverse KL.
 OPEN = dict(delta_low=2.0, delta_high=2.0, kl_tau=0.0)
 
 
@@ -83,13 +83,14 @@ def test_the_expected_gradient_is_that_of_the_full_reverse_kl(config, stale):
     torch.testing.assert_close(grad, reverse_kl_gradient(z, log_q)[0], rtol=1e-9, atol=1e-12)
 
 
-def test_head_and_tail_is_an_unbiased_value_too_and_a_bounded_ratio_is_not():
+def test_head_tail_is_unbiased_and_a_bounded_ratio_is_not():
+    """Head and tail is an unbiased value too and a bounded ratio is not."""
     z, log_q, log_mu = problem(1, 0.8)
     ids = log_q.topk(3).indices
     kl = reverse_kl_gradient(z, log_q)[1]
     out, _ = expected(LOSS_TYPES["head_tail_reverse_kl"](k=3), z, log_q, log_mu, ids)
     torch.testing.assert_close(out.loss.detach(), kl, rtol=1e-10, atol=0)
-    # A bound that nothing reaches changes nothing; one that bites stops the gradient of what it bounds.
+    # A bound beyond every ratio changes nothing. A reached bound stops the gradient there.
     loose, loose_grad = expected(
         LOSS_TYPES["head_tail_reverse_kl"](k=3, max_ratio=1e6), z, log_q, log_mu, ids
     )
@@ -107,7 +108,8 @@ def test_head_and_tail_is_an_unbiased_value_too_and_a_bounded_ratio_is_not():
     assert (tight_grad - loose_grad).abs().max() > 1e-3
 
 
-def test_the_head_alone_misses_the_tokens_outside_and_tail_bucket_merges_them():
+def test_the_head_misses_tokens_that_the_tail_bucket_merges():
+    """The head alone misses the tokens outside and tail bucket merges them."""
     z, log_q, log_mu = problem(2, 0.0)
     ids = log_q.topk(3).indices
     exact = reverse_kl_gradient(z, log_q)[0]
@@ -153,7 +155,8 @@ def test_rl_mix_is_the_policy_gradient_of_the_mixed_advantage(form, kd, weights)
         **OPEN, rl_mix={"form": form, "kd": kd, "loss": rl_knobs}
     )
     _, grad = expected(config, z, log_q, log_mu, ids, advantages=reward)
-    # -E_p[(w_rl A + w_kd (log q - log p)) grad log p], by the product rule on p: sum_y A_y dp_y/dz_j = p_j (A_j - E A).
+    # -E_p[(w_rl A + w_kd (log q - log p)) grad log p], by the product rule on p:
+    # sum_y A_y dp_y/dz_j = p_j (A_j - E A).
     p = z.softmax(-1)
     mixed = weights[0] * reward + weights[1] * (log_q - p.log())
     torch.testing.assert_close(grad, -p * (mixed - (p * mixed).sum()), rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Every distillation loss, end to end on a table of logits: sample from the student, score, step; the teacher comes nearer."""
+"""Every distillation loss brings the student nearer to the teacher, on a table of logits."""
 
 import pytest
 import torch

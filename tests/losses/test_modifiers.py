@@ -26,7 +26,8 @@ def packed(seed=0, seq=60) -> LossInputs:
 
 @pytest.mark.parametrize("one_sequence", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_first_trained_occurrence_of_each_id_leaves_in_every_sequence(seed, one_sequence):
+def test_the_first_occurrence_is_removed_in_every_sequence(seed, one_sequence):
+    """Of each id, the first trained token of each sequence leaves the mask."""
     inputs = packed(seed)
     if one_sequence:
         inputs = dataclasses.replace(inputs, segment_ids=None)
@@ -43,7 +44,8 @@ def test_the_first_trained_occurrence_of_each_id_leaves_in_every_sequence(seed, 
     )
 
 
-def test_all_occurrences_leave_on_demand_and_what_left_is_reported():
+def test_all_occurrences_are_removed_and_reported():
+    """``occurrence = "all"`` removes every token, and metrics report the removed signal."""
     inputs = packed()
     out, metrics = SpecialTokenMask(ids=(1, 4), occurrence="all").apply(inputs)
     hit = inputs.loss_mask & ((inputs.token_ids == 1) | (inputs.token_ids == 4))
@@ -95,7 +97,7 @@ class Tokenizer:
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-def test_strings_become_ids_wherever_the_loss_stands(wrap):
+def test_strings_become_ids_in_nested_losses(wrap):
     masked = {
         "type": "topk_reverse_kl",
         "special_tokens": {"strings": ["<think>", "<|im_end|>"], "ids": [3]},
@@ -128,7 +130,8 @@ def test_what_is_not_one_token_is_refused():
 
 
 def test_position_weights_return_the_recorded_numbers():
-    # a = log q - log mu = (-.3, .7, masked, -1): w = 1 + .5 (1 - (0, .3, 1., 1.)/2), recorded from trl's IW-OPD.
+    # Recorded from trl's IW-OPD. a = log q - log mu = (-.3, .7, masked, -1) and
+    # w = 1 + .5 (1 - (0, .3, 1., 1.)/2).
     t = lambda *x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
     inputs = LossInputs(
         trainer_logprobs=t(-0.5, -1.2, -0.1, -2.0),
@@ -143,7 +146,8 @@ def test_position_weights_return_the_recorded_numbers():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_position_weights_go_by_sequence_and_multiply_what_is_there(seed):
+def test_position_weights_multiply_given_weights_by_sequence(seed):
+    """Position weights go by sequence and multiply what is there."""
     inputs = packed(seed)
     given = torch.rand(60, dtype=torch.float64)
     out, _ = PositionWeights(gamma=0.8).apply(dataclasses.replace(inputs, loss_weights=given))
@@ -162,7 +166,8 @@ def test_position_weights_go_by_sequence_and_multiply_what_is_there(seed):
                 )
 
 
-def test_position_weights_of_a_sequence_without_discrepancy_are_even():
+def test_position_weights_without_discrepancy_are_even():
+    """Position weights of a sequence without discrepancy are even."""
     inputs = packed()
     inputs = dataclasses.replace(inputs, ref_logprobs=inputs.inference_logprobs.clone())
     out, _ = PositionWeights(gamma=0.5).apply(inputs)

@@ -11,7 +11,7 @@ from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 
 
 def pair(first_segment=0) -> LossInputs:
-    """Log p of the chosen response -10 over 5 tokens, of the rejected -14 over 7; under the reference -11 and -13."""
+    """Return a pair with log p -10 (5 tokens) and -14 (7 tokens), and log r -11 and -13."""
     spread = lambda total, n: torch.full((n,), total / n, dtype=torch.float64)  # noqa: E731
     policy = torch.cat([spread(-10, 5), spread(-14, 7)]).requires_grad_()
     return LossInputs(
@@ -49,7 +49,8 @@ def test_simpo_of_one_pair():
     assert out.metrics["simpo/margin"].item() == pytest.approx(-1.0)
 
 
-def test_the_gradient_pushes_chosen_up_and_rejected_down_by_the_doubt():
+def test_the_gradient_raises_chosen_and_lowers_rejected():
+    """The gradient pushes chosen up and rejected down by the doubt."""
     inputs = pair()
     setup_loss_fn(LOSS_TYPES["dpo"](beta=0.1))(inputs).loss.backward()
     doubt = 0.1 / (1 + math.exp(0.2))  # beta sigmoid(-margin)
@@ -63,7 +64,8 @@ def test_the_gradient_pushes_chosen_up_and_rejected_down_by_the_doubt():
 
 
 @pytest.mark.parametrize("name", ["dpo", "simpo"])
-def test_the_order_of_the_pairs_and_gaps_in_their_numbers_do_not_matter(name):
+def test_order_and_numbering_of_pairs_do_not_matter(name):
+    """The order of the pairs and gaps in their numbers do not matter."""
     loss = setup_loss_fn(LOSS_TYPES[name]())
     swapped = pair(6)  # segment 6 is chosen, 7 rejected
     flipped = dataclasses.replace(pair(), segment_ids=torch.tensor([1] * 5 + [1] * 7))

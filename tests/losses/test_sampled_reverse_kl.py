@@ -1,4 +1,4 @@
-"""Mode signed: the trust region by the sign of what it guards, and the three ways to reshape the signal."""
+"""Mode signed: the trust region by the signal's sign, and three ways to reshape the signal."""
 
 import math
 
@@ -36,7 +36,8 @@ Q = [0.9, 0.1, 0.9, 0.1, 0.3]
 AWAY = [True, False, False, True, False]  # moved on in the direction of A: dropped
 
 
-def test_signed_drops_what_already_moved_the_teachers_way_and_keeps_what_has_to_come_back():
+def test_signed_drops_tokens_that_moved_the_teachers_way():
+    """Signed drops what already moved the teacher's way and keeps what has to come back."""
     inputs = one_token_each(P, MU, Q)
     out, grad = run(inputs, mode="signed", kl_tau=0.0)
     # d/dlog p of -rho sg(A) is -rho A.
@@ -54,7 +55,8 @@ def test_signed_drops_what_already_moved_the_teachers_way_and_keeps_what_has_to_
     )
 
 
-def test_prime_rl_after_v07_drops_by_the_low_side_whatever_the_teacher_says():
+def test_prime_rl_since_v07_drops_on_the_low_side_only():
+    """Mode prime_rl since v0.7 drops on the low side, whatever the teacher gives."""
     _, grad = run(one_token_each(P, MU, Q), kl_tau=0.0)
     assert [g == 0 for g in grad.tolist()] == [False, False, True, True, False]
 
@@ -73,7 +75,8 @@ def test_the_squared_log_ratio_is_kept_for_dropped_tokens_too():
     assert (grad - without).tolist() == pytest.approx(expected, abs=1e-14)
 
 
-def test_the_clip_bounds_the_signal_and_the_floor_bounds_it_from_below():
+def test_clip_and_floor_bound_the_signal():
+    """The clip bounds the signal and the floor bounds it from below."""
     p, q = [0.5, 0.5, 0.5], [0.999, 0.5, 1e-9]
     _, grad = run(one_token_each(p, p, q), mode="signed", kl_tau=0.0, clip=0.5)
     assert grad.tolist() == pytest.approx([-0.5, 0.0, 0.5], abs=1e-12)
@@ -84,7 +87,8 @@ def test_the_clip_bounds_the_signal_and_the_floor_bounds_it_from_below():
     assert grad[2].item() == pytest.approx(-math.log(0.1), abs=1e-7)
 
 
-def test_the_baseline_adds_the_support_kl_and_the_region_reads_the_sum():
+def test_the_baseline_adds_the_kl_and_the_region_reads_the_sum():
+    """The baseline adds the support KL and the region reads the sum."""
     log_p, log_q = (torch.tensor([x], dtype=torch.float64).log() for x in ([0.5, 0.4], [0.2, 0.7]))
     support = Support(torch.tensor([[0, 1]]), log_q, log_p.clone().requires_grad_())
     kl = 0.5 * math.log(0.5 / 0.2) + 0.4 * math.log(0.4 / 0.7) + 0.1 * math.log(0.1 / 0.1)
@@ -108,13 +112,15 @@ def test_the_baseline_adds_the_support_kl_and_the_region_reads_the_sum():
     assert grad.item() == 0 and out.metrics["sampled_reverse_kl/is_masked_high"] == 1
 
 
-def test_knobs_of_mode_signed_are_refused_in_prime_rls_arithmetic():
+def test_knobs_of_mode_signed_are_refused_in_mode_prime_rl():
+    """Knobs of mode signed are refused in prime-rl's arithmetic."""
     for knobs in ({"clip": 1.0}, {"top_d": 0.5}, {"baseline": "topk_kl"}):
         with pytest.raises(ValidationError, match="mode = 'signed'"):
             LOSS_TYPES["sampled_reverse_kl"](**knobs)
 
 
-def test_a_ratio_that_overflows_where_it_is_dropped_does_not_poison_the_gradient():
+def test_an_overflowing_dropped_ratio_leaves_gradients_finite():
+    """A ratio that overflows where it is dropped does not make NaN of the gradient."""
     inputs = LossInputs(
         trainer_logprobs=torch.tensor([-0.1, -0.5], requires_grad=True),
         inference_logprobs=torch.tensor([-120.0, -0.5]),

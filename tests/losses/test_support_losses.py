@@ -1,4 +1,4 @@
-"""Losses on a support against public numbers, and against loops over probabilities; their metrics by hand."""
+"""Losses on a support against public numbers and loops, and their metrics by hand."""
 
 import dataclasses
 import json
@@ -40,8 +40,10 @@ def full_inputs(student_logits, teacher_logits, mask, tokens, log_ratio=None) ->
 @pytest.mark.parametrize(
     ("tau", "expected"), [(0.8, 0.740904589460), (0.9, 0.607796236046), (10.0, 0.391657168407)]
 )
-def test_entropy_aware_opd_adds_the_forward_kl_where_the_teacher_is_unsure(tau, expected):
-    # Worked from the definition (arXiv 2603.07079) on the inputs of golden/generalized_jsd.json, alpha 1, mean over the mask;
+def test_entropy_aware_adds_forward_kl_at_high_entropy(tau, expected):
+    """Entropy aware OPD adds the forward KL where the teacher is unsure."""
+    # Worked from the definition (arXiv 2603.07079) on the inputs of golden/generalized_jsd.json,
+    # alpha 1, mean over the mask;
     # the teacher's entropies there are .975327829166 and .832395581840.
     g = json.loads((GOLDEN / "generalized_jsd.json").read_text())["inputs"]
     inputs = full_inputs(g["student_logits"], g["teacher_logits"], g["mask"], [0, 0, 0])
@@ -56,7 +58,8 @@ def test_entropy_aware_opd_adds_the_forward_kl_where_the_teacher_is_unsure(tau, 
     assert out.metrics["entropy_aware_opd/unsure"].item() == {0.8: 1.0, 0.9: 0.5, 10.0: 0.0}[tau]
 
 
-def test_entropy_aware_opd_in_its_sampled_form_is_the_signed_policy_gradient_and_the_forward_kl():
+def test_entropy_aware_sampled_is_signed_plus_forward_kl():
+    """Entropy aware OPD in its sampled form is the signed policy gradient and the forward KL."""
     g = json.loads((GOLDEN / "generalized_jsd.json").read_text())["inputs"]
     inputs = full_inputs(
         g["student_logits"], g["teacher_logits"], [True] * 3, [0, 1, 2], [0.9, -0.3, 0.1]
@@ -70,7 +73,8 @@ def test_entropy_aware_opd_in_its_sampled_form_is_the_signed_policy_gradient_and
     assert both.item() == pytest.approx((sampled + 0.7 * forward).item(), rel=1e-12)
 
 
-def test_entropy_aware_opd_has_no_default_for_what_its_paper_does_not_say():
+def test_entropy_aware_has_no_default_for_tau_and_alpha():
+    """Entropy aware OPD has no default for what its paper does not say."""
     for knobs in ({}, {"tau": 1.0}, {"alpha": 1.0}):
         with pytest.raises(ValidationError, match="Field required"):
             LOSS_TYPES["entropy_aware_opd"](**knobs)
@@ -103,7 +107,8 @@ def test_self_distillation_on_the_students_top_two_is_sdpo(normalization, alpha)
         )
 
 
-def test_self_distillation_bounds_its_importance_factor_as_sdpo_does():
+def test_self_distillation_bounds_its_ratio_as_sdpo_does():
+    """Self distillation bounds its importance factor as SDPO does."""
     tail = LOSS_TYPES["self_distillation"](beta=0.5, k=2, chosen_by="student")
     out = setup_loss_fn(tail)(sdpo_inputs())
     assert (out.loss / 2).item() == pytest.approx(
@@ -128,7 +133,8 @@ def test_self_distillation_on_the_sampled_token_is_sdpos():
     assert (weighted / 2).item() == pytest.approx(SDPO["sampled, ratio clamped at 2"], abs=1e-11)
 
 
-def test_self_distillation_can_skip_the_first_tokens_of_each_response():
+def test_self_distillation_can_skip_the_first_tokens():
+    """Self distillation can skip the first tokens of each response."""
     inputs = sdpo_inputs()
     inputs = dataclasses.replace(
         inputs, loss_mask=torch.tensor([True, True, True]), segment_ids=torch.tensor([4, 4, 9])
@@ -141,7 +147,8 @@ def test_self_distillation_can_skip_the_first_tokens_of_each_response():
     )
 
 
-def test_a_loss_that_asked_for_k_takes_the_first_k_of_a_wider_support():
+def test_a_loss_reads_the_first_k_of_a_larger_support():
+    """A loss that requests k takes the first k of a wider support."""
     inputs = sdpo_inputs()
     order = inputs.support.teacher_logprobs.argsort(-1, descending=True)
     wide = Support(
@@ -161,7 +168,8 @@ def test_a_loss_that_asked_for_k_takes_the_first_k_of_a_wider_support():
     assert full > got
 
 
-def test_a_normalisation_that_k_does_not_allow_is_refused_when_the_recipe_is_read():
+def test_a_normalization_that_does_not_fit_k_is_refused():
+    """A normalization that k does not allow is refused when the recipe is read."""
     for name in (
         "topk_reverse_kl",
         "topk_forward_kl",
@@ -198,7 +206,7 @@ def test_the_share_of_the_top_percent():
 
 
 def test_masses_and_the_two_parts_of_the_tail_kl_by_hand():
-    # p = (.4, .2 | .4), q = (.6, .3 | .1): p^ = q^ within the support, all the divergence is in the mass.
+    # p = (.4, .2 | .4), q = (.6, .3 | .1): p^ = q^, so that all the divergence is in the mass.
     one = Support(torch.tensor([[0, 1]]), double([[0.6, 0.3]]).log(), double([[0.4, 0.2]]).log())
     got = support_metrics(one, torch.tensor([True]))
     assert got["student_mass"].item() == pytest.approx(0.6) and got[
@@ -240,7 +248,8 @@ def test_the_parts_of_a_tail_kl_add_up_to_it(name):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_least_overlap_with_the_students_top_k_never_exceeds_the_overlap(seed):
+def test_the_least_overlap_never_exceeds_the_overlap(seed):
+    """The least overlap with the student's top k never exceeds the overlap."""
     g = torch.Generator().manual_seed(seed)
     log_p = (3 * torch.randn(30, generator=g, dtype=torch.float64)).log_softmax(-1)
     log_q = log_p + 2 * torch.randn(30, generator=g, dtype=torch.float64)
@@ -250,14 +259,14 @@ def test_the_least_overlap_with_the_students_top_k_never_exceeds_the_overlap(see
 
 
 def test_the_least_overlap_of_a_sharp_student_is_the_overlap():
-    # p = .9, .05, .03, .01, rest .01 in all: the four are the student's first four whatever the rest looks like, were it not
-    # for the fourth, which one token of the rest could tie.
+    # p = .9, .05, .03, .0101, rest < .01: no token of the rest can exceed the fourth.
     assert topk_overlap_min(double([0.9, 0.05, 0.03, 0.0101]).log()).item() == 1.0
     # Outside, .5: it may hold one token of .5, ten of .05, or fifty of .01.
     assert topk_overlap_min(double([0.4, 0.06, 0.03, 0.01]).log()).item() == pytest.approx(1 / 4)
 
 
-def test_a_missing_score_of_a_token_that_trains_shows_in_the_sum_and_elsewhere_does_not():
+def test_a_missing_score_of_a_trained_token_makes_the_sum_nan():
+    """A missing score of a token that trains shows in the sum and elsewhere does not."""
     inputs = sdpo_inputs()
     inputs.support.teacher_logprobs[1, 0] = torch.nan
     inputs.ref_logprobs[0] = torch.nan
@@ -267,7 +276,7 @@ def test_a_missing_score_of_a_token_that_trains_shows_in_the_sum_and_elsewhere_d
         LOSS_TYPES["taid"](total_steps=9),
     ):
         assert setup_loss_fn(config)(inputs).loss.isnan()
-    # The sampled token has a score there and the support has none: the entropy that gates the forward part is missing.
+    # Only the support's score is missing: the entropy that gates the forward part is NaN.
     inputs.loss_mask = torch.tensor([False, True, True])
     assert setup_loss_fn(LOSS_TYPES["entropy_aware_opd"](tau=0.5, alpha=1.0, k=2))(
         inputs

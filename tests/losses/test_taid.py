@@ -56,7 +56,7 @@ def test_alpha_zero_is_a_straight_line_to_t_end():
     for _ in range(14):
         state.end_step(1.0)
         ts.append(state.t)
-    # The first call stores the loss, as in the reference; the line then reads the index of the step.
+    # The first call stores the loss, as in the reference. Then the line reads the step's index.
     assert ts[:4] == pytest.approx([0.2, 0.2, 0.26, 0.32])
     assert ts[-1] == 0.8 and max(ts) == 0.8
 
