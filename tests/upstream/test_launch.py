@@ -1,4 +1,4 @@
-"""``--engine prime-rl``: prime-rl's own launcher, on a recipe or on a native TOML, with the adapter on."""
+"""Launch with ``--engine prime-rl``: a recipe or a native TOML, started or dry-run."""
 
 import json
 import os
@@ -8,18 +8,51 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream import launch
 from prime_composer.upstream.versions import VERSIONS
 from tests.prime_rl_checkout import REPO
-from tests.upstream.e2e import launch_run
+from tests.upstream.export_recipes import tables
+from tests.upstream.in_prime_rl import environment_of
 from tests.upstream.make_venvs import python_of
 
+NATIVE = "[orchestrator]\nbatch_size = 1\n[slurm]\njob_name = 'x'\n"
 
-def test_without_prime_rl_it_says_where_to_install_the_package(tmp_path):
-    if launch.has_prime_rl():
-        pytest.skip("prime-rl is importable here")
+
+@pytest.fixture
+def no_prime_rl(monkeypatch):
+    """Act as an environment without prime-rl."""
+    monkeypatch.setattr(launch, "has_prime_rl", lambda: False)
+
+
+@pytest.fixture
+def some_prime_rl(monkeypatch, tmp_path):
+    """Act as head's environment in an empty folder; return the commands that are started."""
+    started = []
+
+    def call(command, env):
+        started.append((command, env))
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PRIME_COMPOSER", raising=False)
+    monkeypatch.setattr(launch, "has_prime_rl", lambda: True)
+    monkeypatch.setattr(launch, "check_pth", lambda: None)
+    monkeypatch.setattr(launch, "probe_version", lambda: VERSIONS["head"])
+    monkeypatch.setattr(launch.subprocess, "call", call)
+    return started
+
+
+def write_recipe(folder, **changes):
+    """Write the tests' recipe with a student for which prime-rl has a renderer."""
+    path = folder / "mine.toml"
+    path.write_text(tomli_w.dumps(tables(student={"model": "Qwen/Qwen3-0.6B"}, **changes)))
+    return path
+
+
+def test_launch_without_prime_rl_says_where_to_install(no_prime_rl, tmp_path):
     with pytest.raises(RecipeError, match="no prime-rl in this environment"):
         launch.launch(tmp_path / "any.toml")
 
@@ -32,89 +65,146 @@ def test_without_prime_rl_it_says_where_to_install_the_package(tmp_path):
         ("", False),
     ],
 )
-def test_a_native_file_is_told_from_a_recipe(table, native):
+def test_is_native(table, native):
     assert launch.is_native(tomllib.loads(table)) is native
 
 
-def test_every_child_of_the_launcher_inherits_the_switch_and_finds_this_environments_commands(
-    monkeypatch,
-):
-    monkeypatch.delenv("PRIME_COMPOSER", raising=False)
-    command, env = launch.command_and_environment(
-        Path("x.toml"), {"loss": {"type": "topk_reverse_kl"}}, dry_run=True
-    )
-    assert command[1:] == ["-m", "prime_rl.entrypoints.rl", "@", "x.toml", "--dry-run"]
-    assert json.loads(env["PRIME_COMPOSER"]) == {"loss": {"type": "topk_reverse_kl"}}
+def test_launch_recipe_names_the_loss_for_all_children(some_prime_rl, tmp_path):
+    """They inherit the switch and find this environment's commands first."""
+    assert launch.launch(write_recipe(tmp_path)) == 0
+    ((command, env),) = some_prime_rl
+    file = tmp_path / "outputs" / "mine.prime_rl.toml"
+    assert command[1:] == ["-m", "prime_rl.entrypoints.rl", "@", "outputs/mine.prime_rl.toml"]
+    table = tomllib.loads(file.read_text())
+    loss = json.loads(env["PRIME_COMPOSER"])["loss"]
+    assert loss == {"type": "topk_reverse_kl", "k": 16} == table["trainer"]["loss"]["kwargs"]
+    assert table["output_dir"] == "outputs" and table["run"] == {"name": "mine"}
+    assert file.read_text().startswith("# Written by prime_composer")
     assert env["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
-    named = '{"loss": {"type": "taid", "total_steps": 5}}'
-    for before, after in ((None, "1"), ("0", "1"), ("1", "1"), (named, named)):
-        if before is not None:
-            monkeypatch.setenv("PRIME_COMPOSER", before)
-        assert launch.command_and_environment(Path("x.toml"), {})[1]["PRIME_COMPOSER"] == after
 
 
-def test_resuming_is_said_in_each_dialects_words():
-    old, new = {"ckpt": {"interval": 5}}, {}
-    launch.ask_to_resume(old, "v0.8")
-    launch.ask_to_resume(new, "head")
-    assert old == {"ckpt": {"interval": 5, "resume_step": -1}} and new == {"resume": {}}
-
-
-def test_a_native_file_for_slurm_is_told_how_to_keep_the_package(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name, value in (
-        ("has_prime_rl", lambda: True),
-        ("check_pth", lambda: None),
-        ("probe_version", lambda: VERSIONS["head"]),
-    ):
-        monkeypatch.setattr(launch, name, value)
-    monkeypatch.setattr(launch.subprocess, "call", lambda command, env: 0)
-    file = tmp_path / "native.toml"
-    file.write_text("[orchestrator]\nbatch_size = 1\n[slurm]\njob_name = 'x'\n")
-    assert launch.launch(file) == 0 and "uv pip install prime-composer" in capsys.readouterr().err
-    assert launch.launch(file, ["slurm.pre_run_command=make"]) == 0 and not capsys.readouterr().err
-
-
-RECIPE = """
-[student]
-model = "Qwen/Qwen3-0.6B"
-[teacher]
-model = "Qwen/Qwen3-4B"
-url = "http://localhost:8001"
-[loss]
-type = "topk_reverse_kl"
-k = 8
-[rollout]
-max_tokens = 64
-[data]
-source = "generated"
-[trainer]
-steps = 3
-batch_size = 8
-"""
-CODE = (
-    "import sys; from prime_composer.upstream.launch import launch; "
-    "sys.exit(launch(sys.argv[1], sys.argv[2:], 'outputs/here', dry_run=True))"
+@pytest.mark.parametrize(
+    "before,after",
+    [
+        (None, "1"),
+        ("0", "1"),
+        ("1", "1"),
+        *[('{"loss": {"type": "taid", "total_steps": 5}}',) * 2],
+    ],
 )
+def test_launch_native_keeps_a_loss_in_the_environment(
+    some_prime_rl, tmp_path, monkeypatch, before, after
+):
+    if before is not None:
+        monkeypatch.setenv("PRIME_COMPOSER", before)
+    (tmp_path / "native.toml").write_text(NATIVE)
+    assert launch.launch(tmp_path / "native.toml") == 0
+    assert some_prime_rl[0][1]["PRIME_COMPOSER"] == after
 
 
-@pytest.mark.parametrize("version", ["v0.6.0", "newest"])
-def test_prime_rls_launcher_takes_a_recipe_and_then_its_own_native_export(trees, tmp_path, version):
-    python = python_of("v0.6" if version == "v0.6.0" else "newest")
-    if not python.exists():
-        pytest.skip("no environment for it (python tests/upstream/make_venvs.py)")
-    env = launch_run.environment(str(python), trees(version), tmp_path)
-    del env["PRIME_CPU_RIG"]
-    recipe = tmp_path / "mine.toml"
-    recipe.write_text(RECIPE)
-    native = tmp_path / "outputs" / "mine.prime_rl.toml"
-    # The second file is the first one's export: a native TOML, passed through.
+@pytest.mark.parametrize("version", ["v0.6", "v0.7", "v0.8"])
+def test_resume_is_a_step_in_older_versions(version):
+    table = {"ckpt": {"interval": 5}}
+    VERSIONS[version].resume(table)
+    assert table == {"ckpt": {"interval": 5, "resume_step": -1}}
+
+
+def test_launch_resume_is_a_table_in_head(some_prime_rl, tmp_path):
+    launch.launch(write_recipe(tmp_path), output_dir="runs/x", resume=True)
+    table = tomllib.loads((tmp_path / "outputs" / "mine.prime_rl.toml").read_text())
+    assert table["resume"] == {} and table["output_dir"] == "runs"
+    assert table["run"] == {"name": "x"}
+
+
+def test_launch_native_slurm_says_how_to_keep_the_package(some_prime_rl, tmp_path, capsys):
+    file = tmp_path / "native.toml"
+    file.write_text(NATIVE)
+    assert launch.launch(file) == 0
+    assert "uv pip install prime-composer" in capsys.readouterr().err
+    assert launch.launch(file, ["slurm.pre_run_command=make"]) == 0
+    assert not capsys.readouterr().err
+
+
+def test_dry_run_without_prime_rl_prints_the_export(no_prime_rl, tmp_path, monkeypatch, capsys):
+    """Models that would be built have a placeholder. Then it says that prime-rl is missing."""
+    monkeypatch.chdir(tmp_path)
+    recipe = REPO / "recipes" / "gsm8k_opd.toml"
+    with pytest.raises(RecipeError, match="no prime-rl in this environment"):
+        launch.launch(recipe, ["trainer.seed=3"], dry_run=True)
+    output = capsys.readouterr()
+    for part in (
+        "prime-rl: head assumed, it is not installed here",
+        "-m prime_rl.entrypoints.rl @ outputs/gsm8k_opd.prime_rl.toml",
+        'environment: PRIME_COMPOSER={"loss": {"type": "topk_reverse_kl"',
+        "#     inference --vllm.model '<built by prime-rl prepare: teacher>' --server.port 8001",
+        'name = "<built by prime-rl prepare: student>"',
+        "# Not carried to prime-rl:",
+    ):
+        assert part in output.out
+    assert "not carried to prime-rl: " in output.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("status,verdict", [(0, "accepts the file"), (3, "refuses the file")])
+def test_dry_run_reports_prime_rls_verdict(
+    some_prime_rl, tmp_path, monkeypatch, capsys, status, verdict
+):
+    """prime-rl checks a copy with a temporary run directory, which is removed."""
+    recipe, checked = write_recipe(tmp_path), []
+
+    def run(command, **options):
+        file = Path(command[-2])
+        checked.append((file, tomllib.loads(file.read_text())))
+        assert command[-1] == "--dry-run"
+        return subprocess.CompletedProcess(command, status, "its output", "its error")
+
+    monkeypatch.setattr(launch.subprocess, "run", run)
+    assert launch.launch(recipe, output_dir="runs/x", resume=True, dry_run=True) == bool(status)
+    output = capsys.readouterr()
+    assert verdict in output.out and 'name = "x"' in output.out and "[resume]" in output.out
+    assert ("its error" in output.err) is bool(status)
+    ((file, table),) = checked
+    assert table["output_dir"] == str(file.parent) and table["run"] == {"name": "run"}
+    assert "resume" not in table
+    assert not file.parent.exists() and not some_prime_rl
+    assert list(tmp_path.iterdir()) == [recipe]
+
+
+CODE = """
+import sys
+from prime_composer.upstream.launch import launch
+
+sys.exit(launch(sys.argv[1], sys.argv[2:], "runs/here", resume=True, dry_run=True))
+"""
+
+
+@pytest.mark.parametrize("version", ["v0.6", "head"])
+def test_dry_run_with_prime_rl_checks_a_recipe_and_its_export(trees, tmp_path, version):
+    """The second file is the first one's export, a native TOML. Nothing is left behind."""
+    env = environment_of(version, trees, tmp_path)
+    work, native = tmp_path / "work", tmp_path / "native.toml"
+    work.mkdir()
+    recipe = write_recipe(tmp_path)
+    # prime-rl has to refuse a wrong file, or its verdict says nothing.
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text("[orchestrator]\nno_such_key = 1\n")
     for file, override, k in ((recipe, "loss.k=4", 4), (native, "trainer.loss.kwargs.k=6", 6)):
-        command = [str(python), "-c", CODE, str(file), override]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        command = [str(python_of(version)), "-c", CODE, str(file), override]
+        done = subprocess.run(
+            command, cwd=work, env=env, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        assert "Dry run complete" in done.stdout + done.stderr
-        written = tmp_path / "outputs" / f"{file.stem}.prime_rl.toml"
-        assert tomllib.loads(written.read_text())["trainer"]["loss"]["kwargs"]["k"] == k
-        assert written.read_text().startswith("# Written by prime_composer") is (file == recipe)
-    assert REPO.exists()
+        assert f"prime-rl: {version}\n" in done.stdout
+        assert "prime-rl's own dry run accepts the file" in done.stdout
+        body = done.stdout.partition("\nfile: ")[2].partition("\n\n")[2]
+        text = body.rpartition("prime-rl's own dry run")[0]
+        assert tomllib.loads(text)["trainer"]["loss"]["kwargs"]["k"] == k
+        table = tomllib.loads(text)
+        table.pop("resume", None)
+        table["ckpt"].pop("resume_step", None)
+        native.write_text(tomli_w.dumps(table))
+        assert list(work.iterdir()) == []
+    command = [str(python_of(version)), "-c", CODE, str(wrong)]
+    done = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "no-such-key" in done.stderr
+    assert "refuses the file" in done.stdout and list(work.iterdir()) == []
