@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,6 @@ from prime_composer.cli.commands import build_parser
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MOST_WORDS = 900
-START_OF_TABLE = "<!-- python -m prime_composer.losses.table -->\n"
-END_OF_TABLE = "<!-- end of the table -->"
 
 
 def is_code(line: str) -> bool:
@@ -106,11 +102,10 @@ def test_readme_toml_lines_name_a_loss_of_ours() -> None:
 
 
 def test_readme_table_of_losses_is_up_to_date() -> None:
-    """Written by ``python -m prime_composer.losses.table``."""
-    table = README.partition(START_OF_TABLE)[2].partition(END_OF_TABLE)[0]
-    command = [sys.executable, "-m", "prime_composer.losses.table"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert table.strip() == done.stdout.strip()
+    """Renewed by the module below with ``--links prime_composer/losses/ --write README.md``."""
+    from prime_composer.losses import table
+
+    assert table.renewed(README, "prime_composer/losses/") == README
 
 
 def test_readme_picture_is_small() -> None:

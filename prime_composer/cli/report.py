@@ -119,7 +119,7 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
     accuracy.set_ylim(0, 1)
     reverse_kl.set_ylim(bottom=0)
     speed.set_ylim(bottom=0)
-    figure.savefig(output, dpi=120)
+    figure.savefig(output, dpi=100)
 
 
 def loss_parts(records: Sequence[dict[str, Any]]) -> list[str]:

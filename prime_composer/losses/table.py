@@ -3,6 +3,8 @@
 python -m prime_composer.losses.table                  # print it
 python -m prime_composer.losses.table --write FILE     # renew it between the markers of FILE
 python -m prime_composer.losses.table --check FILE     # fail if FILE is stale
+
+A page outside this folder adds the folder of the links: ``--links prime_composer/losses/``.
 """
 
 import argparse
@@ -17,19 +19,23 @@ BEGIN = "<!-- table: begin, from python -m prime_composer.losses.table --write F
 END = "<!-- table: end -->"
 
 
-def table() -> str:
-    """Return one row per loss of the package: type, first line of its docstring, needs."""
+def table(links: str = "") -> str:
+    """Return one row per loss of the package: type, first line of its docstring, needs.
+
+    Args:
+        links: prefix of the links to the losses' files.
+    """
     rows = ["| `type` | loss | needs |", "|---|---|---|"]
     for name, config in LOSS_TYPES.items():
         if ":" not in name:  # a loss from outside may be registered in this process
             doc = (sys.modules[config.__module__].__doc__ or "").splitlines()[0]
             summary = doc.rstrip(".").replace("||", "‖")
-            rows.append(f"| [`{name}`]({name}.py) | {summary} | {_needs(config)} |")
+            rows.append(f"| [`{name}`]({links}{name}.py) | {summary} | {_needs(config)} |")
     return "\n".join(rows) + "\n"
 
 
-def renewed(page: str) -> str:
-    """Return a page with the table between its markers.
+def renewed(page: str, links: str = "") -> str:
+    """Return a page with the table between its markers, with links as in ``table``.
 
     Raises:
         ValueError: the page has no markers.
@@ -38,7 +44,7 @@ def renewed(page: str) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"the page needs the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n\n{table()}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{table(links)}\n{END}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,13 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--write", type=Path, metavar="FILE", help="renew it in FILE")
     choice.add_argument("--check", type=Path, metavar="FILE", help="fail if FILE is stale")
+    parser.add_argument(
+        "--links", default="", metavar="FOLDER/", help="where FILE finds the losses' files"
+    )
     options = parser.parse_args(arguments)
     path = options.write or options.check
     if path is None:
-        print(table(), end="")
+        print(table(options.links), end="")
         return 0
     page = path.read_text(encoding="utf-8")
-    current = renewed(page)
+    current = renewed(page, options.links)
     if options.write is not None:
         path.write_text(current, encoding="utf-8")
         return 0
