@@ -316,7 +316,7 @@ def test_renorm_leaves_the_rest_of_the_vocabulary_alone(fn):
 
 def test_the_mass_on_the_support_drifts_under_renorm():
     """The mass on the support drifts under renorm as the docstring says."""
-    # Along the negative gradient of renorm's reverse KL, dP/deta = -P (1 - P) Cov_p^(p^, log p^/q^).
+    # Along the negative gradient of renorm's reverse KL: dP/deta = -P (1 - P) Cov_p^(p^, log p^/q^)
     z, log_q, ids = student_teacher(8)
     grad = autograd(lambda z: D.reverse_kl(*on_support(z, log_q, ids), "renorm"), z)
     eta = 1e-6

@@ -9,7 +9,7 @@ from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 
 VOCAB, POSITIONS, K, STEPS = 12, 64, 6, 150
 TAIL = {"type": "topk_reverse_kl", "k": K}
-REQUIRED = {
+FITTED = {
     "taid": {"total_steps": STEPS // 2},
     "entropy_aware_opd": {"tau": 1.0, "alpha": 0.5},
     "compose": {
@@ -21,7 +21,7 @@ REQUIRED = {
     },
 }
 RECIPES = {
-    name: REQUIRED.get(name, {})
+    name: FITTED.get(name, cls.examples[0])
     for name, cls in LOSS_TYPES.items()
     if cls.channel == "distillation" and name != "sft"
 } | {
