@@ -1,10 +1,18 @@
-"""What the teacher's answers cost prime-rl's orchestrator: ``python tests/bench_orchestrator.py`` prints bytes and CPU time.
+"""Measure what the teacher's answers cost prime-rl's orchestrator, in bytes and CPU time.
 
-One answer to one sample as vLLM writes it, 2,048 tokens, half of them outside the teacher's top K. ``K = 1, prime-rl's
-way`` is what prime-rl itself does with ``prompt_logprobs = 1``: pydantic's validation of vLLM's GenerateResponse and a loop
-over the rows (559b4477, utils/client.py:479). ``plain`` is the parse as one would write it, json and sorted rows: the
-reference of ``test_orchestrator.py``. ``ours`` is what runs. All take turns, so that whatever else the machine does hits all
-alike; times are medians of the thread's CPU time, ratios those of the medians. Aim: plain at least 4 times ours at K = 32.
+    python tests/benchmarks/orchestrator.py
+
+The input is one answer to one sample as vLLM writes it: 2,048 tokens, half of them outside the
+teacher's top K. The ways to read it:
+
+    K = 1, prime-rl's way  what prime-rl does with ``prompt_logprobs = 1`` (559b4477,
+                           utils/client.py:479): pydantic's validation of vLLM's GenerateResponse,
+                           and a loop over the rows
+    plain                  json and sorted rows, the reference of test_vllm_logprobs.py
+    ours                   what runs
+
+All take turns, so that other load on the machine affects all alike. Times are medians of the
+thread's CPU time, ratios are those of the medians. Aim: plain at least 4 times ours at K = 32.
 """
 
 import argparse
@@ -37,7 +45,10 @@ class Logprob:
 
 
 class GenerateResponse(BaseModel):
-    """The part of vLLM's that grows with the tokens (vllm/entrypoints/scale_out/token_in_token_out/protocol.py)."""
+    """The part of vLLM's that grows with the tokens.
+
+    vllm/entrypoints/scale_out/token_in_token_out/protocol.py
+    """
 
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
@@ -101,12 +112,11 @@ def main() -> None:
         print(f"{name:<24}{len(content):>12,}{1000 * took[name]:>9.2f}{ratio:>12.1f}{batch:>13.2f}")
     scores = parse(*many, k)
     print(f"plain / ours at K = {k}: {took[plain] / took[ours]:.1f}x")
-    print(
-        f"JSON in flight: {min(IN_FLIGHT, arguments.batch)} answers, {min(IN_FLIGHT, arguments.batch) * len(many[1]) / 1e9:.2f} GB"
-    )
-    print(
-        f"on the wire to the trainer: {pack(scores.token_ids, scores.logprobs).nbytes:,} bytes a sample"
-    )
+    answers = min(IN_FLIGHT, arguments.batch)
+    gigabytes = answers * len(many[1]) / 1e9
+    print(f"JSON in flight: {answers} answers, {gigabytes:.2f} GB")
+    payload = pack(scores.token_ids, scores.logprobs)
+    print(f"on the wire to the trainer: {payload.nbytes:,} bytes a sample")
 
 
 if __name__ == "__main__":

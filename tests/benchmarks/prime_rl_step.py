@@ -1,41 +1,51 @@
-"""What our losses cost inside prime-rl's trainer, measured against prime-rl's own on-policy distillation.
+"""Measure what our losses cost inside prime-rl's trainer, against prime-rl's own distillation.
 
-    python tests/bench_prime_rl_step.py CHECKOUT [--whole] [--version newest] [--vocab 151936] [--hidden 1024] [--k 32]
+    python tests/benchmarks/prime_rl_step.py CHECKOUT [--whole] [--version head] [--k 32]
 
-With ``--whole``, prime-rl's own ``prime_rl.trainer.rl.train.train`` runs, unmodified, on a Qwen3 of ``--layers`` layers:
-its setup_model under FSDP2 (bfloat16 compute, float32 master weights, one rank over gloo), its micro batches (packed by
-its prepare_batch, sent and received over its filesystem transport), its forward, its fused head, compute_loss, backward,
-clip_grad_norm_, AdamW and metrics. The numbers are prime-rl's own metrics of each step:
+With ``--whole``, prime-rl's own ``prime_rl.trainer.rl.train.train`` runs, unmodified, on a Qwen3
+of ``--layers`` layers: its setup_model under FSDP2 (bfloat16 compute, float32 master weights, one
+rank over gloo), its micro-batches (packed by its prepare_batch, sent and received over its
+filesystem transport), its forward, its fused head, compute_loss, backward, clip_grad_norm_, AdamW
+and metrics. The numbers are prime-rl's own metrics of each step:
 
-    step     time/step: loading the batch, forward and backward, clipping, the optimizer, the metrics' statistics
+    step     time/step: loading the batch, forward and backward, clipping, the optimizer, the
+             metrics' statistics
     fwd/bwd  time/forward_backward: the same without loading and statistics
     peak     perf/peak_memory: the most resident memory within the step
-    growth   peak, less what was resident when the first step began (the model, and everything imported)
+    growth   peak, less what was resident when the first step began (the model, and everything
+             imported)
 
-Four things of its surroundings are replaced: the rig of tests/upstream stands in for the GPU; train.py's clock is the
-process's CPU time, which does not depend on what else the machine does; the CUDA memory counters read /proc (Linux);
-and no weights are broadcast, which costs the same with every loss. Activation checkpointing is off: it makes prime-rl's
-own step longer and so every ratio smaller. The adapter comes in by its environment variable, as in a real run.
+Four things around it are replaced. The rig of tests/upstream stands in for the GPU. train.py's
+clock is the process's CPU time, which does not depend on other load. The CUDA memory counters read
+/proc (Linux). No weights are broadcast, which costs the same with every loss. Activation
+checkpointing is off: it makes prime-rl's own step longer and so every ratio smaller. The adapter
+is switched on by its environment variable, as in a real run.
 
-Without ``--whole``, only prime-rl's output head, compute_loss and backward: the part that the adapter touches.
+Without ``--whole``, only prime-rl's output head, compute_loss and backward run: the part that the
+adapter changes.
 
 The variants:
 
-    prime-rl again  prime-rl's own OPD against itself (whole step: nothing of ours imported): what two equal things differ by
+    prime-rl again  prime-rl's own OPD against itself (whole step: nothing of ours imported), which
+                    shows the noise
     sampled         the adapter on, sampled_reverse_kl
-    topk            the adapter on, topk_reverse_kl with a tail bucket, K ids spread over the whole vocabulary
+    topk            the adapter on, topk_reverse_kl with a tail bucket, K ids spread over the whole
+                    vocabulary
     topk naive      topk, but gathered by ``W[ids]`` under autograd
 
-Each is a fresh process in every one of ``--rounds`` rounds, in rotating order. Within a process, steps with the adapter and
-steps of prime-rl's own OPD (all hooks taken out again, no support in the batch) take turns, off on on off, so that a slow
-moment of the machine meets both: two processes of the same program differ by more than what is measured here. Peaks are
-read first, with a C library that gives freed tensors back at once; then it is told to keep them, as the CUDA allocator
-does, because page faults are otherwise a third of the CPU time and most of its noise, and ``--pairs`` pairs are timed.
+Each is a new process in every one of ``--rounds`` rounds, in rotating order. Within a process,
+steps with the adapter and steps of prime-rl's own OPD (without hooks, and without a support in the
+batch) alternate, off on on off, so that a slow moment of the machine affects both: two processes of
+the same program differ by more than what is measured here. Peaks are read first, with a C library
+that returns freed tensors to the kernel at once. Then it keeps them, as the CUDA allocator does,
+because page faults are otherwise a third of the CPU time and most of its noise. ``--pairs`` pairs
+are timed.
 
-Printed: prime-rl's own median, the median ratio to it of all pairs, and the smallest and the largest of the rounds' median
-ratios, so that one sees what can be told apart.
+Printed: prime-rl's own median, the median ratio to it of all pairs, and the smallest and the
+largest of the rounds' median ratios.
 
-Needs the environment of tests/upstream/make_venvs.py (``--python``); reads prime-rl from a git checkout.
+Needs the environment of tests/upstream/make_venvs.py (``--python``), and reads prime-rl from a git
+checkout.
 """
 
 import argparse
@@ -54,6 +64,7 @@ from types import SimpleNamespace
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
+from prime_composer.upstream.versions import VERSIONS  # noqa: E402
 from tests.prime_rl_checkout import extract, pythonpath  # noqa: E402
 
 VARIANTS = ("prime-rl again", "sampled", "topk", "topk naive")
@@ -61,16 +72,16 @@ MIB = 1 << 20
 
 
 def table_of(args):
-    """The loss table of a variant, or None."""
+    """Return the loss table of a variant, or None."""
     if args.variant.startswith("prime-rl"):
         return None
     if args.variant.startswith("topk"):
         return {"type": "topk_reverse_kl", "k": args.k}
-    return {"type": "sampled_reverse_kl", "dialect": "v0_6" if args.version == "v0.6.0" else "v0_7"}
+    return {"type": "sampled_reverse_kl", "dialect": VERSIONS[args.version].loss_dialect}
 
 
 def resident(field):
-    """VmRSS (now) or VmHWM (the most since ``forget_peak``), bytes."""
+    """Return VmRSS (now) or VmHWM (the most since ``forget_peak``) in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -82,7 +93,7 @@ def forget_peak():
 
 
 def keep_freed_memory(keep):
-    """glibc: everything from the heap, nothing trimmed; or every tensor from the kernel, and back to it when freed."""
+    """Set glibc's allocator: keep freed memory, or return every tensor to the kernel when freed."""
     libc = ctypes.CDLL(None)
     trim, pad, threshold, count = (
         -1,
@@ -95,20 +106,20 @@ def keep_freed_memory(keep):
 
 
 def gather_naively():
-    """Replaces the adapter's gather by the plain one, under autograd."""
-    from prime_composer.upstream import trainer
+    """Replace the adapter's gather by the plain one, under autograd."""
+    from prime_composer.upstream.trainer import head
 
     def naive(hidden, token, weight, rows, softcap=None):
         z = (weight[rows.ids].float() * hidden[rows.index].float().unsqueeze(1)).sum(-1)
         z = (z[:, :-1] - z[:, -1:]) * rows.inv_temperature.unsqueeze(1)
         return z.new_zeros((hidden.shape[0], z.shape[1])).index_put((rows.index,), z)
 
-    trainer.folded = lambda weight, rows: (weight, None)
-    trainer.support_logits = naive
+    head.folded = lambda weight, rows: (weight, None)
+    head.support_logits = naive
 
 
 def support(n, vocab, k, generator):
-    """[n, k] distinct ids of each row, all over the vocabulary, and their log-probs."""
+    """Return [n, k] ids, distinct in a row and all over the vocabulary, and their log-probs."""
     import torch
 
     start = torch.randint(0, vocab, (n, 1), generator=generator)
@@ -121,10 +132,13 @@ def support(n, vocab, k, generator):
 
 
 def samples(args, step, topk):
-    """One step's rollouts as prime-rl's TrainingSamples: four lengths that fill ``--seq-len``, a quarter is the prompt."""
+    """Return one step's rollouts as prime-rl's TrainingSamples.
+
+    They have four lengths that fill ``--seq-len``; a quarter of each is the prompt.
+    """
     import torch
 
-    if args.version == "v0.6.0":
+    if args.version == "v0.6":
         from prime_rl.transport.types import RoutedExperts, TrainingSample
     else:
         from prime_rl.transports.rollouts.types import RoutedExperts, TrainingSample
@@ -150,7 +164,7 @@ def samples(args, step, topk):
                 data=packed.tobytes(), shape=list(packed.shape), dtype=str(packed.dtype)
             )
         mask = [t >= prompt for t in range(n)]
-        if args.version == "v0.6.0":
+        if args.version == "v0.6":
             made.append(
                 TrainingSample(
                     prompt_ids=tokens[:prompt],
@@ -165,7 +179,7 @@ def samples(args, step, topk):
                     reward=0.0,
                     routed_experts=routed,
                     training_mode="opd",
-                )  # fmt: skip
+                )
             )
         else:
             made.append(
@@ -179,18 +193,18 @@ def samples(args, step, topk):
                     routed_experts=routed,
                     rl_weights=[0.0] * n,
                     ref_kl_weights=[float(m) for m in mask],
-                )  # fmt: skip
+                )
             )
     return made
 
 
 def send(args, folder, first, schedule):
-    """Leaves every step's micro batches where prime-rl's receiver looks for them."""
+    """Leave every step's micro-batches where prime-rl's receiver looks for them."""
     from prime_rl.trainer.batch import prepare_batch
 
     transport = SimpleNamespace(type="filesystem")
     common = dict(seq_len=args.seq_len, num_train_workers=1, bin_cost=sum, pad_to_multiple_of=1)
-    if args.version == "v0.6.0":
+    if args.version == "v0.6":
         from prime_rl.transport import setup_micro_batch_sender
 
         common |= {"num_loras": 1}
@@ -199,26 +213,27 @@ def send(args, folder, first, schedule):
     sender = setup_micro_batch_sender(folder, 1, first, transport)
     for step, on in enumerate(schedule):
         batch = samples(args, step, on and args.variant.startswith("topk"))
-        more = {"idxs": [0] * len(batch)} if args.version == "v0.6.0" else {}
+        more = {"idxs": [0] * len(batch)} if args.version == "v0.6" else {}
         sent = sender.send(prepare_batch(batch, **common, **more))
         if sent is not None:
             asyncio.run(sent)
 
 
 def adapter(table, slot):
-    """Puts the adapter into this process; returns what takes its hooks out and in again."""
+    """Put the adapter into this process; return a function that turns its hooks on and off."""
     import prime_rl.trainer.rl.loss as loss
 
     own = getattr(loss, slot)
     if table is not None:
-        from prime_composer.upstream import autoload, hooks
+        from prime_composer.upstream import autoload
+        from prime_composer.upstream.trainer.hooks import hook_loss
 
         os.environ["PRIME_COMPOSER"] = json.dumps({"loss": table})
         assert not {
             name for name in autoload.HOOKS if "trainer" in name and name in sys.modules
         } - {loss.__name__}
         autoload.install()
-        hooks.trainer_loss(loss)
+        hook_loss(loss)
     import prime_rl.trainer.models.layers.lm_head as head
     import prime_rl.trainer.rl.train as rl
 
@@ -252,13 +267,13 @@ FIRST, PEAKS, SETTLE, TIMED = (
 
 
 def plan(args):
-    """For every step of a process, whether the adapter is on."""
+    """Return whether the adapter is on, for every step of a process."""
     return FIRST + PEAKS + SETTLE + TIMED * (args.pairs // 2)
 
 
 def in_pairs(columns, schedule):
-    """(prime-rl's own, ours) of each pair of steps: the peaks' columns early, the clocks' ones late."""
-    found = {}
+    """Return (prime-rl's own, ours) of each pair: peaks of early steps, times of late ones."""
+    pairs = {}
     for name, column in columns.items():
         early = name in ("peak", "growth")
         span = (
@@ -266,18 +281,18 @@ def in_pairs(columns, schedule):
             if early
             else range(len(FIRST + PEAKS + SETTLE), len(schedule), 2)
         )
-        found[name] = [(column[at + schedule[at]], column[at + 1 - schedule[at]]) for at in span]
-    return found
+        pairs[name] = [(column[at + schedule[at]], column[at + 1 - schedule[at]]) for at in span]
+    return pairs
 
 
 def whole(args):
-    """Runs prime-rl's train() in this process; returns its metrics as (prime-rl's own, ours) of each pair of steps."""
+    """Run prime-rl's train() in this process; return its metrics of each pair, as ``in_pairs``."""
     keep_freed_memory(False)
     import torch
 
     torch.set_num_threads(args.threads)
     schedule = plan(args)
-    table, old = table_of(args), args.version == "v0.6.0"
+    table, old = table_of(args), args.version == "v0.6"
     switch = adapter(table, "opd_loss_fn" if old else "ref_kl_loss_fn")
     if args.variant == "topk naive":
         gather_naively()
@@ -299,11 +314,17 @@ def whole(args):
     torch.cuda.max_memory_reserved = lambda: resident("VmHWM")
     folder = Path(os.environ["BENCH_FOLDER"])
     model = {
-        "name": str(folder), "seq_len": args.seq_len, "ac": None, "ac_offloading": None, "compile": None,
-        "optim_cpu_offload": False, "fused_lm_head_token_chunk_size": args.chunk or "disabled",
-        "attn": "sdpa" if old else "flash_attention_2", "impl": "hf" if old else "custom",
+        "name": str(folder),
+        "seq_len": args.seq_len,
+        "ac": None,
+        "ac_offloading": None,
+        "compile": None,
+        "optim_cpu_offload": False,
+        "fused_lm_head_token_chunk_size": args.chunk or "disabled",
+        "attn": "sdpa" if old else "flash_attention_2",
+        "impl": "hf" if old else "custom",
         "debug": {"random_init": True},
-    }  # fmt: skip
+    }
     loss = (
         {}
         if table is None
@@ -372,7 +393,7 @@ def whole(args):
 
 
 def head_only(args):
-    """prime-rl's output head, its compute_loss, forward and backward, in this process; pairs as ``whole`` returns them."""
+    """Run prime-rl's output head and compute_loss and their backward; return what ``whole`` does."""
     keep_freed_memory(False)
     import torch
 
@@ -381,16 +402,19 @@ def head_only(args):
     import prime_rl.trainer.models.layers.lm_head as head
     import prime_rl.trainer.rl.loss as upstream
 
-    from prime_composer.upstream import registration, trainer, wire
+    from prime_composer.upstream import wire
+    from prime_composer.upstream.trainer.adapter import adapter as the_adapter
+    from prime_composer.upstream.trainer.head import hook_head
+    from prime_composer.upstream.trainer.hooks import hook_loss
 
     n, k, table, schedule = args.tokens, args.k, table_of(args), plan(args)
     slot = "opd_loss_fn" if hasattr(upstream, "setup_loss_fns") else "ref_kl_loss_fn"
     places = [(upstream, "compute_loss"), (upstream, slot), (head.FusedOutputLinear, "forward")]
     theirs = [getattr(owner, name) for owner, name in places]
     if table is not None:
-        trainer.hook_loss(upstream)
-        trainer.hook_head(head)
-        registration.register(table)
+        hook_loss(upstream)
+        hook_head(head)
+        the_adapter().register(table)
     ours = [getattr(owner, name) for owner, name in places]
     if args.variant == "topk naive":
         gather_naively()
@@ -408,9 +432,13 @@ def head_only(args):
     if args.variant.startswith("topk"):
         packed = torch.from_numpy(wire.pack(top.numpy(), log_q.numpy()))[None]
     batch = {
-        "input_ids": ids, "loss_mask": mask, "temperatures": torch.ones(1, n), "routed_experts": packed,
-        "ref_kl_weights": mask.float(), "rl_weights": None,
-    }  # fmt: skip
+        "input_ids": ids,
+        "loss_mask": mask,
+        "temperatures": torch.ones(1, n),
+        "routed_experts": packed,
+        "ref_kl_weights": mask.float(),
+        "rl_weights": None,
+    }
     labels = torch.cat([ids[:, 1:], torch.zeros(1, 1, dtype=torch.long)], dim=1)
 
     def step(on):
@@ -418,7 +446,7 @@ def head_only(args):
         for (owner, name), function in zip(places, ours if on else theirs, strict=True):
             setattr(owner, name, function)
         if on and table is not None:
-            trainer.ROOM.begin(batch)
+            the_adapter().begin(batch)
         out = linear(hidden, labels, temperature=torch.ones(1, n))
         logprobs = torch.cat([torch.zeros(1), out["logprobs"][0, :-1]])
         common = dict(
@@ -439,9 +467,16 @@ def head_only(args):
             )
         else:
             loss, _ = upstream.compute_loss(
-                **common, ref_logprobs=[ref], rl_weights=[torch.zeros(n)], ce_weights=None,
-                ref_kl_weights=[mask[0].float()], rl_loss_fn=None, rl_scale=1, ce_scale=1, ref_kl_scale=scale,
-            )  # fmt: skip
+                **common,
+                ref_logprobs=[ref],
+                rl_weights=[torch.zeros(n)],
+                ce_weights=None,
+                ref_kl_weights=[mask[0].float()],
+                rl_loss_fn=None,
+                rl_scale=1,
+                ce_scale=1,
+                ref_kl_scale=scale,
+            )
         loss.backward()
 
     columns = {"step": [], "peak": [], "growth": []}
@@ -459,15 +494,29 @@ def head_only(args):
 
 
 def model_config(args):
-    """A Qwen3 with the proportions of Qwen3-0.6B: head width 64, half as many key-value heads, three times as wide inside."""
+    """Return the config of a Qwen3 with the proportions of Qwen3-0.6B."""
     heads = args.hidden // 64
     return {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": args.vocab, "head_dim": 64,
-        "hidden_size": args.hidden, "intermediate_size": 3 * args.hidden, "num_hidden_layers": args.layers,
-        "num_attention_heads": heads, "num_key_value_heads": heads // 2, "max_position_embeddings": 4096,
-        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": args.tied,
-        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
-    }  # fmt: skip
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": args.vocab,
+        "head_dim": 64,
+        "hidden_size": args.hidden,
+        "intermediate_size": 3 * args.hidden,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "max_position_embeddings": 4096,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": args.tied,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
 
 
 def one_round(args, tree, variants, results):
@@ -508,9 +557,13 @@ def main(args):
             print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
     what = f"head and loss only, {args.tokens} tokens, {args.dtype}"
     if args.whole:
-        what = f"whole step, {args.layers} layers{', tied' * args.tied}, {args.micro_batches} x {args.seq_len} tokens, bfloat16"
-    print(f"prime-rl {args.version}, vocabulary {args.vocab:,}, hidden {args.hidden:,}, K {args.k}, {args.threads} "
-          f"thread(s), {what}; CPU seconds, {args.rounds} rounds of {args.pairs} pairs")  # fmt: skip
+        tied = ", tied" * args.tied
+        batches = f"{args.micro_batches} x {args.seq_len} tokens"
+        what = f"whole step, {args.layers} layers{tied}, {batches}, bfloat16"
+    print(
+        f"prime-rl {args.version}, vocabulary {args.vocab:,}, hidden {args.hidden:,}, K {args.k}, "
+        f"{args.threads} thread(s), {what}; CPU seconds, {args.rounds} rounds of {args.pairs} pairs"
+    )
     columns = ["step", "fwd/bwd", "peak", "growth"] if args.whole else ["step", "peak", "growth"]
     print(" " * 15 + "".join(f"{name + ': prime-rl, ratio':>36}" for name in columns))
     for variant, rounds in results.items():
@@ -529,7 +582,7 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkout")
-    parser.add_argument("--version", default="newest", help="the whole step: newest or v0.6.0")
+    parser.add_argument("--version", default="head", help="the whole step: head or v0.6")
     parser.add_argument(
         "--python", default=sys.executable, help="the Python of the environment that can import it"
     )

@@ -1,5 +1,6 @@
 """A loss in prime-rl's terms: which tokens it gets, what is refused, and when a step has ended."""
 
+import ast
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from prime_composer.losses import LOSS_TYPES
 from prime_composer.upstream import plain_launcher
 from prime_composer.upstream.trainer import hooks
 from prime_composer.upstream.trainer.adapter import adapter
-from prime_composer.upstream.versions import LOSS_V0_6, LOSS_V0_7
+from prime_composer.upstream.versions import LOSS_V0_6, LOSS_V0_7, VERSIONS
 from prime_composer.upstream.wire import MARK
 from tests.upstream import fake_prime_rl, scheduled_loss
 
@@ -328,3 +329,23 @@ def test_missing_teacher_names_the_need(trainer):
     trainer.setup(**SAMPLED)
     with pytest.raises(ValueError, match="needs ref_logprobs"):
         trainer.slot(trainer.inputs(ref=False))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_train_loop_asks_for_one_batch_per_step(trees, version):
+    """Our definition of a step: prime-rl's loop calls ``get_batch`` once, unconditionally."""
+    source = (trees(version) / "src/prime_rl/trainer/rl/train.py").read_text()
+    calls = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute) and node.attr == "get_batch"
+    ]
+    assert [ast.unparse(call) for call in calls] == ["dataloader.get_batch"]
+    loops = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.While) and ast.unparse(node.test) == "True"
+    ]
+    statements = [ast.unparse(statement) for loop in loops for statement in loop.body]
+    assert statements.count("micro_batches = dataloader.get_batch()") == 1
+    assert statements.count("optimizer.step()") == 1

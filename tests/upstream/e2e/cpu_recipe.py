@@ -1,4 +1,4 @@
-"""The recipe of the whole-run tests: exported like a user's, with a CPU's settings in [prime_rl]."""
+"""The recipe of the whole-run tests: exported like a user's, with CPU settings in [prime_rl]."""
 
 from pathlib import Path
 
@@ -103,7 +103,8 @@ def native(
         prime_rl["orchestrator"]["env_server_base_port"] = free_port()
     if version == "head":
         prime_rl["monitors"] = {"file": {}}
-        # A server with real metrics lets it grow to hundreds of rollouts in flight, and as many worker processes.
+        # A server with real metrics lets it grow to hundreds of rollouts in flight, and as many
+        # worker processes.
         prime_rl["orchestrator"]["concurrency"] = {"max_inflight": BATCH}
     else:
         for part in ("trainer", "orchestrator"):

@@ -1,4 +1,7 @@
-"""Runs prime-rl's own parser and launcher, stopped before anything starts, on each file. usage: dry_run.py FILE..."""
+"""Run prime-rl's own parser and launcher on each file, and stop before anything starts.
+
+usage: dry_run.py FILE...
+"""
 
 import json
 import os
@@ -11,7 +14,8 @@ def main(files):
 
     results = {}
     for file in files:
-        os.environ["PRIME_COMPOSER"] = "1"  # the launcher of the file before has put its loss there
+        # The launcher has put the loss of the file before into it.
+        os.environ["PRIME_COMPOSER"] = "1"
         sys.argv = ["rl", "@", file, "--dry-run"]
         try:
             launch()

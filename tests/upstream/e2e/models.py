@@ -1,4 +1,6 @@
-"""Three tiny models of Qwen3's architecture and one byte-level tokenizer with Qwen3's special tokens, on disk.
+"""Write three tiny models of Qwen3's architecture, and a byte-level tokenizer, to disk.
+
+The tokenizer has Qwen3's special tokens.
 
 usage: models.py TARGET [--tied]
 """
@@ -7,8 +9,8 @@ import sys
 from pathlib import Path
 
 SPECIAL = (
-    "<|endoftext|> <|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call> <tool_response> </tool_response> "
-    "<tools> </tools>"
+    "<|endoftext|> <|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call> "
+    "<tool_response> </tool_response> <tools> </tools>"
 ).split()
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -42,10 +44,21 @@ def main(target, tied):
     for name, layers, seed in (("student", 2, 0), ("teacher", 3, 1), ("other", 2, 2)):
         torch.manual_seed(seed)
         config = Qwen3Config(
-            vocab_size=288, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=32, max_position_embeddings=512, tie_word_embeddings=tied,
-            initializer_range=0.15, eos_token_id=eos, bos_token_id=None, pad_token_id=0, dtype=torch.bfloat16,
-        )  # fmt: skip
+            vocab_size=288,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            max_position_embeddings=512,
+            tie_word_embeddings=tied,
+            initializer_range=0.15,
+            eos_token_id=eos,
+            bos_token_id=None,
+            pad_token_id=0,
+            dtype=torch.bfloat16,
+        )
         Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(target / name)
         tok.save_pretrained(target / name)
 

@@ -1,7 +1,9 @@
-"""Prints the history of an offline W&B file as JSON lines. usage: read_wandb.py FILE.wandb (needs wandb's own protobufs)
+"""Print the history of an offline W&B file as JSON lines.
 
-The file is a LevelDB log: 32 KiB blocks of (crc32 u32, length u16, type u8, data), the first block starts with a 7-byte
-header; types 1 full, 2 first, 3 middle, 4 last.
+usage: read_wandb.py FILE.wandb (needs wandb's own protobufs)
+
+The file is a LevelDB log: 32 KiB blocks of (crc32 u32, length u16, type u8, data). The first block
+starts with a 7-byte header. Types: 1 full, 2 first, 3 middle, 4 last.
 """
 
 import json

@@ -1,8 +1,9 @@
-"""A small HTTP inference server on a CPU: what prime-rl's orchestrator asks of vLLM, backed by a Hugging Face model.
+"""Serve a Hugging Face model on a CPU, with the part of vLLM's HTTP interface that prime-rl uses.
 
 usage: server.py MODEL PORT LOG.jsonl
 
-Every request is logged; for /inference/v1/generate with the tokens that came in and went out. Sampling is seeded.
+Every request is logged; for /inference/v1/generate with the tokens of request and answer. Sampling
+is seeded.
 """
 
 import json
@@ -19,6 +20,8 @@ MAX_NEW = 12
 
 
 class Engine:
+    """The model, and the log of its requests."""
+
     def __init__(self, path, log):
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
@@ -61,7 +64,7 @@ class Engine:
         return {"request_id": "r", "choices": [choice], "prompt_logprobs": scores}
 
     def score(self, ids, k):
-        """vLLM's form: None for the first token; the token itself comes first, top-K or not, each with its rank."""
+        """Return rows as vLLM does: None for the first token, each own token first."""
         table = self.logprobs(ids)
         rows = [None]
         for t in range(1, len(ids)):

@@ -1,4 +1,4 @@
-"""Eight sums whose reward is a die, so that groups of a tiny model have advantages; for the newest prime-rl's verifiers."""
+"""Eight sums with a random reward, so that groups of a tiny model have advantages (head)."""
 
 import tiny_taskset
 import verifiers.v1 as vf

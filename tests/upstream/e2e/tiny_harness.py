@@ -1,4 +1,4 @@
-"""One chat completion in this process; upstream's `null` harness starts a `uv` script that wants PyPI at run time."""
+"""One chat completion in this process; prime-rl's `null` harness needs PyPI at run time."""
 
 import httpx
 import verifiers.v1 as vf

@@ -1,6 +1,7 @@
-"""A running vLLM server with the things prime-rl's own inference server adds to it: weight updates from a directory,
-/pause and /resume around them, and log-probs that name their token by id. Everything else goes through
-untouched.
+"""Add to a vLLM server what prime-rl's own inference server adds.
+
+That is: weight updates from a directory, /pause and /resume around them, and log-probs that name
+their token by id. Everything else is passed on unchanged.
 
 usage: vllm_proxy.py PORT VLLM_PORT LOG.jsonl
 """

@@ -1,10 +1,11 @@
-"""Test processes only: lets an unmodified prime-rl run on a CPU-only torch with gloo. Nothing of prime-rl is changed.
+"""Let an unmodified prime-rl run on a CPU-only torch with gloo, in processes of tests only.
 
-Three parts: stand-ins for GPU-only packages that prime-rl imports at module level; "cuda" read as "cpu"; and one
-upstream method that divides by the GPU's peak FLOPs, which a CPU has none of.
+Three parts: stand-ins for GPU-only packages that prime-rl imports at module level; "cuda" read as
+"cpu"; and a replacement of one method of prime-rl, which divides by the GPU's peak FLOPs. Nothing
+else of prime-rl is changed.
 
-Where a stand-in computes something (varlen attention, gradient clipping) it is written here from the public semantics of
-the package it stands for.
+Where a stand-in computes something (varlen attention, gradient clipping), it follows the public
+semantics of the package that it replaces.
 """
 
 import functools
@@ -15,9 +16,10 @@ import sys
 import types
 
 ABSENT = frozenset(
-    "flash_attn flash_attn_interface ring_flash_attn dion tilelang triton deep_ep deep_gemm liger_kernel mamba_ssm "
-    "causal_conv1d fla quack vllm torchtitan torchdata torchao modelexpress prime_kernels grpc nixl nixl_cu12 "
-    "torchvision torchaudio prime_cli wandb_workspaces wandb_gql wandb_graphql".split()
+    "flash_attn flash_attn_interface ring_flash_attn dion tilelang triton deep_ep deep_gemm "
+    "liger_kernel mamba_ssm causal_conv1d fla quack vllm torchtitan torchdata torchao modelexpress "
+    "prime_kernels grpc nixl nixl_cu12 torchvision torchaudio prime_cli wandb_workspaces "
+    "wandb_gql wandb_graphql".split()
 )
 KEEP = frozenset(filter(None, os.environ.get("PRIME_CPU_RIG_KEEP", "").split(",")))
 
@@ -84,7 +86,7 @@ class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def flash_attn(module):
-    """Variable-length causal attention with the plain kernel, one sequence after the other; [total, heads, dim]."""
+    """Fill in variable-length causal attention, with the plain kernel on one sequence at a time."""
     import torch
     import torch.nn.functional as F
 
@@ -161,7 +163,7 @@ FILL = {
 
 
 def see_what_is_absent():
-    """transformers and inductor remember what they found; let them look before the stand-ins exist."""
+    """Let transformers and inductor detect packages before the stand-ins exist; they remember."""
     import contextlib
     import importlib
 
@@ -195,7 +197,8 @@ def cuda_is_cpu():
     import torch.distributed as dist
     import torch.utils._device
 
-    # Freezes the list of the original factories; later, `with torch.device("meta")` would miss the wrapped ones.
+    # Freezes the list of the original factories. Made later, it would have the wrapped ones, and
+    # `with torch.device("meta")` would no longer work.
     torch.utils._device._device_constructors()
 
     def on_cpu(function):
@@ -208,7 +211,8 @@ def cuda_is_cpu():
         return wrapped
 
     for name in (
-        "tensor empty zeros ones full arange randn rand randint empty_like zeros_like ones_like full_like as_tensor eye"
+        "tensor empty zeros ones full arange randn rand randint empty_like zeros_like ones_like "
+        "full_like as_tensor eye"
     ).split():
         setattr(torch, name, on_cpu(getattr(torch, name)))
 

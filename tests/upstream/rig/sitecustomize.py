@@ -1,4 +1,4 @@
-"""Loaded by every Python process of a test run whose PYTHONPATH holds this folder; does nothing unless switched on."""
+"""Install the rig in a Python process whose PYTHONPATH has this folder, if PRIME_CPU_RIG is 1."""
 
 import os
 
