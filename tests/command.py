@@ -1,4 +1,4 @@
-"""Running the command line in processes of their own."""
+"""Run the command line in child processes."""
 
 import json
 import signal
@@ -14,6 +14,7 @@ from prime_composer.local.tracker import read_metrics
 def prime_rl(
     *words: object, cwd: Path | None = None, check: bool = False
 ) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end."""
     command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, check=check, timeout=300
@@ -21,7 +22,7 @@ def prime_rl(
 
 
 def toml(raw: dict[str, Any]) -> str:
-    """A recipe as TOML text: every table inline, which JSON's syntax nearly is."""
+    """Return a recipe as TOML text, with every table inline."""
 
     def value(item: Any) -> str:
         if isinstance(item, dict):
@@ -34,7 +35,7 @@ def toml(raw: dict[str, Any]) -> str:
 def interrupt_after(
     steps: int, words: list[object], cwd: Path, metrics: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Start a run, and press Ctrl-C once it has written its start and ``steps`` steps."""
+    """Start a run, and send Ctrl-C after it has logged ``steps`` steps."""
     command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
     process = subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -50,7 +51,7 @@ def interrupt_after(
 
 
 def numbers(run_dir: Path) -> list[dict[str, float]]:
-    """The records of a run without what a clock measured."""
+    """Return the records of a run without what a clock measured."""
     return [
         {
             key: value

@@ -1,8 +1,10 @@
-"""What a step of the one-machine loop costs beyond the work it cannot avoid. Prints shares; asserts nothing.
+"""What a step of the one-machine loop costs beyond the work it cannot avoid. Prints shares; asserts
+nothing.
 
-    python tests/bench_step.py [RECIPE]
+    python -m tests.benchmarks.step [RECIPE]
 
-Unavoidable: vLLM's generation and scoring (time inside ``LLM.generate``), and the student's forward and backward. The rest
+Unavoidable: vLLM's generation and scoring (time inside ``LLM.generate``), and the student's forward
+    and backward. The rest
 is parsing, packing, the loss, the optimiser, answer checking, weight sync and logging.
 """
 
@@ -23,7 +25,9 @@ import torch  # noqa: E402
 from prime_composer.backends.vllm import VLLMEngine, VLLMSampler  # noqa: E402
 from prime_composer.local import gradients  # noqa: E402
 from prime_composer.local.train import train  # noqa: E402
+from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
+from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
 
 spent: dict[str, float] = defaultdict(float)
 
@@ -76,13 +80,15 @@ def main() -> None:
     torch.Tensor.backward = timed("student backward", torch.Tensor.backward)
     steps = Steps()
     with tempfile.TemporaryDirectory() as folder:
-        train(recipe, Path(folder), steps)
+        problems = load_problem_set(recipe.sources)
+        train(recipe, problems, prepare_models(recipe, problems), Path(folder), steps)
     total = steps.parts.pop("step")
     for name, seconds in steps.parts.items():
         print(f"{name:>18}: {1000 * seconds / steps.count:7.1f} ms  {seconds / total:6.1%}")
     rest = total - sum(steps.parts.values())
     print(
-        f"{'overhead':>18}: {1000 * rest / steps.count:7.1f} ms  {rest / total:6.1%}  of {1000 * total / steps.count:.1f} ms"
+        f"{'overhead':>18}: {1000 * rest / steps.count:7.1f} ms  {rest / total:6.1%}  of "
+        f"{1000 * total / steps.count:.1f} ms"
     )
 
 

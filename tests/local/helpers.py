@@ -43,10 +43,21 @@ class Silent:
             os.kill(os.getpid(), signal.SIGINT)
 
 
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    eos_token_id = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+
 def run(
     raw: dict[str, Any], run_dir: Path, display: Silent | None = None, resume: bool = False
 ) -> Outcome:
-    """Train a recipe given as tables; with ``resume``, from the newest checkpoint of ``run_dir``."""
+    """Train a recipe given as tables; ``resume`` continues the newest checkpoint."""
     run_dir.mkdir(exist_ok=True)
     checkpoint = list_checkpoints(run_dir)[-1] if resume else None
     recipe = parse_recipe(raw)

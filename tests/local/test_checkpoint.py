@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, the newest few kept."""
+"""Checkpoints are complete or absent, and the newest few are kept."""
 
 from pathlib import Path
 from typing import Any
@@ -16,50 +16,43 @@ class Model:
         (folder / "weights").write_text("w")
 
 
-def plain(function: Any) -> Any:
-    """The function below the shape checks that the tests put around it."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
-def test_the_newest_few_are_kept_in_the_order_of_their_steps(tmp_path: Path) -> None:
+def test_save_checkpoint_keeps_the_newest_few(tmp_path: Path) -> None:
     for step in (2, 10, 100):
-        plain(save_checkpoint)(tmp_path, step, Model(), Model(), {"optimizer": step}, keep=2)
+        save_checkpoint(tmp_path, step, Model(), Model(), {"optimizer": step}, keep=2)
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [10, 100]
     assert list_checkpoints(tmp_path)[-1].load() == {"optimizer": 100, "step": 100}
 
 
-def test_a_write_that_fails_leaves_the_older_checkpoint_and_nothing_that_looks_complete(
+def test_save_checkpoint_that_fails_leaves_the_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain(save_checkpoint)(tmp_path, 1, Model(), Model(), {}, keep=2)
+    save_checkpoint(tmp_path, 1, Model(), Model(), {}, keep=2)
 
     def full(*args: Any) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(module.torch, "save", full)
     with pytest.raises(OSError, match="No space left"):
-        plain(save_checkpoint)(tmp_path, 2, Model(), Model(), {}, keep=2)
+        save_checkpoint(tmp_path, 2, Model(), Model(), {}, keep=2)
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [1]
     monkeypatch.undo()
-    plain(save_checkpoint)(tmp_path, 2, Model(), Model(), {}, keep=2)
+    save_checkpoint(tmp_path, 2, Model(), Model(), {}, keep=2)
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
         "step_000001",
         "step_000002",
     ]
 
 
-def test_what_is_half_deleted_is_no_checkpoint(
+def test_half_deleted_checkpoint_is_not_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain(save_checkpoint)(tmp_path, 1, Model(), Model(), {}, keep=1)
+    save_checkpoint(tmp_path, 1, Model(), Model(), {}, keep=1)
     monkeypatch.setattr(
         module.shutil, "rmtree", lambda path: None
     )  # the process dies before the files are gone
-    plain(save_checkpoint)(tmp_path, 2, Model(), Model(), {}, keep=1)
+    save_checkpoint(tmp_path, 2, Model(), Model(), {}, keep=1)
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [2]
 
 
-def test_a_run_without_checkpoints_lists_none(tmp_path: Path) -> None:
+def test_list_checkpoints_of_a_new_run_is_empty(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == []

@@ -1,4 +1,4 @@
-"""A recipe from end to end with real vLLM, twice: sampler and teacher are engines, nothing is mocked."""
+"""A recipe from end to end with real vLLM for sampler and teacher: nothing is mocked."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +12,14 @@ from prime_composer.local.tracker import read_metrics
 from tests.command import interrupt_after, numbers, prime_rl, toml
 
 pytest.importorskip("vllm", reason="real vLLM is not installed: pip install -e '.[local,test]'")
+pytestmark = pytest.mark.vllm
 
 Raw = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tiny_recipe: Raw) -> Path:
-    """Where one recipe ran on vLLM, and, for what does not depend on sampling, on transformers."""
+    """Return where one recipe ran on vLLM, and once on transformers."""
     folder = tmp_path_factory.mktemp("runs")
     raw = tiny_recipe(
         rollout__backend="vllm",
@@ -42,14 +43,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_recipe: Raw) -> Path:
     return folder
 
 
-def test_the_student_comes_closer_to_its_teacher(folder: Path) -> None:
+def test_student_comes_closer_to_its_teacher(folder: Path) -> None:
     first, *steps = numbers(folder / "outputs" / "vllm")
     assert [record["step"] for record in steps] == list(range(1, 21))
     assert steps[-1]["eval/reverse_kl"] < 0.8 * first["eval/reverse_kl"]
     assert all(record["grad_norm"] > 0 for record in steps)
 
 
-def test_sampler_log_probs_are_the_trainers_so_the_first_ratio_is_one(folder: Path) -> None:
+def test_sampler_logprobs_are_the_trainers(folder: Path) -> None:
     words = (
         "--set",
         'loss={type="sampled_reverse_kl"}',
@@ -75,7 +76,7 @@ def test_greedy_accuracy_is_that_of_transformers(folder: Path) -> None:
         assert vllm[name] == transformers[name]
 
 
-def test_an_interrupted_run_resumes_to_the_numbers_and_weights_of_an_uninterrupted_one(
+def test_interrupted_run_resumes_to_the_same_weights(
     folder: Path,
 ) -> None:
     words = ["rl", "--config", "vllm.toml", "--output-dir", "outputs/cut"]

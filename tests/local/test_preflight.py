@@ -1,12 +1,17 @@
+"""Checks before the first step: what is refused, and with which remedy."""
+
 import copy
 import json
 
 import pytest
 import torch
 
+from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.hf_model import import_transformers
-from prime_composer.backends.protocols import SamplingParams, TeacherScores
+from prime_composer.backends.mixture import Teachers
+from prime_composer.backends.protocols import Limits, TeacherScores
 from prime_composer.backends.transformers import TransformersSampler
+from prime_composer.local.engine import Engine, teacher_spec
 from prime_composer.local.preflight import (
     PreflightError,
     check_context,
@@ -19,23 +24,27 @@ from prime_composer.local.preflight import (
     sampling_warnings,
     tokenizer_hash,
 )
+from prime_composer.local.tokenized_problems import TokenizedProblems
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.routing import Routing, TeacherId
+from prime_composer.recipe.schema import RolloutConfig
+from tests.local.helpers import run, tiny_models
 
 VOCAB = 131
 PROMPTS = [[(5 * i + 3 * j) % 120 + 4 for j in range(20)] for i in range(12)]
 
 
-class Limits:
-    """A sampler and scorer that only has its limits, and answers what it is given."""
+class FixedScores:
+    """A scorer that returns the scores that it is given."""
 
-    def __init__(self, scores=None, **limits):
+    limits = Limits()
+    sampler = None
+
+    def __init__(self, scores):
         self.scores = scores
-        self.__dict__.update(limits)
 
-    def generate(self, prompts, params, seed): ...
-
-    def update_weights(self, model): ...
-
-    def score(self, rollouts, support_size):
+    def score(self, rollouts, support_size, prompts=None):
         return [self.scores]
 
     def close(self): ...
@@ -62,12 +71,12 @@ def make_tokenizer(words, merges=(), eos="<eos>", unknown="<unk>"):
 WORDS = ["<unk>", "<eos>", "<pad>", "sold", "clips", "May", "72"]
 
 
-def test_the_same_tokenizer_passes_without_a_word():
+def test_same_tokenizer_passes_without_a_warning():
     assert check_tokenizers(make_tokenizer(WORDS), make_tokenizer(WORDS)) == []
     assert tokenizer_hash(make_tokenizer(WORDS)) == tokenizer_hash(make_tokenizer(WORDS))
 
 
-def test_two_vocabularies_of_one_size_with_swapped_ids_are_told_apart():
+def test_vocabularies_with_swapped_ids_are_refused():
     swapped = [*WORDS[:3], "clips", "sold", *WORDS[5:]]
     with pytest.raises(
         PreflightError,
@@ -76,7 +85,7 @@ def test_two_vocabularies_of_one_size_with_swapped_ids_are_told_apart():
         check_tokenizers(make_tokenizer(WORDS), make_tokenizer(swapped))
 
 
-def test_a_special_token_under_another_id_is_named():
+def test_special_token_with_another_id_is_named():
     moved = ["<unk>", "sold", "<pad>", "<eos>", *WORDS[4:]]
     with pytest.raises(
         PreflightError, match="special token '<eos>' has id 1 for the student and 3 for the teacher"
@@ -84,7 +93,7 @@ def test_a_special_token_under_another_id_is_named():
         check_tokenizers(make_tokenizer(WORDS), make_tokenizer(moved))
 
 
-def test_equal_vocabularies_that_cut_a_text_differently_are_told_apart():
+def test_tokenizers_that_split_differently_are_refused():
     letters = ["<unk>", "<eos>", "s", "o", "l", "d", "so", "ld", "ol", "sol", "sold"]
     one = make_tokenizer(letters, merges=[("s", "o"), ("l", "d")])
     two = make_tokenizer(letters, merges=[("o", "l")])
@@ -112,7 +121,8 @@ def test_another_end_of_text_is_a_warning():
             64,
             20,
             32,
-            "K = 32 teacher log-probs per token and the teacher answers at most 20; .*--max-logprobs 32",
+            "K = 32 teacher log-probs per token and the teacher answers at most 20; "
+            ".*--max-logprobs 32",
         ),
         (64, 64, 20, "full", "K = 64 teacher log-probs per token"),
         (
@@ -124,22 +134,20 @@ def test_another_end_of_text_is_a_warning():
         ),
     ],
 )
-def test_a_k_or_a_head_out_of_reach_names_the_sizes_and_the_remedy(
-    student, teacher, limit, k, message
-):
-    scorer = Limits(vocab_size=teacher, max_logprobs=limit)
+def test_k_or_head_out_of_reach_names_sizes_and_remedy(student, teacher, limit, k, message):
+    limits = Limits(vocab_size=teacher, max_logprobs=limit)
     with pytest.raises(PreflightError, match=message):
-        check_vocabularies(student, scorer, make_tokenizer(WORDS), k)
+        check_vocabularies(student, limits, len(WORDS), k)
 
 
-def test_differently_padded_heads_warn_where_the_support_is_a_top_k():
-    scorer = Limits(vocab_size=72, max_logprobs=20)
-    (warning,) = check_vocabularies(64, scorer, make_tokenizer(WORDS), 4)
+def test_differently_padded_heads_warn_with_a_top_k():
+    limits = Limits(vocab_size=72, max_logprobs=20)
+    (warning,) = check_vocabularies(64, limits, len(WORDS), 4)
     assert "64 entries and the teacher's 72 for 7 tokens" in warning
-    assert check_vocabularies(72, scorer, make_tokenizer(WORDS), 4) == []
+    assert check_vocabularies(72, limits, len(WORDS), 4) == []
 
 
-def test_a_context_too_short_names_the_length_to_set():
+def test_context_too_short_names_the_length_to_set():
     sampler, scorer = Limits(max_model_len=30), Limits(max_model_len=30)
     check_context([[1] * 20], 9, sampler, scorer)
     with pytest.raises(
@@ -157,13 +165,13 @@ def test_a_context_too_short_names_the_length_to_set():
         check_context([[1], []], 11, sampler, scorer)
 
 
-def test_a_temperature_or_a_nucleus_is_worth_a_warning_each():
-    assert sampling_warnings(SamplingParams()) == []
-    warnings = sampling_warnings(SamplingParams(temperature=0.6, top_p=0.9))
+def test_temperature_and_nucleus_are_a_warning_each():
+    assert sampling_warnings(RolloutConfig()) == []
+    warnings = sampling_warnings(RolloutConfig(temperature=0.6, top_p=0.9))
     assert ["temperature is 0.6" in warnings[0], "top_p is 0.9" in warnings[1]] == [True, True]
 
 
-def test_perturbed_weights_come_back_bit_for_bit(tied_model):
+def test_perturbed_weights_are_restored_bit_for_bit(tied_model):
     before = copy.deepcopy(tied_model.state_dict())
     with perturbed(tied_model):
         assert not any(torch.equal(v, before[k]) for k, v in tied_model.state_dict().items())
@@ -176,11 +184,13 @@ def sampler(vllm_sampler, models):
     vllm_sampler.update_weights(models.tied_model)
 
 
-def test_a_sound_sync_agrees_to_a_ten_thousandth_of_a_nat(sampler, tied_model):
+@pytest.mark.vllm
+def test_weight_sync_agrees_to_a_ten_thousandth_of_a_nat(sampler, tied_model):
     assert check_weight_sync(sampler, tied_model, PROMPTS) < 1e-4
 
 
-def test_a_stale_tied_head_is_caught_and_named(sampler, tied_model, monkeypatch):
+@pytest.mark.vllm
+def test_weight_sync_names_a_stale_tied_head(sampler, tied_model, monkeypatch):
     def update_by_parameters(model):
         weights = iter([*model.named_parameters()])
         sampler.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -191,19 +201,21 @@ def test_a_stale_tied_head_is_caught_and_named(sampler, tied_model, monkeypatch)
         check_weight_sync(sampler, tied_model, PROMPTS)
 
 
-def test_a_stale_prefix_cache_is_caught_and_named(sampler, tied_model, monkeypatch):
+@pytest.mark.vllm
+def test_weight_sync_names_a_stale_prefix_cache(sampler, tied_model, monkeypatch):
     monkeypatch.setattr(sampler, "forget_prefixes", lambda: None)
     with pytest.raises(PreflightError, match="reuses cached prefixes .* reset its prefix cache"):
         check_weight_sync(sampler, tied_model, PROMPTS)
 
 
-def test_a_sync_that_does_nothing_is_caught(sampler, tied_model, monkeypatch):
+@pytest.mark.vllm
+def test_weight_sync_that_does_nothing_is_refused(sampler, tied_model, monkeypatch):
     monkeypatch.setattr(sampler, "update_weights", lambda model: None)
     with pytest.raises(PreflightError, match="kept old weights"):
         check_weight_sync(sampler, tied_model, PROMPTS)
 
 
-def test_a_sync_that_works_only_once_is_caught(models, tied_model, monkeypatch):
+def test_weight_sync_that_works_only_once_is_refused(models, tied_model, monkeypatch):
     sampler = TransformersSampler(models.tied)
     update, calls = sampler.update_weights, []
     monkeypatch.setattr(
@@ -215,7 +227,7 @@ def test_a_sync_that_works_only_once_is_caught(models, tied_model, monkeypatch):
         check_weight_sync(sampler, tied_model, PROMPTS)
 
 
-def test_a_sampler_of_other_weights_is_caught_before_any_sync(models, tied_model):
+def test_weight_sync_refuses_a_sampler_of_other_weights(models, tied_model):
     with pytest.raises(
         PreflightError, match="before any training .* make both load the same weights"
     ):
@@ -223,9 +235,9 @@ def test_a_sampler_of_other_weights_is_caught_before_any_sync(models, tied_model
 
 
 @pytest.mark.parametrize("fault", ["nan", "mass", "id", "twice", "alignment"])
-def test_scores_that_cannot_be_log_probs_are_refused(sampler, fault):
-    rollouts = sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=4), seed=0)
-    n = len(rollouts[0].token_ids)
+def test_scores_that_are_no_logprobs_are_refused(fault):
+    rollouts = [make_rollout(PROMPTS[0], [5, 9, 6, 1], [-1.0] * 4, "stop", 0)]
+    n, start = len(rollouts[0].token_ids), rollouts[0].start
     own, support = torch.full((n,), -3.0), torch.full((n, 2), -1.0)
     ids = torch.stack([rollouts[0].token_ids, (rollouts[0].token_ids + 1) % VOCAB], dim=1)
     support[:, 0] = -3.0
@@ -239,7 +251,7 @@ def test_scores_that_cannot_be_log_probs_are_refused(sampler, fault):
         ids[-1, 1], support[-1, 1] = ids[-1, 0], support[-1, 0]
     else:
         support[-1, 0] = -2.0
-    scorer = Limits(TeacherScores(own, ids, support))
+    scorer = FixedScores(TeacherScores(own[start:], ids[start:], support[start:]))
     message = {
         "id": "puts id 200",
         "twice": "has an id twice",
@@ -249,19 +261,92 @@ def test_scores_that_cannot_be_log_probs_are_refused(sampler, fault):
         check_scores(scorer, rollouts, 2, VOCAB)
 
 
-def test_all_of_it_on_real_engines(sampler, vllm_scorer, tied_model):
+@pytest.mark.vllm
+def test_preflight_passes_on_real_engines(sampler, vllm_scorer, models, tied_model):
     tokenizer = make_tokenizer(["<unk>", "<eos>", "<pad>", *(f"w{i}" for i in range(VOCAB - 3))])
-    found = preflight(
-        model=tied_model,
-        tokenizer=tokenizer,
-        sampler=sampler,
-        teachers={"teacher": (vllm_scorer, None)},
-        prompts=PROMPTS,
-        params=SamplingParams(max_tokens=24, top_p=0.9),
-        support_size=8,
+    recipe = parse_recipe(
+        {
+            "student": {"model": str(models.tied)},
+            "teacher": {"model": str(models.untied)},
+            "loss": {"type": "topk_reverse_kl", "k": 8},
+            "rollout": {"max_tokens": 24, "top_p": 0.9},
+            "data": {"size": 20, "prompt_template": "w4 w5 w6 {question}"},
+            "trainer": {"steps": 1},
+        }
     )
-    assert [w.split(" is ")[0] for w in found.warnings] == [
-        "The teacher's tokenizer",
+    problems = load_problem_set(recipe.sources)
+    routing = Routing.of_recipe(recipe)
+    teacher = TeacherId()
+    engine = Engine(
+        problems=TokenizedProblems(problems, tokenizer),
+        loss=recipe.loss,
+        model=tied_model,
+        sampler=sampler,
+        teachers=Teachers({teacher: vllm_scorer}, routing),
+        teacher_specs={teacher: teacher_spec(recipe.teacher, recipe, models.untied)},
+    )
+    texts = []
+    result = preflight(engine, recipe, texts.append)
+    assert [w.split(" is ")[0] for w in result.warnings] == [
+        "The teacher's tokenizer could not be loaded, so its token ids were not compared with the "
+        "student's; give [teacher] a model directory or hub id.",
         "rollout.top_p",
     ]
-    assert json.dumps(found.facts) and found.facts["sampler_trainer_difference"] < 1e-4
+    assert texts[:2] == [f"warning: {warning}" for warning in result.warnings]
+    assert "preflight passed" in texts[2] and result.sampler_trainer_difference < 1e-4
+
+
+def test_preflight_refuses_sft_on_the_students_samples(tiny_recipe, tmp_path):
+    """E_p[grad log p] = 0: it would walk at random."""
+    with pytest.raises(
+        PreflightError, match=r"\[loss\] type = 'sft' .* set rollout.student_fraction = 0"
+    ):
+        run(tiny_recipe(loss={"type": "sft"}), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("policy", "rollout", "message"),
+    [
+        ({}, {"max_model_len": 100}, "raise rollout.max_model_len from 100 to"),
+        (
+            {"template": "{question} {hint}" + " x" * 150},
+            {"max_model_len": 1000},
+            "has only 256 positions",
+        ),
+        # A sibling's text may take all of max_tokens, whatever the data's own solutions take.
+        (
+            {"hint": "sibling", "template": "{question} {hint}"},
+            {"max_tokens": 90, "max_model_len": 200},
+            "max_model_len from 200",
+        ),
+    ],
+    ids=["context", "positions", "sibling"],
+)
+def test_preflight_measures_the_longest_hinted_prompt(
+    policy, rollout, message, tiny_recipe, tmp_path
+):
+    """The longest hint, attempt and response are compared with the context and the positions."""
+    raw = tiny_recipe(
+        teacher={"policy": policy},
+        loss={"type": "self_distillation", "k": 8},
+        rollout__group_size=2,
+    )
+    raw["rollout"] |= rollout
+    with pytest.raises(PreflightError, match=message):
+        run(raw, tmp_path / "run")
+
+
+def test_preflight_refuses_a_solution_beyond_the_teacher(tiny_recipe, tmp_path):
+    """A solution that takes the place of a rollout has to fit the teacher's context."""
+    path = tmp_path / "problems.jsonl"
+    rows = [
+        {"question": f"{i} + 1?", "answer": ("2 " * 300 if i % 2 else "") + f"#### {i + 1}"}
+        for i in range(40)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    raw = tiny_recipe(loss={"type": "generalized_jsd", "k": 8}, rollout__student_fraction=0.5)
+    raw |= {table: {"model": str(folder)} for table, folder in tiny_models(raw).items()}
+    raw["data"] = {"source": "jsonl", "path": str(path)}
+    message = "longest solution of the data has .* and the teacher takes 127"
+    with pytest.raises(PreflightError, match=message):
+        run(raw, tmp_path / "run")

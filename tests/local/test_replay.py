@@ -10,20 +10,9 @@ import pytest
 from prime_composer.local.replay import pairs_of_rollouts, read_pairs
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import DataConfig
-from tests.local.helpers import SOURCES, run, sample
+from tests.local.helpers import SOURCES, Letters, run, sample
 
 Raw = Callable[..., dict[str, Any]]
-
-
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    eos_token_id = 0
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
 
 def test_pairs_join_a_correct_and_a_wrong_rollout_of_a_group() -> None:

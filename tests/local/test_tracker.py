@@ -1,4 +1,4 @@
-"""Metrics: what is written, what a resumed run takes back, what a crash may cut off."""
+"""Metrics: what is written, what a resumed run drops, what a crash may cut off."""
 
 import itertools
 import sys
@@ -21,7 +21,7 @@ def write(run_dir: Path, steps: int) -> None:
             tracker.log(step, {"loss": step / 2})
 
 
-def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_tracker_resumed_drops_newer_records(tmp_path: Path) -> None:
     write(tmp_path, 5)
     with Tracker(tmp_path, QUIET, resume_step=2) as tracker:
         tracker.log(3, {"loss": 9.0})
@@ -33,7 +33,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path: Path) -> N
     ]
 
 
-def test_a_last_line_that_a_crash_cut_short_is_left_out_and_any_other_is_an_error(
+def test_read_metrics_leaves_out_a_cut_last_line(
     tmp_path: Path,
 ) -> None:
     write(tmp_path, 2)
@@ -45,7 +45,7 @@ def test_a_last_line_that_a_crash_cut_short_is_left_out_and_any_other_is_an_erro
         read_metrics(tmp_path)
 
 
-def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
+def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
     with Tracker(tmp_path, LoggingConfig()) as tracker:
         for step, value in ((1, 0.25), (2, 0.125)):
             tracker.log(step, {"loss": value, "bad": float("nan")})
@@ -62,7 +62,7 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A stand-in for W&B: what it was told, in order. It names its runs run-1, run-2, ... unless told an id."""
+    """Replace W&B and return its calls in order. New runs are named run-1, run-2, ..."""
     seen: list[Any] = []
     ids = itertools.count(1)
 
@@ -88,7 +88,7 @@ def test_wandb_gets_every_record_and_is_finished(tmp_path: Path, wandb: list[Any
     assert wandb[1:] == [(1, {"loss": 0.5}), "finished"]
 
 
-def test_a_resumed_run_goes_on_in_its_own_wandb_run(tmp_path: Path, wandb: list[Any]) -> None:
+def test_resumed_run_continues_its_own_wandb_run(tmp_path: Path, wandb: list[Any]) -> None:
     for run_dir in (tmp_path / "one", tmp_path / "two"):
         run_dir.mkdir()
         Tracker(run_dir, WANDB).close()
@@ -99,24 +99,20 @@ def test_a_resumed_run_goes_on_in_its_own_wandb_run(tmp_path: Path, wandb: list[
     assert settings[2]["resume"] == settings[3]["resume"] == "allow"
 
 
-def test_a_run_resumed_with_wandb_only_then_opens_a_wandb_run(
-    tmp_path: Path, wandb: list[Any]
-) -> None:
+def test_run_resumed_with_wandb_opens_a_wandb_run(tmp_path: Path, wandb: list[Any]) -> None:
     write(tmp_path, 2)
     Tracker(tmp_path, WANDB, resume_step=1).close()
     Tracker(tmp_path, WANDB, resume_step=1).close()
     assert [entry["id"] for entry in wandb if entry != "finished"] == [None, "run-1"]
 
 
-def test_a_missing_wandb_is_one_message_with_the_pip_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_wandb_names_the_pip_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
         Tracker(tmp_path, WANDB)
 
 
-def test_the_report_takes_each_number_from_its_own_records(tmp_path: Path) -> None:
+def test_report_takes_each_number_from_its_records(tmp_path: Path) -> None:
     records = [
         {"step": 0, "eval/accuracy": 0.1},
         {"step": 1, "loss": 2.0, "x/kl_in_support": 1.5, "x/kl_mass": 0.5},

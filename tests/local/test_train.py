@@ -1,4 +1,4 @@
-"""The one-machine loop on models of a few thousand parameters, sampled and scored by transformers."""
+"""The one-machine loop on models of a few thousand parameters, on the transformers backend."""
 
 import json
 import math

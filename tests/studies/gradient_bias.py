@@ -1,8 +1,10 @@
-"""Bias and noise of each loss's gradient against that of the full-vocabulary reverse KL, on real rollouts of a recipe.
+"""Bias and noise of each loss's gradient against that of the full-vocabulary reverse KL, on real
+rollouts of a recipe.
 
-    python tests/study_gradient_bias.py RECIPE [--set KEY=VALUE ...] [--batches 8]
+    python -m tests.studies.gradient_bias RECIPE [--set KEY=VALUE ...] [--batches 8]
 
-Every loss gets the same rollouts, batch by batch; g is the gradient of one batch, and h that of the full KL on it. Printed:
+Every loss gets the same rollouts, batch by batch; g is the gradient of one batch, and h that of the
+full KL on it. Printed:
 
     bias    |mean (g - h)| / |mean h|, what no larger batch takes away, and the error of that number
     cosine  between mean g and mean h: a bias along h is a learning rate, one across it is not
@@ -21,15 +23,17 @@ set_environment()
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from prime_composer.local.batch import Batch, Sample  # noqa: E402
+from prime_composer.local.collect import problems_of_step, sample_rollouts  # noqa: E402
 from prime_composer.local.engine import open_engine  # noqa: E402
-from prime_composer.local.gradients import Batch, accumulate_gradients  # noqa: E402
-from prime_composer.local.train import sample  # noqa: E402
-from prime_composer.losses import setup_loss_fn  # noqa: E402
-from prime_composer.losses import parse_loss  # noqa: E402
+from prime_composer.local.gradients import accumulate_gradients  # noqa: E402
+from prime_composer.losses import (
+    parse_loss,  # noqa: E402
+    setup_loss_fn,  # noqa: E402
+)
 from prime_composer.problems.loading import load_problem_set  # noqa: E402
-from prime_composer.problems.order import prompt_batches  # noqa: E402
-from prime_composer.problems.prompts import render_prompt  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
+from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
 
 FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
 LOSSES = {
@@ -77,26 +81,17 @@ def main() -> None:
         [*args.overrides, 'loss={type = "topk_reverse_kl", k = "full", normalization = "full"}'],
     )
     problems = load_problem_set(recipe.sources)
-    practice = problems.practice
+    paths = prepare_models(recipe, problems)
     grads: dict[str, list[Tensor]] = {name: [] for name in LOSSES}
     outside: dict[str, list[tuple[float, float]]] = {name: [] for name in LOSSES}
-    with open_engine(recipe, lambda text: None) as engine:
-        prompts = [
-            render_prompt(problem, problems.config_of(problem), engine.tokenizer)
-            for problem in practice
-        ]
+    with open_engine(recipe, problems, paths, lambda text: None) as engine:
         count = recipe.trainer.batch_size // recipe.rollout.group_size
-        for step in range(args.batches):
-            asked = prompt_batches(len(practice), count, recipe.trainer.seed, step)
-            rollouts = sample(
-                engine, recipe, [practice[i] for i in asked], [prompts[i] for i in asked], step
-            )
-            batch = Batch(
-                rollouts,
-                engine.teachers.score(
-                    rollouts, [practice[asked[r.prompt_index]] for r in rollouts], "full"
-                ),
-            )
+        for step in range(1, args.batches + 1):
+            seed = recipe.trainer.seed
+            chosen = problems_of_step(problems, count, seed, step)
+            rollouts = sample_rollouts(engine, recipe.rollout, chosen, seed, step)
+            samples = [Sample(rollout, chosen[rollout.prompt_index]) for rollout in rollouts]
+            batch = Batch(engine.score(samples))
             for name, raw in LOSSES.items():
                 metrics = accumulate_gradients(
                     engine.model, setup_loss_fn(parse_loss(raw)), batch, recipe.trainer, step
@@ -110,7 +105,8 @@ def main() -> None:
                 outside[name].append((masses[0], masses[1]))
     print(f"{args.batches} batches of {recipe.trainer.batch_size} rollouts")
     print(
-        f"{'loss':18}{'bias':>14}{'cosine':>8}{'length':>8}{'noise':>8}{'outside: student, teacher':>28}"
+        f"{'loss':18}{'bias':>14}{'cosine':>8}{'length':>8}{'noise':>8}"
+        f"{'outside: student, teacher':>28}"
     )
     for name in LOSSES:
         bias, error, cosine, length, noise = bias_and_noise(
@@ -120,7 +116,8 @@ def main() -> None:
             sum(values) / len(values) for values in zip(*outside[name], strict=True)
         )
         print(
-            f"{name:18}{bias:8.2f} ±{error:4.2f}{cosine:8.2f}{length:8.2f}{noise:8.2f}{student:18.3f}{teacher:10.3f}"
+            f"{name:18}{bias:8.2f} "
+            f"±{error:4.2f}{cosine:8.2f}{length:8.2f}{noise:8.2f}{student:18.3f}{teacher:10.3f}"
         )
 
 

@@ -1,22 +1,26 @@
-"""Variance of the distillation gradient: sampled token against top K, by rollout length and future-reward coupling gamma.
+"""Variance of the distillation gradient: sampled token against top K, by rollout length and
+future-reward coupling gamma.
 
-    python tests/study_gradient_variance.py
+    python -m tests.studies.gradient_variance
 
-The toy study of "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562, in its token analogue: instead
-of a Gaussian policy in continuous control, whose variance has to be estimated, a table of logits over a small vocabulary. The
-state is the last token, student p(y|s) and teacher q(y|s) are tables, and every moment of a rollout's gradient follows from a
-recursion over the steps: no sampling anywhere, so the numbers carry no error of their own.
+The toy study of "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562, in
+its token analogue: instead of a Gaussian policy in continuous control, whose variance has to be
+estimated, a table of logits over a small vocabulary. The state is the last token, student p(y|s)
+and teacher q(y|s) are tables, and every moment of a rollout's gradient follows from a recursion
+over the steps: no sampling anywhere, so the numbers carry no error of their own.
 
-Per rollout of T tokens, gradients with respect to the student's table (score_t = grad log p(y_t|s_t)):
+Per rollout of T tokens, gradients with respect to the student's table (score_t = grad log
+p(y_t|s_t)):
 
-    sampled, gamma   g = (1/T) sum_t score_t sum_{t' >= t} gamma^(t'-t) r_t',    r = log p(y) - log q(y)
-    tail K           g = (1/T) sum_t grad KL_tail(p || q) at s_t
+    sampled, gamma   g = (1/T) sum_t score_t sum_{t' >= t} gamma^(t'-t) r_t',    r = log p(y) - log
+    q(y) tail K           g = (1/T) sum_t grad KL_tail(p || q) at s_t
     head-tail K      g = (1/T) sum_t (sum_S grad p log p/q + 1[y_t not in S] score_t r_t)
 
-gamma = 1 has the gradient of the sequences' KL (divided by T); gamma = 0, tail K = V and head-tail all have the mean of the
-per-token KL's gradient on the student's own states. Printed, as means over three random pairs of tables: the standard deviation
-of one rollout's gradient over the length of its mean, sqrt(E|g - Eg|^2)/|Eg| (a batch of B rollouts divides it by sqrt(B));
-and at one length the bias |Eg - h|/|h| against either of these two gradients h.
+gamma = 1 has the gradient of the sequences' KL (divided by T); gamma = 0, tail K = V and head-tail
+all have the mean of the per-token KL's gradient on the student's own states. Printed, as means over
+three random pairs of tables: the standard deviation of one rollout's gradient over the length of
+its mean, sqrt(E|g - Eg|^2)/|Eg| (a batch of B rollouts divides it by sqrt(B)); and at one length
+the bias |Eg - h|/|h| against either of these two gradients h.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +35,16 @@ GAMMAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class Tables:
-    """log p and log q, [V states, V tokens], float64. A token leads to the state of its name; a rollout starts in state 0."""
+    """log p and log q, [V states, V tokens], float64. A token leads to the state of its name; a
+    rollout starts in state 0."""
 
     student: Tensor
     teacher: Tensor
 
 
 def random_tables(vocab: int, seed: int, sharpness: float = 2.0, distance: float = 1.0) -> Tables:
-    """Normal logits of standard deviation ``sharpness`` for the student; the teacher's differ by normal ``distance``."""
+    """Normal logits of standard deviation ``sharpness`` for the student; the teacher's differ by
+    normal ``distance``."""
     generator = torch.Generator().manual_seed(seed)
     logits = sharpness * torch.randn(vocab, vocab, generator=generator, dtype=torch.float64)
     other = logits + distance * torch.randn(vocab, vocab, generator=generator, dtype=torch.float64)
@@ -52,18 +58,21 @@ def scores(tables: Tables) -> Tensor:
 
 
 def sampled_parts(tables: Tables) -> tuple[Tensor, Tensor]:
-    """Reward r(s, y) that is coupled to the future, and a gradient that is not (none), [s, y] and [s, y, V]."""
+    """Reward r(s, y) that is coupled to the future, and a gradient that is not (none), [s, y] and
+    [s, y, V]."""
     return tables.student - tables.teacher, torch.zeros_like(scores(tables))
 
 
 def top_k_parts(tables: Tables, k: int, head_tail: bool = False) -> tuple[Tensor, Tensor]:
-    """No coupled reward, and the gradient at (s, y): of the tail KL, or of head and sampled tail."""
+    """No coupled reward, and the gradient at (s, y): of the tail KL, or of head and sampled
+    tail."""
     p, log_ratio = tables.student.exp(), tables.student - tables.teacher
     on_support = torch.zeros_like(p, dtype=torch.bool).scatter(
         1, tables.teacher.topk(k, dim=-1).indices, True
     )
     if not head_tail:
-        # sum over outcomes of p log p/q, the tokens outside S being one: each of them carries the ratio of the masses.
+        # sum over outcomes of p log p/q, the tokens outside S being one: each of them carries the
+        # ratio of the masses.
         p_rest, q_rest = (
             torch.where(on_support, 0.0, x).sum(-1, keepdim=True) for x in (p, tables.teacher.exp())
         )
@@ -81,10 +90,11 @@ def top_k_parts(tables: Tables, k: int, head_tail: bool = False) -> tuple[Tensor
 def moments(
     tables: Tables, reward: Tensor, own: Tensor, length: int, gamma: float
 ) -> tuple[Tensor, float]:
-    """Mean [V, V] and total variance of a rollout's gradient (1/T) sum_t (G_t score_t + own_t), exactly.
+    """Mean [V, V] and total variance of a rollout's gradient (1/T) sum_t (G_t score_t + own_t),
+    exactly.
 
-    With G_t = r_t + gamma G_{t+1} and g_t = G_t score_t + own_t + g_{t+1}, both from step t on, backwards over the steps for
-    every state: E G, E G^2, E g, E G g and E |g|^2.
+    With G_t = r_t + gamma G_{t+1} and g_t = G_t score_t + own_t + g_{t+1}, both from step t on,
+    backwards over the steps for every state: E G, E G^2, E g, E G g and E |g|^2.
     """
     vocab = reward.shape[0]
     p, score = tables.student.exp(), scores(tables)
@@ -150,7 +160,8 @@ def estimators(vocab: int) -> dict[str, tuple[Callable[[Tables], tuple[Tensor, T
 def biases(
     tables: Tables, parts: tuple[Tensor, Tensor], length: int, gamma: float
 ) -> tuple[float, float]:
-    """Distance of the mean from the gradient of the per-token KL, and from that of the sequences' KL, relative to each."""
+    """Distance of the mean from the gradient of the per-token KL, and from that of the sequences'
+    KL, relative to each."""
     mean, _ = moments(tables, *parts, length, gamma)
     token, _ = moments(tables, *top_k_parts(tables, tables.student.shape[0]), length, 0.0)
     sequence, _ = moments(tables, *sampled_parts(tables), length, 1.0)

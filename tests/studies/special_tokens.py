@@ -1,13 +1,16 @@
-"""A teacher that never ends a text: what one planted token costs each loss, and what the special-token mask repairs.
+"""A teacher that never ends a text: what one planted token costs each loss, and what the
+special-token mask repairs.
 
-    python tests/study_special_tokens.py [RECIPE] [--seeds 0 1 2] [--steps 60]
+    python -m tests.studies.special_tokens [RECIPE] [--seeds 0 1 2] [--steps 60]
 
-Same tokenizer, another use of it: the teacher gives the student's end-of-text token probability e^-20 everywhere, as a chat
-model does that ends its turns with another token; the rest of its distribution keeps its proportions. The planted teacher
-scores the student's training; what is printed was measured against the true one (``eval/reverse_kl`` is not planted).
+Same tokenizer, another use of it: the teacher gives the student's end-of-text token probability
+e^-20 everywhere, as a chat model does that ends its turns with another token; the rest of its
+distribution keeps its proportions. The planted teacher scores the student's training; what is
+printed was measured against the true one (``eval/reverse_kl`` is not planted).
 
-What came out for recipes/gsm8k_opd.toml, one seed, 40 steps (``--seeds 0 --steps 40``); the mask takes out the first end of text
-of a response. "top 1 %" and "removed" (the mask's share of |A|) are means over the first quarter of the steps:
+What came out for recipes/gsm8k_opd.toml, one seed, 40 steps (``--seeds 0 --steps 40``); the mask
+takes out the first end of text of a response. "top 1 %" and "removed" (the mask's share of |A|) are
+means over the first quarter of the steps:
 
     loss         teacher  mask    accuracy  cut off  true KL  top 1 %  removed
     sampled      true     no         79.0%     0.0%    0.136    18.6%     0.0%
@@ -17,8 +20,10 @@ of a response. "top 1 %" and "removed" (the mask's share of |A|) are means over 
     tail K = 16  planted  no         80.0%    35.0%    0.754    18.0%     0.0%
     tail K = 16  planted  yes        84.5%     0.0%    0.112    21.0%    63.8%
 
-One token in about 16 holds three fifths of |A|, and teaches the sampled token's student never to stop. The tail loss feels it
-less: the token is not among the teacher's 16, so the bucket's mass is compared, not its e^-20. The mask brings back the
+One token in about 16 holds three fifths of |A|, and teaches the sampled token's student never to
+stop. The tail loss feels it
+less: the token is not among the teacher's 16, so the bucket's mass is compared, not its e^-20. The
+    mask brings back the
 accuracy of both, and not all of the KL.
 """
 
@@ -35,15 +40,22 @@ set_environment()
 
 import torch  # noqa: E402
 
+from prime_composer.backends.hf_model import load_tokenizer  # noqa: E402
 from prime_composer.backends.protocols import (  # noqa: E402
-    Rollout,  # noqa: E402
+    Limits,
+    Rollout,
+    Sampler,
     Scorer,
     TeacherScores,
 )
 from prime_composer.local import engine as engine_module  # noqa: E402
+from prime_composer.local.engine import BackendSpec  # noqa: E402
 from prime_composer.local.tracker import read_metrics  # noqa: E402
 from prime_composer.local.train import train  # noqa: E402
+from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
+from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
+from tests.local.helpers import Silent  # noqa: E402
 
 END = "<|endoftext|>"
 LOG_PLANTED = -20.0
@@ -55,14 +67,16 @@ MASK = f', special_tokens = {{strings = ["{END}"]}}'
 
 
 def plant(scores: TeacherScores, sampled: torch.Tensor, token: int, k: int) -> TeacherScores:
-    """The scores of a teacher that gives ``token`` e^-20 and the others its old mass in their old proportions.
+    """The scores of a teacher that gives ``token`` e^-20 and the others its old mass in their old
+    proportions.
 
     Args:
         scores: of the true teacher, with at least k + 1 ids.
-        sampled: the rollout's token ids, [seq].
+        sampled: the rollout's token ids from its first trained token on, [n].
     """
     at_token = scores.token_ids == token
-    # log q of the token; 0 mass where it is not among the K + 1 most probable: it is at most the least of them.
+    # log q of the token; 0 mass where it is not among the K + 1 most probable: it is at most the
+    # least of them.
     log_q = torch.where(at_token, scores.teacher_logprobs, -torch.inf).logsumexp(-1)
     log_q = torch.where(sampled == token, scores.ref_logprobs, log_q)
     # Where q rounds to 1 nothing is known of the others but their order.
@@ -77,30 +91,36 @@ def plant(scores: TeacherScores, sampled: torch.Tensor, token: int, k: int) -> T
 
 
 class PlantedScorer:
-    """A scorer whose teacher never writes ``token``; full-vocabulary scores, which measure the KL, stay the true ones."""
+    """A scorer whose teacher never writes ``token``; full-vocabulary scores, which measure the KL,
+    stay the true ones."""
 
     def __init__(self, inner: Scorer, token: int):
         self.inner, self.token = inner, token
 
+    @property
+    def limits(self) -> Limits:
+        return self.inner.limits
+
+    @property
+    def sampler(self) -> Sampler | None:
+        return self.inner.sampler
+
     def score(
-        self, rollouts: Sequence[Rollout], support_size: int | Literal["full"]
+        self,
+        rollouts: Sequence[Rollout],
+        support_size: int | Literal["full"],
+        prompts: Sequence[Sequence[int]] | None = None,
     ) -> list[TeacherScores]:
         if support_size == "full":
             return self.inner.score(rollouts, "full")
         true = self.inner.score(rollouts, support_size + 1)
         return [
-            plant(one, r.token_ids, self.token, support_size)
+            plant(one, r.token_ids[r.start :], self.token, support_size)
             for one, r in zip(true, rollouts, strict=True)
         ]
 
     def close(self) -> None:
         self.inner.close()
-
-
-class Silent:
-    def status(self, text: str) -> None: ...
-
-    def step(self, step: int, metrics: dict[str, float]) -> None: ...
 
 
 def run(path: Path, loss: str, planted: bool, seed: int, steps: int) -> list[dict[str, float]]:
@@ -114,19 +134,18 @@ def run(path: Path, loss: str, planted: bool, seed: int, steps: int) -> list[dic
     recipe = load_recipe(
         path, [*overrides, "eval.every=0", "checkpoint.every=0", "logging.tensorboard=false"]
     )
+    problems = load_problem_set(recipe.sources)
+    paths = prepare_models(recipe, problems)
     true_scorer = engine_module.open_scorer
 
-    def open_planted(teacher, recipe) -> Scorer:
-        from prime_composer.backends.hf_model import load_tokenizer
-
-        tokenizer = load_tokenizer(engine_module.model_dir(teacher, recipe))
-        scorer = PlantedScorer(true_scorer(teacher, recipe), tokenizer.convert_tokens_to_ids(END))
-        return scorer
+    def open_planted(spec: BackendSpec) -> Scorer:
+        tokenizer = load_tokenizer(spec.model)
+        return PlantedScorer(true_scorer(spec), tokenizer.convert_tokens_to_ids(END))
 
     engine_module.open_scorer = open_planted if planted else true_scorer
     try:
         with tempfile.TemporaryDirectory() as folder:
-            train(recipe, Path(folder), Silent())
+            train(recipe, problems, paths, Path(folder), Silent())
             return read_metrics(folder)
     finally:
         engine_module.open_scorer = true_scorer
@@ -144,7 +163,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     print(
-        f"{'loss':12} {'teacher':8} {'mask':5} {'accuracy':>21} {'cut off':>8} {'true KL':>8} {'top 1 %':>8} {'removed':>8}"
+        f"{'loss':12} {'teacher':8} {'mask':5} {'accuracy':>21} {'cut off':>8} {'true KL':>8} "
+        f"{'top 1 %':>8} {'removed':>8}"
     )
     for name, loss in LOSSES.items():
         for planted, masked in ((False, False), (True, False), (True, True)):
@@ -160,19 +180,27 @@ def main() -> None:
             ]
             ends = [records[-1] for records in runs]
             accuracy = [end["eval/accuracy"] for end in ends]
-            # The first quarter of the run: later an unmasked student may have no end of text left to be punished for.
+            # The first quarter of the run: later an unmasked student may have no end of text left
+            # to be punished for.
             early = [
                 record
                 for records in runs
                 for record in records
                 if 1 <= record["step"] <= max(1, args.steps // 4)
             ]
+            top_share = [
+                value
+                for record in early
+                for key, value in record.items()
+                if key.endswith("signal_top1pct")
+            ]
+            removed = [r.get("special_tokens/removed_signal_share", 0.0) for r in early]
             print(
                 f"{name:12} {'planted' if planted else 'true':8} {'yes' if masked else 'no':5} "
                 f"{f'{mean(accuracy):.1%} ({min(accuracy):.1%}-{max(accuracy):.1%})':>21} "
-                f"{mean([end['eval/truncated'] for end in ends]):8.1%} {mean([end['eval/reverse_kl'] for end in ends]):8.3f} "
-                f"{mean([v for r in early for key, v in r.items() if key.endswith('signal_top1pct')]):8.1%} "
-                f"{mean([r.get('special_tokens/removed_signal_share', 0.0) for r in early]):8.1%}",
+                f"{mean([end['eval/truncated'] for end in ends]):8.1%} "
+                f"{mean([end['eval/reverse_kl'] for end in ends]):8.3f} "
+                f"{mean(top_share):8.1%} {mean(removed):8.1%}",
                 flush=True,
             )
 

@@ -1,4 +1,5 @@
-"""The toy study's moments against enumeration of every rollout, with autograd for every gradient."""
+"""The toy study's moments against enumeration of every rollout, with autograd for every
+gradient."""
 
 import itertools
 
@@ -17,7 +18,8 @@ VOCAB, LENGTH = 3, 4
 
 
 def enumerated(per_rollout) -> tuple[torch.Tensor, float]:
-    """Mean and total variance of ``per_rollout(logits, tokens) -> scalar to backpropagate`` over all rollouts."""
+    """Mean and total variance of ``per_rollout(logits, tokens) -> scalar to backpropagate`` over
+    all rollouts."""
     tables = random_tables(VOCAB, seed=7)
     grads, weights = [], []
     for tokens in itertools.product(range(VOCAB), repeat=LENGTH):

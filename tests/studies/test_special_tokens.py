@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from prime_composer.backends.protocols import Rollout, TeacherScores
+from prime_composer.backends.protocols import Limits, Rollout, TeacherScores
 from tests.studies.special_tokens import PlantedScorer, plant
 
 Q = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04], [0.2, 0.7, 0.05, 0.03, 0.02]], dtype=torch.float64)
@@ -12,7 +12,10 @@ END = 1
 
 
 class FullScorer:
-    def score(self, rollouts, support_size):
+    limits = Limits()
+    sampler = None
+
+    def score(self, rollouts, support_size, prompts=None):
         k = Q.shape[1] if support_size == "full" else support_size
         logprobs, ids = Q.log().sort(dim=-1, descending=True)
         ref = Q.log().gather(1, rollouts[0].token_ids[:, None])[:, 0]

@@ -1,0 +1,155 @@
+"""Mixtures of teachers: against dense distributions, and who is asked."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_composer.backends.mixture import Teachers, mix
+from prime_composer.backends.protocols import Limits, Rollout, TeacherScores
+from prime_composer.problems.config import Problem
+from prime_composer.recipe.routing import Routing, TeacherId
+
+VOCAB = 12
+
+
+def dense(count: int, n: int, seed: int) -> torch.Tensor:
+    """Distributions of some teachers over the whole vocabulary, [teacher, seq, vocab], float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(count, n, VOCAB, generator=generator, dtype=torch.float64).mul(2.5).softmax(-1)
+    )
+
+
+def scored(q: torch.Tensor, token_ids: torch.Tensor, k: int) -> TeacherScores:
+    top = q.log().topk(k, dim=-1)
+    return TeacherScores(
+        q.log().gather(1, token_ids[:, None])[:, 0].float(), top.indices, top.values.float()
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, VOCAB),
+    st.integers(0, 10**6),
+    st.lists(st.floats(0.05, 1), min_size=4, max_size=4),
+)
+def test_mix_is_a_lower_bound_and_exact_where_it_can_be(count, k, seed, raw):
+    weights = torch.tensor(raw[:count], dtype=torch.float64)
+    weights /= weights.sum()
+    q = dense(count, 5, seed)
+    token_ids = torch.randint(VOCAB, (5,), generator=torch.Generator().manual_seed(seed))
+    mixed = mix(token_ids, [scored(one, token_ids, k) for one in q], weights.tolist())
+    true = torch.einsum("i,inv->nv", weights, q)
+
+    own = true.gather(1, token_ids[:, None])
+    torch.testing.assert_close(
+        mixed.ref_logprobs.double().exp()[:, None], own, rtol=1e-5, atol=1e-7
+    )
+    found, at_ids = mixed.teacher_logprobs.double().exp(), true.gather(1, mixed.token_ids)
+    # What a teacher may hold on an id outside its own top K is at most its K-th probability.
+    unseen = sum(w * one.topk(k, dim=-1).values[:, -1:] for w, one in zip(weights, q, strict=True))
+    assert (found <= at_ids * (1 + 1e-5)).all() and (at_ids <= found + unseen + 1e-6).all()
+    sampled = mixed.token_ids == token_ids[:, None]
+    torch.testing.assert_close(found[sampled], at_ids[sampled], rtol=1e-5, atol=1e-7)
+    if k == VOCAB:
+        torch.testing.assert_close(found, at_ids, rtol=1e-5, atol=1e-7)
+    assert mixed.token_ids.shape == (5, k)
+    assert all(len(set(row)) == k for row in mixed.token_ids.tolist())
+    assert (mixed.teacher_logprobs.diff(dim=1) <= 0).all()
+    assert mixed.teacher_logprobs.dtype == torch.float32
+
+
+def test_mix_is_exact_on_ids_that_every_teacher_lists():
+    """An id of every teacher's top K has the mixture's mass."""
+    ids = torch.tensor([[3, 1]])
+    one = TeacherScores(torch.tensor([math.log(0.1)]), ids, torch.tensor([[0.6, 0.3]]).log())
+    two = TeacherScores(
+        torch.tensor([math.log(0.3)]), ids.flip(1), torch.tensor([[0.5, 0.2]]).log()
+    )
+    mixed = mix(torch.tensor([7]), [one, two], [0.25, 0.75])
+    # id 1: .25 * .3 + .75 * .5; id 3: .25 * .6 + .75 * .2; the sampled id 7: .25 * .1 + .75 * .3
+    assert mixed.token_ids.tolist() == [[1, 3]]
+    torch.testing.assert_close(mixed.teacher_logprobs.exp(), torch.tensor([[0.45, 0.3]]))
+    torch.testing.assert_close(mixed.ref_logprobs.exp(), torch.tensor([0.25]))
+
+
+def test_mix_ids_are_distinct_with_zero_probabilities():
+    """Ids without any probability are listed once as well."""
+    q = dense(3, 5, 7)
+    q[:, :, 8:] = 0
+    q /= q.sum(-1, keepdim=True)
+    token_ids = torch.arange(5)
+    for k in (VOCAB, 10):
+        mixed = mix(token_ids, [scored(one, token_ids, k) for one in q], [0.25, 0.25, 0.5])
+        assert all(len(set(row)) == k for row in mixed.token_ids.tolist())
+        expected = torch.einsum(
+            "i,inv->nv", torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64), q
+        )
+        torch.testing.assert_close(
+            mixed.teacher_logprobs.double().exp(),
+            expected.gather(1, mixed.token_ids),
+            rtol=1e-5,
+            atol=0,
+        )
+
+
+def test_mix_of_one_teacher_is_that_teacher():
+    """One teacher's scores are returned as they are."""
+    scores = scored(dense(1, 4, 0)[0], torch.arange(4), 3)
+    assert mix(torch.arange(4), [scores], [1.0]) is scores
+
+
+def test_mix_without_a_support_mixes_the_sampled_token():
+    """With K = 0 only the sampled token is mixed."""
+    scores = [scored(q, torch.arange(4), 0) for q in dense(2, 4, 1)]
+    mixed = mix(torch.arange(4), scores, [0.5, 0.5])
+    assert mixed.token_ids.shape == (4, 0)
+    expected = (scores[0].ref_logprobs.exp() + scores[1].ref_logprobs.exp()) / 2
+    torch.testing.assert_close(mixed.ref_logprobs.exp(), expected)
+
+
+def rollout(tokens: list[int]) -> Rollout:
+    ids = torch.tensor(tokens)
+    return Rollout(ids, torch.ones_like(ids, dtype=torch.bool), torch.zeros(len(tokens)), "stop", 0)
+
+
+class Recorder:
+    """A scorer that gives every token one log-prob, and records what it scores."""
+
+    limits = Limits()
+    sampler = None
+
+    def __init__(self, logprob: float):
+        self.logprob, self.scored, self.closed = logprob, [], False
+
+    def score(self, rollouts, support_size, prompts=None):
+        self.scored.append([r.token_ids.tolist() for r in rollouts])
+        empty = [torch.zeros(len(r.token_ids), 0) for r in rollouts]
+        return [TeacherScores(torch.full((len(e),), self.logprob), e.long(), e) for e in empty]
+
+    def close(self):
+        self.closed = True
+
+
+def test_teachers_score_their_own_rollouts_in_order():
+    """A teacher without a weight in a rollout is not sent it, and the order of rollouts is kept."""
+    x, y, z = (TeacherId(name) for name in "xyz")
+    first, second, third = Recorder(-1.0), Recorder(-2.0), Recorder(-3.0)
+    shares = {"a": {x: 1.0}, "b": {y: 1.0}, "both": {y: 0.75, x: 0.25}}
+    teachers = Teachers({x: first, y: second, z: third}, Routing({}, shares))
+    problems = [Problem("?", "#### 1", environment=name) for name in ("b", "both", "a")]
+    scores = teachers.score([rollout([1]), rollout([2, 3]), rollout([4])], problems, 0)
+    assert first.scored == [[[2, 3], [4]]] and second.scored == [[[1], [2, 3]]]
+    assert third.scored == []
+    both = math.log(0.25 * math.exp(-1) + 0.75 * math.exp(-2))
+    assert [s.ref_logprobs.tolist() for s in scores] == [
+        [-2.0],
+        pytest.approx([both, both]),
+        [-1.0],
+    ]
+    teachers.close()
+    assert first.closed and second.closed and third.closed

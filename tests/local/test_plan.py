@@ -1,0 +1,84 @@
+"""The plan of a dry run: what it says, what it refuses, and that it writes nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_composer.local import plan as plan_module
+from prime_composer.local.plan import plan
+from prime_composer.local.preflight import PreflightError
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from tests.conftest import TINY_RECIPE
+from tests.local.helpers import tiny_models
+
+Raw = Callable[..., dict[str, Any]]
+
+
+def planned(raw: dict[str, Any]) -> list[str]:
+    recipe = parse_recipe(raw)
+    return plan(recipe, load_problem_set(recipe.sources))
+
+
+def test_plan_of_uncached_models_says_what_is_trained(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models that are not cached are announced, and nothing is written."""
+    monkeypatch.setenv("PRIME_COMPOSER_CACHE", str(tmp_path / "cache"))
+    lines = planned(tiny_recipe())
+    assert lines[0] == "student: to be prepared now: 5 steps of fine-tuning"
+    assert lines[1] == "teacher: to be prepared now: 150 steps of fine-tuning"
+    assert "prompt lengths: not checked" in lines[-1]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_plan_of_cached_models_checks_the_prompts() -> None:
+    """With tokenizers on this machine the longest prompt is measured."""
+    folder = tiny_models(TINY_RECIPE)["student"]
+    lines = planned(TINY_RECIPE)
+    assert lines[0] == f"student: prepared, cached in {folder}"
+    assert "support: K = 8, chosen by the teacher" in lines
+    assert "problems: 54 problems to train on, 6 held out" in lines
+    assert any(line.startswith("steps: 4 of 6 prompts x 1 rollouts; 24 rollouts") for line in lines)
+    assert lines[-1].startswith("longest prompt: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": {"type": "sft"}}, "set rollout.student_fraction = 0"),
+        ({"rollout__max_model_len": 30}, "raise rollout.max_model_len"),
+        ({"student": {"model": "/no/such/folder"}}, "there is no such directory"),
+        (
+            {"loss": {"type": "topk_reverse_kl", "k": 8, "special_tokens": {"strings": ["<x>"]}}},
+            "<x>",
+        ),
+    ],
+    ids=["sft", "context", "directory", "special token"],
+)
+def test_plan_refuses_what_a_run_would_refuse(
+    changes: dict[str, Any], message: str, tiny_recipe: Raw
+) -> None:
+    """Errors that a run would have before its first step are raised."""
+    tiny_models(TINY_RECIPE)
+    with pytest.raises(ValueError, match=message):
+        planned(tiny_recipe(**changes))
+
+
+def test_plan_refuses_a_hint_without_room_for_the_response(tiny_recipe: Raw) -> None:
+    """The hint-conditioned prompt is measured without any weights."""
+    tiny_models(TINY_RECIPE)
+    loss = {"type": "self_distillation", "k": 8}
+    raw = tiny_recipe(teacher={"policy": {}}, loss=loss, rollout__max_model_len=100)
+    with pytest.raises(PreflightError, match="raise rollout.max_model_len from 100 to"):
+        planned(raw)
+
+
+def test_plan_names_missing_libraries(tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All missing libraries are named with the pip lines."""
+    missing = {"vllm", "matplotlib"}
+    monkeypatch.setattr(plan_module, "find_spec", lambda name: None if name in missing else name)
+    with pytest.raises(ImportError, match="needs matplotlib, vllm: pip install"):
+        planned(tiny_recipe(rollout__backend="vllm"))
