@@ -93,7 +93,9 @@ def source_with_agent(module: str, settings: Table, entry: Table) -> Table:
 
 def inference_with_extra(arguments: Table) -> Table:
     """Write vLLM's arguments: those that [inference] has fields for, the rest in vllm_extra."""
-    table = {key: arguments[key] for key in ("gpu_memory_utilization", "seed") if key in arguments}
+    table: Table = {
+        key: arguments[key] for key in ("gpu_memory_utilization", "seed") if key in arguments
+    }
     if "dtype" in arguments:
         table["model"] = {"dtype": arguments["dtype"]}
     if "max_logprobs" in arguments:
