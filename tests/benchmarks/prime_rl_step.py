@@ -393,7 +393,7 @@ def whole(args):
 
 
 def head_only(args):
-    """Run prime-rl's output head and compute_loss and their backward; return what ``whole`` does."""
+    """Run prime-rl's output head, compute_loss and their backward; return what ``whole`` does."""
     keep_freed_memory(False)
     import torch
 

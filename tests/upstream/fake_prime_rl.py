@@ -1,4 +1,4 @@
-"""Modules with prime-rl's surfaces and none of its code, for tests of the adapter's trainer side."""
+"""Modules with prime-rl's surfaces and none of its code, for tests of the trainer's adapter."""
 
 import sys
 import types

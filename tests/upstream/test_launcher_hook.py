@@ -41,7 +41,7 @@ def test_resolve_passes_the_files_loss_and_k_on():
     }
 
 
-def test_resolve_splits_the_file_key_off_and_leaves_it_in_the_file():
+def test_resolve_splits_the_file_key_off_but_keeps_it_in_the_file():
     """The trainer's own config keeps it, so that a trainer without the adapter refuses the run."""
     config = launcher_config({"type": "sampled_reverse_kl", "adapter": "true"})
     launcher_hook.resolve(config)
