@@ -47,7 +47,6 @@ TOUCHED = [
         "DataLoader.__init__",
         "self output_dir start_step dp_world_size config",
     ),
-    (("head",), SRC + "trainer/optim/offload.py", "FullCPUOffloadOptimizer.step", "self closure"),
     (ALL, SRC + "trainer/models/layers/lm_head.py", "FusedOutputLinear.forward", HEAD),
     (ALL, SRC + "trainer/models/layers/lm_head.py", "VanillaOutputLinear.forward", HEAD),
     (ALL, SRC + "trainer/models/layers/lm_head_gemma.py", "GemmaFusedOutputLinear.forward", HEAD),
