@@ -6,7 +6,7 @@ import torch
 from tests.studies.gradient_bias import bias_and_noise
 
 
-def test_a_gradient_of_half_the_length_is_biased_along_and_not_across() -> None:
+def test_half_the_gradient_is_biased_along_and_not_across() -> None:
     full = torch.tensor([[4.0, 0.0], [2.0, 0.0]])
     bias, error, cosine, length, noise = bias_and_noise(full / 2, full)
     # Means (1.5, 0) and (3, 0); the gaps -2 and -1 have sample variance 0.5, the halves 2 and 1 the
@@ -15,7 +15,7 @@ def test_a_gradient_of_half_the_length_is_biased_along_and_not_across() -> None:
     assert error == pytest.approx((0.5 / 2) ** 0.5 / 3) and noise == pytest.approx(0.5**0.5 / 3)
 
 
-def test_an_unbiased_noisy_gradient_has_noise_and_no_bias() -> None:
+def test_unbiased_noisy_gradient_has_no_bias() -> None:
     full = torch.tensor([[3.0, 0.0], [3.0, 0.0]])
     bias, error, cosine, length, noise = bias_and_noise(
         full + torch.tensor([[0.0, 3.0], [0.0, -3.0]]), full

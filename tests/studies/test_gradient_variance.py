@@ -39,7 +39,7 @@ def enumerated(per_rollout) -> tuple[torch.Tensor, float]:
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
-def test_the_recursion_gives_the_moments_of_the_coupled_sampled_estimator(gamma: float) -> None:
+def test_moments_of_the_coupled_sampled_estimator(gamma: float) -> None:
     def surrogate(student, teacher, states, tokens):
         log_p = [student[s, y] for s, y in zip(states, tokens, strict=True)]
         reward = [
@@ -58,7 +58,7 @@ def test_the_recursion_gives_the_moments_of_the_coupled_sampled_estimator(gamma:
 
 
 @pytest.mark.parametrize("head_tail", [False, True])
-def test_the_recursion_gives_the_moments_of_the_top_k_estimators(head_tail: bool) -> None:
+def test_moments_of_the_top_k_estimators(head_tail: bool) -> None:
     def surrogate(student, teacher, states, tokens):
         total = 0.0
         for s, y in zip(states, tokens, strict=True):

@@ -22,7 +22,7 @@ class FullScorer:
         return [TeacherScores(ref, ids[:, :k], logprobs[:, :k])]
 
 
-def test_the_planted_token_has_e_to_the_minus_20_and_the_others_their_proportions() -> None:
+def test_plant_keeps_the_proportions_of_other_tokens() -> None:
     tokens = torch.tensor([END, 3])
     rollout = Rollout(tokens, torch.tensor([True, True]), torch.zeros(2), "stop", 0)
     (planted,) = PlantedScorer(FullScorer(), END).score([rollout], 3)
@@ -40,7 +40,7 @@ def test_the_planted_token_has_e_to_the_minus_20_and_the_others_their_proportion
     )
 
 
-def test_measuring_sees_the_true_teacher() -> None:
+def test_planted_scorer_measures_with_the_true_teacher() -> None:
     rollout = Rollout(torch.tensor([END, 3]), torch.tensor([True, True]), torch.zeros(2), "stop", 0)
     (true,) = PlantedScorer(FullScorer(), END).score([rollout], "full")
     torch.testing.assert_close(
@@ -49,7 +49,7 @@ def test_measuring_sees_the_true_teacher() -> None:
     assert true.ref_logprobs[0].exp() == 0.3
 
 
-def test_a_token_that_the_teacher_never_considered_changes_nothing_else() -> None:
+def test_plant_of_an_unconsidered_token_changes_nothing() -> None:
     scores = TeacherScores(
         torch.log(torch.tensor([0.6])),
         torch.tensor([[0, 2]]),
