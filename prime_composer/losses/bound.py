@@ -316,7 +316,11 @@ def _first_k(support: Support | None, k: int | Literal["full"]) -> Support | Non
 
 
 def _prefixed(metrics: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {f"{prefix}{name}": value for name, value in metrics.items()}
+    """Return the metrics under full names. A graph, which would hold memory, is cut off."""
+    return {
+        f"{prefix}{name}": value.detach() if value.requires_grad else value
+        for name, value in metrics.items()
+    }
 
 
 def _per_pair(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:

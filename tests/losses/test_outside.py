@@ -203,6 +203,22 @@ def test_an_outside_loss_with_a_schedule_keeps_its_state(write):
     assert resumed(inputs).loss.item() == loss(inputs).loss.item()
 
 
+def test_a_metric_with_a_graph_is_logged_without_it(write):
+    """A function may write ``gap.mean()`` without ``no_grad``: the wrapper cuts the graph off."""
+    source = """
+    def fn(inputs: LossInputs, config: C) -> LossOutputs:
+        kept = inputs.trainer_logprobs[inputs.loss_mask]
+        return LossOutputs(loss=-kept.sum(), metrics={"nll": -kept.mean()})
+    """
+    write("plain", config_source("plain:fn") + textwrap.dedent(source))
+    config = parse_loss({"type": "plain:fn"})
+    inputs = packed_inputs(config)
+    out = setup(config)(inputs)
+    assert out.loss.requires_grad and not out.metrics["plain:fn/nll"].requires_grad
+    expected = -inputs.trainer_logprobs[inputs.loss_mask].mean().item()
+    assert out.metrics["plain:fn/nll"].item() == expected
+
+
 def test_examples_of_an_outside_loss_give_required_knobs(write):
     """Without them the suite could not make a config: the field is required."""
     path = write("moving", SCHEDULED)
