@@ -17,7 +17,13 @@ from prime_composer.upstream.export.exporter import export_recipe
 from prime_composer.upstream.export.instructions import slurm_notice
 from prime_composer.upstream.export.toml import as_text, merge
 from prime_composer.upstream.settings import SWITCH, AdapterSettings
-from prime_composer.upstream.versions import VERSIONS, Version, has_prime_rl, probe_version
+from prime_composer.upstream.versions import (
+    VERSIONS,
+    UnknownSurface,
+    Version,
+    has_prime_rl,
+    probe_version,
+)
 
 NATIVE_TABLES = frozenset({"orchestrator", "inference", "deployment", "slurm"})
 """Tables that a native prime-rl TOML has and a recipe does not have."""
@@ -112,15 +118,19 @@ def launch(
         prime-rl's exit status; for a dry run, 1 where prime-rl refuses the file.
 
     Raises:
-        RecipeError: prime-rl is not installed, the adapter's .pth is not active, or the file cannot
-            be exported. A dry run without prime-rl prints what it would export first.
+        RecipeError: prime-rl is not installed or of no supported version, the adapter's .pth is not
+            active, or the file cannot be exported. A dry run without prime-rl prints what it would
+            export first.
     """
     installed = has_prime_rl()
     if installed:
         check_pth()
     elif not dry_run:
         raise RecipeError(NOT_INSTALLED)
-    version = probe_version() if installed else list(VERSIONS.values())[-1]
+    try:
+        version = probe_version() if installed else list(VERSIONS.values())[-1]
+    except UnknownSurface as error:
+        raise RecipeError(f"--engine prime-rl: {error}") from error
     path = Path(config)
     raw = read_tables(path, "recipe", "recipes/")
     for item in overrides:

@@ -12,7 +12,7 @@ import tomli_w
 
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream import launch
-from prime_composer.upstream.versions import VERSIONS
+from prime_composer.upstream.versions import VERSIONS, UnknownSurface
 from tests.prime_rl_checkout import REPO
 from tests.upstream.export_recipes import tables
 from tests.upstream.in_prime_rl import environment_of
@@ -55,6 +55,17 @@ def write_recipe(folder, **changes):
 def test_launch_without_prime_rl_says_where_to_install(no_prime_rl, tmp_path):
     with pytest.raises(RecipeError, match="no prime-rl in this environment"):
         launch.launch(tmp_path / "any.toml")
+
+
+def test_launch_of_an_unknown_version_is_one_sentence(some_prime_rl, tmp_path, monkeypatch):
+    """The command line prints a RecipeError; an UnknownSurface would be a traceback."""
+
+    def unknown():
+        raise UnknownSurface("none of the versions")
+
+    monkeypatch.setattr(launch, "probe_version", unknown)
+    with pytest.raises(RecipeError, match="--engine prime-rl: none of the versions"):
+        launch.launch(tmp_path / "recipe.toml")
 
 
 @pytest.mark.parametrize(
