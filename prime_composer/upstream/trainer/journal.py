@@ -36,11 +36,12 @@ class Journal:
         repeats one step.
         """
         name = objective.config.type
-        step, state = self._newest(name)
-        if state is not None and self.start_step - step <= 1:
-            objective.load_state_dict(state)
-            repeated = "" if step == self.start_step else ", and repeats that step's schedule"
-            log(f"{name} goes on with its state of step {step}{repeated}")
+        record = self._newest(name)
+        if record is not None and self.start_step - record["step"] <= 1:
+            objective.load_state_dict(record["state"])
+            exact = record["step"] == self.start_step
+            repeated = "" if exact else ", and repeats that step's schedule"
+            log(f"{name} goes on with its state of step {record['step']}{repeated}")
         elif self.start_step > 1:
             log(
                 f"{name} starts its schedule anew at step {self.start_step}: {self.path} has no "
@@ -59,20 +60,18 @@ class Journal:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
-    def _newest(self, name: str) -> tuple[int, dict[str, Any] | None]:
-        """Return the newest step up to the first one, and its state; None where there is none."""
-        records: list[dict[str, Any]] = []
+    def _newest(self, name: str) -> dict[str, Any] | None:
+        """Return the line that was written last among those up to the first step.
+
+        Steps may repeat: a run that was resumed from an older step has replaced the later ones.
+        """
+        newest = None
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         for line in text.splitlines():
             try:
                 record = json.loads(line)
             except json.JSONDecodeError:  # a process died while it wrote this line
                 continue
-            if record["type"] != name:
-                continue
-            # A run that was resumed from an older step replaces what came after that step.
-            while records and records[-1]["step"] >= record["step"]:
-                records.pop()
-            records.append(record)
-        usable = [record for record in records if record["step"] <= self.start_step]
-        return (usable[-1]["step"], usable[-1]["state"]) if usable else (0, None)
+            if record["type"] == name and record["step"] <= self.start_step:
+                newest = record
+        return newest
