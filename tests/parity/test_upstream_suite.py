@@ -1,8 +1,10 @@
 """Run upstream's own tests of its loss module on a CPU, with our adapter active."""
 
 import json
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,14 @@ HERE = Path(__file__).parent
 TESTS = {"v0.6": 6, "v0.7": 10}
 """Loss contract: the number of tests that upstream has for it."""
 
+IN_THE_SLOT = ("v0.6", "head")
+"""One version per loss contract: those in which our loss takes the distillation slot."""
+
 ASSERTS_A_METRIC_NAME_OF_THE_SLOT = "test_disjoint_components_in_one_sequence"
 
 
 def run(tree, switch, *more):
-    """Run upstream's tests in a process of their own and return what pytest printed.
+    """Run upstream's tests in a process of their own and return it when it has ended.
 
     --noconftest: upstream's conftest has an autouse fixture that kills processes by name.
     """
@@ -26,22 +31,42 @@ def run(tree, switch, *more):
     command += ["-p", "cpu_plugin", "-p", "no:cacheprovider", "-W", "ignore", "-o", "addopts="]
     command += ["tests/unit/train/rl/test_loss.py", *more]
     env = tree_env(tree, tree, HERE, PRIME_COMPOSER=switch)
-    process = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
-    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-2000:]
-    return process.stdout + process.stderr
+    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def output(trees):
+    """(version, in the slot) -> what pytest printed; one process per core runs at a time."""
+
+    def arguments(version, in_the_slot):
+        if not in_the_slot:
+            return trees(version), "1"
+        kind = "opd" if version == "v0.6" else "ref_kl"
+        table = cases.KINDS[cases.CONTRACTS[version]][kind]
+        more = ["-k", f"not {ASSERTS_A_METRIC_NAME_OF_THE_SLOT}"]
+        return trees(version), json.dumps({"loss": table}), *more
+
+    keys = [*((version, False) for version in cases.CONTRACTS), *((v, True) for v in IN_THE_SLOT)]
+    calls = {key: arguments(*key) for key in keys}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        processes = {key: pool.submit(run, *call) for key, call in calls.items()}
+
+        def wait(version, in_the_slot):
+            process = processes[version, in_the_slot].result()
+            assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-2000:]
+            return process.stdout + process.stderr
+
+        yield wait
 
 
 @pytest.mark.parametrize("version", cases.CONTRACTS)
-def test_upstreams_loss_tests_pass_with_the_hooks(trees, version):
-    assert f"{TESTS[cases.CONTRACTS[version]]} passed" in run(trees(version), "1")
+def test_upstreams_loss_tests_pass_with_the_hooks(output, version):
+    assert f"{TESTS[cases.CONTRACTS[version]]} passed" in output(version, False)
 
 
-@pytest.mark.parametrize("version", ["v0.6", "head"])
-def test_upstreams_loss_tests_pass_with_our_loss_in_the_slot(trees, version):
+@pytest.mark.parametrize("version", IN_THE_SLOT)
+def test_upstreams_loss_tests_pass_with_our_loss_in_the_slot(output, version):
     """Leave one test out: it asserts a metric name of the loss that ours replaces."""
-    kind = "opd" if version == "v0.6" else "ref_kl"
-    table = cases.KINDS[cases.CONTRACTS[version]][kind]
-    more = ["-k", f"not {ASSERTS_A_METRIC_NAME_OF_THE_SLOT}"]
-    output = run(trees(version), json.dumps({"loss": table}), *more)
-    assert f"{TESTS[cases.CONTRACTS[version]] - (version == 'head')} passed" in output
-    assert "sampled_reverse_kl registered" in output
+    printed = output(version, True)
+    assert f"{TESTS[cases.CONTRACTS[version]] - (version == 'head')} passed" in printed
+    assert "sampled_reverse_kl registered" in printed
