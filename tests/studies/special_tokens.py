@@ -1,18 +1,17 @@
-"""A teacher that never ends a text: what one planted token costs each loss, and what the
-special-token mask repairs.
+"""Measure what a special token that the teacher never writes costs, and what the mask restores.
 
-    python -m tests.studies.special_tokens [RECIPE] [--seeds 0 1 2] [--steps 60]
+    python -m tests.studies.special_tokens [--seeds 0 1 2] [--steps 60] [--set KEY=VALUE ...]
 
-Same tokenizer, another use of it: the teacher gives the student's end-of-text token probability
-e^-20 everywhere, as a chat model does that ends its turns with another token; the rest of its
-distribution keeps its proportions. The planted teacher scores the student's training; what is
-printed was measured against the true one (``eval/reverse_kl`` is not planted).
+Student and teacher share a tokenizer and use it differently. The planted teacher gives the
+student's end-of-text token probability e^-20 everywhere, as a chat model does that ends its turns
+with another token. The rest of its distribution keeps its proportions. The planted teacher scores
+the student's training. The printed KL is measured against the true one.
 
-What came out for recipes/gsm8k_opd.toml, one seed, 40 steps (``--seeds 0 --steps 40``); the mask
-takes out the first end of text of a response. "top 1 %" and "removed" (the mask's share of |A|) are
-means over the first quarter of the steps:
+Results for recipes/gsm8k_opd.toml with models of 900 SFT steps, one seed, 40 steps
+(``--seeds 0 --steps 40``). The mask removes the first end of text of a response. "top 1%" and
+"removed" (the mask's share of |A|) are means over the first quarter of the steps:
 
-    loss         teacher  mask    accuracy  cut off  true KL  top 1 %  removed
+    loss         teacher  mask    accuracy  cut off  true KL   top 1%  removed
     sampled      true     no         79.0%     0.0%    0.136    18.6%     0.0%
     sampled      planted  no         61.5%    99.0%    1.661    13.5%     0.0%
     sampled      planted  yes        79.0%     4.5%    0.270    18.1%    59.2%
@@ -20,11 +19,9 @@ means over the first quarter of the steps:
     tail K = 16  planted  no         80.0%    35.0%    0.754    18.0%     0.0%
     tail K = 16  planted  yes        84.5%     0.0%    0.112    21.0%    63.8%
 
-One token in about 16 holds three fifths of |A|, and teaches the sampled token's student never to
-stop. The tail loss feels it
-less: the token is not among the teacher's 16, so the bucket's mass is compared, not its e^-20. The
-    mask brings back the
-accuracy of both, and not all of the KL.
+One token in about 16 has three fifths of |A|, and trains the sampled token's student never to stop.
+The tail loss is less sensitive. The token is not among the teacher's 16, so the mass of the bucket
+is compared, not e^-20. The mask restores the accuracy of both, and part of the KL.
 """
 
 import argparse
@@ -56,6 +53,10 @@ from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
 from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
 from tests.local.helpers import Silent  # noqa: E402
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "gsm8k_opd.toml"
+MODELS = ("teacher.prepare.sft_steps=900", "student.prepare.sft_steps=900")
+"""The models that the results above were measured with."""
 
 END = "<|endoftext|>"
 LOG_PLANTED = -20.0
@@ -123,16 +124,20 @@ class PlantedScorer:
         self.inner.close()
 
 
-def run(path: Path, loss: str, planted: bool, seed: int, steps: int) -> list[dict[str, float]]:
-    """Records of one run."""
+def run(
+    loss: str, planted: bool, seed: int, steps: int, more: Sequence[str] = ()
+) -> list[dict[str, float]]:
+    """Return the records of one run."""
     overrides = [
+        *MODELS,
         f"loss={loss}",
         f"trainer.seed={seed}",
         f"trainer.steps={steps}",
         "rollout.backend=transformers",
     ]
     recipe = load_recipe(
-        path, [*overrides, "eval.every=0", "checkpoint.every=0", "logging.tensorboard=false"]
+        RECIPE,
+        [*overrides, "eval.every=0", "checkpoint.every=0", "logging.tensorboard=false", *more],
     )
     problems = load_problem_set(recipe.sources)
     paths = prepare_models(recipe, problems)
@@ -153,28 +158,23 @@ def run(path: Path, loss: str, planted: bool, seed: int, steps: int) -> list[dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        type=Path,
-        default=Path(__file__).parents[2] / "recipes" / "gsm8k_opd.toml",
-    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     args = parser.parse_args()
     print(
         f"{'loss':12} {'teacher':8} {'mask':5} {'accuracy':>21} {'cut off':>8} {'true KL':>8} "
-        f"{'top 1 %':>8} {'removed':>8}"
+        f"{'top 1%':>8} {'removed':>8}"
     )
     for name, loss in LOSSES.items():
         for planted, masked in ((False, False), (True, False), (True, True)):
             runs = [
                 run(
-                    args.recipe,
                     loss.replace("MASK", MASK if masked else ""),
                     planted,
                     s,
                     args.steps,
+                    args.overrides,
                 )
                 for s in args.seeds
             ]
