@@ -28,12 +28,14 @@ def pytest_addoption(parser):
 
 
 import copy  # noqa: E402
-from collections.abc import Callable  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
 
+from prime_composer.losses import LOSS_FNS, LOSS_TYPES  # noqa: E402
 from tests.prime_rl_checkout import NO_CHECKOUT, extract, find_checkout  # noqa: E402
 
 TINY_MODEL = {
@@ -59,6 +61,16 @@ def cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     os.environ["PRIME_COMPOSER_CACHE"] = str(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def outside_losses_of_this_test() -> Iterator[None]:
+    """Forget the losses from outside the package that a test registers, and their modules."""
+    before = set(LOSS_TYPES)
+    yield
+    for name in LOSS_TYPES.keys() - before:
+        del LOSS_FNS[LOSS_TYPES.pop(name)]
+        sys.modules.pop(name.partition(":")[0], None)
 
 
 @pytest.fixture(scope="session")

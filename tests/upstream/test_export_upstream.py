@@ -18,6 +18,8 @@ from tests.upstream.export_recipes import ALL_RECIPES, export_table, tables, wri
 from tests.upstream.in_prime_rl import MARK, Interpreter, environment_of
 from tests.upstream.make_venvs import python_of
 
+pytestmark = pytest.mark.upstream
+
 E2E = Path(__file__).parent / "e2e"
 QWEN3 = REPO / "recipes" / "gsm8k_opd_qwen3.toml"
 
