@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Declare every command and its options."""
     parser = argparse.ArgumentParser(
-        prog="prime-rl", description="Distil language models: recipes for prime_composer."
+        prog="prime-rl", description="Distill language models: recipes for prime_composer."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

@@ -116,7 +116,7 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
         axes.grid(alpha=0.3)
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(fontsize="small")
-    accuracy.set_ylim(0, 1)
+    accuracy.set_ylim(0, 1.02)
     reverse_kl.set_ylim(bottom=0)
     speed.set_ylim(bottom=0)
     figure.savefig(output, dpi=100)

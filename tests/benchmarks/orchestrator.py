@@ -1,6 +1,6 @@
 """Measure what the teacher's answers cost prime-rl's orchestrator, in bytes and CPU time.
 
-    python tests/benchmarks/orchestrator.py
+    python -m tests.benchmarks.orchestrator
 
 The input is one answer to one sample as vLLM writes it: 2,048 tokens, half of them outside the
 teacher's top K. The ways to read it:

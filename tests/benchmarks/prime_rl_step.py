@@ -1,6 +1,6 @@
 """Measure what our losses cost inside prime-rl's trainer, against prime-rl's own distillation.
 
-    python tests/benchmarks/prime_rl_step.py CHECKOUT [--whole] [--version head] [--k 32]
+    python -m tests.benchmarks.prime_rl_step CHECKOUT [--whole] [--version head] [--k 32]
 
 With ``--whole``, prime-rl's own ``prime_rl.trainer.rl.train.train`` runs, unmodified, on a Qwen3
 of ``--layers`` layers: its setup_model under FSDP2 (bfloat16 compute, float32 master weights, one

@@ -1,11 +1,10 @@
-"""What a step of the one-machine loop costs beyond the work it cannot avoid. Prints shares; asserts
-nothing.
+"""Print what a step of the one-machine loop costs beyond the work it cannot avoid.
 
     python -m tests.benchmarks.step [RECIPE]
 
-Unavoidable: vLLM's generation and scoring (time inside ``LLM.generate``), and the student's forward
-    and backward. The rest
-is parsing, packing, the loss, the optimiser, answer checking, weight sync and logging.
+Unavoidable are vLLM's generation and scoring (time inside ``LLM.generate``), and the student's
+forward and backward. The rest is parsing, packing, the loss, the optimizer, answer checking, weight
+sync and logging.
 """
 
 import sys

@@ -82,7 +82,7 @@ MUTANTS: dict[str, Mutant] = {
         ("kl_terms(renormalized(p), renormalized(q))",
          "kl_terms(renormalized(q), renormalized(p))"),
     ),
-    "renorm renormalises the student only": mutant(
+    "renorm renormalizes the student only": mutant(
         D, "reverse_kl",
         ("kl_terms(renormalized(p), renormalized(q))", "kl_terms(renormalized(p), q)"),
     ),

@@ -12,8 +12,9 @@ over the steps: no sampling anywhere, so the numbers carry no error of their own
 Per rollout of T tokens, gradients with respect to the student's table (score_t = grad log
 p(y_t|s_t)):
 
-    sampled, gamma   g = (1/T) sum_t score_t sum_{t' >= t} gamma^(t'-t) r_t',    r = log p(y) - log
-    q(y) tail K           g = (1/T) sum_t grad KL_tail(p || q) at s_t
+    sampled, gamma   g = (1/T) sum_t score_t sum_{t' >= t} gamma^(t'-t) r_t',
+                     r = log p(y) - log q(y)
+    tail K           g = (1/T) sum_t grad KL_tail(p || q) at s_t
     head-tail K      g = (1/T) sum_t (sum_S grad p log p/q + 1[y_t not in S] score_t r_t)
 
 gamma = 1 has the gradient of the sequences' KL (divided by T); gamma = 0, tail K = V and head-tail

@@ -1,6 +1,6 @@
 """Whole runs of an unmodified prime-rl on a CPU: launcher, orchestrator, env server and trainer.
 
-Each distils for three optimizer steps, with the teacher's top-K sent by our adapter. Its numbers
+Each distills for three optimizer steps, with the teacher's top-K sent by our adapter. Its numbers
 are compared with float64, in scripts that import nothing of this package. A run takes about a
 minute. It needs a checkout of prime-rl and the environments of make_venvs.py, and is skipped
 without them.
