@@ -27,13 +27,18 @@ ALLOWED = {
 ALLOWED["cli"] |= {"upstream"}
 UPSTREAM_OF_BACKENDS = {"mixture", "vllm_logprobs", "protocols"}
 NAME_OF_A_MODULE = re.compile(r"prime_composer(\.\w+)+(:\w+)?")
+DYNAMIC = {"import_module", "__import__"}
+NAMES_A_PARAMETER = {
+    "prime_composer.__init__", "prime_composer.losses.registry", "prime_composer.upstream.autoload",
+    "prime_composer.upstream.versions", "prime_composer.upstream.trainer.adapter",
+    "prime_composer.upstream.orchestrator.hooks",
+}  # fmt: skip
+"""Modules that import what a table, a recipe or prime-rl names; their tables are strings."""
 IN_OTHER_PROCESSES = {
-    "prime_composer.backends.vllm_serve",
-    "prime_composer.cli.commands",
-    "prime_composer.cli",
-    "prime_composer.upstream.loss_fn",
+    "prime_composer.upstream.settings": "prime_composer.upstream.loss_fn",
+    "prime_composer.cli.study": "prime_composer.cli",
 }
-"""Strings that another process imports: programs of their own, and what users give to prime-rl."""
+"""Module -> a string in it that another process imports: a program, or a name for prime-rl."""
 
 
 def package_sources() -> dict[str, str]:
@@ -46,8 +51,11 @@ def package_sources() -> dict[str, str]:
     }
 
 
-def imports(source: str) -> Iterator[str]:
-    """Yield the dotted names that a source imports, ``module.name`` for ``from module import``."""
+def imports(module_name: str, source: str) -> Iterator[str]:
+    """Yield the dotted names that a source imports, ``module.name`` for ``from module import``.
+
+    A name that is computed cannot be followed: it counts as an import of the package itself.
+    """
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
@@ -56,8 +64,18 @@ def imports(source: str) -> Iterator[str]:
                 assert level == 0, "a relative import"
                 yield from (f"{module}.{alias.name}" for alias in names)
             case ast.Constant(value=str(text)) if NAME_OF_A_MODULE.fullmatch(text):
-                if text.partition(":")[0] not in IN_OTHER_PROCESSES:
+                if text != IN_OTHER_PROCESSES.get(module_name):
                     yield text.partition(":")[0]
+            case ast.Call(func=function, args=[argument, *_]) if called(function) in DYNAMIC:
+                constant = isinstance(argument, ast.Constant)
+                if constant and argument.value == "prime_composer":
+                    yield "prime_composer"
+                elif not constant and module_name not in NAMES_A_PARAMETER:
+                    yield "prime_composer"
+
+
+def called(function: ast.expr) -> str:
+    return ast.unparse(function).rpartition(".")[2]
 
 
 def graph(sources: dict[str, str]) -> dict[str, set[str]]:
@@ -65,7 +83,7 @@ def graph(sources: dict[str, str]) -> dict[str, set[str]]:
     edges = {}
     for module, source in sources.items():
         targets = set()
-        for name in imports(source):
+        for name in imports(module, source):
             if name.split(".")[0] != "prime_composer":
                 continue
             parent = name.rpartition(".")[0]
@@ -132,6 +150,11 @@ PLANTED = {
     ),
     "sys.modules": ({LOSS: "import sys\nsys.modules.get('prime_composer.upstream.b')"}, "imports"),
     "importlib": ({LOSS: "importlib.import_module('prime_composer.recipe.b')"}, "imports"),
+    "a bare importlib": (
+        {LOSS: "importlib.import_module('prime_composer').x"}, "the package itself"
+    ),
+    "a computed name": ({LOSS: "import_module(f'prime_composer.{x}')"}, "the package itself"),
+    "a program from below": ({LOSS: "import_module('prime_composer.cli')"}, "imports"),
     "the package": ({LOSS: "from prime_composer import LossInputs"}, "the package itself"),
     "its own __init__": (
         {LOSS: "from prime_composer.losses import x", "prime_composer.losses.__init__": "x = 1"},

@@ -2,9 +2,8 @@
 
 Every failure is a ``PreflightError`` of one or two sentences that ends with the remedy. What is
 legal but worth knowing is returned as a warning. Three of these mistakes raise no error anywhere
-else: two vocabularies of the same size with different tokens, an engine that keeps an old head when
-    embeddings
-are tied, and an engine that reuses key-value entries of old weights.
+else: two vocabularies of the same size with different tokens, an engine that keeps an old head
+where embeddings are tied, and an engine that reuses key-value entries of old weights.
 """
 
 import hashlib

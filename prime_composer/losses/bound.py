@@ -13,6 +13,7 @@ from prime_composer.losses.config import LossConfig, loss_type
 from prime_composer.losses.needs import require
 from prime_composer.losses.registry import LOSS_FNS
 from prime_composer.losses.shared.modifiers import PositionWeights, SpecialTokenMask
+from prime_composer.losses.shared.reductions import summed_over_ranks
 
 REMEDIES = {
     "ref_logprobs": "Configure a [teacher] that scores the student's tokens.",
@@ -63,21 +64,18 @@ class StepMean:
     """Loss per token of one optimizer step, over its micro-batches and over all ranks."""
 
     def __init__(self) -> None:
-        self._sums: list[Tensor] = []
+        self._total: Tensor | None = None
 
     def add(self, loss: Tensor, mask: Tensor) -> None:
         """Add the sum of one micro-batch, and its tokens."""
-        self._sums.append(torch.stack([loss.detach().double(), mask.sum().double()]))
+        part = torch.stack([loss.detach().double(), mask.sum().double()])
+        self._total = part if self._total is None else self._total + part
 
     def take(self) -> float | None:
         """Return the mean since the last call, None without a token. Every rank has to call it."""
-        total = torch.stack(self._sums).sum(0) if self._sums else torch.zeros(2, dtype=torch.double)
-        self._sums.clear()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            if torch.distributed.get_backend() == "nccl":
-                total = total.cuda()
-            torch.distributed.all_reduce(total)
-        loss, tokens = total.tolist()
+        total = torch.zeros(2, dtype=torch.double) if self._total is None else self._total
+        self._total = None
+        loss, tokens = summed_over_ranks(total).tolist()
         return loss / tokens if tokens else None
 
 
@@ -121,6 +119,7 @@ class BoundLoss:
         _check(inputs, self.config, self.section)
         support = _first_k(inputs.support, self.config.support_size)
         inputs = dataclasses.replace(inputs, support=support)
+        step_mask = inputs.loss_mask  # as a trainer counts: a removed token is one of weight 0
         inputs, modifier_metrics = _modified(inputs, self.config.modifiers)
         outputs = (
             self._fn(inputs, self.config)
@@ -128,7 +127,7 @@ class BoundLoss:
             else self._fn(inputs, self.config, self.state)
         )
         if self.stateful and outputs.loss.requires_grad:  # an evaluation is no step
-            self._step_mean.add(outputs.loss, inputs.loss_mask)
+            self._step_mean.add(outputs.loss, step_mask)
         return LossOutputs(
             loss=outputs.loss,
             metrics=_prefixed(outputs.metrics, self._prefix)
@@ -227,7 +226,17 @@ class WeightedSum:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned.
+
+        Raises:
+            ValueError: the state is of another sum, or of a checkpoint in an older format.
+        """
+        if state.keys() - self.terms.keys():
+            raise ValueError(
+                f"[{self.section}]: the checkpoint has loss states of {', '.join(state)}, and this "
+                f"loss has the terms {', '.join(self.terms)}: it was written by another recipe or "
+                "an older version. Start a new run."
+            )
         for name, term_state in state.items():
             self.terms[name].objective.load_state_dict(term_state)
 

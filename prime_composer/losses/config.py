@@ -125,6 +125,11 @@ class LossConfig(BaseModel):
                 f"{cls.__name__} overrides `needs`, which adds what the modifiers need. "
                 "Override `own_needs`, or set `needs_inputs`."
             )
+        if "support" in cls.needs_inputs and cls.support is LossConfig.support:
+            raise TypeError(
+                f"{cls.__name__} needs the support without naming the number of ids: derive it "
+                "from prime_composer.losses.SupportLossConfig, or override `support`."
+            )
         unknown = sorted(cls.needs_inputs - set(get_args(Need)))
         if unknown:
             raise TypeError(
@@ -185,10 +190,10 @@ class LossConfig(BaseModel):
         """Token ids at which the loss compares student and teacher, None where it needs none.
 
         Raises:
-            TypeError: the loss needs the support without a number of ids.
+            ValueError: the loss needs the support without a number of ids.
         """
         if "support" in self.needs:
-            raise TypeError(
+            raise ValueError(
                 f"{type(self).__name__} needs the support without naming the number of ids: "
                 "derive it from SupportLossConfig, or override `support`."
             )

@@ -74,17 +74,23 @@ def choices() -> str:
 def _register_from_outside(name: str, base: type[Any]) -> None:
     """Import ``"module:function"`` and register the function under its config."""
     module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name.isidentifier():
+    parts = module_name.split(".")
+    if not all(part.isidentifier() for part in parts) or not function_name.isidentifier():
         raise ValueError(
             f"loss type {name!r}: name a loss of your own as 'my_package.my_module:my_loss'."
         )
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (parts[0], module_name)
+        remedy = (
+            "Put the folder that contains it on PYTHONPATH, or install its package."
+            if missing
+            else "Correct the module: `import` it in Python to see where."
+        )
         raise ValueError(
             f"loss type {name!r}: module {module_name!r} cannot be imported "
-            f"({type(error).__name__}: {error}). Put the folder that contains it on PYTHONPATH, "
-            "or install its package."
+            f"({type(error).__name__}: {error}). {remedy}"
         ) from error
     if name in LOSS_TYPES:  # the module used the decorator
         return

@@ -1,6 +1,7 @@
 """prime-rl's launcher: resolve the settings once, and pass them to every process of the run."""
 
 import functools
+import json
 import os
 import sys
 from typing import Any
@@ -108,8 +109,7 @@ def _with_token_ids(table: dict[str, Any], loss_config: Any, model: str) -> dict
 
     The launcher has the model's tokenizer, the trainer's loss has not.
     """
-    special_tokens = loss_config.special_tokens
-    if special_tokens is None or not special_tokens.strings:
+    if '"strings"' not in json.dumps(table):  # at any depth: channels have modifiers of their own
         return table
     from transformers import AutoTokenizer
 

@@ -126,13 +126,22 @@ def test_a_config_says_which_support_it_reads(table, compares, request_, size):
 
 
 def test_a_support_without_its_size_is_refused():
-    class Sizeless(LossConfig):
-        type: str = "sizeless"
-        needs_inputs: ClassVar[frozenset[str]] = frozenset({"support"})
-        top_k: int = 4
-
+    """At class creation where the class says so, else when the size is read."""
     with pytest.raises(TypeError, match="Sizeless needs the support.*SupportLossConfig"):
-        _ = Sizeless().support_size
+
+        class Sizeless(LossConfig):
+            type: str = "sizeless"
+            needs_inputs: ClassVar[frozenset[str]] = frozenset({"support"})
+
+    class Sometimes(LossConfig):
+        type: str = "sometimes"
+
+        @property
+        def own_needs(self) -> frozenset[str]:
+            return frozenset({"support"})
+
+    with pytest.raises(ValueError, match="Sometimes needs the support.*SupportLossConfig"):
+        _ = Sometimes().support_size
 
 
 def test_the_six_support_losses_share_their_knobs():

@@ -28,6 +28,7 @@ TOUCHED = [
     (NEWER, SRC + "trainer/rl/loss.py", "LossInputs", " ".join(LOSS_V0_7.inputs)),
     (ALL, SRC + "trainer/rl/loss.py", "LossOutputs", "loss metrics"),
     (ALL, SRC + "trainer/rl/data.py", "DataLoader.get_batch", "self"),
+    (ALL, SRC + "trainer/rl/data.py", "DataLoader.wait_for_batch", "self"),
     (
         ("v0.6",),
         SRC + "trainer/rl/data.py",

@@ -76,6 +76,9 @@ def data_module():
         def __init__(self, output_dir, start_step, dp_world_size=1, config=None):
             self.micro_batches = [{"number": 0}, {"number": 1}]
 
+        def wait_for_batch(self):
+            pass
+
         def get_batch(self):
             return self.micro_batches
 

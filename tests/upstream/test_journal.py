@@ -72,6 +72,28 @@ def test_resume_of_an_ended_run_repeats_one_step(start, tmp_path, capfd):
     assert means() == [*LOSSES[:2], LOSSES[3]]
 
 
+def test_resume_from_an_abandoned_branch_takes_its_own_line(start, tmp_path):
+    """Steps 1 to 4, a resume at 2 that trains one step, then a resume at 4 of the first run."""
+    train(start(tmp_path, 1), LOSSES[:4])
+    train(start(tmp_path, 2), LOSSES[4:5])
+    start(tmp_path, 4)
+    assert means() == LOSSES[:3]
+
+
+def test_waiting_for_a_batch_ends_the_step(start, tmp_path):
+    """The trainer dies while it waits, after its checkpoint: the state of the next step is kept."""
+    loader = start(tmp_path, 1)
+    train(loader, LOSSES[:2])
+    loader.wait_for_batch()
+    assert means() == LOSSES[:2]
+    start(tmp_path, 3)
+    assert means() == LOSSES[:2]
+    loader = start(tmp_path, 3)
+    loader.wait_for_batch()
+    train(loader, LOSSES[2:3])
+    assert means() == LOSSES[:2]
+
+
 def test_resume_two_steps_after_the_last_state_starts_anew(start, tmp_path, capfd):
     train(start(tmp_path, 1), LOSSES[:3])
     start(tmp_path, 5)
@@ -118,7 +140,11 @@ def test_loss_without_a_state_writes_no_journal(start, tmp_path):
 
 def test_unknown_data_loader_names_what_is_missing():
     module = types.ModuleType("prime_rl.trainer.rl.data")
-    methods = {"__init__": lambda self, folder: None, "get_batch": lambda self: []}
+    methods = {
+        "__init__": lambda self, folder: None,
+        "get_batch": lambda self: [],
+        "wait_for_batch": lambda self: None,
+    }
     module.DataLoader = type("DataLoader", (), methods)
     with pytest.raises(UnknownSurface, match="lost output_dir, start_step"):
         hooks.hook_data(module)

@@ -41,7 +41,7 @@ def test_resolve_passes_the_files_loss_and_k_on():
     }
 
 
-def test_resolve_splits_the_file_key_off_but_keeps_it_in_the_file():
+def test_resolve_splits_the_file_key_off_and_keeps_it_there():
     """The trainer's own config keeps it, so that a trainer without the adapter refuses the run."""
     config = launcher_config({"type": "sampled_reverse_kl", "adapter": "true"})
     launcher_hook.resolve(config)
@@ -77,6 +77,20 @@ def test_resolve_writes_special_tokens_as_ids(monkeypatch):
         assert parse_loss_table(resolved).special_tokens.strings == ()
     assert config.trainer.loss.kwargs["adapter"] is True
     assert AdapterSettings.from_env().teachers_mixed
+
+
+def test_resolve_writes_ids_in_nested_tables(monkeypatch):
+    """Each channel of a sum has modifiers of its own."""
+    transformers = types.ModuleType("transformers")
+    tokenizer = types.SimpleNamespace(encode=lambda text, add_special_tokens: [42])
+    transformers.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda name: tokenizer)
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    channel = {"type": "sampled_reverse_kl", "special_tokens": {"strings": ["<think>"]}}
+    table = {"type": "compose", "distillation": {"a": {"weight": 1.0, "loss": channel}}}
+    launcher_hook.resolve(launcher_config(table))
+    settings = AdapterSettings.from_env()
+    assert parse_loss_table(settings.loss).distillation["a"].loss.special_tokens.ids == (42,)
+    assert settings.loss["distillation"]["a"]["loss"]["special_tokens"]["strings"] == []
 
 
 def test_resolve_leaves_another_loss_as_it_is(capfd):

@@ -341,6 +341,8 @@ def test_train_loop_asks_for_one_batch_per_step(trees, version):
         if isinstance(node, ast.Attribute) and node.attr == "get_batch"
     ]
     assert [ast.unparse(call) for call in calls] == ["dataloader.get_batch"]
+    assert source.count("dataloader.wait_for_batch()") == 1
+    assert source.index("dataloader.wait_for_batch()") < source.index("dataloader.get_batch()")
     loops = [
         node
         for node in ast.walk(ast.parse(source))

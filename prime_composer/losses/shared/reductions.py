@@ -29,3 +29,18 @@ def masked_sum(
 def masked_mean(values: Shaped[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> Float[Tensor, ""]:
     """Return the mean over ``mask``, 0 for an empty mask, in prime-rl's order of summation."""
     return values[mask].sum() / torch.clamp_min(mask.sum(), 1)
+
+
+def summed_over_ranks(values: Tensor) -> Tensor:
+    """Return the sum of ``values`` over all ranks of a distributed run. Every rank has to call it.
+
+    All ranks reduce on one kind of device, whatever device ``values`` are on: a rank without a
+    token has no device to go by.
+    """
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return values
+    on_cuda = torch.cuda.is_available() and dist.get_backend() != "gloo"
+    total = values.to("cuda" if on_cuda else "cpu", copy=True)
+    dist.all_reduce(total)
+    return total

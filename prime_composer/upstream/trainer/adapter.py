@@ -52,9 +52,9 @@ class Adapter:
     With the *plain launcher* (``plain_launcher``) a loss is registered and nothing else.
 
     A step has ended when the next batch is asked for: prime-rl's train loop calls
-    ``DataLoader.get_batch`` once per step (38494ccb trainer/rl/train.py:342, d334ea52:291,
-    60bc2954:300, 559b4477:289). So the last step of a run has no end here. Its state is not kept,
-    and a run of a single step is not checked.
+    ``DataLoader.wait_for_batch`` and then ``get_batch`` once per step (38494ccb
+    trainer/rl/train.py:335 and 342, d334ea52:284, 60bc2954:293, 559b4477:282). So the last step of
+    a run has no end here. Its state is not kept, and a run of a single step is not checked.
 
     Args:
         settings: the settings of the run, None where the whole-run adapter is off.
@@ -78,6 +78,7 @@ class Adapter:
         self.shard: Shard | None = None
         self.steps = 0
         self.journal: Journal | None = None
+        self._asked = False
         self._warned_of_temperature = False
 
     def register(
@@ -159,12 +160,18 @@ class Adapter:
             self.journal = Journal(output_dir, start_step)
             self.journal.restore(self.loss.objective)
 
-    def next_batch(self) -> None:
+    def ask_for_batch(self) -> None:
         """End the step of the last batch, and begin the one of the next.
+
+        prime-rl's loop waits for a batch, then gets it. Whichever comes first ends the step, so
+        that its state is kept before the trainer waits.
 
         Raises:
             RuntimeError: the loss was not called, or the orchestrator runs without the adapter.
         """
+        if self._asked:
+            return
+        self._asked = True
         if self.loss is not None:
             if self.steps > 0:
                 self.loss.end_step(self.steps)
@@ -172,6 +179,10 @@ class Adapter:
                 step = self.journal.start_step + self.steps
                 self.journal.keep(step, self.loss.objective)
         self.steps += 1
+
+    def batch_came(self) -> None:
+        """Note that the batch is there, so that the next call of ``ask_for_batch`` counts."""
+        self._asked = False
 
     def begin(self, tensors: dict[str, Any]) -> None:
         """Set the micro-batch in flight."""

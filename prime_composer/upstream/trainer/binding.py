@@ -8,6 +8,7 @@ from torch import Tensor
 
 from prime_composer.contract import LossInputs, Support
 from prime_composer.losses.bound import Objective
+from prime_composer.losses.shared.reductions import summed_over_ranks
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import EXAMPLE, SWITCH
 from prime_composer.upstream.versions import LossContract
@@ -171,10 +172,5 @@ class RegisteredLoss:
         marked = [(first == MARK).sum() for first in self._first_scores]
         tokens = sum(int(count) for count in self._token_counts)
         counts = [self.calls, tokens, len(marked), sum(int(count) for count in marked)]
-        dist = torch.distributed
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            totals = torch.tensor(counts, dtype=torch.int64, device=device)
-            dist.all_reduce(totals)
-            counts = totals.tolist()
-        return counts[0], counts[1], counts[2], counts[3]
+        calls, tokens, scored, with_mark = summed_over_ranks(torch.tensor(counts)).tolist()
+        return calls, tokens, scored, with_mark

@@ -49,7 +49,8 @@ def hook_loss(module: Any) -> None:
 def hook_data(module: Any) -> None:
     """Let ``DataLoader`` end steps, report micro-batches, and open the journal. Works once.
 
-    ``get_batch``: 38494ccb data.py:216, 559b4477 data.py:182. ``__init__`` receives the run's
+    ``get_batch``: 38494ccb data.py:216, 559b4477 data.py:182; ``wait_for_batch`` is called
+    before it in each step. ``__init__`` receives the run's
     directory and first step: 38494ccb data.py:176, 559b4477 data.py:165.
     TODO(prime-rl): remove once custom losses receive the micro-batch and can save a state.
     """
@@ -57,13 +58,20 @@ def hook_data(module: Any) -> None:
     if getattr(loader.get_batch, "of_prime_composer", False):
         return
     get_batch = expect(loader, "get_batch", ("self",), "prime_rl/trainer/rl/data.py")
+    wait_for_batch = expect(loader, "wait_for_batch", ("self",), "prime_rl/trainer/rl/data.py")
     init = loader.__init__
     names = _signature(init, {"output_dir", "start_step"}, "DataLoader")
 
+    @functools.wraps(wait_for_batch)
+    def waited(self: Any) -> Any:
+        adapter().ask_for_batch()
+        return wait_for_batch(self)
+
     @functools.wraps(get_batch)
     def tracked(self: Any) -> Any:
-        adapter().next_batch()
+        adapter().ask_for_batch()
         batches = get_batch(self)
+        adapter().batch_came()
         return TrackedBatches(batches, adapter().begin) if adapter().whole_run else batches
 
     @functools.wraps(init)
@@ -74,6 +82,7 @@ def hook_data(module: Any) -> None:
 
     tracked.of_prime_composer = True  # type: ignore[attr-defined]  # marks the hook as in place
     loader.get_batch = tracked
+    loader.wait_for_batch = waited
     loader.__init__ = journalled
 
 

@@ -2,7 +2,8 @@
 
 prime-rl saves model, optimizer and progress. A loss with a state (TAID's schedule) would start anew
 after a resume. The line of step n holds the state of a run that is about to train step n. It is
-written when the batch of step n is asked for, so the last step of a run has no line after it.
+written when the batch of step n is asked for, right after the checkpoint of step n - 1. So the last
+step of a run has no line after it.
 """
 
 import json
@@ -31,9 +32,8 @@ class Journal:
     def restore(self, objective: Objective) -> None:
         """Give ``objective`` the state of the first step, and log which one it was given.
 
-        A run that was extended after its last step, or that died between a checkpoint and the next
-        batch, has no line of its first step. It takes the line of the step before, so its schedule
-        repeats one step.
+        A run that was extended after its last step has no line of its first step. It takes the line
+        of the step before, so its schedule repeats one step.
         """
         name = objective.config.type
         record = self._newest(name)
@@ -64,8 +64,10 @@ class Journal:
         """Return the line that was written last among those up to the first step.
 
         Steps may repeat: a run that was resumed from an older step has replaced the later ones.
+        Where that line is too old, the line of the first step itself counts, which an earlier run
+        wrote: its checkpoint is still there.
         """
-        newest = None
+        newest = exact = None
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         for line in text.splitlines():
             try:
@@ -74,4 +76,7 @@ class Journal:
                 continue
             if record["type"] == name and record["step"] <= self.start_step:
                 newest = record
+                exact = record if record["step"] == self.start_step else exact
+        if newest is not None and self.start_step - newest["step"] > 1:
+            return exact
         return newest
