@@ -82,7 +82,9 @@ def write_results(results: dict[str, str]) -> None:
             reason = f": {mutant.survives_because}" if results[name] == SURVIVED else ""
             place = f"{mutant.file.removesuffix('.py').replace('/', '.')}.{mutant.function}"
             lines.append(f"| {name} | `{place}` | {results[name]}{reason} |\n")
-    RESULTS.write_text(HEADER + "".join(lines))
+    survive = sum(result == SURVIVED for result in results.values())
+    total = f"\n{len(results) - survive} mutants are killed, {survive} survive.\n"
+    RESULTS.write_text(HEADER + "".join(lines) + total)
 
 
 def main() -> int:

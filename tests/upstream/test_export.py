@@ -20,6 +20,7 @@ from prime_composer.upstream.export import export_recipe
 from prime_composer.upstream.export import plan as export_plan
 from prime_composer.upstream.export.keys import not_carried
 from prime_composer.upstream.export.toml import to_toml
+from prime_composer.upstream.settings import AdapterSettings, parse_loss_table
 from prime_composer.upstream.toml_shapes import HEADER
 from prime_composer.upstream.versions import VERSIONS
 from tests.prime_rl_checkout import REPO
@@ -597,3 +598,32 @@ def test_fifth_version_is_one_record(monkeypatch):
     with pytest.raises(RecipeError, match="v0.8, head, v0.9"):
         export_recipe(recipe(), "v1.0")
     assert {name: export_recipe(load_recipe(path), name).text() for name in before} == before
+
+
+HUBER = {"type": "my_loss:huber", "delta": 0.5}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        HUBER,
+        {
+            "type": "compose",
+            "rl": {"weight": 0.0},
+            "distillation": {
+                "near": {"weight": 0.5, "loss": HUBER},
+                "top": {"weight": 1.0, "loss": {"type": "topk_reverse_kl", "k": 8}},
+            },
+        },
+    ],
+)
+def test_loss_from_outside_is_exported_and_read_again(monkeypatch, version, loss):
+    """The trainer and the launcher read the same loss, and the same K, from what is exported."""
+    monkeypatch.syspath_prepend(str(REPO / "tests" / "examples"))
+    given = parse_recipe({**tables(), "loss": loss})
+    table = export_recipe(given, version).table["trainer"]["loss"]["kwargs"]
+    read = parse_loss_table(tomllib.loads(to_toml(table)))
+    assert read == given.loss
+    monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": table}))
+    assert AdapterSettings.from_env().support_size() == (0 if loss is HUBER else 8)
