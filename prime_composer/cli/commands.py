@@ -276,11 +276,10 @@ def prepare_on_screen(
 
 def model_folders(recipe: "Recipe", problems: "ProblemSet") -> dict[str, Path]:
     """Return the folder of every small model of a recipe, built or not, by table."""
-    from prime_composer.tiny_models.cache import cache_key, cache_root
+    from prime_composer.tiny_models.cache import model_path
 
     return {
-        table: cache_root() / "models" / cache_key(config, problems)
-        for table, config in prepare_configs(recipe).items()
+        table: model_path(config, problems) for table, config in prepare_configs(recipe).items()
     }
 
 

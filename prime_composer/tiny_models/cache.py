@@ -56,11 +56,16 @@ def cache_key(config: PrepareConfig, problems: ProblemSet) -> str:
     return f"qwen3-{config.layers}x{config.hidden_size}-{digest.hexdigest()[:16]}"
 
 
+def model_path(config: PrepareConfig, problems: ProblemSet, cache_dir: Path | None = None) -> Path:
+    """Return the folder of a prepared model, built or not."""
+    return (cache_dir or cache_root()) / "models" / cache_key(config, problems)
+
+
 def cached_path(
     config: PrepareConfig, problems: ProblemSet, cache_dir: Path | None = None
 ) -> Path | None:
     """Return the prepared model's folder if it is cached, else None. Import nothing heavy."""
-    path = (cache_dir or cache_root()) / "models" / cache_key(config, problems)
+    path = model_path(config, problems, cache_dir)
     return path if path.is_dir() else None
 
 
