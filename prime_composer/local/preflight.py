@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -53,6 +54,9 @@ PROBE_PROMPT_TOKENS = 144
 reused."""
 
 
+WEIGHT_SYNC = "weight sync"
+"""Name of the check that sends perturbed weights to the sampler."""
+
 NO_LIMITS = Limits()
 
 
@@ -88,19 +92,47 @@ def preflight(engine: Engine, recipe: Recipe, status: Callable[[str], None]) -> 
         PreflightError: a check failed. Of several teachers the message names the one that it is
             about.
     """
-    check_objective(recipe)
-    tokenized, problems = engine.problems, engine.problems.problem_set.practice
-    prompts = [tokenized.prompt(problem) for problem in problems]
-    max_tokens = recipe.rollout.max_tokens
-    if engine.policy_teacher is not None:
-        config: Any = engine.model.config
-        positions = config.get_text_config().max_position_embeddings
-        check_hinted_prompts(engine.policy_teacher, problems, recipe.rollout, positions)
     result = Preflight()
-    check_context(prompts, max_tokens, engine.sampler.limits)
+    for check in preflight_checks(engine, recipe, result).values():
+        check()
+    for warning in result.warnings:
+        status(f"warning: {warning}")
+    status(
+        "preflight passed: after a weight sync, sampler and trainer differ by "
+        f"{result.sampler_trainer_difference:.1e} nat per token"
+    )
+    return result
+
+
+def preflight_checks(
+    engine: Engine, recipe: Recipe, result: Preflight
+) -> dict[str, Callable[[], None]]:
+    """Return every check by name, the cheap ones first. ``prime-rl probe`` runs them one by one.
+
+    Args:
+        engine: the open models.
+        recipe: the recipe that they were opened from.
+        result: receives the warnings, and the difference that ``WEIGHT_SYNC`` measures.
+
+    Returns:
+        Functions that raise a ``PreflightError`` where the check fails.
+    """
+    tokenized, problems = engine.problems, engine.problems.problem_set.practice
+    max_tokens = recipe.rollout.max_tokens
     scorers = {} if engine.teachers is None else engine.teachers.scorers
     scored_problems = {} if engine.teachers is None else route(engine.teachers.routing, problems)
-    for teacher, scorer in scorers.items():
+
+    def prompts() -> list[list[int]]:
+        return [tokenized.prompt(problem) for problem in problems]
+
+    def context() -> None:
+        if engine.policy_teacher is not None:
+            config: Any = engine.model.config
+            positions = config.get_text_config().max_position_embeddings
+            check_hinted_prompts(engine.policy_teacher, problems, recipe.rollout, positions)
+        check_context(prompts(), max_tokens, engine.sampler.limits)
+
+    def vocabulary(teacher: TeacherId, scorer: Scorer) -> None:
         with naming(teacher, among=scorers):
             check_lengths(
                 tokenized, scored_problems[teacher], recipe.rollout, scorer.limits, teacher
@@ -117,24 +149,39 @@ def preflight(engine: Engine, recipe: Recipe, status: Callable[[str], None]) -> 
             result.warnings += check_vocabularies(
                 engine.vocab_size, scorer.limits, len(tokenized.tokenizer), recipe.loss.support_size
             )
-    result.warnings += sampling_warnings(recipe.rollout)
-    result.sampler_trainer_difference = check_weight_sync(
-        engine.sampler, engine.model, prompts, recipe.trainer.dtype
-    )
-    # Within the run's own budget, which check_context has compared with the teachers' contexts.
-    probe = SamplingParams(max_tokens=min(PROBE_TOKENS, max_tokens))
-    for teacher, scorer in scorers.items():
+
+    def sampling() -> None:
+        result.warnings += sampling_warnings(recipe.rollout)
+
+    def weight_sync() -> None:
+        result.sampler_trainer_difference = check_weight_sync(
+            engine.sampler, engine.model, prompts(), recipe.trainer.dtype
+        )
+
+    def scores(teacher: TeacherId, scorer: Scorer) -> None:
+        # Within the run's own budget, which check_context has compared with the teachers' contexts.
+        probe = SamplingParams(max_tokens=min(PROBE_TOKENS, max_tokens))
         with naming(teacher, among=scorers):
             for problem in scored_problems[teacher][:1]:
                 rollouts = engine.sampler.generate([tokenized.prompt(problem)], probe, seed=0)
                 check_scores(scorer, rollouts, recipe.loss.support_size, engine.vocab_size)
-    for warning in result.warnings:
-        status(f"warning: {warning}")
-    status(
-        "preflight passed: after a weight sync, sampler and trainer differ by "
-        f"{result.sampler_trainer_difference:.1e} nat per token"
-    )
-    return result
+
+    return {
+        "objective": partial(check_objective, recipe),
+        "context": context,
+        **{
+            f"[{teacher.table}] tokenizer, vocabulary, context": partial(
+                vocabulary, teacher, scorer
+            )
+            for teacher, scorer in scorers.items()
+        },
+        "sampling": sampling,
+        WEIGHT_SYNC: weight_sync,
+        **{
+            f"[{teacher.table}] scores": partial(scores, teacher, scorer)
+            for teacher, scorer in scorers.items()
+        },
+    }
 
 
 def route(routing: Routing, problems: Sequence[Problem]) -> dict[TeacherId, list[Problem]]:
