@@ -466,6 +466,31 @@ def sampling_warnings(config: RolloutConfig) -> list[str]:
     return warnings
 
 
+def check_loaded_weights(
+    sampler: Sampler,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    engine_dtype: str = "float32",
+) -> float:
+    """Compare the sampler's and the trainer's log-probs as loaded. The sampler's weights stay.
+
+    Arguments and errors are those of ``check_weight_sync``.
+
+    Returns:
+        The largest difference of a token's log-prob, in nats.
+    """
+    limit = TOLERANCES[engine_dtype]
+    probe = probe_prompt(prompts, sampler.limits.max_model_len)
+    as_loaded = sync_difference(sampler, model, probe)
+    if not as_loaded <= limit:
+        raise PreflightError(
+            f"Sampler and trainer disagree by {as_loaded:.2g} nat on the same tokens before any "
+            f"training (at most {limit} in {engine_dtype}); make both load the same weights, and "
+            "let the sampler return processed log-probs."
+        )
+    return as_loaded
+
+
 def check_weight_sync(
     sampler: Sampler,
     model: nn.Module,
@@ -491,15 +516,9 @@ def check_weight_sync(
         PreflightError: it is above the tolerance; the message says which weights or cache are
             stale.
     """
+    as_loaded = check_loaded_weights(sampler, model, prompts, engine_dtype)
     limit = TOLERANCES[engine_dtype]
     probe = probe_prompt(prompts, sampler.limits.max_model_len)
-    as_loaded = sync_difference(sampler, model, probe)
-    if not as_loaded <= limit:
-        raise PreflightError(
-            f"Sampler and trainer disagree by {as_loaded:.2g} nat on the same tokens before any "
-            f"training (at most {limit} in {engine_dtype}); make both load the same weights, and "
-            "let the sampler return processed log-probs."
-        )
     old_head = lm_head_weight(model).detach().clone()
     with perturbed(model):
         sampler.update_weights(model)
