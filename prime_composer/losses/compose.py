@@ -33,7 +33,9 @@ from prime_composer.losses.registry import register
 class Channel(BaseModel):
     """One term of the sum."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     loss: AnyLoss
     """Any loss of the channel, chosen by ``type``."""

@@ -98,7 +98,9 @@ class LossConfig(BaseModel):
             derivative of its value.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     needs_inputs: ClassVar[frozenset[str]] = frozenset()
     channel: ClassVar[ChannelName] = "distillation"

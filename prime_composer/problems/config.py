@@ -20,7 +20,9 @@ PROBLEMS = "problems"
 class DataConfig(BaseModel):
     """The problems to train on and to test on, their prompts, and how answers are checked."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     source: Literal["generated", "jsonl", "hub"] = "generated"
     """``generated``: word problems made on the spot, no file or network. ``jsonl``: JSONL files at
@@ -65,7 +67,7 @@ class DataConfig(BaseModel):
     decimal number. ``math_verify``: the Math-Verify library extracts an answer from free text and
     LaTeX."""
 
-    ratio: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    ratio: float = Field(default=1.0, gt=0.0)
     """Share of the prompts, relative to the other ``[environments]``."""
 
     teacher: str | dict[str, float] | None = None

@@ -12,8 +12,22 @@ from pydantic import BaseModel, ValidationError
 from prime_composer.losses import LossConfig, loss_type
 from prime_composer.recipe.carried import models_in
 from prime_composer.recipe.schema import Recipe, RecipeError, Section
+from prime_composer.recipe.urls import public_url
 
 S = TypeVar("S", bound=Section)
+
+DEEPEST = 50
+"""Most tables and lists within each other. A recipe has about six, prime-rl's config about ten."""
+
+LETTERS_SHOWN = 800
+"""Length up to which the problems of a recipe are named. The first one always is."""
+
+REMEDIES = {
+    **dict.fromkeys(("greater_than", "greater_than_equal"), "; raise it"),
+    **dict.fromkeys(("less_than", "less_than_equal"), "; lower it"),
+    "finite_number": "; write a number such as 1e-4",
+}
+"""What to do, by the type of a pydantic error."""
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
@@ -49,8 +63,12 @@ def read_tables(path: str | os.PathLike[str], what: str, shipped: str) -> dict[s
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such {what}. The shipped ones are in {shipped}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise RecipeError(f"{path}: not a TOML file: {error}") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise RecipeError(f"{path}: not a TOML file: too deeply nested") from None
+    except ValueError as error:  # malformed, not UTF-8, or a number of thousands of digits
+        raise RecipeError(f"{path}: not a TOML file: {abridged(str(error))}") from None
 
 
 def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Recipe:
@@ -59,12 +77,64 @@ def parse_recipe(raw: dict[str, Any], source: str = "recipe") -> Recipe:
 
 
 def parse_tables(cls: type[S], raw: dict[str, Any], source: str) -> S:
-    """Validate nested tables as a ``cls``. One ``RecipeError`` names every problem and its key."""
+    """Validate nested tables as a ``cls``. One ``RecipeError`` names its problems and their keys.
+
+    Of many problems the first ones are named and the rest is counted.
+    """
     try:
+        _check_values(raw)
         return cls.model_validate(raw)
+    except RecipeError as error:
+        raise RecipeError(f"{source}: {error}") from None
     except ValidationError as error:
         lines = [_explain(item, cls, raw) for item in error.errors()]
-        raise RecipeError("\n".join(f"{source}: {line}" for line in lines)) from None
+    shown = lines[:1]
+    for line in lines[1:]:
+        if sum(map(len, shown)) + len(line) > LETTERS_SHOWN:
+            break
+        shown.append(line)
+    more = f"\n(and {len(lines) - len(shown)} more)" if len(shown) < len(lines) else ""
+    raise RecipeError("\n".join(f"{source}: {line}" for line in shown) + more)
+
+
+def _check_values(raw: dict[str, Any]) -> None:
+    """Check what no file or message could carry: depth, integers beyond 64 bits, odd letters.
+
+    Raises:
+        RecipeError: naming the key.
+    """
+    waiting: list[tuple[str, int, Any]] = [("", 0, raw)]
+    while waiting:
+        key, depth, value = waiting.pop()
+        place = abridged(key, 80)
+        if depth > DEEPEST:
+            raise RecipeError(f"{place}: more than {DEEPEST} tables within each other")
+        if isinstance(value, dict):
+            for name, child in value.items():
+                _check_text(str(name), place)
+                waiting.append((f"{key}.{name}" if key else str(name), depth + 1, child))
+        elif isinstance(value, list):
+            waiting += [(key, depth + 1, child) for child in value]
+        elif isinstance(value, str):
+            _check_text(value, place)
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise RecipeError(f"{place}: an integer beyond the 64 bits that TOML has; lower it")
+
+
+def _check_text(text: str, place: str) -> None:
+    if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise RecipeError(
+            f"{place or 'a key'}: the text has a NUL or half a letter (a lone surrogate); remove it"
+        )
+
+
+def abridged(text: str, limit: int = 200) -> str:
+    """Return a text of at most ``limit`` letters, the middle left out, and without passwords."""
+    text = public_url(text)
+    if len(text) <= limit:
+        return text
+    half = (limit - 5) // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def apply_override(raw: dict[str, Any], item: str) -> None:
@@ -77,19 +147,24 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
     """
     key, equals, text = item.partition("=")
     names = key.strip().split(".")
+    shown = f"--set {abridged(item)}"
     if not equals or not all(names):
         raise RecipeError(
-            f"--set {item}: write it as --set section.key=value, for example --set trainer.lr=1e-3"
+            f"{shown}: write it as --set section.key=value, for example --set trainer.lr=1e-3"
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
+    except (RecursionError, ValueError):
+        raise RecipeError(f"{shown}: too deeply nested, or a number of too many digits") from None
     table = raw
     for name in names[:-1]:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise RecipeError(f"--set {item}: {name} is a value in the recipe, not a table")
+            raise RecipeError(
+                f"{shown}: {abridged(name, 80)} is a value in the recipe, not a table"
+            )
     if names[0] in ("student", "teacher", "teachers") and names[-1] == "model":
         for origin in ("prepare", "policy"):
             table.pop(origin, None)
@@ -99,20 +174,29 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
 def _explain(item: Any, root: type[BaseModel], raw: Any) -> str:
     """Return one pydantic error as one sentence that names the key and the remedy."""
     loc = item["loc"]
-    key = ".".join(str(part) for part in loc)
+    key = abridged(".".join(str(part) for part in loc), 100)
     if item["type"] == "extra_forbidden":
         known = _fields_at(loc[:-1], root, raw)
-        near = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(str(loc[-1])[:100], known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}."
         return f"unknown key {key}; {hint}"
     if item["type"] == "missing":
         return f"{key} is missing"
-    message = item["msg"].removeprefix("Value error, ")
+    message = abridged(item["msg"].removeprefix("Value error, "), 500)
     if not key:
         return message
     if item["type"] == "value_error":
         return f"{key}: {message}"
-    return f"{key}: {message} (got {item['input']!r})"
+    return f"{key}: {message} (got {_echo(item['input'])}){REMEDIES.get(item['type'], '')}"
+
+
+def _echo(value: Any) -> str:
+    """Return a wrong value as the recipe's author wrote it, abridged."""
+    if isinstance(value, dict | list | str) and len(value) > 1000:
+        return f"{type(value).__name__} of {len(value)} " + (
+            "letters" if isinstance(value, str) else "entries"
+        )
+    return abridged(repr(value))
 
 
 def _fields_at(loc: Sequence[Any], root: type[BaseModel], raw: Any) -> list[str]:

@@ -2,55 +2,66 @@
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+LARGEST_SIZE = 1_000_000
+"""Upper bound of widths, lengths and steps. A model that is built on the spot is small."""
+
+MOST_LAYERS = 1000
+"""Upper bound of layers and heads."""
+
+LARGEST_SEED = 2**63 - 1
+"""Upper bound of seeds: that of TOML's integers."""
+
 
 class PrepareConfig(BaseModel):
     """A tiny model of the Qwen3 architecture: its sizes, its fine-tuning, and its pruning."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
-    vocab_size: int = Field(default=415, ge=260)
+    vocab_size: int = Field(default=415, ge=260, le=LARGEST_SIZE)
     """Size of the byte-level BPE vocabulary trained on the data, special tokens included. Teacher
     and student must agree."""
 
-    hidden_size: int = Field(default=64, ge=8)
+    hidden_size: int = Field(default=64, ge=8, le=LARGEST_SIZE)
     """Width of the residual stream."""
 
-    layers: int = Field(default=3, ge=1)
+    layers: int = Field(default=3, ge=1, le=MOST_LAYERS)
     """Number of decoder layers."""
 
-    heads: int = Field(default=2, ge=1)
+    heads: int = Field(default=2, ge=1, le=MOST_LAYERS)
     """Number of attention heads, and of key-value heads."""
 
-    head_dim: int = Field(default=32, ge=2, multiple_of=2)
+    head_dim: int = Field(default=32, ge=2, le=LARGEST_SIZE, multiple_of=2)
     """Width of one head."""
 
-    intermediate_size: int = Field(default=192, ge=8)
+    intermediate_size: int = Field(default=192, ge=8, le=LARGEST_SIZE)
     """Width of the gated MLP."""
 
     tie_word_embeddings: bool = True
     """Use the embedding as the output layer."""
 
-    max_position_embeddings: int = Field(default=512, ge=16)
+    max_position_embeddings: int = Field(default=512, ge=16, le=LARGEST_SIZE)
     """Longest sequence in tokens, prompt and completion together."""
 
-    sft_steps: int = Field(default=900, ge=0)
+    sft_steps: int = Field(default=900, ge=0, le=LARGEST_SIZE)
     """Optimizer steps of supervised fine-tuning on the training problems' worked answers."""
 
-    batch_size: int = Field(default=32, ge=1)
+    batch_size: int = Field(default=32, ge=1, le=LARGEST_SIZE)
     """Problems per step."""
 
-    learning_rate: float = Field(default=6e-3, gt=0)
+    learning_rate: float = Field(default=6e-3, gt=0, le=1)
     """AdamW's peak learning rate, for embeddings and norms. The schedule is a linear warm-up over
     the first twentieth of the steps, then a cosine to zero."""
 
-    matrix_learning_rate: float = Field(default=0.03, gt=0)
+    matrix_learning_rate: float = Field(default=0.03, gt=0, le=1)
     """Muon's peak learning rate, for the decoder layers' matrices, on the same schedule."""
 
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the target spread over the whole vocabulary. A smoothed teacher puts this mass on a
     tail that no top-K support contains; see recipes/studies/flat_teacher.toml."""
 
-    seed: int = 0
+    seed: int = Field(default=0, ge=-LARGEST_SEED, le=LARGEST_SEED)
     """Seed of the initial weights and of the batch order."""
 
     hint_template: str | None = None

@@ -7,14 +7,16 @@ Both appear in the generated reference (``reference.py``).
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from annotated_types import Ge, Lt
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PositiveInt, model_validator
 
 from prime_composer.losses import AnyLoss, require
 from prime_composer.problems.config import PROBLEMS, DataConfig
 from prime_composer.recipe.carried import CARRIED, not_carried, only_refused, prime_rl
-from prime_composer.recipe.prepare import PrepareConfig
+from prime_composer.recipe.prepare import LARGEST_SEED, PrepareConfig
+from prime_composer.recipe.urls import Url, public_url
 
 REMEDIES = {
     **dict.fromkeys(
@@ -27,14 +29,35 @@ REMEDIES = {
 """What to change in a recipe that does not provide an input of its loss."""
 
 
+LARGEST_BATCH = 1_000_000
+"""Upper bound of what one step asks for. Far beyond any machine, and still no nonsense."""
+
+LONGEST_CONTEXT = 100_000_000
+"""Upper bound of lengths in tokens."""
+
+MOST_STEPS = 100_000_000
+"""Upper bound of steps and intervals."""
+
+
+def without_passwords(value: Any) -> Any:
+    """Return nested tables and lists with the URLs in them as ``public_url`` shows them."""
+    if isinstance(value, dict):
+        return {key: without_passwords(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_passwords(item) for item in value]
+    return public_url(value) if isinstance(value, str) else value
+
+
 class RecipeError(ValueError):
     """A recipe that cannot run: the message names the file, the key and the remedy."""
 
 
 class Section(BaseModel):
-    """A table of a recipe: unknown keys are refused, values never change."""
+    """A table of a recipe: unknown keys are refused, numbers are finite, values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class ModelConfig(Section):
@@ -101,7 +124,9 @@ class PolicyTeacherConfig(Section):
     """For ``ema``: teacher <- (1 - rate) teacher + rate policy after each step (SDPO 0.05, OPSD
     0.001)."""
 
-    sync_every: int = Field(default=10, ge=1, json_schema_extra=prime_rl(only_refused()))
+    sync_every: int = Field(
+        default=10, ge=1, le=MOST_STEPS, json_schema_extra=prime_rl(only_refused())
+    )
     """For ``sync``: steps between two copies."""
 
     @model_validator(mode="after")
@@ -132,7 +157,7 @@ class TeacherConfig(ModelConfig):
     )
     """The engine that runs the teacher. Unset: the rollout's backend."""
 
-    url: str | None = Field(default=None, json_schema_extra=CARRIED)
+    url: Url | None = Field(default=None, repr=False, json_schema_extra=CARRIED)
     """Base URL of a running vLLM server. Implies backend 'server'. A server in bfloat16 computes
     bfloat16 logits, so its log-probs are rounded to about 3 significant digits. For float32 logits,
     start it with `--hf-overrides '{"head_dtype": "float32"}'`."""
@@ -168,7 +193,7 @@ class TeacherConfig(ModelConfig):
 class OneOfSeveralConfig(TeacherConfig):
     """One of several teachers, under ``[teachers.NAME]``."""
 
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False, json_schema_extra=CARRIED)
+    weight: float = Field(default=1.0, gt=0, json_schema_extra=CARRIED)
     """Weight in the mixture, relative to the others', where neither [data] nor a row names a
     teacher."""
 
@@ -192,7 +217,7 @@ class RolloutConfig(Section):
     )
     """The engine that samples the rollouts."""
 
-    url: str | None = Field(default=None, json_schema_extra=CARRIED)
+    url: Url | None = Field(default=None, repr=False, json_schema_extra=CARRIED)
     """For backend 'server': base URL of a running vLLM server of the student."""
 
     api_key_var: str = Field(default="VLLM_API_KEY", json_schema_extra=CARRIED)
@@ -207,19 +232,19 @@ class RolloutConfig(Section):
     """For backend 'server': a directory that this process writes new weights to and the server
     reads them from. Unset: the system's temporary directory, for a server on this machine."""
 
-    group_size: int = Field(default=1, ge=1, json_schema_extra=CARRIED)
+    group_size: int = Field(default=1, ge=1, le=LARGEST_BATCH, json_schema_extra=CARRIED)
     """Rollouts per prompt. RL terms need at least 2."""
 
-    temperature: float = Field(default=1.0, gt=0, json_schema_extra=CARRIED)
+    temperature: float = Field(default=1.0, ge=0.01, le=100, json_schema_extra=CARRIED)
     """Sampling temperature. The losses always compare the policies at T = 1."""
 
     top_p: float = Field(default=1.0, gt=0, le=1, json_schema_extra=CARRIED)
     """Nucleus sampling. log mu is that of the truncated distribution."""
 
-    max_tokens: int = Field(default=256, ge=1, json_schema_extra=CARRIED)
+    max_tokens: int = Field(default=256, ge=1, le=LONGEST_CONTEXT, json_schema_extra=CARRIED)
     """Token budget of a completion."""
 
-    max_model_len: int = Field(default=2048, ge=2, json_schema_extra=CARRIED)
+    max_model_len: int = Field(default=2048, ge=2, le=LONGEST_CONTEXT, json_schema_extra=CARRIED)
     """Context of the engines in tokens: prompt and completion."""
 
     student_fraction: float = Field(default=1.0, ge=0, le=1, json_schema_extra=CARRIED)
@@ -247,7 +272,9 @@ class ReplayConfig(Section):
     path: Path | None = Field(default=None, json_schema_extra=prime_rl(only_refused()))
     """For ``jsonl``: the file."""
 
-    pairs_per_step: int = Field(default=16, ge=1, json_schema_extra=prime_rl(only_refused()))
+    pairs_per_step: int = Field(
+        default=16, ge=1, le=LARGEST_BATCH, json_schema_extra=prime_rl(only_refused())
+    )
     """Pairs per step: at most this many of the rollouts', or exactly this many of the file's, in
     rotation."""
 
@@ -258,18 +285,23 @@ class ReplayConfig(Section):
         return self
 
 
+Beta = Annotated[float, Ge(0), Lt(1)]
+"""A decay rate of AdamW's averages."""
+
+
 class TrainerConfig(Section):
     """The optimizer and its loop."""
 
-    steps: int = Field(ge=1, json_schema_extra=CARRIED)
+    steps: int = Field(ge=1, le=MOST_STEPS, json_schema_extra=CARRIED)
     """Optimizer steps."""
 
-    batch_size: int = Field(default=64, ge=1, json_schema_extra=CARRIED)
+    batch_size: int = Field(default=64, ge=1, le=LARGEST_BATCH, json_schema_extra=CARRIED)
     """Rollouts per step, a multiple of rollout.group_size."""
 
     micro_batch_tokens: int = Field(
         default=16384,
         ge=1,
+        le=LONGEST_CONTEXT,
         json_schema_extra=prime_rl(
             not_carried("prime-rl packs sequences of rollout.max_model_len tokens")
         ),
@@ -279,7 +311,7 @@ class TrainerConfig(Section):
     lr: float = Field(default=2e-6, gt=0, json_schema_extra=CARRIED)
     """Peak learning rate of AdamW."""
 
-    betas: tuple[float, float] = Field(default=(0.9, 0.98), json_schema_extra=CARRIED)
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.98), json_schema_extra=CARRIED)
     """AdamW's betas."""
 
     weight_decay: float = Field(default=0.0, ge=0, json_schema_extra=CARRIED)
@@ -288,7 +320,7 @@ class TrainerConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0, json_schema_extra=CARRIED)
     """Clip of the global gradient norm."""
 
-    warmup_steps: int = Field(default=0, ge=0, json_schema_extra=CARRIED)
+    warmup_steps: int = Field(default=0, ge=0, le=MOST_STEPS, json_schema_extra=CARRIED)
     """Steps of linear warm-up."""
 
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -311,6 +343,7 @@ class TrainerConfig(Section):
     seed: int = Field(
         default=0,
         ge=0,
+        le=LARGEST_SEED,
         json_schema_extra=prime_rl(
             not_carried("prime-rl orders prompts by seeds of its own; only its vLLM takes this one")
         ),
@@ -321,20 +354,21 @@ class TrainerConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out problems: greedy accuracy, and reverse KL on rollouts at T = 1."""
 
-    every: int = Field(default=20, ge=0, json_schema_extra=CARRIED)
+    every: int = Field(default=20, ge=0, le=MOST_STEPS, json_schema_extra=CARRIED)
     """Steps between evaluations. 0: only before the first step and after the last."""
 
-    size: int = Field(default=200, ge=1, json_schema_extra=CARRIED)
+    size: int = Field(default=200, ge=1, le=LARGEST_BATCH, json_schema_extra=CARRIED)
     """Held-out problems for accuracy, the same ones every time."""
 
     kl_size: int = Field(
         default=64,
         ge=0,
+        le=LARGEST_BATCH,
         json_schema_extra=prime_rl(not_carried("prime-rl evaluates accuracy alone", harmless=(0,))),
     )
     """Held-out problems whose rollouts measure the reverse KL. 0: none."""
 
-    kl_support: int | Literal["full", "auto"] = Field(
+    kl_support: PositiveInt | Literal["full", "auto"] = Field(
         default="auto", json_schema_extra=prime_rl(not_carried("prime-rl evaluates accuracy alone"))
     )
     """Token ids per position of the measured KL. auto: all of them up to a vocabulary of 8192, else
@@ -369,11 +403,27 @@ class LoggingConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints: model, optimizer, loss state, step. A checkpoint is renamed when complete."""
 
-    every: int = Field(default=20, ge=0, json_schema_extra=CARRIED)
+    every: int = Field(default=20, ge=0, le=MOST_STEPS, json_schema_extra=CARRIED)
     """Steps between checkpoints. 0: only after the last step."""
 
-    keep: int = Field(default=2, ge=1, json_schema_extra=CARRIED)
+    keep: int = Field(default=2, ge=1, le=LARGEST_BATCH, json_schema_extra=CARRIED)
     """Number of the newest checkpoints to keep."""
+
+
+class ChecksConfig(Section):
+    """Checks during a run that teachers and sampler still compute what they did at its start."""
+
+    every: int = Field(
+        default=10,
+        ge=0,
+        le=MOST_STEPS,
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl's trainer has a metric of its own, mismatch_kl")
+        ),
+    )
+    """Steps between two questions whose answers are known: each teacher scores the probe of the
+    run's start again, and the sampler is compared with the student's weights. It is also asked
+    after the last step, and after every lost connection. 0: only after a lost connection."""
 
 
 class Recipe(Section):
@@ -417,10 +467,15 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Checkpoints."""
 
+    checks: ChecksConfig = Field(default_factory=ChecksConfig)
+    """Checks during a run."""
+
     output_dir: str | None = Field(default=None, json_schema_extra=CARRIED)
     """Run directory. Unset: outputs/<name of the recipe file>."""
 
-    prime_rl: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CARRIED)
+    prime_rl: Annotated[dict[str, Any], PlainSerializer(without_passwords)] = Field(
+        default_factory=dict, json_schema_extra=CARRIED
+    )
     """prime-rl's own settings, merged into the export. The one-machine engine ignores them."""
 
     @property

@@ -35,7 +35,7 @@ def test_reference_names_every_key_and_loss() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        "| `steps` | integer ≥ 1 | required | Optimizer steps. |",
+        "| `steps` | integer ≥ 1, ≤ 100000000 | required | Optimizer steps. |",
         "| `top_p` | number > 0, ≤ 1 | `1.0` | Nucleus sampling. log mu is that of the truncated "
         "distribution. |",
         '| `backend` | `"vllm"` or `"transformers"` or `"server"` | `"vllm"` | The engine that '

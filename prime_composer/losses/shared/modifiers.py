@@ -24,7 +24,9 @@ M = TypeVar("M", bound=BaseModel)
 class Modifier(BaseModel):
     """Knobs of one modifier."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class SpecialTokenMask(Modifier):

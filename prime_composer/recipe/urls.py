@@ -1,0 +1,54 @@
+"""Check the URLs of servers, and keep the passwords in them out of files and messages."""
+
+import re
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, PlainSerializer
+
+MASK = "***"
+"""What stands where a user and a password were."""
+
+_CREDENTIALS = re.compile(r"""(?<=://)[^\s'"]*@""")
+
+
+def public_url(text: str) -> str:
+    """Return a URL, or a text with URLs in it, with ``***`` in the place of user and password."""
+    return _CREDENTIALS.sub(f"{MASK}@", text)
+
+
+def has_credentials(text: str) -> bool:
+    """Return whether a URL, or a text with URLs in it, contains a user or a password."""
+    return public_url(text) != text
+
+
+def checked_url(url: str) -> str:
+    """Return a server's base URL as it is.
+
+    Raises:
+        ValueError: it is none. The message does not repeat it, for it may contain a password.
+    """
+    example = 'write it as "http://HOST:PORT"'
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"not a URL ({public_url(str(error))}); {example}") from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise ValueError(f"not the URL of a server; {example}")
+    if re.search(r"""[\s'"\\]|[^\x20-\x7e]""", url):
+        raise ValueError(
+            "a URL has no spaces, quotes, backslashes or other letters than ASCII; percent-encode "
+            "them"
+        )
+    if "?" in url or "#" in url:
+        raise ValueError(f"a base URL has no query and no fragment; {example}")
+    if url.partition("://")[2].startswith(f"{MASK}@"):
+        raise ValueError(
+            f"{MASK} stands for a password that was kept out of this file; write the password again"
+        )
+    return url
+
+
+Url = Annotated[str, AfterValidator(checked_url), PlainSerializer(public_url)]
+"""A server's base URL. It is written into files and shown without user and password."""
