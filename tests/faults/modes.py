@@ -1,0 +1,371 @@
+"""How ``SpoilingServer`` spoils an answer: one name per way.
+
+``ROWS`` change rows of prompt_logprobs, ``ANSWERS`` a whole answer with scores, ``CHOICES`` any
+answer, ``SAMPLES`` one with rollouts, ``CARDS`` the list of models. ``BODIES`` replace the bytes of
+any answer, and ``CONNECTIONS`` are played by the server itself. ``MODELS`` are plausible numbers.
+``stale`` is the answer to an earlier request, ``reload_ignored`` a server that takes no weights,
+``tokens_shifted`` another tokenizer. ``status_NNN`` answers with that status, and
+``status_NNN_after`` with the header Retry-After as well.
+"""
+
+import gzip
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+Entry = dict[str, Any]
+Row = dict[str, Entry]
+RowMode = Callable[[Row, str, int], Any]
+"""(row, own token as its key, vocabulary size) -> the spoiled row."""
+AnswerMode = Callable[[dict[str, Any]], Any]
+"""Answer -> the spoiled answer; it may change the answer in place."""
+
+RAW = "#raw:"
+"""A string value that begins with this is written without its quotes: numbers that JSON lacks."""
+AGAIN = "#again"
+"""A key that ends with this is written without it: the same key twice."""
+
+
+def encode(answer: Any) -> bytes:
+    """Return an answer as JSON, with ``RAW`` and ``AGAIN`` resolved."""
+    text = json.dumps(answer)
+    text = re.sub(rf'"{RAW}([^"]*)"', r"\1", text).replace(AGAIN, "")
+    return text.encode()
+
+
+def each(change: Callable[[float], Any]) -> RowMode:
+    """Change the log-prob of every entry of a row."""
+
+    def spoil(row: Row, own: str, vocab_size: int) -> Row:
+        return {key: {**entry, "logprob": change(entry["logprob"])} for key, entry in row.items()}
+
+    return spoil
+
+
+def owned(change: Callable[[float], Any]) -> RowMode:
+    """Change the log-prob of the sequence's own token."""
+
+    def spoil(row: Row, own: str, vocab_size: int) -> Row:
+        return row | {own: {**row[own], "logprob": change(row[own]["logprob"])}}
+
+    return spoil
+
+
+def other(change: Callable[[float], Any]) -> RowMode:
+    """Change the log-prob of the most probable entry that is not the own token."""
+
+    def spoil(row: Row, own: str, vocab_size: int) -> Row:
+        key = best_other(row, own)
+        return row if key is None else row | {key: {**row[key], "logprob": change(0.0)}}
+
+    return spoil
+
+
+def best_other(row: Row, own: str) -> str | None:
+    """Return the most probable entry beside the own token; None for K = 0."""
+    return min((key for key in row if key != own), key=lambda key: row[key]["rank"], default=None)
+
+
+def with_entry(key: Callable[[Row, int], str], logprob: float = -1e-4, rank: int = 1) -> RowMode:
+    """Add one entry to a row."""
+
+    def spoil(row: Row, own: str, vocab_size: int) -> Row:
+        return row | {key(row, vocab_size): {"logprob": logprob, "rank": rank}}
+
+    return spoil
+
+
+def foreign(row: Row, vocab_size: int) -> str:
+    """Return an id of the vocabulary that is not in the row."""
+    return next(str(token) for token in reversed(range(vocab_size)) if str(token) not in row)
+
+
+def with_other_id(key: Callable[[int], str]) -> RowMode:
+    """Give the most probable entry beside the own token another id."""
+
+    def spoil(row: Row, own: str, vocab_size: int) -> Row:
+        best = best_other(row, own)
+        if best is None:
+            return row
+        return {key(vocab_size) if name == best else name: entry for name, entry in row.items()}
+
+    return spoil
+
+
+def without_last(row: Row, own: str, vocab_size: int) -> Row:
+    """Drop two entries of the top K, so that fewer than K are left with the own token too."""
+    others = sorted((key for key in row if key != own), key=lambda key: row[key]["rank"])
+    return {key: row[key] for key in row if key not in others[-2:]}
+
+
+def twice(row: Row, own: str, vocab_size: int) -> Row:
+    """Write one key twice; readers of JSON keep the last one, so K - 1 ids are left."""
+    best = best_other(row, own)
+    if best is None:
+        return row | {own + AGAIN: {"logprob": -0.5, "rank": 1}}
+    worst = max((key for key in row if key != own), key=lambda key: row[key]["rank"])
+    return {
+        (best + AGAIN if key == worst and key != best else key): entry for key, entry in row.items()
+    }
+
+
+def heavy(mass: float) -> RowMode:
+    """Spread a mass evenly over the row."""
+
+    def spoil(row: Row, own: str, vocab_size: int) -> Row:
+        return {
+            key: {**entry, "logprob": min(0.0, math.log(mass / len(row)))}
+            for key, entry in row.items()
+        }
+
+    return spoil
+
+
+def reversed_ranks(row: Row, own: str, vocab_size: int) -> Row:
+    """Give the least probable entry rank 1."""
+    ranks = sorted((entry["rank"] for entry in row.values()), reverse=True)
+    by_rank = sorted(row, key=lambda key: row[key]["rank"])
+    return {key: {**row[key], "rank": ranks[by_rank.index(key)]} for key in row}
+
+
+ROWS: dict[str, RowMode] = {
+    "positive_3": each(lambda value: value + 3),
+    "positive_0.3": each(lambda value: value + 0.3),
+    "positive_0.001": each(lambda value: value + 0.001),
+    "zeros": each(lambda value: 0.0),
+    "one": each(lambda value: 1.0),
+    "bool": each(lambda value: True),
+    "null": each(lambda value: None),
+    "string": each(lambda value: str(value)),
+    "list_value": each(lambda value: [value]),
+    "nan": each(lambda value: math.nan),
+    "infinity": each(lambda value: math.inf),
+    "minus_infinity": each(lambda value: -math.inf),
+    "overflow": each(lambda value: RAW + "1e999"),
+    "minus_overflow": each(lambda value: RAW + "-1e999"),
+    "own_shifted_2": owned(lambda value: value + 2),
+    "own_shifted_0.01": owned(lambda value: value + 0.01),
+    "own_lowered_5": owned(lambda value: value - 5),
+    "own_zero": owned(lambda value: 0.0),
+    "own_positive": owned(lambda value: 0.5),
+    "own_nan": owned(lambda value: math.nan),
+    "own_null": owned(lambda value: None),
+    "own_missing": lambda row, own, size: {key: row[key] for key in row if key != own},
+    "support_nan": other(lambda value: math.nan),
+    "support_positive": other(lambda value: 0.3),
+    "support_zero": other(lambda value: 0.0),
+    "alien_id": with_entry(lambda row, size: str(size + 7)),
+    "more_k": with_entry(foreign),
+    "id_edge": with_other_id(lambda size: str(size)),
+    "id_negative": with_other_id(lambda size: "-3"),
+    "id_float": with_other_id(lambda size: "5.5"),
+    "id_word": with_other_id(lambda size: "five"),
+    "id_2_40": with_other_id(lambda size: str(2**40)),
+    "id_2_70": with_other_id(lambda size: str(2**70)),
+    "fewer_k": without_last,
+    "duplicates": twice,
+    "mass_1.5": heavy(1.5),
+    "mass_1.01": heavy(1.01),
+    "ranks_reversed": reversed_ranks,
+    "rank_string": lambda row, own, size: {
+        key: {**entry, "rank": str(entry["rank"])} for key, entry in row.items()
+    },
+    "rank_missing": lambda row, own, size: {
+        key: {"logprob": entry["logprob"]} for key, entry in row.items()
+    },
+    "null_row": lambda row, own, size: None,
+    "empty_row": lambda row, own, size: {},
+    "list_row": lambda row, own, size: [row],
+    "string_row": lambda row, own, size: "row",
+    "wide_row": lambda row, own, size: (
+        row | {str(size + n): {"logprob": -20.0, "rank": size + n} for n in range(200_000)}
+    ),
+}
+
+
+def set_rows(change: Callable[[list[Any]], Any]) -> AnswerMode:
+    """Replace the rows of an answer, wherever its endpoint puts them."""
+
+    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
+        holder = answer if "prompt_logprobs" in answer else answer["choices"][0]
+        holder["prompt_logprobs"] = change(holder["prompt_logprobs"])
+        return answer
+
+    return spoil
+
+
+def without_rows(answer: dict[str, Any]) -> dict[str, Any]:
+    """Drop the field prompt_logprobs."""
+    (answer if "prompt_logprobs" in answer else answer["choices"][0]).pop("prompt_logprobs")
+    return answer
+
+
+def choices(change: Callable[[list[Any]], Any]) -> AnswerMode:
+    """Replace the choices of an answer."""
+
+    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
+        return answer | {"choices": change(answer["choices"])}
+
+    return spoil
+
+
+ANSWERS: dict[str, AnswerMode] = {
+    "rows_swapped": set_rows(lambda rows: [None, *rows[2:], rows[1]]),
+    "rows_reversed": set_rows(lambda rows: [None, *rows[:0:-1]]),
+    "rows_missing": set_rows(lambda rows: rows[:-1]),
+    "rows_extra": set_rows(lambda rows: [*rows, rows[-1]]),
+    "rows_null": set_rows(lambda rows: None),
+    "rows_empty": set_rows(lambda rows: []),
+    "rows_object": set_rows(lambda rows: {"0": rows}),
+    "no_rows": without_rows,
+    "rows_deep": set_rows(lambda rows: RAW + "[" * 100_000 + "]" * 100_000),
+}
+
+CHOICES: dict[str, AnswerMode] = {
+    "no_choices": lambda answer: {key: answer[key] for key in answer if key != "choices"},
+    "null_choices": choices(lambda found: None),
+    "zero_choices": choices(lambda found: []),
+    "two_choices": choices(lambda found: [*found, {**found[0], "index": len(found)}]),
+    "list_body": lambda answer: [answer],
+    "null_body": lambda answer: None,
+    "number_body": lambda answer: 7,
+    "string_body": lambda answer: "ok",
+    "empty_object": lambda answer: {},
+    "error_body": lambda answer: {"error": {"message": "CUDA error: out of memory", "code": 500}},
+}
+"""For both roads."""
+
+
+def mu(change: Callable[[list[float]], Any]) -> AnswerMode:
+    """Replace the log-probs of every rollout."""
+
+    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
+        for choice in answer["choices"]:
+            logprobs = choice["logprobs"]
+            logprobs["token_logprobs"] = change(logprobs["token_logprobs"])
+        return answer
+
+    return spoil
+
+
+def ids(change: Callable[[list[int]], Any]) -> AnswerMode:
+    """Replace the token ids of every rollout."""
+
+    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
+        for choice in answer["choices"]:
+            choice["token_ids"] = change(choice["token_ids"])
+        return answer
+
+    return spoil
+
+
+def fields(**values: Any) -> AnswerMode:
+    """Set fields of every choice."""
+
+    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
+        for choice in answer["choices"]:
+            choice.update(values)
+        return answer
+
+    return spoil
+
+
+def too_many_tokens(answer: dict[str, Any]) -> dict[str, Any]:
+    """Make each rollout 50 tokens longer."""
+    for choice in answer["choices"]:
+        choice["token_ids"] += [choice["token_ids"][-1]] * 50
+        choice["logprobs"]["token_logprobs"] += [-1.0] * 50
+    return answer
+
+
+SAMPLES: dict[str, AnswerMode] = {
+    "mu_positive": mu(lambda values: [value + 3 for value in values]),
+    "mu_shifted": mu(lambda values: [value - 1 for value in values]),
+    "mu_zeros": mu(lambda values: [0.0] * len(values)),
+    "mu_nan": mu(lambda values: [math.nan] * len(values)),
+    "mu_infinity": mu(lambda values: [math.inf] * len(values)),
+    "mu_minus_infinity": mu(lambda values: [-math.inf] * len(values)),
+    "mu_null": mu(lambda values: [None] * len(values)),
+    "mu_bool": mu(lambda values: [True] * len(values)),
+    "mu_string": mu(lambda values: [str(value) for value in values]),
+    "mu_one_for_all": mu(lambda values: values[:1]),
+    "mu_missing_last": mu(lambda values: values[:-1]),
+    "mu_extra": mu(lambda values: [*values, -1.0]),
+    "mu_none": mu(lambda values: None),
+    "no_logprobs": fields(logprobs=None),
+    "sampled_id_high": ids(lambda tokens: [99_999, *tokens[1:]]),
+    "sampled_id_negative": ids(lambda tokens: [-1, *tokens[1:]]),
+    "sampled_id_float": ids(lambda tokens: [5.5, *tokens[1:]]),
+    "sampled_id_bool": ids(lambda tokens: [True, *tokens[1:]]),
+    "sampled_id_string": ids(lambda tokens: ["5", *tokens[1:]]),
+    "sampled_id_null": ids(lambda tokens: [None, *tokens[1:]]),
+    "no_token_ids": fields(token_ids=None),
+    "no_tokens": ids(lambda tokens: []),
+    "too_many_tokens": too_many_tokens,
+    "finish_unknown": fields(finish_reason="weird"),
+    "finish_null": fields(finish_reason=None),
+    "finish_abort": fields(finish_reason="abort"),
+    "one_choice_less": choices(lambda found: found[:-1]),
+    "same_index": fields(index=0),
+}
+
+CARDS: dict[str, AnswerMode] = {
+    "models_object": lambda answer: {},
+    "models_list": lambda answer: [1],
+    "models_number": lambda answer: {"data": [1]},
+    "models_none": lambda answer: {"data": []},
+    "models_null": lambda answer: {"data": None},
+    "models_no_id": lambda answer: {"data": [{"object": "model"}]},
+    "models_word_length": lambda answer: {"data": [{**answer["data"][0], "max_model_len": "many"}]},
+}
+
+DEEP = 100_000
+
+
+def gzip_bomb(size: int) -> bytes:
+    """Return ``size`` bytes of white space, compressed."""
+    return gzip.compress(b" " * size, compresslevel=9)
+
+
+BODIES: dict[str, tuple[bytes, str]] = {
+    "html": (b"<html><body><h1>It works!</h1></body></html>", "text/html"),
+    "empty": (b"", "application/json"),
+    "garbage": (bytes(range(1, 256)) * 4, "application/json"),
+    "deep": (b"[" * DEEP + b"]" * DEEP, "application/json"),
+    "deep_object": (b'{"choices":' * DEEP + b"1" + b"}" * DEEP, "application/json"),
+    "not_utf8": (b'{"choices": "\xff\xfe"}', "application/json"),
+    "half_json": (b'{"choices": [{"index": 0, "prompt_logprobs": [null, {"5": {"lo', "text/json"),
+}
+
+CONNECTIONS = ("drop", "drop_after_headers", "cut", "drip", "huge", "huge_chunked", "gzip_bomb")
+"""Played by the server: a closed connection, a cut or endless body, and bodies of 300 MB."""
+
+MODELS = ("other_model", "other_model_for_some", "tempered")
+"""Plausible numbers of another model, for all or some prompts, or of another temperature."""
+
+ROADS = ("scoring", "sampling", "models", "reload", "tokenize")
+
+
+def road_of(mode: str) -> str | None:
+    """Return the road that a mode spoils; None where it may spoil any.
+
+    Raises:
+        KeyError: there is no such mode.
+    """
+    if mode in ROWS or mode in ANSWERS or mode in MODELS or mode == "stale":
+        return "scoring"
+    if mode in SAMPLES:
+        return "sampling"
+    if mode in CARDS:
+        return "models"
+    if mode == "reload_ignored":
+        return "reload"
+    if mode == "tokens_shifted":
+        return "tokenize"
+    if mode in CHOICES or mode in BODIES or mode in CONNECTIONS:
+        return None
+    if re.fullmatch(r"status_\d{3}(_after)?", mode):
+        return None
+    raise KeyError(mode)

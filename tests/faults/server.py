@@ -1,0 +1,648 @@
+"""A stand-in for a vLLM server: right answers of a tiny checkpoint, spoiled on request.
+
+It answers on 127.0.0.1 as vLLM 0.32 does. Scores and samples are computed by transformers on the
+CPU, one request at a time, without padding. The same request therefore gets the same numbers,
+whatever else is asked at once.
+
+    with SpoilingServer(checkpoint) as server:
+        server.spoil("positive_0.3", after=4, times=2)
+"""
+
+import copy
+import json
+import socket
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prime_composer.backends.cpu_guard import hide_cuda_packages
+from tests.faults import modes
+
+hide_cuda_packages()
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+
+class BadRequest(Exception):
+    """A request that vLLM answers with 400."""
+
+
+class RightAnswers:
+    """A checkpoint in memory, and what a vLLM server answers with it.
+
+    Args:
+        checkpoint: a transformers directory, with or without a tokenizer.
+        max_logprobs: largest K; -1 for the vocabulary.
+        max_model_len: longest sequence; None reads the model's own limit.
+        processed: log mu of the distribution sampled from, as with ``--logprobs-mode
+            processed_logprobs``; otherwise that of temperature 1.
+    """
+
+    def __init__(
+        self, checkpoint: Path, max_logprobs: int, max_model_len: int | None, processed: bool
+    ):
+        self.path = checkpoint
+        self.processed = processed
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        has_tokenizer = (checkpoint / "tokenizer.json").is_file()
+        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint) if has_tokenizer else None
+        config = self.model.config
+        self.vocab_size: int = config.vocab_size
+        self.max_logprobs = self.vocab_size if max_logprobs == -1 else max_logprobs
+        self.max_model_len: int = max_model_len or config.max_position_embeddings
+        ends = self.model.generation_config.eos_token_id
+        self.eos = {ends} if isinstance(ends, int) else {*(ends or [])}
+        self.temperature = 1.0
+        """Of the scores; right is 1."""
+
+    def reload(self, directory: Path) -> None:
+        """Read the weights of every safetensors file in a directory, as ``reload_weights`` does."""
+        weights = {}
+        for file in sorted(directory.glob("*.safetensors")):
+            weights |= load_file(file)
+        if not weights:
+            raise BadRequest(f"no safetensors in {directory}")
+        self.model.load_state_dict(weights, strict=not self.model.config.tie_word_embeddings)
+
+    def card(self) -> dict[str, Any]:
+        """Return the entry of ``/v1/models``."""
+        return {
+            "id": str(self.path),
+            "object": "model",
+            "owned_by": "vllm",
+            "root": str(self.path),
+            "max_model_len": self.max_model_len,
+        }
+
+    def token_ids(self, prompt: Any) -> list[int]:
+        """Return the token ids of a request's prompt."""
+        if isinstance(prompt, str):
+            return self._named_tokenizer().encode(prompt, add_special_tokens=False)
+        if not isinstance(prompt, list) or not prompt or not all(type(i) is int for i in prompt):
+            raise BadRequest("prompt must be a list of token ids")
+        if not all(0 <= token < self.vocab_size for token in prompt):
+            raise BadRequest(f"Token id {max(prompt)} is out of vocabulary")
+        return prompt
+
+    def _named_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise BadRequest("this server has no tokenizer")
+        return self.tokenizer
+
+    def text(self, tokens: list[int]) -> str:
+        """Return the text of tokens; numbers where there is no tokenizer."""
+        if self.tokenizer is None:
+            return " ".join(map(str, tokens))
+        return self.tokenizer.decode(tokens)
+
+    @torch.no_grad()
+    def rows(self, tokens: list[int], k: int) -> list[Any]:
+        """Return prompt_logprobs: None, then the own token and the top K of each position."""
+        if k > self.max_logprobs:
+            raise BadRequest(
+                f"Requested prompt logprobs of {k}, which is greater than max allowed: "
+                f"{self.max_logprobs}"
+            )
+        logits = self.model(input_ids=torch.tensor([tokens])).logits[0, :-1].float()
+        logprobs = torch.log_softmax(logits / self.temperature, dim=-1)
+        best = logprobs.topk(k, dim=-1)
+        rows: list[Any] = [None]
+        for t, own in enumerate(tokens[1:]):
+            value = float(logprobs[t, own])
+            # vLLM writes the own token first. Outside the top K its rank counts all at least as
+            # probable ids.
+            row = {own: (value, int((logprobs[t] >= value).sum()))}
+            top = zip(best.indices[t].tolist(), best.values[t].tolist(), strict=True)
+            for rank, (token, logprob) in enumerate(top, start=1):
+                row[token] = (logprob, rank)
+            rows.append(
+                {
+                    str(token): {
+                        "logprob": logprob,
+                        "rank": rank,
+                        "decoded_token": self.text([token]),
+                    }
+                    for token, (logprob, rank) in row.items()
+                }
+            )
+        return rows
+
+    @torch.no_grad()
+    def choice(self, prompt: list[int], body: dict[str, Any], index: int, seed: int) -> Any:
+        """Sample one choice with log-probs of its tokens."""
+        maximum = body.get("max_tokens", 16)
+        if len(prompt) + maximum > self.max_model_len:
+            raise BadRequest(
+                f"This model's maximum context length is {self.max_model_len} tokens; the request "
+                f"has {len(prompt)} and {maximum} to come"
+            )
+        temperature, top_p = body.get("temperature", 1.0), body.get("top_p", 1.0)
+        stops = {*(body.get("stop_token_ids") or []), *self.eos}
+        generator = torch.Generator().manual_seed(seed + index)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        tops: list[dict[str, float]] = []
+        reason = "length"
+        for _ in range(maximum):
+            logits = self.model(input_ids=torch.tensor([prompt + tokens])).logits[0, -1].float()
+            raw = torch.log_softmax(logits, dim=-1)
+            if temperature == 0:
+                token, shown = int(raw.argmax()), raw
+            else:
+                log_mu = nucleus(torch.log_softmax(logits / temperature, dim=-1), top_p)
+                token = int(torch.multinomial(log_mu.exp(), 1, generator=generator))
+                shown = log_mu if self.processed else raw
+            tokens.append(token)
+            logprobs.append(float(shown[token]))
+            best = shown.topk(body.get("logprobs") or 0)
+            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            tops.append({f"token_id:{token}": logprobs[-1]})
+            tops[-1] |= {f"token_id:{other}": value for other, value in pairs}
+            if token in stops:
+                reason = "stop"
+                break
+        return {
+            "index": index,
+            "text": self.text(tokens),
+            "logprobs": {
+                "tokens": [f"token_id:{token}" for token in tokens],
+                "token_logprobs": logprobs,
+                "top_logprobs": tops,
+                "text_offset": [0] * len(tokens),
+            },
+            "finish_reason": reason,
+            "stop_reason": None,
+            "token_ids": tokens,
+            "prompt_token_ids": prompt,
+        }
+
+
+def nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Return the log-probs cut to the smallest set of most probable ids with mass ``top_p``."""
+    if top_p >= 1:
+        return logprobs
+    ordered, order = logprobs.sort(descending=True)
+    before = ordered.exp().cumsum(-1) - ordered.exp()
+    kept = torch.full_like(logprobs, -torch.inf)
+    kept[order[before < top_p]] = logprobs[order[before < top_p]]
+    return torch.log_softmax(kept, dim=-1)
+
+
+@dataclass
+class Spoiling:
+    """A way to spoil answers, and for which requests.
+
+    Attributes:
+        mode: a name of ``tests.faults.modes``.
+        road: one of ``modes.ROADS``; None for scoring and sampling.
+        skip: requests that are still answered right.
+        left: requests that are still to be spoiled; None for all.
+        row: index of the one row to spoil; None for every row.
+    """
+
+    mode: str
+    road: str | None
+    skip: int
+    left: int | None
+    row: int | None
+
+    def claims(self, road: str) -> bool:
+        """Return whether this request is to be spoiled, and count it."""
+        if road != self.road and not (self.road is None and road in ("scoring", "sampling")):
+            return False
+        if self.skip > 0:
+            self.skip -= 1
+            return False
+        if self.left is None:
+            return True
+        self.left -= 1
+        return self.left >= 0
+
+
+@dataclass
+class Reply:
+    """What goes over the wire."""
+
+    body: bytes
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    play: str = ""
+    """A mode of ``modes.CONNECTIONS``; empty for an ordinary reply."""
+
+
+class SpoilingServer:
+    """A server of a checkpoint on 127.0.0.1, whose answers can be spoiled.
+
+    As a context manager it starts on entry and stops on exit.
+
+    Args:
+        checkpoint: a transformers directory.
+        max_logprobs: largest K; -1 for the vocabulary.
+        max_model_len: longest sequence; None reads the model's own limit.
+        api_key: asked for as a bearer token; None for none.
+        processed: whether log mu is after temperature and top_p.
+        dev_mode: whether weights can be reloaded.
+        can_tokenize: whether ``/tokenize`` and ``/detokenize`` exist.
+        other: a checkpoint of the same vocabulary, for the modes ``modes.MODELS``.
+
+    Attributes:
+        port: stays the same over ``stop`` and ``start``.
+        requests: paths asked for, with their number.
+        spoiled: spoiled answers, by mode.
+        retry_after: value of the header Retry-After.
+        drip_seconds: time between two bytes of a dripping answer.
+        huge_bytes: size of a huge answer.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        max_logprobs: int = -1,
+        max_model_len: int | None = None,
+        api_key: str | None = None,
+        processed: bool = True,
+        dev_mode: bool = True,
+        can_tokenize: bool = True,
+        other: str | Path | None = None,
+    ):
+        self._settings = (max_logprobs, max_model_len, processed)
+        self._right = RightAnswers(Path(checkpoint), *self._settings)
+        self._other = None if other is None else RightAnswers(Path(other), *self._settings)
+        self.api_key = api_key
+        self.dev_mode = dev_mode
+        self.can_tokenize = can_tokenize
+        self.port = 0
+        self.requests: Counter[str] = Counter()
+        self.spoiled: Counter[str] = Counter()
+        self.retry_after = "1"
+        self.drip_seconds = 1.0
+        self.huge_bytes = 300 * 2**20
+        self._spoilings: list[Spoiling] = []
+        self._lock = threading.Lock()
+        self._unseeded = 0
+        self._last_scores: Any = None
+        self._server: ThreadingHTTPServer | None = None
+        self._connections: set[socket.socket] = set()
+        self._stopped = threading.Event()
+
+    @property
+    def url(self) -> str:
+        """Base URL, without ``/v1``."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def model(self) -> str:
+        """Name of the served model: its directory."""
+        return str(self._right.path)
+
+    def spoil(
+        self,
+        mode: str,
+        after: int = 0,
+        times: int | None = None,
+        *,
+        road: str | None = None,
+        row: int | None = None,
+    ) -> None:
+        """Spoil answers from now on, in addition to what is spoiled already.
+
+        Args:
+            mode: a name of ``tests.faults.modes``.
+            after: requests of this road that are still answered right.
+            times: requests that are spoiled then; None for all.
+            road: one of ``modes.ROADS``; None for the mode's own, or both scoring and sampling.
+            row: the one row of scores to spoil, -1 for the last; None for every row.
+        """
+        own = modes.road_of(mode)
+        with self._lock:
+            self._spoilings.append(Spoiling(mode, road or own, after, times, row))
+
+    def heal(self) -> None:
+        """Answer right again."""
+        with self._lock:
+            self._spoilings.clear()
+
+    def swap(self, checkpoint: str | Path) -> None:
+        """Serve other weights under the old name, as a server restarted with another model does."""
+        name = self._right.path
+        with self._lock:
+            self._right = RightAnswers(Path(checkpoint), *self._settings)
+            self._right.path = name
+
+    def start(self) -> None:
+        """Listen; on the port of before where it was started before."""
+        owner = self
+
+        class Handler(_Handler):
+            server_of_checkpoint = owner
+
+        self._stopped.clear()
+        self._server = _Listener(("127.0.0.1", self.port), Handler)
+        self.port = self._server.server_address[1]
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
+
+    def stop(self) -> None:
+        """Stop at once, as a killed process: connections are cut. Stopping twice is harmless."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        self._stopped.set()
+        server.shutdown()
+        server.server_close()
+        for connection in [*self._connections]:
+            close(connection)
+
+    def __enter__(self) -> "SpoilingServer":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def answer(self, method: str, path: str, body: Any) -> Reply:
+        """Return the reply to a request, spoiled where it is claimed."""
+        road = road_of_request(path, body)
+        with self._lock:
+            self.requests[path] += 1
+            claimed = next((s for s in self._spoilings if s.claims(road)), None) if road else None
+            if claimed is not None:
+                self.spoiled[claimed.mode] += 1
+            try:
+                return self._reply(method, path, body, claimed)
+            except BadRequest as error:
+                return refusal(400, str(error))
+
+    def _reply(self, method: str, path: str, body: Any, claimed: Spoiling | None) -> Reply:
+        mode = "" if claimed is None else claimed.mode
+        if mode.startswith("status_"):
+            headers = {"Retry-After": self.retry_after} if mode.endswith("_after") else {}
+            reply = refusal(int(mode.split("_")[1]), f"spoiled with {mode}")
+            reply.headers = headers
+            return reply
+        if mode in modes.BODIES:
+            content, kind = modes.BODIES[mode]
+            return Reply(content, headers={"Content-Type": kind})
+        answer = self._answer(method, path, body, mode)
+        if isinstance(answer, Reply):
+            return answer
+        if claimed is not None:
+            answer = self._spoiled(answer, claimed)
+        return Reply(modes.encode(answer), play=mode if mode in modes.CONNECTIONS else "")
+
+    def _spoiled(self, answer: Any, claimed: Spoiling) -> Any:
+        mode, answer = claimed.mode, copy.deepcopy(answer)
+        if mode in modes.ROWS:
+            rows = (answer if "prompt_logprobs" in answer else answer["choices"][0])[
+                "prompt_logprobs"
+            ]
+            # One wide row is enough of them.
+            row = -1 if claimed.row is None and mode == "wide_row" else claimed.row
+            for t in range(1, len(rows)) if row is None else [row]:
+                rows[t] = modes.ROWS[mode](rows[t], next(iter(rows[t])), self._right.vocab_size)
+            return answer
+        for table in (modes.ANSWERS, modes.CHOICES, modes.SAMPLES, modes.CARDS):
+            if mode in table:
+                return table[mode](answer)
+        if mode == "stale":
+            return answer if self._last_scores is None else self._last_scores
+        if mode == "tokens_shifted":
+            return answer | {"tokens": [token + 1 for token in answer["tokens"]]}
+        return answer
+
+    def _answer(self, method: str, path: str, body: Any, mode: str) -> Any:
+        match method, path:
+            case "GET", "/v1/models":
+                return {"object": "list", "data": [self._right.card()]}
+            case "GET", "/health":
+                return Reply(b"")
+            case "GET", "/version":
+                return {"version": "0.32.0"}
+            case "POST", "/v1/completions":
+                return self._completion(body, body.get("prompt"), body, mode)
+            case "POST", "/inference/v1/generate":
+                return self._generation(body, mode)
+            case "POST", "/tokenize" if self.can_tokenize:
+                tokens = self._right.token_ids(body["prompt"])
+                return {
+                    "count": len(tokens),
+                    "max_model_len": self._right.max_model_len,
+                    "tokens": tokens,
+                    "token_strs": None,
+                }
+            case "POST", "/detokenize" if self.can_tokenize:
+                return {"prompt": self._right.text(body["tokens"])}
+            case "POST", "/collective_rpc" if self.dev_mode:
+                if mode != "reload_ignored":
+                    self._right.reload(Path(body["kwargs"]["weights_path"]))
+                return {"results": [None]}
+            case "POST", "/reset_prefix_cache" if self.dev_mode:
+                return {"success": True}
+        return Reply(json.dumps({"detail": "Not Found"}).encode(), 404)
+
+    def _completion(self, body: Any, prompt: Any, sampling: Any, mode: str) -> Any:
+        if body.get("model") not in (None, str(self._right.path)):
+            return refusal(404, f"The model `{body['model']}` does not exist.")
+        tokens = self._right.token_ids(prompt)
+        seed = sampling.get("seed")
+        if seed is None:
+            self._unseeded += 1
+            seed = self._unseeded
+        choices = [
+            self._right.choice(tokens, sampling, index, seed)
+            for index in range(sampling.get("n") or 1)
+        ]
+        for choice in choices:
+            if sampling.get("logprobs") is None:
+                choice["logprobs"] = None
+            choice["prompt_logprobs"] = None
+        k = sampling.get("prompt_logprobs")
+        if k is not None:
+            choices[0]["prompt_logprobs"] = self._scores(tokens, k, mode)
+        answer = {
+            "id": f"cmpl-{sum(self.requests.values())}",
+            "object": "text_completion",
+            "created": 1_760_000_000,
+            "model": str(self._right.path),
+            "choices": choices,
+            "usage": {"prompt_tokens": len(tokens)},
+        }
+        if k is not None and mode != "stale":
+            self._last_scores = copy.deepcopy(answer)
+        return answer
+
+    def _generation(self, body: Any, mode: str) -> Any:
+        sampling = body.get("sampling_params") or {}
+        answer = self._completion(body, body.get("token_ids"), sampling, mode)
+        if isinstance(answer, Reply):
+            return answer
+        rows = answer["choices"][0]["prompt_logprobs"]
+        choices = [
+            {
+                "index": choice["index"],
+                "logprobs": None,
+                "finish_reason": choice["finish_reason"],
+                "token_ids": choice["token_ids"],
+            }
+            for choice in answer["choices"]
+        ]
+        answer = {
+            "request_id": answer["id"],
+            "choices": choices,
+            "prompt_logprobs": rows,
+            "kv_transfer_params": None,
+        }
+        if rows is not None and mode != "stale":
+            self._last_scores = copy.deepcopy(answer)
+        return answer
+
+    def _scores(self, tokens: list[int], k: int, mode: str) -> list[Any]:
+        model = self._right
+        if mode == "tempered":
+            model.temperature = 1.3
+        elif mode == "other_model" or (mode == "other_model_for_some" and is_chosen(tokens)):
+            assert self._other is not None, "SpoilingServer(other=...) is missing"
+            model = self._other
+        try:
+            return model.rows(tokens, k)
+        finally:
+            model.temperature = 1.0
+
+
+def is_chosen(tokens: list[int]) -> bool:
+    """Return whether a server that is wrong for some prompts only is wrong for this one."""
+    return sum(tokens) % 2 == 0
+
+
+def road_of_request(path: str, body: Any) -> str | None:
+    """Return the road of a request, one of ``modes.ROADS``; None for what cannot be spoiled."""
+    match path:
+        case "/v1/completions" | "/inference/v1/generate":
+            sampling = (body or {}).get("sampling_params") or body or {}
+            return "sampling" if sampling.get("prompt_logprobs") is None else "scoring"
+        case "/v1/models":
+            return "models"
+        case "/collective_rpc":
+            return "reload"
+        case "/tokenize" | "/detokenize":
+            return "tokenize"
+    return None
+
+
+def refusal(status: int, message: str) -> Reply:
+    """Return an error in vLLM's layout."""
+    error = {"message": message, "type": "BadRequestError", "param": None, "code": status}
+    return Reply(json.dumps({"error": error}).encode(), status)
+
+
+def close(connection: socket.socket) -> None:
+    """Cut a connection, whatever its state."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+    connection.close()
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing where a client is gone."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_of_checkpoint: SpoilingServer
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.server_of_checkpoint._connections.add(self.connection)
+
+    def finish(self) -> None:
+        self.server_of_checkpoint._connections.discard(self.connection)
+        super().finish()
+
+    def do_POST(self) -> None:
+        owner = self.server_of_checkpoint
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        key = owner.api_key
+        if key is not None and self.headers.get("Authorization") != f"Bearer {key}":
+            self._send(Reply(b'{"error": "Unauthorized"}', 401))  # vLLM's own words
+            return
+        try:
+            body = json.loads(content or b"null")
+        except ValueError as error:
+            self._send(refusal(400, str(error)))
+            return
+        reply = owner.answer(self.command, self.path, body)
+        if reply.play:
+            self._play(reply, owner)
+        else:
+            self._send(reply)
+
+    do_GET = do_POST
+
+    def _send(self, reply: Reply, size: int | None = None) -> None:
+        self.send_response(reply.status)
+        headers = {"Content-Type": "application/json"} | reply.headers
+        headers["Content-Length"] = str(len(reply.body) if size is None else size)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(reply.body)
+
+    def _play(self, reply: Reply, owner: SpoilingServer) -> None:
+        match reply.play:
+            case "drop_after_headers":
+                self._send(Reply(b""), len(reply.body))
+            case "cut":
+                self._send(Reply(reply.body[: len(reply.body) // 2]), len(reply.body))
+            case "drip":
+                self._send(Reply(b""), len(reply.body))
+                for byte in reply.body:
+                    if owner._stopped.wait(owner.drip_seconds):
+                        break
+                    self.wfile.write(bytes([byte]))
+            case "huge":
+                self._send(Reply(b""), owner.huge_bytes + len(reply.body))
+                self._flood(owner, reply.body, chunked=False)
+            case "huge_chunked":
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                self._flood(owner, reply.body, chunked=True)
+            case "gzip_bomb":
+                self._send(
+                    Reply(modes.gzip_bomb(owner.huge_bytes), headers={"Content-Encoding": "gzip"})
+                )
+        if reply.play in ("drop", "drop_after_headers", "cut"):
+            self.close_connection = True
+            close(self.connection)
+
+    def _flood(self, owner: SpoilingServer, last: bytes, chunked: bool) -> None:
+        """Write white space, then the right answer: all of it is JSON."""
+        block = b" " * 2**16
+        for _ in range(owner.huge_bytes // len(block)):
+            if owner._stopped.is_set():
+                return
+            self._chunk(block, chunked)
+        self._chunk(b" " * (owner.huge_bytes % len(block)) + last, chunked)
+        if chunked:
+            self.wfile.write(b"0\r\n\r\n")
+
+    def _chunk(self, data: bytes, chunked: bool) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data) if chunked else data)
+
+    def log_message(self, *_: Any) -> None: ...

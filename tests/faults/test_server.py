@@ -1,0 +1,213 @@
+"""The stand-in server's right answers against forward passes, and that every mode spoils."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from tests.faults import modes
+from tests.faults.server import SpoilingServer
+
+TOKENS = [5, 6, 7, 8, 9, 5, 120, 4]
+# Making a client takes longer than an answer.
+CLIENT = httpx.Client(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def shared(models: Any) -> Iterator[SpoilingServer]:
+    """Run one server of the tied model; the untied one has other weights."""
+    with SpoilingServer(models.tied, other=models.untied) as server, CLIENT:
+        yield server
+
+
+@pytest.fixture
+def server(shared: SpoilingServer) -> Iterator[SpoilingServer]:
+    """Return the server, right again after the test."""
+    shared.huge_bytes = 2**20
+    shared.drip_seconds = 0.0
+    yield shared
+    shared.heal()
+
+
+def scoring(server: SpoilingServer, k: int = 8, **settings: Any) -> httpx.Response:
+    """Ask for scores of ``TOKENS``."""
+    body = {"model": server.model, "prompt": TOKENS, "prompt_logprobs": k}
+    body |= {"max_tokens": 1, "seed": 0}
+    return CLIENT.post(f"{server.url}/v1/completions", json=body | settings)
+
+
+def sampling(server: SpoilingServer, **settings: Any) -> httpx.Response:
+    """Ask for two rollouts of a prompt."""
+    body = {"model": server.model, "prompt": [5, 6, 7], "max_tokens": 4, "logprobs": 0}
+    body |= {"n": 2, "seed": 3, "return_token_ids": True}
+    return CLIENT.post(f"{server.url}/v1/completions", json=body | settings)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])
+def test_spoiling_server_scores_are_those_of_the_model(
+    path: str, server: SpoilingServer, models: Any, plain_logprobs: Any
+) -> None:
+    """Own token first, then the top K with ranks 1 to K; an own token outside counts its rank."""
+    if path == "/v1/completions":
+        rows = scoring(server).json()["choices"][0]["prompt_logprobs"]
+    else:
+        asked = {"prompt_logprobs": 8, "max_tokens": 1}
+        body = {"model": server.model, "token_ids": TOKENS, "sampling_params": asked}
+        rows = CLIENT.post(server.url + path, json=body).json()["prompt_logprobs"]
+    expected = plain_logprobs(models.tied_model, TOKENS)
+    assert rows[0] is None and len(rows) == len(TOKENS)
+    for t in range(1, len(TOKENS)):
+        assert next(iter(rows[t])) == str(TOKENS[t])
+        top = sorted(rows[t], key=lambda key: rows[t][key]["rank"])[:8]
+        assert [int(key) for key in top] == expected[t].topk(8).indices.tolist()
+        for key, entry in rows[t].items():
+            assert entry["logprob"] == pytest.approx(float(expected[t, int(key)]), abs=1e-5)
+            assert entry["rank"] == 1 + int((expected[t] > expected[t, int(key)]).sum())
+
+
+def test_spoiling_server_samples_from_the_model(
+    server: SpoilingServer, models: Any, plain_logprobs: Any
+) -> None:
+    """Log mu is the model's; a seed repeats a sample; greedy is greedy; a stop id ends it."""
+    choices, again, others = (sampling(server, seed=seed).json()["choices"] for seed in (3, 3, 4))
+    assert choices == again != others
+    assert choices[0]["token_ids"] != choices[1]["token_ids"]
+    for choice in choices:
+        tokens = [5, 6, 7, *choice["token_ids"]]
+        expected = plain_logprobs(models.tied_model, tokens)
+        own = [float(expected[t, tokens[t]]) for t in range(3, len(tokens))]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(own, abs=1e-5)
+    (greedy,) = sampling(server, n=1, temperature=0).json()["choices"]
+    best = plain_logprobs(models.tied_model, [5, 6, 7, *greedy["token_ids"]]).argmax(-1)
+    assert greedy["token_ids"] == best[3:].tolist()
+    stop = greedy["token_ids"][2]
+    (cut,) = sampling(server, n=1, temperature=0, stop_token_ids=[stop]).json()["choices"]
+    assert cut["token_ids"][-1] == stop and cut["finish_reason"] == "stop"
+
+
+def test_spoiling_server_mu_is_the_sampled_distribution(
+    server: SpoilingServer, models: Any, plain_logprobs: Any
+) -> None:
+    """With a temperature and a nucleus, log mu is that of the tempered and cut distribution."""
+    (choice,) = sampling(server, n=1, temperature=0.7, top_p=0.6).json()["choices"]
+    tokens = [5, 6, 7, *choice["token_ids"]]
+    logprobs = torch.log_softmax(plain_logprobs(models.tied_model, tokens)[3:] / 0.7, -1)
+    for row, token, value in zip(
+        logprobs, choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True
+    ):
+        mass = 0.0
+        for index in row.argsort(descending=True).tolist():
+            mass += math.exp(row[index])
+            if mass >= 0.6:
+                break
+        assert row[token] >= row[index]
+        assert value == pytest.approx(float(row[token]) - math.log(mass), abs=1e-4)
+
+
+def test_spoiling_server_takes_weights(
+    server: SpoilingServer, models: Any, tmp_path: Path, plain_logprobs: Any
+) -> None:
+    """Reloaded weights change the answers, unless that is spoiled."""
+    from safetensors.torch import save_file
+
+    def reload(model: Any) -> None:
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        save_file(weights, tmp_path / "model.safetensors")
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
+        CLIENT.post(f"{server.url}/collective_rpc", json=body).raise_for_status()
+
+    def second() -> float:
+        row = scoring(server).json()["choices"][0]["prompt_logprobs"][1]
+        return row[str(TOKENS[1])]["logprob"]
+
+    before = second()
+    with torch.no_grad():
+        changed = type(models.tied_model)(models.tied_model.config)
+        changed.load_state_dict(models.tied_model.state_dict())
+        changed.model.embed_tokens.weight.mul_(1.5)
+    server.spoil("reload_ignored", times=1)
+    reload(changed)
+    assert second() == before
+    reload(changed)
+    expected = plain_logprobs(changed.eval(), TOKENS)[1, TOKENS[1]]
+    assert second() == pytest.approx(float(expected), abs=1e-5)
+    reload(models.tied_model)
+    assert second() == before
+
+
+def test_spoiling_server_spoils_when_it_is_told_to(server: SpoilingServer) -> None:
+    """``after`` answers are right, ``times`` are spoiled, and the next are right again."""
+    right = scoring(server).json()["choices"]
+    server.spoil("positive_3", after=1, times=2)
+    sampling(server)
+    spoiled = [scoring(server).json()["choices"] != right for _ in range(4)]
+    assert spoiled == [False, True, True, False] and server.spoiled["positive_3"] == 2
+
+
+@pytest.mark.parametrize(
+    "mode", [*modes.ROWS, *modes.ANSWERS, *modes.CHOICES, *modes.BODIES, *modes.MODELS]
+)
+def test_spoiling_server_mode_spoils_scores(mode: str, server: SpoilingServer) -> None:
+    """Every mode of the scoring road changes what a request gets."""
+    right = {key: value for key, value in scoring(server).json().items() if key != "id"}
+    server.spoil(mode)
+    response = scoring(server)
+    assert response.status_code == 200
+    try:
+        answer = response.json() if len(response.content) < 10**6 else None
+    except (ValueError, RecursionError):
+        return
+    if isinstance(answer, dict):
+        answer.pop("id", None)
+    assert json.dumps(answer) != json.dumps(right) or mode == "duplicates"
+
+
+@pytest.mark.parametrize("mode", modes.SAMPLES)
+def test_spoiling_server_mode_spoils_rollouts(mode: str, server: SpoilingServer) -> None:
+    """Every mode of the sampling road changes what a request gets."""
+    right = sampling(server).json()["choices"]
+    server.spoil(mode)
+    assert json.dumps(sampling(server).json()["choices"]) != json.dumps(right)
+
+
+def test_spoiling_server_plays_connections(server: SpoilingServer) -> None:
+    """Dropped and cut answers are errors of the transport; huge and dripping ones are right."""
+    right = scoring(server).json()["choices"]
+    for mode in ("drop", "drop_after_headers", "cut"):
+        server.spoil(mode, times=1)
+        with pytest.raises(httpx.RemoteProtocolError):
+            scoring(server)
+    for mode in ("huge", "huge_chunked", "drip"):
+        server.spoil(mode, times=1)
+        response = scoring(server)
+        assert response.json()["choices"] == right
+        assert len(response.content) > 2**20 or mode == "drip"
+    server.spoil("gzip_bomb", times=1)
+    assert len(scoring(server).content) == 2**20
+    server.spoil("status_429_after", times=1)
+    assert (answer := scoring(server)).status_code == 429 and answer.headers["Retry-After"] == "1"
+
+
+def test_spoiling_server_restarts_on_its_port(server: SpoilingServer) -> None:
+    """A stopped server refuses connections, also kept ones; started again it answers as before."""
+    with httpx.Client(base_url=server.url) as client:
+        client.get("/v1/models").raise_for_status()
+        server.stop()
+        with pytest.raises(httpx.TransportError):
+            client.get("/v1/models")
+        server.start()
+        assert client.get("/v1/models").json()["data"][0]["id"] == server.model
+
+
+def test_spoiling_server_asks_for_its_key(models: Any) -> None:
+    """With an API key, a request without it gets vLLM's 401."""
+    with SpoilingServer(models.tied, api_key="secret") as server:
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+        assert httpx.get(f"{server.url}/v2", headers=headers).status_code == 404
