@@ -15,7 +15,7 @@ from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.tiny_models.cache import prepare_models
 
-MAY_CHANGE = ("eval", "logging", "checkpoint", "output_dir", "prime_rl")
+MAY_CHANGE = ("eval", "logging", "checkpoint", "checks", "output_dir", "prime_rl")
 """Sections that a resumed run may change: they do not touch the numbers that it trains on."""
 
 

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from torch import nn
 
+from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import checkpoint_layers, lm_head_weight, load_student
 from prime_composer.backends.mixture import Teachers
-from prime_composer.backends.protocols import Sampler, Scorer
+from prime_composer.backends.protocols import Sampler, Scorer, TeacherScores
 from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.local.batch import Pair, Sample
 from prime_composer.local.replay import read_pairs
@@ -182,6 +183,9 @@ class Engine:
         teacher.
 
         A policy teacher leaves out the samples that it has no hint for.
+
+        Raises:
+            InvalidAnswer: a teacher lists an id that the student's head does not have.
         """
         if self.teachers is not None:
             scores = self.teachers.score(
@@ -189,12 +193,24 @@ class Engine:
                 [sample.problem for sample in samples],
                 self.loss.support_size,
             )
+            self._check_ids(scores)
             return [
                 replace(sample, scores=own) for sample, own in zip(samples, scores, strict=True)
             ]
         if self.policy_teacher is not None:
             return self._score_with_policy(self.policy_teacher, samples)
         return list(samples)
+
+    def _check_ids(self, scores: Sequence[TeacherScores]) -> None:
+        for index, one in enumerate(scores):
+            alien = alien_id(one, self.vocab_size)
+            if alien is not None:
+                tables = ", ".join(f"[{teacher.table}]" for teacher in self.teacher_specs)
+                raise InvalidAnswer(
+                    f"{tables}: the scores of rollout {index} list id {alien}, and the student's "
+                    f"head has {self.vocab_size} entries; choose a smaller k for the loss, or a "
+                    "teacher with the student's vocabulary"
+                )
 
     def _score_with_policy(self, teacher: PolicyTeacher, samples: Sequence[Sample]) -> list[Sample]:
         hints = teacher.hints(
@@ -225,10 +241,13 @@ class Engine:
         ]
 
     def end_step(self, step: int) -> None:
-        """Send the new weights to the sampler, and to a teacher that follows the policy."""
-        self.sampler.update_weights(self.model)
+        """Send the new weights to a teacher that follows the policy, and to the sampler.
+
+        The sampler may be a server that is away. It comes last, when the step's state is whole.
+        """
         if self.policy_teacher is not None:
             self.policy_teacher.end_step(step)
+        self.sampler.update_weights(self.model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the student: the weights of a moving teacher."""
@@ -246,6 +265,16 @@ class Engine:
         self.sampler.close()
         if self.teachers is not None:
             self.teachers.close()
+
+
+def alien_id(scores: TeacherScores, vocab_size: int) -> int | None:
+    """Return an id of a teacher's support that a head of this size lacks; None without one."""
+    if not scores.token_ids.numel():
+        return None
+    smallest, largest = (int(bound) for bound in scores.token_ids.aminmax())
+    if smallest < 0:
+        return smallest
+    return largest if largest >= vocab_size else None
 
 
 def open_engine(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from prime_composer.backends.hf_model import token_batches
 from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, given
 from prime_composer.local.batch import Batch
+from prime_composer.local.mismatch import Mismatch
 from prime_composer.local.replay import empty_pack, pair_inputs
 from prime_composer.local.student_forward import empty_inputs, student_inputs
 from prime_composer.losses.bound import Objective
@@ -44,6 +45,7 @@ def accumulate_gradients(
     config: TrainerConfig,
     step: int,
     reference: nn.Module | None = None,
+    mismatch: Mismatch | None = None,
 ) -> dict[str, float]:
     """Run the backward pass of the step's loss.
 
@@ -57,6 +59,7 @@ def accumulate_gradients(
         config: micro-batch size and dtype.
         step: the step's number, for error messages.
         reference: the frozen policy of the replay channel's loss, where that loss needs one.
+        mismatch: collects how far the sampler's log-probs are from the student's.
 
     Returns:
         "loss", the loss per token of the step, and the loss's own metrics, averaged by their type.
@@ -69,6 +72,8 @@ def accumulate_gradients(
     loss_sum = torch.zeros(())
     averages = MetricAverages()
     for micro_batch in prepare_micro_batches(model, loss, batch, config, reference):
+        if mismatch is not None and micro_batch.tokens:
+            mismatch.add(micro_batch.inputs)
         outputs = loss(micro_batch.inputs)
         if not torch.isfinite(outputs.loss):
             raise NonFiniteLoss(describe_non_finite(loss, micro_batch, outputs, step))

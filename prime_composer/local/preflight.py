@@ -22,10 +22,17 @@ from prime_composer.backends.hf_model import (
     load_tokenizer,
     sequence_logprobs,
 )
-from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
+from prime_composer.backends.protocols import (
+    Limits,
+    Rollout,
+    Sampler,
+    SamplingParams,
+    Scorer,
+    TeacherScores,
+)
 from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.lm_head import selected_logprobs
-from prime_composer.local.engine import Engine
+from prime_composer.local.engine import Engine, alien_id
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
@@ -64,6 +71,19 @@ class PreflightError(ValueError):
     """The recipe's parts do not fit together. The message names the remedy."""
 
 
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """A short rollout, and a teacher's scores of it.
+
+    Attributes:
+        rollout: what was scored.
+        scores: the teacher's.
+    """
+
+    rollout: Rollout
+    scores: TeacherScores
+
+
 @dataclass
 class Preflight:
     """Result of the checks.
@@ -72,10 +92,12 @@ class Preflight:
         warnings: what is legal but worth knowing.
         sampler_trainer_difference: largest difference between the sampler's and the trainer's
             log-prob of a token, before and after weight syncs, in nats.
+        probes: what each teacher was asked, and its answer. A teacher without problems has none.
     """
 
     warnings: list[str] = field(default_factory=list)
     sampler_trainer_difference: float = 0.0
+    probes: dict[TeacherId, Probe] = field(default_factory=dict)
 
 
 def preflight(engine: Engine, recipe: Recipe, status: Callable[[str], None]) -> Preflight:
@@ -112,7 +134,8 @@ def preflight_checks(
     Args:
         engine: the open models.
         recipe: the recipe that they were opened from.
-        result: receives the warnings, and the difference that ``WEIGHT_SYNC`` measures.
+        result: receives the warnings, the difference that ``WEIGHT_SYNC`` measures, and the
+            probes.
 
     Returns:
         Functions that raise a ``PreflightError`` where the check fails.
@@ -163,8 +186,10 @@ def preflight_checks(
         probe = SamplingParams(max_tokens=min(PROBE_TOKENS, max_tokens))
         with naming(teacher, among=scorers):
             for problem in scored_problems[teacher][:1]:
-                rollouts = engine.sampler.generate([tokenized.prompt(problem)], probe, seed=0)
-                check_scores(scorer, rollouts, recipe.loss.support_size, engine.vocab_size)
+                (rollout,) = engine.sampler.generate([tokenized.prompt(problem)], probe, seed=0)
+                (scores,) = scorer.score([rollout], recipe.loss.support_size)
+                check_ids(scores, engine.vocab_size)
+                result.probes[teacher] = Probe(rollout, scores)
 
     return {
         "objective": partial(check_objective, recipe),
@@ -540,45 +565,21 @@ def check_weight_sync(
     return max(as_loaded, changed, restored)
 
 
-def check_scores(
-    scorer: Scorer,
-    rollouts: Sequence[Rollout],
-    support_size: int | Literal["full"],
-    vocab_size: int,
-) -> None:
-    """Score rollouts and check that the numbers are log-probs of distinct ids of the student's
-    head.
+def check_ids(scores: TeacherScores, vocab_size: int) -> None:
+    """Check that the ids of a teacher's support are ids of the student's head.
+
+    That the scores are log-probs of distinct ids of the teacher's own head is checked where they
+    are made (``backends.answers``).
 
     Raises:
-        PreflightError: they cannot be log-probs of the student's vocabulary.
+        PreflightError: one is not.
     """
-    for rollout, scores in zip(rollouts, scorer.score(rollouts, support_size), strict=True):
-        logprobs, ids, support = scores.ref_logprobs, scores.token_ids, scores.teacher_logprobs
-        mass = support.exp().sum(dim=-1)
-        if not (logprobs <= 1e-4).all() or not (support <= 1e-4).all() or not (mass <= 1.001).all():
-            raise PreflightError(
-                "The teacher's scores are not log-probabilities (NaN, above 0, or a mass above 1); "
-                "let its engine return raw log-probs of the full vocabulary."
-            )
-        if ids.numel() and int(ids.max()) >= vocab_size:
-            raise PreflightError(
-                f"The teacher puts id {int(ids.max())} into the support and the student's head has "
-                f"{vocab_size} entries; choose a smaller k, or a teacher with the student's "
-                "vocabulary."
-            )
-        ordered = ids.sort(dim=-1).values
-        if (ordered[:, 1:] == ordered[:, :-1]).any():
-            raise PreflightError(
-                "The teacher's support has an id twice at one position, whose mass would count "
-                "twice; check the server's version."
-            )
-        is_sampled = ids == rollout.token_ids[rollout.start :].unsqueeze(-1)
-        difference = support[is_sampled] - logprobs[is_sampled.any(dim=-1)]
-        if not (difference.abs() <= 1e-3).all():
-            raise PreflightError(
-                "The teacher's log-prob of a sampled token differs from the one in its own "
-                "support; the scores are out of alignment, so check the server's version."
-            )
+    alien = alien_id(scores, vocab_size)
+    if alien is not None:
+        raise PreflightError(
+            f"The teacher puts id {alien} into the support and the student's head has "
+            f"{vocab_size} entries; choose a smaller k, or a teacher with the student's vocabulary."
+        )
 
 
 def probe_prompt(prompts: Sequence[Sequence[int]], max_model_len: int | None) -> list[int]:
@@ -588,6 +589,13 @@ def probe_prompt(prompts: Sequence[Sequence[int]], max_model_len: int | None) ->
         length = min(length, max_model_len - PROBE_TOKENS - 1)
     tokens = [token for ids in prompts[:PROBE_PROMPT_TOKENS] for token in ids]
     return (tokens * (length // len(tokens) + 1))[: max(length, 1)]
+
+
+def rotated(probe: list[int], vocab_size: int) -> list[int]:
+    """Return a prompt of the same tokens, of which no prefix is in a cache of the probe's."""
+    if len({*probe}) == 1:
+        return [(probe[0] + 1) % vocab_size, *probe[1:]]
+    return probe[1:] + probe[:1]
 
 
 def sync_difference(sampler: Sampler, model: nn.Module, prompt: list[int]) -> float:
@@ -602,10 +610,7 @@ def stale_part(
     sampler: Sampler, model: nn.Module, probe: list[int], old_head: torch.Tensor, limit: float
 ) -> str:
     """Return which part of the sampler kept old values, and the remedy."""
-    # The same tokens, rotated: no prefix of them is in a cache.
-    uncached = probe[1:] + probe[:1]
-    if len({*probe}) == 1:
-        uncached = [*probe[:-1], (probe[-1] + 1) % old_head.shape[0]]
+    uncached = rotated(probe, old_head.shape[0])
     if sync_difference(sampler, model, uncached) <= limit:
         return (
             "it reuses cached prefixes of the old weights, "

@@ -1,23 +1,35 @@
 """Train a recipe on this machine: sample, score, backward, clip, step, sync weights, log."""
 
 import math
-import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from prime_composer.local.batch import Batch
-from prime_composer.local.checkpoint import Checkpoint, save_checkpoint
+from prime_composer.local.canary import Canary, CanaryChanged
+from prime_composer.local.checkpoint import (
+    Checkpoint,
+    CheckpointNotSaved,
+    check_room,
+    list_checkpoints,
+    save_checkpoint,
+    set_newer_aside,
+    tensor_bytes,
+)
 from prime_composer.local.clock import Clock
 from prime_composer.local.collect import collect
+from prime_composer.local.disk import describe
 from prime_composer.local.engine import Engine, open_engine
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.gradients import NonFiniteLoss, accumulate_gradients
-from prime_composer.local.preflight import check_routing, preflight
+from prime_composer.local.health import WeightCheck
+from prime_composer.local.mismatch import Mismatch, SamplerCheck
+from prime_composer.local.preflight import Preflight, check_routing, preflight
+from prime_composer.local.signals import StepAbandoned, StopRequest, finishing_the_step
 from prime_composer.local.tracker import Tracker, read_metrics
 from prime_composer.losses import setup_loss_fn
 from prime_composer.losses.bound import Objective
@@ -39,6 +51,20 @@ class Display(Protocol):
         ...
 
 
+class RunStopped(ValueError):
+    """An error that is not the recipe's ended a run after its start.
+
+    Attributes:
+        step: the step to continue from; 0 where no checkpoint is there.
+        checkpoint: the checkpoint of that step; None where there is none.
+    """
+
+    def __init__(self, message: str, checkpoint: Checkpoint | None):
+        super().__init__(message)
+        self.step = 0 if checkpoint is None else checkpoint.step
+        self.checkpoint = checkpoint
+
+
 @dataclass
 class Outcome:
     """How a run ended.
@@ -46,14 +72,16 @@ class Outcome:
     Attributes:
         run_dir: the run directory.
         steps: finished steps.
-        interrupted: whether Ctrl-C ended the run before its last step.
+        interrupted: whether a signal ended the run before its last step.
         evaluations: step -> what was measured after it; step 0 is before training.
+        signum: number of the signal that came; None without one.
     """
 
     run_dir: Path
     steps: int
     interrupted: bool
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    signum: int | None = None
 
 
 def train(
@@ -63,6 +91,7 @@ def train(
     run_dir: Path,
     display: Display,
     resume: Checkpoint | None = None,
+    begin: Callable[[], None] | None = None,
 ) -> Outcome:
     """Train a recipe in ``run_dir``; with ``resume``, continue bit-exactly from that checkpoint.
 
@@ -73,51 +102,82 @@ def train(
         run_dir: an existing directory.
         display: watches the run.
         resume: a checkpoint of a run of the same recipe.
+        begin: called when every check has passed and before the first file is written.
 
     Raises:
         ValueError: recipe, data, models and engines do not fit together. It is raised before the
             first step.
+        RunStopped: a server, the disk or a check ended the run later. What is safe is saved.
         NonFiniteLoss: training diverged. The newest checkpoint is the last good one.
     """
     check_routing(recipe, problems)
     student_dir = None if resume is None else resume.path
-    with open_engine(recipe, problems, paths, display.status, student_dir) as engine:
+    stop = StopRequest()
+
+    def status(text: str) -> None:
+        display.status(text)
+        stop.check()
+
+    with open_engine(recipe, problems, paths, status, student_dir) as engine:
         state = TrainingState.of_recipe(recipe, engine)
         if resume is not None:
             state.load(resume)
-        preflight(engine, recipe, display.status)
-        with (
-            Tracker(run_dir, recipe.logging, None if resume is None else state.steps) as tracker,
-            interruptible() as stop,
-        ):
+        check_room(run_dir, state.checkpoint_bytes(), checkpoints_at_once(recipe, state.steps))
+        canary = state.open_canary(recipe, preflight(engine, recipe, status))
+        if begin is not None:
+            begin()
+        if resume is not None:
+            for path in set_newer_aside(run_dir, resume.step):
+                status(f"warning: a checkpoint after step {resume.step} is now {path}")
+        with Tracker(run_dir, recipe.logging, resume and resume.step, status) as tracker:
             evaluator = Evaluator.of_recipe(engine, recipe)
             evaluations = past_evaluations(run_dir)
-            if not evaluations:
-                display.status("measuring the teacher and the student before training")
-                evaluations[0] = evaluator.student() | evaluator.teachers()
+            if state.steps == 0:
+                status("measuring the teacher and the student before training")
+                evaluations[0] = canary.steadily(evaluator.student) | evaluator.teachers()
                 tracker.log(0, evaluations[0])
+            elif is_measured(recipe, state.steps) and state.steps not in evaluations:
+                # The run was stopped between this step and its evaluation.
+                evaluations[state.steps] = canary.steadily(evaluator.student)
+                tracker.amend(state.steps, evaluations[state.steps])
 
             last = recipe.trainer.steps
-            for step in range(state.steps + 1, last + 1):
-                clock = Clock()
-                batch, metrics = collect(engine, recipe, step, clock)
-                metrics |= state.train_step(batch, step)
-                clock.lap("train")
-                engine.end_step(step)
-                clock.lap("sync")
+            unlogged: dict[str, float] = {}
+            try:
+                with finishing_the_step(stop):
+                    for step in range(state.steps + 1, last + 1):
+                        clock = Clock()
+                        canary.check(state.steps, due=is_due(state.steps, recipe.checks.every))
+                        clock.lap("checks")
+                        batch, metrics = canary.steadily(
+                            partial(collect, engine, recipe, step, clock)
+                        )
+                        canary.check(state.steps, due=False)
+                        metrics |= state.train_step(batch, step)
+                        unlogged = metrics
+                        clock.lap("train")
+                        engine.end_step(step)
+                        clock.lap("sync")
 
-                metrics |= clock.laps
-                metrics["tokens_per_second"] = batch.tokens / clock.laps["time/step"]
-                if step == last or is_due(step, recipe.eval.every):
-                    evaluations[step] = evaluator.student()
-                    metrics |= evaluations[step]
-                tracker.log(step, metrics)
-                display.step(step, metrics)
-                if step == last or stop.requested or is_due(step, recipe.checkpoint.every):
-                    state.save(run_dir, recipe.checkpoint.keep)
-                if stop.requested:
-                    break
-    return Outcome(run_dir, state.steps, state.steps < last, evaluations)
+                        metrics |= clock.laps
+                        metrics["tokens_per_second"] = batch.tokens / clock.laps["time/step"]
+                        if step == last:
+                            canary.check(step, due=recipe.checks.every > 0)
+                        if is_measured(recipe, step):
+                            evaluations[step] = canary.steadily(evaluator.student)
+                            metrics |= evaluations[step]
+                        tracker.log(step, metrics)
+                        unlogged = {}
+                        display.step(step, metrics)
+                        if step == last or stop.requested or is_due(step, recipe.checkpoint.every):
+                            state.save(run_dir, recipe.checkpoint.keep, tracker)
+                        if stop.requested:
+                            break
+            except (ValueError, OSError, StepAbandoned) as error:
+                stopped = state.leave(run_dir, recipe.checkpoint.keep, tracker, unlogged, error)
+                if not isinstance(error, StepAbandoned) or stopped.step < state.steps:
+                    raise stopped from error
+    return Outcome(run_dir, state.steps, state.steps < last, evaluations, stop.signum)
 
 
 @dataclass
@@ -129,14 +189,22 @@ class TrainingState:
         engine: the open models.
         loss: the recipe's loss.
         optimizer: AdamW over the student's parameters.
+        weight_check: the weights' norms at the start of the run.
+        sampler_check: how far the sampler may be from the student; None where they compute
+            different distributions.
         steps: finished steps.
+        canary: what teachers answered at the start of the run; None before the preflight.
     """
 
     config: TrainerConfig
     engine: Engine
     loss: Objective
     optimizer: torch.optim.Optimizer
+    weight_check: WeightCheck
+    sampler_check: SamplerCheck | None = None
     steps: int = 0
+    canary: Canary | None = None
+    _stored_canary: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, engine: Engine) -> "TrainingState":
@@ -154,7 +222,20 @@ class TrainingState:
             engine,
             setup_loss_fn(resolve(recipe.loss, engine.problems.tokenizer)),
             optimizer,
+            WeightCheck.of_model(engine.model),
+            SamplerCheck.of_recipe(recipe),
         )
+
+    def open_canary(self, recipe: Recipe, result: Preflight) -> Canary:
+        """Return the canary of the run. A resumed run's teachers are compared with its start.
+
+        Raises:
+            CanaryChanged: a teacher is not the one that the run was started with.
+            PreflightError: a teacher gives several answers to one question.
+        """
+        self.canary = Canary.of_preflight(self.engine, recipe, result, self.steps)
+        self.canary.load_state_dict(self._stored_canary)
+        return self.canary
 
     def train_step(self, batch: Batch, step: int) -> dict[str, float]:
         """Update the student's weights on one batch.
@@ -163,15 +244,21 @@ class TrainingState:
             The loss and its metrics, "grad_norm" before clipping, and "lr".
 
         Raises:
+            SamplerMismatch: the sampler's probabilities are not the student's. The weights are
+                unchanged.
             NonFiniteLoss: the loss or its gradient is NaN or infinite. The weights are unchanged.
+            ExplodedWeights: the weights are not finite any more, or far too large.
         """
         engine, config = self.engine, self.config
         lr = config.lr * lr_factor(config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        mismatch = None if self.sampler_check is None else Mismatch(self.sampler_check)
         metrics = accumulate_gradients(
-            engine.model, self.loss, batch, config, step, engine.reference
+            engine.model, self.loss, batch, config, step, engine.reference, mismatch
         )
+        if mismatch is not None:
+            metrics |= mismatch.result(step)
         grad_norm = torch.nn.utils.clip_grad_norm_(engine.model.parameters(), config.max_grad_norm)
         if not torch.isfinite(grad_norm):
             # A finite loss may have such a gradient. Weights are not to be saved after it.
@@ -180,18 +267,25 @@ class TrainingState:
                 f"{float(grad_norm)}; training stops here"
             )
         self.optimizer.step()
+        self.weight_check.check(engine.model, step)
         self.optimizer.zero_grad(set_to_none=True)
         self.loss.end_step()
         self.steps = step
         return metrics | {"grad_norm": float(grad_norm), "lr": lr}
 
-    def save(self, run_dir: Path, keep: int) -> None:
-        """Write a checkpoint."""
+    def save(self, run_dir: Path, keep: int, tracker: Tracker) -> None:
+        """Write a checkpoint, after the metrics that it continues.
+
+        torch's random state is not in it. Every draw of a run has a generator of its own, whose
+        seed the recipe and the step decide.
+        """
+        tracker.sync()
         state = {
             "optimizer": self.optimizer.state_dict(),
             "loss": self.loss.state_dict(),
             "teacher": self.engine.state_dict(),
-            "rng": torch.get_rng_state(),
+            "canary": self._stored_canary if self.canary is None else self.canary.state_dict(),
+            "norms": self.weight_check.norms,
         }
         engine = self.engine
         save_checkpoint(run_dir, self.steps, engine.model, engine.problems.tokenizer, state, keep)
@@ -203,7 +297,75 @@ class TrainingState:
         self.optimizer.load_state_dict(state["optimizer"])
         self.loss.load_state_dict(state["loss"])
         self.engine.load_state_dict(state["teacher"])
-        torch.set_rng_state(state["rng"])
+        # Checkpoints of before these checks have neither.
+        self._stored_canary = state.get("canary", {})
+        self.weight_check = WeightCheck(state.get("norms", self.weight_check.norms))
+
+    def leave(
+        self,
+        run_dir: Path,
+        keep: int,
+        tracker: Tracker,
+        unlogged: dict[str, float],
+        error: Exception,
+    ) -> RunStopped:
+        """Save the last finished step after an error, unless it is saved or cannot be.
+
+        Args:
+            run_dir: the run directory.
+            keep: checkpoints that remain.
+            tracker: the run's.
+            unlogged: numbers of the last finished step; empty where they are logged.
+            error: what ended the run.
+
+        Returns:
+            The error to raise: what happened, what is safe, and how to go on.
+        """
+        reason = describe(error) if isinstance(error, OSError) else str(error)
+        saved = [checkpoint.step for checkpoint in list_checkpoints(run_dir)]
+        if self.steps > 0 and self.steps not in saved and not isinstance(error, CheckpointNotSaved):
+            try:
+                if unlogged:
+                    tracker.log(self.steps, unlogged)
+                self.save(run_dir, keep, tracker)
+            except (CheckpointNotSaved, OSError) as second:
+                # The first error is the one to mend.
+                why = describe(second) if isinstance(second, OSError) else str(second)
+                reason += f"; step {self.steps} could not be saved either: {why}"
+        last_right = error.safe_step if isinstance(error, CanaryChanged) else self.steps
+        checkpoints = list_checkpoints(run_dir)
+        right = [checkpoint for checkpoint in checkpoints if checkpoint.step <= last_right]
+        if not right:
+            return RunStopped(f"{reason.rstrip('.')}; no earlier step is saved", None)
+        chosen = right[-1]
+        words = "--resume" if chosen == checkpoints[-1] else f"--resume --step {chosen.step}"
+        return RunStopped(
+            f"{reason.rstrip('.')}; step {chosen.step} is safe in {chosen.path}; continue with "
+            f"{words} --output-dir {run_dir}",
+            chosen,
+        )
+
+    def checkpoint_bytes(self) -> int:
+        """Return the size of a checkpoint: weights, AdamW's two moments, a moving teacher."""
+        model = self.engine.model
+        moments = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return (
+            tensor_bytes(model.state_dict())
+            + 2 * tensor_bytes(moments)
+            + tensor_bytes(self.engine.state_dict())
+        )
+
+
+def checkpoints_at_once(recipe: Recipe, done: int) -> int:
+    """Return how many checkpoints are on the disk at most, while one is written."""
+    last, every = recipe.trainer.steps, recipe.checkpoint.every
+    written = sum(step == last or is_due(step, every) for step in range(done + 1, last + 1))
+    return min(recipe.checkpoint.keep + 1, written + (done > 0))
+
+
+def is_measured(recipe: Recipe, step: int) -> bool:
+    """Return whether a step ends with an evaluation."""
+    return step == recipe.trainer.steps or is_due(step, recipe.eval.every)
 
 
 def past_evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
@@ -235,31 +397,3 @@ def lr_factor(config: TrainerConfig, step: int) -> float:
         return 1.0
     done = (step - config.warmup_steps - 1) / max(1, config.steps - config.warmup_steps)
     return 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-
-
-@dataclass
-class StopRequest:
-    """Whether the user asked to stop."""
-
-    requested: bool = False
-
-
-@contextmanager
-def interruptible() -> Iterator[StopRequest]:
-    """Let the first Ctrl-C finish the step and leave a checkpoint; the second one stops at once."""
-    stop = StopRequest()
-
-    def handler(signum: int, frame: Any) -> None:
-        if stop.requested:
-            raise KeyboardInterrupt
-        stop.requested = True
-
-    try:
-        previous = signal.signal(signal.SIGINT, handler)
-    except ValueError:  # not in the main thread: the caller keeps its own handling
-        yield stop
-        return
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,77 @@
+"""Check the student's weights after every optimizer step, before they are saved or sampled from."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from prime_composer.local.gradients import NonFiniteLoss
+
+LARGEST_GROWTH = 100.0
+"""How often a tensor's norm at the run's start its norm may become."""
+
+SMALLEST_RMS = 0.01
+"""Root mean square below which a tensor's start counts as this.
+
+A bias that begins at 0 has no norm to compare with. At 0.01, half of the usual initialization of a
+weight, it may grow to entries of 1.
+"""
+
+
+class ExplodedWeights(NonFiniteLoss):
+    """An optimizer step left weights that are not finite, or far larger than at the start."""
+
+
+@dataclass(frozen=True, eq=False)
+class WeightCheck:
+    """The norms of the student's tensors at the start of the run.
+
+    Attributes:
+        norms: Euclidean norm of each parameter, in the model's order, on the CPU.
+    """
+
+    norms: Tensor
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> "WeightCheck":
+        """Return the check of a run that begins with these weights."""
+        return cls(norms_of([*model.parameters()]))
+
+    def check(self, model: nn.Module, step: int) -> None:
+        """Refuse weights that are NaN, infinite, or whose norm grew beyond ``LARGEST_GROWTH``.
+
+        Args:
+            model: the student, after the optimizer's step.
+            step: the step's number, for the message.
+
+        Raises:
+            ExplodedWeights: a tensor is; the message names it.
+        """
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        norms = norms_of(parameters)
+        sizes = torch.tensor([parameter.numel() for parameter in parameters])
+        limits = LARGEST_GROWTH * self.norms.maximum(SMALLEST_RMS * sizes.sqrt())
+        # Not written as norms > limits, which a NaN passes.
+        failed = (~(norms <= limits)).nonzero()[:, 0].tolist()
+        if not failed:
+            return
+        first = failed[0]
+        others = f" and {len(failed) - 1} other tensors" if len(failed) > 1 else ""
+        # In float64, where the squares of 1e30 have room.
+        norm, start = float(parameters[first].detach().double().norm()), float(self.norms[first])
+        if math.isfinite(norm):
+            state = f"have norm {norm:.2g}, from {start:.2g} at the run's start"
+        else:
+            state = "are not finite numbers"
+        raise ExplodedWeights(
+            f"step {step}: after the optimizer's step the weights of {names[first]}{others} "
+            f"{state}; this step is not saved. Lower trainer.lr or trainer.weight_decay"
+        )
+
+
+@torch.no_grad()
+def norms_of(parameters: Sequence[Tensor]) -> Tensor:
+    """Return the Euclidean norm of each tensor in float32, on the CPU."""
+    return torch.stack(torch._foreach_norm(list(parameters))).float().cpu()
