@@ -38,6 +38,20 @@ import pytest  # noqa: E402
 from prime_composer.losses import LOSS_FNS, LOSS_TYPES  # noqa: E402
 from tests.prime_rl_checkout import NO_CHECKOUT, extract, find_checkout  # noqa: E402
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what reads prime-rl's checkout, and keep what starts servers to one process.
+
+    Whole runs have fixed ports, and two of vLLM's engines at once would share the same cores.
+    """
+    for item in items:
+        if {"checkout", "trees"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("checkout")
+        if any(item.get_closest_marker(name) for name in ("vllm", "upstream", "load")):
+            item.add_marker(pytest.mark.xdist_group("servers"))
+
+
 TINY_MODEL = {
     "vocab_size": 300, "hidden_size": 16, "layers": 1, "heads": 1, "head_dim": 32,
     "intermediate_size": 32, "max_position_embeddings": 256, "sft_steps": 20, "batch_size": 8,

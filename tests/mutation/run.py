@@ -54,7 +54,7 @@ def killer(name: str, all_tests: bool = False) -> str | None:
         copy_with(name, target)
         # The mutant's own package, not the installed one. No bytecode.
         environment = {**os.environ, "PYTHONPATH": str(target), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header"]
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "--no-header"]
         command += ["-p", "no:cacheprovider", *tests]
         process = subprocess.run(
             command, cwd=target, env=environment, capture_output=True, text=True

@@ -25,6 +25,17 @@ def live(checkout, trees, tmp_path_factory):
     return run
 
 
+def pytest_sessionfinish(session):
+    """Hand the versions to the process that prints, where tests run in several."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["revisions"] = revisions
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    revisions.update(getattr(node, "workeroutput", {}).get("revisions", {}))
+
+
 def pytest_terminal_summary(terminalreporter):
     if revisions:
         line = ", ".join(f"{version} ({revision})" for version, revision in revisions.items())

@@ -141,7 +141,8 @@ def test_the_two_contracts_differ_at_positive_advantages():
 
 
 @pytest.mark.parametrize(
-    "capability,mkl,threads", [("default", "COMPATIBLE", 1), ("avx2", "AVX2", 2)]
+    "capability,mkl,threads",
+    [("default", "COMPATIBLE", 1), pytest.param("avx2", "AVX2", 2, marks=pytest.mark.slow)],
 )
 def test_recorded_numbers_hold_for_other_processors(capability, mkl, threads):
     """Run the comparison with the kernels that PyTorch and MKL choose on older processors.
@@ -153,7 +154,7 @@ def test_recorded_numbers_hold_for_other_processors(capability, mkl, threads):
         "MKL_CBWR": mkl,
         "OMP_NUM_THREADS": str(threads),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
     process = subprocess.run(
         [*command, "-k", "returns_the_recorded_numbers"],
         env={**os.environ, **variables}, cwd=REPO, capture_output=True, text=True,

@@ -374,6 +374,7 @@ def test_prepare_model_killed_leaves_no_half_model(tmp_path):
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name, f"{path.name}.lock"]
 
 
+@pytest.mark.slow
 def test_rebuild_killed_leaves_the_old_model(tmp_path):
     """A kill during a rebuild leaves the old model unchanged."""
     path = prepare_model(TINY, PROBLEMS, tmp_path)

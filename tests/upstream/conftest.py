@@ -16,3 +16,4 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.name == "test_whole_run.py":
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name not in MARKERS]
+            item.add_marker(pytest.mark.xdist_group("servers"))

@@ -93,7 +93,7 @@ def worker(rank, port, results, trained):
 
 
 @pytest.mark.parametrize(
-    "trained", [1, N // 2 + 1]
+    "trained", [pytest.param(1, marks=pytest.mark.slow), N // 2 + 1]
 )  # from this token on; a first shard of prompt alone trains none
 def test_context_parallel_ranks_agree_with_one_rank(trained):
     if not torch.distributed.is_available():
