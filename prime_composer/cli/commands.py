@@ -192,7 +192,9 @@ def _check(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     from prime_composer.recipe.loading import load_recipe
+    from prime_composer.recipe.urls import has_credentials, public_url
     from prime_composer.upstream.export import export_recipe
+    from prime_composer.upstream.export.toml import write_text
 
     recipe = load_recipe(args.config, args.overrides)
     problems = problems_to_prepare(recipe)
@@ -202,11 +204,12 @@ def _export(args: argparse.Namespace) -> int:
     export.warn()
     text = export.text()
     if args.output is None:
-        print(text, end="")
+        if has_credentials(text):
+            print("*** stands for a password; --output FILE writes it, mode 0600", file=sys.stderr)
+        print(public_url(text), end="")
         return 0
     try:
-        with open(args.output, "x", encoding="utf-8") as file:
-            file.write(text)
+        write_text(Path(args.output), text, replace=False)
     except FileExistsError:
         raise ValueError(
             f"{args.output} exists and was left as it is; name another --output, or remove it"

@@ -13,9 +13,10 @@ from typing import Any
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import apply_override, parse_recipe, read_tables
 from prime_composer.recipe.schema import Recipe, RecipeError
+from prime_composer.recipe.urls import public_url
 from prime_composer.upstream.export.exporter import export_recipe
 from prime_composer.upstream.export.instructions import slurm_notice
-from prime_composer.upstream.export.toml import as_text, merge
+from prime_composer.upstream.export.toml import as_text, merge, write_text
 from prime_composer.upstream.settings import SWITCH, AdapterSettings
 from prime_composer.upstream.versions import (
     VERSIONS,
@@ -68,7 +69,7 @@ class NativeRun:
         if resume:
             self.version.resume(table)
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(as_text(table, self.head), encoding="utf-8")
+        write_text(self.file, as_text(table, self.head))
         command = launcher(self.file)
         print(f"prime-rl ({self.version.name}): {' '.join(command)}", flush=True)
         return subprocess.call(command, env=environment(self.switch))
@@ -84,7 +85,7 @@ class NativeRun:
             merge(table, self.version.run_dir(Path(folder) / "run"))
             table.get("ckpt", {}).pop("output_dir", None)
             file = Path(folder) / self.file.name
-            file.write_text(as_text(table, []), encoding="utf-8")
+            write_text(file, as_text(table, []))
             return subprocess.run(
                 [*launcher(file), "--dry-run"],
                 env=environment(self.switch),
@@ -193,12 +194,12 @@ def print_dry_run(run: NativeRun, resume: bool, installed: bool) -> int:
     print(f"command: {command}")
     print(f"environment: {SWITCH}={run.switch}")
     print(f"             PATH={folder}{os.pathsep}$PATH")
-    print(f"file: {run.file}\n\n{as_text(table, run.head)}")
+    print(f"file: {run.file}\n\n{public_url(as_text(table, run.head))}")
     if not installed:
         raise RecipeError(NOT_INSTALLED)
     done = run.check()
     if done.returncode:
-        print(done.stdout + done.stderr, end="", file=sys.stderr)
+        print(public_url(done.stdout + done.stderr), end="", file=sys.stderr)
         print(f"prime-rl's own dry run refuses the file (exit status {done.returncode})")
         return 1
     print("prime-rl's own dry run accepts the file")

@@ -496,6 +496,7 @@ LOSSY = {
     "eval.kl_size": 3,
     "eval.kl_support": 8,
     "logging.tensorboard": True,
+    "checks.every": 3,
 }
 
 

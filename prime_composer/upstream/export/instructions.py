@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from prime_composer.recipe.urls import public_url
 from prime_composer.upstream.export.plan import Plan
 from prime_composer.upstream.export.tables import needs_more_logprobs
 
@@ -62,7 +63,7 @@ def servers(plan: Plan) -> list[str]:
         port = urlsplit(server["url"]).port
         if port is None:  # behind a gateway, so prime-rl's command cannot start it
             also = f", with max_logprobs = {k}" if more else ""
-            lines.append(f"    {server['model']} at {server['url']}{also}")
+            lines.append(f"    {server['model']} at {public_url(server['url'])}{also}")
             continue
         also = f" {version.vllm_option}max-logprobs {k}" if more else ""
         name = shlex.quote(server["model"])

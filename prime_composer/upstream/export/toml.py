@@ -1,9 +1,12 @@
 """Write TOML with the library tomli-w, which prime-rl depends on as well."""
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from prime_composer.recipe.schema import RecipeError
+from prime_composer.recipe.urls import has_credentials
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
@@ -27,6 +30,25 @@ def as_text(table: Mapping[str, Any], head: Sequence[str]) -> str:
     """
     comment = "".join(f"# {line}".rstrip() + "\n" for line in head)
     return f"{comment}\n{to_toml(table)}" if head else to_toml(table)
+
+
+def write_text(path: Path, text: str, replace: bool = True) -> None:
+    """Write a document. One with a password in it is for its owner's eyes alone (mode 0600).
+
+    Args:
+        path: the file.
+        text: the document.
+        replace: whether a file that is there is overwritten.
+
+    Raises:
+        FileExistsError: it is there and is not to be overwritten.
+    """
+    private = has_credentials(text)
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if replace else os.O_EXCL)
+    with open(os.open(path, flags, 0o600 if private else 0o666), "w", encoding="utf-8") as file:
+        if private:
+            os.fchmod(file.fileno(), 0o600)  # the file that is overwritten may have another mode
+        file.write(text)
 
 
 def plain(value: Any) -> Any:

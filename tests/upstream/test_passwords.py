@@ -1,0 +1,95 @@
+"""A password in a server's URL: in the one file that a launcher reads, and nowhere else."""
+
+import stat
+import subprocess
+
+import pytest
+import tomli_w
+
+from prime_composer.cli.commands import main
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.schema import RecipeError
+from prime_composer.upstream import launch
+from prime_composer.upstream.versions import VERSIONS
+from tests.upstream.export_recipes import tables
+
+WITH_PASSWORD = "http://me:secret@host:8001"
+
+
+def recipe_file(folder, teachers):
+    """Write a recipe whose servers all have a password, one of them behind a gateway."""
+    raw = tables(rollout={"backend": "server", "url": WITH_PASSWORD})
+    raw["teacher"]["url"] = "http://me:secret@gateway"
+    if teachers == 2:
+        raw["teachers"] = {name: {**raw["teacher"]} for name in "ab"}
+        del raw["teacher"]
+    path = folder / "mine.toml"
+    path.write_text(tomli_w.dumps(raw))
+    return path
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("teachers", [1, 2])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_export_to_stdout_has_no_password(version, teachers, tmp_path, capsys):
+    """The screen shows ***, and stderr says how to get a file with the password."""
+    path = recipe_file(tmp_path, teachers)
+    assert main(["export", str(path), "--dialect", version]) == 0
+    shown = capsys.readouterr()
+    assert "secret" not in shown.out + shown.err
+    assert "http://***@host:8001/v1" in shown.out and "http://***@gateway/v1" in shown.out
+    assert "*** stands for a password; --output FILE writes it, mode 0600" in shown.err
+
+
+@pytest.mark.parametrize("version", ["v0.6", "head"])
+def test_export_with_a_password_is_private(version, tmp_path, capsys):
+    """The file has the password outside its comment, and is its owner's alone."""
+    path, output = recipe_file(tmp_path, 2), tmp_path / "native.toml"
+    assert main(["export", str(path), "--dialect", version, "--output", str(output)]) == 0
+    comment = "".join(line for line in output.read_text().splitlines() if line.startswith("#"))
+    assert WITH_PASSWORD in output.read_text() and "secret" not in comment
+    assert mode(output) == 0o600
+    shown = capsys.readouterr()
+    assert "secret" not in shown.out + shown.err
+
+
+def test_export_without_a_password_has_the_usual_mode(tmp_path):
+    """Files without a password are as readable as the umask says."""
+    path, output = tmp_path / "mine.toml", tmp_path / "native.toml"
+    path.write_text(tomli_w.dumps(tables()))
+    assert main(["export", str(path), "--dialect", "head", "--output", str(output)]) == 0
+    assert mode(output) == mode(path)
+
+
+def test_launch_keeps_the_password_in_a_private_file(tmp_path, monkeypatch, capfd):
+    """Also where a readable file of the same name is replaced. A dry run shows ***."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "has_prime_rl", lambda: True)
+    monkeypatch.setattr(launch, "check_pth", lambda: None)
+    monkeypatch.setattr(launch, "probe_version", lambda: VERSIONS["head"])
+    monkeypatch.setattr(launch.subprocess, "call", lambda command, env: 0)
+    refused = subprocess.CompletedProcess([], 1, f"base_url={WITH_PASSWORD!r} is wrong", "")
+    monkeypatch.setattr(launch.subprocess, "run", lambda *args, **kwargs: refused)
+    path = recipe_file(tmp_path, 1)
+    kept = tmp_path / "outputs" / "mine.prime_rl.toml"
+    kept.parent.mkdir()
+    kept.write_text("older")
+    kept.chmod(0o644)
+    assert launch.launch(path) == 0
+    assert WITH_PASSWORD in kept.read_text() and mode(kept) == 0o600
+    assert launch.launch(path, dry_run=True) == 1
+    shown = capfd.readouterr()
+    assert "secret" not in shown.out + shown.err and "***@host" in shown.out
+
+
+def test_both_kinds_of_key_are_refused():
+    """A request carries the URL's password or the bearer token, so naming both is an error."""
+    raw = tables(teacher={"url": WITH_PASSWORD, "api_key_var": "MY_KEY"})
+    with pytest.raises(RecipeError, match="teacher: `url` has a user or password"):
+        parse_recipe(raw)
+    raw = tables(rollout={"backend": "server", "url": WITH_PASSWORD, "api_key_var": "MY_KEY"})
+    with pytest.raises(RecipeError, match="rollout: `url` has a user or password"):
+        parse_recipe(raw)
