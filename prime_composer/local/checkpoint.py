@@ -1,7 +1,15 @@
-"""Write checkpoints that are complete or absent: written to disk beside the old ones, then
-renamed."""
+"""Write checkpoints that are complete or absent, and check them before anything is loaded.
 
+A checkpoint is written beside the older ones, flushed to the disk, and then renamed. The last file
+of it is ``manifest.json``, with the size and the SHA-256 of every other file.
+"""
+
+import contextlib
+import hashlib
+import json
 import os
+import pickle
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +18,30 @@ from typing import Any
 import torch
 
 from prime_composer.backends.hf_model import without_progress_bars
+from prime_composer.local.disk import (
+    FULL,
+    NoRoom,
+    describe,
+    free_bytes,
+    os_error,
+    readable,
+    used_bytes,
+)
 
 CHECKPOINTS = "checkpoints"
-_TRAINER_FILE = "trainer.pt"
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1
+TRAINER_FILE = "trainer.pt"
+TRAINER_FORMAT = 2
+"""Of ``trainer.pt``. 1, which is not written in it: without a manifest, with torch's generator."""
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint is not what was saved. The message names the file."""
+
+
+class CheckpointNotSaved(ValueError):
+    """A checkpoint could not be written. The older ones are as they were."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +56,100 @@ class Checkpoint:
     path: Path
     step: int
 
+    @property
+    def has_manifest(self) -> bool:
+        """Whether its files can be compared with what was saved."""
+        return (self.path / MANIFEST).is_file()
+
+    def verify(self) -> None:
+        """Check that every file is the one that was saved, and that the folder's name is right.
+
+        Raises:
+            DamagedCheckpoint: one is not.
+        """
+        try:
+            if self.has_manifest:
+                self._verify_files(self._read_manifest())
+            else:
+                self._verify_without_manifest()
+        except OSError as error:
+            raise DamagedCheckpoint(describe(error)) from error
+
     def load(self) -> dict[str, Any]:
-        """Return the trainer's state that was passed to ``save_checkpoint``, and its "step"."""
-        return torch.load(self.path / _TRAINER_FILE, map_location="cpu", weights_only=True)
+        """Return the trainer's state that was passed to ``save_checkpoint``, and its "step".
+
+        Raises:
+            DamagedCheckpoint: the file cannot be read, or is that of another step.
+        """
+        state = self._read_state()
+        state.pop("format", None)
+        return state
+
+    def _read_state(self, mmap: bool = False) -> dict[str, Any]:
+        file = self.path / TRAINER_FILE
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{file} is missing") from None
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            reason = str(error).split("\n")[0] or type(error).__name__
+            raise DamagedCheckpoint(f"{file} cannot be read ({reason})") from error
+        step = state.get("step") if isinstance(state, dict) else None
+        if step != self.step:
+            raise DamagedCheckpoint(f"{file} is the state of step {step}, not of step {self.step}")
+        return state
+
+    def _read_manifest(self) -> dict[str, Any]:
+        file = self.path / MANIFEST
+        try:
+            manifest = json.loads(file.read_text(encoding="utf-8"))
+            form, step, files = manifest["format"], manifest["step"], manifest["files"]
+            sizes = [(entry["size"], entry["sha256"]) for entry in files.values()]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DamagedCheckpoint(f"{file} is not a manifest") from None
+        if form != MANIFEST_FORMAT or not sizes:
+            raise DamagedCheckpoint(
+                f"{file} has the format {form!r}; this version reads {MANIFEST_FORMAT}"
+            )
+        if step != self.step:
+            raise DamagedCheckpoint(f"{file} is that of step {step}, not of step {self.step}")
+        return files
+
+    def _verify_files(self, files: dict[str, Any]) -> None:
+        for name, saved in files.items():
+            file = self.path / name
+            if not file.is_file():
+                raise DamagedCheckpoint(f"{file} is missing")
+            size = file.stat().st_size
+            if size != saved["size"]:
+                raise DamagedCheckpoint(
+                    f"{file} has {size} bytes, and {saved['size']} bytes were saved"
+                )
+            if _sha256(file) != saved["sha256"]:
+                raise DamagedCheckpoint(f"{file} is not what was saved (its SHA-256 differs)")
+        for name in sorted(_files_of(self.path).keys() - files.keys() - {MANIFEST}):
+            if not Path(name).name.startswith("."):
+                raise DamagedCheckpoint(
+                    f"{self.path / name} was not saved with this checkpoint; move it elsewhere"
+                )
+
+    def _verify_without_manifest(self) -> None:
+        """Check what can be checked in a checkpoint that has no manifest."""
+        if "format" in self._read_state(mmap=True):
+            raise DamagedCheckpoint(f"{self.path / MANIFEST} is missing")
+        shards = {"model.safetensors"}
+        for file in sorted(self.path.glob("*.json")):
+            try:
+                content = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError:
+                raise DamagedCheckpoint(f"{file} is not JSON") from None
+            if file.name == "model.safetensors.index.json" and isinstance(content, dict):
+                shards = set(content.get("weight_map", {}).values())
+        for name in ("config.json", *sorted(shards)):
+            if not (self.path / name).is_file():
+                raise DamagedCheckpoint(f"{self.path / name} is missing")
+        for name in sorted(shards):
+            _check_safetensors(self.path / name)
 
 
 def save_checkpoint(
@@ -47,41 +167,206 @@ def save_checkpoint(
         tokenizer: its tokenizer.
         state: the trainer's state, as tensors and plain values.
         keep: checkpoints that remain, at least 1.
+
+    Raises:
+        CheckpointNotSaved: the disk is full, or cannot be written.
     """
     folder = run_dir / CHECKPOINTS
-    folder.mkdir(parents=True, exist_ok=True)
-    for unfinished in folder.glob("*.tmp"):
-        shutil.rmtree(unfinished)
-    target = folder / f"step_{step:06d}"
-    if target.exists():
-        return Checkpoint(target, step)
+    target = folder / _name(step)
     unfinished = folder / f"{target.name}.tmp"
-    unfinished.mkdir()
-    with without_progress_bars():
-        model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    torch.save({**state, "step": step}, unfinished / _TRAINER_FILE)
-    for file in unfinished.iterdir():
-        _flush(file)
-    _flush(unfinished)
-    os.rename(unfinished, target)
-    _flush(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob("*.tmp"):
+            remove(leftover)
+        if target.exists():
+            return Checkpoint(target, step)
+        unfinished.mkdir()
+        _write(unfinished, step, model, tokenizer, state)
+        os.rename(unfinished, target)
+        _flush(folder)
+    except Exception as error:
+        cause = os_error(error)
+        if cause is None:
+            raise
+        shutil.rmtree(unfinished, ignore_errors=True)
+        room = ""
+        if cause.errno in FULL:
+            free = free_bytes(folder)
+            room = f" ({readable(tensor_bytes([model.state_dict(), state]))} needed"
+            room += ")" if free is None else f", {readable(free)} free)"
+        raise CheckpointNotSaved(
+            f"the checkpoint of step {step} could not be saved in {folder}{room}: {describe(cause)}"
+        ) from error
     for old in list_checkpoints(run_dir)[:-keep]:
-        # Renamed first, so that a half-deleted checkpoint does not look complete.
-        renamed = old.path.with_name(f"{old.path.name}.tmp")
-        os.rename(old.path, renamed)
-        shutil.rmtree(renamed)
+        with contextlib.suppress(OSError):
+            # Renamed first, so that a half-deleted checkpoint does not look complete.
+            renamed = old.path.with_name(f"{old.path.name}.tmp")
+            os.rename(old.path, renamed)
+            remove(renamed)
     return Checkpoint(target, step)
 
 
-def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Checkpoint]:
-    """Return the complete checkpoints of a run, oldest first."""
-    steps = {
-        path: path.name.removeprefix("step_")
-        for path in (Path(run_dir) / CHECKPOINTS).glob("step_*")
+def _write(folder: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any]) -> None:
+    """Write all files of a checkpoint and flush them, the manifest last."""
+    with without_progress_bars():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # Through a file of Python's, an error keeps the operating system's reason.
+    with open(folder / TRAINER_FILE, "wb") as file:
+        torch.save({**state, "step": step, "format": TRAINER_FORMAT}, file)
+    files = _files_of(folder)
+    for path in files.values():
+        _flush(path)
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "step": step,
+        "files": {
+            name: {"size": path.stat().st_size, "sha256": _sha256(path)}
+            for name, path in sorted(files.items())
+        },
     }
-    checkpoints = [Checkpoint(path, int(step)) for path, step in steps.items() if step.isdigit()]
+    path = folder / MANIFEST
+    path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    _flush(path)
+    _flush(folder)
+
+
+def tensor_bytes(values: Any) -> int:
+    """Return the bytes of all tensors in nested dicts and lists. A shared tensor counts once."""
+    found: dict[int, int] = {}
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[value.data_ptr()] = value.nbytes
+        elif isinstance(value, dict):
+            for inner in value.values():
+                add(inner)
+        elif isinstance(value, list | tuple):
+            for inner in value:
+                add(inner)
+
+    add(values)
+    return sum(found.values())
+
+
+def check_room(run_dir: Path, size: int, count: int) -> None:
+    """Check that the disk has room for the checkpoints of a run.
+
+    Args:
+        run_dir: the run directory. What earlier checkpoints use there counts as free.
+        size: bytes of one checkpoint.
+        count: checkpoints that are on the disk at once.
+
+    Raises:
+        NoRoom: it has not. A disk that does not say how much is free is not refused.
+    """
+    free = free_bytes(run_dir)
+    if free is None:
+        return
+    room = free + sum(used_bytes(checkpoint.path) for checkpoint in list_checkpoints(run_dir))
+    if room < size * count:
+        raise NoRoom(
+            f"{run_dir}: the checkpoints of this run need {readable(size * count)} "
+            f"({count} of {readable(size)} at once), and the disk has room for {readable(room)}; "
+            "free some, name an --output-dir on another disk, or lower checkpoint.keep"
+        )
+
+
+def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Checkpoint]:
+    """Return the complete checkpoints of a run, oldest first, whole or damaged."""
+    checkpoints = []
+    for path in (Path(run_dir) / CHECKPOINTS).glob("step_*"):
+        digits = path.name.removeprefix("step_")
+        if re.fullmatch("[0-9]+", digits) and path.name == _name(int(digits)) and path.is_dir():
+            checkpoints.append(Checkpoint(path, int(digits)))
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+
+
+def whole_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
+    """Return a checkpoint that is as it was saved.
+
+    Args:
+        run_dir: the run directory, with at least one checkpoint.
+        step: its step; None: the newest.
+
+    Raises:
+        DamagedCheckpoint: it is damaged, or not there. The message names the newest one that is
+            whole.
+    """
+    checkpoints = list_checkpoints(run_dir)
+    steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
+    chosen = [checkpoints[-1]] if step is None else [c for c in checkpoints if c.step == step]
+    if not chosen:
+        raise DamagedCheckpoint(f"{run_dir} has no checkpoint of step {step}; it has {steps}")
+    try:
+        chosen[0].verify()
+    except DamagedCheckpoint as error:
+        others = [c for c in checkpoints if c != chosen[0]]
+        raise DamagedCheckpoint(f"{error}; {_remedy(others)}") from error
+    return chosen[0]
+
+
+def _remedy(others: list[Checkpoint]) -> str:
+    for checkpoint in reversed(others):
+        with contextlib.suppress(DamagedCheckpoint):
+            checkpoint.verify()
+            return (
+                f"step {checkpoint.step} is the newest that is whole: continue from it with "
+                f"--resume --step {checkpoint.step}"
+            )
+    return "no other checkpoint of this run is whole; start a new run"
+
+
+def set_newer_aside(run_dir: Path, step: int) -> list[Path]:
+    """Rename the checkpoints after ``step``, so that the run which continues from it replaces them.
+
+    Returns:
+        Their new names.
+    """
+    renamed = []
+    for checkpoint in list_checkpoints(run_dir):
+        if checkpoint.step > step:
+            number, path = 1, checkpoint.path.with_name(f"{checkpoint.path.name}.aside")
+            while path.exists():
+                number += 1
+                path = checkpoint.path.with_name(f"{checkpoint.path.name}.aside-{number}")
+            os.rename(checkpoint.path, path)
+            renamed.append(path)
+    return renamed
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a directory, or a link but not what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    return {
+        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_safetensors(path: Path) -> None:
+    """Refuse a file whose header and size do not fit together."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"{path} cannot be read ({error})") from None
 
 
 def _flush(path: Path) -> None:

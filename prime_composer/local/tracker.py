@@ -4,9 +4,11 @@ import importlib
 import json
 import math
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from prime_composer.local.disk import describe
 from prime_composer.recipe.schema import LoggingConfig
 
 METRICS_FILE = "metrics.jsonl"
@@ -20,23 +22,28 @@ class Tracker:
         run_dir: the run directory.
         config: the recipe's ``[logging]``.
         resume_step: the checkpoint's step; None for a fresh run.
+        warn: called with a sentence about records that are lost.
 
     Raises:
         ValueError: ``[logging.wandb]`` is set and W&B is not installed.
     """
 
-    def __init__(self, run_dir: Path, config: LoggingConfig, resume_step: int | None = None):
+    def __init__(
+        self,
+        run_dir: Path,
+        config: LoggingConfig,
+        resume_step: int | None = None,
+        warn: Callable[[str], None] = print,
+    ):
+        self._warn = warn
         wandb: Any = None if config.wandb is None else import_wandb()
         path = run_dir / METRICS_FILE
         if resume_step is not None:
-            kept = [record for record in read_metrics(run_dir) if record["step"] <= resume_step]
-            rewritten = path.with_suffix(".tmp")
-            rewritten.write_text(
-                "".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8"
-            )
-            os.replace(rewritten, path)
-        self._file = path.open("a", encoding="utf-8")
-        self._tensorboard = self._wandb = None
+            self._restore(path, resume_step)
+        # Without a buffer: a record that the disk has no room for is not written again later.
+        self._file = path.open("ab", buffering=0)
+        self._tensorboard: Any = None
+        self._wandb: Any = None
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -62,22 +69,83 @@ class Tracker:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
+    def _restore(self, path: Path, resume_step: int) -> None:
+        """Keep the records up to the checkpoint, and say which are lost."""
+        if not path.exists():
+            self._warn(
+                f"warning: {path} is gone, and with it the numbers of the steps 0 to "
+                f"{resume_step}; the run goes on without them"
+            )
+            return
+        kept = {
+            record["step"]: record
+            for record in parse_records(path, damaged_too=True)
+            if record["step"] <= resume_step
+        }
+        lost = [step for step in range(resume_step + 1) if step not in kept]
+        if lost:
+            self._warn(
+                f"warning: {path} has no numbers of {name_steps(lost)} (a crash of the machine "
+                "loses what was not yet on the disk); the run goes on without them"
+            )
+        _rewrite(path, [kept[step] for step in sorted(kept)])
+
+    def amend(self, step: int, metrics: dict[str, float]) -> None:
+        """Add numbers to the record of a step that a run before this one has logged."""
+        path = Path(self._file.name)
+        records = parse_records(path)
+        amended = [record for record in records if record["step"] == step]
+        if not amended:
+            amended = [{"step": step}]
+            records += amended
+        amended[-1] |= metrics
+        self._file.close()
+        _rewrite(path, records)
+        self._file = path.open("ab", buffering=0)
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one record, and flush it so that a crash of this process does not lose it."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        """Write one record, whole or not at all. A crash of this process does not lose it.
+
+        Raises:
+            OSError: the disk is full, or cannot be written.
+        """
+        line = (json.dumps({"step": step, **metrics}) + "\n").encode()
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            written = 0
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError as error:
+            self._file.truncate(end)
+            error.filename = self._file.name
+            raise
         if self._tensorboard is not None:
+            self._log_to_tensorboard(step, metrics)
+        if self._wandb is not None:
+            self._wandb.log(metrics, step=step)
+
+    def _log_to_tensorboard(self, step: int, metrics: dict[str, float]) -> None:
+        """Add a step's numbers; an error ends TensorBoard's files and not the run."""
+        try:
             for name, value in metrics.items():
                 if math.isfinite(value):
                     self._tensorboard.add_scalar(name, value, step)
-        if self._wandb is not None:
-            self._wandb.log(metrics, step=step)
+        except OSError as error:
+            self._warn(f"warning: TensorBoard's files end before step {step}: {describe(error)}")
+            self._tensorboard = None
+
+    def sync(self) -> None:
+        """Wait until every record is on the disk, so that no checkpoint is newer than they are."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file and the other loggers."""
         self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            try:
+                self._tensorboard.close()
+            except OSError as error:
+                self._warn(f"warning: TensorBoard's files are not complete: {describe(error)}")
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -98,19 +166,59 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return every record of a run, in order. A last line cut short by a crash is left out.
 
     Raises:
-        ValueError: there is no metrics file, or another line is not JSON.
+        ValueError: there is no metrics file, or another line is not a record.
     """
     path = Path(run_dir) / METRICS_FILE
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
+        return parse_records(path)
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{run_dir}: no {METRICS_FILE} there; is it a run directory?") from None
+
+
+def parse_records(path: Path, damaged_too: bool = False) -> list[dict[str, Any]]:
+    """Return the records of a metrics file, in order.
+
+    Args:
+        path: the file. A last line cut short by a crash is left out.
+        damaged_too: leave out other lines that are no records, instead of refusing them.
+
+    Raises:
+        ValueError: a line is not a record.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}:{number}: not a JSON record") from None
+            record = json.loads(line)
+            if not isinstance(record["step"], int):
+                raise TypeError
+        except (ValueError, TypeError, KeyError, RecursionError):
+            if number < len(lines) and not damaged_too:
+                raise ValueError(f"{path}:{number}: not a JSON record") from None
+            continue
+        records.append(record)
     return records
+
+
+def _rewrite(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Replace a metrics file by these records, at once and on the disk."""
+    rewritten = path.with_suffix(".tmp")
+    with rewritten.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(rewritten, path)
+
+
+def name_steps(steps: Sequence[int]) -> str:
+    """Format ascending steps as words: "step 4", or "the steps 2 to 5, 7"."""
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    ranges: list[list[int]] = []
+    for step in steps:
+        if ranges and step == ranges[-1][1] + 1:
+            ranges[-1][1] = step
+        else:
+            ranges.append([step, step])
+    parts = [str(first) if first == last else f"{first} to {last}" for first, last in ranges]
+    return f"the steps {', '.join(parts)}"

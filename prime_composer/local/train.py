@@ -129,7 +129,8 @@ def train(
         if resume is not None:
             for path in set_newer_aside(run_dir, resume.step):
                 status(f"warning: a checkpoint after step {resume.step} is now {path}")
-        with Tracker(run_dir, recipe.logging, resume and resume.step, status) as tracker:
+        resumed = None if resume is None else resume.step
+        with Tracker(run_dir, recipe.logging, resumed, status) as tracker:
             evaluator = Evaluator.of_recipe(engine, recipe)
             evaluations = past_evaluations(run_dir)
             if state.steps == 0:

@@ -1,0 +1,89 @@
+"""Hold a run directory, so that no second process trains in it."""
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+LOCK_FILE = ".lock"
+"""In every run directory: host and process of the run that is or was the last one there."""
+
+
+class InUse(ValueError):
+    """Another process holds the run directory. The message names it."""
+
+
+class RunLock:
+    """A kernel lock on a run directory, which ends with its process however that dies.
+
+    Args:
+        run_dir: an existing directory.
+
+    Raises:
+        InUse: another process holds it.
+    """
+
+    def __init__(self, run_dir: Path):
+        path = run_dir / LOCK_FILE
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            if not _lock(self._descriptor) or not _is(path, self._descriptor):
+                raise InUse(_message(run_dir, self._descriptor))
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def release(self) -> None:
+        """Give the directory back."""
+        os.close(self._descriptor)
+
+
+def check_free(run_dir: Path) -> None:
+    """Check that no process holds a run directory. Write nothing.
+
+    Raises:
+        InUse: one does.
+    """
+    try:
+        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        if not _lock(descriptor):
+            raise InUse(_message(run_dir, descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Return whether the file is now ours, or of a file system that knows no locks."""
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+            raise
+    return True
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    """Return whether the open file still has its name: its owner may just have deleted it."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _message(run_dir: Path, descriptor: int) -> str:
+    words = os.pread(descriptor, 1000, 0).decode(errors="replace").split()
+    holder = "another process"
+    if len(words) == 2:
+        holder = f"process {words[1]} on {words[0]}"
+    return (
+        f"{run_dir} is in use by {holder}; wait for that run, stop it, or name another --output-dir"
+    )

@@ -1,0 +1,100 @@
+"""Stop on Ctrl-C, SIGTERM and SIGHUP: at once outside the steps, after the step in training."""
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)
+"""What a scheduler that takes the machine back sends, and a terminal that is closed."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ends the command at once.
+
+    Attributes:
+        signum: number of the signal.
+    """
+
+    def __init__(self, signum: int):
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
+
+
+class StepAbandoned(Exception):
+    """A step that waited for a server is given up, because the run was asked to stop."""
+
+
+@dataclass
+class StopRequest:
+    """Whether a signal asked the run to stop.
+
+    Attributes:
+        signum: number of the first signal; None before it.
+    """
+
+    signum: int | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come."""
+        return self.signum is not None
+
+    def check(self) -> None:
+        """Give up the step that is under way, if the run was asked to stop.
+
+        A step that waits for a server would otherwise keep the run for as long as it waits.
+
+        Raises:
+            StepAbandoned: a signal has come.
+        """
+        if self.requested:
+            raise StepAbandoned
+
+
+@contextmanager
+def stopping_at_once() -> Iterator[None]:
+    """Within the block, SIGTERM and SIGHUP raise ``Stopped``, as Ctrl-C raises KeyboardInterrupt.
+
+    A second signal ends the process without more ado, also where the exception was swallowed.
+    """
+
+    def stop(signum: int, frame: Any) -> None:
+        for own in TERMINATIONS:
+            if signal.getsignal(own) is stop:
+                signal.signal(own, signal.SIG_DFL)
+        raise Stopped(signum)
+
+    with _handling(TERMINATIONS, stop):
+        yield
+
+
+@contextmanager
+def finishing_the_step(stop: StopRequest) -> Iterator[None]:
+    """Within the block, note the first signal in ``stop``; the second one raises ``Stopped``."""
+
+    def note(signum: int, frame: Any) -> None:
+        if stop.requested:
+            raise Stopped(signum)
+        stop.signum = signum
+
+    with _handling((signal.SIGINT, *TERMINATIONS), note):
+        yield
+
+
+@contextmanager
+def _handling(signums: Sequence[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle signals, except those that whoever started the process ignores (``nohup``)."""
+    previous: dict[int, Any] = {}
+    try:
+        for signum in signums:
+            if signal.getsignal(signum) not in (signal.SIG_IGN, None):
+                previous[signum] = signal.signal(signum, handler)
+    except ValueError:  # not in the main thread: the caller keeps its own handling
+        pass
+    try:
+        yield
+    finally:
+        for signum, before in previous.items():
+            signal.signal(signum, before)
