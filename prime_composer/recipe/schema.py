@@ -16,7 +16,7 @@ from prime_composer.losses import AnyLoss, require
 from prime_composer.problems.config import PROBLEMS, DataConfig
 from prime_composer.recipe.carried import CARRIED, not_carried, only_refused, prime_rl
 from prime_composer.recipe.prepare import LARGEST_SEED, PrepareConfig
-from prime_composer.recipe.urls import Url, has_credentials, public_url
+from prime_composer.recipe.urls import Url, public_url
 
 REMEDIES = {
     **dict.fromkeys(
@@ -58,19 +58,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
-
-
-def check_one_key(url: str | None, table: Section) -> None:
-    """Check that a server has one kind of key: a password in its URL, or a bearer token.
-
-    Raises:
-        ValueError: the table names both, and a request carries only one of them.
-    """
-    if url is not None and has_credentials(url) and "api_key_var" in table.model_fields_set:
-        raise ValueError(
-            "`url` has a user or password and `api_key_var` names a bearer token, and a request "
-            "carries only one of them: remove the other"
-        )
 
 
 class ModelConfig(Section):
@@ -194,7 +181,6 @@ class TeacherConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _check_url(self) -> "TeacherConfig":
-        check_one_key(self.url, self)
         if self.backend == "server" and self.url is None:
             raise ValueError(
                 "backend = 'server' needs `url`, the base URL of a running vLLM server"
@@ -269,7 +255,6 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _check_url(self) -> "RolloutConfig":
-        check_one_key(self.url, self)
         if (self.backend == "server") != (self.url is not None):
             raise ValueError("backend = 'server' and `url` go together")
         return self

@@ -7,8 +7,6 @@ import pytest
 import tomli_w
 
 from prime_composer.cli.commands import main
-from prime_composer.recipe.loading import parse_recipe
-from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream import launch
 from prime_composer.upstream.versions import VERSIONS
 from tests.upstream.export_recipes import tables
@@ -83,13 +81,3 @@ def test_launch_keeps_the_password_in_a_private_file(tmp_path, monkeypatch, capf
     assert launch.launch(path, dry_run=True) == 1
     shown = capfd.readouterr()
     assert "secret" not in shown.out + shown.err and "***@host" in shown.out
-
-
-def test_both_kinds_of_key_are_refused():
-    """A request carries the URL's password or the bearer token, so naming both is an error."""
-    raw = tables(teacher={"url": WITH_PASSWORD, "api_key_var": "MY_KEY"})
-    with pytest.raises(RecipeError, match="teacher: `url` has a user or password"):
-        parse_recipe(raw)
-    raw = tables(rollout={"backend": "server", "url": WITH_PASSWORD, "api_key_var": "MY_KEY"})
-    with pytest.raises(RecipeError, match="rollout: `url` has a user or password"):
-        parse_recipe(raw)
