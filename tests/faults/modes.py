@@ -342,8 +342,9 @@ BODIES: dict[str, tuple[bytes, str]] = {
 CONNECTIONS = ("drop", "drop_after_headers", "cut", "drip", "huge", "huge_chunked", "gzip_bomb")
 """Played by the server: a closed connection, a cut or endless body, and bodies of 300 MB."""
 
-MODELS = ("other_model", "other_model_for_some", "tempered")
-"""Plausible numbers of another model, for all or some prompts, or of another temperature."""
+MODELS = ("other_model", "other_model_for_new", "tempered")
+"""Plausible numbers of another model, or of another temperature. ``other_model_for_new`` is right
+for a sequence that was scored before, as the canary's."""
 
 ROADS = ("scoring", "sampling", "models", "reload", "tokenize")
 

@@ -287,6 +287,7 @@ class SpoilingServer:
         self._lock = threading.Lock()
         self._unseeded = 0
         self._last_scores: Any = None
+        self._seen: set[tuple[int, ...]] = set()
         self._server: ThreadingHTTPServer | None = None
         self._connections: set[socket.socket] = set()
         self._stopped = threading.Event()
@@ -505,20 +506,17 @@ class SpoilingServer:
 
     def _scores(self, tokens: list[int], k: int, mode: str) -> list[Any]:
         model = self._right
+        is_new = tuple(tokens) not in self._seen
+        self._seen.add(tuple(tokens))
         if mode == "tempered":
             model.temperature = 1.3
-        elif mode == "other_model" or (mode == "other_model_for_some" and is_chosen(tokens)):
+        elif mode == "other_model" or (mode == "other_model_for_new" and is_new):
             assert self._other is not None, "SpoilingServer(other=...) is missing"
             model = self._other
         try:
             return model.rows(tokens, k)
         finally:
             model.temperature = 1.0
-
-
-def is_chosen(tokens: list[int]) -> bool:
-    """Return whether a server that is wrong for some prompts only is wrong for this one."""
-    return sum(tokens) % 2 == 0
 
 
 def road_of_request(path: str, body: Any) -> str | None:
