@@ -1,4 +1,4 @@
-"""Parse the ``prime-rl`` command line: rl, check, export, prepare, report, study.
+"""Parse the ``prime-rl`` command line: rl, check, probe, export, prepare, report, study.
 
 Each command imports what it needs when it runs, so that ``--help`` does not wait for torch.
 """
@@ -102,6 +102,16 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("config", metavar="FILE")
     add_overrides(check)
 
+    probe = add_command(
+        "probe",
+        _probe,
+        "Measure student and teachers before a run: the preflight's checks, tokenizers, limits, "
+        "speed at several K, and the K to choose. Exits with 1 where a check fails.",
+    )
+    probe.add_argument("--config", required=True, metavar="FILE", help="the recipe, a TOML file")
+    probe.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    add_overrides(probe)
+
     export = add_command("export", _export, "Write a recipe as a native prime-rl TOML file.")
     export.add_argument("config", metavar="FILE")
     export.add_argument(
@@ -188,6 +198,14 @@ def _check(args: argparse.Namespace) -> int:
 
     print(load_recipe(args.config, args.overrides).model_dump_json(indent=2))
     return 0
+
+
+def _probe(args: argparse.Namespace) -> int:
+    set_environment()
+    from prime_composer.cli.probe import run_probe
+    from prime_composer.recipe.loading import load_recipe
+
+    return run_probe(load_recipe(args.config, args.overrides), args.json)
 
 
 def _export(args: argparse.Namespace) -> int:
