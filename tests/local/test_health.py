@@ -1,0 +1,249 @@
+"""Weights after the optimizer's step, and the sampler's log-probs before it."""
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from prime_composer.backends.transformers import TransformersSampler
+from prime_composer.contract import LossInputs
+from prime_composer.local import train as train_module
+from prime_composer.local.batch import Batch, Sample
+from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.gradients import NonFiniteLoss, accumulate_gradients
+from prime_composer.local.health import ExplodedWeights, WeightCheck
+from prime_composer.local.mismatch import METRIC, Mismatch, SamplerCheck, SamplerMismatch
+from prime_composer.local.tracker import read_metrics
+from prime_composer.local.train import train
+from prime_composer.losses import LOSS_TYPES, setup_loss_fn
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.schema import TrainerConfig
+from prime_composer.tiny_models.cache import prepare_models
+from tests.local.helpers import Silent, random_samples, run, weights
+
+Raw = Callable[..., dict[str, Any]]
+
+
+def linear() -> nn.Linear:
+    """Return a layer with a weight of norm 2 (RMS 1) and a bias of zeros."""
+    layer = nn.Linear(2, 2)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+        layer.bias.zero_()
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("weight", 99.0, None),
+        ("weight", 101.0, "weight have norm 2e.02, from 2 at the run's start"),
+        ("weight", 1e30, "weight have norm 2e.30"),
+        ("weight", math.inf, "weight are not finite numbers"),
+        ("weight", math.nan, "weight are not finite numbers"),
+        ("bias", 0.9, None),
+        ("bias", 1.1, "bias have norm 1.6, from 0 at"),
+    ],
+)
+def test_weight_check_allows_a_hundredfold_norm(
+    name: str, value: float, message: str | None
+) -> None:
+    """Each tensor may grow a hundredfold, one of zeros to entries of 1; the message names it."""
+    layer = linear()
+    check = WeightCheck.of_model(layer)
+    with torch.no_grad():
+        getattr(layer, name).fill_(value)
+    if message is None:
+        check.check(layer, 3)
+        return
+    with pytest.raises(ExplodedWeights, match=f"step 3: .* weights of {message}"):
+        check.check(layer, 3)
+
+
+def test_weight_check_sees_one_nan_among_many() -> None:
+    """One entry is enough, and the number of tensors is said."""
+    layer = linear()
+    check = WeightCheck.of_model(layer)
+    with torch.no_grad():
+        layer.weight[1, 1] = torch.nan
+        layer.bias[0] = torch.inf
+    with pytest.raises(NonFiniteLoss, match="weights of weight and 1 other tensors are not"):
+        check.check(layer, 1)
+
+
+def run_with(raw: dict[str, Any], run_dir: Path, **trainer: Any) -> None:
+    """Train with values of ``[trainer]`` that a recipe may not have."""
+    recipe = parse_recipe(raw)
+    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update=trainer)})
+    problems = load_problem_set(recipe.sources)
+    run_dir.mkdir()
+    train(recipe, problems, prepare_models(recipe, problems), run_dir, Silent())
+
+
+BACKENDS = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+FATAL = [{"lr": math.inf}, {"weight_decay": math.inf}, {"lr": 1e30}]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fatal", FATAL, ids=["lr-inf", "decay-inf", "lr-1e30"])
+def test_train_exploded_weights_are_never_saved(
+    fatal: dict[str, float], backend: str, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """A run of one step ends with an error, without a checkpoint and without a row for it."""
+    raw = tiny_recipe(rollout__backend=backend, trainer__steps=1, trainer__warmup_steps=0)
+    with pytest.raises(ExplodedWeights, match="step 1: after the optimizer's step"):
+        run_with(raw, tmp_path / "run", **fatal)
+    assert list_checkpoints(tmp_path / "run") == []
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [0]
+
+
+def test_train_exploded_weights_leave_the_good_checkpoint(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint before the step that broke the weights is finite, and the newest."""
+
+    def factor(config: TrainerConfig, step: int) -> float:
+        return math.inf if step == 3 else 1.0
+
+    monkeypatch.setattr(train_module, "lr_factor", factor)
+    with pytest.raises(ExplodedWeights, match="step 3"):
+        run(tiny_recipe(), tmp_path / "run")
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "run")] == [2]
+    assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
+
+
+def test_train_norms_of_a_resumed_run_are_those_of_its_start(
+    tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """A resumed run compares with the norms that its checkpoint brings, not with its own start."""
+    run(tiny_recipe(trainer__steps=2), tmp_path / "run")
+    file = list_checkpoints(tmp_path / "run")[-1].path / "trainer.pt"
+    before = torch.load(file)["norms"]
+    recipe = parse_recipe(tiny_recipe(trainer__steps=2))
+    problems = load_problem_set(recipe.sources)
+    with train_module.open_engine(
+        recipe, problems, prepare_models(recipe, problems), lambda text: None, file.parent
+    ) as engine:
+        state = train_module.TrainingState.of_recipe(recipe, engine)
+        of_the_checkpoint = state.weight_check.norms
+        state.load(list_checkpoints(tmp_path / "run")[-1])
+    assert torch.equal(state.weight_check.norms, before)
+    assert not torch.equal(of_the_checkpoint, before)
+
+
+def packed(mu: list[float], p: list[float], mask: list[bool]) -> LossInputs:
+    return LossInputs(
+        trainer_logprobs=torch.tensor(p, requires_grad=True),
+        inference_logprobs=torch.tensor(mu),
+        ref_logprobs=None,
+        advantages=None,
+        loss_mask=torch.tensor(mask),
+    )
+
+
+def test_mismatch_is_the_k3_estimate_over_all_tokens() -> None:
+    """exp(r) - 1 - r is averaged over the tokens of all micro-batches; masked ones never matter."""
+    mismatch = Mismatch(SamplerCheck(1.0, "float32"))
+    mismatch.add(packed([-1.0, math.nan], [-1.5, -1.0], [True, False]))
+    mismatch.add(packed([-2.0, -1.0], [-1.0, -1.0], [True, True]))
+    # r = -0.5, 1, 0
+    expected = ((math.exp(-0.5) - 0.5) + (math.e - 2) + 0) / 3
+    assert mismatch.result(1) == {METRIC: pytest.approx(expected, rel=1e-6)}
+
+
+def test_mismatch_above_the_limit_stops() -> None:
+    """The message names step, KL, tokens and limit; a NaN is above every limit."""
+    mismatch = Mismatch(SamplerCheck(1e-6, "float32"))
+    mismatch.add(packed([-1.0], [-1.01], [True]))
+    with pytest.raises(SamplerMismatch, match=r"step 7: .* KL 5e-05 .* 1 sampled .* 1e-06"):
+        mismatch.result(7)
+    for spoiled in (math.nan, -math.inf, math.inf):
+        mismatch = Mismatch(SamplerCheck(1e-6, "float32"))
+        mismatch.add(packed([spoiled, -1.0], [-1.0, -1.0], [True, True]))
+        with pytest.raises(SamplerMismatch):
+            mismatch.result(1)
+
+
+def test_mismatch_leaves_out_the_solutions_of_the_data() -> None:
+    """Tokens of the data have no mu; without another token there is nothing to measure."""
+    mismatch = Mismatch(SamplerCheck(1e-6, "float32", with_solutions=True))
+    mismatch.add(packed([math.nan, math.nan], [-3.0, -4.0], [True, True]))
+    assert mismatch.result(1) == {}
+    mismatch.add(packed([math.nan, -1.0], [-3.0, -1.0], [True, True]))
+    assert mismatch.result(1) == {METRIC: 0.0}
+
+
+def test_mismatch_is_only_measured_where_mu_is_the_students(tiny_recipe: Raw) -> None:
+    """With a temperature or a nucleus mu is another distribution, so there is no check."""
+    for rollout in ({"temperature": 0.7}, {"top_p": 0.9}):
+        raw = tiny_recipe()
+        raw["rollout"] |= rollout
+        assert SamplerCheck.of_recipe(parse_recipe(raw)) is None
+    check = SamplerCheck.of_recipe(parse_recipe(tiny_recipe(trainer__dtype="bfloat16")))
+    assert check is not None and check.dtype == "bfloat16" and not check.with_solutions
+
+
+def test_accumulate_gradients_measures_every_micro_batch(
+    student: tuple[nn.Module, Any],
+) -> None:
+    """Whatever the micro-batches, the estimate is that of a plain forward of each rollout."""
+    model = copy.deepcopy(student[0])
+    samples: list[Sample] = random_samples([(3, 5), (7, 2), (2, 9)], k=4)
+    ratios = []
+    with torch.no_grad():
+        for one in samples:
+            ids, start = one.rollout.token_ids, one.rollout.start
+            table = model(ids[None]).logits[0].double().log_softmax(-1)
+            for t in range(start, len(ids)):
+                log_p = float(table[t - 1, ids[t]])
+                ratios.append(log_p - float(one.rollout.inference_logprobs[t]))
+    expected = sum(math.exp(r) - 1 - r for r in ratios) / len(ratios)
+    for budget in (1, 24, 1000):
+        mismatch = Mismatch(SamplerCheck(math.inf, "float32"))
+        loss = setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](k=4))
+        config = TrainerConfig(steps=1, micro_batch_tokens=budget)
+        model.zero_grad()
+        accumulate_gradients(model, loss, Batch(samples), config, 1, mismatch=mismatch)
+        assert mismatch.result(1)[METRIC] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss": {"type": "generalized_jsd", "k": 8}, "rollout__student_fraction": 0.5},
+        {"trainer__micro_batch_tokens": 100},
+    ],
+    ids=["plain", "half-solutions", "micro-batches"],
+)
+def test_train_logs_a_mismatch_of_rounding_alone(
+    changes: dict[str, Any], tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """In float32 the sampler is the student up to rounding: below 1e-9 nat per token."""
+    run(tiny_recipe(**changes, trainer__steps=2), tmp_path / "run")
+    measured = [record[METRIC] for record in read_metrics(tmp_path / "run")[1:]]
+    assert len(measured) == 2 and all(0 <= kl < 1e-9 for kl in measured)
+
+
+def test_train_sampler_that_stops_taking_weights_is_seen_next_step(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first step that samples with old weights on, nothing is trained."""
+    update, syncs = TransformersSampler.update_weights, []
+
+    def stuck(sampler: TransformersSampler, model: nn.Module) -> None:
+        syncs.append(1)
+        if len(syncs) <= 4:  # two of the preflight, and those after steps 1 and 2
+            update(sampler, model)
+
+    monkeypatch.setattr(TransformersSampler, "update_weights", stuck)
+    display = Silent()
+    with pytest.raises(ValueError, match="step 4: the sampler's probabilities"):
+        run(tiny_recipe(trainer__steps=6), tmp_path / "run", display)
+    assert display.steps == [1, 2, 3]
