@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from itertools import zip_longest
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from prime_composer.backends.hf_model import (
+    ModelUnavailable,
     hidden_states,
     lm_head_weight,
     load_tokenizer,
@@ -32,7 +34,7 @@ from prime_composer.backends.protocols import (
 )
 from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.lm_head import selected_logprobs
-from prime_composer.local.engine import Engine, alien_id
+from prime_composer.local.engine import BackendSpec, Engine, alien_id
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
@@ -45,6 +47,9 @@ PROBES = (
     "Größe, naïve, 東京, Привет, 👍🏽",
 )
 """Numbers, white space and byte-level characters: where tokenizers of one family differ."""
+
+SAMPLED_IDS = 256
+"""Ids of the vocabulary that a teacher's server is asked to write as text."""
 
 TOLERANCES = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.5}
 """Largest difference in nats between the engine's and the trainer's log-prob of one token, by
@@ -160,15 +165,16 @@ def preflight_checks(
             check_lengths(
                 tokenized, scored_problems[teacher], recipe.rollout, scorer.limits, teacher
             )
-            teacher_tokenizer = load_tokenizer(engine.teacher_specs[teacher].model)
-            if teacher_tokenizer is None:
+            teacher_tokenizer = tokenizer_of(engine.teacher_specs[teacher])
+            if teacher_tokenizer is not None:
+                result.warnings += check_tokenizers(tokenized.tokenizer, teacher_tokenizer)
+            was_asked = check_served_tokenizer(tokenized.tokenizer, scorer)
+            if teacher_tokenizer is None and not was_asked:
                 result.warnings.append(
                     "The teacher's tokenizer could not be loaded, so its token ids were not "
                     f"compared with the student's; give [{teacher.table}] a model directory or hub "
                     "id."
                 )
-            else:
-                result.warnings += check_tokenizers(tokenized.tokenizer, teacher_tokenizer)
             result.warnings += check_vocabularies(
                 engine.vocab_size, scorer.limits, len(tokenized.tokenizer), recipe.loss.support_size
             )
@@ -378,6 +384,81 @@ def check_tokenizers(student: Any, teacher: Any) -> list[str]:
             "special tokens in the loss or align the EOS."
         ]
     return []
+
+
+@runtime_checkable
+class TokenServer(Protocol):
+    """A scorer that can be asked how its server's tokenizer reads and writes."""
+
+    def tokenize(self, text: str) -> list[int] | None:
+        """Return the ids of a text without special tokens around it; None: it cannot be asked."""
+        ...
+
+    def detokenize(self, ids: list[int]) -> str | None:
+        """Return the text of ids; None: it cannot be asked."""
+        ...
+
+
+def tokenizer_of(spec: BackendSpec) -> Any | None:
+    """Return a teacher's tokenizer; None where neither it nor a server's model is here."""
+    try:
+        return load_tokenizer(spec.model)
+    except ModelUnavailable:
+        if spec.backend != "server":
+            raise
+        return None  # the server's name for a model that is on another machine
+
+
+def check_served_tokenizer(student: Any, scorer: Scorer) -> bool:
+    """Compare the student's tokenizer with the one of a teacher's server.
+
+    Args:
+        student: the student's tokenizer.
+        scorer: the teacher's.
+
+    Returns:
+        Whether the server could be asked.
+
+    Raises:
+        PreflightError: they differ.
+    """
+    if not isinstance(scorer, TokenServer):
+        return False
+    was_asked = False
+    remedy = "choose a teacher and a student with one tokenizer"
+    for text in PROBES:
+        served = scorer.tokenize(text)
+        if served is None:
+            break
+        was_asked = True
+        own = student.encode(text, add_special_tokens=False)
+        if served != own:
+            pairs = enumerate(zip_longest(own, served))
+            position, (a, b) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+            raise PreflightError(
+                f"The teacher's server reads {text!r} as other tokens than the student: token "
+                f"{position} is {b}, and the student's {a} (None: the text has ended); {remedy}."
+            )
+    ids = sampled_ids(student)
+    served_text = scorer.detokenize(ids)
+    if served_text is None:
+        return was_asked
+    if served_text != student.decode(ids):
+        different = (i for i in ids if scorer.detokenize([i]) != student.decode([i]))
+        token = next(different, None)
+        example = "" if token is None else f", for example {token}, {student.decode([token])!r}"
+        raise PreflightError(
+            f"Some ids are other tokens for the teacher's server than for the student{example}; "
+            f"{remedy}."
+        )
+    return True
+
+
+def sampled_ids(tokenizer: Any) -> list[int]:
+    """Return ids from the whole vocabulary, ``SAMPLED_IDS`` at least, and all special tokens."""
+    size = len(tokenizer)
+    special = tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))
+    return sorted({*range(0, size, max(1, size // SAMPLED_IDS)), size - 1, *special})
 
 
 def special_tokens(tokenizer: Any) -> list[str]:
