@@ -13,6 +13,9 @@ processed_logprobs`` makes mu the distribution that was sampled from; it matters
 or top_p < 1. ``VLLM_SERVER_DEV_MODE=1`` opens the endpoints that reload weights and reset the
 prefix cache. Weights are passed in a directory that both sides can read.
 
+A server that is away for a moment is waited for (``backends.http``). A student's server that was
+restarted has lost the weights that it was sent: it gets them again.
+
 A server answers in JSON, about 1 MB for 256 tokens at K = 64: several times slower than an engine
 in this process.
 
@@ -27,13 +30,11 @@ stay bfloat16.
 import json
 import shutil
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 import torch
 from torch import nn
 
@@ -42,38 +43,115 @@ from prime_composer.backends.alignment import (
     check_lengths,
     check_support_size,
     make_rollout,
+    make_scores,
     sequences_to_score,
 )
+from prime_composer.backends.answers import InvalidAnswer, check_choices
+from prime_composer.backends.http import (
+    RETRIED,
+    SHORT_ANSWER,
+    Connection,
+    Refused,
+    ServerError,
+    excerpt,
+)
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams, TeacherScores
-from prime_composer.backends.vllm_logprobs import read_answer, top_k_of
+from prime_composer.backends.vllm_logprobs import (
+    answer_bytes,
+    read_answer,
+    read_completions,
+    top_k_of,
+)
 
 T = TypeVar("T")
 
-ATTEMPTS = 4
-"""Attempts per request. vLLM drops a connection that was idle for 5 s, even during a request."""
+SECONDS_PER_TOKEN = 0.1
+"""Time for one token of a completion, in addition to the time-out of a request."""
+
+FINGERPRINT_TOKENS = 16
+
+ROUNDS = 3
+"""How often weights or rollouts are sent or sampled again when the server was lost meanwhile."""
 
 
-class ServerError(ValueError):
-    """The server cannot be reached or does not fit the recipe; the message names the remedy."""
+class Card(msgspec.Struct):
+    """A model of ``/v1/models``; other fields are skipped."""
+
+    id: str
+    root: str | None = None
+    max_model_len: int | None = None
+
+
+class Models(msgspec.Struct):
+    """An answer of ``/v1/models``."""
+
+    data: Annotated[list[Card], msgspec.Meta(min_length=1)]
+
+
+class Tokens(msgspec.Struct):
+    """An answer of ``/tokenize``."""
+
+    tokens: list[int]
+
+
+class Text(msgspec.Struct):
+    """An answer of ``/detokenize``."""
+
+    prompt: str
+
+
+class Reset(msgspec.Struct):
+    """An answer of ``/reset_prefix_cache``."""
+
+    success: bool
+
+
+class TopLogprobs(msgspec.Struct):
+    """Log-probs of the most probable tokens at each position of a completion."""
+
+    top_logprobs: Annotated[list[dict[str, float]], msgspec.Meta(min_length=1)]
+
+
+class TopChoice(msgspec.Struct):
+    """A completion with the most probable tokens."""
+
+    logprobs: TopLogprobs
+
+
+class TopChoices(msgspec.Struct):
+    """An answer of ``/v1/completions`` with the most probable tokens."""
+
+    choices: Annotated[list[TopChoice], msgspec.Meta(min_length=1, max_length=1)]
 
 
 class Server:
     """A running vLLM server: what sampler and scorer share.
 
     Args:
-        url: base URL, with or without ``/v1``.
+        url: base URL, with or without ``/v1``. A user and a password in it are sent as Basic
+            authentication.
         model: the model that the server should serve (its path, hub id or served name). None
             accepts any model.
         section: the recipe's table that describes this server, for messages.
+        wait: seconds to wait for a server that is away. A server that has never answered is waited
+            for during two seconds.
+        status: shown whom the run waits for.
         max_logprobs: the server's --max-logprobs, where known; otherwise the server refuses a
             larger K.
         concurrency: requests sent at once.
-        timeout: seconds that one request may take.
+        timeout: seconds that one answer may take in all. Completions get more, by their length.
         api_key: sent as a bearer token.
+        api_key_var: the environment variable that it comes from, for messages.
+
+    Attributes:
+        url: base URL without credentials.
+        model: the name that the server knows the model by.
+        limits: the sizes that the server can handle.
 
     Raises:
-        ServerError: nothing answers at the URL, or it serves another model.
-        ImportError: httpx is not installed.
+        ServerError: nothing answers at the URL, it serves another model, or URL, key or environment
+            cannot be used.
+        ImportError: httpx or tenacity is not installed.
     """
 
     def __init__(
@@ -82,115 +160,143 @@ class Server:
         model: str | Path | None = None,
         *,
         section: str,
+        wait: float = 600.0,
+        status: Callable[[str], None] | None = None,
         max_logprobs: int | None = None,
         concurrency: int = 32,
         timeout: float = 600.0,
         api_key: str | None = None,
+        api_key_var: str = "VLLM_API_KEY",
     ):
-        try:
-            import httpx
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                "A vLLM server needs httpx: pip install 'prime-composer[engine]'."
-            ) from error
-        self._httpx = httpx
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.section = section
-        self._client = httpx.Client(
-            base_url=self.url,
-            timeout=httpx.Timeout(timeout, connect=10.0),
-            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+        self._connection = Connection(
+            url,
+            section=section,
+            wait=wait,
+            status=status,
+            concurrency=concurrency,
+            timeout=timeout,
+            api_key=api_key,
+            api_key_var=api_key_var,
         )
+        self.url = self._connection.url
+        self.section = section
+        self._api_key_var = api_key_var
         self._has_key = bool(api_key)
-        self._pool = ThreadPoolExecutor(max_workers=concurrency)
         try:
             card = self._find(None if model is None else str(model))
         except BaseException:
             self.close()
             raise
-        self.model: str = card["id"]
+        self.model: str = card.id
         self.limits = Limits(
-            max_model_len=card.get("max_model_len"),
-            vocab_size=read_vocab_size(card.get("root") or self.model),
+            max_model_len=card.max_model_len,
+            vocab_size=read_vocab_size(card.root or self.model),
             max_logprobs=max_logprobs,
         )
 
-    def _find(self, model: str | None) -> dict[str, Any]:
-        """Return the server's own description of the model that it should serve."""
-        served = self._request("GET", "/v1/models").json()["data"]
-        if model is None:
-            return served[0]
-        cards = {
-            str(name): card for card in served for name in (card["id"], card.get("root")) if name
-        }
-        if model not in cards:
-            raise ServerError(
-                f"The server at {self.url} serves {', '.join(sorted(cards))}, and the recipe names "
-                f"{model}; set model in {self.section} to what it serves, or start it with that "
-                "model."
-            )
-        return cards[model]
+    @property
+    def reconnections(self) -> int:
+        """How often contact was lost and made again; the server may be another one since."""
+        return self._connection.reconnections
+
+    @property
+    def origin(self) -> str:
+        """The server in words, for messages."""
+        return f"{self._connection.name[0].upper()}{self._connection.name[1:]}"
+
+    def tokenize(self, text: str) -> list[int] | None:
+        """Return the server's tokens of a text, without special ones; None where it cannot say."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        answer = self._answer_if_any("/tokenize", body, Tokens, 64 * len(text.encode()))
+        return None if answer is None else answer.tokens
+
+    def detokenize(self, ids: Sequence[int]) -> str | None:
+        """Return the server's text of tokens; None where it cannot say."""
+        body = {"model": self.model, "tokens": list(ids)}
+        answer = self._answer_if_any("/detokenize", body, Text, 1024 * len(ids))
+        return None if answer is None else answer.prompt
 
     def close(self) -> None:
         """Close the connections. Closing twice is harmless."""
-        self._pool.shutdown(cancel_futures=True)
-        self._client.close()
+        self._connection.close()
 
-    def _map(self, function: Callable[..., T], items: Sequence[Any]) -> list[T]:
-        """Return ``function`` of each item, run concurrently, in order. An error stops the rest."""
-        futures = [self._pool.submit(function, item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
+    def _find(self, model: str | None) -> Card:
+        """Return the server's own description of the model that it should serve."""
+        content = self._connection.run(self._ask("GET", "/v1/models"))
+        served = self._decode(content, Models, "a list of models", "/v1/models").data
+        if model is None:
+            return served[0]
+        cards = {name: card for card in served for name in (card.id, card.root) if name}
+        if model not in cards:
+            raise self._connection.error(
+                f"the server at {self.url} serves {', '.join(sorted(cards))}, and the recipe names "
+                f"{model}; set model in {self.section} to what it serves, or start it with that "
+                "model.",
+                key=f"{self.section.strip('[]')}.model",
+            )
+        return cards[model]
 
-    def _complete(self, prompt: Sequence[int], **settings: Any) -> Any:
+    async def _complete(
+        self, prompt: Sequence[int], max_bytes: int, seconds: float = 0.0, **settings: Any
+    ) -> bytes:
         body = {"model": self.model, "prompt": list(prompt), "return_token_ids": True, **settings}
-        return self._request("POST", "/v1/completions", body)
+        return await self._ask(
+            "POST", "/v1/completions", body, max_bytes=max_bytes, seconds=seconds
+        )
 
-    def _request(self, method: str, path: str, body: Any = None) -> Any:
-        """Send one request, again where the connection was dropped, and return the response.
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        max_bytes: int = SHORT_ANSWER,
+        seconds: float = 0.0,
+    ) -> bytes:
+        """Send one request, and return the answer's body.
 
         Raises:
-            ServerError: unreachable, timed out, or refused; the message quotes the server.
+            ServerError: as ``Connection.request``, or the server refuses; the message quotes it.
         """
-        httpx = self._httpx
-        for attempt in range(ATTEMPTS):
-            try:
-                response = self._client.request(method, path, json=body)
-                break
-            except httpx.TimeoutException as error:
-                raise ServerError(
-                    f"The server at {self.url} did not answer {path} in time ({error!r})."
-                ) from error
-            except httpx.TransportError as error:
-                if attempt == ATTEMPTS - 1:
-                    raise ServerError(
-                        f"No vLLM server answers at {self.url} ({error}); start one, `vllm serve "
-                        f"MODEL --port ...`, or correct the url in {self.section}."
-                    ) from error
-                time.sleep(0.1 * 2**attempt)
-        if response.is_success:
-            return response
         try:
-            reason = response.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            reason = response.text[:300]
-        if "prompt logprobs" in reason and "max allowed" in reason:
-            raise ServerError(
-                f"The server at {self.url} refuses that K ({reason}); start it with a larger "
-                "--max-logprobs, or lower the loss's k."
+            return await self._connection.request(
+                method, path, body, max_bytes=max_bytes, seconds=seconds
             )
-        if response.status_code == 401:
-            raise ServerError(
-                f"The server at {self.url} asks for an API key and got "
+        except Refused as refusal:
+            raise self._refusal(refusal, path) from refusal
+
+    def _answer_if_any(self, path: str, body: Any, kind: type[T], max_bytes: int) -> T | None:
+        """Return an answer of an endpoint that a server may lack; None without it."""
+        request = self._connection.request("POST", path, body, max_bytes=SHORT_ANSWER + max_bytes)
+        try:
+            return msgspec.json.decode(self._connection.run(request), type=kind)
+        except (Refused, msgspec.MsgspecError, RecursionError):
+            return None
+
+    def _decode(self, content: bytes, kind: type[T], expected: str, path: str) -> T:
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except (ValueError, RecursionError) as error:
+            raise self._connection.error(
+                f"{self._connection.name} answered {path} with something else than {expected} "
+                f"({error}); the answer begins {excerpt(content)}."
+            ) from error
+
+    def _refusal(self, refusal: Refused, path: str) -> ServerError:
+        if "prompt logprobs" in refusal.reason and "max allowed" in refusal.reason:
+            return self._connection.error(
+                f"{self._connection.name} refuses that K ({refusal.reason}); start it with a "
+                "larger --max-logprobs, or lower the loss's k."
+            )
+        if refusal.status == 401:
+            return self._connection.error(
+                f"{self._connection.name} asks for an API key and got "
                 f"{'another' if self._has_key else 'none'}: put it into the environment variable "
-                f"that api_key_var in {self.section} names (VLLM_API_KEY where it names none)."
+                f"that api_key_var in {self.section} names ({self._api_key_var}).",
+                key=f"{self.section.strip('[]')}.api_key_var",
             )
-        raise ServerError(
-            f"The server at {self.url} answered {response.status_code} to {path}: {reason}"
+        return self._connection.error(
+            f"{self._connection.name} answered {refusal.status} to {path}: {refusal.reason}"
         )
 
 
@@ -214,10 +320,13 @@ class ServerSampler(Server):
         model: str | Path | None = None,
         *,
         section: str = "[rollout]",
+        wait: float = 600.0,
+        status: Callable[[str], None] | None = None,
         weights_dir: str | Path | None = None,
         concurrency: int = 32,
         timeout: float = 600.0,
         api_key: str | None = None,
+        api_key_var: str = "VLLM_API_KEY",
         eos_token_ids: Sequence[int] = (),
         seeded: bool = True,
     ):
@@ -225,36 +334,91 @@ class ServerSampler(Server):
             url,
             model,
             section=section,
+            wait=wait,
+            status=status,
             concurrency=concurrency,
             timeout=timeout,
             api_key=api_key,
+            api_key_var=api_key_var,
         )
         self.weights_dir = weights_dir
         self.eos_token_ids = tuple(eos_token_ids)
         self.seeded = seeded
-        self._processed: bool | None = None
-        self._lock = threading.Lock()
+        self._student: nn.Module | None = None
+        self._fingerprint: list[float] | None = None
+        self._verified = 0
+        self._processed_at: int | None = None
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
     ) -> list[Rollout]:
         """Return ``params.n`` rollouts per prompt, in prompt order; reproducible where seeded.
 
-        mu is the distribution that each token was drawn from. Greedy tokens have log mu = 0.
+        mu is the distribution that each token was drawn from. Greedy tokens have log mu = 0. A
+        server that lost the weights of ``update_weights`` gets them again, as the model has them
+        now. What it sampled with others is thrown away and sampled again.
 
         Raises:
             ServerError: the server is gone, or returns raw log-probs where they are not log mu.
+            InvalidAnswer: an answer that no model can have given.
             ValueError: a prompt and ``max_tokens`` do not fit into ``limits.max_model_len``, or a
                 prompt is empty.
         """
         check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
+        for _ in range(ROUNDS):
+            if self._has_lost_weights():
+                self._connection.show(
+                    f"{self._connection.name} came back without the run's weights; they are sent "
+                    "again"
+                )
+                self._send_weights()
+            outages = self._connection.outages
+            rollouts = self._sample(prompts, params, seed)
+            if self._connection.outages == outages or not self._has_lost_weights():
+                return rollouts
+        raise self._unsteady("sampling")
+
+    def update_weights(self, model: nn.Module) -> None:
+        """Write the weights to a directory, reload them in the server, and reset its prefix cache.
+
+        Writes every entry of ``state_dict()``, including a tied ``lm_head.weight``.
+        ``save_pretrained`` would leave it out, and the CPU engine would silently keep its old head.
+
+        Args:
+            model: the student. It is kept, for a server that is restarted later.
+
+        Raises:
+            ServerError: the server has no reload endpoint (start it with VLLM_SERVER_DEV_MODE=1),
+                or cannot read the directory.
+        """
+        self._student = model
+        self._send_weights()
+
+    def forget_prefixes(self) -> None:
+        """Reset the server's prefix cache.
+
+        Raises:
+            ServerError: other requests are running on the server, or it has no such endpoint.
+        """
+        content = self._dev_request("/reset_prefix_cache", None)
+        if not self._decode(content, Reset, "success or failure", "/reset_prefix_cache").success:
+            raise self._connection.error(
+                f"{self._connection.name} did not reset its prefix cache: other requests are "
+                "running on it."
+            )
+
+    def _sample(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
+    ) -> list[Rollout]:
         greedy = params.temperature == 0
+        count = 1 if greedy else params.n
         if not greedy and (params.temperature != 1 or params.top_p < 1):
             self._check_processed(prompts[0])
 
-        def sample(index: int) -> list[Rollout]:
+        async def sample(index: int) -> list[Rollout]:
+            prompt = prompts[index]
             settings = plain_sampling(
-                n=1 if greedy else params.n,
+                n=count,
                 temperature=params.temperature,
                 top_p=params.top_p,
                 max_tokens=params.max_tokens,
@@ -264,27 +428,81 @@ class ServerSampler(Server):
             if self.seeded and not greedy:
                 # One stream per prompt; vLLM adds 1 for each further completion of a group.
                 settings["seed"] = (seed * 2_654_435_761 + index * 65_537) % 2**31
+            content = await self._complete(
+                prompt,
+                max_bytes=answer_bytes(count * (len(prompt) + params.max_tokens), 1),
+                seconds=SECONDS_PER_TOKEN * params.max_tokens,
+                **settings,
+            )
+            choices = read_completions(content, self.origin)
+            check_choices(
+                len({choice.index for choice in choices} & {*range(count)}),
+                count,
+                origin=self.origin,
+                prompt=index,
+            )
+            check_choices(len(choices), count, origin=self.origin, prompt=index)
             rollouts = []
-            for choice in self._choices(prompts[index], settings):
-                ids = choice["token_ids"]
-                logprobs = [0.0] * len(ids) if greedy else choice["logprobs"]["token_logprobs"]
+            for choice in choices:
+                logprobs = [] if choice.logprobs is None else choice.logprobs.token_logprobs
                 rollouts.append(
-                    make_rollout(prompts[index], ids, logprobs, choice["finish_reason"], index)
+                    make_rollout(
+                        prompt,
+                        choice.token_ids,
+                        [0.0] * len(choice.token_ids) if greedy else logprobs,
+                        choice.finish_reason,
+                        index,
+                        max_tokens=params.max_tokens,
+                        vocab_size=self.limits.vocab_size,
+                        origin=self.origin,
+                    )
                 )
             return rollouts * (params.n if greedy else 1)
 
-        return [rollout for group in self._map(sample, range(len(prompts))) for rollout in group]
+        groups = self._connection.map(sample, range(len(prompts)))
+        return [rollout for group in groups for rollout in group]
 
-    def update_weights(self, model: nn.Module) -> None:
-        """Write the weights to a directory, reload them in the server, and reset its prefix cache.
+    def _has_lost_weights(self) -> bool:
+        """Return whether the server may have lost the weights that it was sent.
 
-        Writes every entry of ``state_dict()``, including a tied ``lm_head.weight``.
-        ``save_pretrained`` would leave it out, and the CPU engine would silently keep its old head.
-
-        Raises:
-            ServerError: the server has no reload endpoint (start it with VLLM_SERVER_DEV_MODE=1),
-                or cannot read the directory.
+        It may after a lost connection. It has not if it still gives the very same log-probs as
+        right after it got them. A different rounding costs an update too many, and nothing else.
         """
+        seen = self.reconnections
+        if self._student is None or seen == self._verified:
+            return False
+        if self._fingerprint is None or self._ask_fingerprint() != self._fingerprint:
+            return True
+        self._verified = seen
+        return False
+
+    def _ask_fingerprint(self) -> list[float] | None:
+        """Return the log-probs of a few fixed tokens; None where the server gives none."""
+        vocab_size = self.limits.vocab_size or FINGERPRINT_TOKENS + 1
+        length = min(FINGERPRINT_TOKENS, (self.limits.max_model_len or 1024) - 1)
+        tokens = [index % vocab_size for index in range(1, length + 1)]
+        settings = plain_sampling(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        work = self._complete(tokens, answer_bytes(length, 0), **settings)
+        try:
+            answer = read_answer(self._connection.run(work), self.origin)
+            return top_k_of(tokens, answer, 0, self.origin).own
+        except InvalidAnswer:
+            return None
+
+    def _send_weights(self) -> None:
+        """Send the student's weights, again where the server was lost before it had them all."""
+        assert self._student is not None
+        for _ in range(ROUNDS):
+            self._reload(self._student)
+            outages = self._connection.outages
+            self.forget_prefixes()
+            self._fingerprint = self._ask_fingerprint()
+            if self._connection.outages == outages:
+                self._verified = self.reconnections
+                return
+        raise self._unsteady("a weight update")
+
+    def _reload(self, model: nn.Module) -> None:
         from safetensors.torch import save_file
 
         directory = Path(tempfile.mkdtemp(prefix="prime_composer_weights_", dir=self.weights_dir))
@@ -299,55 +517,51 @@ class ServerSampler(Server):
             self._dev_request("/collective_rpc", call)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-        self.forget_prefixes()
 
-    def forget_prefixes(self) -> None:
-        """Reset the server's prefix cache.
-
-        Raises:
-            ServerError: other requests are running on the server, or it has no such endpoint.
-        """
-        if not self._dev_request("/reset_prefix_cache", None).json()["success"]:
-            raise ServerError(
-                f"The server at {self.url} did not reset its prefix cache: other requests are "
-                "running on it."
-            )
-
-    def _choices(self, prompt: Sequence[int], settings: dict[str, Any]) -> list[dict[str, Any]]:
-        choices = self._complete(prompt, **settings).json()["choices"]
-        return sorted(choices, key=lambda choice: choice["index"])
-
-    def _dev_request(self, path: str, body: Any) -> Any:
+    def _dev_request(self, path: str, body: Any) -> bytes:
+        # vLLM answers 500 where it cannot read the weights, which waiting does not change.
+        request = self._connection.request("POST", path, body, retried=RETRIED - {500})
         try:
-            return self._request("POST", path, body)
-        except ServerError as error:
-            if "answered 404" not in str(error):
-                raise
-            raise ServerError(
-                f"The server at {self.url} has no {path}, so its weights cannot be updated; start "
-                "it with VLLM_SERVER_DEV_MODE=1 in its environment."
-            ) from error
+            return self._connection.run(request)
+        except Refused as refusal:
+            if refusal.status == 404:
+                raise self._connection.error(
+                    f"{self._connection.name} has no {path}, so its weights cannot be updated; "
+                    "start it with VLLM_SERVER_DEV_MODE=1 in its environment."
+                ) from refusal
+            raise self._refusal(refusal, path) from refusal
 
     def _check_processed(self, prompt: Sequence[int]) -> None:
         """Refuse raw log-probs. They ignore the temperature: at 2 the two best must come closer.
 
+        A server that was restarted is asked again.
+
         Raises:
             ServerError: the server returns raw log-probs.
         """
-        with self._lock:
-            if self._processed is None:
-                gaps = []
-                for temperature in (1.0, 2.0):
-                    settings = plain_sampling(temperature=temperature, max_tokens=1, logprobs=2)
-                    (choice,) = self._choices(prompt, settings)
-                    gaps.append(sorted(choice["logprobs"]["top_logprobs"][0].values())[-2:])
-                self._processed = max(abs(a - b) for a, b in zip(*gaps, strict=True)) > 1e-3
-        if not self._processed:
-            raise ServerError(
-                f"The server at {self.url} returns log-probs before temperature and top_p, which "
+        seen = self.reconnections
+        if seen == self._processed_at:
+            return
+        gaps = []
+        for temperature in (1.0, 2.0):
+            settings = plain_sampling(temperature=temperature, max_tokens=1, logprobs=2)
+            work = self._complete(prompt, answer_bytes(len(prompt) + 1, 3), **settings)
+            content, path = self._connection.run(work), "/v1/completions"
+            answer = self._decode(content, TopChoices, "a completion with log-probs", path)
+            gaps.append(sorted(answer.choices[0].logprobs.top_logprobs[0].values())[-2:])
+        if max(abs(a - b) for a, b in zip(*gaps, strict=True)) <= 1e-3:
+            raise self._connection.error(
+                f"{self._connection.name} returns log-probs before temperature and top_p, which "
                 "are not those that it samples from; start it with --logprobs-mode "
                 "processed_logprobs, or sample at temperature 1 and top_p 1."
             )
+        self._processed_at = seen
+
+    def _unsteady(self, work: str) -> ServerError:
+        return self._connection.error(
+            f"{self._connection.name} was lost {ROUNDS} times during {work}; it does not stay up "
+            "long enough. Its own log should say why."
+        )
 
 
 class ServerScorer(Server):
@@ -359,33 +573,32 @@ class ServerScorer(Server):
         model: str | Path | None = None,
         *,
         section: str = "[teacher]",
+        wait: float = 600.0,
+        status: Callable[[str], None] | None = None,
         max_logprobs: int | None = None,
         concurrency: int = 32,
         timeout: float = 600.0,
         api_key: str | None = None,
+        api_key_var: str = "VLLM_API_KEY",
     ):
         self._sampler: ServerSampler | None = None  # the base class may call close()
-        super().__init__(
-            url,
-            model,
-            section=section,
-            max_logprobs=max_logprobs,
-            concurrency=concurrency,
-            timeout=timeout,
-            api_key=api_key,
-        )
         self._arguments: dict[str, Any] = {
+            "url": url,
             "section": section,
+            "wait": wait,
+            "status": status,
             "concurrency": concurrency,
             "timeout": timeout,
             "api_key": api_key,
+            "api_key_var": api_key_var,
         }
+        super().__init__(model=model, max_logprobs=max_logprobs, **self._arguments)
 
     @property
     def sampler(self) -> ServerSampler:
         """A sampler of the same server, connected on first use."""
         if self._sampler is None:
-            self._sampler = ServerSampler(self.url, self.model, **self._arguments)
+            self._sampler = ServerSampler(model=self.model, **self._arguments)
         return self._sampler
 
     def score(
@@ -403,8 +616,8 @@ class ServerScorer(Server):
 
         Raises:
             ServerError: the server is gone, or K is above its --max-logprobs.
-            ValueError: K above the vocabulary, a sequence too long for the server, or an answer
-                that does not fit the request.
+            InvalidAnswer: an answer that no model can have given.
+            ValueError: K above the vocabulary, or a sequence too long for the server.
         """
         vocab_size, limit = self.limits.vocab_size, self.limits.max_logprobs
         if vocab_size is not None:
@@ -415,8 +628,8 @@ class ServerScorer(Server):
                 "the server's --max-logprobs",
             )
         elif support_size == "full":
-            raise ServerError(
-                f"The size of the vocabulary of {self.model} is not known on this machine, so K "
+            raise self._connection.error(
+                f"the size of the vocabulary of {self.model} is not known on this machine, so K "
                 "cannot be 'full'; set k to a number."
             )
         else:
@@ -424,17 +637,25 @@ class ServerScorer(Server):
         sequences = sequences_to_score(rollouts, prompts)
         check_lengths([s.token_ids for s in sequences], 1, self.limits.max_model_len)
 
-        def score_one(sequence: SequenceToScore) -> TeacherScores:
+        async def score_one(numbered: tuple[int, SequenceToScore]) -> TeacherScores:
+            index, sequence = numbered
+            tokens, start = sequence.token_ids, sequence.start
             settings = plain_sampling(temperature=0.0, max_tokens=1, prompt_logprobs=k)
-            answer = self._complete(sequence.token_ids, **settings).content
-            top = top_k_of(sequence.token_ids, read_answer(answer), k)
-            return TeacherScores(
-                torch.tensor(top.own[sequence.start :], dtype=torch.float32),
-                torch.from_numpy(top.token_ids[sequence.start :]).long(),
-                torch.from_numpy(top.logprobs[sequence.start :]),
+            content = await self._complete(tokens, answer_bytes(len(tokens), k), **settings)
+            top = top_k_of(tokens, read_answer(content, self.origin), k, self.origin)
+            return make_scores(
+                torch.tensor(top.own[start:], dtype=torch.float32),
+                torch.from_numpy(top.token_ids[start:]).long(),
+                torch.from_numpy(top.logprobs[start:]),
+                sampled=torch.tensor(tokens[start:]),
+                k=k,
+                vocab_size=vocab_size,
+                origin=self.origin,
+                sequence=index,
+                start=start,
             )
 
-        return self._map(score_one, sequences)
+        return self._connection.map(score_one, list(enumerate(sequences)))
 
     def close(self) -> None:
         """Close the connections, those of ``sampler`` too. Closing twice is harmless."""

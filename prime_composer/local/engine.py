@@ -36,6 +36,8 @@ class BackendSpec:
         gpu_memory_utilization: share of the GPU's memory, for vLLM.
         url: base URL, for a server.
         api_key_var: environment variable with the server's API key.
+        wait: seconds to wait for a server that is away.
+        section: the recipe's table that describes the model, in brackets.
         weights_dir: directory through which a server receives new weights; None is the system's
             own.
     """
@@ -47,6 +49,8 @@ class BackendSpec:
     gpu_memory_utilization: float
     url: str | None
     api_key_var: str
+    wait: float
+    section: str
     weights_dir: Path | None
 
     @property
@@ -66,12 +70,23 @@ def student_spec(recipe: Recipe, model: str | Path) -> BackendSpec:
         gpu_memory_utilization=config.gpu_memory_utilization,
         url=config.url,
         api_key_var=config.api_key_var,
+        wait=config.wait,
+        section="[rollout]",
         weights_dir=config.weights_dir,
     )
 
 
-def teacher_spec(teacher: TeacherConfig, recipe: Recipe, model: str | Path) -> BackendSpec:
-    """Return how to open a teacher's scorer or sampler, with the weights of ``model``."""
+def teacher_spec(
+    teacher: TeacherConfig, recipe: Recipe, model: str | Path, table: str = "teacher"
+) -> BackendSpec:
+    """Return how to open a teacher's scorer or sampler, with the weights of ``model``.
+
+    Args:
+        teacher: its table of the recipe.
+        recipe: the recipe.
+        model: directory or hub id.
+        table: the name of its table.
+    """
     return BackendSpec(
         backend=teacher_backend(teacher, recipe.rollout.backend),
         model=model,
@@ -80,6 +95,8 @@ def teacher_spec(teacher: TeacherConfig, recipe: Recipe, model: str | Path) -> B
         gpu_memory_utilization=teacher.gpu_memory_utilization,
         url=teacher.url,
         api_key_var=teacher.api_key_var,
+        wait=teacher.wait,
+        section=f"[{table}]",
         weights_dir=None,
     )
 
@@ -91,8 +108,12 @@ def teacher_backend(teacher: TeacherConfig, default: BackendName) -> BackendName
     return teacher.backend or default
 
 
-def open_sampler(spec: BackendSpec) -> Sampler:
+def open_sampler(spec: BackendSpec, status: Callable[[str], None] | None = None) -> Sampler:
     """Open what samples rollouts of a model.
+
+    Args:
+        spec: the model and what runs it.
+        status: shown when the run waits for a server.
 
     Raises:
         ImportError: the backend's library is missing; the message names the pip line.
@@ -103,7 +124,14 @@ def open_sampler(spec: BackendSpec) -> Sampler:
 
         assert spec.url is not None
         return ServerSampler(
-            spec.url, model=str(spec.model), weights_dir=spec.weights_dir, api_key=spec.api_key
+            spec.url,
+            model=str(spec.model),
+            section=spec.section,
+            wait=spec.wait,
+            status=status,
+            weights_dir=spec.weights_dir,
+            api_key=spec.api_key,
+            api_key_var=spec.api_key_var,
         )
     if spec.backend == "vllm":
         from prime_composer.backends.vllm import VLLMSampler
@@ -119,9 +147,13 @@ def open_sampler(spec: BackendSpec) -> Sampler:
     return TransformersSampler(spec.model, dtype=spec.dtype, max_model_len=spec.max_model_len)
 
 
-def open_scorer(spec: BackendSpec) -> Scorer:
+def open_scorer(spec: BackendSpec, status: Callable[[str], None] | None = None) -> Scorer:
     """Open what scores rollouts with a teacher, for any K up to the vocabulary (a server sets its
     own).
+
+    Args:
+        spec: the model and what runs it.
+        status: shown when the run waits for a server.
 
     Raises:
         ImportError: the backend's library is missing; the message names the pip line.
@@ -131,7 +163,15 @@ def open_scorer(spec: BackendSpec) -> Scorer:
         from prime_composer.backends.vllm_server import ServerScorer
 
         assert spec.url is not None
-        return ServerScorer(spec.url, model=str(spec.model), api_key=spec.api_key)
+        return ServerScorer(
+            spec.url,
+            model=str(spec.model),
+            section=spec.section,
+            wait=spec.wait,
+            status=status,
+            api_key=spec.api_key,
+            api_key_var=spec.api_key_var,
+        )
     if spec.backend == "vllm":
         from prime_composer.backends.vllm import VLLMScorer
 
@@ -303,7 +343,7 @@ def open_engine(
     if recipe.trainer.gradient_checkpointing:
         checkpoint_layers(model)
     status(f"opening the {recipe.rollout.backend} sampler")
-    sampler = open_sampler(student_spec(recipe, origin))
+    sampler = open_sampler(student_spec(recipe, origin), status)
     if student_dir is not None:
         sampler.update_weights(model)
     engine = Engine(TokenizedProblems(problems, tokenizer), recipe.loss, model, sampler)
@@ -313,13 +353,15 @@ def open_engine(
     elif recipe.loss.compares_with_teacher:
         routing = Routing.of_recipe(recipe)
         engine.teacher_specs = {
-            teacher: teacher_spec(config, recipe, model_origin(config, teacher.table, paths))
+            teacher: teacher_spec(
+                config, recipe, model_origin(config, teacher.table, paths), teacher.table
+            )
             for teacher, config in routing.teachers.items()
         }
         scorers = {}
         for teacher, spec in engine.teacher_specs.items():
             status(f"opening the {teacher.display}'s {spec.backend} scorer")
-            scorers[teacher] = open_scorer(spec)
+            scorers[teacher] = open_scorer(spec, status)
         engine.teachers = Teachers(scorers, routing)
     if "replay" in recipe.loss.needs:
         if replay_needs_reference(recipe.loss):

@@ -48,6 +48,9 @@ def without_passwords(value: Any) -> Any:
     return public_url(value) if isinstance(value, str) else value
 
 
+WAIT = prime_rl(not_carried("prime-rl has its own rules for servers that are away"))
+
+
 class RecipeError(ValueError):
     """A recipe that cannot run: the message names the file, the key and the remedy."""
 
@@ -165,6 +168,10 @@ class TeacherConfig(ModelConfig):
     api_key_var: str = Field(default="VLLM_API_KEY", json_schema_extra=CARRIED)
     """Environment variable with the API key of the server at `url`, if it needs one."""
 
+    wait: float = Field(default=600.0, ge=0, allow_inf_nan=False, json_schema_extra=WAIT)
+    """Seconds to wait for the server at `url` while it is away or overloaded, for example
+    restarted. Then the run ends with a checkpoint. 0: it ends at once."""
+
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
         json_schema_extra=prime_rl(not_carried("the teacher's server is yours to start")),
@@ -222,6 +229,10 @@ class RolloutConfig(Section):
 
     api_key_var: str = Field(default="VLLM_API_KEY", json_schema_extra=CARRIED)
     """Environment variable with the API key of the server at `url`, if it needs one."""
+
+    wait: float = Field(default=600.0, ge=0, allow_inf_nan=False, json_schema_extra=WAIT)
+    """Seconds to wait for the server at `url` while it is away or overloaded, for example
+    restarted. Then the run ends with a checkpoint. 0: it ends at once."""
 
     weights_dir: Path | None = Field(
         default=None,

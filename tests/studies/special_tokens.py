@@ -27,7 +27,7 @@ is compared, not e^-20. The mask restores the accuracy of both, and part of the 
 import argparse
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -143,9 +143,9 @@ def run(
     paths = prepare_models(recipe, problems)
     true_scorer = engine_module.open_scorer
 
-    def open_planted(spec: BackendSpec) -> Scorer:
+    def open_planted(spec: BackendSpec, status: Callable[[str], None]) -> Scorer:
         tokenizer = load_tokenizer(spec.model)
-        return PlantedScorer(true_scorer(spec), tokenizer.convert_tokens_to_ids(END))
+        return PlantedScorer(true_scorer(spec, status), tokenizer.convert_tokens_to_ids(END))
 
     engine_module.open_scorer = open_planted if planted else true_scorer
     try:

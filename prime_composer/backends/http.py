@@ -1,0 +1,614 @@
+"""A connection to one HTTP server that may be away for a moment, slow, or wrong.
+
+A request is sent again, with exponential back-off and jitter, where the server may come back: the
+connection fails, or the status is 408, 429, 500, 502, 503 or 504. ``Retry-After`` is honored. Each
+request waits at most ``wait`` seconds, counted from its first failure. Every answer is bounded in
+time and in size while it is read.
+
+Requests run in an event loop in a thread of their own. The calling thread reports whom it waits
+for, and leaves at once when it is interrupted.
+"""
+
+import asyncio
+import concurrent.futures
+import email.utils
+import json
+import os
+import re
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from prime_composer.recipe.urls import checked_url, public_url
+
+try:
+    import httpx
+    import tenacity
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"A server needs {error.name}: pip install 'prime-composer[engine]'."
+    ) from error
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+RETRIED = frozenset({408, 429, 500, 502, 503, 504})
+"""Statuses of a server that may answer later."""
+
+FIRST_WAIT = 2.0
+"""Seconds to wait for a server that has never answered: its URL may be wrong."""
+
+CONNECT_SECONDS = 10.0
+KEEPALIVE_SECONDS = 4.0
+"""Idle connections are closed before vLLM does it (5 s), so that a request rarely meets one that is
+being closed."""
+
+SHORT_ANSWER = 2**20
+"""Bytes that any answer may have, whatever was asked."""
+
+ERROR_BYTES = 2**16
+"""Bytes that are read of an answer that is an error."""
+
+BACK_OFF = tenacity.wait_random_exponential(multiplier=0.1, max=10, min=0.02)
+TICK = 0.25
+"""Seconds between two looks at a pending request."""
+
+AWAY_SECONDS = 2.0
+"""Age at which a server that is away is reported first."""
+
+QUIET_SECONDS = 60.0
+"""The same for a server that does not answer."""
+
+NO_ANSWER = "no answer yet"
+
+
+class ServerError(ValueError):
+    """The server cannot be used; the message names the remedy.
+
+    Args:
+        message: what is wrong.
+        url: the server's, without credentials.
+        section: the recipe's table that describes the server.
+        key: the recipe's key to change, where there is one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        url: str | None = None,
+        section: str | None = None,
+        key: str | None = None,
+    ):
+        super().__init__(message)
+        self.url = url
+        self.section = section
+        self.key = key
+
+
+class Refused(Exception):
+    """The server answered with an error that another try does not change.
+
+    Args:
+        status: of the answer.
+        reason: the server's own words.
+    """
+
+    def __init__(self, status: int, reason: str):
+        super().__init__(status, reason)
+        self.status = status
+        self.reason = reason
+
+
+class Away(Exception):
+    """A try failed, and another one may succeed.
+
+    Args:
+        reason: the status, or why the connection failed.
+        status: of the answer; None where the connection failed.
+        retry_after: seconds that the server asks for.
+        details: the server's own words.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        status: int | None = None,
+        retry_after: float = 0.0,
+        details: str = "",
+    ):
+        super().__init__(reason)
+        self.reason = reason
+        self.status = status
+        self.retry_after = retry_after
+        self.details = details
+
+
+@dataclass
+class Waiting:
+    """What the progress line says: since when, for what, and at which age it is shown next.
+
+    All requests of a server share it.
+    """
+
+    since: float
+    reason: str
+    due: float
+
+    def is_due(self, now: float) -> bool:
+        """Return whether to show the line now. The next time comes after twice the time, at most a
+        minute later."""
+        if now - self.since < self.due:
+            return False
+        self.due = min(2 * self.due, self.due + 60.0)
+        return True
+
+
+class Patience:
+    """How long one request waits: from its first failure on."""
+
+    def __init__(self, seconds: Callable[[Away], float]):
+        self._seconds = seconds
+        self._since: float | None = None
+
+    def pause(self, state: tenacity.RetryCallState) -> float:
+        """Return the seconds until the next try; the last one comes at the end of the wait."""
+        away = cause_of(state)
+        if self._since is None:
+            self._since = time.monotonic()
+        return max(min(BACK_OFF(state), self._left(away)), away.retry_after, 0.0)
+
+    def is_over(self, state: tenacity.RetryCallState) -> bool:
+        """Return whether the wait is over, or shorter than the server asks for."""
+        away = cause_of(state)
+        return self._left(away) <= max(0.0, away.retry_after)
+
+    def _left(self, away: Away) -> float:
+        assert self._since is not None
+        return self._since + self._seconds(away) - time.monotonic()
+
+
+def cause_of(state: tenacity.RetryCallState) -> Away:
+    """Return why a try failed."""
+    assert state.outcome is not None
+    error = state.outcome.exception()
+    assert isinstance(error, Away)
+    return error
+
+
+class Connection:
+    """Sends requests to one server, many at once.
+
+    Args:
+        url: base URL. A user and a password in it are sent as Basic authentication.
+        section: the recipe's table that describes this server, for messages.
+        wait: seconds to wait for a server that is away. 0: not at all.
+        status: shown whom the run waits for; None for nobody.
+        concurrency: requests sent at once.
+        timeout: seconds that one answer may take in all.
+        api_key: sent as a bearer token.
+        api_key_var: the environment variable that it comes from, for messages.
+
+    Attributes:
+        url: base URL without credentials, for messages.
+        outages: how often the server was away and came back.
+
+    Raises:
+        ServerError: URL, key or environment cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        section: str,
+        wait: float = 600.0,
+        status: Callable[[str], None] | None = None,
+        concurrency: int = 32,
+        timeout: float = 600.0,
+        api_key: str | None = None,
+        api_key_var: str = "VLLM_API_KEY",
+    ):
+        self.section = section
+        self.wait = wait
+        self.timeout = timeout
+        self.outages = 0
+        self._status = status
+        self._idle_losses = 0
+        self._met = False
+        self._outage: Waiting | None = None
+        self._announced: Waiting | None = None
+        self._quiet = Waiting(time.monotonic(), NO_ANSWER, QUIET_SECONDS)
+        self._stream: Any = None
+        self._in_flight = 0
+        self.url, target, login = self._split(url)
+        self._client = self._open_client(target, login, api_key, api_key_var, concurrency)
+        self._turns = asyncio.Semaphore(concurrency)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    @property
+    def reconnections(self) -> int:
+        """How often contact was lost and made again. The server may be another one since.
+
+        Counts every outage, and every time that all idle connections were closed by the server.
+        vLLM closes them after 5 s.
+        """
+        self._notice_closed_connection()
+        return self.outages + self._idle_losses
+
+    @property
+    def name(self) -> str:
+        """The server as messages name it."""
+        owners = {"[teacher]": "the teacher's server", "[rollout]": "the student's server"}
+        return f"{owners.get(self.section, f'the server of {self.section}')} at {self.url}"
+
+    def error(self, message: str, key: str | None = None) -> ServerError:
+        """Return an error about this server."""
+        sentence = message[0].upper() + message[1:]
+        return ServerError(sentence, url=self.url, section=self.section, key=key)
+
+    def show(self, text: str) -> None:
+        """Show a line of progress."""
+        if self._status is not None:
+            self._status(text)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what ``work`` returns, and meanwhile report for whom the run waits.
+
+        An exception in the calling thread, such as KeyboardInterrupt, cancels the work.
+        """
+        self._quiet = Waiting(time.monotonic(), NO_ANSWER, QUIET_SECONDS)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            while not concurrent.futures.wait([future], timeout=TICK).done:
+                self._report()
+            self._report()
+            return future.result()
+        finally:
+            future.cancel()
+
+    def map(
+        self, function: Callable[[Item], Coroutine[Any, Any, T]], items: Sequence[Item]
+    ) -> list[T]:
+        """Return ``function`` of each item, run concurrently, in order. An error stops the rest."""
+        return self.run(all_of([function(item) for item in items]))
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        max_bytes: int = SHORT_ANSWER,
+        seconds: float = 0.0,
+        retried: frozenset[int] = RETRIED,
+    ) -> bytes:
+        """Send one request, again while the server is away, and return the answer's body.
+
+        Args:
+            method: of HTTP.
+            path: below the base URL.
+            body: sent as JSON.
+            max_bytes: largest answer.
+            seconds: time for the answer, in addition to the connection's time-out.
+            retried: statuses after which the request is sent again.
+
+        Raises:
+            ServerError: away for too long, too slow, or an answer too large.
+            Refused: an error that is not retried.
+        """
+        content = None if body is None else json.dumps(body).encode()
+        patience = Patience(self._patience_for)
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(Away),
+            wait=patience.pause,
+            stop=patience.is_over,
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
+        async with self._turns:
+            try:
+                return await retrying(
+                    self._try, method, path, content, max_bytes, self.timeout + seconds, retried
+                )
+            except Away as away:
+                raise self._gave_up(away) from away.__cause__
+
+    def close(self) -> None:
+        """Cancel what is pending and close the connections. Closing twice is harmless."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _shut_down(self) -> None:
+        pending = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        await self._client.aclose()
+
+    async def _try(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        max_bytes: int,
+        seconds: float,
+        retried: frozenset[int],
+    ) -> bytes:
+        self._notice_closed_connection()
+        self._in_flight += 1
+        try:
+            async with asyncio.timeout(seconds):
+                status, headers, answer = await self._exchange(method, path, content, max_bytes)
+        except httpx.TransportError as error:
+            if isinstance(error, httpx.LocalProtocolError | httpx.UnsupportedProtocol):
+                raise self.error(f"{self.name} cannot be asked: {error}.") from error
+            raise self._away(Away(words_of(error))) from error
+        except TimeoutError as error:
+            raise self.error(
+                f"{self.name} did not finish its answer to {path} within {seconds:g} s; is it "
+                "overloaded or hung?"
+            ) from error
+        finally:
+            self._in_flight -= 1
+        if status in retried:
+            wanted = seconds_of(headers.get("Retry-After", ""))
+            raise self._away(Away(str(status), status, wanted, reason_of(answer)))
+        self._answered()
+        if not 200 <= status < 300:
+            raise Refused(status, reason_of(answer))
+        return answer
+
+    async def _exchange(
+        self, method: str, path: str, content: bytes | None, max_bytes: int
+    ) -> tuple[int, httpx.Headers, bytes]:
+        extensions = {"trace": keep_alive}
+        async with self._client.stream(
+            method, path, content=content, extensions=extensions
+        ) as response:
+            self._met = True
+            self._stream = response.extensions.get("network_stream")
+            limit = max_bytes if response.is_success else ERROR_BYTES
+            announced = response.headers.get("Content-Length", "")
+            answer = bytearray()
+            if not (response.is_success and announced.isdecimal() and int(announced) > limit):
+                async for chunk in response.aiter_raw():
+                    answer += chunk
+                    if len(answer) > limit:
+                        break
+                else:
+                    return response.status_code, response.headers, bytes(answer)
+            if response.is_success:
+                raise self.error(
+                    f"{self.name} answers {path} with more than {limit:,} bytes, the most that "
+                    f"this request can need; the answer begins {excerpt(bytes(answer))}."
+                )
+            return response.status_code, response.headers, bytes(answer[:limit])
+
+    def _notice_closed_connection(self) -> None:
+        """Count a contact that the server ended while no request was pending."""
+        if self._in_flight == 0 and self._stream is not None:
+            if self._stream.get_extra_info("is_readable"):
+                self._stream = None
+                self._idle_losses += 1
+
+    def _away(self, away: Away) -> Away:
+        if self._outage is None:
+            self._outage = Waiting(time.monotonic(), away.reason, AWAY_SECONDS)
+        self._outage.reason = away.reason
+        return away
+
+    def _answered(self) -> None:
+        self._quiet = Waiting(time.monotonic(), NO_ANSWER, QUIET_SECONDS)
+        if self._outage is not None:
+            # A server that has too much to do (408, 429) is still the same one.
+            self.outages += self._outage.reason not in ("408", "429")
+            self._outage = None
+
+    def _patience_for(self, away: Away) -> float:
+        return self.wait if self._met or away.status else min(self.wait, FIRST_WAIT)
+
+    def _gave_up(self, away: Away) -> ServerError:
+        key = f"{self.section.strip('[]')}.wait"
+        if not self._met:
+            return self.error(
+                f"No vLLM server answers at {self.url} ({away.reason}"
+                f"{proxy_of(self.url)}); start one, `vllm serve MODEL --port ...`, or correct the "
+                f"url in {self.section}."
+            )
+        if away.retry_after:
+            return self.error(
+                f"{self.name} answered {away.status} and asks to come back after "
+                f"{away.retry_after:g} s, which is more than is left of wait = {self.wait:g} in "
+                f"{self.section}; raise it.",
+                key,
+            )
+        reason = f"{away.reason}{': ' * bool(away.details)}{away.details}{proxy_of(self.url)}"
+        return self.error(
+            f"{self.name} was away for {self.wait:g} s ({reason}); start it again, or raise wait "
+            f"in {self.section}.",
+            key,
+        )
+
+    def _report(self) -> None:
+        now, outage = time.monotonic(), self._outage
+        if self._announced is not None and self._announced is not outage:
+            self.show(f"{self.name} is back after {now - self._announced.since:.0f} s")
+            self._announced = None
+        if outage is not None:
+            if outage.is_due(now):
+                self._announced = outage
+                self._show_wait(outage, now, self.wait)
+        elif self._quiet.is_due(now):
+            self._show_wait(self._quiet, now, self.timeout)
+
+    def _show_wait(self, waiting: Waiting, now: float, limit: float) -> None:
+        age = now - waiting.since
+        self.show(f"waiting for {self.name}: {waiting.reason} ({age:.0f} of {limit:g} s)")
+
+    def _split(self, url: str) -> tuple[str, str, httpx.BasicAuth | None]:
+        """Return the URL to show, the one to ask, and user and password."""
+        try:
+            checked_url(url)
+        except ValueError as error:
+            raise ServerError(f"url in {self.section}: {error}.", section=self.section) from None
+        base = url.rstrip("/").removesuffix("/v1")
+        parts = urlsplit(base)
+        login, _, host = parts.netloc.rpartition("@")
+        if not login:
+            return base, base, None
+        user, _, password = login.partition(":")
+        target = urlunsplit(parts._replace(netloc=host))
+        return public_url(base), target, httpx.BasicAuth(unquote(user), unquote(password))
+
+    def _open_client(
+        self,
+        target: str,
+        login: httpx.BasicAuth | None,
+        api_key: str | None,
+        api_key_var: str,
+        concurrency: int,
+    ) -> httpx.AsyncClient:
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        if api_key:
+            if login is not None:
+                raise self.error(
+                    f"The url in {self.section} has a user or password, and the environment "
+                    f"variable {api_key_var} has an API key. A request carries one of them: take "
+                    "the one out of the url, unset the variable, or name another one in "
+                    "api_key_var."
+                )
+            check_api_key(api_key, api_key_var, self.section)
+            headers["Authorization"] = f"Bearer {api_key}"
+        try:
+            return httpx.AsyncClient(
+                base_url=target,
+                auth=login,
+                headers=headers,
+                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+                limits=httpx.Limits(
+                    max_connections=concurrency,
+                    max_keepalive_connections=concurrency,
+                    keepalive_expiry=KEEPALIVE_SECONDS,
+                ),
+            )
+        except (ValueError, ImportError, OSError, httpx.InvalidURL) as error:
+            # An OSError is one of certificates, the others are of proxies.
+            kind = "SSL_CERT" if isinstance(error, OSError) else "_PROXY"
+            names = [name for name in environment_of_requests() if kind in name.upper()]
+            if not names:
+                raise
+            raise self.error(
+                f"No request can be sent to {self.url}, because of the environment variable "
+                f"{' or '.join(names)} ({public_url(str(error))}); correct or unset it."
+            ) from error
+
+
+async def keep_alive(event: str, info: dict[str, Any]) -> None:
+    """Let the kernel probe each new connection, so that a host that died is noticed in a minute.
+
+    Args:
+        event: of httpcore's trace.
+        info: what httpcore says about it.
+    """
+    if event == "connection.connect_tcp.complete":
+        connected = info["return_value"].get_extra_info("socket")
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, name):  # not on every system
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+async def all_of(work: Sequence[Awaitable[T]]) -> list[T]:
+    """Return all results in order. The first error cancels the rest."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def environment_of_requests() -> list[str]:
+    """Return the variables that are set and change how a request is sent."""
+    names = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir")
+    return [each for name in names for each in (name, name.upper()) if os.environ.get(each)]
+
+
+def proxy_of(url: str) -> str:
+    """Return a note about the proxy that requests to ``url`` go through; empty for none."""
+    parts = urlsplit(url)
+    if urllib.request.proxy_bypass(parts.hostname or ""):
+        return ""
+    for kind in (parts.scheme, "all"):
+        for name in (f"{kind}_proxy", f"{kind.upper()}_PROXY"):
+            if os.environ.get(name):
+                return f", asked through the proxy that {name} names"
+    return ""
+
+
+def check_api_key(api_key: str, variable: str, section: str) -> None:
+    """Check that an HTTP header can carry the key.
+
+    Raises:
+        ServerError: it cannot. The message does not repeat the key.
+    """
+    wrong = re.search(r"[^\x21-\x7e]", api_key)
+    if wrong is not None:
+        raise ServerError(
+            f"The environment variable {variable}, the API key of {section}, has "
+            f"{ascii(wrong[0])} at position {wrong.start() + 1} of {len(api_key)}, which a request "
+            "cannot carry; set it again, without line break, spaces or letters other than ASCII.",
+            section=section,
+        )
+
+
+def seconds_of(retry_after: str) -> float:
+    """Return the seconds of a ``Retry-After`` header, a number or an HTTP date; 0.0 for others."""
+    try:
+        if retry_after.isdecimal():
+            return float(retry_after)
+        date = email.utils.parsedate_to_datetime(retry_after)
+        return max(0.0, date.timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def reason_of(answer: bytes) -> str:
+    """Return the words of an error's body."""
+    try:
+        reason = json.loads(answer)["error"]["message"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return excerpt(answer)
+    return reason[:1000] if isinstance(reason, str) else excerpt(answer)
+
+
+def words_of(error: BaseException) -> str:
+    """Return why a connection failed, in the operating system's words where it has some."""
+    words = str(error) or type(error).__name__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            words = cause.strerror.lower()
+        cause = cause.__cause__ or cause.__context__
+    return public_url(words)
+
+
+def excerpt(content: bytes) -> str:
+    """Return how an answer begins: printable, at most 200 characters."""
+    if not content:
+        return "with nothing: it is empty"
+    shown = ascii(content[:200].decode("utf-8", "replace"))
+    return shown if len(shown) <= 200 else shown[:196] + "...'"
