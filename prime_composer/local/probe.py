@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from prime_composer.backends.hf_model import load_tokenizer, sequence_logprobs, token_batches
+from prime_composer.backends.hf_model import sequence_logprobs, token_batches
 from prime_composer.backends.protocols import Limits
 from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.local.batch import Batch, Sample
@@ -28,6 +28,7 @@ from prime_composer.local.preflight import (
     check_routing,
     preflight_checks,
     route,
+    tokenizer_of,
 )
 from prime_composer.local.probe_report import (
     Agreement,
@@ -269,7 +270,7 @@ def targets_of(engine: Engine, recipe: Recipe, samples: Sequence[Sample]) -> lis
                 samples=[s for s in samples if teacher in engine.teachers.routing.of(s.problem)],
                 prompts=None,
                 share=shares[teacher],
-                load_tokenizer=partial(load_tokenizer, spec.model),
+                load_tokenizer=partial(tokenizer_of, spec),
             )
         )
     return targets

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.hf_model import (
-    ModelUnavailable,
     load_model,
     sequence_logprobs,
     token_batches,
@@ -29,7 +28,14 @@ from prime_composer.backends.protocols import (
 )
 from prime_composer.contract import given
 from prime_composer.local.batch import Sample
-from prime_composer.local.preflight import PROBES, special_tokens, tokenizer_hash
+from prime_composer.local.preflight import (
+    PROBES,
+    PreflightError,
+    TokenServer,
+    check_served_tokenizer,
+    special_tokens,
+    tokenizer_hash,
+)
 from prime_composer.local.probe_numbers import (
     hidden_by_k,
     is_bfloat16_like,
@@ -62,9 +68,6 @@ MOST_ENTRIES = 2**24
 
 CHECKPOINT_TOKENS = 512
 """Tokens of prompt and completion whose numbers are compared with a checkpoint's forward pass."""
-
-SAMPLE_IDS = 32
-"""Ids, evenly spaced over the vocabulary, that a server is asked to write as text."""
 
 SupportSize = int | Literal["full"]
 
@@ -194,21 +197,45 @@ def probe_teacher(
 
 
 def find_tokenizer(target: Target, student: Any) -> tuple[Any, TokenizerFacts, bool]:
-    """Return the teacher's tokenizer, its facts, and whether it is the student's.
+    """Return the teacher's tokenizer, its facts, and whether its tokens and ids are the student's.
+
+    A server is asked too, also where its tokenizer is on this machine.
 
     Returns:
-        None in place of a tokenizer that is not on this machine. Its server is asked then.
+        None in place of a tokenizer that is not on this machine.
 
     Raises:
-        NotMeasured: it cannot be asked.
+        NotMeasured: it is not on this machine, and cannot be asked.
     """
+    tokenizer = target.load_tokenizer()
+    served = served_alike(target.scorer, student)
+    if tokenizer is not None:
+        same = equal_tokenizers(student, tokenizer) and served is not False
+        return tokenizer, read_tokenizer(tokenizer), same
+    if served is None:
+        raise NotMeasured("its tokenizer is not on this machine, and cannot be asked")
+    return None, ask_tokenizer(target.scorer, student), served
+
+
+def served_alike(scorer: Scorer | None, student: Any) -> bool | None:
+    """Return whether a server reads and writes as the student's tokenizer; None: not known."""
+    if scorer is None:
+        return None
     try:
-        tokenizer = target.load_tokenizer()
-    except ModelUnavailable:
-        tokenizer = None
-    if tokenizer is None:
-        return None, *ask_tokenizer(target.scorer, student)
-    return tokenizer, read_tokenizer(tokenizer), equal_tokenizers(student, tokenizer)
+        return check_served_tokenizer(student, scorer) or None
+    except PreflightError:
+        return False
+
+
+def ask_tokenizer(scorer: Scorer | None, student: Any) -> TokenizerFacts:
+    """Ask a server for the ids of the student's special tokens, those that are one token there."""
+    ids = {}
+    if isinstance(scorer, TokenServer):
+        for token in read_tokenizer(student).special_ids:
+            answer = scorer.tokenize(token)
+            if answer is not None and len(answer) == 1:
+                ids[token] = answer[0]
+    return TokenizerFacts(source="server", special_ids=ids)
 
 
 def read_tokenizer(tokenizer: Any) -> TokenizerFacts:
@@ -239,37 +266,6 @@ def equal_tokenizers(student: Any, teacher: Any) -> bool:
         == teacher.encode(text, add_special_tokens=False)
         for text in PROBES
     )
-
-
-def ask_tokenizer(scorer: Scorer | None, student: Any) -> tuple[TokenizerFacts, bool]:
-    """Ask a server how it splits texts and writes ids, and compare with the student's tokenizer.
-
-    Returns:
-        The ids of the student's special tokens, as far as the server knows them as one token, and
-        whether every answer is the student's own.
-
-    Raises:
-        NotMeasured: this teacher cannot be asked.
-    """
-    tokenize = getattr(scorer, "tokenize", None)
-    detokenize = getattr(scorer, "detokenize", None)
-    if tokenize is None or detokenize is None or tokenize(PROBES[0]) is None:
-        raise NotMeasured("its tokenizer is not on this machine, and cannot be asked")
-    size = len(student)
-    ids = sorted({index * size // SAMPLE_IDS for index in range(SAMPLE_IDS)})
-    same = all(detokenize([token]) == student.decode([token]) for token in ids)
-    for text in PROBES:
-        own = (student.encode(text, add_special_tokens=False), student.encode(text))
-        same = same and tokenize(text) in own
-    special_ids = {}
-    for token, token_id in read_tokenizer(student).special_ids.items():
-        answer = tokenize(token) or []
-        if token_id in answer:
-            special_ids[token] = token_id
-        elif len(answer) == 1:
-            special_ids[token] = answer[0]
-        same = same and token_id in answer
-    return TokenizerFacts(source="server", special_ids=special_ids), same
 
 
 def equal_prompts(samples: Sequence[Sample], tokenized: TokenizedProblems, tokenizer: Any) -> bool:
