@@ -25,7 +25,7 @@ ALLOWED = {
     "__init__": {"losses", *MATHS},
 }
 ALLOWED["cli"] |= {"upstream"}
-UPSTREAM_OF_BACKENDS = {"mixture", "vllm_logprobs", "protocols"}
+UPSTREAM_OF_BACKENDS = {"answers", "mixture", "vllm_logprobs", "protocols"}
 NAME_OF_A_MODULE = re.compile(r"prime_composer(\.\w+)+(:\w+)?")
 DYNAMIC = {"import_module", "__import__"}
 NAMES_A_PARAMETER = {

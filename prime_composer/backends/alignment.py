@@ -1,4 +1,4 @@
-"""Helpers that every backend shares: sequences to score, rollouts, size checks, and the top K."""
+"""What every backend shares: sequences to score, rollouts, scores, size checks, and the top K."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from prime_composer.backends.protocols import Rollout
+from prime_composer.backends.answers import InvalidAnswer, check_completion, check_scores
+from prime_composer.backends.protocols import Rollout, TeacherScores
 
 
 @dataclass(frozen=True)
@@ -67,19 +68,41 @@ def make_rollout(
     logprobs: Sequence[float],
     finish_reason: str | None,
     prompt_index: int,
+    *,
+    max_tokens: int | None = None,
+    vocab_size: int | None = None,
+    origin: str = "The sampler",
 ) -> Rollout:
-    """Return the ``Rollout`` of a prompt and its completion.
+    """Return the ``Rollout`` of a prompt and its completion, checked (``check_completion``).
+
+    Every sampler makes its rollouts here.
 
     Args:
+        prompt: token ids.
+        completion: token ids that were sampled.
         logprobs: log mu of each completion token.
         finish_reason: the engine's own word; "stop" or "length".
+        prompt_index: index of the prompt in the ``generate`` call.
+        max_tokens: longest completion that was asked for; None where it is unknown.
+        vocab_size: entries of the model's head; None where it is unknown.
+        origin: who answered, for messages.
 
     Raises:
-        RuntimeError: the engine ended the completion for another reason.
+        InvalidAnswer: no model can have drawn the completion so, or the engine ended it for another
+            reason.
     """
+    check_completion(
+        completion,
+        logprobs,
+        max_tokens=max_tokens,
+        vocab_size=vocab_size,
+        origin=origin,
+        prompt=prompt_index,
+    )
     if finish_reason not in ("stop", "length"):
-        raise RuntimeError(
-            f"The sampler gave up on a completion with finish_reason {finish_reason!r}."
+        raise InvalidAnswer(
+            f"{origin} gave up on a completion of prompt {prompt_index}: its finish_reason is "
+            f"{finish_reason!r}, where 'stop' or 'length' was expected."
         )
     start = len(prompt)
     token_ids = torch.tensor([*prompt, *completion], dtype=torch.int64)
@@ -88,6 +111,41 @@ def make_rollout(
     loss_mask = torch.arange(len(token_ids)) >= start
     reason = cast(Literal["stop", "length"], finish_reason)
     return Rollout(token_ids, loss_mask, inference_logprobs, reason, prompt_index)
+
+
+def make_scores(
+    own: Float[Tensor, " n"],
+    ids: Int[Tensor, "n k"],
+    logprobs: Float[Tensor, "n k"],
+    *,
+    sampled: Int[Tensor, " n"],
+    k: int,
+    vocab_size: int | None,
+    origin: str,
+    sequence: int | None,
+    start: int,
+    ranked: bool = True,
+) -> TeacherScores:
+    """Return the ``TeacherScores`` of a sequence, checked (``check_scores``, same arguments).
+
+    Every scorer makes its scores here.
+
+    Raises:
+        InvalidAnswer: these cannot be log-probs of one distribution per position.
+    """
+    check_scores(
+        own.numpy(),
+        ids.numpy(),
+        logprobs.numpy(),
+        sampled=sampled.numpy(),
+        k=k,
+        vocab_size=vocab_size,
+        origin=origin,
+        sequence=sequence,
+        start=start,
+        ranked=ranked,
+    )
+    return TeacherScores(own, ids, logprobs)
 
 
 def check_lengths(

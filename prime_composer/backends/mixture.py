@@ -1,5 +1,6 @@
 """Several teachers: a rollout is scored by one of them, or by a mixture of their probabilities."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from prime_composer.backends.alignment import make_scores
 from prime_composer.backends.protocols import Rollout, Scorer, TeacherScores
 from prime_composer.problems.config import Problem
 from prime_composer.recipe.routing import Routing, TeacherId
@@ -54,8 +56,12 @@ class Teachers:
                 rollout.token_ids[rollout.start :],
                 list(by_teacher.values()),
                 [shares[teacher] for teacher in by_teacher],
+                sequence=index,
+                start=rollout.start,
             )
-            for rollout, shares, by_teacher in zip(rollouts, weights, scores, strict=True)
+            for index, (rollout, shares, by_teacher) in enumerate(
+                zip(rollouts, weights, scores, strict=True)
+            )
         ]
 
     def close(self) -> None:
@@ -65,7 +71,12 @@ class Teachers:
 
 
 def mix(
-    token_ids: Int[Tensor, " n"], scores: Sequence[TeacherScores], weights: Sequence[float]
+    token_ids: Int[Tensor, " n"],
+    scores: Sequence[TeacherScores],
+    weights: Sequence[float],
+    *,
+    sequence: int | None = None,
+    start: int = 0,
 ) -> TeacherScores:
     """Return the mixture q(v) = sum_i w_i q_i(v) of several teachers' scores of the same tokens.
 
@@ -89,10 +100,15 @@ def mix(
         token_ids: the sampled tokens, [n].
         scores: one per teacher, of the same n and K.
         weights: one per teacher; they add up to 1.
+        sequence: index of the sequence in its batch, for messages.
+        start: position of the first of these tokens in the sequence, for messages.
 
     Returns:
         Scores of the same n and K, in the dtype of the teachers'. A single teacher's are returned
         as they are.
+
+    Raises:
+        InvalidAnswer: the teachers' scores do not mix to log-probs of one distribution.
     """
     if len(scores) == 1:
         return scores[0]
@@ -102,9 +118,20 @@ def mix(
         [s.ref_logprobs.double() + log for s, log in zip(scores, log_weights, strict=True)]
     ).logsumexp(dim=0)
     k = max(s.token_ids.shape[1] for s in scores)
+    mixture = functools.partial(
+        make_scores,
+        ref_logprobs.to(dtype),
+        sampled=token_ids,
+        k=k,
+        vocab_size=None,
+        origin="The mixture of teachers",
+        sequence=sequence,
+        start=start,
+        ranked=False,  # the sampled token's q is whole, that of other ids a lower bound
+    )
     ids = torch.cat([s.token_ids for s in scores], dim=1)
     if k == 0:
-        return TeacherScores(ref_logprobs.to(dtype), ids, scores[0].teacher_logprobs)
+        return mixture(ids, scores[0].teacher_logprobs)
     logprobs = torch.cat(
         [s.teacher_logprobs.double() + log for s, log in zip(scores, log_weights, strict=True)],
         dim=1,
@@ -125,6 +152,4 @@ def mix(
     lowest = torch.finfo(total.dtype).min
     ranked = total.clamp(min=lowest).masked_fill(~first, float("-inf"))
     chosen = ranked.topk(k, dim=1).indices
-    return TeacherScores(
-        ref_logprobs.to(dtype), ids.gather(1, chosen), total.gather(1, chosen).to(dtype)
-    )
+    return mixture(ids.gather(1, chosen), total.gather(1, chosen).to(dtype))

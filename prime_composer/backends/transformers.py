@@ -12,6 +12,7 @@ from prime_composer.backends.alignment import (
     check_lengths,
     check_support_size,
     make_rollout,
+    make_scores,
     sequences_to_score,
     top_k,
 )
@@ -69,6 +70,7 @@ class LoadedModel:
         device: str | torch.device | None,
         max_model_len: int | None,
     ):
+        self._source = None if isinstance(model, nn.Module) else model
         net = model if isinstance(model, nn.Module) else load_model(model, dtype, device)
         self._model: Any = net
         vocab_size = lm_head_weight(net).shape[0]
@@ -78,6 +80,11 @@ class LoadedModel:
             vocab_size=vocab_size,
             max_logprobs=vocab_size,
         )
+
+    @property
+    def origin(self) -> str:
+        """The model in words, for messages."""
+        return "The model in memory" if self._source is None else f"The model {self._source}"
 
     @property
     def model(self) -> Any:
@@ -136,6 +143,7 @@ class TransformersSampler(LoadedModel):
         Raises:
             ValueError: a prompt and ``max_tokens`` do not fit into ``limits.max_model_len``, or a
                 prompt is empty.
+            InvalidAnswer: the model gave NaN or another log-prob that it cannot sample from.
         """
         check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
         generator = torch.Generator(device=lm_head_weight(self.model).device).manual_seed(seed)
@@ -204,6 +212,9 @@ class TransformersSampler(LoadedModel):
                     all_logprobs[row, :n].tolist(),
                     "stop" if finished[row] else "length",
                     index,
+                    max_tokens=params.max_tokens,
+                    vocab_size=self.limits.vocab_size,
+                    origin=self.origin,
                 )
             )
         return rollouts
@@ -236,17 +247,16 @@ class TransformersScorer(LoadedModel):
         super().__init__(model, dtype, device, max_model_len)
         check_plain_head(self.model)
         self.batch_tokens = batch_tokens
-        self._origin = None if isinstance(model, nn.Module) else model
 
     @property
     def sampler(self) -> TransformersSampler | None:
         """A sampler of the same weights in memory; None for a scorer of a live model."""
-        if self._origin is None:
+        if self._source is None:
             return None
         return TransformersSampler(
             self.model,
             max_model_len=self.limits.max_model_len,
-            eos_token_ids=read_eos_token_ids(self._origin),
+            eos_token_ids=read_eos_token_ids(self._source),
         )
 
     @torch.no_grad()
@@ -269,6 +279,7 @@ class TransformersScorer(LoadedModel):
         Raises:
             ValueError: K above the vocabulary, candidates of another shape, or a sequence too long
                 for the model.
+            InvalidAnswer: the model's numbers are no log-probs, or candidates are given twice.
         """
         vocab_size = lm_head_weight(self.model).shape[0]
         k = check_support_size(support_size, vocab_size, vocab_size, "support_size")
@@ -301,8 +312,17 @@ class TransformersScorer(LoadedModel):
             for index, sequence_ids, sequence_logprobs in zip(
                 batch, ids.cpu().split(sizes), logprobs.float().cpu().split(sizes), strict=True
             ):
-                scores[index] = TeacherScores(
-                    sequence_logprobs[:, 0], sequence_ids[:, 1:], sequence_logprobs[:, 1:]
+                scores[index] = make_scores(
+                    sequence_logprobs[:, 0],
+                    sequence_ids[:, 1:],
+                    sequence_logprobs[:, 1:],
+                    sampled=sequence_ids[:, 0],
+                    k=k,
+                    vocab_size=vocab_size,
+                    origin=self.origin,
+                    sequence=index,
+                    start=sequences[index].start,
+                    ranked=candidate_ids is None,
                 )
         return [scores[index] for index in range(len(rollouts))]
 

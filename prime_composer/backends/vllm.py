@@ -29,9 +29,11 @@ from prime_composer.backends.alignment import (
     check_lengths,
     check_support_size,
     make_rollout,
+    make_scores,
     sequences_to_score,
     top_k,
 )
+from prime_composer.backends.answers import check_choices
 from prime_composer.backends.cpu_guard import built_for_cpu, import_vllm, preserved_rng
 from prime_composer.backends.hf_model import read_config, read_eos_token_ids
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams, TeacherScores
@@ -144,6 +146,7 @@ class VLLMEngine:
         Raises:
             ValueError: a prompt and ``max_tokens`` do not fit into ``limits.max_model_len``, or a
                 prompt is empty.
+            InvalidAnswer: the engine returned what no model can have sampled.
         """
         check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
         greedy = params.temperature == 0
@@ -165,13 +168,22 @@ class VLLMEngine:
             random.seed(seed)
             outputs = self._run([list(ids) for ids in prompts], request)
         rollouts = []
+        origin = f"The engine of {self.model}"
         for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            check_choices(len(output.outputs), request.n, origin=origin, prompt=index)
             for completion in sorted(output.outputs, key=lambda completion: completion.index):
                 logprobs = (
                     [0.0] * len(completion.token_ids) if greedy else completion.logprobs.logprobs
                 )
                 rollout = make_rollout(
-                    prompt, completion.token_ids, logprobs, completion.finish_reason, index
+                    prompt,
+                    completion.token_ids,
+                    logprobs,
+                    completion.finish_reason,
+                    index,
+                    max_tokens=params.max_tokens,
+                    vocab_size=self.limits.vocab_size,
+                    origin=origin,
                 )
                 rollouts.extend([rollout] * (params.n if greedy else 1))
         return rollouts
@@ -260,6 +272,7 @@ class VLLMScorer:
         Raises:
             ValueError: K above the engine's limit or the vocabulary, or a sequence too long for the
                 engine.
+            InvalidAnswer: the engine returned numbers that are no log-probs.
         """
         engine = self._engine
         vocab_size, limit = engine.limits.vocab_size, engine.limits.max_logprobs
@@ -277,9 +290,21 @@ class VLLMScorer:
         with lean_prompt_logprobs(sequences):
             outputs = engine._run([s.token_ids for s in sequences], request)
         scores = []
-        for sequence, output in zip(sequences, outputs, strict=True):
+        for index, (sequence, output) in enumerate(zip(sequences, outputs, strict=True)):
             ids, logprobs = parse_prompt_logprobs(output.prompt_logprobs, sequence, k)
-            scores.append(TeacherScores(logprobs[:, 0], ids[:, 1:], logprobs[:, 1:]))
+            scores.append(
+                make_scores(
+                    logprobs[:, 0],
+                    ids[:, 1:],
+                    logprobs[:, 1:],
+                    sampled=ids[:, 0],
+                    k=k,
+                    vocab_size=vocab_size,
+                    origin=f"The engine of {engine.model}",
+                    sequence=index,
+                    start=sequence.start,
+                )
+            )
         return scores
 
     def close(self) -> None:

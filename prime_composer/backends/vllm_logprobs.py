@@ -1,8 +1,11 @@
-"""Read the ``prompt_logprobs`` of a vLLM server: its JSON, and the top K of each position.
+"""Read the JSON of a vLLM server: ``prompt_logprobs`` with their top K, and completions.
 
-This is the only reader of that structure: ``backends.vllm_server`` and prime-rl's orchestrator
+This is the only reader of ``prompt_logprobs``: ``backends.vllm_server`` and prime-rl's orchestrator
 (``upstream.orchestrator``) both use it. The engine inside this process returns tensors instead,
 which ``backends.vllm.parse_prompt_logprobs`` reads. Needs NumPy and msgspec, not torch.
+
+Types are exact: a JSON true, string or null is no number, and 5.0 is no token id. The values are
+checked by ``backends.answers``, which the callers of this module run on what it returns.
 
 Layout. vLLM returns one row per token, None for the first token. The other rows map token ids to
 ``{logprob, rank}``. A row holds the top K and the sequence's own token, so it has K or K + 1
@@ -22,21 +25,36 @@ import math
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from prime_composer.backends.answers import LOGPROB_TOLERANCE, InvalidAnswer
+
+T = TypeVar("T")
+
+ENTRY_BYTES = 256
+"""Room for one entry of a row in JSON. vLLM writes about 90 bytes, the decoded token included."""
+
+FIXED_BYTES = 2**16
+"""Room for what does not grow with the tokens."""
+
+TEACHER = "The teacher's server"
+
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""A token id, a rank or an index."""
 
 
 class Entry(msgspec.Struct, gc=False):
     """Log-prob and rank of one token id at one position; other fields are skipped."""
 
     logprob: float
-    rank: int
+    rank: Natural
 
 
-Row = dict[int, Entry] | None
+Row = dict[Natural, Entry] | None
 """Token id -> entry at one position; None at the first token."""
 
 
@@ -53,6 +71,27 @@ class Answer(msgspec.Struct):
     choices: list[Choice] = []
 
 
+class TokenLogprobs(msgspec.Struct):
+    """Log-probs of a completion's tokens."""
+
+    token_logprobs: list[float]
+
+
+class Completion(msgspec.Struct):
+    """A sampled completion of ``/v1/completions``; other fields are skipped."""
+
+    index: Natural
+    token_ids: list[Natural]
+    finish_reason: str | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+class Completions(msgspec.Struct):
+    """An answer of ``/v1/completions`` with ``return_token_ids``; other fields are skipped."""
+
+    choices: list[Completion]
+
+
 class TopK(NamedTuple):
     """Log-probs of a sequence's own tokens, and its top-K support.
 
@@ -67,30 +106,63 @@ class TopK(NamedTuple):
     logprobs: NDArray[np.float32]
 
 
-def read_answer(content: bytes) -> list[Row]:
+def answer_bytes(tokens: int, k: int) -> int:
+    """Return the most bytes that a right answer may have, about three times what vLLM writes.
+
+    Args:
+        tokens: length of the sequence that is scored, or of all completions together.
+        k: entries per token that were asked for.
+    """
+    return FIXED_BYTES + ENTRY_BYTES * tokens * (k + 1)
+
+
+def read_answer(content: bytes, origin: str = TEACHER) -> list[Row]:
     """Decode the rows of an answer; empty where it has no prompt_logprobs.
 
-    vLLM clamps infinities to -9999. Other servers may write the ``-Infinity`` of Python's json,
-    which is not JSON: what msgspec cannot read is read by json.
+    Args:
+        content: the answer's body.
+        origin: who answered, for messages.
 
     Raises:
-        ValueError: the content is no such answer.
+        InvalidAnswer: the content is no such answer.
     """
-    try:
-        answer = msgspec.json.decode(content, type=Answer)
-    except msgspec.DecodeError:
-        try:
-            answer = msgspec.convert(json.loads(content), Answer, str_keys=True)
-        except ValueError as error:
-            raise ValueError(
-                f"The teacher's server answered something else than prompt_logprobs: {error}"
-            ) from error
+    answer = _decode(content, Answer, "prompt_logprobs", origin)
     if answer.prompt_logprobs is None and answer.choices:
         return answer.choices[0].prompt_logprobs or []
     return answer.prompt_logprobs or []
 
 
-def top_k_of(token_ids: Sequence[int], rows: Sequence[Row], k: int) -> TopK:
+def read_completions(content: bytes, origin: str) -> list[Completion]:
+    """Decode the completions of an answer, by index.
+
+    Raises:
+        InvalidAnswer: the content is no such answer.
+    """
+    choices = _decode(content, Completions, "completions with token ids and log-probs", origin)
+    return sorted(choices.choices, key=lambda choice: choice.index)
+
+
+def _decode(content: bytes, kind: type[T], expected: str, origin: str) -> T:
+    """Decode JSON of exact types.
+
+    vLLM clamps infinities to -9999. Other servers may write the ``-Infinity`` of Python's json,
+    which is not JSON: what msgspec cannot read is read by json.
+    """
+    try:
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:
+            return msgspec.convert(json.loads(content), kind, str_keys=True)
+    except (ValueError, RecursionError) as error:
+        raise InvalidAnswer(
+            f"{origin} answered something else than {expected}: {error}. Its answer begins with "
+            f"{content[:80]!r}."
+        ) from error
+
+
+def top_k_of(token_ids: Sequence[int], rows: Sequence[Row], k: int, origin: str = TEACHER) -> TopK:
     """Return the log-probs of ``token_ids`` and the top K of each position, by rank.
 
     The loop over positions is Python; entries are only touched by C. The orchestrator runs this
@@ -99,60 +171,72 @@ def top_k_of(token_ids: Sequence[int], rows: Sequence[Row], k: int) -> TopK:
     Args:
         token_ids: the sequence that was scored, n ids.
         rows: what ``read_answer`` returned, one per token.
-        k: entries per position of the support; rows may hold more.
+        k: entries per position of the support that were asked for. vLLM adds the own token where
+            it is not one of them.
+        origin: who answered, for messages.
 
     Raises:
-        ValueError: rows and tokens do not match, or a row lacks its own token or has fewer than K
-            entries.
+        InvalidAnswer: rows and tokens do not match, or a row lacks its own token, or has fewer than
+            K or more than K + 1 entries.
     """
     n = len(token_ids)
     if len(rows) != n:
-        raise ValueError(
-            f"The teacher's server scored {len(rows)} tokens of {n}; is its context long enough?"
+        raise InvalidAnswer(
+            f"{origin} scored {len(rows)} tokens of {n}; is its context long enough?"
         )
-    own_logprobs = []
-    for t, (token, row) in enumerate(zip(token_ids, rows, strict=True)):
+    own_logprobs = [0.0]
+    for t, (token, row) in enumerate(zip(token_ids[1:], rows[1:], strict=True), 1):
         if not row:
-            if t > 0:
-                raise ValueError(f"The teacher's server left token {t} of {n} without a score.")
-            own_logprobs.append(0.0)
-            continue
+            raise InvalidAnswer(f"{origin} left token {t} of {n} without a score.")
         own = row.get(token)
         if own is None:
-            raise ValueError(
-                f"The teacher's prompt_logprobs at position {t} do not hold the token {token} of "
-                "the sequence: student and teacher do not share a tokenizer, or the server scored "
-                "another sequence."
+            raise InvalidAnswer(
+                f"{origin} gave prompt_logprobs that do not hold the token {token} of the sequence "
+                f"at position {t}: student and teacher do not share a tokenizer, or the server "
+                "scored another sequence."
             )
         if len(row) < k:
-            raise ValueError(
-                f"The teacher's server returned {len(row)} of the top {k} log-probs at position "
-                f"{t}: start it with --max-logprobs {k} or more (vLLM's default is 20)."
+            raise InvalidAnswer(
+                f"{origin} returned {len(row)} of the top {k} log-probs at position {t}: start it "
+                f"with --max-logprobs {k} or more (vLLM's default is 20)."
+            )
+        if len(row) > k + 1:
+            raise InvalidAnswer(
+                f"{origin} returned {len(row)} log-probs at position {t}, where the top {k} and "
+                "the sequence's own were expected."
             )
         own_logprobs.append(own.logprob)
     ids = np.zeros((n, k), np.int32)
     logprobs = np.full((n, k), math.nan, np.float32)
-    scored = [t for t, row in enumerate(rows) if row]
-    if k and scored:
-        ids[scored], logprobs[scored] = _best_by_rank([row for row in rows if row], k)
+    if k and n > 1:
+        ordered_ids, ordered = _by_rank([row for row in rows[1:] if row])
+        ids[1:], logprobs[1:] = ordered_ids[:, :k], ordered[:, :k]
+        wrong = (ordered[:, k:] > ordered[:, k - 1 : k] + LOGPROB_TOLERANCE).any(axis=1)
+        if wrong.any():
+            row_index = int(wrong.argmax())
+            raise InvalidAnswer(
+                f"{origin} ranks id {ordered_ids[row_index, k]} at position {row_index + 1} below "
+                f"the top {k}, with log-prob {ordered[row_index, k]:.6g}, where at most "
+                f"{ordered[row_index, k - 1]:.6g} was expected."
+            )
     return TopK(own_logprobs, ids, logprobs)
 
 
-def _best_by_rank(
-    rows: Sequence[dict[int, Entry]], k: int
+def _by_rank(
+    rows: Sequence[dict[int, Entry]],
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Return ids and log-probs of the K entries of the smallest ranks, [rows, k]."""
+    """Return ids and log-probs by ascending rank, [rows, widest]; short rows end in -inf."""
     entries = list(chain.from_iterable(map(dict.values, rows)))
     sizes = np.array([len(row) for row in rows])
     filled = np.arange(sizes.max()) < sizes[:, None]
 
-    def table(values: Any, dtype: type, padding: int) -> NDArray[Any]:
+    def table(values: Any, dtype: type, padding: int | float) -> NDArray[Any]:
         cells: NDArray[Any] = np.full(filled.shape, padding, dtype)
         cells[filled] = np.fromiter(values, dtype, len(entries))
         return cells
 
     ids = table(chain.from_iterable(rows), np.int32, 0)
-    logprobs = table(map(attrgetter("logprob"), entries), np.float64, 0)
+    logprobs = table(map(attrgetter("logprob"), entries), np.float64, -math.inf)
     ranks = table(map(attrgetter("rank"), entries), np.int64, np.iinfo(np.int64).max)
-    best = np.lexsort((-logprobs, ranks), axis=-1)[:, :k]
-    return np.take_along_axis(ids, best, axis=1), np.take_along_axis(logprobs, best, axis=1)
+    order = np.lexsort((-logprobs, ranks), axis=-1)
+    return np.take_along_axis(ids, order, axis=1), np.take_along_axis(logprobs, order, axis=1)

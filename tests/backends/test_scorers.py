@@ -14,6 +14,11 @@ from prime_composer.backends.vllm import VLLMScorer
 from tests.backends.conftest import VOCAB
 
 
+UNTRAINED = Rollout(
+    torch.tensor([4, 5]), torch.zeros(2, dtype=torch.bool), torch.full((2,), torch.nan), "stop", 0
+)
+
+
 @pytest.fixture(params=[pytest.param("vllm", marks=pytest.mark.vllm), "transformers"])
 def scorer(request, models):
     if request.param == "vllm":
@@ -166,7 +171,8 @@ def test_candidate_ids_are_scored_in_their_own_order(rollouts, models, plain_log
     scorer = TransformersScorer(models.untied_model)
     g = torch.Generator().manual_seed(0)
     candidates = [
-        torch.randint(0, VOCAB, (len(r.completion_ids), 5), generator=g) for r in rollouts
+        torch.stack([torch.randperm(VOCAB, generator=g)[:5] for _ in r.completion_ids])
+        for r in rollouts
     ]
     for score, rollout, ids in zip(
         scorer.score(rollouts, 5, candidate_ids=candidates), rollouts, candidates, strict=True
@@ -264,7 +270,7 @@ def test_rollout_that_cannot_be_scored_is_refused(scorer, rollouts):
     with pytest.raises(ValueError, match="does not fit into max_model_len 320"):
         scorer.score([make_rollout([4], [5] * 320, [0.0] * 320, "length", 0)], 0)
     with pytest.raises(ValueError, match="no token in its loss_mask"):
-        scorer.score([make_rollout([4], [], [], "length", 0)], 0)
+        scorer.score([UNTRAINED], 0)
 
 
 def test_teacher_reads_everything_from_the_first_trained_token():
@@ -276,5 +282,4 @@ def test_teacher_reads_everything_from_the_first_trained_token():
 
 
 def test_start_of_a_rollout_that_trains_nothing_is_its_end():
-    rollout = make_rollout([4, 5], [], [], "length", 0)
-    assert rollout.start == 2 and rollout.completion_ids == []
+    assert UNTRAINED.start == 2 and UNTRAINED.completion_ids == []

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 numpy = pytest.importorskip("numpy")
 pytest.importorskip("msgspec")
 
+from prime_composer.backends.answers import InvalidAnswer  # noqa: E402
 from prime_composer.backends.vllm_logprobs import TopK, read_answer, top_k_of  # noqa: E402
 
 ROWS = [
     None,
     {
         "7": {"logprob": -3.0, "rank": 5},
-        "1": {"logprob": -0.1, "rank": 1},
+        "1": {"logprob": -0.5, "rank": 1},
         "2": {"logprob": -2.0, "rank": 2},
     },
     {"1": {"logprob": -1.5, "rank": 2}, "9": {"logprob": -0.4, "rank": 1}},
@@ -67,12 +68,13 @@ def test_top_k_is_taken_by_rank_from_k_or_k_plus_one_entries():
     top = parse(TOKENS, answer(ROWS), 2)
     assert top.own == [0.0, -3.0, -1.5]
     assert top.token_ids.tolist()[1:] == [[1, 2], [9, 1]]
-    assert top.logprobs[1:].ravel().tolist() == pytest.approx([-0.1, -2.0, -0.4, -1.5])
+    assert top.logprobs[1:].ravel().tolist() == pytest.approx([-0.5, -2.0, -0.4, -1.5])
     assert numpy.isnan(top.logprobs[0]).all()
 
 
 def test_k_zero_reads_the_own_tokens_only():
-    top = parse(TOKENS, answer(ROWS), 0)
+    own = [row and {str(token): row[str(token)]} for token, row in zip(TOKENS, ROWS, strict=True)]
+    top = parse(TOKENS, answer(own), 0)
     assert top.own == [0.0, -3.0, -1.5] and top.token_ids.shape == top.logprobs.shape == (3, 0)
 
 
@@ -92,6 +94,13 @@ def test_completions_answer_has_its_rows_in_the_choice():
         ([4, 8, 1], ROWS, 2, "do not hold the token 8"),
         (TOKENS, ROWS, 3, "--max-logprobs 3"),
         (TOKENS, [None, None, ROWS[2]], 2, "left token 1 of 3 without a score"),
+        (TOKENS, [None, {**ROWS[1], "3": ROWS[1]["1"]}, ROWS[2]], 2, "returned 4 .* position 1"),
+        (
+            TOKENS,
+            [None, {**ROWS[1], "7": {"logprob": -1.9, "rank": 5}}, ROWS[2]],
+            2,
+            "id 7 at position 1 below the top 2, with log-prob -1.9, where at most -2 was",
+        ),
     ],
 )
 def test_answer_that_does_not_fit_is_refused(tokens, rows, k, message):
@@ -107,11 +116,25 @@ def test_answer_that_does_not_fit_is_refused(tokens, rows, k, message):
         b"[]",
         b'{"prompt_logprobs": [null, {"7": {"logprob": null, "rank": 1}}]}',
         b'{"prompt_logprobs": [[]]}',
+        b'{"prompt_logprobs": [null, {"7": {"logprob": true, "rank": 1}}]}',
+        b'{"prompt_logprobs": [null, {"7": {"logprob": "-1", "rank": 1}}]}',
+        b'{"prompt_logprobs": [null, {"7": {"logprob": -1, "rank": 1.0}}]}',
+        b'{"prompt_logprobs": [null, {"7.0": {"logprob": -1, "rank": 1}}]}',
+        b'{"prompt_logprobs": [null, {"-7": {"logprob": -1, "rank": 1}}]}',
+        b'{"prompt_logprobs": [null, {"4294967303": {"logprob": -1, "rank": 1}}]}',
+        b'{"prompt_logprobs": [null, {"7": {"logprob": -1, "rank": 99999999999999999999}}]}',
+        b'{"prompt_logprobs": [null, {"7": {"logprob": -1e999, "rank": 1}}]}',
+        b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b"\xff\xfe{",
     ],
+    ids=str,
 )
 def test_answer_of_another_kind_is_refused(content):
-    with pytest.raises(ValueError, match="server answered something else than prompt_logprobs"):
-        read_answer(content)
+    """One sentence names the server, what was expected, and the first bytes of what came."""
+    message = r"^The server at X answered something else than prompt_logprobs: .* begins with b"
+    with pytest.raises(InvalidAnswer, match=message) as caught:
+        read_answer(content, "The server at X")
+    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
 
 
 def test_answer_without_scores_has_scored_nothing():
@@ -168,16 +191,17 @@ LOGPROBS = st.sampled_from([-0.5, -0.5, -1.25, -0.0, 0.0, -9999.0, -math.inf]) |
 def scored_sequences(draw):
     """Draw tokens, rows in every order with equal ranks and log-probs, and K.
 
-    The own token is in or out of the top K.
+    The own token is in or out of the top K. Ranks follow the log-probs.
     """
     k = draw(st.integers(1, 4))
     tokens, rows = [draw(st.integers(0, 9))], [None]
     for _ in range(draw(st.integers(0, 5))):
-        ids = draw(st.permutations(range(10)))[: draw(st.integers(k, k + 2))]
+        ids = draw(st.permutations(range(10)))[: draw(st.integers(k, k + 1))]
         tokens.append(draw(st.sampled_from(ids)))
-        rows.append(
-            {str(i): {"logprob": draw(LOGPROBS), "rank": draw(st.integers(1, 5))} for i in ids}
-        )
+        logprobs = sorted((draw(LOGPROBS) for _ in ids), reverse=True)
+        ranks = sorted(draw(st.integers(1, 5)) for _ in ids)
+        entries = draw(st.permutations(list(zip(ids, logprobs, ranks, strict=True))))
+        rows.append({str(i): {"logprob": x, "rank": rank} for i, x, rank in entries})
     return tokens, rows, k
 
 
@@ -206,7 +230,7 @@ def test_answers_of_a_vllms_size_are_read_alike(seed):
             ::-1
         ].tolist()
         row = (
-            {str(token): {"logprob": -20.123456789, "rank": 77}}
+            {str(token): {"logprob": -40.123456789, "rank": 77}}
             if generator.random() < 0.5 or len(others) < k
             else {}
         )

@@ -12,6 +12,8 @@ import pytest
 numpy = pytest.importorskip("numpy")
 pytest.importorskip("msgspec")
 
+from prime_composer.backends.answers import InvalidAnswer  # noqa: E402
+from prime_composer.backends.vllm_logprobs import answer_bytes  # noqa: E402
 from prime_composer.upstream import wire  # noqa: E402
 from prime_composer.upstream.orchestrator import hooks, teachers  # noqa: E402
 from prime_composer.upstream.orchestrator.client import (  # noqa: E402
@@ -26,7 +28,7 @@ from tests.backends.test_vllm_logprobs import ROWS, TOKENS, answer  # noqa: E402
 TOP_2 = {"type": "topk_reverse_kl", "k": 2}
 SAMPLED = {"type": "sampled_reverse_kl"}
 OWN = [0.0, -9.0, -9.0]
-"""Scores that prime-rl's own request returns."""
+"""Scores that prime-rl's own request returns; the adapter asks for itself."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,18 +44,44 @@ def switch(monkeypatch):
     return set_to
 
 
+def own_and_top(row, k):
+    """Return a row's first entry, the sampled token's, and the top K."""
+    own = next(iter(row))
+    return {i: entry for i, entry in row.items() if i == own or entry["rank"] <= k}
+
+
+class Response:
+    """A streamed response of httpx."""
+
+    def __init__(self, *chunks):
+        self.chunks, self.closed = chunks, False
+
+    async def aiter_bytes(self):
+        for chunk in self.chunks:
+            if isinstance(chunk, Exception):
+                raise chunk
+            yield chunk
+
+    async def aclose(self):
+        self.closed = True
+
+
 class Client:
     """Answers like the openai client that prime-rl made."""
 
-    base_url = "http://teacher:8001/v1/"
+    base_url = "http://user:secret@teacher:8001/v1/"
+    max_retries = 2
 
-    def __init__(self, header=None):
+    def __init__(self, header=None, rows=ROWS):
         self.requests = []
+        self.rows = rows
         self.default_headers = {} if header is None else {teachers.HEADER: header}
 
-    async def post(self, url, cast_to, body):
+    async def post(self, url, cast_to, body, stream):
+        assert stream
         self.requests.append((url, body))
-        return types.SimpleNamespace(content=answer(ROWS))
+        k = body["sampling_params"]["prompt_logprobs"]
+        return Response(answer([row and own_and_top(row, k) for row in self.rows]))
 
 
 class Failing(Client):
@@ -63,7 +91,7 @@ class Failing(Client):
         super().__init__()
         self.error = error
 
-    async def post(self, url, cast_to, body):
+    async def post(self, url, cast_to, body, stream):
         raise self.error
 
 
@@ -82,14 +110,14 @@ def score(client, k=2, requests=None):
 def test_scores_slice_keeps_its_part_of_the_support():
     tail = parse(TOKENS, answer(ROWS), 2)[1:]
     assert tail == [-3.0, -1.5] and tail.token_ids.tolist() == [[1, 2], [9, 1]]
-    assert tail.logprobs.ravel().tolist() == pytest.approx([-0.1, -2.0, -0.4, -1.5])
+    assert tail.logprobs.ravel().tolist() == pytest.approx([-0.5, -2.0, -0.4, -1.5])
 
 
 def test_request_is_prime_rls_own_with_k_and_without_text():
     client = Client()
     scores = score(client)
     url, body = client.requests[0]
-    assert url == "http://teacher:8001/inference/v1/generate"
+    assert url == "http://user:secret@teacher:8001/inference/v1/generate"
     assert body["token_ids"] == TOKENS
     own_params = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 1}
     assert body["sampling_params"] == own_params | {"prompt_logprobs": 2, "detokenize": False}
@@ -112,19 +140,19 @@ def test_requests_are_limited_and_parsed_one_by_one():
             most[0], most[1] = max(most[0], len(flying)), max(most[1], len(parsing))
 
     class Counting(Client):
-        async def post(self, url, cast_to, body):
+        async def post(self, url, cast_to, body, stream):
             flying.add(body["token_ids"][0])
             await asyncio.sleep(0)
             note()
-            return types.SimpleNamespace(content=body["token_ids"][0])
+            return Response(b"")
 
-    def slow_parse(token_ids, content, k):
-        parsing.add(content)
+    def slow_parse(token_ids, content, k, origin):
+        parsing.add(token_ids[0])
         note()
         threading.Event().wait(1e-4)  # others could come in between
-        parsing.remove(content)
-        flying.remove(content)
-        return content
+        parsing.remove(token_ids[0])
+        flying.remove(token_ids[0])
+        return token_ids[0]
 
     requests, count = Requests(parse=slow_parse), 3 * IN_FLIGHT
 
@@ -299,10 +327,78 @@ def test_router_replay_in_the_rollouts_is_refused():
 
 
 @pytest.mark.parametrize("loss", [SAMPLED, None])
-def test_loss_without_a_support_leaves_prime_rls_request_alone(switch, loss):
+def test_loss_without_a_support_asks_for_one_entry_and_sends_none(switch, loss):
+    """prime-rl asks for one too. The entry serves the check, and no sample carries it."""
     switch(loss)
-    assert prefill(Client()) == OWN
-    assert compute(v0_6_module(), {}, [Sample()]) == [OWN]
+    client, sample = Client(), Sample()
+    assert prefill(client) == [0.0, -3.0, -1.5]
+    assert compute(v0_6_module(client), {}, [sample]) == [[0.0, -3.0, -1.5]]
+    assert [body["sampling_params"]["prompt_logprobs"] for _, body in client.requests] == [1, 1]
+    assert sample.routed_experts is None
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("value", [0.3, 3.0, math.nan, math.inf, -math.inf, -9999.0])
+def test_wrong_log_prob_of_the_sampled_token_is_refused(switch, k, value, capsys):
+    """It ends the run in every version of prime-rl, and is said in the log before."""
+    switch(TOP_2 if k else SAMPLED, k)
+    wrong = [None, {**ROWS[1], "7": {"logprob": value, "rank": 5}}, ROWS[2]]
+    message = (
+        r"^The teacher at http://\*\*\*@teacher:8001 .* (7 at position 1|position 1: .* 7 is) "
+    )
+    with pytest.raises(InvalidAnswer, match=message) as caught:
+        prefill(Client(rows=wrong))
+    assert f"no scores, and the run ends: {caught.value}" in capsys.readouterr().err
+    with pytest.raises(InvalidAnswer, match=message):
+        compute(v0_6_module(Client(rows=wrong)), {}, [Sample()])
+
+
+def test_all_zeros_are_refused_without_a_support_too(switch):
+    switch(SAMPLED)
+    zeros = [
+        row and {i: {"logprob": 0.0, "rank": e["rank"]} for i, e in row.items()} for row in ROWS
+    ]
+    with pytest.raises(InvalidAnswer, match="position 1: .* mass of 2, where a probability"):
+        prefill(Client(rows=zeros))
+
+
+def test_wrong_answer_of_a_mixtures_teacher_names_that_teacher(servers):
+    wrong = [None, {**ROWS[1], "1": {"logprob": 0.3, "rank": 1}}, ROWS[2]]
+    servers["http://b:8003/v1"] = Client(rows=wrong)
+    servers["http://b:8003/v1"].base_url = "http://b:8003/v1"
+    with pytest.raises(InvalidAnswer, match="^The teacher at http://b:8003 gave .* id 1 is 0.3"):
+        prefill(Client(json.dumps(OTHERS)))
+
+
+class Streaming(Client):
+    """Answers with responses that a test made, one after the other."""
+
+    def __init__(self, *responses):
+        super().__init__()
+        self.responses = responses
+
+    async def post(self, url, cast_to, body, stream):
+        self.requests.append((url, body))
+        return self.responses[len(self.requests) - 1]
+
+
+def test_answer_beyond_the_bound_is_given_up_and_not_retried():
+    limit = answer_bytes(len(TOKENS), 2)
+    response = Response(*[b" " * 2**16] * 10, AssertionError("read on"))
+    client = Streaming(response)
+    with pytest.raises(InvalidAnswer, match=f"@teacher:8001 answered more than {limit:,} bytes"):
+        score(client)
+    assert len(client.requests) == 1 and response.closed
+
+
+def test_connection_lost_in_an_answer_is_retried_as_often_as_openai_does():
+    lost = [Response(b'{"prompt_', OSError("connection lost")) for _ in range(3)]
+    client = Streaming(*lost[:2], Response(answer(ROWS)[:50], answer(ROWS)[50:]))
+    assert score(client) == [0.0, -3.0, -1.5]
+    client = Streaming(*lost)
+    with pytest.raises(OSError, match="connection lost"):
+        score(client)
+    assert len(client.requests) == 3 and all(response.closed for response in lost)
 
 
 def test_process_started_by_hand_has_to_name_the_loss(monkeypatch):
@@ -313,6 +409,7 @@ def test_process_started_by_hand_has_to_name_the_loss(monkeypatch):
 
 def scores_of(values, ids, probabilities):
     logprobs = numpy.log(numpy.array(probabilities)).astype("f4")
+    logprobs[0] = numpy.nan
     return Scores(values, numpy.array(ids, numpy.int32), logprobs)
 
 

@@ -6,7 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from prime_composer.backends.vllm_logprobs import read_answer, top_k_of
+import numpy as np
+
+from prime_composer.backends.answers import InvalidAnswer, check_scores
+from prime_composer.backends.vllm_logprobs import TEACHER, answer_bytes, read_answer, top_k_of
+from prime_composer.recipe.urls import public_url
 
 IN_FLIGHT = 32
 """Most requests of this process between being sent and being parsed.
@@ -41,13 +45,35 @@ class Scores(list[float]):
         return Scores(super().__getitem__(index), self.token_ids[index], self.logprobs[index])
 
 
-def parse(token_ids: Sequence[int], content: bytes, k: int) -> Scores:
-    """Return the scores in an answer of ``/inference/v1/generate``.
+def parse(token_ids: Sequence[int], content: bytes, k: int, origin: str = TEACHER) -> Scores:
+    """Return the scores in an answer of ``/inference/v1/generate``, checked (``check_scores``).
+
+    The vocabulary of the teacher is not known here. The trainer refuses ids beyond its own head.
+
+    Args:
+        token_ids: the sequence.
+        content: the answer's body.
+        k: size of the support, 0 for none. The answer has the top 1 then, for the check.
+        origin: who answered, for messages.
 
     Raises:
-        ValueError: the answer is something else, or does not fit the tokens or K.
+        InvalidAnswer: the answer is something else, does not fit the tokens or K, or its numbers
+            are no log-probs.
     """
-    return Scores(*top_k_of(token_ids, read_answer(content), k))
+    asked = asked_for(k)
+    top = top_k_of(token_ids, read_answer(content, origin), asked, origin)
+    check_scores(
+        np.array(top.own[1:]),
+        top.token_ids[1:],
+        top.logprobs[1:],
+        sampled=np.array(token_ids[1:]),
+        k=asked,
+        vocab_size=None,
+        origin=origin,
+        sequence=None,
+        start=1,
+    )
+    return Scores(top.own, top.token_ids[:, :k], top.logprobs[:, :k])
 
 
 class Requests:
@@ -64,7 +90,7 @@ class Requests:
     def __init__(
         self,
         in_flight: int = IN_FLIGHT,
-        parse: Callable[[Sequence[int], bytes, int], Scores] = parse,
+        parse: Callable[[Sequence[int], bytes, int, str], Scores] = parse,
     ):
         self._in_flight = in_flight
         self._parse = parse
@@ -84,11 +110,11 @@ class Requests:
             k: size of the support, 0 for none.
 
         Raises:
-            ValueError: the server refuses K, or its answer is not scores of these tokens.
+            InvalidAnswer: the answer is not scores of these tokens, or too large for that.
+            ValueError: the server refuses K.
         """
-        import httpx
-
         base = str(client.base_url).rstrip("/").removesuffix("/v1")
+        origin = f"The teacher at {public_url(base)}"
         body = {
             "model": model,
             "token_ids": list(token_ids),
@@ -96,7 +122,7 @@ class Requests:
                 "max_tokens": 1,
                 "temperature": 1.0,
                 "top_p": 1.0,
-                "prompt_logprobs": max(k, 1),
+                "prompt_logprobs": asked_for(k),
                 # Else vLLM's API server decodes each of the tokens x (K + 1) ids by itself, for a
                 # decoded_token that is not used.
                 "detokenize": False,
@@ -107,16 +133,77 @@ class Requests:
         places = self._places.setdefault(loop, asyncio.Semaphore(self._in_flight))
         async with places:
             try:
-                response = await client.post(
-                    f"{base}/inference/v1/generate", cast_to=httpx.Response, body=body
+                content = await post(
+                    client,
+                    f"{base}/inference/v1/generate",
+                    body,
+                    limit=answer_bytes(len(token_ids), asked_for(k)),
+                    origin=origin,
                 )
             except Exception as error:
                 if getattr(error, "status_code", None) == 400 and "logprobs" in str(error):
                     raise ValueError(
-                        f"The teacher at {base} refuses prompt_logprobs = {k}: start it with "
+                        f"{origin} refuses prompt_logprobs = {k}: start it with "
                         f"--max-logprobs {k} or more (vLLM's default is 20). Its answer: {error}"
                     ) from error
                 raise
             return await loop.run_in_executor(
-                self._thread, self._parse, token_ids, response.content, k
+                self._thread, self._parse, token_ids, content, k, origin
             )
+
+
+def asked_for(k: int) -> int:
+    """Return the K of a request: at least 1, as prime-rl asks, for a check of the own log-prob."""
+    return max(k, 1)
+
+
+async def post(client: Any, url: str, body: dict[str, Any], *, limit: int, origin: str) -> bytes:
+    """Send a request by prime-rl's openai client, and return the body of its answer.
+
+    The client reads an answer whole before it returns it, unless it is asked to stream. Its own
+    retries end where the body begins, so a connection that is lost later is retried here, as often.
+
+    Args:
+        client: the openai client.
+        url: absolute URL.
+        body: the request.
+        limit: most bytes of an answer. A larger one is given up, and not asked for again.
+        origin: who answers, for messages.
+
+    Raises:
+        InvalidAnswer: the answer is larger than ``limit``.
+    """
+    import httpx
+
+    retries = client.max_retries
+    while True:
+        response = await client.post(url, cast_to=httpx.Response, body=body, stream=True)
+        try:
+            return await read_at_most(limit, response, origin)
+        except InvalidAnswer:
+            raise
+        except Exception:  # httpx's or httpx2's, by the version of openai
+            if retries == 0:
+                raise
+            retries -= 1
+        finally:
+            await response.aclose()
+
+
+async def read_at_most(limit: int, response: Any, origin: str) -> bytes:
+    """Return the body of a streamed answer.
+
+    Raises:
+        InvalidAnswer: it is larger than ``limit`` bytes.
+    """
+    chunks, size = [], 0
+    async for chunk in response.aiter_bytes():
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > limit:
+            raise InvalidAnswer(
+                f"{origin} answered more than {limit:,} bytes, the most that scores of this "
+                "sequence take: it is no vLLM server, or it returns more log-probs than were asked "
+                "for."
+            )
+    return b"".join(chunks)

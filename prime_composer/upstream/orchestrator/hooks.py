@@ -14,10 +14,12 @@ modules too, before it has read its config.
 import asyncio
 import functools
 import importlib
+from collections.abc import Awaitable
 from itertools import cycle
 from typing import Any, NoReturn
 
 from prime_composer.upstream import wire
+from prime_composer.upstream.log import log
 from prime_composer.upstream.orchestrator.client import Requests, Scores
 from prime_composer.upstream.orchestrator.teachers import HEADER, score_by_each, teachers_of
 from prime_composer.upstream.settings import AdapterSettings
@@ -53,18 +55,17 @@ def hook_teacher_logprobs(module: Any) -> None:
     @functools.wraps(original)
     async def compute_teacher_logprobs(clients: Any, model_name: str, samples: Any) -> Any:
         k = _settings().support_size()
-        if k == 0 and not any(HEADER in config.extra_headers for config in clients):
-            return [marked(scores) for scores in await original(clients, model_name, samples)]
 
         async def score(config: Any, sample: Any) -> list[float]:
             token_ids = list(sample.prompt_ids) + list(sample.completion_ids)
             header = config.extra_headers.get(HEADER)
             if header is None:
                 client = module.setup_openai_client(config)
-                scores = await REQUESTS.score(client, model_name, token_ids, k)
+                request = REQUESTS.score(client, model_name, token_ids, k)
             else:
                 teachers = teachers_of(header, sample.env_name)
-                scores = await score_by_each(REQUESTS, teachers, token_ids, k)
+                request = score_by_each(REQUESTS, teachers, token_ids, k)
+            scores = await said(request)
             attach(sample, scores)
             return marked(list(scores))
 
@@ -91,10 +92,10 @@ def hook_client(module: Any) -> None:
         k = _settings().support_size()
         header = openai.default_headers.get(HEADER)
         if header is not None:
-            return marked(await score_by_each(REQUESTS, teachers_of(header), token_ids, k))
-        if k == 0:
-            return marked(await original(openai, model, token_ids))
-        return marked(await REQUESTS.score(openai, model, token_ids, k))
+            request = score_by_each(REQUESTS, teachers_of(header), token_ids, k)
+        else:
+            request = REQUESTS.score(openai, model, token_ids, k)
+        return marked(await said(request))
 
     module.prefill_logprobs = prefill_logprobs
 
@@ -185,6 +186,20 @@ def hook_samples(module: Any) -> None:
         return samples
 
     module.trace_to_samples = trace_to_samples
+
+
+async def said(request: Awaitable[Scores]) -> Scores:
+    """Await a teacher's scores. An error is in the log before prime-rl sees it.
+
+    No version catches it: its main loop ends, and the run with exit status 1. But the teardown
+    comes first, and if that takes 300 s, the process exits with status 0 and says nothing of the
+    error (38494ccb, d334ea52, 60bc2954 and 559b4477, ``stop`` of orchestrator/orchestrator.py).
+    """
+    try:
+        return await request
+    except Exception as error:
+        log(f"a rollout got no scores, and the run ends: {error}", level="error")
+        raise
 
 
 def marked(scores: list[float]) -> list[float]:

@@ -8,6 +8,8 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from prime_composer.backends.answers import InvalidAnswer
+from prime_composer.recipe.urls import public_url
 from prime_composer.upstream.orchestrator.client import Requests, Scores
 from prime_composer.upstream.toml_shapes import API_KEY_VAR, HEADER
 
@@ -75,6 +77,8 @@ async def score_by_each(
         client = client_of(teacher.url, teacher.api_key_var)
         try:
             return await requests.score(client, teacher.model, token_ids, k)
+        except InvalidAnswer:
+            raise  # it says all
         except Exception as error:
             remedy = "Start its server before the run, or correct its [teachers] table."
             if getattr(error, "status_code", None) == 401:
@@ -83,7 +87,8 @@ async def score_by_each(
                     f"{teacher.api_key_var}, its api_key_var."
                 )
             raise ValueError(
-                f"The teacher {teacher.model} at {teacher.url} did not score: {error} {remedy}"
+                f"The teacher {teacher.model} at {public_url(teacher.url)} did not score: {error} "
+                f"{remedy}"
             ) from error
 
     scores = await asyncio.gather(*map(score, teachers))
@@ -108,13 +113,14 @@ def mix(token_ids: Sequence[int], scores: Sequence[Scores], weights: Sequence[fl
 
     by_teacher = [
         TeacherScores(
-            torch.tensor(score),
-            torch.from_numpy(score.token_ids).long(),
-            torch.from_numpy(score.logprobs),
+            torch.tensor(score[1:]),
+            torch.from_numpy(score.token_ids[1:]).long(),
+            torch.from_numpy(score.logprobs[1:]),
         )
         for score in scores
     ]
-    mixed = mix_scores(torch.tensor(token_ids), by_teacher, weights)
-    ids, logprobs = mixed.token_ids.int().numpy(), mixed.teacher_logprobs.numpy()
-    ids[:1], logprobs[:1] = 0, math.nan  # the first token has no score
-    return Scores([0.0, *mixed.ref_logprobs[1:].tolist()], ids, logprobs)
+    mixed = mix_scores(torch.tensor(token_ids[1:]), by_teacher, weights, start=1)
+    # The first token has no score.
+    ids, logprobs = scores[0].token_ids.copy(), scores[0].logprobs.copy()
+    ids[1:], logprobs[1:] = mixed.token_ids.numpy(), mixed.teacher_logprobs.numpy()
+    return Scores([0.0, *mixed.ref_logprobs.tolist()], ids, logprobs)

@@ -1,0 +1,198 @@
+"""The one check of every answer: a teacher's scores, and a sampler's completions.
+
+Each backend runs it on each answer: engines in this process, servers, the policy as its own
+teacher, mixtures, and the requests inside prime-rl's orchestrator. Only NumPy is needed.
+
+What no single answer shows is not found here: right log-probs of another model or another sequence,
+or the log-prob 0 of every token where no support was asked for.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+LOGPROB_TOLERANCE = 1e-4
+"""Nats by which two log-probs that should be equal may differ, and one may exceed 0.
+
+Engines normalize in float32, also where the logits are bfloat16: a log-prob of a sure token is up
+to 1e-6 above 0. The sampled token and its entry in the support are read from one tensor.
+"""
+
+MASS_TOLERANCE = 1e-3
+"""What float32 log-probs may add to a probability of 1 when they are summed over a support."""
+
+IMPOSSIBLE = -9999.0
+"""vLLM's servers write this number for the log-prob -inf, which JSON does not have."""
+
+
+class InvalidAnswer(ValueError):
+    """An answer that no model can have given. The message names origin, place and value."""
+
+
+def check_scores(
+    own: NDArray[Any],
+    ids: NDArray[Any],
+    logprobs: NDArray[Any],
+    *,
+    sampled: NDArray[Any],
+    k: int,
+    vocab_size: int | None,
+    origin: str,
+    sequence: int | None,
+    start: int,
+    ranked: bool = True,
+) -> None:
+    """Check that a teacher's scores can be log-probs of one distribution per position.
+
+    An id that the teacher masks has log-prob -inf or -9999. It may be in a support that holds all
+    of the probability, but it is never the sampled token: a loss there is infinite.
+
+    Args:
+        own: log q of the sampled tokens, [n].
+        ids: support, [n, k].
+        logprobs: log q of the support, [n, k].
+        sampled: ids of the sampled tokens, [n].
+        k: entries per position that were asked for.
+        vocab_size: entries of the teacher's head; None where it is unknown.
+        origin: who answered, for the message: a server by its URL, or a model.
+        sequence: index of the sequence in its request; None where there is no index.
+        start: position of the first row in the sequence.
+        ranked: the support is the teacher's own top K, the most probable id first. False for ids
+            that others chose.
+
+    Raises:
+        InvalidAnswer: they cannot.
+    """
+    n = len(sampled)
+    place = "" if sequence is None else f"sequence {sequence}, "
+
+    def refuse(row: int, found: str, expected: str) -> NoReturn:
+        raise InvalidAnswer(
+            f"{origin} gave a wrong score at {place}position {start + row}: {found}, where "
+            f"{expected} was expected."
+        )
+
+    if own.shape != (n,) or ids.shape != (n, k) or logprobs.shape != (n, k):
+        raise InvalidAnswer(
+            f"{origin} gave scores of shapes {own.shape}, {ids.shape} and {logprobs.shape} for "
+            f"{place}{n} tokens, where ({n},) and twice ({n}, {k}) were expected."
+        )
+    # Conditions that NaN must not pass are negated.
+    if at := _first(~((own > IMPOSSIBLE) & (own <= LOGPROB_TOLERANCE))):
+        found = f"the log-prob of the sampled token {sampled[at]} is {own[at]:.6g}"
+        refuse(at[0], found, "a finite number of at most 0")
+    if k == 0:
+        return
+    if at := _first(~(logprobs <= LOGPROB_TOLERANCE)):
+        found = f"the log-prob of id {ids[at]} is {logprobs[at]:.6g}"
+        refuse(at[0], found, "a number of at most 0")
+    limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
+    if at := _first((ids < 0) | (ids >= limit)):
+        refuse(at[0], f"the support has the id {ids[at]}", _an_id(vocab_size))
+    ordered = np.sort(ids, axis=1)
+    if at := _first(ordered[:, 1:] == ordered[:, :-1]):
+        refuse(at[0], f"the support has the id {ordered[at]} twice", "each id once")
+
+    is_sampled = ids == sampled.astype(ids.dtype)[:, None]
+    inside = is_sampled.any(axis=1)
+    entry = own.astype(logprobs.dtype)
+    entry[inside] = logprobs[is_sampled]
+    if at := _first(~(np.abs(entry - own) <= LOGPROB_TOLERANCE)):
+        found = f"the sampled token {sampled[at]} has log-prob {own[at]:.6g} by itself and "
+        refuse(at[0], f"{found}{entry[at]:.6g} in the support", "one number")
+    mass = np.exp(logprobs).sum(axis=1) + np.where(inside, 0, np.exp(own))
+    if at := _first(~(mass <= 1 + MASS_TOLERANCE)):
+        found = f"support and sampled token have a mass of {mass[at]:.6g}"
+        refuse(at[0], found, "a probability of at most 1")
+    is_whole = np.full(n, k == vocab_size)
+    if ranked:
+        if at := _first(logprobs[:, 1:] > logprobs[:, :-1] + LOGPROB_TOLERANCE):
+            row, column = at
+            found = (
+                f"log-prob {logprobs[row, column]:.6g} is before {logprobs[row, column + 1]:.6g}"
+            )
+            refuse(row, found, "the most probable id first")
+        last = logprobs[:, -1]
+        if at := _first(~inside & (own > last + LOGPROB_TOLERANCE)):
+            found = (
+                f"the sampled token {sampled[at]} has log-prob {own[at]:.6g}, is outside the top "
+            )
+            refuse(at[0], f"{found}{k}", f"at most {last[at]:.6g}, the last one's log-prob,")
+        # Where an impossible id is among the most probable, no other id has any probability.
+        is_whole |= last <= IMPOSSIBLE
+    if at := _first(is_whole & (mass < 1 - MASS_TOLERANCE)):
+        found = f"the ids that have a probability have a mass of {mass[at]:.6g}"
+        refuse(at[0], found, "a mass of 1")
+
+
+def check_completion(
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    *,
+    max_tokens: int | None,
+    vocab_size: int | None,
+    origin: str,
+    prompt: int,
+) -> None:
+    """Check that a sampler can have drawn a completion with these log-probs.
+
+    Args:
+        ids: sampled tokens, [m].
+        logprobs: log mu of each, [m].
+        max_tokens: longest completion that was asked for; None where it is unknown.
+        vocab_size: entries of the model's head; None where it is unknown.
+        origin: who answered, for the message.
+        prompt: index of the prompt in its request.
+
+    Raises:
+        InvalidAnswer: it cannot.
+    """
+
+    def refuse(found: str, expected: str) -> NoReturn:
+        raise InvalidAnswer(
+            f"{origin} gave a wrong completion of prompt {prompt}: {found}, where {expected} was "
+            "expected."
+        )
+
+    if len(ids) != len(logprobs):
+        refuse(f"{len(ids)} tokens with {len(logprobs)} log-probs", "one of each per token")
+    if not ids:
+        refuse("no token", "at least one")
+    if max_tokens is not None and len(ids) > max_tokens:
+        refuse(f"{len(ids)} tokens", f"at most max_tokens = {max_tokens}")
+    limit = math.inf if vocab_size is None else vocab_size
+    for position, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+        if not 0 <= token < limit:
+            refuse(f"the id {token} at position {position}", _an_id(vocab_size))
+        if not IMPOSSIBLE < logprob <= LOGPROB_TOLERANCE:
+            refuse(
+                f"log-prob {logprob:.6g} of token {token} at position {position}",
+                "a finite number of at most 0",
+            )
+
+
+def check_choices(found: int, asked: int, *, origin: str, prompt: int) -> None:
+    """Check that a sampler returned as many completions of a prompt as were asked for.
+
+    Raises:
+        InvalidAnswer: it returned more, or fewer.
+    """
+    if found != asked:
+        raise InvalidAnswer(
+            f"{origin} gave {found} completions of prompt {prompt}, where {asked} were expected."
+        )
+
+
+def _first(wrong: NDArray[np.bool_]) -> tuple[int, ...] | None:
+    """Return the index of the first True; None where there is none."""
+    if not wrong.any():
+        return None
+    return tuple(int(index) for index in np.unravel_index(int(wrong.argmax()), wrong.shape))
+
+
+def _an_id(vocab_size: int | None) -> str:
+    """Return what an id of a vocabulary is, in words."""
+    return "an id of at least 0" if vocab_size is None else f"an id from 0 to {vocab_size - 1}"
