@@ -16,6 +16,7 @@ import json
 import os
 import re
 import socket
+import ssl
 import threading
 import time
 import urllib.request
@@ -600,10 +601,12 @@ def words_of(error: BaseException) -> str:
     words = str(error) or type(error).__name__
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            words = cause.strerror.lower()
+        if isinstance(cause, socket.gaierror | ssl.SSLError):
+            words = cause.strerror or str(cause)
+        elif isinstance(cause, OSError) and cause.errno:
+            words = os.strerror(cause.errno).lower()
         cause = cause.__cause__ or cause.__context__
-    return public_url(words)
+    return public_url(words.rstrip("."))
 
 
 def excerpt(content: bytes) -> str:

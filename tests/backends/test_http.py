@@ -1,0 +1,479 @@
+"""The connection against servers of this test that are away, slow, too large, or no server."""
+
+import _thread
+import email.utils
+import gzip
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from prime_composer.backends import http
+from prime_composer.backends.http import Connection, Refused, ServerError
+
+
+class Answers(ThreadingHTTPServer):
+    """A server whose answers a test scripts: each request takes the next one, the last one stays.
+
+    An answer is (status, headers, body), or a function that writes to the socket itself.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+    allow_reuse_address = True
+
+    def __init__(self, *script: Any, port: int = 0):
+        self.script = list(script)
+        self.seen: list[tuple[float, Any]] = []
+        self.opened: set[socket.socket] = set()
+        super().__init__(("127.0.0.1", port), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def next_answer(self) -> Any:
+        return self.script.pop(0) if len(self.script) > 1 else self.script[0]
+
+    def stop(self) -> None:
+        """Stop as a killed process does: open connections are cut."""
+        self.shutdown()
+        self.server_close()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        for connection in list(self.opened):
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it was closed before
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Answers
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.opened.add(self.connection)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.seen.append((time.monotonic(), self.headers))
+        answer = self.server.next_answer()
+        try:
+            if callable(answer):
+                self.close_connection = True
+                answer(self.wfile.write)
+                return
+            status, headers, body = answer
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+        except OSError:
+            self.close_connection = True
+
+    do_GET = do_POST
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+GOOD = (200, {}, b"good")
+
+
+def status(code: int, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    """Return a scripted error; ``Retry_After`` becomes the header Retry-After."""
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return code, names, json.dumps({"error": {"message": f"told {code}"}}).encode()
+
+
+def drop(write: Callable[[bytes], Any]) -> None:
+    """Close the connection without an answer."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try again soon."""
+    monkeypatch.setattr(http, "BACK_OFF", lambda state: 0.02)
+    monkeypatch.setattr(http, "FIRST_WAIT", 0.2)
+    monkeypatch.setattr(http, "TICK", 0.01)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Answers]]:
+    """Return a function that starts a server with a script."""
+    servers = []
+
+    def start(*script: Any, port: int = 0) -> Answers:
+        servers.append(Answers(*script, port=port))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., Connection]]:
+    """Return a function that opens a connection for [teacher]."""
+    opened = []
+
+    def connect(url: str, **arguments: Any) -> Connection:
+        opened.append(Connection(url, **{"section": "[teacher]", "wait": 5.0, **arguments}))
+        return opened[-1]
+
+    yield connect
+    for connection in opened:
+        connection.close()
+
+
+def ask(connection: Connection, **bounds: Any) -> bytes:
+    return connection.run(connection.request("POST", "/v1/completions", {"a": 1}, **bounds))
+
+
+@pytest.mark.parametrize("code", [408, 429, 500, 502, 503, 504])
+def test_status_of_a_busy_server_is_asked_again(code, serve, connect):
+    server = serve(status(code), status(code), GOOD)
+    assert ask(connect(server.url)) == b"good"
+    assert len(server.seen) == 3
+
+
+@pytest.mark.parametrize("code", [301, 400, 401, 403, 404, 422, 501])
+def test_status_of_a_refusal_is_never_asked_again(code, serve, connect):
+    server = serve(status(code), GOOD)
+    with pytest.raises(Refused) as refused:
+        ask(connect(server.url))
+    assert (refused.value.status, refused.value.reason) == (code, f"told {code}")
+    assert len(server.seen) == 1
+
+
+def test_restarted_server_is_waited_for(serve, connect):
+    server = serve(GOOD)
+    connection = connect(server.url)
+    assert ask(connection) == b"good" and connection.reconnections == 0
+    server.stop()
+    later = threading.Timer(0.4, lambda: serve((200, {}, b"again"), port=server.server_port))
+    later.start()
+    assert ask(connection) == b"again"
+    assert connection.outages == 1 and connection.reconnections >= 1
+    later.join()
+
+
+def test_connection_that_is_dropped_mid_answer_is_retried(serve, connect):
+    def cut(write):
+        write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
+
+    server = serve(drop, cut, GOOD)
+    assert ask(connect(server.url)) == b"good"
+    assert len(server.seen) == 3
+
+
+def test_server_that_never_answered_ends_soon(connect):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    started = time.monotonic()
+    with pytest.raises(ServerError, match=r"No vLLM server answers at .*\(connection refused\)"):
+        ask(connect(url, wait=600.0))
+    assert time.monotonic() - started < 2
+
+
+def test_server_of_another_protocol_ends_soon(serve, connect):
+    server = serve(lambda write: write(b"SSH-2.0-OpenSSH_9.6\r\n"))
+    with pytest.raises(ServerError, match=r"No vLLM server answers at .* correct the url in"):
+        ask(connect(server.url))
+
+
+def test_wait_that_is_over_names_server_and_key(serve, connect):
+    """The message has the server's words, the time, and the key to raise."""
+    server = serve(GOOD, status(503))
+    connection = connect(server.url, wait=0.3, section="[teachers.big]")
+    ask(connection)
+    started = time.monotonic()
+    with pytest.raises(ServerError) as gone:
+        ask(connection)
+    assert 0.25 < time.monotonic() - started < 2
+    assert str(gone.value) == (
+        f"The server of [teachers.big] at {server.url} was away for 0.3 s (503: told 503); start "
+        "it again, or raise wait in [teachers.big]."
+    )
+    assert (gone.value.url, gone.value.section) == (server.url, "[teachers.big]")
+    assert gone.value.key == "teachers.big.wait"
+
+
+def test_wait_of_zero_asks_once(serve, connect):
+    server = serve(status(503), GOOD)
+    with pytest.raises(ServerError, match="503"):
+        ask(connect(server.url, wait=0.0))
+    assert len(server.seen) == 1
+
+
+def test_wait_counts_from_a_requests_first_failure(serve, connect):
+    """A request that worked for longer than ``wait`` and then failed is still asked again."""
+
+    def slowly(write):
+        time.sleep(0.3)
+        write(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n")
+
+    assert ask(connect(serve(slowly, GOOD).url, wait=0.2)) == b"good"
+
+
+def test_retry_after_is_honored(serve, connect):
+    server = serve(status(429, Retry_After="1"), GOOD)
+    assert ask(connect(server.url)) == b"good"
+    (first, _), (second, _) = server.seen
+    assert second - first >= 1.0
+
+
+def test_retry_after_beyond_the_wait_ends_at_once(serve, connect):
+    server = serve(status(503, Retry_After="900"))
+    with pytest.raises(ServerError, match=r"come back after 900 s, .* wait = 5 in \[teacher\]"):
+        ask(connect(server.url))
+    assert len(server.seen) == 1
+
+
+def test_retry_after_reads_seconds_and_dates():
+    now = time.time()
+    assert http.seconds_of("7") == 7
+    assert http.seconds_of(email.utils.formatdate(now + 60, usegmt=True)) == pytest.approx(
+        60, abs=2
+    )
+    assert http.seconds_of(email.utils.formatdate(now - 60, usegmt=True)) == 0
+    for text in ("", "soon", "-5", "nan", "1.5e3", "\x00", "Wed, 99 Xxx 2026"):
+        assert http.seconds_of(text) == 0
+    assert http.seconds_of("9" * 5000) > 1e300
+
+
+@pytest.mark.parametrize("part", ["headers", "body"])
+def test_dripping_answer_ends_at_the_deadline(part, serve, connect):
+    """A byte now and then resets a read's time-out; the time for the whole answer counts."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
+
+    def drip(write):
+        if part == "body":
+            write(head)
+        try:
+            for byte in head * 100:
+                write(bytes([byte]))
+                time.sleep(0.05)
+        except OSError:
+            pass
+
+    server = serve(drip)
+    started = time.monotonic()
+    with pytest.raises(ServerError, match=r"did not finish its answer to .* within 0.4 s"):
+        ask(connect(server.url, timeout=0.3), seconds=0.1)
+    assert time.monotonic() - started < 2 and len(server.seen) == 1
+
+
+@pytest.mark.parametrize("kind", ["announced", "chunked", "compressed"])
+def test_huge_answer_is_not_read(kind, serve, connect):
+    """300 MB, or what would become 300 MB, are refused after at most a few chunks."""
+    sent = [0]
+
+    def huge(write):
+        head = b"HTTP/1.1 200 OK\r\n"
+        if kind == "announced":
+            write(head + b"Content-Length: 314572800\r\n\r\n")
+        elif kind == "chunked":
+            write(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        else:
+            bomb = gzip.compress(b" " * 50_000_000)
+            write(head + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb) + bomb)
+            return
+        block = b"x" * 2**16
+        for _ in range(4800):
+            write(b"10000\r\n" + block + b"\r\n" if kind == "chunked" else block)
+            sent[0] += len(block)
+
+    server = serve(huge)
+    connection = connect(server.url)
+    if kind == "compressed":  # never unpacked: what comes is the small body itself
+        assert len(ask(connection)) < 100_000
+        assert server.seen[0][1]["Accept-Encoding"] == "identity"
+        return
+    with pytest.raises(ServerError, match=r"answers /v1/completions with more than 100,000 bytes"):
+        ask(connection, max_bytes=100_000)
+    assert sent[0] < 20_000_000  # what the buffers of both sides hold
+
+
+def test_outage_of_many_requests_is_reported_once(serve, connect, monkeypatch):
+    """32 requests wait for one server: some lines at growing intervals, and one at the end."""
+    monkeypatch.setattr(http, "AWAY_SECONDS", 0.1)
+    lines: list[str] = []
+    server = serve(GOOD)
+    connection = connect(server.url, status=lines.append, wait=60.0)
+    ask(connection)
+    server.script = [status(503)]
+    healed = threading.Timer(0.9, lambda: setattr(server, "script", [GOOD]))
+    healed.start()
+
+    async def once(_):
+        return await connection.request("POST", "/v1/completions", {})
+
+    assert connection.map(once, range(32)) == [b"good"] * 32
+    healed.join()
+    waiting = f"waiting for the teacher's server at {server.url}: 503 ("
+    assert 2 <= len(lines) <= 6
+    assert all(line.startswith(waiting) and line.endswith(" of 60 s)") for line in lines[:-1])
+    assert lines[-1] == f"the teacher's server at {server.url} is back after 1 s"
+    assert connection.outages == 1
+
+
+def test_server_without_a_sign_of_life_is_reported(serve, connect, monkeypatch):
+    monkeypatch.setattr(http, "QUIET_SECONDS", 0.1)
+    lines: list[str] = []
+
+    def late(write):
+        time.sleep(0.5)
+        write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ngood")
+
+    connection = connect(serve(late).url, status=lines.append, section="[rollout]")
+    assert ask(connection) == b"good"
+    assert lines and all("the student's server" in line for line in lines)
+    assert lines[0].endswith("no answer yet (0 of 600 s)")
+
+
+def test_reconnections_count_connections_closed_when_idle(serve, connect):
+    """vLLM closes idle connections, and a restart in a pause looks the same."""
+    server = serve(GOOD)
+    connection = connect(server.url)
+    ask(connection)
+    ask(connection)
+    assert connection.reconnections == 0
+    server.hang_up()
+    time.sleep(0.05)
+    assert connection.reconnections == connection.reconnections == 1
+    assert ask(connection) == b"good" and connection.reconnections == 1
+
+
+def test_reconnections_leave_out_a_busy_server(serve, connect):
+    connection = connect(serve(status(429), status(408), GOOD).url)
+    assert ask(connection) == b"good" and connection.reconnections == 0
+
+
+def test_error_of_one_request_ends_the_others(serve, connect):
+    """The others are not waited for, neither in flight nor between two tries."""
+    server = serve(GOOD)
+    connection = connect(server.url, wait=600.0)
+    ask(connection)
+    server.script = [status(503)] * 3 + [status(404)] + [status(503)]
+
+    async def once(_):
+        return await connection.request("POST", "/v1/completions", {})
+
+    started = time.monotonic()
+    with pytest.raises(Refused, match="told 404"):
+        connection.map(once, range(8))
+    assert time.monotonic() - started < 2
+
+
+def test_interrupt_ends_a_pending_request_at_once(serve, connect):
+    """Ctrl-C while a server hangs: neither the request nor closing waits for it."""
+    ended = threading.Event()
+    connection = connect(serve(lambda write: ended.wait(20)).url)
+    threading.Timer(0.3, _thread.interrupt_main).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ask(connection)
+    connection.close()
+    assert time.monotonic() - started < 2
+    ended.set()
+
+
+def test_dead_host_is_probed_by_the_kernel(serve, connect):
+    """A host that lost its power sends nothing: keep-alive probes notice."""
+    connection = connect(serve(GOOD).url)
+    ask(connection)
+    connected = connection._stream.get_extra_info("socket")
+    assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+
+
+def test_credentials_are_sent_and_never_shown(serve, connect):
+    server = serve(status(503))
+    url = server.url.replace("//", "//us%20er:p%40ss@") + "/v1"
+    connection = connect(url, wait=0.0)
+    with pytest.raises(ServerError) as error:
+        ask(connection)
+    assert connection.url == server.url.replace("//", "//***@")
+    assert connection.url in str(error.value) and "p%40ss" not in str(error.value)
+    # "us er:p@ss" in base 64
+    assert server.seen[0][1]["Authorization"] == "Basic dXMgZXI6cEBzcw=="
+
+
+def test_credentials_of_both_kinds_are_refused(connect):
+    with pytest.raises(ServerError) as error:
+        connect("http://me:secret@host:1", api_key="key-1", api_key_var="A_KEY")
+    assert "url in [teacher]" in str(error.value) and "variable A_KEY" in str(error.value)
+    assert "secret" not in str(error.value) and "key-1" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["line\n", "schlüssel", "two words", "\x00", "key\r\nX-Other: 1"])
+def test_api_key_that_no_header_carries_is_refused(key, connect):
+    with pytest.raises(ServerError) as error:
+        connect("http://host:1", api_key=key, api_key_var="A_KEY")
+    assert "environment variable A_KEY" in str(error.value)
+    assert key not in str(error.value)
+
+
+def test_api_key_is_a_bearer_token(serve, connect):
+    server = serve(GOOD)
+    ask(connect(server.url, api_key="key-1"))
+    assert server.seen[0][1]["Authorization"] == "Bearer key-1"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "ftp://host:21", "localhost:8001", "", "http://", "http://h:port", "x y"]
+)
+def test_url_of_no_server_names_its_key(url, connect):
+    with pytest.raises(ServerError, match=r"^url in \[teacher\]: "):
+        connect(url)
+
+
+@pytest.mark.parametrize(
+    "name,value",
+    [
+        ("HTTP_PROXY", "http://[::1"),
+        ("https_proxy", "ftp://x"),
+        ("NO_PROXY", "[::1"),
+        ("SSL_CERT_FILE", "/nowhere/ca.pem"),
+        ("SSL_CERT_FILE", __file__),
+    ],
+)
+def test_unusable_environment_names_its_variable(name, value, connect, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ServerError, match=f"because of the environment variable .*{name}"):
+        connect("http://me:secret@host:1")
+
+
+def test_proxy_that_is_gone_is_named(connect, monkeypatch):
+    """A proxy that does not answer looks like a server that does not."""
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free.getsockname()[1]}")
+    monkeypatch.delenv("http_proxy", raising=False)
+    with pytest.raises(ServerError, match="asked through the proxy that HTTP_PROXY names"):
+        ask(connect("http://192.0.2.1:8000"))
+
+
+@pytest.mark.parametrize(
+    "content,shown",
+    [
+        (b"", "with nothing: it is empty"),
+        (b"<html>\n", r"'<html>\n'"),
+        (b"\xff\x1b[31m", r"'\ufffd\x1b[31m'"),
+        ("ü".encode() * 9999, r"'\xfc\xfc"),
+    ],
+)
+def test_excerpt_is_short_and_printable(content, shown):
+    text = http.excerpt(content)
+    assert text.startswith(shown) and len(text) <= 200
+    assert text.isascii() and text.isprintable()
