@@ -5,6 +5,7 @@ Each command imports what it needs when it runs, so that ``--help`` does not wai
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -20,30 +21,57 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and print a user's mistake as one message without a traceback.
 
-    A ``ValueError`` is how every room refuses what a user wrote or set up. ``PYTHONDEVMODE=1``
-    keeps its traceback, for whoever suspects a bug.
+    ``PYTHONDEVMODE=1`` keeps the traceback, for whoever suspects a bug.
 
     Args:
         argv: the words after ``prime-rl``; None: those of this process.
 
     Returns:
-        The exit status: 0; 1 where a run failed; 2 for a wrong command, recipe or set-up; 130 after
-        Ctrl-C.
+        The exit status: 0; 1 where a run failed; 2 for a wrong command, recipe or set-up; 128 + n
+        after signal n, so 130 after Ctrl-C.
     """
     args = build_parser().parse_args(argv)
-    try:
-        return args.run(args)
-    except (ValueError, ImportError) as error:
-        if sys.flags.dev_mode:
-            raise
-        hint = ""
-        if isinstance(error, ImportError) and "pip install" not in str(error):
-            hint = ". This command needs: pip install 'prime-composer[local]'"
-        print(f"prime-rl {args.command}: {error}{hint}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
+    from prime_composer.cli.output import forgiving_output
+
+    with forgiving_output():
+        try:
+            return args.run(args)
+        except KeyboardInterrupt as error:
+            print("\nstopped", file=sys.stderr)
+            return 128 + getattr(error, "signum", signal.SIGINT)
+        except Exception as error:
+            message = explain(error)
+            if message is None or sys.flags.dev_mode:
+                raise
+            print(f"prime-rl {args.command}: {message}", file=sys.stderr)
+            return 2
+
+
+def explain(error: Exception) -> str | None:
+    """Return the message of an error that a user can cause; None for one that we did.
+
+    A ``ValueError`` is how every room refuses what a user wrote or set up.
+    """
+    from prime_composer.local.disk import describe, os_error
+
+    if (refused := os_error(error)) is not None:
+        return describe(refused) + cache_hint(refused)
+    if isinstance(error, ImportError) and "pip install" not in str(error):
+        return f"{error}. This command needs: pip install 'prime-composer[local]'"
+    return str(error) if isinstance(error, ValueError | ImportError) else None
+
+
+def cache_hint(error: OSError) -> str:
+    """Name the variable of the cache folder, if the error is about a file in it."""
+    from prime_composer.tiny_models.cache import cache_root
+
+    root = cache_root()
+    if error.filename is None or root not in (
+        path := Path(os.fsdecode(error.filename)),
+        *path.parents,
+    ):
+        return ""
+    return " (PRIME_COMPOSER_CACHE names the cache folder)"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -88,6 +116,17 @@ def build_parser() -> argparse.ArgumentParser:
         "--resume",
         action="store_true",
         help="continue from the newest checkpoint of the run directory",
+    )
+    rl.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="with --resume: continue from the checkpoint of step N instead",
+    )
+    rl.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="delete the run that is in the run directory, and start over in it",
     )
     rl.add_argument(
         "--dry-run",
@@ -150,17 +189,30 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _rl(args: argparse.Namespace) -> int:
+    from prime_composer.local.signals import stopping_at_once
+
+    if args.step is not None and not args.resume:
+        raise ValueError("--step names the checkpoint to continue from: it goes with --resume")
+    if args.overwrite and args.resume:
+        raise ValueError("--resume continues a run and --overwrite deletes it; give one of them")
     engine, reason = choose_engine(args.engine)
     print(f"engine: {engine} ({reason})")
     if engine == "prime-rl":
+        if args.overwrite or args.step is not None:
+            raise ValueError("--overwrite and --step belong to --engine local")
         return _rl_upstream(args)
     set_environment()
-    from prime_composer.cli.runs import plan_local, run_local
-    from prime_composer.recipe.loading import load_recipe
+    with stopping_at_once():
+        from prime_composer.cli.run_dirs import Wish
+        from prime_composer.cli.runs import plan_local, run_local
+        from prime_composer.recipe.loading import load_recipe
 
-    recipe = load_recipe(args.config, args.overrides)
-    run = plan_local if args.dry_run else run_local
-    return run(recipe, Path(args.config), args.output_dir, args.resume)
+        recipe = load_recipe(args.config, args.overrides)
+        output_dir = args.output_dir or recipe.output_dir
+        run = plan_local if args.dry_run else run_local
+        return run(
+            Wish(recipe, Path(args.config), output_dir, args.resume, args.step, args.overwrite)
+        )
 
 
 def _rl_upstream(args: argparse.Namespace) -> int:
@@ -261,9 +313,12 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _study(args: argparse.Namespace) -> int:
-    from prime_composer.cli.study import run_study
+    from prime_composer.local.signals import stopping_at_once
 
-    return run_study(Path(args.config), args.output_dir)
+    with stopping_at_once():
+        from prime_composer.cli.study import run_study
+
+        return run_study(Path(args.config), args.output_dir)
 
 
 def prepare_configs(recipe: "Recipe") -> dict[str, "PrepareConfig"]:

@@ -18,15 +18,16 @@ class Screen:
     """
 
     def __init__(self, total: int, done: int = 0):
-        self.console = Console()
+        # Paths and the names of sections contain brackets and colons that are no markup.
+        self.console = Console(markup=False, emoji=False, highlight=False)
         self.total = total
         self._done = done
         self._metrics: dict[str, float] = {}
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=10),  # the numbers beside it need most of 80 columns
             MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}", markup=False),
             console=self.console,
             transient=True,
         )
@@ -81,7 +82,7 @@ class Screen:
             self._print(f"step {step}/{self.total}  {numbers}")
 
     def _print(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
 
     def _start_task(self, name: str, total: int, done: int = 0) -> TaskID:
         self._finish_task()

@@ -1,6 +1,7 @@
 """Print tables and draw figures of finished or running runs, from their ``metrics.jsonl``."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ def print_outcome(evaluations: dict[int, dict[str, float]], steps: int, recipe: 
     """Print the table at the end of a run: teacher, student before, student after.
 
     Args:
-        evaluations: step -> what was measured there; the least step is before training.
+        evaluations: step -> what was measured there; step 0 is before training.
         steps: finished steps of training.
         recipe: names the loss and the environments, which get a row each.
     """
-    before, after = evaluations[min(evaluations)], evaluations[max(evaluations)]
+    before, after = evaluations.get(0, {}), evaluations[max(evaluations)] if evaluations else {}
     table = Table(title=f"{recipe.loss.type}, {steps} steps")
     for name in ("", "teacher", "student before", "student after"):
         table.add_column(name, justify="left" if not name else "right")
@@ -82,16 +83,14 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
 
     A single run also shows the parts of its loss and the teacher's accuracy.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure = new_figure(11, 7)
     several = len(runs) > 1
     if not several:
-        figure.suptitle(f"{Path(runs[0]).name}: {loss_name(runs[0])}")
+        figure.suptitle(plain(f"{Path(runs[0]).name}: {loss_name(runs[0])}"))
     (accuracy, reverse_kl), (loss, speed) = figure.subplots(2, 2)
     for run in runs:
         records = read_metrics(run)
-        label = f"{Path(run).name} ({loss_name(run)})"
+        label = plain(f"{Path(run).name} ({loss_name(run)})")
         (line,) = accuracy.plot(*series(records, ACCURACY), marker="o", label=label)
         style = {"color": line.get_color(), "label": label}
         reverse_kl.plot(*series(records, REVERSE_KL), marker="o", **style)
@@ -122,6 +121,21 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
     figure.savefig(output, dpi=100)
 
 
+def new_figure(width: int, height: int) -> Any:
+    """Return an empty matplotlib figure for a file, of a size in inches."""
+    # matplotlib reads this when it is imported, and refuses a name that it does not know. A figure
+    # for a file has a backend of its own.
+    os.environ["MPLBACKEND"] = "agg"
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plain(text: str) -> str:
+    """Return a text that matplotlib shows as it is, with dollar signs that are no formula."""
+    return text.replace("$", r"\$")
+
+
 def loss_parts(records: Sequence[dict[str, Any]]) -> list[str]:
     """Name the loss and the metrics that add up to it.
 
@@ -142,11 +156,16 @@ def loss_name(run: str | Path) -> str:
     """Return the run's loss type, from the recipe kept with it."""
     try:
         return json.loads((Path(run) / RECIPE_FILE).read_text(encoding="utf-8"))["loss"]["type"]
-    except (FileNotFoundError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return MISSING
 
 
 def console() -> Console:
-    """Return the terminal, or 120 columns where the output is a pipe or a file."""
-    terminal = Console()
-    return terminal if terminal.is_terminal else Console(width=120)
+    """Return the terminal, or 120 columns where the output is a pipe or a file.
+
+    The names of runs and losses may contain brackets; nothing is read as markup.
+    """
+    terminal = Console(markup=False, emoji=False, highlight=False)
+    if not terminal.is_terminal:
+        terminal.width = 120
+    return terminal

@@ -10,7 +10,7 @@ import copy
 import json
 import os
 import re
-import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,10 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 
 from prime_composer.cli.formatting import MISSING, RECIPE_FILE, number, percent
+from prime_composer.cli.report import new_figure
+from prime_composer.cli.run_dirs import read_recipe
 from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.signals import Stopped
 from prime_composer.local.tracker import METRICS_FILE, read_metrics
 from prime_composer.recipe.loading import apply_override, parse_recipe, parse_tables, read_tables
 from prime_composer.recipe.schema import Recipe, RecipeError, Section
@@ -199,10 +202,11 @@ def run_study(path: Path, output_dir: str | None = None) -> int:
     """Run what is missing of a study, draw the comparison and print its table.
 
     A run that diverges is named at the end, and the others continue. A wrong set-up stops the
-    study. Ctrl-C stops it after the current step, and compares the finished runs.
+    study. Ctrl-C, SIGTERM and SIGHUP stop it after the current step, and compare the finished
+    runs.
 
     Returns:
-        The exit status: 0, 1 if a run failed, 130 after Ctrl-C.
+        The exit status: 0, 1 if a run failed, 128 + n after signal n.
     """
     study, runs = load_study(path, output_dir)
     folder = runs[0].run_dir.parent
@@ -210,13 +214,13 @@ def run_study(path: Path, output_dir: str | None = None) -> int:
         f"study: {len(study.variants)} variants, {len(study.seeds)} seeds, in {folder}", flush=True
     )
     failed: list[str] = []
-    stopped = False
+    stopped_by = 0
     try:
         for index, run in enumerate(runs, 1):
             if not finish(run, f"[{index}/{len(runs)}] {run.name}"):
                 failed.append(run.name)
-    except KeyboardInterrupt:
-        stopped = True
+    except KeyboardInterrupt as error:
+        stopped_by = signum_of(error)
     results = compare(study, runs)
     numbers, figure, markdown = folder / "results.json", folder / "study.png", folder / "table.md"
     numbers.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
@@ -227,9 +231,10 @@ def run_study(path: Path, output_dir: str | None = None) -> int:
     if failed:
         names = ", ".join(failed)
         print(f"prime-rl study: failed: {names}; the table leaves them out", file=sys.stderr)
-    if stopped:
+    if stopped_by:
         print("stopped; the same command continues this study")
-    return 130 if stopped else 1 if failed else 0
+        return 128 + stopped_by
+    return 1 if failed else 0
 
 
 def finish(run: Run, label: str) -> bool:
@@ -253,10 +258,9 @@ def is_finished(run: Run) -> bool:
     Raises:
         RecipeError: it contains another recipe's run.
     """
-    try:
-        before = json.loads((run.run_dir / RECIPE_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (run.run_dir / RECIPE_FILE).exists():
         return False
+    before = read_recipe(run.run_dir)
     now = run.recipe.model_dump(mode="json")
     changed = [section for section in now if before.get(section) != now[section]]
     if changed:
@@ -280,7 +284,7 @@ def start(run: Run) -> bool:
 
     Raises:
         RecipeError: the run could not start; the message ends with the last line of its log.
-        KeyboardInterrupt: Ctrl-C, once the run has written its checkpoint.
+        KeyboardInterrupt: Ctrl-C or another signal, once the run has written its checkpoint.
     """
     command = [sys.executable, "-m", "prime_composer.cli", "rl", "--config", str(run.base)]
     command += ["--engine", "local", "--output-dir", str(run.run_dir)]
@@ -288,12 +292,10 @@ def start(run: Run) -> bool:
         command += ["--set", item]
     if list_checkpoints(run.run_dir):
         command.append("--resume")
-    elif (run.run_dir / RECIPE_FILE).exists():
-        shutil.rmtree(run.run_dir)  # this study's own run, stopped before its first checkpoint
     run.run_dir.parent.mkdir(parents=True, exist_ok=True)
     status = call(command, run.log)
-    if status == 130:
-        raise KeyboardInterrupt
+    if status > 128:
+        raise Stopped(status - 128)
     if status not in (0, 1):
         last = run.log.read_text(encoding="utf-8").strip().splitlines()[-1:]
         raise RecipeError(
@@ -303,15 +305,31 @@ def start(run: Run) -> bool:
 
 
 def call(command: Sequence[str], log: Path) -> int:
-    """Return the exit status of a process whose output is appended to ``log``."""
+    """Return the exit status of a process whose output is appended to ``log``.
+
+    It is out of the terminal's reach and gets each signal from here, once: the first one makes it
+    leave a checkpoint, the second one ends it.
+    """
+    stopped: KeyboardInterrupt | None = None
     with log.open("a", encoding="utf-8") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            # The terminal's Ctrl-C has reached the process too: it leaves a checkpoint and ends.
-            process.wait()
-            raise
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        while True:
+            try:
+                status = process.wait()
+                break
+            except KeyboardInterrupt as error:
+                stopped = error
+                process.send_signal(signum_of(error))
+    if stopped is not None:
+        raise stopped
+    return status
+
+
+def signum_of(error: KeyboardInterrupt) -> int:
+    """Return the number of the signal behind a KeyboardInterrupt."""
+    return error.signum if isinstance(error, Stopped) else signal.SIGINT
 
 
 def in_short(run: Run) -> str:
@@ -423,10 +441,9 @@ def thirds(series: Sequence[Mapping[str, int | float]]) -> str:
 
 def draw(results: Mapping[str, Any], output: Path) -> None:
     """Draw each quantity of ``SERIES`` against steps: the mean, and the range over seeds."""
+    figure = new_figure(15, 5)
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 5), layout="constrained")
     panels = figure.subplots(1, 3)
     titles = {
         "accuracy": ("held-out accuracy, greedy", "share"),

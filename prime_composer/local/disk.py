@@ -33,6 +33,8 @@ def os_error(error: BaseException) -> OSError | None:
     """
     if isinstance(error, OSError):
         return error
+    if isinstance(error, ValueError):  # ours, which may quote such a message
+        return None
     if match := re.search(r"\(os error (\d+)\)", str(error)):
         number = int(match[1])
         return OSError(number, os.strerror(number))

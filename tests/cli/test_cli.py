@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from prime_composer.cli.commands import choose_engine, main, set_environment
-from prime_composer.cli.runs import claim_run_dir
+from prime_composer.cli.run_dirs import Claim, Wish, claim_run_dir
+from prime_composer.local.lock import InUse
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.recipe.schema import RecipeError
 from tests.command import interrupt_after, prime_rl, toml
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +156,7 @@ def test_resume_needs_a_checkpoint_and_the_same_recipe(cli: Cli, tiny_file: Path
     words = ("rl", "--config", tiny_file)
     done = cli(*words, "--resume")
     assert done.returncode == 2 and "no run of tiny under outputs/" in done.stderr
-    assert cli(*words, "--set", "trainer.steps=2").returncode == 0
+    assert cli(*words, "--set", "trainer.steps=3").returncode == 0
     done = cli(*words, "--resume", "--set", "trainer.lr=5e-4")
     assert done.returncode == 2
     assert "trainer.lr" in done.stderr and "trainer.steps" in done.stderr
@@ -336,24 +336,25 @@ def test_runs_that_start_at_once_get_separate_directories(
     recipe = parse_recipe(tiny_recipe())
     at_once = Barrier(8)
 
-    def claim(explicit: str | None) -> Path | None:
+    def claim(explicit: str | None) -> Claim | None:
         at_once.wait()
         try:
-            return claim_run_dir(recipe, Path("r.toml"), explicit)
-        except RecipeError as error:
-            assert "exists and is not empty" in str(error)
+            return claim_run_dir(Wish(recipe, Path("r.toml"), explicit))
+        except InUse as error:
+            assert f"process {os.getpid()} on " in str(error)
             return None
 
     with ThreadPoolExecutor(8) as pool:
-        run_dirs = set(pool.map(claim, [None] * 8))
+        run_dirs = {claimed.path for claimed in list(pool.map(claim, [None] * 8)) if claimed}
         assert run_dirs == {Path("outputs/r"), *(Path(f"outputs/r-{n}") for n in range(2, 9))}
         for attempt in range(20):
-            claims = list(pool.map(claim, [f"named{attempt}"] * 8))
-            assert sorted(claims, key=bool) == [None] * 7 + [Path(f"named{attempt}")]
+            claims = [claimed for claimed in pool.map(claim, [f"named{attempt}"] * 8) if claimed]
+            assert [claimed.path for claimed in claims] == [Path(f"named{attempt}")]
     claimed = json.loads((tmp_path / "named0" / "recipe.json").read_text())
     assert claimed == recipe.model_dump(mode="json")
 
 
+@pytest.mark.slow
 def test_two_processes_that_start_at_once_both_finish(tiny_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "prime_composer.cli", "rl", "--config", str(tiny_file)]
     processes = [

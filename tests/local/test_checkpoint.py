@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 
 from prime_composer.local import checkpoint as module
-from prime_composer.local.checkpoint import list_checkpoints, save_checkpoint
+from prime_composer.local.checkpoint import (
+    CheckpointNotSaved,
+    list_checkpoints,
+    save_checkpoint,
+)
 
 
 class Model:
@@ -32,7 +36,7 @@ def test_save_checkpoint_that_fails_leaves_the_older_one(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(module.torch, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointNotSaved, match="No space left"):
         save_checkpoint(tmp_path, 2, Model(), Model(), {}, keep=2)
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [1]
     monkeypatch.undo()
