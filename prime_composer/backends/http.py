@@ -391,9 +391,10 @@ class Connection:
                 else:
                     return response.status_code, response.headers, bytes(answer)
             if response.is_success:
+                begins = f"; the answer begins {excerpt(bytes(answer))}" if answer else ""
                 raise self.error(
                     f"{self.name} answers {path} with more than {limit:,} bytes, the most that "
-                    f"this request can need; the answer begins {excerpt(bytes(answer))}."
+                    f"this request can need{begins}."
                 )
             return response.status_code, response.headers, bytes(answer[:limit])
 

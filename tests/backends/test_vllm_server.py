@@ -5,6 +5,7 @@ The real server takes 25 s to start, once for the module.
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -19,8 +20,11 @@ import torch
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.backends.vllm_server import ServerError, ServerSampler, ServerScorer
+from prime_composer.local.engine import open_sampler, open_scorer, student_spec, teacher_spec
 from prime_composer.local.preflight import check_weight_sync
 from prime_composer.recipe.loading import parse_recipe
+from tests.faults import modes
+from tests.faults.server import SpoilingServer, road_of_request
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 
@@ -250,17 +254,263 @@ def test_missing_server_error_says_how_to_start_one():
         ServerScorer(f"http://127.0.0.1:{port}")
 
 
+class RestartingServer(SpoilingServer):
+    """A server that is restarted with the weights of its start, at a request that a test chooses.
+
+    Attributes:
+        restart_at: requests until the restart, by path; the last of them gets no answer.
+    """
+
+    def __init__(self, checkpoint):
+        super().__init__(checkpoint)
+        self.checkpoint = checkpoint
+        self.restart_at = {}
+
+    def restart(self):
+        self.stop()
+        self.swap(self.checkpoint)
+        self.start()
+
+    def answer(self, method, path, body):
+        kind = f"{path} {road_of_request(path, body)}"
+        if kind in self.restart_at:
+            self.restart_at[kind] -= 1
+            if self.restart_at[kind] == 0:
+                del self.restart_at[kind]
+                restart = threading.Thread(target=self.restart)
+                restart.start()
+                restart.join()  # the connection is cut by now
+        return super().answer(method, path, body)
+
+
+@pytest.fixture(scope="module")
+def restarting(models):
+    with RestartingServer(models.tied) as server:
+        yield server
+
+
+@pytest.fixture
+def spoiling(restarting):
+    """The same server as one whose answers a test spoils."""
+    yield restarting
+    restarting.heal()
+    restarting.can_tokenize = True
+
+
+def moved(model):
+    """Change a model's weights so that every log-prob changes by some nats."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    return model
+
+
+def ids_of(rollouts):
+    return [rollout.token_ids.tolist() for rollout in rollouts]
+
+
+def mu_of(rollouts):
+    return [rollout.inference_logprobs[rollout.start :].tolist() for rollout in rollouts]
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        "between",
+        "/v1/completions sampling",
+        "/collective_rpc reload",
+        "/reset_prefix_cache None",
+        "/v1/completions scoring",
+    ],
+)
+def test_restarted_student_gets_its_weights_again(when, restarting, tied_model):
+    """Killed between two steps, while it samples, or in any part of a weight update."""
+    params = SamplingParams(n=2, max_tokens=6)
+    lines = []
+    sampler = ServerSampler(restarting.url, concurrency=1, status=lines.append)
+    sampler.update_weights(tied_model)
+    old = sampler.generate(PROMPTS, params, seed=0)
+    moved(tied_model)
+    sampler.update_weights(tied_model)
+    undisturbed = sampler.generate(PROMPTS, params, seed=0)
+    assert ids_of(old) != ids_of(undisturbed) and sampler.reconnections == 0
+
+    restarting.restart()
+    sampler.update_weights(tied_model)
+    restarts = sampler.reconnections
+    if when == "between":
+        restarting.restart()
+    else:
+        # Of the three prompts, the second one's request meets the restart.
+        restarting.restart_at = {when: 2 if "sampling" in when else 1}
+    if "sampling" not in when and when != "between":
+        sampler.update_weights(tied_model)
+    rollouts = sampler.generate(PROMPTS, params, seed=0)
+    sampler.close()
+    assert not restarting.restart_at and sampler.reconnections > restarts
+    assert ids_of(rollouts) == ids_of(undisturbed) and mu_of(rollouts) == mu_of(undisturbed)
+    told = any("came back without the run's weights" in line for line in lines)
+    assert told == ("sampling" in when or when == "between")
+
+
+def test_dropped_request_of_a_student_keeps_its_weights(spoiling, tied_model):
+    """A lost connection alone is no reason to send the weights again."""
+    sampler = ServerSampler(spoiling.url)
+    sampler.update_weights(tied_model)
+    reloads = spoiling.requests["/collective_rpc"]
+    spoiling.spoil("drop", after=1, times=2, road="sampling")
+    assert len(sampler.generate(PROMPTS, SamplingParams(max_tokens=4), seed=0)) == 3
+    sampler.close()
+    assert sampler.reconnections > 0 and spoiling.spoiled["drop"] >= 2
+    assert spoiling.requests["/collective_rpc"] == reloads
+
+
+def test_student_that_never_stays_up_is_given_up(restarting, tied_model, monkeypatch):
+    sampler = ServerSampler(restarting.url)
+    sampler.update_weights(tied_model)
+    moved(tied_model)
+    sampler.update_weights(tied_model)
+    sample = sampler._sample
+
+    def restart_and_sample(*arguments):
+        restarting.restart_at = {"/v1/completions sampling": 1}
+        return sample(*arguments)
+
+    monkeypatch.setattr(sampler, "_sample", restart_and_sample)
+    with pytest.raises(ServerError, match="was lost 3 times during sampling"):
+        sampler.generate(PROMPTS, SamplingParams(max_tokens=2), seed=0)
+    sampler.close()
+
+
+STRUCTURE = [*modes.CHOICES, *modes.BODIES]
+"""Answers that are no completions at all."""
+
+OF_SCORES = (
+    "null", "string", "list_value", "own_missing", "null_row", "empty_row", "list_row",
+    "string_row", "rank_string", "rank_missing", "id_float", "id_word", "rows_null", "rows_empty",
+    "rows_object", "no_rows", "rows_deep", "rows_missing", "rows_extra", "fewer_k",
+)  # fmt: skip
+OF_SAMPLES = (
+    "mu_null", "mu_string", "mu_none", "mu_bool", "no_logprobs", "no_token_ids",
+    "sampled_id_float", "sampled_id_bool", "sampled_id_string", "sampled_id_null",
+    "one_choice_less", "same_index", "finish_null", "too_many_tokens", "mu_one_for_all",
+)  # fmt: skip
+
+
+def assert_one_sentence(message, url):
+    """Check that a message names the server, and is short and printable whatever came."""
+    assert url in message and len(message) < 600 and message.isascii() and message.isprintable()
+
+
+@pytest.mark.parametrize("mode", [*STRUCTURE, *OF_SCORES])
+def test_malformed_scores_are_one_sentence(mode, spoiling):
+    scorer = ServerScorer(spoiling.url)
+    spoiling.spoil(mode, times=1, road="scoring")
+    with pytest.raises(ValueError) as error:
+        scorer.score([make_rollout([5, 6], [7, 8, 9], [-1.0] * 3, "length", 0)], 3)
+    scorer.close()
+    assert_one_sentence(str(error.value), spoiling.url)
+
+
+@pytest.mark.parametrize("mode", [*STRUCTURE, *OF_SAMPLES])
+def test_malformed_rollouts_are_one_sentence(mode, spoiling):
+    sampler = ServerSampler(spoiling.url)
+    spoiling.spoil(mode, times=1, road="sampling")
+    with pytest.raises(ValueError) as error:
+        sampler.generate(PROMPTS[:1], SamplingParams(n=2, max_tokens=4), seed=0)
+    sampler.close()
+    assert_one_sentence(str(error.value), spoiling.url)
+
+
+@pytest.mark.parametrize("mode", [*modes.CARDS, *modes.BODIES])
+def test_malformed_list_of_models_is_one_sentence(mode, spoiling):
+    spoiling.spoil(mode, times=1, road="models")
+    match = "something else than a list of models|more than 1,048,576 bytes"
+    with pytest.raises(ServerError, match=match) as error:
+        ServerScorer(spoiling.url)
+    assert_one_sentence(str(error.value), spoiling.url)
+
+
+def test_thirty_two_huge_answers_take_little_memory(spoiling):
+    """32 answers of 300 MB each would be 9.6 GB; the bound comes from tokens and K."""
+    scorer = ServerScorer(spoiling.url)
+    rollouts = [make_rollout([5, 6], [7 + i], [-1.0], "length", i) for i in range(32)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    spoiling.spoil("huge", road="scoring")
+    with pytest.raises(ServerError, match=r"with more than [\d,]+ bytes"):
+        scorer.score(rollouts, 8)
+    scorer.close()
+    # In KiB. The server of this process takes some of it.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 2**10
+
+
+def test_server_says_its_tokens_and_texts(spoiling):
+    scorer = ServerScorer(spoiling.url)
+    assert scorer.detokenize([5, 6]) == "5 6"
+    assert scorer.tokenize("w5 w6") is None  # the fixture's model has no tokenizer: 400
+    spoiling.spoil("tokens_shifted", road="tokenize")
+    spoiling.can_tokenize = False
+    assert scorer.detokenize([5, 6]) is None and scorer.tokenize("w5") is None
+    scorer.close()
+
+
+def test_tokens_of_another_layout_cannot_be_asked(fake_server):
+    """An answer without the field asked for is none."""
+    scorer = ServerScorer(fake_server.url)
+    for answer in ({}, {"tokens": ["5"]}, [], {"tokens": None}, {"prompt": 5}):
+        fake_server.answers["/tokenize"] = fake_server.answers["/detokenize"] = (200, answer)
+        assert scorer.tokenize("w5") is None and scorer.detokenize([5]) is None
+    fake_server.answers["/tokenize"] = (200, {"tokens": [5, 6], "count": 2})
+    assert scorer.tokenize("w5 w6") == [5, 6]
+    assert fake_server.last == {"model": "m", "prompt": "w5 w6", "add_special_tokens": False}
+    scorer.close()
+
+
+def test_reload_that_fails_is_not_waited_for(fake_server, tied_model):
+    """vLLM answers 500 where it cannot read the directory; the words are its own."""
+    fake_server.answers["/collective_rpc"] = (500, {"error": {"message": "No such file"}})
+    sampler = ServerSampler(fake_server.url)
+    with pytest.raises(ServerError, match="answered 500 to /collective_rpc: No such file"):
+        sampler.update_weights(tied_model)
+    sampler.close()
+
+
+def test_busy_server_is_asked_to_reload_again(spoiling, tied_model):
+    sampler = ServerSampler(spoiling.url)
+    spoiling.spoil("status_503", times=2, road="reload")
+    sampler.update_weights(tied_model)
+    sampler.close()
+    assert spoiling.spoiled["status_503"] >= 2
+
+
+def test_tables_of_a_recipe_reach_the_server(fake_server, tiny_recipe):
+    """``wait`` and the table's name, of each of several teachers and of the student."""
+    raw = tiny_recipe(student={"model": "m"})
+    del raw["teacher"]
+    raw["teachers"] = {"big": {"model": "m", "url": fake_server.url, "wait": 3}}
+    raw["rollout"] |= {"backend": "server", "url": fake_server.url, "wait": 4}
+    recipe = parse_recipe(raw)
+    scorer = open_scorer(teacher_spec(recipe.teachers["big"], recipe, "m", "teachers.big"))
+    sampler = open_sampler(student_spec(recipe, "m"))
+    assert (scorer._connection.wait, scorer.section) == (3.0, "[teachers.big]")
+    assert (sampler._connection.wait, sampler.section) == (4.0, "[rollout]")
+    scorer.close()
+    sampler.close()
+    assert parse_recipe(tiny_recipe()).rollout.wait == 600
+
+
 @pytest.fixture
 def fake_server():
     """Return a server with programmed answers: path -> (status, body); ``drops`` hangs up."""
     answers = {"/v1/models": (200, {"data": [{"id": "m", "root": "m", "max_model_len": 64}]})}
-    state = SimpleNamespace(answers=answers, drops=0, key=None)
+    state = SimpleNamespace(answers=answers, drops=0, key=None, last=None)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
+            state.last = body
             if state.drops:
                 state.drops -= 1
                 self.connection.shutdown(socket.SHUT_RDWR)
@@ -297,12 +547,12 @@ def completion(body):
 
 def test_dropped_request_is_retried_until_it_lasts(fake_server):
     fake_server.answers["/v1/completions"] = (200, completion)
-    sampler = ServerSampler(fake_server.url)
+    sampler = ServerSampler(fake_server.url, wait=0.5)
     fake_server.drops = 2
     (rollout,) = sampler.generate([[5]], SamplingParams(max_tokens=1), seed=0)
     assert rollout.token_ids.tolist() == [5, 7]
-    fake_server.drops = 10
-    with pytest.raises(ServerError, match="No vLLM server answers"):
+    fake_server.drops = 1000
+    with pytest.raises(ServerError, match=r"was away for 0.5 s .*raise wait in \[rollout\]"):
         sampler.generate([[5]], SamplingParams(max_tokens=1), seed=0)
     sampler.close()
 
@@ -328,13 +578,6 @@ def test_missing_reload_endpoint_names_the_remedy(fake_server, tied_model):
 
 
 def test_api_key_comes_from_the_recipes_variable(fake_server, monkeypatch, tiny_recipe):
-    from prime_composer.local.engine import (
-        open_sampler,
-        open_scorer,
-        student_spec,
-        teacher_spec,
-    )
-
     monkeypatch.setenv("VLLM_API_KEY", "usual")
     monkeypatch.setenv("OTHER_KEY", "another")
     raw = tiny_recipe(student={"model": "m"}, teacher={"model": "m", "url": fake_server.url})
