@@ -13,6 +13,7 @@ import json
 import socket
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
+from prime_composer.backends.hf_model import without_progress_bars
 from tests.faults import modes
 
 hide_cuda_packages()
@@ -48,7 +50,8 @@ class RightAnswers:
     ):
         self.path = checkpoint
         self.processed = processed
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        with without_progress_bars():
+            self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         has_tokenizer = (checkpoint / "tokenizer.json").is_file()
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint) if has_tokenizer else None
         config = self.model.config
@@ -59,6 +62,7 @@ class RightAnswers:
         self.eos = {ends} if isinstance(ends, int) else {*(ends or [])}
         self.temperature = 1.0
         """Of the scores; right is 1."""
+        self._words: dict[int, str] = {}
 
     def reload(self, directory: Path) -> None:
         """Read the weights of every safetensors file in a directory, as ``reload_weights`` does."""
@@ -100,6 +104,12 @@ class RightAnswers:
             return " ".join(map(str, tokens))
         return self.tokenizer.decode(tokens)
 
+    def word(self, token: int) -> str:
+        """Return the text of one token, decoded once."""
+        if token not in self._words:
+            self._words[token] = self.text([token])
+        return self._words[token]
+
     @torch.no_grad()
     def rows(self, tokens: list[int], k: int) -> list[Any]:
         """Return prompt_logprobs: None, then the own token and the top K of each position."""
@@ -125,7 +135,7 @@ class RightAnswers:
                     str(token): {
                         "logprob": logprob,
                         "rank": rank,
-                        "decoded_token": self.text([token]),
+                        "decoded_token": self.word(token),
                     }
                     for token, (logprob, rank) in row.items()
                 }
@@ -255,6 +265,7 @@ class SpoilingServer:
         requests: paths asked for, with their number.
         spoiled: spoiled answers, by mode.
         retry_after: value of the header Retry-After.
+        before: called before each request is answered, for tests that act at that moment.
         drip_seconds: time between two bytes of a dripping answer.
         huge_bytes: size of a huge answer.
     """
@@ -280,6 +291,7 @@ class SpoilingServer:
         self.port = 0
         self.requests: Counter[str] = Counter()
         self.spoiled: Counter[str] = Counter()
+        self.before: Callable[[str], object] = lambda road: None
         self.retry_after = "1"
         self.drip_seconds = 1.0
         self.huge_bytes = 300 * 2**20
@@ -371,6 +383,7 @@ class SpoilingServer:
     def answer(self, method: str, path: str, body: Any) -> Reply:
         """Return the reply to a request, spoiled where it is claimed."""
         road = road_of_request(path, body)
+        self.before(road or "")
         with self._lock:
             self.requests[path] += 1
             claimed = next((s for s in self._spoilings if s.claims(road)), None) if road else None

@@ -1,0 +1,297 @@
+"""Whole runs with a url teacher or rollout server that turns bad after the preflight.
+
+The server's answers are right up to the end of step 2. What ends a run leaves the checkpoint of
+step 2, which is the one of an undisturbed run, bit for bit. What passes changes nothing.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_composer.local.checkpoint import Checkpoint
+from prime_composer.local.train import RunStopped, train
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from tests.conftest import TINY_RECIPE
+from tests.faults import modes
+from tests.faults.compare import differences, steps_of
+from tests.faults.server import SpoilingServer
+from tests.local.helpers import Silent, run, tiny_models
+
+LAST = 4
+SAFE = 2
+"""The step after which the server turns bad."""
+
+
+@dataclass
+class Rig:
+    """A teacher's and a student's server, recipes for them, and an undisturbed run."""
+
+    teacher: SpoilingServer
+    student: SpoilingServer
+    recipe: dict[str, Any]
+    with_student_server: dict[str, Any]
+    whole: Path
+
+    def heal(self) -> None:
+        """Let both servers answer right, with their own weights."""
+        paths = tiny_models(TINY_RECIPE)
+        for server, name in ((self.teacher, "teacher"), (self.student, "student")):
+            server.heal()
+            server.before = lambda road: None
+            server.swap(paths[name])
+            server.stop()
+            server.start()
+
+
+class Then(Silent):
+    """A display that does something after step ``SAFE``."""
+
+    def __init__(self, do: Callable[[], object]):
+        super().__init__()
+        self.do = do
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        super().step(step, metrics)
+        if step == SAFE:
+            self.do()
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_recipe: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """Start both servers, and run four steps that nothing disturbs."""
+    paths = tiny_models(TINY_RECIPE)
+    folder = tmp_path_factory.mktemp("runs")
+    with (
+        SpoilingServer(paths["teacher"], other=paths["student"]) as teacher,
+        SpoilingServer(paths["student"]) as student,
+    ):
+        recipe = tiny_recipe(
+            teacher__url=teacher.url,
+            teacher__dtype="float32",
+            trainer__steps=LAST,
+            trainer__batch_size=3,
+            eval={"every": 0, "size": 2, "kl_size": 2},
+            checkpoint={"every": 1, "keep": LAST},
+            checks={"every": 1},
+        )
+        rollout = recipe["rollout"] | {"backend": "server", "url": student.url}
+        with_student_server = recipe | {"rollout": rollout}
+        run(recipe, folder / "whole")
+        yield Rig(teacher, student, recipe, with_student_server, folder / "whole")
+
+
+@pytest.fixture
+def rig(shared: Rig) -> Iterator[Rig]:
+    """Return the rig with right servers, and leave it so."""
+    yield shared
+    shared.heal()
+
+
+@pytest.fixture(scope="module")
+def whole_with_student_server(shared: Rig) -> Path:
+    """Run four steps whose rollouts come from the student's server."""
+    folder = shared.whole.parent / "whole_with_student_server"
+    run(shared.with_student_server, folder)
+    shared.heal()
+    return folder
+
+
+def resume(raw: dict[str, Any], run_dir: Path, checkpoint: Checkpoint | None) -> None:
+    """Continue a run from a checkpoint; None starts it over."""
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    train(recipe, problems, tiny_models(raw), run_dir, Silent(), resume=checkpoint)
+
+
+def expect_stop(
+    rig: Rig,
+    spoil: Callable[[], object],
+    run_dir: Path,
+    raw: dict[str, Any] | None = None,
+    whole: Path | None = None,
+) -> str:
+    """Run with a server that turns bad, and return the message that ends the run.
+
+    The message names the checkpoint of step ``SAFE``, which is that of the undisturbed run.
+    Continued from it with a right server, the run ends as the undisturbed one.
+    """
+    raw = rig.recipe if raw is None else raw
+    whole = rig.whole if whole is None else whole
+    with pytest.raises(RunStopped) as stopped:
+        run(raw, run_dir, Then(spoil))
+    message, checkpoint = str(stopped.value), stopped.value.checkpoint
+    assert checkpoint is not None and checkpoint.step == SAFE
+    assert differences(run_dir, whole, SAFE) == []
+    assert "--resume" in message and "Traceback" not in message and len(message) < 1000
+    rig.heal()
+    resume(raw, run_dir, checkpoint)
+    assert steps_of(run_dir)[-1] == LAST and differences(run_dir, whole) == []
+    return message
+
+
+def expect_wait(
+    rig: Rig,
+    spoil: Callable[[], object],
+    run_dir: Path,
+    raw: dict[str, Any] | None = None,
+    whole: Path | None = None,
+) -> Then:
+    """Run with a server that fails for a moment: nothing is lost and nothing differs."""
+    display = Then(spoil)
+    run(rig.recipe if raw is None else raw, run_dir, display)
+    assert display.steps == [1, 2, 3, 4]
+    assert differences(run_dir, rig.whole if whole is None else whole) == []
+    return display
+
+
+SOME_ROWS = ("positive_0.3", "bool", "more_k")
+
+
+def some(few: Any, every: Any) -> list[Any]:
+    """Mark all but a few parameters as slow."""
+    return [pytest.param(name, marks=() if name in few else pytest.mark.slow) for name in every]
+
+
+@pytest.mark.parametrize("mode", some(SOME_ROWS, [*modes.ROWS, *modes.ANSWERS]))
+def test_teacher_wrong_scores_end_the_run_untrained(mode: str, rig: Rig, tmp_path: Path) -> None:
+    """Every impossible score ends the run before it is trained on, and names the server."""
+    message = expect_stop(rig, lambda: rig.teacher.spoil(mode), tmp_path / "run")
+    assert rig.teacher.url in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["positive_0.3", "nan", "bool", "alien_id", "null_row"])
+@pytest.mark.parametrize("after", [0, 3, 5])
+def test_teacher_one_wrong_row_ends_the_run_untrained(
+    mode: str, after: int, rig: Rig, tmp_path: Path
+) -> None:
+    """One wrong row in one answer of a step is enough; the others were right."""
+    # One request of each step is the canary's.
+    spoil = rig.teacher.spoil
+    message = expect_stop(rig, lambda: spoil(mode, 1 + after, 1, row=-1), tmp_path / "run")
+    assert rig.teacher.url in message
+
+
+@pytest.mark.parametrize("mode", some((), [*modes.CHOICES, *modes.BODIES]))
+def test_teacher_malformed_answers_end_the_run(mode: str, rig: Rig, tmp_path: Path) -> None:
+    """An answer that is none ends the run with the server's name and what was expected."""
+    message = expect_stop(rig, lambda: rig.teacher.spoil(mode, road="scoring"), tmp_path / "run")
+    assert rig.teacher.url in message
+
+
+@pytest.mark.parametrize("mode", some(("other_model",), ["other_model", "tempered"]))
+def test_teacher_other_numbers_are_seen_by_the_canary(mode: str, rig: Rig, tmp_path: Path) -> None:
+    """Plausible numbers of another model are seen before the next checkpoint.
+
+    What was trained since the canary's last question is in doubt, and not saved.
+    """
+    message = expect_stop(rig, lambda: rig.teacher.spoil(mode), tmp_path / "run")
+    assert rig.teacher.url in message
+
+
+@pytest.mark.slow
+def test_teacher_plausible_for_new_prompts_is_not_seen(rig: Rig, tmp_path: Path) -> None:
+    """A server that is right for the canary and plausible for the rest is trained on.
+
+    The table of faults says so.
+    """
+    run(rig.recipe, tmp_path / "run", Then(lambda: rig.teacher.spoil("other_model_for_new")))
+    assert differences(tmp_path / "run", rig.whole, step=SAFE) == []
+    assert differences(tmp_path / "run", rig.whole) != []
+
+
+def test_teacher_restarted_with_another_model_ends_the_run(rig: Rig, tmp_path: Path) -> None:
+    """A server that comes back in the middle of a step with another model is seen in that step."""
+    asked = []
+
+    def restart(road: str) -> None:
+        asked.append(road)
+        # The first question of step 3 is the canary's.
+        if asked.count("scoring") == 3 and road == "scoring":
+            rig.teacher.stop()
+            rig.teacher.swap(tiny_models(TINY_RECIPE)["student"])
+            rig.teacher.start()
+
+    expect_stop(rig, lambda: setattr(rig.teacher, "before", restart), tmp_path / "run")
+
+
+STATUSES = ("status_408", "status_429", "status_500", "status_502", "status_503", "status_504")
+TRANSIENT = (
+    *STATUSES, "status_429_after", "status_503_after", "drop", "drop_after_headers", "cut"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", some(("status_503",), TRANSIENT))
+def test_teacher_away_for_two_requests_is_waited_for(mode: str, rig: Rig, tmp_path: Path) -> None:
+    """Two failures of the transient kind change nothing but time."""
+    display = expect_wait(
+        rig, lambda: rig.teacher.spoil(mode, 2, 2, road="scoring"), tmp_path / "run"
+    )
+    assert rig.teacher.spoiled[mode] >= 2
+    assert any(rig.teacher.url in text or "teacher" in text for text in display.texts)
+
+
+@pytest.mark.slow
+def test_teacher_restarted_in_the_middle_is_waited_for(rig: Rig, tmp_path: Path) -> None:
+    """A teacher that is killed and started again two seconds later costs two seconds."""
+
+    def restart() -> None:
+        rig.teacher.stop()
+        threading.Timer(2.0, rig.teacher.start).start()
+
+    expect_wait(rig, restart, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["status_400", "status_401", "status_403", "status_404"])
+def test_teacher_refusal_ends_the_run_at_once(mode: str, rig: Rig, tmp_path: Path) -> None:
+    """A refusal is not asked again."""
+    before = rig.teacher.spoiled[mode]
+    message = expect_stop(rig, lambda: rig.teacher.spoil(mode, road="scoring"), tmp_path / "run")
+    assert rig.teacher.url in message
+    # The first canary is the only request that was sent.
+    assert rig.teacher.spoiled[mode] - before == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["status_503", "drop"])
+def test_teacher_away_for_good_ends_the_run(mode: str, rig: Rig, tmp_path: Path) -> None:
+    """When ``wait`` is over, the run ends with the server's name and how to go on."""
+    raw = rig.recipe | {"teacher": rig.recipe["teacher"] | {"wait": 1.5}}
+    spoil = rig.teacher.spoil
+    message = expect_stop(rig, lambda: spoil(mode, road="scoring"), tmp_path / "run", raw)
+    assert rig.teacher.url in message
+
+
+@pytest.mark.parametrize("mode", some(("mu_one_for_all",), modes.SAMPLES))
+def test_rollouts_wrong_answers_end_the_run_untrained(
+    mode: str, rig: Rig, whole_with_student_server: Path, tmp_path: Path
+) -> None:
+    """Every impossible rollout ends the run; mu that is not the policy's is a mismatch."""
+    recipe, whole = rig.with_student_server, whole_with_student_server
+    expect_stop(rig, lambda: rig.student.spoil(mode), tmp_path / "run", recipe, whole)
+
+
+def test_rollouts_of_old_weights_end_the_run(
+    rig: Rig, whole_with_student_server: Path, tmp_path: Path
+) -> None:
+    """A server that silently stops taking weights is seen by the trainer's own log-probs."""
+    # A step's weights are sent before it is shown: those of step 3 are the first to be lost.
+    recipe, whole = rig.with_student_server, whole_with_student_server
+    spoil = rig.student.spoil
+    expect_stop(rig, lambda: spoil("reload_ignored"), tmp_path / "run", recipe, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["status_503", "status_429_after", "drop", "cut"])
+def test_rollouts_away_for_two_requests_are_waited_for(
+    mode: str, rig: Rig, whole_with_student_server: Path, tmp_path: Path
+) -> None:
+    """A rollout server's transient failures change nothing but time."""
+    recipe, whole = rig.with_student_server, whole_with_student_server
+    expect_wait(rig, lambda: rig.student.spoil(mode, 2, 2), tmp_path / "run", recipe, whole)

@@ -1,0 +1,1 @@
+"""Minutes under load: ``pytest -m load tests/load -s`` prints the measured numbers."""
