@@ -242,7 +242,7 @@ def yes(value: bool | None) -> str:
     return MISSING if value is None else "yes" if value else "NO"
 
 
-def count(value: float | None) -> str:
+def count(value: int | float | None) -> str:
     """Format a number of things."""
     return MISSING if value is None else f"{value:,.0f}"
 

@@ -1,0 +1,159 @@
+"""``prime-rl probe`` as a user types it: tables, JSON, exit codes."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_composer.cli import probe as command
+from prime_composer.cli.commands import main
+from prime_composer.local.probe import probe
+from tests.command import prime_rl, toml
+from tests.conftest import TINY_RECIPE
+from tests.local.helpers import tiny_models
+
+Raw = Callable[..., dict[str, Any]]
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Probe the recipe of a table within this process, with a hundredth of the time per column."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "probe", partial(probe, seconds=0.02))
+
+    def call(raw: dict[str, Any], *words: str) -> subprocess.CompletedProcess[str]:
+        Path("tiny.toml").write_text(toml(raw))
+        capsys.readouterr()
+        status = main(["probe", "--config", "tiny.toml", *words])
+        printed = capsys.readouterr()
+        return subprocess.CompletedProcess(words, status, printed.out, printed.err)
+
+    return call
+
+
+def test_tables_hold_every_part_and_progress_goes_to_stderr(cli: Cli, tiny_recipe: Raw) -> None:
+    done = cli(tiny_recipe())
+    assert done.returncode == 0, done.stderr
+    parts = (
+        "[teacher] scores", "vocabulary hash", "EOS and its id", "largest K", "recommended K",
+        "rollout tokens per second", "mass outside", "forward and backward", "recommendations",
+    )  # fmt: skip
+    assert [part for part in parts if part not in done.stdout] == []
+    assert "loading the student" in done.stderr and "loading" not in done.stdout
+    assert sorted(path.name for path in Path().iterdir()) == ["tiny.toml"]
+
+
+def test_json_has_stable_keys_and_numbers(cli: Cli, tiny_recipe: Raw) -> None:
+    done = cli(tiny_recipe(), "--json", "--set", "loss.k=5")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert list(report) == [
+        "passed", "checks", "warnings", "recommendations", "step", "student", "teachers"
+    ]  # fmt: skip
+    assert report["passed"] is True
+    assert set(report["checks"][0]) == {"name", "passed", "message"}
+    assert set(report["step"]) == {
+        "rollouts", "tokens", "column", "sample_seconds", "score_seconds", "train_seconds"
+    }  # fmt: skip
+    teacher = report["teachers"]["teacher"]
+    assert {
+        "facts", "same_tokenizer", "same_prompts", "head_bfloat16", "agreement", "special_tokens",
+        "share", "throughput", "support", "unmeasured",
+    } == set(teacher)  # fmt: skip
+    speeds = [entry["tokens_per_second"] for entry in teacher["throughput"]]
+    assert len(speeds) == 6 and all(isinstance(speed, float) for speed in speeds)
+    numbers = [teacher["support"]["recommended_k"], teacher["support"]["by_k"][0]["reverse_kl"]]
+    numbers += [report["step"]["score_seconds"], teacher["facts"]["context"]]
+    assert all(isinstance(number, int | float) for number in numbers)
+
+
+def test_a_failed_check_exits_with_1_and_its_name(cli: Cli, tiny_recipe: Raw) -> None:
+    """The K of the loss is too large for the vocabulary. The rest is measured all the same."""
+    raw = tiny_recipe(loss__k=301)
+    done = cli(raw)
+    assert done.returncode == 1
+    name = "[teacher] tokenizer, vocabulary, context"
+    assert f"prime-rl probe: {name}: The loss asks for K = 301" in done.stderr
+    assert f"{name}   FAILED" in done.stdout and "rollout tokens per second" in done.stdout
+    report = json.loads(cli(raw, "--json").stdout)
+    failed = [check["name"] for check in report["checks"] if check["passed"] is False]
+    assert name in failed and report["teachers"]["teacher"]["support"]["largest_k"] == 64
+
+
+def test_models_that_do_not_open_are_a_check_in_json(cli: Cli, tiny_recipe: Raw) -> None:
+    student = {"model": str(tiny_models(TINY_RECIPE)["student"])}
+    raw = tiny_recipe(student=student, teacher={"model": "./absent"})
+    done = cli(raw, "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 1 and report["student"] is None
+    assert [check["name"] for check in report["checks"]] == ["opening the models"]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_recipe_exits_with_2(cli: Cli, tiny_recipe: Raw) -> None:
+    done = cli(tiny_recipe(), "--set", "loss.kk=5")
+    assert done.returncode == 2 and "kk" in done.stderr and done.stdout == ""
+
+
+@contextmanager
+def vllm_server(directory: Path, log: Path, *options: str) -> Iterator[str]:
+    """Serve a model by plain vLLM on 127.0.0.1; yields the URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--model", directory, "--host", "127.0.0.1", "--port", port, "--max-model-len", "128"]
+    words += ["--kv-cache-memory-bytes", 64 * 2**20, "--enforce-eager", *options]
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prime_composer.backends.vllm_serve", *map(str, words)],
+            env=os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0"},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline = time.monotonic() + 240
+        while True:
+            with socket.socket() as probing:
+                if probing.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.vllm
+def test_a_bfloat16_server_is_probed_as_it_is(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """A real vLLM server in bfloat16, K up to 20, whose checkpoint is on this machine."""
+    folders = tiny_models(TINY_RECIPE)
+    served = tmp_path / "served"
+    shutil.copytree(folders["teacher"], served)
+    options = ("--dtype", "bfloat16", "--max-logprobs", "20")
+    with vllm_server(served, tmp_path / "server.log", *options) as url:
+        teacher = {"model": str(served), "url": url}
+        raw = tiny_recipe(student={"model": str(folders["student"])}, teacher=teacher)
+        recipe = tmp_path / "served.toml"
+        recipe.write_text(toml(raw))
+        done = prime_rl("probe", "--config", recipe, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["teachers"]["teacher"]
+    assert found["same_tokenizer"] is True and found["head_bfloat16"] is True
+    assert found["facts"]["largest_k"] == 20 and found["facts"]["context"] == 128
+    assert 1e-4 < found["agreement"]["largest"] < 0.5
+    speeds = {entry["column"]: entry["tokens_per_second"] for entry in found["throughput"]}
+    assert speeds["8"] > 0 and speeds["32"] is speeds["64"] is None
+    assert found["facts"]["logprob_mode"] == "raw"

@@ -1,0 +1,421 @@
+"""The probe's numbers against independent computations, and what it says about misfits."""
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prime_composer.backends.hf_model import import_transformers
+from prime_composer.backends.protocols import Limits, TeacherScores
+from prime_composer.local.engine import open_engine
+from prime_composer.local.probe import OPENING, probe, probe_engine, sample_first_step
+from prime_composer.local.probe_numbers import (
+    hidden_by_k,
+    is_bfloat16_like,
+    mean_entropy,
+    recommended_k,
+    share_on_bfloat16_grid,
+)
+from prime_composer.local.probe_report import ModelFacts, ProbeReport
+from prime_composer.local.probe_teacher import Target, largest_k, measure_column
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.tiny_models.cache import prepare_models
+from tests.conftest import TINY_RECIPE
+from tests.faults.server import SpoilingServer
+from tests.local.helpers import VOCAB, sample, tiny_models
+
+SECONDS = 0.01
+
+
+def probed(raw: dict[str, Any], seconds: float = SECONDS) -> ProbeReport:
+    """Probe a recipe given as tables."""
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    return probe(recipe, problems, prepare_models(recipe, problems), lambda text: None, seconds)
+
+
+@pytest.fixture(scope="module")
+def tiny_report() -> ProbeReport:
+    return probed(TINY_RECIPE)
+
+
+@pytest.fixture
+def with_models(tiny_recipe, tmp_path):
+    """Recipe and directories of the tiny models: the teacher is a copy that a test may spoil."""
+
+    def make(**changes: Any) -> tuple[dict[str, Any], Path, Path]:
+        folders = tiny_models(TINY_RECIPE)
+        teacher = tmp_path / "teacher"
+        shutil.copytree(folders["teacher"], teacher)
+        models = {"student": {"model": str(folders["student"])}, "teacher": {"model": str(teacher)}}
+        return tiny_recipe(**models, **changes), folders["student"], teacher
+
+    return make
+
+
+# Numbers --------------------------------------------------------------------------------------
+
+
+def softmax_pair(rows: int = 40, vocab: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """Return probabilities of a student and a teacher over a vocabulary, in float64."""
+    generator = np.random.default_rng(3)
+    teacher = generator.normal(size=(rows, vocab)) * 3
+    student = teacher + generator.normal(size=(rows, vocab))
+    p, q = np.exp(student), np.exp(teacher)
+    return p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
+
+
+def tail_kl(p: np.ndarray, q: np.ndarray, k: int) -> float:
+    """Reverse KL on the teacher's top k and a tail, by a loop over the positions."""
+    total = 0.0
+    for own, other in zip(p, q, strict=True):
+        head = np.argsort(-other)[:k]
+        rest = np.setdiff1d(np.arange(len(own)), head)
+        total += (own[head] * np.log(own[head] / other[head])).sum()
+        if len(rest):
+            total += own[rest].sum() * np.log(own[rest].sum() / other[rest].sum())
+    return total / len(p)
+
+
+def sorted_logs(p: np.ndarray, q: np.ndarray, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log p and log q of the teacher's k ids, most probable first."""
+    ids = np.argsort(-q, axis=1)[:, :k]
+    return tuple(torch.from_numpy(np.log(np.take_along_axis(x, ids, 1))) for x in (p, q))
+
+
+@pytest.mark.parametrize("k_max", [64, 24])
+def test_hidden_kl_and_mass_equal_full_softmaxes(k_max):
+    p, q = softmax_pair()
+    student, teacher = sorted_logs(p, q, k_max)
+    largest = tail_kl(p, q, k_max)
+    for k in (1, 2, 8, 24):
+        row = hidden_by_k(student, teacher, k, vocab_size=64)
+        assert row.reverse_kl == pytest.approx(tail_kl(p, q, k), abs=1e-6)
+        assert row.hidden == pytest.approx(1 - tail_kl(p, q, k) / largest, abs=1e-6)
+        assert row.mass_outside == pytest.approx(1 - np.sort(q)[:, -k:].sum(1).mean(), abs=1e-9)
+
+
+@pytest.mark.parametrize("k_max", [64, 40, 1])
+def test_recommended_k_is_the_smallest_below_5_percent(k_max):
+    """By trying every K against the loop over full softmaxes."""
+    p, q = softmax_pair()
+    largest = tail_kl(p, q, k_max)
+    expected = min(k for k in range(1, k_max + 1) if 1 - tail_kl(p, q, k) / largest <= 0.05)
+    assert recommended_k(*sorted_logs(p, q, k_max), vocab_size=64) == expected
+
+
+def test_recommended_k_of_equal_models_is_1():
+    _, q = softmax_pair()
+    logs = sorted_logs(q, q, 32)
+    assert recommended_k(*logs, vocab_size=64) == 1
+    assert hidden_by_k(*logs, 1, vocab_size=64).hidden == 0
+
+
+def test_entropy_is_full_or_that_with_one_tail():
+    _, q = softmax_pair()
+    full = -(q * np.log(q)).sum(1).mean()
+    assert mean_entropy(sorted_logs(q, q, 64)[1], 64) == pytest.approx(full, abs=1e-9)
+    head = np.sort(q)[:, -8:]
+    tail = 1 - head.sum(1)
+    coarse = -((head * np.log(head)).sum(1) + tail * np.log(tail)).mean()
+    measured = mean_entropy(sorted_logs(q, q, 8)[1], 64)
+    assert measured == pytest.approx(coarse, abs=1e-6) and measured < full
+
+
+@pytest.mark.parametrize("dtype, found", [(torch.bfloat16, True), (torch.float32, False)])
+def test_rounded_logits_show_in_log_probs(dtype, found):
+    generator = torch.Generator().manual_seed(5)
+    logits = (torch.randn(60, 300, generator=generator) * 6).to(dtype).float()
+    top = logits.log_softmax(-1).topk(8).values
+    assert is_bfloat16_like(top) is found
+    share, count = share_on_bfloat16_grid(top)
+    assert (share > 0.95) is found and count > 150
+    if not found:
+        assert share < 0.03
+    assert not is_bfloat16_like(top[:5]), "15 differences prove nothing"
+
+
+def test_a_uniform_float32_head_is_not_called_bfloat16():
+    assert not is_bfloat16_like(torch.full((60, 8), 1 / 8).log())
+
+
+# A whole probe --------------------------------------------------------------------------------
+
+
+def test_tiny_recipe_passes_every_check(tiny_report):
+    assert tiny_report.passed and {check.passed for check in tiny_report.checks} == {True}
+    names = [check.name for check in tiny_report.checks]
+    assert "weight sync" in names and "[teacher] scores" in names
+    assert tiny_report.teachers["teacher"].same_tokenizer is True
+    assert tiny_report.teachers["teacher"].same_prompts is True
+    json.dumps(tiny_report.teachers["teacher"].facts.largest_k)
+    assert tiny_report.teachers["teacher"].facts.largest_k == VOCAB
+    assert tiny_report.teachers["teacher"].head_bfloat16 is False
+    assert tiny_report.student.agreement.largest < 1e-5
+
+
+def test_support_facts_equal_full_softmaxes_of_both_models(tiny_report):
+    """The same rollouts are sampled again, and both checkpoints are read by transformers alone."""
+    recipe = parse_recipe(TINY_RECIPE)
+    problems = load_problem_set(recipe.sources)
+    folders = prepare_models(recipe, problems)
+    with open_engine(recipe, problems, folders, lambda text: None) as engine:
+        samples = sample_first_step(engine, recipe).samples
+    auto = import_transformers().AutoModelForCausalLM
+    models = [auto.from_pretrained(folders[name]).eval() for name in ("student", "teacher")]
+    rows: list[list[np.ndarray]] = [[], []]
+    with torch.no_grad():
+        for own in samples:
+            ids = own.rollout.token_ids
+            for model, found in zip(models, rows, strict=True):
+                logits = model(ids[None]).logits[0, own.rollout.start - 1 : -1].double()
+                found.append(logits.softmax(-1).numpy())
+    p, q = (np.concatenate(found) for found in rows)
+    support = tiny_report.teachers["teacher"].support
+    assert support.positions == len(p) and support.largest_k == 64
+    assert [row.k for row in support.by_k] == [1, 8, 32, 64]
+    for row in support.by_k:
+        assert row.reverse_kl == pytest.approx(tail_kl(p, q, row.k), abs=1e-4)
+        outside = 1 - np.sort(q)[:, -row.k :].sum(1).mean()
+        assert row.mass_outside == pytest.approx(outside, abs=1e-5)
+    hidden = [1 - tail_kl(p, q, k) / tail_kl(p, q, 64) for k in range(1, 65)]
+    assert support.recommended_k == 1 + next(i for i, share in enumerate(hidden) if share <= 0.05)
+
+
+def test_forecast_is_speed_times_the_tokens_of_a_step(tiny_report):
+    step, teacher = tiny_report.step, tiny_report.teachers["teacher"]
+    assert [entry.column for entry in teacher.throughput] == ["0", "1", "8", "32", "64"]
+    assert step.rollouts == 6 and step.column == "8"
+    assert step.tokens == pytest.approx(6 * tiny_report.student.tokens_per_rollout)
+    (own,) = (entry for entry in teacher.throughput if entry.column == "8")
+    assert step.score_seconds == pytest.approx(step.tokens / own.tokens_per_second)
+    assert step.sample_seconds == pytest.approx(step.tokens / tiny_report.student.tokens_per_second)
+    assert step.train_seconds > 0
+
+
+def test_a_probe_changes_no_weight_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = parse_recipe(TINY_RECIPE)
+    problems = load_problem_set(recipe.sources)
+    folders = prepare_models(recipe, problems)
+    with open_engine(recipe, problems, folders, lambda text: None) as engine:
+        models = (engine.model, engine.sampler.model)
+        before = [{n: w.clone() for n, w in model.state_dict().items()} for model in models]
+        assert probe_engine(engine, recipe, lambda text: None, SECONDS).passed
+        for model, weights in zip(models, before, strict=True):
+            assert all(torch.equal(weights[n], w) for n, w in model.state_dict().items())
+            assert all(parameter.grad is None for parameter in model.parameters())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bfloat16_teacher_is_recognized(tiny_recipe):
+    raw = tiny_recipe()
+    raw["teacher"] = {**raw["teacher"], "dtype": "bfloat16"}
+    report = probed(raw)
+    assert report.teachers["teacher"].head_bfloat16 is True
+    assert any("rounded to bfloat16" in text for text in report.recommendations)
+
+
+def test_an_end_improbable_for_the_teacher_is_measured_and_named(with_models):
+    """The trained model ends its texts, the hardly trained one would not. Both are read again."""
+    raw, student, teacher = with_models(rollout__max_tokens=60)
+    raw |= {"student": {"model": str(teacher)}, "teacher": {"model": str(student)}}
+    report = probed(raw)
+    (row,) = report.teachers["teacher"].special_tokens
+    assert row.token == "<|endoftext|>" and row.student_id == row.teacher_id == 0
+    assert row.endings == row.occurrences > 0
+    assert row.teacher_probability < 0.1 * row.student_probability
+    assert any("strings = ['<|endoftext|>']" in text for text in report.recommendations)
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    with open_engine(recipe, problems, {}, lambda text: None) as engine:
+        samples = sample_first_step(engine, recipe).samples
+    auto = import_transformers().AutoModelForCausalLM
+    for folder, measured in (
+        (teacher, row.student_probability),
+        (student, row.teacher_probability),
+    ):
+        model = auto.from_pretrained(folder).eval()
+        found = []
+        for own in samples:
+            ids = own.rollout.token_ids
+            if own.rollout.finish_reason == "stop":
+                with torch.no_grad():
+                    last = model(ids[None]).logits[0, -2].double().softmax(-1)
+                found.append(float(last[ids[-1]]))
+        assert len(found) == row.endings
+        assert measured == pytest.approx(float(np.mean(found)), rel=1e-3)
+
+
+def test_another_token_fails_its_check_and_the_rest_is_measured(with_models):
+    raw, _, teacher = with_models()
+    path = teacher / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    one, two = sorted(vocabulary, key=vocabulary.get)[100:102]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    path.write_text(json.dumps(content))
+    report = probed(raw)
+    failed = [check for check in report.checks if check.passed is False]
+    assert [check.name for check in failed] == ["[teacher] tokenizer, vocabulary, context"]
+    assert "different vocabularies" in failed[0].message and not report.passed
+    student, own = report.student.facts.tokenizer, report.teachers["teacher"].facts.tokenizer
+    assert student.vocabulary_hash != own.vocabulary_hash
+    assert report.teachers["teacher"].same_tokenizer is False
+    assert report.teachers["teacher"].throughput[-1].tokens_per_second > 0
+
+
+def test_models_that_do_not_open_are_a_failed_check(tiny_recipe, tmp_path):
+    folder = tiny_models(TINY_RECIPE)["student"]
+    models = {"student": {"model": str(folder)}, "teacher": {"model": str(tmp_path / "absent")}}
+    report = probed(tiny_recipe(**models))
+    (check,) = report.checks
+    assert check.name == OPENING and check.passed is False and "absent" in check.message
+    assert not report.passed and report.student is None
+
+
+# Recipes of every kind ------------------------------------------------------------------------
+
+
+def test_several_teachers_are_measured_on_their_own_share(with_models):
+    raw, _, _ = with_models(loss__k=2)
+    teacher = raw.pop("teacher")
+    raw["teachers"] = {"one": teacher, "two": teacher}
+    raw["environments"] = {
+        "sums": {"source": "generated", "size": 60, "seed": 1, "teacher": "one", "ratio": 2},
+        "both": {
+            "source": "generated", "size": 60, "seed": 2, "teacher": {"one": 1, "two": 1}
+        },
+    }  # fmt: skip
+    raw["trainer"]["batch_size"] = 12
+    del raw["data"]
+    report = probed(raw)
+    assert report.passed, report.checks
+    assert list(report.teachers) == ["teachers.one", "teachers.two"]
+    assert report.teachers["teachers.one"].share == 1.0
+    assert report.teachers["teachers.two"].share == pytest.approx(1 / 3)
+    for teacher in report.teachers.values():
+        (own,) = (entry for entry in teacher.throughput if entry.column == "2")
+        assert own.seconds_per_step == pytest.approx(
+            teacher.share * report.step.tokens / own.tokens_per_second
+        )
+    assert any(text.startswith("[teachers.two]") for text in report.recommendations)
+
+
+def test_a_policy_teacher_has_a_column_of_its_own(tiny_recipe):
+    raw = tiny_recipe(
+        loss={"type": "self_distillation", "k": 4},
+        teacher={"policy": {"hint": "reference", "update": "live"}},
+        rollout__max_model_len=256,
+    )
+    report = probed(raw)
+    teacher = report.teachers["teacher"]
+    assert report.passed, report.checks
+    assert teacher.facts.model == "the policy, hint 'reference'" and teacher.same_tokenizer
+    assert teacher.share == 1.0 and report.step.score_seconds > 0
+    assert teacher.support.largest_k == 64 and "4" in [e.column for e in teacher.throughput]
+
+
+def test_a_recipe_without_a_teacher_is_a_student_alone(tiny_recipe):
+    raw = tiny_recipe(loss={"type": "default"}, rollout__group_size=2)
+    del raw["teacher"]
+    report = probed(raw)
+    assert report.passed and report.teachers == {} and report.recommendations == []
+    assert report.step.column is None and report.step.score_seconds is None
+    assert report.step.train_seconds > 0
+
+
+def test_preference_pairs_are_part_of_the_training_seconds(tiny_recipe, tmp_path):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"question": "1 + 1?", "chosen": "2", "rejected": "3"}\n' * 4)
+    channel = {"weight": 1.0, "loss": {"type": "topk_reverse_kl", "k": 8}}
+    loss = {"type": "compose", "distillation": {"opd": channel}, "rl": {"weight": 0.0},
+            "replay": {"weight": 0.1, "loss": {"type": "simpo"}}}  # fmt: skip
+    report = probed(tiny_recipe(loss=loss, replay={"source": "jsonl", "path": str(pairs)}))
+    assert report.step.train_seconds > 0 and "training" not in report.student.unmeasured
+
+
+# Servers --------------------------------------------------------------------------------------
+
+
+class AtMost:
+    """A scorer that refuses a larger K, and reports no limit."""
+
+    limits = Limits()
+    sampler = None
+
+    def __init__(self, k: int):
+        self.k = k
+
+    def score(self, rollouts, support_size, prompts=None):
+        if support_size > self.k:
+            raise ValueError(f"at most {self.k}")
+        none = torch.zeros(1, support_size)
+        return [TeacherScores(torch.zeros(1), none.long(), none) for _ in rollouts]
+
+    def close(self): ...
+
+
+def target(scorer: Any, limits: Limits = Limits()) -> Target:  # noqa: B008
+    return Target("teacher", ModelFacts("m", "server", "float32"), limits, scorer, scorer.score,
+                  [sample(0)], None, 1.0, lambda: None)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "accepted, vocab_size, expected",
+    [(1, None, (1, True)), (20, None, (20, True)), (5000, None, (1024, False)),
+     (300, 300, (300, True)), (64, 300, (64, True))],
+)  # fmt: skip
+def test_largest_k_is_found_by_asking(accepted, vocab_size, expected):
+    assert largest_k(target(AtMost(accepted), Limits(vocab_size=vocab_size))) == expected
+
+
+def test_a_refused_k_keeps_the_teachers_reason():
+    column = measure_column(target(AtMost(20)), 32, 1, SECONDS, 100.0)
+    assert column.refused == "at most 20" and column.tokens_per_second is None
+
+
+@pytest.fixture
+def served(with_models):
+    """A recipe whose student and teacher are servers."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**settings: Any) -> tuple[dict[str, Any], SpoilingServer, SpoilingServer]:
+            raw, student_dir, teacher_dir = with_models()
+            student = stack.enter_context(SpoilingServer(student_dir))
+            teacher = stack.enter_context(SpoilingServer(teacher_dir, **settings))
+            raw["rollout"] |= {"backend": "server", "url": student.url}
+            raw["teacher"]["url"] = teacher.url
+            return raw, student, teacher
+
+        yield make
+
+
+def test_served_models_are_measured_and_get_no_weights(served):
+    raw, student, teacher = served(max_logprobs=20, processed=False)
+    report = probed(raw)
+    facts = report.teachers["teacher"]
+    assert report.passed, report.checks
+    (sync,) = (check for check in report.checks if check.name == "weight sync")
+    assert sync.passed is None and "others may use" in sync.message
+    assert student.requests["/collective_rpc"] == teacher.requests["/collective_rpc"] == 0
+    assert facts.facts.largest_k == 20 and facts.facts.url == teacher.url
+    refused = {entry.column for entry in facts.throughput if entry.refused}
+    assert refused == {"32", "64"} and facts.support.largest_k == 8
+    assert facts.agreement.largest < 1e-4 and facts.agreement.tokens > 0
+    assert facts.facts.logprob_mode == "raw"
+    assert report.student.facts.logprob_mode == "processed"
+
+
+def test_a_server_of_other_weights_shows_in_the_agreement(served):
+    raw, _, teacher = served()
+    teacher.swap(tiny_models(TINY_RECIPE)["student"])
+    report = probed(raw)
+    assert report.teachers["teacher"].agreement.largest > 0.5
+    assert any("start the server with that checkpoint" in text for text in report.recommendations)
