@@ -13,6 +13,7 @@ from prime_composer.local.replay import pairs_of_rollouts
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
+from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.order import environment_batches, prompt_batches
 from prime_composer.recipe.schema import Recipe, ReplayConfig, RolloutConfig
 
@@ -36,11 +37,15 @@ def collect(
     problems = problems_of_step(engine.problems.problem_set, prompts_per_step, seed, step)
     rollouts = sample_rollouts(engine, recipe.rollout, problems, seed, step)
     clock.lap("sample")
-    samples = grade(engine.problems, rollouts, problems)
+    budget = TimeBudget()
+    samples = grade(engine.problems, rollouts, problems, budget)
     pairs: Sequence[Pair] = ()
     if "replay" in recipe.loss.needs:
         pairs = pairs_of_step(engine, recipe.replay, samples, seed, step)
-    metrics = rollout_metrics(samples, engine.problems.problem_set.sources)
+    sources = engine.problems.problem_set.sources
+    metrics = rollout_metrics(samples, sources)
+    if any(source.answer_check == "math_verify" for source in sources.values()):
+        metrics["rollout/answer_timeouts"] = float(budget.timeouts)
     clock.lap("reward")
     scored = engine.score(samples)
     clock.lap("score")
@@ -102,7 +107,10 @@ def sample_rollouts(
 
 
 def grade(
-    tokenized: TokenizedProblems, rollouts: Sequence[Rollout], problems: Sequence[Problem]
+    tokenized: TokenizedProblems,
+    rollouts: Sequence[Rollout],
+    problems: Sequence[Problem],
+    budget: TimeBudget | None = None,
 ) -> list[Sample]:
     """Return one sample per rollout, with text, reward and advantage.
 
@@ -110,12 +118,13 @@ def grade(
         tokenized: decodes and checks answers.
         rollouts: the step's rollouts.
         problems: the step's problems, indexed by ``Rollout.prompt_index``.
+        budget: time for answers that Math-Verify does not finish; it counts them.
     """
     samples = []
     for rollout in rollouts:
         problem = problems[rollout.prompt_index]
         text = tokenized.decode(rollout.completion_ids)
-        samples.append(Sample(rollout, problem, text, tokenized.reward(text, problem)))
+        samples.append(Sample(rollout, problem, text, tokenized.reward(text, problem, budget)))
     return with_advantages(samples)
 
 

@@ -17,6 +17,7 @@ from prime_composer.local.engine import Engine, open_sampler
 from prime_composer.local.student_forward import student_inputs
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
+from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import EvalConfig, Recipe
 
@@ -148,8 +149,9 @@ class Evaluator:
             prompts = [self.problems.prompt(problem) for problem in problems]
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
         rollouts = sampler.generate(prompts, params, seed=EVALUATION_SEED)
+        budget = TimeBudget()
         correct = [
-            self.problems.reward(self.problems.decode(rollout.completion_ids), problem)
+            self.problems.reward(self.problems.decode(rollout.completion_ids), problem, budget)
             for rollout, problem in zip(rollouts, problems, strict=True)
         ]
         return correct, [float(rollout.finish_reason == "length") for rollout in rollouts]

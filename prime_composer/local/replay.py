@@ -1,7 +1,6 @@
 """Preference pairs of the replay channel: from the rollouts of a group, or from a file."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from prime_composer.local.batch import Pair, Sample
 from prime_composer.local.student_forward import student_inputs
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.prompts import answer_text, render_prompt
+from prime_composer.problems.rows import read_rows
 
 
 def pairs_of_rollouts(samples: Sequence[Sample], limit: int) -> list[Pair]:
@@ -42,37 +42,32 @@ def read_pairs(path: Path, sources: Mapping[str, DataConfig], tokenizer: Any) ->
     """
     if not path.is_file():
         raise ValueError(f"no such file: {path}. [replay] path is a JSONL file of preference pairs")
-    pairs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}:{number}: not JSON: {error.msg} at column {error.colno}"
-            ) from error
-        for key in ("question", "chosen", "rejected"):
-            if (
-                not isinstance(row, dict)
-                or not isinstance(row.get(key), str)
-                or not row[key].strip()
-            ):
-                raise ValueError(f'{path}:{number}: "{key}" must be a string that is not empty')
-        environment = row.get("environment") if len(sources) > 1 else next(iter(sources))
-        if not isinstance(environment, str) or environment not in sources:
-            raise ValueError(f'{path}:{number}: "environment" must be one of {", ".join(sources)}')
-        data = sources[environment]
-        problem = Problem(row["question"], row["chosen"], environment)
-        prompt = render_prompt(problem, data, tokenizer)
-        chosen, rejected = (
-            Sample(response(prompt, row[key], data, tokenizer, 0), problem, row[key])
-            for key in ("chosen", "rejected")
-        )
-        pairs.append(Pair(chosen, rejected))
+    pairs = read_rows(path, lambda row: pair_of_row(row, sources, tokenizer))
     if not pairs:
         raise ValueError(f"{path} contains no pair")
     return pairs
+
+
+def pair_of_row(row: Any, sources: Mapping[str, DataConfig], tokenizer: Any) -> Pair:
+    """Return a row of a file of pairs as a pair.
+
+    Raises:
+        ValueError: a string is missing or empty, or the environment is unknown.
+    """
+    for key in ("question", "chosen", "rejected"):
+        if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
+            raise ValueError(f'"{key}" must be a string that is not empty')
+    environment = row.get("environment") if len(sources) > 1 else next(iter(sources))
+    if not isinstance(environment, str) or environment not in sources:
+        raise ValueError(f'"environment" must be one of {", ".join(sources)}')
+    data = sources[environment]
+    problem = Problem(row["question"], row["chosen"], environment)
+    prompt = render_prompt(problem, data, tokenizer)
+    chosen, rejected = (
+        Sample(response(prompt, row[key], data, tokenizer, 0), problem, row[key])
+        for key in ("chosen", "rejected")
+    )
+    return Pair(chosen, rejected)
 
 
 def response(

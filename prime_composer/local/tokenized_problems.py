@@ -9,6 +9,7 @@ from prime_composer.local.replay import response
 from prime_composer.problems.answers import is_correct
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
+from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.prompts import render_prompt
 
 
@@ -42,6 +43,12 @@ class TokenizedProblems:
         """Return a completion as text, without special tokens."""
         return self.tokenizer.decode(completion_ids, skip_special_tokens=True)
 
-    def reward(self, text: str, problem: Problem) -> float:
-        """Return 1.0 for a correct answer to the problem and 0.0 for a wrong one."""
-        return float(is_correct(text, problem, self.problem_set.config_of(problem)))
+    def reward(self, text: str, problem: Problem, budget: TimeBudget | None = None) -> float:
+        """Return 1.0 for a correct answer to the problem and 0.0 for a wrong one.
+
+        Args:
+            text: the answer.
+            problem: the problem.
+            budget: time for the answers of a step that Math-Verify does not finish.
+        """
+        return float(is_correct(text, problem, self.problem_set.config_of(problem), budget))

@@ -1,50 +1,111 @@
-"""Check answers."""
+"""Check answers.
+
+The table of what the default rule reads is in recipes/README.md. Its cases are in
+tests/problems/test_answers.py.
+"""
 
 import re
-import threading
 from decimal import Decimal
 
 from prime_composer.problems.config import FINAL_MARK, DataConfig, Problem
+from prime_composer.problems.math_verifier import VERIFIER, TimeBudget
 
-MATH_VERIFY_SECONDS = 5
+_SPACE = r"[ \t]*"
+_SIGN = "[-\u2212+]?"
+_CURRENCY = r"(?:\\?\$|[£€¥₹])?"
 
-_FINAL = re.compile(
-    re.escape(FINAL_MARK) + r"[ \t]*(-?)[ \t]*\$?[ \t]*(-?)(\d[\d,]*(?:\.\d+)?|\.\d+)"
+_FIRST = re.compile(
+    rf"{re.escape(FINAL_MARK)}{_SPACE}({_SIGN}){_SPACE}{_CURRENCY}{_SPACE}({_SIGN})"
+    r"(\d[\d,]*(?:\.\d+)?|\.\d+)"
 )
+"""The first number after ``####``: its sign, before or after a currency, and its digits."""
+
+_GROUPED = re.compile(r"\d*(?:\.\d+)?|\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?")
+"""Digits whose commas, if any, separate thousands or lakhs."""
+
+_GOES_ON = re.compile(
+    rf"""
+    [.,:]\d                                      # 1.5.2   10:30
+    | {_SPACE}[\d²³¹\u00bc-\u00be\u2070-\u2079\u2150-\u215f]      # 18 17 16   2 1/2   10²
+    | [^\W\d_]+\d | [A-Za-z](?![^\W\d_])           # 1e3   3x
+    | {_SPACE}(?:[-+*/^=×÷·⋅:,;&\u2212\u2013]+|[xX]|or\b|and\b|to\b|\\[a-z]+)
+      {_SPACE}{_SIGN}{_CURRENCY}[({{]*\.?\d          # 1/2   5-3   3 x 10^2   5 or 6
+    """,
+    re.VERBOSE,
+)
+"""What makes the digits before it a part of something else: another number, a formula, a list."""
+
+_SCALED = re.compile(
+    rf"{_SPACE}(?:\\?%|(?:percent|dozen|hundred|thousand|million|billion|trillion)\b)"
+)
+"""What gives the digits before it another value. The rule of the field does not read it."""
 
 
-def is_correct(text: str, problem: Problem, config: DataConfig) -> bool:
+def is_correct(
+    text: str, problem: Problem, config: DataConfig, budget: TimeBudget | None = None
+) -> bool:
     """Return whether a completion answers the problem, by the rule of ``config.answer_check``.
+
+    Args:
+        text: the completion.
+        problem: its reference is the text after the last ``####``.
+        config: which rule.
+        budget: time for answers that Math-Verify does not finish, which count as wrong. None: that
+            of a single answer.
 
     Raises:
         ValueError: the rule needs Math-Verify and it is not installed.
     """
-    if config.answer_check == "gsm8k":
-        answer = final_number(text)
-        return answer is not None and answer == final_number(f"{FINAL_MARK} {problem.final}")
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise ValueError(
-            '[data] answer_check = "math_verify" needs Math-Verify: '
-            'pip install "prime-composer[engine]"'
-        ) from error
-    # Math-Verify's time-outs are signals, which only the main thread may set.
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    limit = MATH_VERIFY_SECONDS if on_main_thread else None
-    reference = parse(problem.final, parsing_timeout=limit)
-    return bool(verify(reference, parse(text, parsing_timeout=limit), timeout_seconds=limit))
+    if config.answer_check == "math_verify":
+        return VERIFIER.verify(problem.final, text, TimeBudget() if budget is None else budget)
+    answer = final_number(text)
+    return answer is not None and answer == final_number(f"{FINAL_MARK} {problem.final}")
 
 
 def final_number(text: str) -> Decimal | None:
     """Return the number after the first ``####``, exactly, or None.
 
     The rule is that of https://github.com/openai/grade-school-math (``extract_answer`` in
-    grade_school_math/dataset.py): the first ``#### (-?[0-9.,]+)``, commas dropped. Two differences:
-    a dollar sign may precede the number, and numbers are compared as numbers (18 equals 18.00).
+    grade_school_math/dataset.py): the first ``#### (-?[0-9.,]+)``, commas dropped. There are three
+    differences. A currency, a plus or the sign U+2212 may precede the number. Numbers are compared
+    as numbers (18 equals 18.00). Digits that are a part of something else are no answer: ``1/2``,
+    ``5 or 6``, ``1e3``.
     """
-    match = _FINAL.search(text)
-    if match is None:
+    found = _read(text)
+    return None if found is None else found[0]
+
+
+def _read(text: str) -> tuple[Decimal, int] | None:
+    """Return the number after the first ``####`` and where it ends."""
+    match = _FIRST.search(text)
+    if match is None or (match[1] and match[2]):
         return None
-    number = Decimal(match[3].replace(",", ""))
-    return -number if bool(match[1]) != bool(match[2]) else number
+    digits = match[3].rstrip(",")
+    end = match.start(3) + len(digits)
+    if _GROUPED.fullmatch(digits) is None or _GOES_ON.match(text, end) is not None:
+        return None
+    number = Decimal(digits.replace(",", ""))
+    # Not unary minus, which rounds to 28 digits.
+    return number.copy_negate() if (match[1] or match[2]) in ("-", "\u2212") else number, end
+
+
+def check_reference(answer: str, answer_check: str) -> None:
+    """Check that a worked answer ends in a number that the rule ``answer_check`` does not misread.
+
+    Raises:
+        ValueError: it does not; the message has the text after the last ``####``.
+    """
+    if FINAL_MARK not in answer:
+        raise ValueError(f'"answer" has no "{FINAL_MARK} <number>" at its end')
+    final = answer[answer.rindex(FINAL_MARK) :]
+    if answer_check == "math_verify":
+        misread = _FIRST.match(final) is None
+    else:
+        found = _read(final)
+        misread = found is None or _SCALED.match(final, found[1]) is not None
+    if misread:
+        shown = final.removeprefix(FINAL_MARK).strip()
+        raise ValueError(
+            f'what follows "{FINAL_MARK}" in "answer" is not a number: {shown[:60]!r}; write it as '
+            'a decimal number, or compare with answer_check = "math_verify"'
+        )

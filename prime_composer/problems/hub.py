@@ -45,7 +45,7 @@ def _split(splits: Any, name: str, config: DataConfig) -> list[Problem]:
     problems = []
     for number, row in enumerate(splits[name], start=1):
         try:
-            problems.append(problem_of_row(row, config.teacher_key))
+            problems.append(problem_of_row(row, config.teacher_key, config.answer_check))
         except ValueError as error:
             raise ValueError(f"{config.hub_id}, split {name}, row {number}: {error}") from error
     return problems

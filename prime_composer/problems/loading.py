@@ -92,10 +92,11 @@ def _load_source(config: DataConfig) -> tuple[list[Problem], list[Problem], str]
     path = config.path.expanduser()
     if path.is_dir():
         train, held_out = (
-            read_jsonl(path / f"{split}.jsonl", config.teacher_key) for split in ("train", "test")
+            read_jsonl(path / f"{split}.jsonl", config.teacher_key, config.answer_check)
+            for split in ("train", "test")
         )
         return train, held_out, str(path)
-    problems = read_jsonl(path, config.teacher_key)
+    problems = read_jsonl(path, config.teacher_key, config.answer_check)
     return *split_by_question(problems, config.hold_out, config.seed), str(path)
 
 

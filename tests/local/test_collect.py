@@ -3,13 +3,21 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from prime_composer.local import collect as collecting
+from prime_composer.local import tokenized_problems
+from prime_composer.local.clock import Clock
 from prime_composer.local.collect import mean_by_environment, problems_of_step, with_advantages
+from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
-from tests.local.helpers import run, sample
+from prime_composer.recipe.loading import parse_recipe
+from tests.local.helpers import rollout, run, sample
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -62,3 +70,28 @@ def test_student_fraction_replaces_sequences_by_solutions(tiny_recipe: Raw, tmp_
     run(raw, tmp_path / "mixed")
     mixed = read_metrics(tmp_path / "mixed")[1:]
     assert all(0 < record["rollout/reward"] < 1 for record in mixed)
+
+
+@pytest.mark.parametrize("rule", ["gsm8k", "math_verify"])
+def test_collect_counts_answers_without_a_verdict(
+    rule: str, tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Math-Verify's time-outs of a step are a metric, and its answers share one budget."""
+
+    def judge(text: str, problem: Problem, config: DataConfig, budget: Any) -> bool:
+        budget.timeouts += 1
+        return False
+
+    raw = tiny_recipe(data={"size": 60, "answer_check": rule})
+    recipe = parse_recipe(raw)
+    problems = [Problem(str(i), "#### 1") for i in range(8)]
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
+    tokenized = TokenizedProblems(ProblemSet(problems, [], recipe.sources), tokenizer)
+    engine = SimpleNamespace(problems=tokenized, score=list)
+    monkeypatch.setattr(tokenized_problems, "is_correct", judge)
+    monkeypatch.setattr(
+        collecting, "sample_rollouts", lambda *args: [rollout(group) for group in range(6)]
+    )
+    collect: Any = collecting.collect
+    _, metrics = getattr(collect, "__wrapped__", collect)(engine, recipe, 1, Clock())
+    assert metrics.get("rollout/answer_timeouts") == (6.0 if rule == "math_verify" else None)

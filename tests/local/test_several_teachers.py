@@ -79,7 +79,7 @@ def test_two_teachers_of_two_environments_train_one_student(
     """Each answer is checked as its own environment says, and every mean is also given for each."""
     checked = set()
 
-    def judge(text: str, problem: Problem, config: Any) -> bool:
+    def judge(text: str, problem: Problem, config: Any, budget: Any) -> bool:
         checked.add((problem.environment, config.prompt_template))
         return problem.environment == "sums"
 

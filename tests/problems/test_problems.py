@@ -6,6 +6,7 @@ import re
 import sys
 from collections import Counter
 from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -153,6 +154,50 @@ def test_jsonl_line_not_utf8_is_reported(tmp_path):
     file = tmp_path / "train.jsonl"
     file.write_bytes(GOOD.encode() + b'\n{"question": "\xff", "answer": "#### 1"}\n')
     with pytest.raises(ValueError, match=r"train\.jsonl:2: not UTF-8"):
+        read_jsonl(file)
+
+
+LONE = r'{"question": "half \ud800 a letter", "answer": "#### 1"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (f"{GOOD}\n{LONE}\n".encode(), r":2: the lone surrogate '\\ud800' is half a letter"),
+        (f"{GOOD}\n{'[' * 100_000}\n".encode(), ":2: too deeply nested"),
+        (f"{GOOD}\n{GOOD}\n".encode("utf-16"), ":1: the file is UTF-16; save it as UTF-8"),
+        (f"{GOOD}\n{'9' * 10_000}\n".encode(), ":2: not read: Exceeds the limit"),
+        (b'{"question": "q"' + b', "k": 1' * 3 + b', "' + b"x" * 100_000 + b'": 1}', "is missing"),
+        (f'{{"question": "q", "answer": "#### {"z" * 100_000}"}}'.encode(), "not a number: 'zz"),
+    ],
+    ids=["lone surrogate", "deep", "UTF-16", "long integer", "long key", "long answer"],
+)
+def test_jsonl_of_odd_bytes_is_one_sentence(tmp_path, content, complaint):
+    """It names file and line, and shows a short piece of a long line."""
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"train\.jsonl.*{complaint}") as caught:
+        read_jsonl(file)
+    assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
+
+
+def test_jsonl_whole_letters_in_escapes_are_read(tmp_path):
+    """A pair of surrogates is a letter, also beside a byte order mark."""
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + rb'{"question": "\ud83d\ude00?", "answer": "#### 1"}')
+    assert read_jsonl(file) == [Problem("\U0001f600?", "#### 1")]
+
+
+def test_jsonl_that_cannot_be_read_says_why(tmp_path, monkeypatch):
+    """A file without permission is one sentence."""
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    file = tmp_path / "train.jsonl"
+    file.write_text(GOOD)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match=r"train\.jsonl cannot be read: Permission denied"):
         read_jsonl(file)
 
 

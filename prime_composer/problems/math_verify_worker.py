@@ -1,0 +1,67 @@
+"""Compare answers with Math-Verify, in a process of its own.
+
+``math_verifier.py`` runs this file alone, by its path. Each line of standard input is a JSON list:
+the reference, the answer, and the seconds that it may take. Each line of standard output is the
+verdict: true, false, or null where the time or the memory ran out.
+
+Math-Verify cannot be interrupted from Python while it computes with large integers. So a child
+does the work, and the kernel kills it when its alarm rings. This process then forks another one,
+with the library already imported.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+
+MEMORY = 4 * 2**30
+"""Address space of a child, in bytes."""
+
+
+def serve() -> None:
+    """Fork children that answer, one after the other, until standard input ends."""
+    # Verdicts have a descriptor of their own: whatever a library prints goes nowhere.
+    verdicts = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        from math_verify import parse
+
+        parse(r"$\frac{1}{2}$", parsing_timeout=None)  # its patterns are compiled once, here
+    except Exception as error:
+        print(json.dumps(f"{type(error).__name__}: {error}"), file=verdicts, flush=True)
+        return
+    print(json.dumps("ready"), file=verdicts, flush=True)
+    while True:
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+            for line in sys.stdin:
+                print(json.dumps(verdict(*json.loads(line))), file=verdicts, flush=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            return
+        print("null", file=verdicts, flush=True)
+
+
+def verdict(reference: str, text: str, seconds: float) -> bool | None:
+    """Return whether an answer equals the reference; None where memory ran out."""
+    from math_verify import parse, verify
+
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        gold = parse(reference, parsing_timeout=None)
+        return bool(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
+    except (MemoryError, RecursionError):
+        return None
+    except Exception:  # the library's parsers raise what they like on text that is no mathematics
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,294 @@
+"""What the answer checkers read, case by case; the table of recipes/README.md is a part of it.
+
+The cases are those of a campaign of 76 written answers. Every expected value is written by hand.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_composer.problems import math_verifier
+from prime_composer.problems.answers import check_reference, is_correct
+from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.loading import load_problems
+from prime_composer.problems.math_verifier import MathVerifier, TimeBudget
+from prime_composer.problems.rows import read_jsonl
+
+BY_NUMBER = DataConfig()
+BY_LIBRARY = DataConfig(answer_check="math_verify")
+BIG = "1234567890123456789012345678901"
+
+
+def problem_with(final: str) -> Problem:
+    return Problem("How many?", f"It is so.\n#### {final}")
+
+
+CASES = {
+    # (reference, what follows "#### "): whether it is correct.
+    # Digits that are a part of something else were read as a prefix.
+    ("1", "1/2"): False,
+    ("5", "5-3"): False,
+    ("5", "5*3=15"): False,
+    ("15", "5*3=15"): False,
+    ("5", "5 or 6"): False,
+    ("6", "5 or 6"): False,
+    ("5", "5, 6"): False,
+    ("5", "5 and 6"): False,
+    ("5", "5 to 6"): False,
+    ("18", "18 17 16 15"): False,
+    ("1.5", "1.5.2"): False,
+    ("10", "10:30"): False,
+    ("2", "2 1/2"): False,
+    ("2.5", "2 1/2"): False,
+    ("2", "2½"): False,
+    ("3", "3x"): False,
+    ("3", r"3 \times 10^2"): False,
+    ("300", r"3 \times 10^2"): False,
+    ("3", "3 x 10^2"): False,
+    ("5", r"5\frac{1}{2}"): False,
+    ("1", "1e3"): False,
+    ("10", "10²"): False,
+    ("1", "1 000"): False,
+    ("3", "3^2"): False,
+    # Commas that separate no thousands.
+    ("12", "1,2"): False,
+    ("12", "1,,2"): False,
+    ("123", "12,3"): False,
+    ("1234", "12,34"): False,
+    ("314", "3,14"): False,
+    ("3.14", "3,14"): False,
+    ("1", "1,2"): False,
+    ("1234", "1,234"): True,
+    ("1234567", "1,234,567"): True,
+    ("1234567", "12,34,567"): True,
+    ("1234.5", "1,234.50"): True,
+    # Numbers are compared exactly, whatever their length.
+    (BIG + "1", BIG + "2"): False,
+    ("-" + BIG + "1", "-" + BIG + "2"): False,
+    ("-" + BIG + "1", "-" + BIG + "1"): True,
+    ("0.1", "0.10000000000000000000000001"): False,
+    ("18", "18.00"): True,
+    # What does not change the number may stand around it.
+    ("5", "£5"): True,
+    ("5", "€5"): True,
+    ("5", r"\$5"): True,
+    ("5", "$5"): True,
+    ("5", "+5"): True,
+    ("-5", "−5"): True,
+    ("-5", "-$5"): True,
+    ("-5", "- 5"): True,
+    ("5", "--5"): False,
+    ("5", "５"): True,
+    ("5", "5."): True,
+    ("5", "5, as computed"): True,
+    ("5", "5 apples"): True,
+    ("5", "5 (five)"): True,
+    ("5", "5km"): True,
+    ("5", "5 - the total"): True,
+    ("5", "5 dollars/day"): True,
+    ("5", "5 $/day"): True,
+    ("5", "5\nQuestion: 7 apples"): True,
+    # The rule of the field, where a person might decide otherwise.
+    ("50", "50%"): True,
+    ("0.5", "50%"): False,
+    ("5", "**5**"): False,
+    ("5", "*5*"): False,
+    ("5", r"\boxed{5}"): False,
+    ("5", "\n5"): False,
+    ("5", "x = 5"): False,
+    ("5", "five"): False,
+    ("-5", "(5)"): False,
+    ("5", "5\n#### 6"): True,
+    ("6", "5\n#### 6"): False,
+    ("6", "?\n#### 6"): True,
+    ("6", "1/2\n#### 6"): False,
+}
+
+
+@pytest.mark.parametrize(("reference", "written"), CASES, ids=range(len(CASES)))
+def test_gsm8k_reads_one_number_after_the_mark(reference: str, written: str) -> None:
+    """The first ####, one number; a part of another expression is none."""
+    correct = is_correct(f"So.\n#### {written}", problem_with(reference), BY_NUMBER)
+    assert correct is CASES[reference, written]
+
+
+@pytest.mark.parametrize("text", ["5", "The answer is 5.", "### 5", r"\boxed{5}", ""])
+def test_gsm8k_without_the_mark_reads_nothing(text: str) -> None:
+    """The mark is a part of the format."""
+    assert is_correct(text, problem_with("5"), BY_NUMBER) is False
+
+
+def test_gsm8k_reads_a_mark_without_a_space() -> None:
+    """The space after the mark may be missing."""
+    assert is_correct("####5", problem_with("5"), BY_NUMBER) is True
+
+
+MISREAD = ["1/2", "50%", "50 %", r"50\%", "3 x 10^2", r"3 \times 10^2", "2 1/2", "3,14", "10:30",
+           "5 or 6", "1e3", "3x", "5 million", "many", ""]  # fmt: skip
+
+
+@pytest.mark.parametrize("reference", MISREAD)
+def test_reference_that_would_be_misread_is_refused(reference: str, tmp_path: Path) -> None:
+    """It is refused with file and line when the data is loaded."""
+    path = tmp_path / "train.jsonl"
+    escaped = reference.replace("\\", "\\\\")
+    path.write_text(
+        f'{{"question": "a", "answer": "#### 5"}}\n{{"question": "q", "answer": "#### {escaped}"}}'
+    )
+    with pytest.raises(ValueError, match=r"train\.jsonl:2: .* is not a number: .*math_verify"):
+        read_jsonl(path)
+
+
+@pytest.mark.parametrize("reference", ["5", "-5", "1,234.50", "$5", "5 apples", "5.", " 5", "-$3"])
+def test_reference_that_is_a_number_is_accepted(reference: str) -> None:
+    """What the checker reads as a person does loads."""
+    check_reference(f"It is so.\n#### {reference}", "gsm8k")
+
+
+@pytest.mark.parametrize("reference", ["1/2", "50%", "3 x 10^2"])
+def test_reference_of_math_verify_may_be_a_formula(reference: str) -> None:
+    """That library reads formulas, so these references are not misread."""
+    check_reference(f"It is so.\n#### {reference}", "math_verify")
+
+
+@pytest.mark.skipif(
+    "PRIME_COMPOSER_GSM8K" not in os.environ,
+    reason="PRIME_COMPOSER_GSM8K does not name GSM8K's folder",
+)
+def test_gsm8k_grades_its_own_solutions_as_ever() -> None:
+    """Every solution of GSM8K is right, and with its reference changed by 1 it is wrong."""
+    config = DataConfig(source="jsonl", path=Path(os.environ["PRIME_COMPOSER_GSM8K"]))
+    problems = [problem for part in load_problems(config) for problem in part]
+    assert len(problems) == 7473 + 1319
+    for problem in problems:
+        other = Problem("q", f"#### {int(problem.final.replace(',', '')) + 1}")
+        assert is_correct(problem.answer, problem, config)
+        assert not is_correct(problem.answer, other, config)
+
+
+LIBRARY_CASES = {
+    ("5", "#### 5\n#### 6"): False,
+    ("6", "#### 5\n#### 6"): True,
+    ("5", "### 5"): True,
+    ("5", r"\boxed{5}"): True,
+    ("5", "The answer is 5."): True,
+    ("0.5", r"$\frac{1}{2}$"): True,
+    ("5", "five"): False,
+    ("5", "I cannot tell."): False,
+    ("5", "\ud800 5"): True,
+}
+"""As Math-Verify 0.9 reads them: the last number wins, and a formula counts as its value."""
+
+
+@pytest.mark.parametrize(("reference", "text"), LIBRARY_CASES, ids=range(len(LIBRARY_CASES)))
+def test_math_verify_reads_the_last_answer(reference: str, text: str) -> None:
+    """The library's reading, where it differs from the rule by ####."""
+    correct = is_correct(text, problem_with(reference), BY_LIBRARY)
+    assert correct is LIBRARY_CASES[reference, text]
+
+
+ENDLESS = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{10000000!}"]
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_verifier, "SECONDS_PER_ANSWER", 0.8)
+    monkeypatch.setattr(math_verifier, "SECONDS_WHEN_SPENT", 0.6)
+
+
+def in_a_thread(work: Any) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("run", [lambda work: work(), in_a_thread], ids=["main", "other thread"])
+def test_endless_answer_is_wrong_in_time(run: Any, short_limits: None, capfd: Any) -> None:
+    """In any thread it costs its limit, is wrong and counted, and the next answer is checked."""
+    assert is_correct("5", problem_with("5"), BY_LIBRARY)  # the library is imported
+    budget, verdicts = TimeBudget(), []
+
+    def work() -> None:
+        for text in (*ENDLESS, r"\boxed{5}"):
+            verdicts.append(is_correct(text, problem_with("5"), BY_LIBRARY, budget))
+
+    start = time.monotonic()
+    run(work)
+    assert verdicts == [False, False, True]
+    assert budget.timeouts == 2 and 1.5 < budget.spent <= time.monotonic() - start
+    assert capfd.readouterr() == ("", "")
+
+
+def test_budget_spent_shortens_the_rest_of_the_step(short_limits: None) -> None:
+    """Of many endless answers the first ones use the budget up, and the others get less time."""
+    budget = TimeBudget(seconds=0.8)
+    limits = []
+    for _ in range(3):
+        limits.append(budget.per_answer)
+        assert not is_correct(ENDLESS[0], problem_with("5"), BY_LIBRARY, budget)
+    assert limits == [0.8, 0.6, 0.6]
+    assert is_correct("5", problem_with("5"), BY_LIBRARY, budget)
+    assert budget.timeouts == 3 and budget.per_answer == 0.6
+
+
+def test_worker_that_was_killed_is_started_again() -> None:
+    """As by the kernel when memory is short. The answer that it had counts as a time-out."""
+    verifier, budget = MathVerifier(), TimeBudget()
+    assert verifier.verify("5", "5", budget)
+    process = verifier._process
+    assert process is not None
+    os.killpg(process.pid, signal.SIGKILL)
+    verdicts = [verifier.verify("5", "5", budget) for _ in range(2)]
+    assert verdicts[1] and budget.timeouts == (0 if verdicts[0] else 1)
+    verifier.close()
+
+
+DIES = """
+import os, signal, sys, threading
+from prime_composer.problems.math_verifier import VERIFIER, TimeBudget
+VERIFIER.verify("5", "5", TimeBudget())
+print(VERIFIER._process.pid, flush=True)
+threading.Thread(target=VERIFIER.verify, args=("5", sys.argv[1], TimeBudget()), daemon=True).start()
+threading.Event().wait(0.3)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_worker_ends_with_its_parent() -> None:
+    """Also where the parent is killed while an endless answer is checked."""
+    done = subprocess.run(
+        [sys.executable, "-c", DIES, ENDLESS[0]], capture_output=True, text=True, check=False
+    )
+    group = int(done.stdout)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    pytest.fail("the worker outlived its parent")
+
+
+def test_math_verify_missing_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the library the message has the line that installs it."""
+    monkeypatch.setattr(math_verifier, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs Math-Verify: pip install"):
+        MathVerifier().verify("5", "5", TimeBudget())
+
+
+def test_math_verify_broken_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A worker that cannot import the library says the reason."""
+    worker = tmp_path / "worker.py"
+    worker.write_text("print('\"ImportError: no sympy\"')")
+    monkeypatch.setattr(math_verifier, "WORKER", worker)
+    with pytest.raises(ValueError, match=r"does not start .*ImportError: no sympy.* pip install"):
+        MathVerifier().verify("5", "5", TimeBudget())
