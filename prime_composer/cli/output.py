@@ -79,10 +79,11 @@ def forgiving_output() -> Iterator[None]:
         else:
             traceback.print_exception(thread.exc_value)
 
-    for stream in (sys.stdout, sys.stderr):
+    streams: tuple[Any, Any] = sys.stdout, sys.stderr
+    for stream in streams:
         with suppress(AttributeError, OSError):
             stream.reconfigure(errors=_ERRORS)
-    sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     threading.excepthook = in_one_line
     try:
         yield

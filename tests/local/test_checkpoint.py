@@ -1,62 +1,340 @@
-"""Checkpoints are complete or absent, and the newest few are kept."""
+"""Checkpoints are complete or absent, checked before they are loaded; the newest few are kept."""
 
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from prime_composer.local import checkpoint as module
+from prime_composer.local import disk
 from prime_composer.local.checkpoint import (
     CheckpointNotSaved,
+    DamagedCheckpoint,
+    check_room,
     list_checkpoints,
     save_checkpoint,
+    set_newer_aside,
+    tensor_bytes,
+    whole_checkpoint,
 )
+from prime_composer.local.disk import NoRoom
+
+WEIGHTS = "model.safetensors"
 
 
 class Model:
-    """Writes what a model and a tokenizer would."""
+    """Writes what a model would; ``number`` tells its weights from those of others."""
+
+    def __init__(self, number: int = 0):
+        self.number = number
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.full((3,), float(self.number))}
 
     def save_pretrained(self, folder: Path) -> None:
-        (folder / "weights").write_text("w")
+        save_file(self.state_dict(), folder / WEIGHTS)
+        (folder / "config.json").write_text("{}")
+
+
+class Tokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+
+def save(run_dir: Path, *steps: int, keep: int = 2) -> None:
+    for step in steps:
+        save_checkpoint(run_dir, step, Model(step), Tokenizer(), {"optimizer": step}, keep)
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(run_dir)]
 
 
 def test_save_checkpoint_keeps_the_newest_few(tmp_path: Path) -> None:
-    for step in (2, 10, 100):
-        save_checkpoint(tmp_path, step, Model(), Model(), {"optimizer": step}, keep=2)
-    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [10, 100]
+    save(tmp_path, 2, 10, 100)
+    assert steps_of(tmp_path) == [10, 100]
     assert list_checkpoints(tmp_path)[-1].load() == {"optimizer": 100, "step": 100}
+
+
+def test_manifest_has_size_and_sha256_of_every_file(tmp_path: Path) -> None:
+    """The digest of ``{}`` is the one that ``printf {} | sha256sum`` prints."""
+    save(tmp_path, 3)
+    manifest = json.loads((folder_of(tmp_path, 3) / "manifest.json").read_text())
+    assert (manifest["format"], manifest["step"]) == (1, 3)
+    assert set(manifest["files"]) == {WEIGHTS, "config.json", "tokenizer.json", "trainer.pt"}
+    assert manifest["files"]["config.json"] == {
+        "size": 2,
+        "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
+    }
+
+
+def test_manifest_is_written_after_all_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash while a file is flushed leaves no manifest, and so no checkpoint."""
+    seen: list[str] = []
+    flush = module._flush
+    monkeypatch.setattr(
+        module, "_flush", lambda path: seen.append(os.path.basename(path)) or flush(path)
+    )
+    save(tmp_path, 1)
+    assert seen[-3:] == ["manifest.json", "step_000001.tmp", "checkpoints"]
+    assert set(seen[:-3]) == {WEIGHTS, "config.json", "tokenizer.json", "trainer.pt"}
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "flipped": flip,
+    "cut": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "empty": lambda file: os.truncate(file, 0),
+    "missing": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json", "trainer.pt", "manifest.json"])
+def test_damaged_file_is_named_with_the_newest_whole_step(
+    name: str, damage: str, tmp_path: Path
+) -> None:
+    save(tmp_path, 1, 2, 3, keep=3)
+    DAMAGES[damage](folder_of(tmp_path, 3) / name)
+    with pytest.raises(DamagedCheckpoint) as caught:
+        whole_checkpoint(tmp_path)
+    if (name, damage) != ("manifest.json", "flipped"):  # which of two files is wrong is open then
+        assert f"step_000003/{name}" in str(caught.value)
+    assert "step 2 is the newest that is whole" in str(caught.value)
+    assert "--resume --step 2" in str(caught.value)
+    assert whole_checkpoint(tmp_path, 2).step == 2
+
+
+def test_damage_of_every_checkpoint_asks_for_a_new_run(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip(folder_of(tmp_path, step) / WEIGHTS)
+    with pytest.raises(DamagedCheckpoint, match="no other checkpoint of this run is whole"):
+        whole_checkpoint(tmp_path)
+
+
+def test_files_of_two_steps_are_refused(tmp_path: Path) -> None:
+    """Weights of one step in the folder of another have the right size, and are not its own."""
+    save(tmp_path, 1, 2)
+    shutil.copy(folder_of(tmp_path, 1) / WEIGHTS, folder_of(tmp_path, 2) / WEIGHTS)
+    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors is not what was saved"):
+        whole_checkpoint(tmp_path)
+
+
+def test_folder_renamed_to_another_step_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 2, 10)
+    folder_of(tmp_path, 10).rename(folder_of(tmp_path, 99))
+    with pytest.raises(DamagedCheckpoint, match="that of step 10, not of step 99.*--step 2"):
+        whole_checkpoint(tmp_path)
+    with pytest.raises(DamagedCheckpoint, match="state of step 10, not of step 99"):
+        list_checkpoints(tmp_path)[-1].load()
+
+
+def test_file_that_was_not_saved_is_refused(tmp_path: Path) -> None:
+    """transformers would read such a file; a desktop's hidden files are nobody's."""
+    save(tmp_path, 2)
+    (folder_of(tmp_path, 2) / ".DS_Store").write_text("x")
+    whole_checkpoint(tmp_path)
+    (folder_of(tmp_path, 2) / "adapter_config.json").write_text("{}")
+    with pytest.raises(DamagedCheckpoint, match=r"adapter_config\.json was not saved"):
+        whole_checkpoint(tmp_path)
+
+
+def test_step_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
+    save(tmp_path, 2, 4)
+    with pytest.raises(DamagedCheckpoint, match="no checkpoint of step 3; it has 2, 4"):
+        whole_checkpoint(tmp_path, 3)
+
+
+def as_before_manifests(folder: Path) -> None:
+    """Make a checkpoint what the version before manifests wrote."""
+    (folder / "manifest.json").unlink()
+    state = torch.load(folder / "trainer.pt", weights_only=True)
+    del state["format"]
+    torch.save({**state, "rng": torch.get_rng_state()}, folder / "trainer.pt")
+
+
+def test_checkpoint_of_before_manifests_is_read(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    as_before_manifests(folder_of(tmp_path, 2))
+    checkpoint = whole_checkpoint(tmp_path)
+    assert not checkpoint.has_manifest
+    assert checkpoint.load()["optimizer"] == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "missing"])
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json", "trainer.pt"])
+def test_checkpoint_of_before_manifests_damaged_is_refused(
+    name: str, damage: str, tmp_path: Path
+) -> None:
+    save(tmp_path, 1, 2)
+    as_before_manifests(folder_of(tmp_path, 2))
+    DAMAGES[damage](folder_of(tmp_path, 2) / name)
+    with pytest.raises(DamagedCheckpoint, match=f"step_000002/{name}.*--resume --step 1"):
+        whole_checkpoint(tmp_path)
+
+
+def test_checkpoint_of_before_manifests_renamed_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    as_before_manifests(folder_of(tmp_path, 2))
+    folder_of(tmp_path, 2).rename(folder_of(tmp_path, 3))
+    with pytest.raises(DamagedCheckpoint, match="state of step 2, not of step 3"):
+        whole_checkpoint(tmp_path)
+
+
+def test_list_checkpoints_ignores_what_we_do_not_write(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path) == []
+    save(tmp_path, 2)
+    for name in ("step_2", "step_0000003", "step_²", "step_000004.aside", "notes"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    (tmp_path / "checkpoints" / "step_000009").write_text("a file")
+    assert steps_of(tmp_path) == [2]
+
+
+def test_newer_checkpoints_are_set_aside_and_replaced(tmp_path: Path) -> None:
+    """A run that continues from step 2 does not keep a stray step 99 as its newest."""
+    save(tmp_path, 2, 99)
+    assert set_newer_aside(tmp_path, 2) == [tmp_path / "checkpoints" / "step_000099.aside"]
+    save(tmp_path, 99)
+    assert [path.name for path in set_newer_aside(tmp_path, 2)] == ["step_000099.aside-2"]
+    assert steps_of(tmp_path) == [2]
 
 
 def test_save_checkpoint_that_fails_leaves_the_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_checkpoint(tmp_path, 1, Model(), Model(), {}, keep=2)
+    """The message says what is missing, and nothing of the new checkpoint takes up room."""
+    save(tmp_path, 1)
 
     def full(*args: Any) -> None:
-        raise OSError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module.torch, "save", full)
-    with pytest.raises(CheckpointNotSaved, match="No space left"):
-        save_checkpoint(tmp_path, 2, Model(), Model(), {}, keep=2)
-    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [1]
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 2, 7))
+    with pytest.raises(CheckpointNotSaved) as caught:
+        save(tmp_path, 2)
+    assert "the checkpoint of step 2 could not be saved" in str(caught.value)
+    assert "(12 B needed, 7 B free): No space left on device; free some room" in str(caught.value)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
     monkeypatch.undo()
-    save_checkpoint(tmp_path, 2, Model(), Model(), {}, keep=2)
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
-        "step_000001",
-        "step_000002",
-    ]
+    save(tmp_path, 2)
+    assert steps_of(tmp_path) == [1, 2]
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from tests.local.test_checkpoint import Model, Tokenizer, save
+from prime_composer.local.checkpoint import save_checkpoint
+import torch
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+big = {"optimizer": torch.zeros(10_000)}
+if sys.argv[3] == "model":
+    Model.state_dict = lambda self: {"w": torch.zeros(10_000)}
+try:
+    save_checkpoint(Path(sys.argv[1]), 2, Model(2), Tokenizer(), big, 2)
+except ValueError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["model", "trainer"])
+def test_save_checkpoint_beyond_a_file_size_limit_says_so(what: str, tmp_path: Path) -> None:
+    """The kernel refuses the write; safetensors and torch each wrap that in their own error."""
+    import subprocess
+    import sys
+
+    save(tmp_path, 1)
+    command = [sys.executable, "-c", LIMITED, str(tmp_path), "20000", what]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.startswith("CheckpointNotSaved"), done.stderr
+    assert "File too large" in done.stdout and "ulimit -f" in done.stdout
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
+
+
+@pytest.mark.slow
+def test_save_checkpoint_on_a_full_disk_keeps_the_older_one(tmp_path: Path) -> None:
+    """A real file system of one megabyte; skipped where mounting one is not allowed."""
+    import subprocess
+
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        save(tmp_path, 1)
+        big = {"optimizer": torch.zeros(500_000)}
+        with pytest.raises(CheckpointNotSaved, match=r"2\.0 MB needed, .* free\): No space left"):
+            save_checkpoint(tmp_path, 2, Model(2), Tokenizer(), big, 2)
+        assert whole_checkpoint(tmp_path).step == 1
+        save(tmp_path, 2)
+        assert whole_checkpoint(tmp_path).step == 2
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_half_deleted_checkpoint_is_not_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_checkpoint(tmp_path, 1, Model(), Model(), {}, keep=1)
+    save(tmp_path, 1, keep=1)
     monkeypatch.setattr(
         module.shutil, "rmtree", lambda path: None
     )  # the process dies before the files are gone
-    save_checkpoint(tmp_path, 2, Model(), Model(), {}, keep=1)
-    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [2]
+    save(tmp_path, 2, keep=1)
+    assert steps_of(tmp_path) == [2]
 
 
-def test_list_checkpoints_of_a_new_run_is_empty(tmp_path: Path) -> None:
-    assert list_checkpoints(tmp_path) == []
+@pytest.mark.parametrize("kind", ["link", "file", "folder"])
+def test_leftover_tmp_of_any_kind_is_removed(kind: str, tmp_path: Path) -> None:
+    """A link is removed, and not what it points to."""
+    run_dir, outside = tmp_path / "run", tmp_path / "outside"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    outside.mkdir()
+    (outside / "thesis.txt").write_text("mine")
+    leftover = run_dir / "checkpoints" / "step_000001.tmp"
+    if kind == "link":
+        leftover.symlink_to(outside)
+    elif kind == "file":
+        leftover.write_text("x")
+    else:
+        shutil.copytree(outside, leftover)
+    save(run_dir, 1)
+    assert steps_of(run_dir) == [1] and not leftover.exists()
+    assert (outside / "thesis.txt").read_text() == "mine"
+
+
+def test_check_room_counts_checkpoints_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """250 bytes are free and 40 are in a checkpoint: two of 145 bytes fit, two of 146 do not."""
+    folder_of(tmp_path, 1).mkdir(parents=True)
+    (folder_of(tmp_path, 1) / "w").write_bytes(bytes(40))
+    monkeypatch.setattr(
+        disk.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(999, 1, 250)
+    )
+    check_room(tmp_path, 145, 2)
+    with pytest.raises(NoRoom, match=r"need 292 B \(2 of 146 B at once\).* room for 290 B"):
+        check_room(tmp_path, 146, 2)
+
+
+def test_tensor_bytes_counts_shared_tensors_once() -> None:
+    shared = torch.zeros(10)
+    assert tensor_bytes({"a": shared, "b": [shared, {"c": torch.zeros(3)}], "d": "text"}) == 52
