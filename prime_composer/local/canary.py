@@ -6,8 +6,8 @@ known.
 
 A teacher's weights are fixed, so it scores the preflight's probe with the same numbers throughout.
 The sampler's weights are the student's, so its log-probs of the tokens that it samples are those of
-the student. That also holds where a run samples at another temperature or with a nucleus, since the
-probe does not.
+the student. It is asked at temperature 1 and top-p 1, so that this also holds for a run that
+samples in another way.
 
 What a canary does not see: a fault that is gone when it is asked; a teacher that is wrong for some
 sequences and right for the probe; and a model that scores the probe like the first one, within the
@@ -20,17 +20,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from prime_composer.backends.protocols import Rollout, Scorer, TeacherScores
+from prime_composer.backends.protocols import Rollout, SamplingParams, Scorer, TeacherScores
+from prime_composer.local.batch import Sample
 from prime_composer.local.engine import BackendSpec, Engine
+from prime_composer.local.mismatch import MISMATCH_LIMITS, Mismatch, SamplerCheck
 from prime_composer.local.preflight import (
+    PROBE_TOKENS,
     TOLERANCES,
     Preflight,
     PreflightError,
     Probe,
-    probe_prompt,
-    rotated,
-    sync_difference,
 )
+from prime_composer.local.student_forward import autocast, student_inputs
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe
 from prime_composer.recipe.urls import public_url
@@ -39,6 +40,9 @@ T = TypeVar("T")
 
 COMPARED_IDS = 64
 """Largest number of ids per position that are compared, the most probable ones."""
+
+SAMPLER_PROMPTS = 16
+"""Prompts that the sampler continues by ``PROBE_TOKENS`` tokens each."""
 
 CROWD = 16
 """Copies of the probe in one call, to see how far a server's numbers depend on its batches."""
@@ -65,8 +69,8 @@ class Canary:
         every: steps between two questions; 0 asks only after a lost connection.
         probes: each teacher's probe with the scores of the run's start.
         tolerances: largest difference of a teacher's log-prob, in nats.
-        prompt: what the sampler is asked to complete.
-        sampler_tolerance: largest difference between sampler and student, in nats.
+        check_of_sampler: how far the sampler may be from the student.
+        max_tokens: tokens that the sampler is asked for per prompt.
         safe_step: finished steps at the time of the last right answers.
     """
 
@@ -74,8 +78,8 @@ class Canary:
     every: int
     probes: dict[TeacherId, Probe]
     tolerances: Mapping[TeacherId, float]
-    prompt: list[int]
-    sampler_tolerance: float
+    check_of_sampler: SamplerCheck
+    max_tokens: int
     safe_step: int = 0
     _reconnections: dict[TeacherId | None, int] = field(default_factory=dict)
 
@@ -94,8 +98,7 @@ class Canary:
         Raises:
             PreflightError: a teacher gives several answers to one question.
         """
-        practice = engine.problems.problem_set.practice
-        prompts = [engine.problems.prompt(problem) for problem in practice]
+        dtype = recipe.trainer.dtype
         canary = cls(
             engine,
             recipe.checks.every,
@@ -104,8 +107,8 @@ class Canary:
                 teacher: tolerance(engine, teacher, probe)
                 for teacher, probe in result.probes.items()
             },
-            rotated(probe_prompt(prompts, engine.sampler.limits.max_model_len), engine.vocab_size),
-            TOLERANCES[recipe.trainer.dtype],
+            SamplerCheck(MISMATCH_LIMITS[dtype], dtype),
+            min(PROBE_TOKENS, recipe.rollout.max_tokens),
             step,
         )
         canary._lost_connections()
@@ -198,14 +201,27 @@ class Canary:
 
     def _renew_sampler(self) -> bool:
         """Send the student's weights to a sampler that has others. Return whether it had."""
-        if self._sampler_difference() <= self.sampler_tolerance:
+        if self._sampler_mismatch() <= self.check_of_sampler.limit:
             return False
         self.engine.sampler.update_weights(self.engine.model)
         self._check_sampler()
         return True
 
-    def _sampler_difference(self) -> float:
-        return sync_difference(self.engine.sampler, self.engine.model, self.prompt)
+    @torch.no_grad()
+    def _sampler_mismatch(self) -> float:
+        """Return KL(sampler || student) on a few completions, in nats per token."""
+        engine = self.engine
+        problems = engine.problems.problem_set.practice[:SAMPLER_PROMPTS]
+        # Without its first token a prompt shares no prefix with those of the run. A server that
+        # caches prefixes would compute the run's own rollouts in other pieces.
+        prompts = [ids[1:] or ids for ids in map(engine.problems.prompt, problems)]
+        params = SamplingParams(max_tokens=self.max_tokens)
+        rollouts = engine.sampler.generate(prompts, params, seed=0)
+        samples = [Sample(one, problem) for one, problem in zip(rollouts, problems, strict=True)]
+        mismatch = Mismatch(self.check_of_sampler)
+        with autocast(engine.model, self.check_of_sampler.dtype):
+            mismatch.add(student_inputs(engine.model, samples))
+        return mismatch.kl
 
     def _scorers(self) -> Mapping[TeacherId, Scorer]:
         return {} if self.engine.teachers is None else self.engine.teachers.scorers
@@ -225,12 +241,12 @@ class Canary:
             )
 
     def _check_sampler(self) -> None:
-        difference, limit = self._sampler_difference(), self.sampler_tolerance
-        if not difference <= limit:
+        kl, limit = self._sampler_mismatch(), self.check_of_sampler.limit
+        if not kl <= limit:
             raise CanaryChanged(
-                f"[rollout] the sampler's log-probs are not those of the student's weights: "
-                f"{difference:.2g} nat apart on the same tokens (at most {limit:g}). It has other "
-                f"weights or caches than the trainer; {self._doubt()}Restart it",
+                f"[rollout] the sampler's log-probs are not those of the student's weights: KL "
+                f"{kl:.2g} nat per token (at most {limit:g}). It has other weights or caches than "
+                f"the trainer; {self._doubt()}Restart it",
                 self.safe_step,
             )
 

@@ -102,9 +102,18 @@ def teacher_spec(
 
 
 def teacher_backend(teacher: TeacherConfig, default: BackendName) -> BackendName:
-    """Return the teacher's backend: "server" where it has a URL, else its own, else ``default``."""
+    """Return the teacher's backend: "server" where it has a URL, else its own, else ``default``.
+
+    Raises:
+        ValueError: none of them says how to run it.
+    """
     if teacher.url is not None:
         return "server"
+    if teacher.backend is None and default == "server":
+        raise ValueError(
+            "rollout.backend = 'server' is the student's server, and the teacher has none: set url "
+            "in the teacher's table, or its backend to 'vllm' or 'transformers'"
+        )
     return teacher.backend or default
 
 

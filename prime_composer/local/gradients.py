@@ -12,7 +12,7 @@ from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, gi
 from prime_composer.local.batch import Batch
 from prime_composer.local.mismatch import Mismatch
 from prime_composer.local.replay import empty_pack, pair_inputs
-from prime_composer.local.student_forward import empty_inputs, student_inputs
+from prime_composer.local.student_forward import autocast, empty_inputs, student_inputs
 from prime_composer.losses.bound import Objective
 from prime_composer.recipe.schema import TrainerConfig
 
@@ -138,12 +138,10 @@ def prepare_micro_batches(
     Rows times the longest row fit ``config.micro_batch_tokens``; a longer rollout has a micro-batch
     of its own. The grouping changes a step's gradient only by the rounding of its sums.
     """
-    device = next(model.parameters()).device.type
-    autocast = torch.autocast(device, torch.bfloat16, enabled=config.dtype == "bfloat16")
     with_replay = "replay" in loss.config.needs
     lengths = [sample.length for sample in batch.samples]
     for indices in token_batches(lengths, config.micro_batch_tokens):
-        with autocast:
+        with autocast(model, config.dtype):
             inputs = student_inputs(model, [batch.samples[i] for i in indices])
         if with_replay:
             inputs.replay = empty_pack(inputs)
@@ -153,7 +151,7 @@ def prepare_micro_batches(
         return
     lengths = [pair.length for pair in batch.pairs]
     for indices in token_batches(lengths, max(1, config.micro_batch_tokens // 2)):
-        with autocast:
+        with autocast(model, config.dtype):
             pack = pair_inputs(model, [batch.pairs[i] for i in indices], reference)
         # A loss is divided by the step's tokens. Weights of tokens / pairs make that a mean over
         # pairs.

@@ -13,6 +13,12 @@ from prime_composer.lm_head import selected_logprobs
 from prime_composer.local.batch import Sample
 
 
+def autocast(model: nn.Module, dtype: str) -> torch.autocast:
+    """Return the context in which the student's matrix products have the trainer's dtype."""
+    device = next(model.parameters()).device.type
+    return torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16")
+
+
 def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
     """Run one forward over right-padded rollouts, and pack their trained tokens.
 

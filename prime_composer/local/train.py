@@ -162,7 +162,7 @@ def train(
 
                         metrics |= clock.laps
                         metrics["tokens_per_second"] = batch.tokens / clock.laps["time/step"]
-                        if step == last:
+                        if step == last or is_due(step, recipe.checkpoint.every):
                             canary.check(step, due=recipe.checks.every > 0)
                         if is_measured(recipe, step):
                             evaluations[step] = canary.steadily(evaluator.student)
@@ -310,7 +310,7 @@ class TrainingState:
         unlogged: dict[str, float],
         error: Exception,
     ) -> RunStopped:
-        """Save the last finished step after an error, unless it is saved or cannot be.
+        """Save the last finished step after an error, unless it is saved, in doubt, or cannot be.
 
         Args:
             run_dir: the run directory.
@@ -324,7 +324,9 @@ class TrainingState:
         """
         reason = describe(error) if isinstance(error, OSError) else str(error)
         saved = [checkpoint.step for checkpoint in list_checkpoints(run_dir)]
-        if self.steps > 0 and self.steps not in saved and not isinstance(error, CheckpointNotSaved):
+        # A step in doubt would push the last good checkpoint out.
+        unfit = isinstance(error, CheckpointNotSaved | CanaryChanged)
+        if self.steps > 0 and self.steps not in saved and not unfit:
             try:
                 if unlogged:
                     tracker.log(self.steps, unlogged)

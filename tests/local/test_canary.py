@@ -1,0 +1,348 @@
+"""Teachers and samplers that change during a run, and the question that shows it."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_composer.backends.protocols import Rollout, SamplingParams, TeacherScores
+from prime_composer.backends.transformers import TransformersSampler, TransformersScorer
+from prime_composer.local.canary import CROWD, Canary, CanaryChanged, largest_difference
+from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.engine import Engine, open_engine
+from prime_composer.local.preflight import PreflightError, preflight
+from prime_composer.local.tracker import read_metrics
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.routing import TeacherId
+from prime_composer.recipe.schema import Recipe
+from prime_composer.tiny_models.cache import prepare_models
+from tests.command import numbers
+from tests.conftest import TINY_RECIPE
+from tests.faults.server import SpoilingServer
+from tests.local.helpers import Silent, run, tiny_models, weights
+
+Raw = Callable[..., dict[str, Any]]
+THE = TeacherId()
+
+
+def scores(own: list[float], ids: list[list[int]], support: list[list[float]]) -> TeacherScores:
+    return TeacherScores(torch.tensor(own), torch.tensor(ids), torch.tensor(support))
+
+
+@pytest.mark.parametrize(
+    ("own", "ids", "support", "expected"),
+    [
+        ([-1.0], [[5, 7]], [[-1.0, -2.0]], 0.0),
+        ([-1.25], [[5, 7]], [[-1.0, -2.0]], 0.25),
+        ([-1.0], [[7, 5]], [[-1.5, -1.75]], 0.75),  # the order is no difference, the numbers are
+        ([-1.0], [[5, 9]], [[-1.0, -2.0]], 0.0),  # a tie at the end of the top K
+        ([-1.0], [[5, 9]], [[-1.0, -1.5]], 0.5),  # 9 had at most -2
+        ([-1.0, -1.0], [[5, 7]] * 2, [[-1.0, -2.0]] * 2, float("inf")),
+    ],
+)
+def test_largest_difference_compares_id_by_id(
+    own: list[float], ids: list[list[int]], support: list[list[float]], expected: float
+) -> None:
+    """An id that the other side does not list is compared with its least probable entry."""
+    first = scores([-1.0], [[5, 7]], [[-1.0, -2.0]])
+    other = scores(own, ids, support)
+    assert largest_difference(first, other) == largest_difference(other, first) == expected
+
+
+def test_largest_difference_keeps_a_nan() -> None:
+    """A NaN anywhere is a NaN, which no limit allows."""
+    first = scores([-1.0], [[5, 7]], [[-1.0, -2.0]])
+    for other in (
+        scores([torch.nan], [[5, 7]], [[-1.0, -2.0]]),
+        scores([-1.0], [[5, 7]], [[-1.0, torch.nan]]),
+    ):
+        assert not largest_difference(first, other) <= 1e9
+
+
+def open_run(raw: dict[str, Any]) -> tuple[Recipe, Engine]:
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    return recipe, open_engine(recipe, problems, prepare_models(recipe, problems), lambda _: None)
+
+
+@pytest.fixture
+def opened(tiny_recipe: Raw) -> Iterator[tuple[Engine, Canary]]:
+    """The tiny recipe's open engine, and its canary."""
+    recipe, engine = open_run(tiny_recipe(checks__every=5))
+    with engine:
+        yield engine, Canary.of_preflight(engine, recipe, preflight(engine, recipe, lambda _: None))
+
+
+class Counted:
+    """Counts the calls of a scorer, and answers like another one."""
+
+    def __init__(self, scorer: Any):
+        self.scorer = scorer
+        self.calls = 0
+        self.reconnections = 0
+        self.limits = scorer.limits
+        self.sampler = None
+
+    def score(self, *args: Any, **kwargs: Any) -> list[TeacherScores]:
+        self.calls += 1
+        return self.scorer.score(*args, **kwargs)
+
+    def close(self) -> None: ...
+
+
+def test_canary_asks_when_due_or_after_a_reconnection(opened: tuple[Engine, Canary]) -> None:
+    """It asks once per due step, and at once where a connection came back."""
+    engine, canary = opened
+    scorer = engine.teachers.scorers[THE] = Counted(engine.teachers.scorers[THE])
+    for step in range(4):
+        canary.check(step, due=False)
+    canary.check(0, due=True)  # the preflight has just asked
+    assert scorer.calls == 0 and canary.safe_step == 0
+    canary.check(5, due=True)
+    canary.check(5, due=True)
+    assert scorer.calls == 1 and canary.safe_step == 5
+    scorer.reconnections += 1
+    canary.check(6, due=False)
+    canary.check(6, due=False)
+    assert scorer.calls == 2 and canary.safe_step == 6
+
+
+def test_canary_sees_another_teacher(opened: tuple[Engine, Canary]) -> None:
+    """The error names table and model, the difference, and the last step that is safe."""
+    engine, canary = opened
+    canary.check(5, due=True)
+    engine.teachers.scorers[THE] = TransformersScorer(tiny_models(TINY_RECIPE)["student"])
+    with pytest.raises(CanaryChanged, match=r"\[teacher\] .* nat apart .* right at step 5") as got:
+        canary.check(10, due=True)
+    assert got.value.safe_step == 5
+
+
+def test_canary_sees_a_sampler_with_other_weights(opened: tuple[Engine, Canary]) -> None:
+    """The probe is sampled at temperature 1, whatever the run's temperature is."""
+    engine, canary = opened
+    with torch.no_grad():
+        next(engine.model.parameters()).mul_(1.5)
+    with pytest.raises(CanaryChanged, match=r"\[rollout\] the sampler's log-probs are not those"):
+        canary.check(5, due=True)
+
+
+class Restarted(TransformersSampler):
+    """A sampler whose server is restarted, with its first weights, at some calls of generate."""
+
+    def __init__(self, origin: Path, restarts: set[int]):
+        super().__init__(origin, max_model_len=128)
+        self.first_weights, self.restarts = origin, restarts
+        self.reconnections = self.calls = 0
+
+    def generate(self, prompts: Any, params: SamplingParams, seed: int) -> list[Rollout]:
+        self.calls += 1
+        if self.calls in self.restarts:
+            self.reconnections += 1
+            super().update_weights(TransformersSampler(self.first_weights).model)
+        return super().generate(prompts, params, seed)
+
+
+def test_steadily_samples_again_with_the_weights_of_now(opened: tuple[Engine, Canary]) -> None:
+    """A restarted sampler gets the student's weights, and what it sampled is thrown away."""
+    engine, canary = opened
+    with torch.no_grad():
+        next(engine.model.parameters()).mul_(1.5)
+    origin = tiny_models(TINY_RECIPE)["student"]
+
+    def sample() -> list[Rollout]:
+        return engine.sampler.generate([[5, 6, 7]], SamplingParams(max_tokens=8), seed=1)
+
+    def restarted(calls: set[int]) -> Restarted:
+        sampler = engine.sampler = Restarted(origin, calls)
+        sampler.update_weights(engine.model)
+        return sampler
+
+    restarted(set())
+    (expected,) = sample()
+    sampler = restarted({1})
+    (rollout,) = canary.steadily(sample)
+    assert torch.equal(rollout.token_ids, expected.token_ids)
+    mu, expected_mu = rollout.inference_logprobs, expected.inference_logprobs
+    assert torch.equal(mu[rollout.loss_mask], expected_mu[rollout.loss_mask])
+    # The lost sample, the question before and after the sync, and the sample again.
+    assert sampler.calls == 4
+    # Between two samples as well: the fifth call is lost.
+    sampler.restarts = {5}
+    sample()
+    canary.check(1, due=False)
+    assert torch.equal(sample()[0].token_ids, expected.token_ids)
+
+
+def test_steadily_gives_up_where_weights_do_not_arrive(opened: tuple[Engine, Canary]) -> None:
+    """A restarted sampler that takes no weights ends the run."""
+    engine, canary = opened
+    with torch.no_grad():
+        next(engine.model.parameters()).mul_(1.5)
+    engine.sampler = Restarted(tiny_models(TINY_RECIPE)["student"], {1})
+    engine.sampler.update_weights = lambda model: None
+    with pytest.raises(CanaryChanged, match=r"\[rollout\]"):
+        canary.steadily(lambda: engine.sampler.generate([[5]], SamplingParams(max_tokens=1), 0))
+
+
+class Noisy:
+    """A served teacher whose numbers depend on the number of sequences in a request."""
+
+    def __init__(self, scorer: Any, noise: float):
+        self.scorer, self.noise, self.asked = scorer, noise, []
+        self.limits, self.sampler = scorer.limits, None
+
+    def score(self, rollouts: Any, *args: Any) -> list[TeacherScores]:
+        self.asked.append(len(rollouts))
+        shift = self.noise if len(rollouts) > 1 else 0.0
+        return [
+            TeacherScores(one.ref_logprobs - shift, one.token_ids, one.teacher_logprobs - shift)
+            for one in self.scorer.score(rollouts, *args)
+        ]
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("noise", "limit"), [(1e-7, 1e-4), (0.03, 0.5), (2.0, None)])
+def test_tolerance_of_a_server_is_that_of_its_noise(
+    noise: float, limit: float | None, tiny_recipe: Raw
+) -> None:
+    """A server's dtype shows in how its numbers depend on the batch; several models are refused."""
+    recipe, engine = open_run(tiny_recipe())
+    with engine:
+        result = preflight(engine, recipe, lambda _: None)
+        spec = engine.teacher_specs[THE]
+        served = {**vars(spec), "backend": "server", "url": "http://me:secret@127.0.0.1:9"}
+        engine.teacher_specs = {THE: type(spec)(**served)}
+        scorer = engine.teachers.scorers[THE] = Noisy(engine.teachers.scorers[THE], noise)
+        if limit is None:
+            message = r"at http://\*\*\*@127.0.0.1:9 gives answers .* 2 nat apart; let one model"
+            with pytest.raises(PreflightError, match=message):
+                Canary.of_preflight(engine, recipe, result)
+            return
+        assert Canary.of_preflight(engine, recipe, result).tolerances == {THE: limit}
+        assert scorer.asked == [CROWD]
+
+
+def test_train_numbers_do_not_depend_on_the_canary(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """Asked before every step or never, an undisturbed run is bit-equal."""
+    for every in (1, 0):
+        run(tiny_recipe(checks__every=every), tmp_path / str(every))
+    assert numbers(tmp_path / "1") == numbers(tmp_path / "0")
+    ours, others = weights(tmp_path / "1"), weights(tmp_path / "0")
+    assert all(torch.equal(others[name], value) for name, value in ours.items())
+    states = [
+        torch.load(list_checkpoints(tmp_path / every)[-1].path / "trainer.pt") for every in "10"
+    ]
+    assert states[0].get("rng") is None or torch.equal(states[0]["rng"], states[1]["rng"])
+
+
+class Swapping(Silent):
+    """A display that does something after a step."""
+
+    def __init__(self, at: int, action: Callable[[], None]):
+        super().__init__()
+        self.at, self.action = at, action
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        super().step(step, metrics)
+        if step == self.at:
+            self.action()
+
+
+def served(raw: dict[str, Any], server: SpoilingServer, table: str = "teacher") -> dict[str, Any]:
+    """Return the recipe with its teacher, or its rollouts, from a server."""
+    if table == "teacher":
+        return raw | {"teacher": {"model": server.model, "url": server.url}}
+    return raw | {table: raw[table] | {"backend": "server", "url": server.url}}
+
+
+def test_train_served_teacher_with_another_model_is_seen(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """Swapped after step 3, a teacher is seen when the canary is due: 4 steps were finished."""
+    models = tiny_models(TINY_RECIPE)
+    with SpoilingServer(models["teacher"]) as server:
+        raw = tiny_recipe(trainer__steps=6, checks__every=2, checkpoint__every=0, eval__every=0)
+        raw = served(raw, server)
+        display = Swapping(3, lambda: server.swap(models["student"]))
+        with pytest.raises(ValueError, match=rf"\[teacher\] at {server.url} .* right at step 2"):
+            run(raw, tmp_path / "run", display)
+    assert display.steps == [1, 2, 3, 4]
+
+
+def test_train_last_steps_are_checked_before_they_are_saved(
+    tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """A teacher that changes in the last steps of a run is seen at its end, before the save."""
+    models = tiny_models(TINY_RECIPE)
+    with SpoilingServer(models["teacher"]) as server:
+        raw = served(tiny_recipe(trainer__steps=3, checkpoint__every=0), server)
+        display = Swapping(2, lambda: server.swap(models["student"]))
+        with pytest.raises(ValueError, match="right at step 0"):
+            run(raw, tmp_path / "run", display)
+    assert list_checkpoints(tmp_path / "run") == []
+
+
+def test_train_restarted_teacher_is_asked_before_the_step_trains(
+    tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """A server that came back with another model ends the run before it trains on one answer."""
+    models = tiny_models(TINY_RECIPE)
+    with SpoilingServer(models["teacher"]) as server:
+
+        def restart() -> None:
+            server.stop()
+            server.swap(models["student"])
+            server.start()
+            server.spoil("drop", times=1)
+
+        raw = served(tiny_recipe(trainer__steps=6, checks__every=0, eval__every=0), server)
+        display = Swapping(3, restart)
+        with pytest.raises(ValueError, match=rf"\[teacher\] at {server.url}"):
+            run(raw, tmp_path / "run", display)
+    assert display.steps == [1, 2, 3]
+
+
+def test_train_sampler_server_that_ignores_weights_is_seen(
+    tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """At temperature 1 in the next step; at another one by the canary."""
+    for temperature, finished in ((1.0, 3), (0.7, 4)):
+        with SpoilingServer(tiny_models(TINY_RECIPE)["student"]) as server:
+            raw = tiny_recipe(trainer__steps=6, checks__every=2, checkpoint__every=0, eval__every=0)
+            raw = served(raw, server, "rollout")
+            raw["rollout"]["temperature"] = temperature
+            raw["teacher"]["backend"] = "transformers"
+            server.spoil("reload_ignored", after=4)  # the preflight's two, and those of two steps
+            display = Silent()
+            with pytest.raises(ValueError, match="sampler's (probabilities|log-probs) are not"):
+                run(raw, tmp_path / str(temperature), display)
+        assert display.steps == [*range(1, finished + 1)]
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["stored", "old-checkpoint"])
+def test_train_resumed_with_another_teacher_is_refused(
+    stored: bool, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """The probe is in the checkpoint; one of before this check resumes without it."""
+    models = tiny_models(TINY_RECIPE)
+    shutil.copytree(models["teacher"], tmp_path / "teacher")
+    raw = tiny_recipe(teacher={"model": str(tmp_path / "teacher")})
+    run(raw, tmp_path / "run", Silent(interrupt_at=3))
+    assert list_checkpoints(tmp_path / "run")[-1].step == 2
+    shutil.rmtree(tmp_path / "teacher")
+    shutil.copytree(models["student"], tmp_path / "teacher")
+    if stored:
+        with pytest.raises(CanaryChanged, match="of the run's start .* right at step 2"):
+            run(raw, tmp_path / "run", resume=True)
+    else:
+        file = list_checkpoints(tmp_path / "run")[-1].path / "trainer.pt"
+        state = torch.load(file)
+        del state["canary"]
+        torch.save(state, file)
+        for manifest in file.parent.glob("manifest.json"):
+            manifest.unlink()
+        run(raw, tmp_path / "run", resume=True)
+        assert read_metrics(tmp_path / "run")[-1]["step"] == 4
