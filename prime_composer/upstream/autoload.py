@@ -1,10 +1,11 @@
 """Start of the whole-run adapter: lazy hooks in every process of a prime-rl run.
 
-``prime_composer.pth`` runs this file when PRIME_COMPOSER is set, at the start of each interpreter
-of the environment: launcher, orchestrator, env servers, trainer ranks, on every node. It installs
-one import finder and imports nothing. A hook runs right after prime-rl has loaded its module,
-before other modules copy names out of it. When the variable is unset the .pth line reads it and
-stops.
+Where PRIME_COMPOSER is set, ``prime_composer.pth`` puts a small finder in front of all others at
+the start of each interpreter of the environment. It runs this file when the first module of
+prime-rl is imported: in launcher, orchestrator, env servers and trainer ranks, on every node. Other
+processes pay nothing. This file installs the finder of ``HOOKS`` and imports nothing. A hook runs
+right after prime-rl has loaded its module, before other modules copy names out of it. When the
+variable is unset, or one of 0, false, no and off, the .pth line reads it and stops.
 
 This file uses the standard library alone and is loaded without its package, so that an env server
 never imports torch.
@@ -12,6 +13,7 @@ never imports torch.
 
 import importlib
 import importlib.abc
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -71,7 +73,22 @@ class Hooks(importlib.abc.MetaPathFinder):
         return spec
 
 
-def install() -> None:
-    """Put the finder in front of all others, once."""
-    if not any(hasattr(finder, "is_prime_composer") for finder in sys.meta_path):
-        sys.meta_path.insert(0, Hooks())
+def install() -> Hooks:
+    """Put the finder in front of all others, once, and return it.
+
+    Raises:
+        SystemExit: PRIME_COMPOSER says neither on nor off. prime-rl would train without our losses.
+    """
+    value = os.environ.get("PRIME_COMPOSER", "").strip()
+    if value != "1" and not value.startswith("{"):
+        shown = value if len(value) <= 60 else f"{value[:60]}..."
+        raise SystemExit(
+            f"PRIME_COMPOSER={shown!r}: write PRIME_COMPOSER=1, or a JSON object with a loss; "
+            "0, false, no, off or nothing is off"
+        )
+    for finder in sys.meta_path:
+        if isinstance(finder, Hooks):
+            return finder
+    hooks = Hooks()
+    sys.meta_path.insert(0, hooks)
+    return hooks

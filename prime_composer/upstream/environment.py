@@ -8,6 +8,7 @@ The settings are those of ``[data]``, and the reward is the recipe's own answer 
 renders the prompt as a user message with the model's chat template.
 """
 
+import asyncio
 from typing import Any
 
 from prime_composer.problems.answers import is_correct
@@ -108,7 +109,10 @@ def make_classes() -> dict[str, type]:
         async def correct(self, trace: vf.Trace) -> float:
             problem = Problem(self.data.question, self.data.answer)
             config = DataConfig.model_validate(self.data.data)
-            return float(is_correct(trace.last_reply or "", problem, config))
+            # In a thread: Math-Verify may take seconds, and the loop serves other rollouts.
+            return float(
+                await asyncio.to_thread(is_correct, trace.last_reply or "", problem, config)
+            )
 
     fields: dict[str, Any] = {
         name: (DataConfig.model_fields[name].annotation, DataConfig.model_fields[name].default)

@@ -2,7 +2,8 @@
 
 They are passed in the environment variable ``PRIME_COMPOSER``, which has these forms:
 
-    unset, "" or "0"                    the adapter is off
+    unset, "", "0", "false", "no", "off"
+                                        the adapter is off
     "1"                                 on; prime-rl's launcher adds the loss of its config
     {"loss": {"type": ..., ...}}        on, with this loss table; a process derives K from it
     {"loss": ..., "k": 32, "teachers_mixed": true}
@@ -23,6 +24,9 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, mod
 
 SWITCH = "PRIME_COMPOSER"
 """Environment variable of the whole-run adapter."""
+
+OFF = ("", "0", "false", "no", "off")
+"""Values of that variable that turn it off, in any case. ``prime_composer.pth`` has them too."""
 
 SECTION = "trainer.loss.kwargs"
 """Table of prime-rl's config that holds our loss table."""
@@ -92,7 +96,7 @@ class AdapterSettings(BaseModel):
 
 @functools.lru_cache(maxsize=8)
 def _parse(value: str) -> AdapterSettings | None:
-    if value in ("", "0"):
+    if value.lower() in OFF:
         return None
     if value == "1":
         return AdapterSettings()

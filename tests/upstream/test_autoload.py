@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from prime_composer.upstream.autoload import HOOKS
+from prime_composer.upstream.settings import OFF, AdapterSettings
 from tests.prime_rl_checkout import REPO
 
 PTH = REPO / "prime_composer" / "upstream" / "prime_composer.pth"
@@ -39,18 +40,59 @@ def interpreter(tmp_path, code, switch=None):
     )
 
 
-@pytest.mark.parametrize("switch", [None, "", "0"])
+@pytest.mark.parametrize("switch", [None, "", "0", "false", "No", " OFF "])
 def test_pth_switched_off_imports_nothing(tmp_path, switch):
     done = interpreter(tmp_path, SHOW, switch)
     assert done.returncode == 0 and done.stderr == ""
-    assert "Hooks" not in done.stdout and "prime" not in done.stdout and "torch" not in done.stdout
+    assert "prime" not in done.stdout.lower() and "torch" not in done.stdout
 
 
-def test_pth_switched_on_installs_one_finder_and_no_torch(tmp_path):
-    done = interpreter(tmp_path, SHOW, "1")
+@pytest.mark.parametrize("switch", ["1", "garbage", '{"loss": null}'])
+def test_pth_switched_on_costs_other_processes_nothing(tmp_path, switch):
+    """Without prime-rl the same modules are loaded as with the switch off, and nothing is said."""
+    count = "import sys; print(len(sys.modules))"
+    on, off = interpreter(tmp_path, count, switch), interpreter(tmp_path, count)
+    assert (on.stdout, on.stderr, on.returncode) == (off.stdout, "", 0)
+    done = interpreter(tmp_path, SHOW, switch)
+    assert done.stdout.count("type") >= 1 and "torch" not in done.stdout
+    assert "prime_composer.upstream" not in done.stdout and "autoload" not in done.stdout
+
+
+def with_prime_rl(tmp_path, code):
+    """Return code that has a package prime_rl with a module to hook."""
+    package = tmp_path / "lib" / "prime_rl" / "utils"
+    package.mkdir(parents=True, exist_ok=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").write_text("")
+    (package / "config.py").write_text("def cli(cls):\n    return cls\n")
+    return f"import sys; sys.path.insert(0, {str(tmp_path / 'lib')!r})\n{code}"
+
+
+def test_pth_garbage_is_one_line_in_prime_rl_alone(tmp_path):
+    """prime-rl would train without our losses, so its processes end. Nobody else hears of it."""
+    looks = "import importlib.util; importlib.util.find_spec('prime_rl'); print('found')"
+    done = interpreter(tmp_path, with_prime_rl(tmp_path, looks), "garbage")
+    assert (done.stdout, done.stderr, done.returncode) == ("found\n", "", 0)
+    done = interpreter(tmp_path, with_prime_rl(tmp_path, "import prime_rl.utils.config"), "garbage")
+    assert done.stdout == "" and done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("PRIME_COMPOSER='garbage': write PRIME_COMPOSER=1, or a JSON")
+
+
+def test_pth_switched_on_installs_the_hooks_once(tmp_path):
+    code = "import prime_rl.utils\nimport prime_rl.utils\n" + SHOW
+    done = interpreter(tmp_path, with_prime_rl(tmp_path, code), "1")
     assert done.stderr == ""
     assert done.stdout.count("Hooks") == 1 and "torch" not in done.stdout
     assert "prime_composer.upstream" not in done.stdout
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", "No", "OFF"])
+def test_settings_know_the_same_words_for_off(value, monkeypatch):
+    """A child of prime-rl that reads the variable itself agrees with the .pth."""
+    monkeypatch.setenv("PRIME_COMPOSER", value)
+    assert AdapterSettings.from_env() is None
+    assert all(f'"{word}"' in PTH.read_text() for word in OFF)
 
 
 def test_pth_is_one_line_that_starts_with_import():
