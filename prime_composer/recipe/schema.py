@@ -433,8 +433,9 @@ class ChecksConfig(Section):
         ),
     )
     """Steps between two questions whose answers are known: each teacher scores the probe of the
-    run's start again, and the sampler is compared with the student's weights. It is also asked
-    after the last step, and after every lost connection. 0: only after a lost connection."""
+    run's start again, and the sampler is compared with the student's weights. Both are also asked
+    before a checkpoint, after the last step, and after a lost connection. 0: only after a lost
+    connection."""
 
 
 class Recipe(Section):
