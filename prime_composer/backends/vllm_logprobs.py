@@ -106,6 +106,11 @@ class TopK(NamedTuple):
     logprobs: NDArray[np.float32]
 
 
+def asked_for(k: int) -> int:
+    """Return the K to ask a server for, at least 1: one more entry checks the own log-prob."""
+    return max(k, 1)
+
+
 def answer_bytes(tokens: int, k: int) -> int:
     """Return the most bytes that a right answer may have, about three times what vLLM writes.
 
@@ -127,9 +132,15 @@ def read_answer(content: bytes, origin: str = TEACHER) -> list[Row]:
         InvalidAnswer: the content is no such answer.
     """
     answer = _decode(content, Answer, "prompt_logprobs", origin)
-    if answer.prompt_logprobs is None and answer.choices:
-        return answer.choices[0].prompt_logprobs or []
-    return answer.prompt_logprobs or []
+    if len(answer.choices) > 1:
+        raise InvalidAnswer(f"{origin} gave {len(answer.choices)} choices, where one was expected.")
+    if answer.prompt_logprobs is not None:
+        return answer.prompt_logprobs
+    if len(answer.choices) > 1:
+        raise InvalidAnswer(
+            f"{origin} answered {len(answer.choices)} choices, where one was asked for."
+        )
+    return (answer.choices[0].prompt_logprobs if answer.choices else None) or []
 
 
 def read_completions(content: bytes, origin: str) -> list[Completion]:
@@ -176,8 +187,8 @@ def top_k_of(token_ids: Sequence[int], rows: Sequence[Row], k: int, origin: str 
         origin: who answered, for messages.
 
     Raises:
-        InvalidAnswer: rows and tokens do not match, or a row lacks its own token, or has fewer than
-            K or more than K + 1 entries.
+        InvalidAnswer: rows and tokens do not match, or a row lacks its own token, or has not K
+            entries and its own token. A row of JSON that names an id twice has one entry less.
     """
     n = len(token_ids)
     if len(rows) != n:
@@ -195,15 +206,13 @@ def top_k_of(token_ids: Sequence[int], rows: Sequence[Row], k: int, origin: str 
                 f"at position {t}: student and teacher do not share a tokenizer, or the server "
                 "scored another sequence."
             )
-        if len(row) < k:
+        outside = own.rank > k
+        if not k + outside <= len(row) <= k + 1:
+            besides = f" and the sequence's own, of rank {own.rank}," if outside else ""
             raise InvalidAnswer(
-                f"{origin} returned {len(row)} of the top {k} log-probs at position {t}: start it "
-                f"with --max-logprobs {k} or more (vLLM's default is 20)."
-            )
-        if len(row) > k + 1:
-            raise InvalidAnswer(
-                f"{origin} returned {len(row)} log-probs at position {t}, where the top {k} and "
-                "the sequence's own were expected."
+                f"{origin} returned {len(row)} log-probs at position {t}, where the top {k}"
+                f"{besides} were expected: if it has fewer, start it with --max-logprobs {k} or "
+                "more (vLLM's default is 20)."
             )
         own_logprobs.append(own.logprob)
     ids = np.zeros((n, k), np.int32)

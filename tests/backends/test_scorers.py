@@ -13,7 +13,6 @@ from prime_composer.backends.transformers import TransformersScorer
 from prime_composer.backends.vllm import VLLMScorer
 from tests.backends.conftest import VOCAB
 
-
 UNTRAINED = Rollout(
     torch.tensor([4, 5]), torch.zeros(2, dtype=torch.bool), torch.full((2,), torch.nan), "stop", 0
 )

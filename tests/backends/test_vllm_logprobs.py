@@ -95,6 +95,7 @@ def test_completions_answer_has_its_rows_in_the_choice():
         (TOKENS, ROWS, 3, "--max-logprobs 3"),
         (TOKENS, [None, None, ROWS[2]], 2, "left token 1 of 3 without a score"),
         (TOKENS, [None, {**ROWS[1], "3": ROWS[1]["1"]}, ROWS[2]], 2, "returned 4 .* position 1"),
+        (TOKENS, [None, {i: ROWS[1][i] for i in "71"}, ROWS[2]], 2, "returned 2 .* own, of rank 5"),
         (
             TOKENS,
             [None, {**ROWS[1], "7": {"logprob": -1.9, "rank": 5}}, ROWS[2]],
@@ -144,7 +145,7 @@ def test_answer_without_scores_has_scored_nothing():
 
 
 def test_infinity_of_pythons_json_is_read():
-    never = {"logprob": -math.inf, "rank": 7}
+    never = {"logprob": -math.inf, "rank": 3}
     content = answer([None, {**ROWS[1], "7": never}, ROWS[2] | {"8": never}])
     assert b"-Infinity" in content
     top = parse(TOKENS, content, 3)
@@ -199,7 +200,7 @@ def scored_sequences(draw):
         ids = draw(st.permutations(range(10)))[: draw(st.integers(k, k + 1))]
         tokens.append(draw(st.sampled_from(ids)))
         logprobs = sorted((draw(LOGPROBS) for _ in ids), reverse=True)
-        ranks = sorted(draw(st.integers(1, 5)) for _ in ids)
+        ranks = sorted(draw(st.integers(1, place)) for place in range(1, len(ids) + 1))
         entries = draw(st.permutations(list(zip(ids, logprobs, ranks, strict=True))))
         rows.append({str(i): {"logprob": x, "rank": rank} for i, x, rank in entries})
     return tokens, rows, k

@@ -58,7 +58,9 @@ def make_answer(tokens: int, k: int) -> tuple[list[int], bytes]:
     token_ids, rows = generator.integers(0, VOCAB, tokens).tolist(), [None]
     for t, token in enumerate(token_ids[1:]):
         best = [i for i in generator.choice(VOCAB, k + 1, replace=False).tolist() if i != token][:k]
-        logprobs = np.sort(generator.normal(-8, 3, k).astype(np.float32))[::-1].tolist()
+        logits = np.sort(generator.normal(-8, 3, k))[::-1]
+        # The support's mass is 0.7, so that a sampled token outside it has room.
+        logprobs = (logits - np.logaddexp.reduce(logits) + np.log(0.7)).astype(np.float32).tolist()
         if t % 2:
             best[t % k] = token
         ranked = enumerate(zip(best, logprobs, strict=True), 1)

@@ -9,7 +9,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from prime_composer.backends.answers import InvalidAnswer, check_scores
-from prime_composer.backends.vllm_logprobs import TEACHER, answer_bytes, read_answer, top_k_of
+from prime_composer.backends.vllm_logprobs import (
+    TEACHER,
+    answer_bytes,
+    asked_for,
+    read_answer,
+    top_k_of,
+)
 from prime_composer.recipe.urls import public_url
 
 IN_FLIGHT = 32
@@ -150,11 +156,6 @@ class Requests:
             return await loop.run_in_executor(
                 self._thread, self._parse, token_ids, content, k, origin
             )
-
-
-def asked_for(k: int) -> int:
-    """Return the K of a request: at least 1, as prime-rl asks, for a check of the own log-prob."""
-    return max(k, 1)
 
 
 async def post(client: Any, url: str, body: dict[str, Any], *, limit: int, origin: str) -> bytes:

@@ -1,0 +1,472 @@
+"""The validator: a right answer passes on every road, and is refused once an invariant breaks."""
+
+import json
+import math
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from prime_composer.backends.alignment import make_rollout
+from prime_composer.backends.answers import IMPOSSIBLE, InvalidAnswer, check_scores
+from prime_composer.backends.mixture import mix
+from prime_composer.backends.protocols import SamplingParams, TeacherScores
+from prime_composer.backends.vllm_server import ServerSampler, ServerScorer
+from prime_composer.upstream.orchestrator.client import parse
+
+VOCAB = 12
+START = 2
+"""Position of the first sampled token."""
+
+few = settings(
+    max_examples=4,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.generate,),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def answer_of(seed, n, k, sampled="anywhere", masked=False):
+    """Return a teacher's right answer: log-softmaxes of float32 logits, their top K, a sample.
+
+    Args:
+        sampled: "inside" the top K, "outside" it, or "anywhere".
+        masked: four ids have no probability; none of them is sampled.
+    """
+    generator = numpy.random.default_rng(seed)
+    logits = generator.normal(0, 2, (n, VOCAB))
+    if masked:
+        logits[:, generator.permutation(VOCAB)[:4]] = -math.inf
+    logprobs = logits - numpy.log(numpy.exp(logits).sum(axis=1, keepdims=True))
+    ranked = numpy.argsort(-logprobs, axis=1, kind="stable")
+    places = {"inside": (0, k), "outside": (k, VOCAB), "anywhere": (0, 8)}[sampled]
+    place = generator.integers(*places, n)
+    tokens = ranked[numpy.arange(n), place]
+    return SimpleNamespace(
+        own=torch.tensor(logprobs[numpy.arange(n), tokens], dtype=torch.float32),
+        ids=torch.tensor(ranked[:, :k]),
+        logprobs=torch.tensor(numpy.take_along_axis(logprobs, ranked, 1)[:, :k]).float(),
+        sampled=torch.tensor(tokens),
+        ranks=place + 1,
+        k=k,
+    )
+
+
+def check(a, **changes):
+    """Run the validator on arrays, as ``make_scores`` does for the engines in this process."""
+    known = {"k": a.k, "vocab_size": VOCAB, "origin": "The engine of m", "sequence": 7}
+    arrays = (array.numpy() for array in (a.own, a.ids, a.logprobs))
+    check_scores(*arrays, sampled=a.sampled.numpy(), start=START, **known | changes)
+
+
+seeds = st.integers(0, 10**6)
+rows = st.integers(1, 4)
+
+
+@few
+@given(seeds, rows, st.sampled_from([0, 1, 3, VOCAB]), st.booleans())
+def test_right_scores_pass(seed, n, k, masked):
+    """Masked ids are in the support of the full vocabulary only, as -inf or as vLLM's -9999."""
+    answer = answer_of(seed, n, k, masked=masked)
+    check(answer)
+    answer.logprobs[answer.logprobs.isinf()] = IMPOSSIBLE
+    check(answer)
+    check(answer, vocab_size=None)
+
+
+def put(name, value, last=False):
+    """Return a change of one cell of the last row."""
+
+    def change(a):
+        array = getattr(a, name)
+        array[(-1, -1) if array.ndim == 2 and last else (-1, 0) if array.ndim == 2 else -1] = value
+
+    return change
+
+
+def scaled(a):
+    """Raise the mass of the support and the sampled token above 1, no entry above 0."""
+    a.logprobs[-1] = a.logprobs[-1] * 1e-3
+
+
+def swapped(a):
+    for array in (a.ids, a.logprobs):
+        array[-1] = array[-1].flip(0)
+
+
+def shift(amount):
+    """Move the sampled token's own log-prob."""
+
+    def change(a):
+        a.own[-1] += amount
+
+    return change
+
+
+def above_the_last(a):
+    a.own[-1] = a.logprobs[-1, -1] + 1e-3
+
+
+def cut(name, columns=False):
+    def change(a):
+        array = getattr(a, name)
+        setattr(a, name, array[:, 1:] if columns else array[1:])
+
+    return change
+
+
+BROKEN = {
+    "own NaN": ("anywhere", put("own", math.nan), "sampled token .* is nan"),
+    "own -inf": ("anywhere", put("own", -math.inf), "sampled token .* is -inf"),
+    "own -9999": ("anywhere", put("own", IMPOSSIBLE), "sampled token .* is -9999"),
+    "own above 0": ("anywhere", put("own", 2e-4), "sampled token .* is 0.0002, where"),
+    "entry NaN": ("anywhere", put("logprobs", math.nan), "log-prob of id .* is nan"),
+    "entry +inf": ("anywhere", put("logprobs", math.inf), "log-prob of id .* is inf"),
+    "entry above 0": ("anywhere", put("logprobs", 0.3), "log-prob of id .* is 0.3, where"),
+    "mass above 1": ("anywhere", scaled, "mass of|by itself"),
+    "negative id": ("anywhere", put("ids", -1), "the id -1, where an id from 0 to 11"),
+    "id beyond": ("anywhere", put("ids", VOCAB, last=True), "the id 12, where"),
+    "own moved up": ("inside", shift(1e-3), "by itself and"),
+    "own moved down": ("inside", shift(-2.0), "by itself and"),
+    "own above the last": ("outside", above_the_last, "is outside the top 3|mass of"),
+    "not ranked": ("anywhere", swapped, "where the most probable id first was"),
+    "impossible entry": ("inside", put("logprobs", -math.inf, last=True), "mass of|by itself"),
+    "row missing": ("anywhere", cut("logprobs"), "gave scores of shapes"),
+    "own missing": ("anywhere", cut("own"), "gave scores of shapes"),
+    "K - 1 ids": ("anywhere", cut("ids", columns=True), "gave scores of shapes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@few
+@given(seeds, rows)
+def test_scores_that_break_an_invariant_are_refused(broken, seed, n):
+    sampled, change, message = BROKEN[broken]
+    answer = answer_of(seed, n, 3, sampled)
+    change(answer)
+    with pytest.raises(InvalidAnswer, match=message) as caught:
+        check(answer)
+    assert str(caught.value).startswith("The engine of m gave ")
+    if "shapes" not in message:
+        assert f"at sequence 7, position {START + n - 1}: " in str(caught.value)
+
+
+@few
+@given(seeds, rows)
+def test_id_that_is_twice_in_a_row_is_refused(seed, n):
+    answer = answer_of(seed, n, 3, "outside")
+    answer.ids[-1, 2] = answer.ids[-1, 0]
+    with pytest.raises(InvalidAnswer, match=f"has the id {int(answer.ids[-1, 0])} twice"):
+        check(answer)
+
+
+@few
+@given(seeds, rows, st.sampled_from([1, 3, VOCAB]))
+def test_all_zeros_are_refused_where_the_mass_shows_it(seed, n, k):
+    """With K = 1 that takes one sampled token outside the top 1."""
+    answer = answer_of(seed, n, k, "outside" if k < VOCAB else "anywhere")
+    answer.own[:], answer.logprobs[:] = 0.0, 0.0
+    with pytest.raises(InvalidAnswer, match="position 2: .* mass of"):
+        check(answer)
+
+
+@few
+@given(seeds, rows)
+def test_full_vocabulary_has_a_mass_of_one(seed, n):
+    answer = answer_of(seed, n, VOCAB)
+    answer.logprobs -= 0.01
+    answer.own -= 0.01
+    with pytest.raises(InvalidAnswer, match=r"mass of 0\.990\d+, where a mass of 1 was expected"):
+        check(answer)
+    check(answer, vocab_size=VOCAB + 1)
+
+
+@few
+@given(seeds, rows, st.integers(1, 4))
+def test_mixture_of_right_scores_passes_and_of_wrong_ones_does_not(seed, n, k):
+    answers = [answer_of(seed, n, k), answer_of(seed + 1, n, k)]
+    tokens = torch.tensor([0] * n)
+    for answer in answers:  # both score the same tokens
+        dense = answer_of(seed + (answer is answers[1]), n, VOCAB)
+        answer.own = dense.logprobs[dense.ids == 0]
+        answer.sampled = tokens
+    scores = [TeacherScores(answer.own, answer.ids, answer.logprobs) for answer in answers]
+    mix(tokens, scores, [0.25, 0.75], sequence=3, start=START)
+    scores[0].teacher_logprobs[0] = 3.0
+    with pytest.raises(InvalidAnswer, match="^The mixture of teachers gave .* sequence 3, pos"):
+        mix(tokens, scores, [0.25, 0.75], sequence=3, start=START)
+
+
+# --- JSON: what vLLM writes, for both endpoints ---
+
+
+def json_rows(a):
+    """Return the rows of an answer to prompt_logprobs; the own token's entry is the first."""
+    first = {"3": {"logprob": -9.0, "rank": a.k + 1}}  # of the prompt's second token
+    first |= {str(5 + i): {"logprob": -0.6 - i, "rank": 1 + i} for i in range(a.k)}
+    written = [first]
+    for token, own, rank, ids, logprobs in zip(
+        a.sampled.tolist(),
+        a.own.tolist(),
+        a.ranks,
+        a.ids.tolist(),
+        a.logprobs.tolist(),
+        strict=True,
+    ):
+        row = {str(token): {"logprob": own, "rank": int(rank), "decoded_token": " a"}}
+        for place, (i, logprob) in enumerate(zip(ids, logprobs, strict=True), 1):
+            row[str(i)] = {"logprob": logprob, "rank": place, "decoded_token": " b"}
+        written.append(row)
+    return [None, *written]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Return a server that answers what a test says, with a model of ``VOCAB`` tokens."""
+    root = tmp_path_factory.mktemp("model")
+    (root / "config.json").write_text(json.dumps({"vocab_size": VOCAB}))
+    state = SimpleNamespace(answer=b"")
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *arguments):
+            pass
+
+        def reply(self, content):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def do_GET(self):
+            self.reply(json.dumps({"data": [{"id": "m", "root": str(root)}]}).encode())
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.reply(state.answer)
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{httpd.server_port}"
+    scorer, sampler = ServerScorer(url), ServerSampler(url, seeded=False)
+
+    def score(a, written):
+        rollout = make_rollout([4, 3], a.sampled.tolist(), [-1.0] * len(a.sampled), "stop", 0)
+        state.answer = json.dumps({"choices": [{"index": 0, "prompt_logprobs": written}]}).encode()
+        (scores,) = scorer.score([rollout], a.k)
+        return scores
+
+    def sample(answer, n, max_tokens):
+        state.answer = json.dumps(answer).encode()
+        return sampler.generate([[4, 3]], SamplingParams(n=n, max_tokens=max_tokens), seed=0)
+
+    yield SimpleNamespace(url=url, score=score, sample=sample)
+    scorer.close()
+    sampler.close()
+    httpd.shutdown()
+    httpd.server_close()
+
+
+def in_orchestrator(a, written):
+    """Read an answer of ``/inference/v1/generate`` as prime-rl's orchestrator does."""
+    content = json.dumps({"choices": [{"index": 0}], "prompt_logprobs": written}).encode()
+    return parse([4, 3, *a.sampled.tolist()], content, a.k, "The teacher at http://t:8000")
+
+
+@few
+@given(seeds, rows, st.sampled_from([0, 1, 3]))
+def test_right_json_passes_on_both_roads(server, seed, n, k):
+    """A request with K = 0 asks for one entry, which serves the check."""
+    answer = answer_of(seed, n, max(k, 1))
+    written, answer.k = json_rows(answer), k
+    scores = server.score(answer, written)
+    assert scores.ref_logprobs.tolist() == answer.own.tolist()
+    assert scores.teacher_logprobs.tolist() == answer.logprobs[:, :k].tolist()
+    flat = in_orchestrator(answer, written)
+    assert flat[START:] == answer.own.tolist()
+    assert flat.token_ids[START:].tolist() == answer.ids[:, :k].tolist()
+
+
+def own_of(a):
+    return str(int(a.sampled[-1]))
+
+
+def best_of(a):
+    return str(int(a.ids[-1, 0]))
+
+
+def entry(key, field, value):
+    """Return a change of one field of one entry in the last row."""
+
+    def change(a, written):
+        written[-1][key(a)][field] = value
+
+    return change
+
+
+def renamed(key):
+    """Give the most probable entry another id."""
+
+    def change(a, written):
+        written[-1][key] = written[-1].pop(best_of(a))
+
+    return change
+
+
+BROKEN_JSON = {
+    "own NaN": entry(own_of, "logprob", math.nan),
+    "own -Infinity": entry(own_of, "logprob", -math.inf),
+    "own -9999": entry(own_of, "logprob", -9999.0),
+    "own above 0": entry(own_of, "logprob", 0.3),
+    "own null": entry(own_of, "logprob", None),
+    "entry NaN": entry(best_of, "logprob", math.nan),
+    "entry Infinity": entry(best_of, "logprob", math.inf),
+    "entry above 0": entry(best_of, "logprob", 3.0),
+    "entry true": entry(best_of, "logprob", True),
+    "entry false": entry(best_of, "logprob", False),
+    "entry a string": entry(best_of, "logprob", "-1.0"),
+    "rank a float": entry(best_of, "rank", 1.0),
+    "rank null": entry(best_of, "rank", None),
+    "id negative": renamed("-1"),
+    "id a float": renamed("1.0"),
+    "id huge": renamed(str(2**40)),
+    "own missing": lambda a, written: written[-1].pop(own_of(a)),
+    "entry missing": lambda a, written: written[-1].pop(str(int(a.ids[-1, 1]))),
+    "alien of mass 1": lambda a, written: written[-1].update(
+        {str(int(min({*range(VOCAB)} - {*a.ids[-1].tolist()} - {*a.sampled.tolist()}))): {
+            "logprob": -1e-4, "rank": 1}}),
+    "wide row": lambda a, written: written[-1].update(
+        {str(i): {"logprob": -20.0, "rank": i} for i in range(VOCAB, 40)}),
+    "row missing": lambda a, written: written.pop(),
+    "row null": lambda a, written: written.__setitem__(-1, None),
+    "row empty": lambda a, written: written.__setitem__(-1, {}),
+    "row a list": lambda a, written: written.__setitem__(-1, []),
+    "row too many": lambda a, written: written.append(written[-1]),
+    "zeros": lambda a, written: [
+        entry.update(logprob=0.0) for row in written[1:] for entry in row.values()],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN_JSON)
+@few
+@given(seeds, rows)
+def test_json_that_breaks_an_invariant_is_refused(server, broken, seed, n):
+    """On both roads; the message names the server."""
+    answer = answer_of(seed, n, 3, "outside")
+    written = json_rows(answer)
+    BROKEN_JSON[broken](answer, written)
+    with pytest.raises(InvalidAnswer, match=f"^The .* at {server.url} "):
+        server.score(answer, written)
+    with pytest.raises(InvalidAnswer, match="^The teacher at http://t:8000 "):
+        in_orchestrator(answer, written)
+
+
+@few
+@given(seeds, rows)
+def test_id_beyond_a_known_vocabulary_is_refused(server, seed, n):
+    answer = answer_of(seed, n, 3, "outside")
+    written = json_rows(answer)
+    renamed(str(VOCAB))(answer, written)
+    with pytest.raises(InvalidAnswer, match="the id 12, where an id from 0 to 11 was expected"):
+        server.score(answer, written)
+
+
+# --- Completions ---
+
+
+def completions_of(seed, n, tokens):
+    """Return an answer with n sampled completions."""
+    generator = numpy.random.default_rng(seed)
+    return {
+        "choices": [
+            {
+                "index": index,
+                "token_ids": generator.integers(0, VOCAB, tokens).tolist(),
+                "finish_reason": "length",
+                "logprobs": {"token_logprobs": (-generator.exponential(2, tokens)).tolist()},
+            }
+            for index in range(n)
+        ]
+    }
+
+
+@few
+@given(seeds, st.integers(1, 3), st.integers(1, 4))
+def test_right_completions_pass(server, seed, n, tokens):
+    answer = completions_of(seed, n, tokens)
+    found = server.sample({"choices": answer["choices"][::-1]}, n, 4)
+    assert [r.completion_ids for r in found] == [c["token_ids"] for c in answer["choices"]]
+
+
+def last(path, value):
+    """Return a change of the last value of a list in the last choice."""
+
+    def change(answer):
+        choice = answer["choices"][-1]
+        (choice["token_ids"] if path == "token_ids" else choice["logprobs"][path])[-1] = value
+
+    return change
+
+
+def in_choice(**fields):
+    return lambda answer: answer["choices"][-1].update(fields)
+
+
+BROKEN_COMPLETIONS = {
+    "mu NaN": last("token_logprobs", math.nan),
+    "mu -Infinity": last("token_logprobs", -math.inf),
+    "mu -9999": last("token_logprobs", -9999.0),
+    "mu above 0": last("token_logprobs", 0.3),
+    "mu true": last("token_logprobs", True),
+    "mu null": last("token_logprobs", None),
+    "mu a string": last("token_logprobs", "-1"),
+    "one mu for all": in_choice(logprobs={"token_logprobs": [-1.0]}),
+    "no mu": in_choice(logprobs=None),
+    "id beyond": last("token_ids", VOCAB),
+    "id negative": last("token_ids", -1),
+    "id a float": last("token_ids", 5.5),
+    "id true": last("token_ids", True),
+    "too long": in_choice(token_ids=[1] * 9, logprobs={"token_logprobs": [-1.0] * 9}),
+    "empty": in_choice(token_ids=[], logprobs={"token_logprobs": []}),
+    "no choice": lambda answer: answer["choices"].clear(),
+    "one too few": lambda answer: answer["choices"].pop(),
+    "one too many": lambda answer: answer["choices"].append({**answer["choices"][0], "index": 2}),
+    "one twice": in_choice(index=0),
+    "gave up": in_choice(finish_reason="abort"),
+    "no choices": lambda answer: answer.pop("choices"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_COMPLETIONS)
+@few
+@given(seeds, st.integers(2, 4))
+def test_completions_that_break_an_invariant_are_refused(server, broken, seed, tokens):
+    answer = completions_of(seed, 2, tokens)
+    BROKEN_COMPLETIONS[broken](answer)
+    with pytest.raises(InvalidAnswer, match=f"^The .* at {server.url} "):
+        server.sample(answer, 2, 4)
+
+
+@pytest.mark.parametrize(
+    "ids, logprobs, message",
+    [
+        ([3, 4], [-1.0], "of prompt 5: 2 tokens with 1 log-probs, where"),
+        ([], [], "of prompt 5: no token, where"),
+        ([3] * 5, [-1.0] * 5, "5 tokens, where at most max_tokens = 4"),
+        ([3, VOCAB], [-1.0, -1.0], "the id 12 at position 1, where an id from 0 to 11"),
+        ([3, 4], [-1.0, math.nan], "log-prob nan of token 4 at position 1"),
+        ([3, 4], [1e-3, -1.0], "log-prob 0.001 of token 3 at position 0"),
+    ],
+)
+def test_engines_completion_is_refused_with_its_place(ids, logprobs, message):
+    with pytest.raises(InvalidAnswer, match=f"^The engine of m gave a wrong .* {message}"):
+        make_rollout(
+            [1], ids, logprobs, "stop", 5, max_tokens=4, vocab_size=VOCAB, origin="The engine of m"
+        )
