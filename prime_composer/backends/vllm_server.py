@@ -31,6 +31,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -58,6 +59,7 @@ from prime_composer.backends.http import (
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams, TeacherScores
 from prime_composer.backends.vllm_logprobs import (
     answer_bytes,
+    asked_for,
     read_answer,
     read_completions,
     top_k_of,
@@ -640,19 +642,25 @@ class ServerScorer(Server):
         async def score_one(numbered: tuple[int, SequenceToScore]) -> TeacherScores:
             index, sequence = numbered
             tokens, start = sequence.token_ids, sequence.start
-            settings = plain_sampling(temperature=0.0, max_tokens=1, prompt_logprobs=k)
-            content = await self._complete(tokens, answer_bytes(len(tokens), k), **settings)
-            top = top_k_of(tokens, read_answer(content, self.origin), k, self.origin)
-            return make_scores(
+            asked = asked_for(k)
+            settings = plain_sampling(temperature=0.0, max_tokens=1, prompt_logprobs=asked)
+            content = await self._complete(tokens, answer_bytes(len(tokens), asked), **settings)
+            top = top_k_of(tokens, read_answer(content, self.origin), asked, self.origin)
+            scores = make_scores(
                 torch.tensor(top.own[start:], dtype=torch.float32),
                 torch.from_numpy(top.token_ids[start:]).long(),
                 torch.from_numpy(top.logprobs[start:]),
                 sampled=torch.tensor(tokens[start:]),
-                k=k,
+                k=asked,
                 vocab_size=vocab_size,
                 origin=self.origin,
                 sequence=index,
                 start=start,
+            )
+            return replace(
+                scores,
+                token_ids=scores.token_ids[:, :k],
+                teacher_logprobs=scores.teacher_logprobs[:, :k],
             )
 
         return self._connection.map(score_one, list(enumerate(sequences)))
