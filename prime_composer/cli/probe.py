@@ -125,7 +125,8 @@ def models_table(student: StudentReport, teachers: Mapping[str, TeacherReport]) 
 
     add("model", lambda model: model.model)
     add("backend", lambda model: model.url or model.backend)
-    add("tokenizer, vocabulary hash", lambda model: tokenizer_cell(model.tokenizer))
+    add("tokenizer: hash of the vocabulary", lambda model: vocabulary_cell(model.tokenizer))
+    add("  hash of the split of three texts", lambda model: split_cell(model.tokenizer))
     add_row(table, "  as the student's", "", *(yes(t.same_tokenizer) for t in teachers.values()))
     add("chat template hash", lambda model: template_cell(model.tokenizer))
     add_row(table, "  same prompts", "", *(yes(t.same_prompts) for t in teachers.values()))
@@ -216,6 +217,7 @@ def step_table(report: ProbeReport) -> Table:
     column = "" if step.column is None else f" at K = {step.column}"
     add_row(table, f"scoring{column}", seconds(step.score_seconds))
     add_row(table, "forward and backward", seconds(step.train_seconds))
+    add_row(table, "all steps, without evaluations", seconds(step.run_seconds))
     return table
 
 
@@ -248,15 +250,24 @@ def count(value: int | float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Format seconds."""
-    return MISSING if value is None else f"{value:.3g} s"
+    """Format seconds, from an hour on as hours."""
+    if value is None:
+        return MISSING
+    return f"{value / 3600:,.1f} h" if value >= 3600 else f"{value:.3g} s"
 
 
-def tokenizer_cell(tokenizer: TokenizerFacts | None) -> str:
+def vocabulary_cell(tokenizer: TokenizerFacts | None) -> str:
     """Format a vocabulary by its hash."""
-    if tokenizer is None:
+    if tokenizer is None or tokenizer.vocabulary_hash is None:
         return "cannot be asked"
-    return tokenizer.vocabulary_hash or "asked over HTTP"
+    return tokenizer.vocabulary_hash
+
+
+def split_cell(tokenizer: TokenizerFacts | None) -> str:
+    """Format how texts are split."""
+    if tokenizer is None or tokenizer.split_hash is None:
+        return "cannot be asked"
+    return tokenizer.split_hash
 
 
 def template_cell(tokenizer: TokenizerFacts | None) -> str:

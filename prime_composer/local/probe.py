@@ -446,16 +446,23 @@ def forecast(
         if entry.column == column
     ]
     measured = [value for value in seconds if value is not None]
-    complete = bool(teachers) and len(measured) == len(teachers)
+    score_seconds = sum(measured) if teachers and len(measured) == len(teachers) else None
+    sample_seconds = None
+    if sampled is not None and step_tokens is not None:
+        sample_seconds = sampled.seconds * step_tokens / sampled.tokens
+    run_seconds = None
+    if sample_seconds is not None and train_seconds is not None:
+        if score_seconds is not None or not teachers:
+            step_seconds = sample_seconds + (score_seconds or 0.0) + train_seconds
+            run_seconds = recipe.trainer.steps * step_seconds
     return StepForecast(
         rollouts=recipe.trainer.batch_size,
         tokens=step_tokens,
         column=column,
-        sample_seconds=None
-        if sampled is None or step_tokens is None
-        else sampled.seconds * step_tokens / sampled.tokens,
-        score_seconds=sum(measured) if complete else None,
+        sample_seconds=sample_seconds,
+        score_seconds=score_seconds,
         train_seconds=train_seconds,
+        run_seconds=run_seconds,
     )
 
 

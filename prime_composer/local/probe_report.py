@@ -48,6 +48,7 @@ class TokenizerFacts:
         source: where it was read: files on this machine, or the answers of a server.
         tokens: entries of the vocabulary.
         vocabulary_hash: of every token with its id.
+        split_hash: of the ids of the preflight's three texts, which merges and normalizers decide.
         template_hash: of the chat template; None where there is none.
         eos: the token that ends a text.
         special_ids: special and added tokens with their ids.
@@ -56,6 +57,7 @@ class TokenizerFacts:
     source: Literal["files", "server"]
     tokens: int | None = None
     vocabulary_hash: str | None = None
+    split_hash: str | None = None
     template_hash: str | None = None
     eos: str | None = None
     special_ids: Mapping[str, int] = field(default_factory=dict)
@@ -227,6 +229,7 @@ class StepForecast:
         sample_seconds: sampling.
         score_seconds: scoring in ``column``, the teachers one after the other.
         train_seconds: forward and backward of the student, without the optimizer.
+        run_seconds: the sum of the three over all steps of the recipe, without evaluations.
     """
 
     rollouts: int
@@ -235,6 +238,7 @@ class StepForecast:
     sample_seconds: float | None = None
     score_seconds: float | None = None
     train_seconds: float | None = None
+    run_seconds: float | None = None
 
 
 @dataclass(frozen=True)

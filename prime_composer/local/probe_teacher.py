@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -210,8 +211,9 @@ def find_tokenizer(target: Target, student: Any) -> tuple[Any, TokenizerFacts, b
     tokenizer = target.load_tokenizer()
     served = served_alike(target.scorer, student)
     if tokenizer is not None:
-        same = equal_tokenizers(student, tokenizer) and served is not False
-        return tokenizer, read_tokenizer(tokenizer), same
+        own, facts = read_tokenizer(student), read_tokenizer(tokenizer)
+        same = (own.vocabulary_hash, own.split_hash) == (facts.vocabulary_hash, facts.split_hash)
+        return tokenizer, facts, same and served is not False
     if served is None:
         raise NotMeasured("its tokenizer is not on this machine, and cannot be asked")
     return None, ask_tokenizer(target.scorer, student), served
@@ -229,13 +231,13 @@ def served_alike(scorer: Scorer | None, student: Any) -> bool | None:
 
 def ask_tokenizer(scorer: Scorer | None, student: Any) -> TokenizerFacts:
     """Ask a server for the ids of the student's special tokens, those that are one token there."""
+    assert isinstance(scorer, TokenServer)
     ids = {}
-    if isinstance(scorer, TokenServer):
-        for token in read_tokenizer(student).special_ids:
-            answer = scorer.tokenize(token)
-            if answer is not None and len(answer) == 1:
-                ids[token] = answer[0]
-    return TokenizerFacts(source="server", special_ids=ids)
+    for token in read_tokenizer(student).special_ids:
+        answer = scorer.tokenize(token)
+        if answer is not None and len(answer) == 1:
+            ids[token] = answer[0]
+    return TokenizerFacts("server", split_hash=split_hash(scorer.tokenize), special_ids=ids)
 
 
 def read_tokenizer(tokenizer: Any) -> TokenizerFacts:
@@ -246,6 +248,7 @@ def read_tokenizer(tokenizer: Any) -> TokenizerFacts:
         source="files",
         tokens=len(tokenizer),
         vocabulary_hash=tokenizer_hash(tokenizer),
+        split_hash=split_hash(partial(tokenizer.encode, add_special_tokens=False)),
         template_hash=None if template is None else short_hash(str(template)),
         eos=tokenizer.eos_token,
         special_ids={
@@ -259,13 +262,9 @@ def short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def equal_tokenizers(student: Any, teacher: Any) -> bool:
-    """Return whether both have the same tokens with the same ids, and split texts equally."""
-    return tokenizer_hash(student) == tokenizer_hash(teacher) and all(
-        student.encode(text, add_special_tokens=False)
-        == teacher.encode(text, add_special_tokens=False)
-        for text in PROBES
-    )
+def split_hash(encode: Callable[[str], list[int] | None]) -> str:
+    """Return a hash of how the preflight's texts are split."""
+    return short_hash(repr([encode(text) for text in PROBES]))
 
 
 def equal_prompts(samples: Sequence[Sample], tokenized: TokenizedProblems, tokenizer: Any) -> bool:

@@ -46,8 +46,9 @@ def test_tables_hold_every_part_and_progress_goes_to_stderr(cli: Cli, tiny_recip
     done = cli(tiny_recipe())
     assert done.returncode == 0, done.stderr
     parts = (
-        "[teacher] scores", "vocabulary hash", "EOS and its id", "largest K", "recommended K",
-        "rollout tokens per second", "mass outside", "forward and backward", "recommendations",
+        "[teacher] scores", "hash of the vocabulary", "EOS and its id", "largest K",
+        "recommended K", "rollout tokens per second", "mass outside", "forward and backward",
+        "recommendations",
     )  # fmt: skip
     assert [part for part in parts if part not in done.stdout] == []
     assert "loading the student" in done.stderr and "loading" not in done.stdout
@@ -64,7 +65,8 @@ def test_json_has_stable_keys_and_numbers(cli: Cli, tiny_recipe: Raw) -> None:
     assert report["passed"] is True
     assert set(report["checks"][0]) == {"name", "passed", "message"}
     assert set(report["step"]) == {
-        "rollouts", "tokens", "column", "sample_seconds", "score_seconds", "train_seconds"
+        "rollouts", "tokens", "column", "sample_seconds", "score_seconds", "train_seconds",
+        "run_seconds",
     }  # fmt: skip
     teacher = report["teachers"]["teacher"]
     assert {

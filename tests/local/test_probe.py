@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from prime_composer.backends.hf_model import import_transformers
+from prime_composer.backends.hf_model import import_transformers, load_tokenizer
 from prime_composer.backends.protocols import Limits, TeacherScores
+from prime_composer.backends.vllm_server import ServerScorer
 from prime_composer.local.engine import open_engine
 from prime_composer.local.probe import OPENING, probe, probe_engine, sample_first_step
 from prime_composer.local.probe_numbers import (
@@ -21,8 +23,14 @@ from prime_composer.local.probe_numbers import (
     recommended_k,
     share_on_bfloat16_grid,
 )
-from prime_composer.local.probe_report import ModelFacts, ProbeReport
-from prime_composer.local.probe_teacher import Target, largest_k, measure_column
+from prime_composer.local.probe_report import ModelFacts, NotMeasured, ProbeReport
+from prime_composer.local.probe_teacher import (
+    Target,
+    find_tokenizer,
+    largest_k,
+    measure_column,
+    read_tokenizer,
+)
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.tiny_models.cache import prepare_models
@@ -154,7 +162,6 @@ def test_tiny_recipe_passes_every_check(tiny_report):
     assert "weight sync" in names and "[teacher] scores" in names
     assert tiny_report.teachers["teacher"].same_tokenizer is True
     assert tiny_report.teachers["teacher"].same_prompts is True
-    json.dumps(tiny_report.teachers["teacher"].facts.largest_k)
     assert tiny_report.teachers["teacher"].facts.largest_k == VOCAB
     assert tiny_report.teachers["teacher"].head_bfloat16 is False
     assert tiny_report.student.agreement.largest < 1e-5
@@ -197,6 +204,8 @@ def test_forecast_is_speed_times_the_tokens_of_a_step(tiny_report):
     assert step.score_seconds == pytest.approx(step.tokens / own.tokens_per_second)
     assert step.sample_seconds == pytest.approx(step.tokens / tiny_report.student.tokens_per_second)
     assert step.train_seconds > 0
+    seconds = step.sample_seconds + step.score_seconds + step.train_seconds
+    assert step.run_seconds == pytest.approx(4 * seconds)
 
 
 def test_a_probe_changes_no_weight_and_writes_nothing(tmp_path, monkeypatch):
@@ -258,7 +267,7 @@ def test_another_token_fails_its_check_and_the_rest_is_measured(with_models):
     path = teacher / "tokenizer.json"
     content = json.loads(path.read_text())
     vocabulary = content["model"]["vocab"]
-    one, two = sorted(vocabulary, key=vocabulary.get)[100:102]
+    one, two = load_tokenizer(teacher).tokenize("72")
     vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
     path.write_text(json.dumps(content))
     report = probed(raw)
@@ -267,6 +276,7 @@ def test_another_token_fails_its_check_and_the_rest_is_measured(with_models):
     assert "different vocabularies" in failed[0].message and not report.passed
     student, own = report.student.facts.tokenizer, report.teachers["teacher"].facts.tokenizer
     assert student.vocabulary_hash != own.vocabulary_hash
+    assert student.split_hash != own.split_hash
     assert report.teachers["teacher"].same_tokenizer is False
     assert report.teachers["teacher"].throughput[-1].tokens_per_second > 0
 
@@ -419,3 +429,24 @@ def test_a_server_of_other_weights_shows_in_the_agreement(served):
     report = probed(raw)
     assert report.teachers["teacher"].agreement.largest > 0.5
     assert any("start the server with that checkpoint" in text for text in report.recommendations)
+
+
+@pytest.mark.parametrize("can_tokenize", [True, False])
+def test_a_tokenizer_on_another_machine_is_asked_for(with_models, student, can_tokenize):
+    raw, _, teacher = with_models()
+    with SpoilingServer(teacher, can_tokenize=can_tokenize) as server:
+        for file in teacher.glob("tokenizer*"):
+            file.unlink()
+        scorer = ServerScorer(server.url, str(teacher))
+        asked = replace(target(scorer), load_tokenizer=lambda: load_tokenizer(teacher))
+        try:
+            if not can_tokenize:
+                with pytest.raises(NotMeasured, match="not on this machine, and cannot be asked"):
+                    find_tokenizer(asked, student[1])
+                return
+            tokenizer, facts, same = find_tokenizer(asked, student[1])
+        finally:
+            scorer.close()
+    assert tokenizer is None and same is True
+    assert facts.source == "server" and facts.special_ids == {"<|endoftext|>": 0}
+    assert facts.split_hash == read_tokenizer(student[1]).split_hash
