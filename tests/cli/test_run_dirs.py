@@ -1,0 +1,325 @@
+"""Run directories: which are free, which start over, which continue, and which are left alone."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_composer.cli.run_dirs import (
+    Claim,
+    RunDir,
+    Wish,
+    choose_run_dir,
+    claim_run_dir,
+    write_recipe,
+)
+from prime_composer.local.checkpoint import DamagedCheckpoint, list_checkpoints
+from prime_composer.local.lock import InUse, RunLock
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.schema import RecipeError
+from tests.local.test_checkpoint import save
+
+Raw = Callable[..., dict[str, Any]]
+Choose = Callable[..., RunDir]
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def wish(tiny_recipe: Raw) -> Callable[..., Wish]:
+    """Return what a user asks for; ``section__key`` changes the recipe."""
+
+    def make(output_dir: str | None = "run", changes: dict[str, Any] | None = None, **how: Any):
+        return Wish(parse_recipe(tiny_recipe(**changes or {})), Path("r.toml"), output_dir, **how)
+
+    return make
+
+
+def begin(wish: Wish) -> Path:
+    """Start a run that ends before its first checkpoint: it leaves what a kill would leave."""
+    with claim_run_dir(wish) as claim:
+        (claim.path / "metrics.jsonl").write_text('{"step": 0}\n')
+        (claim.path / "tensorboard").mkdir()
+        (claim.path / "tensorboard" / "events.out.tfevents.1").write_text("x")
+        (claim.path / "checkpoints" / "step_000002.tmp").mkdir(parents=True)
+    return claim.path
+
+
+def finish(wish: Wish, *steps: int) -> Path:
+    """Leave a run with checkpoints."""
+    with claim_run_dir(wish) as claim:
+        save(claim.path, *steps)
+    return claim.path
+
+
+def refusal(wish: Wish) -> str:
+    """Return why a directory is refused, and check that nothing in it was touched."""
+
+    def contents() -> dict[Path, bytes | None]:
+        return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+
+    before = contents()
+    with pytest.raises((RecipeError, DamagedCheckpoint)) as caught:
+        claim_run_dir(wish)
+    after = contents()
+    assert {path: after[path] for path in before if path.name != ".lock"} == {
+        path: content for path, content in before.items() if path.name != ".lock"
+    }
+    return str(caught.value)
+
+
+def over_again(claim: Claim) -> bool:
+    """Begin the claimed run, and return whether an earlier start was cleared away."""
+    with claim:
+        assert "starting over" in claim.run_dir.describe()
+        claim.begin()
+        names = {path.name for path in claim.path.iterdir()}
+    return names == {".lock", "recipe.json"}
+
+
+@pytest.mark.parametrize("output_dir", ["run", None])
+@pytest.mark.parametrize("resume", [False, True])
+def test_early_start_is_no_run_and_starts_over(
+    resume: bool, output_dir: str | None, wish: Callable[..., Wish]
+) -> None:
+    """The command that was killed before its first checkpoint works again as it is."""
+    path = begin(wish(output_dir, resume=False))
+    assert choose_run_dir(wish(output_dir, resume=resume)).path == path
+    claim = claim_run_dir(wish(output_dir, resume=resume))
+    assert claim.path == path and claim.run_dir.checkpoint is None
+    assert over_again(claim)
+
+
+def test_early_start_is_kept_until_the_next_one_begins(wish: Callable[..., Wish]) -> None:
+    """A start that fails in its checks deletes nothing."""
+    path = begin(wish())
+    with pytest.raises(ZeroDivisionError), claim_run_dir(wish()):
+        raise ZeroDivisionError
+    assert (path / "metrics.jsonl").exists() and (path / "recipe.json").exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_start_killed_before_its_recipe_starts_over(
+    resume: bool, wish: Callable[..., Wish]
+) -> None:
+    Path("run").mkdir()
+    Path("run/.lock").write_text("host 1\n")
+    Path("run/recipe.tmp").write_text('{"stud')
+    with claim_run_dir(wish(resume=resume)) as claim:
+        assert json.loads((claim.path / "recipe.json").read_text())["trainer"]["steps"] == 4
+
+
+def test_early_start_of_another_recipe_is_refused(wish: Callable[..., Wish]) -> None:
+    begin(wish())
+    other = {"trainer__lr": 0.5}
+    assert "exists and is not empty" in refusal(wish(changes=other))
+    message = refusal(wish(changes=other, resume=True))
+    assert "no complete checkpoint" in message and "other values of trainer.lr" in message
+    begin(wish(None))
+    with claim_run_dir(wish(None, other)) as claim:
+        assert claim.path == Path("outputs/r-2")
+
+
+@pytest.mark.parametrize("foreign", ["thesis.txt", "checkpoints/best", "tensorboard/notes.txt"])
+def test_early_start_with_foreign_files_is_refused(foreign: str, wish: Callable[..., Wish]) -> None:
+    path = begin(wish())
+    (path / foreign).write_text("mine")
+    assert "exists and is not empty" in refusal(wish())
+    assert f"other files ({foreign})" in refusal(wish(resume=True))
+
+
+def test_new_directory_is_removed_where_nothing_ran(wish: Callable[..., Wish]) -> None:
+    with pytest.raises(ZeroDivisionError), claim_run_dir(wish()):
+        raise ZeroDivisionError
+    assert not Path("run").exists()
+    Path("run").mkdir()
+    with pytest.raises(ZeroDivisionError), claim_run_dir(wish()):
+        raise ZeroDivisionError
+    assert not list(Path("run").iterdir())
+
+
+def test_run_in_use_is_refused_and_its_number_skipped(wish: Callable[..., Wish]) -> None:
+    with claim_run_dir(wish(None)) as claim:
+        assert claim.path == Path("outputs/r")
+        for how in ({"resume": True}, {"overwrite": True}):
+            with pytest.raises(InUse, match=f"process {os.getpid()} on "):
+                claim_run_dir(wish(None, **how))
+        with claim_run_dir(wish(None)) as second:
+            assert second.path == Path("outputs/r-2")
+
+
+def test_overwrite_deletes_the_run_when_the_new_one_begins(wish: Callable[..., Wish]) -> None:
+    """Files that a run does not write stay, and W&B's folder, which may wait for its upload."""
+    path = finish(wish(), 2, 4)
+    for name in ("report.png", "wandb_run_id.txt", "thesis.txt", "checkpoints/notes.txt"):
+        (path / name).write_text("x")
+    (path / "wandb").mkdir()
+    assert "--overwrite" in refusal(wish())
+    with claim_run_dir(wish(changes={"trainer__lr": 0.5}, overwrite=True)) as claim:
+        assert "--overwrite" in claim.run_dir.describe() and len(list_checkpoints(path)) == 2
+        claim.begin()
+    assert json.loads((path / "recipe.json").read_text())["trainer"]["lr"] == 0.5
+    names = {str(file.relative_to(path)) for file in path.rglob("*")}
+    assert names == {
+        ".lock", "recipe.json", "thesis.txt", "wandb", "checkpoints", "checkpoints/notes.txt"
+    }  # fmt: skip
+
+
+def test_overwrite_leaves_a_directory_without_a_recipe_alone(wish: Callable[..., Wish]) -> None:
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").write_text("mine")
+    assert "holds no recipe.json, so it is no run" in refusal(wish(overwrite=True))
+    Path("run/recipe.json").write_text('{"flour": 500}')
+    assert "is not a run's recipe" in refusal(wish(overwrite=True))
+
+
+def test_overwrite_clears_links_and_not_what_they_point_to(
+    tmp_path: Path, wish: Callable[..., Wish]
+) -> None:
+    path = finish(wish(), 2)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "step_000009").write_text("mine")
+    shutil.rmtree(path / "checkpoints" / "step_000002")
+    (path / "checkpoints" / "step_000002.tmp").symlink_to(outside)
+    with claim_run_dir(wish(overwrite=True)) as claim:
+        claim.begin()
+    assert (outside / "step_000009").read_text() == "mine"
+    assert not (path / "checkpoints").exists()
+
+
+def test_resume_takes_the_newest_or_the_named_step(wish: Callable[..., Wish]) -> None:
+    finish(wish(), 2, 3)
+    for step, taken in ((None, 3), (2, 2)):
+        run_dir = choose_run_dir(wish(resume=True, step=step))
+        assert run_dir.checkpoint is not None and run_dir.checkpoint.step == taken
+        assert run_dir.describe() == f"run directory: run, resuming after step {taken}"
+    assert "no checkpoint of step 4; it has 2, 3" in refusal(wish(resume=True, step=4))
+
+
+def test_resume_of_a_checkpoint_without_manifest_warns(wish: Callable[..., Wish]) -> None:
+    finish(wish(), 2)
+    folder = Path("run/checkpoints/step_000002")
+    (folder / "manifest.json").unlink()
+    assert "manifest.json is missing" in refusal(wish(resume=True))
+    torch.save({"step": 2, "rng": torch.get_rng_state()}, folder / "trainer.pt")
+    (line,) = choose_run_dir(wish(resume=True)).note.splitlines()
+    assert line.startswith("warning: run/checkpoints/step_000002 is of a version without checksums")
+
+
+def test_resume_names_a_recipe_that_is_gone_or_cut(wish: Callable[..., Wish]) -> None:
+    recipe = finish(wish(), 2) / "recipe.json"
+    recipe.write_text(recipe.read_text()[:100])
+    assert "run/recipe.json is not a run's recipe" in refusal(wish(resume=True))
+    recipe.unlink()
+    assert "run holds no recipe.json" in refusal(wish(resume=True))
+
+
+ALLOWED = {
+    "teacher": {"wait": 5.0},
+    "rollout": {"wait": 5.0},
+    "checks": {"every": 3},
+    "eval": {"every": 1},
+    "checkpoint": {"keep": 7},
+}
+
+
+@pytest.mark.parametrize("section", ALLOWED)
+def test_resume_allows_what_no_number_depends_on(
+    section: str, tiny_recipe: Raw, wish: Callable[..., Wish]
+) -> None:
+    finish(wish(), 2)
+    table = {**tiny_recipe().get(section, {}), **ALLOWED[section]}
+    assert choose_run_dir(wish(changes={section: table}, resume=True)).note == ""
+
+
+def test_resume_fills_in_keys_that_are_new_since(wish: Callable[..., Wish]) -> None:
+    """A recipe.json of before ``[checks]`` is that of the same run."""
+    path = finish(wish(), 2) / "recipe.json"
+    tables = json.loads(path.read_text())
+    del tables["checks"], tables["teacher"]["wait"], tables["trainer"]["max_grad_norm"]
+    path.write_text(json.dumps(tables))
+    assert choose_run_dir(wish(resume=True)).note == ""
+
+
+def test_resume_compares_urls_without_their_passwords(
+    tiny_recipe: Raw, wish: Callable[..., Wish]
+) -> None:
+    def with_url(url: str) -> dict[str, Any]:
+        teacher = {key: value for key, value in tiny_recipe()["teacher"].items() if key != "url"}
+        return {"changes": {"teacher": teacher | {"url": url}}}
+
+    finish(wish(**with_url("http://me:secret@host:1")), 2)
+    assert "secret" not in Path("run/recipe.json").read_text()
+    assert choose_run_dir(wish(**with_url("http://me:new@host:1"), resume=True)).checkpoint
+    message = refusal(wish(**with_url("http://me:new@other:1"), resume=True))
+    assert "teacher.url" in message and "new@" not in message
+
+
+LONGER = {"trainer__schedule": "constant", "trainer__steps": 4}
+
+
+def test_finished_run_with_a_constant_rate_gets_more_steps(wish: Callable[..., Wish]) -> None:
+    finish(wish(changes=LONGER), 2, 4)
+    claim = claim_run_dir(wish(changes=LONGER | {"trainer__steps": 9}, resume=True))
+    with claim:
+        assert claim.run_dir.note == "trainer.steps is 9 now; it was 4"
+        claim.begin()
+    assert json.loads(Path("run/recipe.json").read_text())["trainer"]["steps"] == 9
+    message = refusal(wish(changes=LONGER | {"trainer__steps": 3}, resume=True))
+    assert "trainer.steps = 3, and 4 steps are done already" in message
+
+
+def test_more_steps_on_a_decaying_rate_say_what_would_change(wish: Callable[..., Wish]) -> None:
+    """With one step of warm-up the linear decay of 4 steps is at 2/3 in step 3, that of 7 at 5/6.
+
+    The peak is 0.001.
+    """
+    finish(wish(), 2, 4)
+    message = refusal(wish(changes={"trainer__steps": 7}, resume=True))
+    assert "trainer.schedule = 'linear'" in message
+    assert "step 3 was 0.000667 and would be 0.000833" in message
+
+
+def test_read_only_place_is_named_before_anything_runs(
+    wish: Callable[..., Wish], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write everywhere, so that the answer of the system is made up."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(PermissionError) as caught:
+        choose_run_dir(wish("new/run"))
+    assert caught.value.errno == errno.EACCES
+    monkeypatch.undo()
+    with pytest.raises(NotADirectoryError, match="/dev/null"):
+        choose_run_dir(wish("/dev/null/run"))
+
+
+def test_recipe_is_written_at_once(wish: Callable[..., Wish], tmp_path: Path) -> None:
+    """A crash in the middle of writing leaves the old recipe, never half of a new one."""
+    before = wish(changes={"trainer__lr": 0.5}).recipe
+    write_recipe(tmp_path, before)
+    unfinished = tmp_path / "recipe.tmp"
+    unfinished.mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_recipe(tmp_path, wish().recipe)
+    assert json.loads((tmp_path / "recipe.json").read_text())["trainer"]["lr"] == 0.5
+
+
+def test_dry_run_looks_at_the_lock_and_writes_none(wish: Callable[..., Wish]) -> None:
+    path = finish(wish(), 2)
+    lock = RunLock(path)
+    with pytest.raises(InUse):
+        choose_run_dir(wish(resume=True))
+    lock.release()
+    before = (path / ".lock").stat().st_mtime_ns
+    choose_run_dir(wish(resume=True))
+    assert (path / ".lock").stat().st_mtime_ns == before

@@ -1,0 +1,105 @@
+"""Signals: which end a run at once, which after its step, and which it never sees."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from prime_composer.local.signals import (
+    StepAbandoned,
+    Stopped,
+    StopRequest,
+    finishing_the_step,
+    stopping_at_once,
+)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def handlers_are_restored() -> Iterator[None]:
+    before = [signal.getsignal(signum) for signum in SIGNALS]
+    yield
+    assert [signal.getsignal(signum) for signum in SIGNALS] == before
+
+
+def send(signum: int) -> None:
+    os.kill(os.getpid(), signum)
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_signal_in_a_step_is_noted_and_a_second_one_stops(signum: int) -> None:
+    stop = StopRequest()
+    with finishing_the_step(stop):
+        stop.check()
+        send(signum)
+        assert stop.requested and stop.signum == signum
+        with pytest.raises(StepAbandoned):
+            stop.check()
+        with pytest.raises(Stopped) as caught:
+            send(signal.SIGTERM)
+    assert caught.value.signum == signal.SIGTERM and isinstance(caught.value, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_outside_the_steps_stops_at_once(signum: int) -> None:
+    with stopping_at_once():
+        with pytest.raises(Stopped) as caught:
+            send(signum)
+    assert caught.value.signum == signum
+
+
+def test_ignored_signal_stays_ignored() -> None:
+    """``nohup`` starts a process with SIGHUP ignored: a closed terminal does not end it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = StopRequest()
+    try:
+        with stopping_at_once(), finishing_the_step(stop):
+            send(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert not stop.requested
+
+
+def test_signals_in_another_thread_stay_the_callers() -> None:
+    """Only the main thread can set handlers; a run in another one is left as it is."""
+    finished = []
+
+    def run() -> None:
+        with stopping_at_once(), finishing_the_step(StopRequest()):
+            finished.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert finished == [before]
+
+
+SWALLOWS = """
+import runpy, signal, sys, time
+stopping_at_once = runpy.run_path(sys.argv[1])["stopping_at_once"]
+with stopping_at_once():
+    print("ready", flush=True)
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            print("swallowed", flush=True)
+"""
+
+
+def test_second_signal_ends_a_process_that_swallowed_the_first() -> None:
+    """Libraries catch everything during their imports; the second signal asks nobody."""
+    module = sys.modules[StopRequest.__module__].__file__
+    command = [sys.executable, "-c", SWALLOWS, str(module)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in ("ready\n", "swallowed\n"):
+            assert process.stdout.readline() == line
+            process.terminate()
+        assert process.wait(timeout=20) == -signal.SIGTERM
