@@ -2,20 +2,25 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
 
 from prime_composer.backends.alignment import make_rollout
+from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import import_transformers
 from prime_composer.backends.mixture import Teachers
 from prime_composer.backends.protocols import Limits, TeacherScores
 from prime_composer.backends.transformers import TransformersSampler
-from prime_composer.local.engine import Engine, teacher_spec
+from prime_composer.backends.vllm_server import ServerScorer
+from prime_composer.local.batch import Sample
+from prime_composer.local.engine import Engine, open_engine, teacher_spec
 from prime_composer.local.preflight import (
     PreflightError,
     check_context,
-    check_scores,
+    check_ids,
+    check_served_tokenizer,
     check_tokenizers,
     check_vocabularies,
     check_weight_sync,
@@ -29,6 +34,9 @@ from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import RolloutConfig
+from prime_composer.tiny_models.cache import prepare_models
+from tests.conftest import TINY_RECIPE
+from tests.faults.server import SpoilingServer
 from tests.local.helpers import run, tiny_models
 
 VOCAB = 131
@@ -234,31 +242,86 @@ def test_weight_sync_refuses_a_sampler_of_other_weights(models, tied_model):
         check_weight_sync(TransformersSampler(models.untied), tied_model, PROMPTS)
 
 
-@pytest.mark.parametrize("fault", ["nan", "mass", "id", "twice", "alignment"])
-def test_scores_that_are_no_logprobs_are_refused(fault):
-    rollouts = [make_rollout(PROMPTS[0], [5, 9, 6, 1], [-1.0] * 4, "stop", 0)]
-    n, start = len(rollouts[0].token_ids), rollouts[0].start
-    own, support = torch.full((n,), -3.0), torch.full((n, 2), -1.0)
-    ids = torch.stack([rollouts[0].token_ids, (rollouts[0].token_ids + 1) % VOCAB], dim=1)
-    support[:, 0] = -3.0
-    if fault == "nan":
-        own[-1] = torch.nan
-    elif fault == "mass":
-        support[:, 1] = -0.001
-    elif fault == "id":
-        ids[-1, 1] = 200
-    elif fault == "twice":
-        ids[-1, 1], support[-1, 1] = ids[-1, 0], support[-1, 0]
-    else:
-        support[-1, 0] = -2.0
-    scorer = FixedScores(TeacherScores(own[start:], ids[start:], support[start:]))
-    message = {
-        "id": "puts id 200",
-        "twice": "has an id twice",
-        "alignment": "out of alignment",
-    }.get(fault, "not log-probabilities")
-    with pytest.raises(PreflightError, match=message):
-        check_scores(scorer, rollouts, 2, VOCAB)
+def alien_scores(token):
+    """Scores of four tokens whose last position lists an id."""
+    ids = torch.tensor([[5, 6], [5, 6], [5, 6], [5, token]])
+    return TeacherScores(torch.full((4,), -3.0), ids, torch.full((4, 2), -1.0))
+
+
+@pytest.mark.parametrize("token", [VOCAB, 200, -1])
+def test_ids_beyond_the_students_head_are_refused(token):
+    """A teacher of another vocabulary is named with the id and the size of the head."""
+    check_ids(alien_scores(VOCAB - 1), VOCAB)
+    with pytest.raises(PreflightError, match=f"puts id {token} into .* has 131 entries"):
+        check_ids(alien_scores(token), VOCAB)
+
+
+def test_engine_refuses_ids_beyond_the_students_head(tiny_recipe):
+    """A teacher that lists such an id in mid-run ends it with its table, the id, and a remedy."""
+    recipe = parse_recipe(tiny_recipe())
+    problems = load_problem_set(recipe.sources)
+    with open_engine(
+        recipe, problems, prepare_models(recipe, problems), lambda text: None
+    ) as engine:
+        engine.teachers.scorers[TeacherId()] = FixedScores(alien_scores(300))
+        rollout = make_rollout([7, 8], [5, 9, 6, 1], [-1.0] * 4, "stop", 0)
+        message = (
+            r"\[teacher\]: the scores of rollout 0 list id 300, .* 300 entries; choose a smaller"
+        )
+        with pytest.raises(InvalidAnswer, match=message):
+            engine.score([Sample(rollout, problems.practice[0])])
+
+
+@pytest.fixture
+def served_elsewhere(tmp_path):
+    """A server of the tiny teacher whose directory is gone; it is on another machine."""
+    directory = tmp_path / "teacher"
+    shutil.copytree(tiny_models(TINY_RECIPE)["teacher"], directory)
+    with SpoilingServer(directory) as server:
+        shutil.rmtree(directory)
+        yield server
+
+
+@pytest.mark.parametrize("can_tokenize", [True, False])
+def test_preflight_asks_a_server_for_its_tokenizer(can_tokenize, served_elsewhere, tiny_recipe):
+    """A teacher on another machine is compared; only a server that cannot say is a warning."""
+    served_elsewhere.can_tokenize = can_tokenize
+    teacher = {"model": served_elsewhere.model, "url": served_elsewhere.url}
+    recipe = parse_recipe(tiny_recipe(teacher=teacher))
+    problems = load_problem_set(recipe.sources)
+    with open_engine(
+        recipe, problems, prepare_models(recipe, problems), lambda text: None
+    ) as engine:
+        warnings = preflight(engine, recipe, lambda text: None).warnings
+    assert [("tokenizer could not be loaded" in warning) for warning in warnings] == (
+        [] if can_tokenize else [True]
+    )
+
+
+def test_served_tokenizer_that_splits_otherwise_is_refused(served_elsewhere, student):
+    """The message shows the text, and the first token that differs."""
+    served_elsewhere.spoil("tokens_shifted", road="tokenize")
+    scorer = ServerScorer(served_elsewhere.url, served_elsewhere.model)
+    with pytest.raises(PreflightError, match="server reads 'Natalia .* token 0 is"):
+        check_served_tokenizer(student[1], scorer)
+    scorer.close()
+
+
+def test_served_tokenizer_with_swapped_tokens_is_refused(tmp_path, student):
+    """Two rare tokens that changed places are found among the sampled ids, and one is named."""
+    shutil.copytree(tiny_models(TINY_RECIPE)["teacher"], tmp_path / "teacher")
+    file = tmp_path / "teacher" / "tokenizer.json"
+    table = json.loads(file.read_text())
+    vocab = table["model"]["vocab"]
+    one, other = sorted(vocab, key=vocab.get)[-2:]
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+    file.write_text(json.dumps(table))
+    with SpoilingServer(tmp_path / "teacher") as server:
+        scorer = ServerScorer(server.url, server.model)
+        named = f"Some ids are other tokens .* for example {vocab[other]}, "
+        with pytest.raises(PreflightError, match=named):
+            check_served_tokenizer(student[1], scorer)
+        scorer.close()
 
 
 @pytest.mark.vllm
