@@ -6,6 +6,7 @@ The real server takes 25 s to start, once for the module.
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from prime_composer.local.preflight import check_weight_sync
 from prime_composer.recipe.loading import parse_recipe
 from tests.faults import modes
 from tests.faults.server import SpoilingServer, road_of_request
+from tests.local.helpers import Silent, run, tiny_models, weights
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 
@@ -41,6 +43,62 @@ def save_tokenizer(directory):
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+class VllmProcess:
+    """A real vLLM server on the CPU, which can be killed and started again.
+
+    Args:
+        directory: the model, with a tokenizer.
+        log: its output.
+        max_model_len: longest sequence.
+    """
+
+    def __init__(self, directory, log, max_model_len=320):
+        self.directory = directory
+        self.log = log
+        self.max_model_len = max_model_len
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        self.start()
+
+    def start(self):
+        command = [sys.executable, "-m", "prime_composer.backends.vllm_serve"]
+        command += ["--model", str(self.directory), "--port", str(self.port), "--dtype", "float32"]
+        command += ["--enforce-eager", "--max-model-len", str(self.max_model_len)]
+        command += ["--max-logprobs", "16"]
+        command += ["--kv-cache-memory-bytes", str(64 * 2**20)]
+        command += ["--logprobs-mode", "processed_logprobs"]
+        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+        environment |= {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "1"}
+        with self.log.open("a") as stream:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self):
+        for _ in range(600):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            time.sleep(0.5)
+        raise TimeoutError(self.log.read_text()[-3000:])
+
+    def kill(self):
+        """Kill the server and its engine, which is a process of the same group."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(30)
+
+
 @pytest.fixture(scope="module")
 def server(models, tmp_path_factory):
     directory = tmp_path_factory.mktemp("served")
@@ -50,46 +108,12 @@ def server(models, tmp_path_factory):
     (directory / "generation_config.json").write_text(
         json.dumps({"eos_token_id": 1, "top_k": 2, "temperature": 0.2})
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "prime_composer.backends.vllm_serve",
-        "--model",
-        str(directory),
-    ]
-    command += [
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "320",
-    ]
-    command += ["--kv-cache-memory-bytes", str(64 * 2**20), "--max-logprobs", "16"]
-    command += ["--logprobs-mode", "processed_logprobs"]
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
-    environment |= {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "1"}
-    log = tmp_path_factory.mktemp("log") / "server.log"
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            command, env=environment, stdout=stream, stderr=subprocess.STDOUT
-        )
-    url = f"http://127.0.0.1:{port}/v1"
+    process = VllmProcess(directory, tmp_path_factory.mktemp("log") / "server.log")
     try:
-        for _ in range(240):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert process.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.5)
-        yield SimpleNamespace(url=url, directory=directory, log=log)
+        process.wait()
+        yield process
     finally:
-        process.terminate()
-        process.wait(30)
+        process.stop()
 
 
 @pytest.fixture
@@ -226,6 +250,47 @@ def test_stale_connection_is_opened_again(sampler):
     sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=1), seed=0)
     time.sleep(2)
     assert len(sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=1), seed=0)) == 1
+
+
+@pytest.mark.vllm
+def test_server_says_what_its_tokens_are(scorer):
+    assert scorer.tokenize("w5 w6 w7") == [5, 6, 7]
+    assert scorer.detokenize([5, 6, 7]) == "w5 w6 w7"
+
+
+class KillAt(Silent):
+    """A display that kills a server after a step, and starts it again."""
+
+    def __init__(self, server, step):
+        super().__init__()
+        self.server = server
+        self.kill_after = step
+
+    def step(self, step, metrics):
+        super().step(step, metrics)
+        if step == self.kill_after:
+            self.server.kill()
+            self.server.start()
+
+
+@pytest.mark.vllm
+def test_run_waits_for_a_killed_vllm_teacher(tiny_recipe, tmp_path):
+    """The teacher is killed after step 2 and back half a minute later, as if nothing had been."""
+    teacher = tiny_models(tiny_recipe())["teacher"]
+    server = VllmProcess(teacher, tmp_path / "server.log", max_model_len=256)
+    raw = tiny_recipe(teacher={"model": str(teacher), "url": server.url})
+    display = KillAt(server, 2)
+    try:
+        server.wait()
+        run(raw, tmp_path / "whole")
+        run(raw, tmp_path / "killed", display)
+    finally:
+        server.stop()
+    waiting = f"waiting for the teacher's server at {server.url.removesuffix('/v1')}"
+    assert any(text.startswith(waiting) for text in display.texts), display.texts
+    assert display.steps == [1, 2, 3, 4]
+    whole, killed = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
 
 
 @pytest.mark.vllm

@@ -18,6 +18,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,7 @@ def run(
     several=False,
     modules=(),
     unhooked=(),
+    meanwhile=None,
     **recipe,
 ):
     """Do one whole run, and return the servers' requests, the trainer's log and the folder.
@@ -85,6 +88,7 @@ def run(
         several: two teachers, and two environments with mixtures of them.
         modules: folders for PYTHONPATH.
         unhooked: processes that start without PRIME_COMPOSER.
+        meanwhile: called with the servers by role, beside the run.
         recipe: arguments of ``cpu_recipe.native``.
     """
     if not is_ready(version):
@@ -118,6 +122,8 @@ def run(
         first = [*modules, *([verifiers_of(version)] if verifiers_of(version) else [])]
         env["PYTHONPATH"] = os.pathsep.join([*map(str, first), env["PYTHONPATH"]])
         command = [python, "-m", "prime_rl.entrypoints.rl", "@", str(config)]
+        if meanwhile is not None:
+            threading.Thread(target=meanwhile, args=(servers,), daemon=True).start()
         code = launch_run.run(command, env, folder, 900)
     finally:
         for server in servers.values():
@@ -348,6 +354,38 @@ def test_whole_run_with_vllm_servers(trees, models, tmp_path, version):
     # Both compute the same policy: vLLM's log mu is the trainer's log p, to bfloat16.
     mismatch = [row["mismatch_kl/all/mean"] for row in rows if "mismatch_kl/all/mean" in row]
     assert len(mismatch) == cpu_recipe.STEPS and mismatch[0] < 0.01
+
+
+@other
+def test_whole_run_survives_a_killed_teacher(trees, models, tmp_path):
+    """The teacher is killed in the middle of the first batch, and comes back.
+
+    What it never scored is not trained on, and what it scored is right.
+    """
+    killed_at = 3
+    restarts = []
+
+    def kill_and_restart(servers):
+        teacher = servers["teacher"]
+        while teacher.log.read_text().count("/inference/v1/generate") < killed_at:
+            time.sleep(0.01)
+        teacher.kill()
+        restarts.append(len(teacher.requests()))
+        teacher.start()
+
+    result = run("head", trees, models, tmp_path, TOP_K, meanwhile=kill_and_restart)
+    assert len(restarts) == 1 and restarts[0] < cpu_recipe.BATCH + killed_at
+    # A request whose answer was lost is asked again.
+    scored = generate_requests(result, "teacher")
+    once = {json.dumps(request["in"]): request for request in scored}
+    rows = metric_rows(result, "head")
+    expected, update = reference({**result, "teacher": list(once.values())})
+    assert first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(
+        mean(expected["tail_kl"]), abs=5e-3
+    )
+    steps = {row["step"] for row in rows if "optim/grad_norm" in row}
+    assert len(steps) == cpu_recipe.STEPS
+    check_update(expected, update)
 
 
 @other

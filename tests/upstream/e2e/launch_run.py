@@ -80,13 +80,20 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self.log = Path(log)
-        command = [python, str(HERE / "server.py"), str(model), str(self.port), str(log)]
+        self.command = [python, str(HERE / "server.py"), str(model), str(self.port), str(log)]
+        self.output = open(self.log.with_suffix(".out"), "w")  # noqa: SIM115
+        self.start()
+
+    def start(self):
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         env = {key: value for key, value in env.items() if not key.startswith("PRIME_COMPOSER")}
-        self.output = open(self.log.with_suffix(".out"), "w")  # noqa: SIM115
         self.process = subprocess.Popen(
-            command, env=env, stdout=self.output, stderr=self.output, cwd=self.log.parent
+            self.command, env=env, stdout=self.output, stderr=self.output, cwd=self.log.parent
         )
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait(10)
 
     def wait(self, timeout=60):
         end = time.monotonic() + timeout
