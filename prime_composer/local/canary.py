@@ -6,8 +6,8 @@ known.
 
 A teacher's weights are fixed, so it scores the preflight's probe with the same numbers throughout.
 The sampler's weights are the student's, so its log-probs of the tokens that it samples are those of
-the student. It is asked at temperature 1 and top-p 1, so that this also holds for a run that
-samples in another way.
+the student. It is asked at temperature 1 and top-p 1, for runs that sample in another way. In the
+others every step compares its own tokens (``mismatch``), so that there is nothing to ask.
 
 What a canary does not see: a fault that is gone when it is asked; a teacher that is wrong for some
 sequences and right for the probe; and a model that scores the probe like the first one, within the
@@ -70,6 +70,7 @@ class Canary:
         probes: each teacher's probe with the scores of the run's start.
         tolerances: largest difference of a teacher's log-prob, in nats.
         check_of_sampler: how far the sampler may be from the student.
+        asks_sampler: whether no step compares its own tokens, so that the sampler is asked.
         max_tokens: tokens that the sampler is asked for per prompt.
         safe_step: finished steps at the time of the last right answers.
     """
@@ -79,6 +80,7 @@ class Canary:
     probes: dict[TeacherId, Probe]
     tolerances: Mapping[TeacherId, float]
     check_of_sampler: SamplerCheck
+    asks_sampler: bool
     max_tokens: int
     safe_step: int = 0
     _reconnections: dict[TeacherId | None, int] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class Canary:
                 for teacher, probe in result.probes.items()
             },
             SamplerCheck(MISMATCH_LIMITS[dtype], dtype),
+            SamplerCheck.of_recipe(recipe) is None or recipe.rollout.student_fraction == 0,
             min(PROBE_TOKENS, recipe.rollout.max_tokens),
             step,
         )
@@ -132,7 +135,8 @@ class Canary:
         if lost or (due and step > self.safe_step):
             for teacher in self.probes:
                 self._check_teacher(teacher)
-            self._check_sampler()
+            if self.asks_sampler:
+                self._check_sampler()
             self.safe_step = step
 
     def steadily(self, sample: Callable[[], T]) -> T:

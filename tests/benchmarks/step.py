@@ -4,7 +4,7 @@
 
 Unavoidable are vLLM's generation and scoring (time inside ``LLM.generate``), and the student's
 forward and backward. The rest is parsing, packing, the loss, the optimizer, answer checking, weight
-sync and logging.
+sync and logging. The last lines are the checks of every step, which are part of all these.
 """
 
 import sys
@@ -23,12 +23,16 @@ import torch  # noqa: E402
 
 from prime_composer.backends.vllm import VLLMEngine, VLLMSampler  # noqa: E402
 from prime_composer.local import gradients  # noqa: E402
+from prime_composer.local.canary import Canary  # noqa: E402
+from prime_composer.local.health import WeightCheck  # noqa: E402
+from prime_composer.local.mismatch import Mismatch  # noqa: E402
 from prime_composer.local.train import train  # noqa: E402
 from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
 from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
 
 spent: dict[str, float] = defaultdict(float)
+CHECKS = ("canary", "sampler's KL", "weights' norms")
 
 
 def timed(name: Callable[[Any], str] | str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,11 +81,15 @@ def main() -> None:
     )
     gradients.student_inputs = timed("student forward", gradients.student_inputs)
     torch.Tensor.backward = timed("student backward", torch.Tensor.backward)
+    Canary.check = timed("canary", Canary.check)
+    Mismatch.add = timed("sampler's KL", Mismatch.add)
+    WeightCheck.check = timed("weights' norms", WeightCheck.check)
     steps = Steps()
     with tempfile.TemporaryDirectory() as folder:
         problems = load_problem_set(recipe.sources)
         train(recipe, problems, prepare_models(recipe, problems), Path(folder), steps)
     total = steps.parts.pop("step")
+    checks = {name: steps.parts.pop(name) for name in CHECKS}
     for name, seconds in steps.parts.items():
         print(f"{name:>18}: {1000 * seconds / steps.count:7.1f} ms  {seconds / total:6.1%}")
     rest = total - sum(steps.parts.values())
@@ -89,6 +97,8 @@ def main() -> None:
         f"{'overhead':>18}: {1000 * rest / steps.count:7.1f} ms  {rest / total:6.1%}  of "
         f"{1000 * total / steps.count:.1f} ms"
     )
+    for name, seconds in checks.items():
+        print(f"{name:>18}: {1000 * seconds / steps.count:7.2f} ms  {seconds / total:6.2%}")
 
 
 if __name__ == "__main__":

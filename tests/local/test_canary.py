@@ -121,13 +121,25 @@ def test_canary_sees_another_teacher(opened: tuple[Engine, Canary]) -> None:
     assert got.value.safe_step == 5
 
 
-def test_canary_sees_a_sampler_with_other_weights(opened: tuple[Engine, Canary]) -> None:
-    """The probe is sampled at temperature 1, whatever the run's temperature is."""
-    engine, canary = opened
-    with torch.no_grad():
-        next(engine.model.parameters()).mul_(1.5)
-    with pytest.raises(CanaryChanged, match=r"\[rollout\] the sampler's log-probs are not those"):
+@pytest.mark.parametrize(
+    "rollout",
+    [{"temperature": 0.7}, {"top_p": 0.9}, {"student_fraction": 0}],
+    ids=["temperature", "nucleus", "solutions"],
+)
+def test_canary_sees_a_sampler_with_other_weights(
+    rollout: dict[str, Any], tiny_recipe: Raw
+) -> None:
+    """Where no step compares its own tokens the sampler is asked, at temperature 1 and top-p 1."""
+    raw = tiny_recipe(loss={"type": "generalized_jsd", "k": 8})
+    raw["rollout"] |= rollout
+    recipe, engine = open_run(raw)
+    with engine:
+        canary = Canary.of_preflight(engine, recipe, preflight(engine, recipe, lambda _: None))
         canary.check(5, due=True)
+        with torch.no_grad():
+            next(engine.model.parameters()).mul_(1.5)
+        with pytest.raises(CanaryChanged, match=r"\[rollout\] the sampler's log-probs are not"):
+            canary.check(10, due=True)
 
 
 class Restarted(TransformersSampler):
