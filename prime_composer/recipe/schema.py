@@ -432,9 +432,10 @@ class ChecksConfig(Section):
             not_carried("prime-rl's trainer has a metric of its own, mismatch_kl")
         ),
     )
-    """Steps between two questions whose answers are known: each teacher scores the probe of the
-    run's start again, and the sampler is compared with the student's weights. Both are also asked
-    before a checkpoint, after the last step, and after a lost connection. 0: only after a lost
+    """Steps between two questions whose answers are known. Each teacher scores the probe of the
+    run's start again. With another temperature than 1, or with top_p, the sampler is compared with
+    the student's weights, which otherwise happens in every step. Both are also asked before a
+    checkpoint, after the last step, and after a lost connection. 0: only after a lost
     connection."""
 
 

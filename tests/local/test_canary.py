@@ -239,10 +239,14 @@ def test_tolerance_of_a_server_is_that_of_its_noise(
         assert scorer.asked == [CROWD]
 
 
-def test_train_numbers_do_not_depend_on_the_canary(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """Asked before every step or never, an undisturbed run is bit-equal."""
+@pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_train_numbers_do_not_depend_on_the_canary(
+    backend: str, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """Teacher and sampler asked before every step or never, an undisturbed run is bit-equal."""
     for every in (1, 0):
-        run(tiny_recipe(checks__every=every), tmp_path / str(every))
+        raw = tiny_recipe(checks__every=every, rollout__temperature=0.7, rollout__backend=backend)
+        run(raw, tmp_path / str(every))
     assert numbers(tmp_path / "1") == numbers(tmp_path / "0")
     ours, others = weights(tmp_path / "1"), weights(tmp_path / "0")
     assert all(torch.equal(others[name], value) for name, value in ours.items())
