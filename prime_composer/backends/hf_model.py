@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
+from prime_composer.backends.model_files import has_tokenizer, missing_folder, why_not_on_hub
 from prime_composer.lm_head import selected_logprobs
 
 
@@ -42,38 +43,26 @@ def explained(model: str | Path) -> Iterator[None]:
     """Within the block, turn the library's errors of loading ``model`` into one sentence.
 
     Raises:
-        ModelUnavailable: the model is not there, or the hub cannot be reached.
+        ModelUnavailable: the model is not there or cannot be read, or the hub cannot be reached.
     """
+    if not Path(model).is_dir():
+        reason = missing_folder(str(model))
+        if reason is not None:
+            raise ModelUnavailable(f"Could not load {model}: it {reason}.")
+        reason = why_not_on_hub(str(model))
+        if reason is not None:
+            raise ModelUnavailable(f"Could not load {model}: {reason}")
     try:
         yield
-    except OSError as error:
-        raise ModelUnavailable(_why_unavailable(str(model), error)) from error
-
-
-def _why_unavailable(model: str, error: OSError) -> str:
-    from huggingface_hub import constants
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, LocalEntryNotFoundError | ConnectionError):
-        cause = cause.__cause__ or cause.__context__
-    if Path(model).is_dir() or cause is None:
-        reason = " ".join(str(error).split("\n")[0].split()).rstrip(".")
-        return (
+    except (ModelUnavailable, MemoryError, ImportError):
+        raise
+    except Exception as error:  # the libraries of configs, weights and tokenizers raise anything
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = " ".join(lines[0].split()).rstrip(".")[:300]
+        raise ModelUnavailable(
             f"Could not load {model} ({reason}); correct the model's table in the recipe, for "
             "example --set student.model=DIR_OR_HUB_ID."
-        )
-    if constants.HF_HUB_OFFLINE:
-        reason = "HF_HUB_OFFLINE is set, so the hub was not contacted"
-        remedy = "or unset HF_HUB_OFFLINE"
-    else:
-        reason = f"{constants.ENDPOINT} could not be reached"
-        remedy = "or copy a cache that has it to HF_HOME and set HF_HUB_OFFLINE=1"
-    return (
-        f"Could not load {model}: it is neither a directory nor in the Hugging Face cache, and "
-        f"{reason}; name a local copy in the model's table, for example --set student.model=DIR, "
-        f"{remedy}."
-    )
+        ) from error
 
 
 def read_config(model: str | Path) -> Any:
@@ -98,7 +87,7 @@ def read_eos_token_ids(model: str | Path) -> tuple[int, ...]:
     sources = [read_config(model)]
     readers = [transformers.GenerationConfig]
     # Without tokenizer files transformers makes up an empty tokenizer with an EOS of its own.
-    if not Path(model).is_dir() or any(Path(model).glob("tokenizer*")):
+    if not Path(model).is_dir() or has_tokenizer(Path(model)):
         readers.append(transformers.AutoTokenizer)
     for reader in readers:
         try:
@@ -118,7 +107,7 @@ def load_tokenizer(model: str | Path) -> Any | None:
     Raises:
         ModelUnavailable: there is no such model, or the hub cannot be reached.
     """
-    if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
+    if Path(model).is_dir() and not has_tokenizer(Path(model)):
         return None
     with explained(model):
         return import_transformers().AutoTokenizer.from_pretrained(str(model))
@@ -143,10 +132,31 @@ def load_model(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with without_progress_bars(), explained(model):
-        net = transformers.AutoModelForCausalLM.from_pretrained(
-            str(model), dtype=getattr(torch, dtype)
+        net, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            str(model), dtype=getattr(torch, dtype), output_loading_info=True
         )
+        missing = sorted(loading["missing_keys"])
+        if missing:  # transformers fills them with random numbers
+            raise ModelUnavailable(
+                f"Could not load {model}: its files lack {len(missing)} weights of the model, such "
+                f"as {missing[0]}; copy the model again."
+            )
+        check_finite(net, model)
     return net.to(device).eval()
+
+
+def check_finite(net: nn.Module, model: str | Path) -> None:
+    """Check that no weight is NaN or infinite.
+
+    Raises:
+        ModelUnavailable: one is; the message names it.
+    """
+    for name, weight in net.named_parameters():
+        if weight.numel() and not torch.stack(weight.detach().aminmax()).isfinite().all():
+            raise ModelUnavailable(
+                f"Could not load {model}: its weight {name} has values that are NaN or infinite; "
+                "use another checkpoint."
+            )
 
 
 def load_student(

@@ -248,7 +248,9 @@ def _rl_upstream(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from prime_composer.recipe.loading import load_recipe
 
-    print(load_recipe(args.config, args.overrides).model_dump_json(indent=2))
+    recipe = load_recipe(args.config, args.overrides)
+    warn_of_paths(recipe)
+    print(recipe.model_dump_json(indent=2))
     return 0
 
 
@@ -272,6 +274,7 @@ def _export(args: argparse.Namespace) -> int:
     models = {table: folder for table, folder in folders.items() if folder.is_dir()}
     export = export_recipe(recipe, args.dialect, models, problems)
     export.warn()
+    warn_of_paths(recipe)
     text = export.text()
     if args.output is None:
         if has_credentials(text):
@@ -286,6 +289,14 @@ def _export(args: argparse.Namespace) -> int:
         ) from None
     print(f"wrote {args.output}; run it with: PRIME_COMPOSER=1 rl @ {args.output}")
     return 0
+
+
+def warn_of_paths(recipe: "Recipe") -> None:
+    """Say on stderr which models are not on this machine; the recipe may be for another one."""
+    from prime_composer.local.model_check import warnings_of_paths
+
+    for warning in warnings_of_paths(recipe):
+        print(warning, file=sys.stderr)
 
 
 def _prepare(args: argparse.Namespace) -> int:

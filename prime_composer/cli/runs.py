@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from prime_composer.cli.run_dirs import REPORT_FILE, RunDir, Wish, choose_run_dir, claim_run_dir
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.disk import describe
+from prime_composer.local.model_check import check_models
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_models
@@ -30,6 +31,7 @@ def run_local(wish: Wish) -> int:
         ValueError: the recipe, its data, its models or the run directory are unusable; or a server,
             the disk or a check ended the run.
     """
+    check_models(wish.recipe)
     problems = load_problem_set(wish.recipe.sources)
     with claim_run_dir(wish) as claim:
         print(claim.run_dir.describe(), flush=True)

@@ -9,11 +9,17 @@ from typing import Any, Literal
 from torch import nn
 
 from prime_composer.backends.answers import InvalidAnswer
-from prime_composer.backends.hf_model import checkpoint_layers, lm_head_weight, load_student
+from prime_composer.backends.hf_model import (
+    ModelUnavailable,
+    checkpoint_layers,
+    lm_head_weight,
+    load_student,
+)
 from prime_composer.backends.mixture import Teachers
 from prime_composer.backends.protocols import Sampler, Scorer, TeacherScores
 from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.local.batch import Pair, Sample
+from prime_composer.local.model_check import in_table
 from prime_composer.local.replay import read_pairs
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.losses import LossConfig
@@ -348,7 +354,10 @@ def open_engine(
     """
     origin = model_origin(recipe.student, "student", paths)
     status(f"loading the student from {student_dir or origin}")
-    model, tokenizer = load_student(student_dir or origin, dtype="float32")
+    with in_table("student"):
+        model, tokenizer = load_student(student_dir or origin, dtype="float32")
+    if tokenizer is None:
+        raise ModelUnavailable(f"[student] {student_dir or origin} has no tokenizer; add its files")
     if recipe.trainer.gradient_checkpointing:
         checkpoint_layers(model)
     status(f"opening the {recipe.rollout.backend} sampler")
@@ -370,7 +379,8 @@ def open_engine(
         scorers = {}
         for teacher, spec in engine.teacher_specs.items():
             status(f"opening the {teacher.display}'s {spec.backend} scorer")
-            scorers[teacher] = open_scorer(spec, status)
+            with in_table(teacher.table):
+                scorers[teacher] = open_scorer(spec, status)
         engine.teachers = Teachers(scorers, routing)
     if "replay" in recipe.loss.needs:
         if replay_needs_reference(recipe.loss):

@@ -12,6 +12,7 @@ from prime_composer.backends.hf_model import load_tokenizer, read_config
 from prime_composer.backends.protocols import Limits
 from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.local.engine import BackendName, teacher_backend
+from prime_composer.local.model_check import check_models
 from prime_composer.local.preflight import (
     check_context,
     check_hinted_prompts,
@@ -58,13 +59,14 @@ def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
         ImportError: a library that the run needs is missing.
         ValueError: the run would stop before its first step, for this reason.
     """
+    check_models(recipe, hub=False)
     check_routing(recipe, problems)
     check_objective(recipe)
     routing = Routing.of_recipe(recipe)
     require_libraries(recipe, routing)
     models: dict[str, ModelConfig] = {"student": recipe.student}
     models |= {teacher.table: config for teacher, config in routing.teachers.items()}
-    folders = {table: local_folder(table, model, problems) for table, model in models.items()}
+    folders = {table: local_folder(model, problems) for table, model in models.items()}
     return [
         *(f"{table}: {describe_model(model, folders[table])}" for table, model in models.items()),
         *describe_policy_teacher(recipe),
@@ -102,20 +104,12 @@ def require_libraries(recipe: Recipe, routing: Routing) -> None:
         import_wandb()
 
 
-def local_folder(table: str, model: ModelConfig, problems: ProblemSet) -> Path | None:
-    """Return a model's directory; None for one that is not on this machine yet.
-
-    Raises:
-        ValueError: the model is given as a path, and there is no such directory.
-    """
+def local_folder(model: ModelConfig, problems: ProblemSet) -> Path | None:
+    """Return a model's directory; None for one that is not on this machine yet."""
     if model.prepare is not None:
         return cached_path(model.prepare, problems)
     folder = Path(str(model.model))
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or str(model.model).startswith((".", "~")):
-        raise ValueError(f"[{table}] model = {model.model!r}: there is no such directory")
-    return None
+    return folder if folder.is_dir() else None
 
 
 def describe_model(model: ModelConfig, folder: Path | None) -> str:

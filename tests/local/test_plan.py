@@ -50,7 +50,7 @@ def test_plan_of_cached_models_checks_the_prompts() -> None:
     [
         ({"loss": {"type": "sft"}}, "set rollout.student_fraction = 0"),
         ({"rollout__max_model_len": 30}, "raise rollout.max_model_len"),
-        ({"student": {"model": "/no/such/folder"}}, "there is no such directory"),
+        ({"student": {"model": "/no/such/folder"}}, "is neither a directory on this machine"),
         (
             {"loss": {"type": "topk_reverse_kl", "k": 8, "special_tokens": {"strings": ["<x>"]}}},
             "<x>",

@@ -1,0 +1,159 @@
+"""Look at a model's files before anything is loaded: what is missing, and whether the hub answers.
+
+This file imports neither torch nor transformers, so that a wrong path is refused at once.
+"""
+
+import functools
+import json
+import os
+import re
+import socket
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+HUB_SECONDS = 1.5
+"""Time for the hub to accept a connection."""
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""The file of unsharded weights. A sharded model has an index beside its parts."""
+
+LARGEST_HEADER = 100_000_000
+"""Bytes that safetensors allows for a file's header."""
+
+
+def is_path(model: str) -> bool:
+    """Return whether a model's name can only be a path: no hub id is written like that."""
+    written_as_path = model.startswith((".", "/", "~")) or HUB_ID.fullmatch(model) is None
+    return written_as_path or os.path.lexists(model)
+
+
+def missing_folder(model: str) -> str | None:
+    """Return why a path is no folder on this machine; None for a folder, or for a hub id."""
+    if not is_path(model) or Path(model).is_dir():
+        return None
+    if Path(model).exists():
+        return "is a file; name the folder that it is in"
+    return "is neither a directory on this machine nor written as a hub id"
+
+
+def what_is_missing(folder: Path) -> str | None:
+    """Return what a folder lacks to be a model in Hugging Face format; None where it is whole.
+
+    The names and sizes of the files are compared, not their weights.
+    """
+    config = _read_json(folder / "config.json")
+    if config is None:
+        there = (folder / "config.json").exists()
+        return "has a config.json that is no JSON object" if there else "has no config.json"
+    files = [folder / name for name in WEIGHTS if (folder / name).exists()]
+    if not files:
+        indexes = [path for name in WEIGHTS if (path := folder / f"{name}.index.json").exists()]
+        if not indexes:
+            return "has no weights (model.safetensors, or its parts and their index)"
+        parts = (_read_json(indexes[0]) or {}).get("weight_map")
+        if not isinstance(parts, dict) or not parts:
+            return f"has an index of weights, {indexes[0].name}, that names no file"
+        names = sorted({str(name) for name in parts.values()})
+        absent = [name for name in names if not (folder / name).is_file()]
+        if absent:
+            return f"lacks {len(absent)} of its {len(names)} files of weights, such as {absent[0]}"
+        files = [folder / name for name in names]
+    for file in files:
+        if file.suffix == ".safetensors" and not _is_whole(file):
+            return f"has only a part of {file.name}; copy it again"
+    return None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has the files of a tokenizer."""
+    return any(folder.glob("tokenizer*")) or any(
+        (folder / name).exists() for name in ("vocab.json", "spiece.model")
+    )
+
+
+def positions(folder: Path) -> int | None:
+    """Return how many positions a model has; None where its config scales or does not say them."""
+    config: Any = _read_json(folder / "config.json") or {}
+    config = config.get("text_config", config)
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = config.get(name)
+        if isinstance(scaling, dict) and scaling.get("rope_type", "default") != "default":
+            return None
+    limit = config.get("max_position_embeddings")
+    return limit if isinstance(limit, int) else None
+
+
+def why_not_on_hub(model: str) -> str | None:
+    """Return why a model that is no folder cannot be loaded: it is not cached, and there is no hub.
+
+    Nothing is downloaded. A model in the cache needs no hub.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return None
+    neither = "it is neither a directory nor in the Hugging Face cache, and"
+    if constants.HF_HUB_OFFLINE:
+        return (
+            f"{neither} HF_HUB_OFFLINE is set, so the hub was not contacted; name a local copy in "
+            "the model's table, for example --set student.model=DIR, or unset HF_HUB_OFFLINE."
+        )
+    if _answers(constants.ENDPOINT):
+        return None
+    return (
+        f"{neither} {constants.ENDPOINT} could not be reached; name a local copy in the model's "
+        "table, for example --set student.model=DIR, or copy a cache that has it to HF_HOME and "
+        "set HF_HUB_OFFLINE=1."
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def _answers(endpoint: str) -> bool:
+    """Return whether a server accepts a connection. Behind a proxy it is assumed to."""
+    parts = urlsplit(endpoint)
+    if parts.hostname is None or parts.scheme in getproxies() or "all" in getproxies():
+        return True
+    address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
+    connected = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection(address, HUB_SECONDS).close()
+            connected.set()
+        except OSError:
+            pass
+
+    # A name server that does not answer would take longer than the connection's own time.
+    attempt = threading.Thread(target=connect, daemon=True)
+    attempt.start()
+    attempt.join(HUB_SECONDS)
+    return connected.is_set()
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _is_whole(file: Path) -> bool:
+    """Return whether a safetensors file is as long as its header says."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > min(size, LARGEST_HEADER):
+                return False
+            header = json.loads(opened.read(length))
+        ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error):
+        return False
+    return size == 8 + length + max(ends, default=0)

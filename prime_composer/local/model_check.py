@@ -1,0 +1,106 @@
+"""Refuse models that do not fit a recipe before any of them is built or loaded."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from prime_composer.backends.hf_model import ModelUnavailable
+from prime_composer.backends.model_files import (
+    has_tokenizer,
+    missing_folder,
+    positions,
+    what_is_missing,
+    why_not_on_hub,
+)
+from prime_composer.recipe.routing import Routing
+from prime_composer.recipe.schema import ModelConfig, Recipe, RecipeError
+
+
+class LocalModel(NamedTuple):
+    """A model that the one-machine engine loads.
+
+    Attributes:
+        table: its table in the recipe.
+        config: that table.
+        backend: what runs it.
+    """
+
+    table: str
+    config: ModelConfig
+    backend: str
+
+
+def check_models(recipe: Recipe, hub: bool = True) -> None:
+    """Check that each model of a run on this machine is there, whole, and long enough.
+
+    No weights are read. Teachers on servers are left alone.
+
+    Args:
+        recipe: the recipe.
+        hub: whether to refuse hub ids that are not cached where the hub does not answer.
+
+    Raises:
+        RecipeError: a model does not fit; the message names table, path and what is missing.
+    """
+    for table, config, backend in local_models(recipe):
+        longest = recipe.rollout.max_model_len if backend == "vllm" else 0
+        if config.prepare is not None:
+            limit: int | None = config.prepare.max_position_embeddings
+            origin = f"[{table}.prepare]"
+        else:
+            assert config.model is not None  # [*] has one of the two
+            origin = f"[{table}] model = {config.model!r}"
+            reason = why_unfit(config.model, table, hub)
+            if reason is not None:
+                raise RecipeError(f"{origin} {reason}")
+            limit = positions(Path(config.model))
+        if limit is not None and limit < longest:
+            raise RecipeError(
+                f"{origin} has {limit} positions and rollout.max_model_len is {longest}, which "
+                f"vLLM refuses: set it to at most {limit}"
+            )
+
+
+def why_unfit(model: str, table: str, hub: bool) -> str | None:
+    """Return why a model that is named in a recipe cannot be loaded, as far as its files show."""
+    folder = Path(model)
+    if not folder.is_dir():
+        reason = missing_folder(model)
+        if reason is None and hub:
+            reason = why_not_on_hub(model)
+            return None if reason is None else f"cannot be loaded: {reason}"
+        return reason
+    reason = what_is_missing(folder)
+    if reason is None and table == "student" and not has_tokenizer(folder):
+        reason = "has no tokenizer (tokenizer.json and tokenizer_config.json)"
+    return reason
+
+
+def local_models(recipe: Recipe) -> Iterator[LocalModel]:
+    """Yield the student, and the teachers that are no servers."""
+    yield LocalModel("student", recipe.student, recipe.rollout.backend)
+    if not recipe.loss.compares_with_teacher:
+        return
+    for teacher, config in Routing.of_recipe(recipe).teachers.items():
+        backend = config.backend or recipe.rollout.backend
+        if config.url is None and backend != "server":
+            yield LocalModel(teacher.table, config, backend)
+
+
+def warnings_of_paths(recipe: Recipe) -> list[str]:
+    """Return a warning for each path that is no folder here; another machine may have it."""
+    return [
+        f"warning: [{table}] model = {config.model!r} {reason}"
+        for table, config, _ in local_models(recipe)
+        if config.model is not None and (reason := missing_folder(config.model)) is not None
+    ]
+
+
+@contextmanager
+def in_table(table: str) -> Iterator[None]:
+    """Within the block, add the recipe's table to the message of a model that does not load."""
+    try:
+        yield
+    except ModelUnavailable as error:
+        raise ModelUnavailable(f"[{table}] {error}") from error

@@ -1,0 +1,273 @@
+"""Models that do not fit a recipe: refused in one sentence, before any of them is loaded."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+
+from prime_composer.backends import model_files
+from prime_composer.backends.hf_model import ModelUnavailable, load_model
+from prime_composer.backends.model_files import positions
+from prime_composer.cli.commands import main
+from prime_composer.local.model_check import check_models, in_table, warnings_of_paths
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.schema import RecipeError
+from tests.conftest import TINY_RECIPE
+from tests.local.helpers import tiny_models
+
+Raw = Callable[..., dict[str, Any]]
+Spoil = Callable[[Path], None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of a small model that loads."""
+    copy = tmp_path / "model"
+    shutil.copytree(tiny_models(TINY_RECIPE)["student"], copy)
+    return copy
+
+
+def refusal(raw: dict[str, Any]) -> str:
+    with pytest.raises(RecipeError) as caught:
+        check_models(parse_recipe(raw))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+
+def shard(folder: Path) -> None:
+    """Leave one of two shards."""
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def without(*names: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        for name in names:
+            for path in folder.glob(name):
+                path.unlink()
+
+    return spoil
+
+
+SPOILED: dict[str, tuple[Spoil, str]] = {
+    "no config": (without("config.json"), "has no config.json"),
+    "broken config": (
+        lambda folder: (folder / "config.json").write_text("{") and None,
+        "has a config.json that is no JSON object",
+    ),
+    "no weights": (without("*.safetensors"), "has no weights (model.safetensors"),
+    "half of the weights": (cut, "has only a part of model.safetensors; copy it again"),
+    "a shard is missing": (
+        shard, "lacks 1 of its 2 files of weights, such as model-2.safetensors"
+    ),
+    "no tokenizer": (without("tokenizer*"), "has no tokenizer (tokenizer.json"),
+    "empty": (without("*"), "has no config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_folder_that_is_no_whole_model_is_refused(
+    case: str, folder: Path, tiny_recipe: Raw
+) -> None:
+    """The sentence has the table, the path and what is missing."""
+    check_models(parse_recipe(tiny_recipe(student={"model": str(folder)})))
+    spoil, complaint = SPOILED[case]
+    spoil(folder)
+    message = refusal(tiny_recipe(student={"model": str(folder)}))
+    assert message.startswith(f"[student] model = {str(folder)!r} ") and complaint in message
+    if case != "no tokenizer":  # a teacher needs none
+        message = refusal(tiny_recipe(teacher={"model": str(folder)}))
+        assert message.startswith(f"[teacher] model = {str(folder)!r} ") and complaint in message
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("/no/such/folder", "is neither a directory on this machine nor written as a hub id"),
+        ("models/small/student", "is neither a directory on this machine"),
+        ("~/model", "is neither a directory on this machine"),
+        ("a model", "is neither a directory on this machine"),
+        ("models/studnt", "it is neither a directory nor in the Hugging Face cache, and HF_HUB_"),
+    ],
+)
+def test_typo_in_a_path_is_refused(name: str, complaint: str, tiny_recipe: Raw) -> None:
+    """Where the name might be a hub id, cache and hub are asked as well."""
+    message = refusal(tiny_recipe(teacher={"model": name}))
+    assert message.startswith(f"[teacher] model = {name!r} ") and complaint in message
+
+
+def test_file_in_the_place_of_a_folder_is_refused(folder: Path, tiny_recipe: Raw) -> None:
+    """The folder that contains the weights is meant."""
+    message = refusal(tiny_recipe(student={"model": str(folder / "model.safetensors")}))
+    assert "is a file; name the folder that it is in" in message
+
+
+def test_context_beyond_the_positions_is_refused(folder: Path, tiny_recipe: Raw) -> None:
+    """vLLM refuses it after a minute, in pydantic's words. Other engines do not need it."""
+    raw = tiny_recipe(student={"model": str(folder)}, rollout__max_model_len=2048)
+    check_models(parse_recipe(raw))
+    raw["rollout"]["backend"] = "vllm"
+    message = refusal(raw)
+    assert "has 256 positions and rollout.max_model_len is 2048" in message
+    raw["student"] = {"prepare": {**TINY_RECIPE["student"]["prepare"]}}
+    assert refusal(raw).startswith("[student.prepare] has 256 positions")
+
+
+def test_positions_of_a_scaled_model_are_not_read(folder: Path) -> None:
+    """YaRN and its like lengthen the context by a rule of the engine's own."""
+    config = json.loads((folder / "config.json").read_text())
+    assert positions(folder) == 256
+    config["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert positions(folder) is None
+
+
+def test_model_of_a_server_is_left_alone(tiny_recipe: Raw) -> None:
+    """Its path is one of the server's machine."""
+    served = {"model": "/models/on/the/server", "url": "http://host:8001"}
+    recipe = parse_recipe(tiny_recipe(teacher=served))
+    check_models(recipe)
+    assert warnings_of_paths(recipe) == []
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Put the hub at an address, without offline mode and without proxies."""
+    from huggingface_hub import constants
+
+    def at(endpoint: str) -> None:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(model_files, "getproxies", dict)
+
+    return at
+
+
+def test_hub_that_does_not_answer_is_refused_in_time(
+    hub: Callable[[str], None], tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the name server is silent, which the system's resolver waits for."""
+
+    def silent(*args: Any) -> Any:
+        time.sleep(4)
+        raise socket.gaierror("no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    hub("https://silent.example")
+    start = time.monotonic()
+    message = refusal(tiny_recipe(teacher={"model": "org/model"}))
+    assert time.monotonic() - start < 2.5
+    assert "https://silent.example could not be reached" in message
+
+
+def test_hub_that_answers_is_left_to_the_library(
+    hub: Callable[[str], None], tiny_recipe: Raw
+) -> None:
+    """Whether the hub has the model is the hub's to say. A proxy hides whether it answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        hub(f"http://127.0.0.1:{server.getsockname()[1]}")
+        check_models(parse_recipe(tiny_recipe(teacher={"model": "org/model"})))
+
+
+def test_hub_behind_a_proxy_is_left_to_the_library(
+    hub: Callable[[str], None], tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy hides whether the hub answers."""
+    hub("https://behind-a-proxy.example")
+    monkeypatch.setattr(model_files, "getproxies", lambda: {"https": "http://proxy:3128"})
+    check_models(parse_recipe(tiny_recipe(teacher={"model": "org/model"})))
+
+
+def test_cached_model_needs_no_hub(hub: Callable[[str], None], tiny_recipe: Raw) -> None:
+    """A filled cache is enough."""
+    from huggingface_hub import constants
+
+    hub("http://127.0.0.1:9")
+    cached = Path(constants.HF_HUB_CACHE) / "models--org--model"
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "snapshots" / "abc" / "config.json").write_text("{}")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    check_models(parse_recipe(tiny_recipe(teacher={"model": "org/model"})))
+
+
+def test_missing_weights_are_not_made_up(folder: Path) -> None:
+    """transformers fills weights that a file lacks with random numbers."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    half = dict(sorted(weights.items())[: len(weights) // 2])
+    save_file(half, folder / "model.safetensors", {"format": "pt"})
+    lost = f"lack {len(weights) - len(half)} weights of the model, such as model"
+    with pytest.raises(ModelUnavailable, match=lost):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_weights_that_are_not_finite_are_refused(value: float, folder: Path) -> None:
+    """One value is enough. The message has the table, the folder and the weight."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelUnavailable) as caught, in_table("student"):
+        load_model(folder)
+    assert str(caught.value) == (
+        f"[student] Could not load {folder}: its weight model.norm.weight has values that are NaN "
+        "or infinite; use another checkpoint."
+    )
+
+
+@pytest.mark.parametrize("command", ["check", "export"])
+def test_laptop_is_only_warned_of_a_path(
+    command: str, tmp_path: Path, tiny_recipe: Raw, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recipe for a cluster names paths of the cluster."""
+    path = tmp_path / "r.toml"
+    raw = tiny_recipe(student={"model": "/cluster/student"}, teacher={"model": "/cluster/teacher"})
+    path.write_text(tomli_w.dumps(raw))
+    more = ["--dialect", "head"] if command == "export" else []
+    assert main([command, str(path), *more]) == 0
+    shown = capsys.readouterr()
+    for table in ("student", "teacher"):
+        warning = f"warning: [{table}] model = '/cluster/{table}' is neither a directory on this "
+        assert warning in shown.err and warning not in shown.out
+    assert "/cluster/student" in shown.out
+
+
+@pytest.mark.slow
+def test_run_with_a_typo_ends_before_anything_is_prepared(tmp_path: Path, tiny_recipe: Raw) -> None:
+    """No directory, no cache and no engine: the other model is not built first."""
+    path = tmp_path / "r.toml"
+    path.write_text(tomli_w.dumps(tiny_recipe(student={"model": "models/small/studnt"})))
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "prime_composer.cli", "rl", "--config", path],
+        cwd=tmp_path,
+        env={**os.environ, "PRIME_COMPOSER_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("prime-rl rl: [student] model = 'models/small/studnt' is neither")
+    assert [child.name for child in tmp_path.iterdir()] == ["r.toml"]
+    assert not any(line.endswith(("| transformers", "| vllm")) for line in done.stderr.splitlines())
