@@ -51,7 +51,7 @@ def worker(rank, port, results, trained):
     hidden = torch.randn(1, N, D)
     ids = torch.randint(0, V, (1, N))
     top = torch.stack([torch.randperm(V)[:K] for _ in range(N)])
-    packed = torch.stack([top.int(), torch.zeros(N, K).view(torch.int32)], dim=1)[None]
+    packed = torch.stack([top.int(), torch.full((N, K), -9.0).view(torch.int32)], dim=1)[None]
     mask = torch.zeros(1, N, dtype=torch.bool)
     mask[0, trained:] = True
     batch = {

@@ -326,11 +326,12 @@ def test_unscored_token_of_another_loss_is_no_error(state):
 
 
 def test_unscored_token_is_refused_and_an_impossible_one_is_not(head, state):
-    """NaN is a token without a score, -inf one that the teacher rules out."""
+    """A row of NaN is a token without a score, -inf an id that the teacher rules out."""
     type(head).softcap = None
     micro_batch, _ = batch(masked=0)
-    for value in (float("-inf"), float("nan")):
-        micro_batch["routed_experts"][0, 3, 1, -1] = torch.tensor(value).view(torch.int32)
+    supports = micro_batch["routed_experts"][0, 3, 1]
+    for value, places in ((float("-inf"), slice(-1, None)), (float("nan"), slice(None))):
+        supports[places] = torch.tensor(value).view(torch.int32)
         _, logprobs = student(head, state, micro_batch, torch.randn(1, N, D))
         state.micro_batch.place([logprobs])
         if value == float("-inf"):
@@ -339,6 +340,22 @@ def test_unscored_token_is_refused_and_an_impossible_one_is_not(head, state):
         else:
             with pytest.raises(ValueError, match="came without a teacher score"):
                 state.aligned(logprobs)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.3, -0.05])
+def test_support_that_is_no_distribution_is_not_trained(head, state, value, trained):
+    """NaN, +inf, above 0, or with a mass above 1, in a trained row; other rows are not read."""
+    type(head).softcap = None
+    micro_batch, _ = batch(masked=0)
+    micro_batch["loss_mask"][0, 3] = trained
+    micro_batch["routed_experts"][0, 3, 1, 0] = torch.tensor(-0.1).view(torch.int32)
+    micro_batch["routed_experts"][0, 3, 1, -1] = torch.tensor(value).view(torch.int32)
+    if not trained:
+        student(head, state, micro_batch, torch.randn(1, N, D))
+        return
+    with pytest.raises(ValueError, match=r"top-K of this batch are no log-probs .* not trained"):
+        student(head, state, micro_batch, torch.randn(1, N, D))
 
 
 def test_plain_head_divides_by_the_batchs_own_temperature(head, state):
@@ -362,11 +379,12 @@ def test_plain_head_divides_by_the_batchs_own_temperature(head, state):
     assert (ours[1:] - expected).abs().max() < 2e-6
 
 
-def test_id_outside_the_vocabulary_names_both_sizes(head, state):
+@pytest.mark.parametrize("token", [V, V + 3, -1])
+def test_id_outside_the_vocabulary_names_both_sizes(head, state, token):
     micro_batch, _ = batch()
-    micro_batch["routed_experts"][0, :, 0, 0] = V + 3
+    micro_batch["routed_experts"][0, :, 0, 0] = token
     with pytest.raises(
-        ValueError, match=f"token id {V + 3} and the student's head has a vocabulary of {V}"
+        ValueError, match=f"token id {token} and the student's head has a vocabulary of {V}"
     ):
         student(head, state, micro_batch, torch.randn(1, N, D))
 

@@ -2,13 +2,15 @@
 
 import ast
 import json
+import math
 
 import pytest
 import torch
 
+from prime_composer.backends import answers
 from prime_composer.losses import LOSS_TYPES
 from prime_composer.upstream import plain_launcher
-from prime_composer.upstream.trainer import hooks
+from prime_composer.upstream.trainer import hooks, validity
 from prime_composer.upstream.trainer.adapter import adapter
 from prime_composer.upstream.versions import LOSS_V0_6, LOSS_V0_7, VERSIONS
 from prime_composer.upstream.wire import MARK
@@ -329,6 +331,24 @@ def test_missing_teacher_names_the_need(trainer):
     trainer.setup(**SAMPLED)
     with pytest.raises(ValueError, match="needs ref_logprobs"):
         trainer.slot(trainer.inputs(ref=False))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.3, -9999.0])
+def test_wrong_log_prob_of_the_teacher_is_not_trained(trainer, value):
+    """On the plain launcher too, where nobody of ours has seen the server's answer."""
+    trainer.setup(**SAMPLED)
+    inputs = trainer.inputs()
+    ref_logprobs = getattr(inputs, trainer.contract.ref_field)
+    ref_logprobs[3] = value  # masked
+    trainer.slot(inputs)
+    ref_logprobs[4] = value
+    with pytest.raises(ValueError, match=f"log-prob of the token at position 4 .* is {value:.6g},"):
+        trainer.slot(inputs)
+
+
+def test_trainer_has_the_validators_tolerances():
+    ours = (validity.LOGPROB_TOLERANCE, validity.MASS_TOLERANCE, validity.IMPOSSIBLE)
+    assert ours == (answers.LOGPROB_TOLERANCE, answers.MASS_TOLERANCE, answers.IMPOSSIBLE)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from prime_composer.contract import Support
 from prime_composer.upstream.settings import SWITCH
+from prime_composer.upstream.trainer.validity import check_support
 from prime_composer.upstream.wire import Payload, unpack
 
 
@@ -34,6 +35,7 @@ class MicroBatch:
         self.student: Tensor | None = None
         self.slices: dict[int, slice] = {}
         self._tensors = tensors
+        self._checked = False
 
     def _row(self, name: str) -> Tensor | None:
         stream = self._tensors.get(name)
@@ -67,13 +69,6 @@ class MicroBatch:
         return trained & ~self.payload.teacher_logprobs[:, 0].isnan()
 
     @cached_property
-    def highest_id(self) -> int:
-        """The largest token id in the support of a scored token; -1 where there is none."""
-        if self.payload is None or not self.scored.any():
-            return -1
-        return int(self.payload.token_ids[self.scored].max())
-
-    @cached_property
     def has_other_temperatures(self) -> bool:
         """Whether a scored token was sampled at another temperature than 1."""
         if self.temperatures is None:
@@ -90,6 +85,20 @@ class MicroBatch:
             weights = self._row("ref_kl_weights")
             distilled = torch.zeros_like(distilled) if weights is None else weights != 0
         return bool(self.payload.teacher_logprobs[distilled].isnan().any())
+
+    def check_support(self, vocab_size: int) -> None:
+        """Check the supports of the scored tokens, once (``validity.check_support``).
+
+        Args:
+            vocab_size: entries of the student's head.
+
+        Raises:
+            ValueError: an id is not the student's, or the numbers are no log-probs.
+        """
+        if self.payload is not None and not self._checked:
+            token_ids, logprobs = self.payload
+            check_support(token_ids[self.scored], logprobs[self.scored], vocab_size)
+            self._checked = True
 
     def place(self, sequences: Iterable[Tensor]) -> None:
         """Note which part of the packed sequence each of ``compute_loss``'s tensors is."""

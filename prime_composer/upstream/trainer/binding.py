@@ -11,6 +11,7 @@ from prime_composer.losses.bound import Objective
 from prime_composer.losses.shared.reductions import summed_over_ranks
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import EXAMPLE, SWITCH
+from prime_composer.upstream.trainer.validity import check_own
 from prime_composer.upstream.versions import LossContract
 from prime_composer.upstream.wire import MARK
 
@@ -68,8 +69,14 @@ class RegisteredLoss:
         return f"[{self.objective.section}] type = {self.objective.config.type!r}"
 
     def __call__(self, inputs: Any) -> Any:
-        """Return the loss of one sequence: the SUM over ``loss_mask``, with ``loss_weights``."""
+        """Return the loss of one sequence: the SUM over ``loss_mask``, with ``loss_weights``.
+
+        Raises:
+            ValueError: the teacher's log-prob of a token that trains is none.
+        """
         ref_logprobs = getattr(inputs, self.contract.ref_field)
+        if self.distils and ref_logprobs is not None:
+            check_own(self.label, ref_logprobs, inputs.loss_mask)
         token_ids, support = None, None
         if self._aligned is not None:
             token_ids, support = self._aligned(inputs.trainer_logprobs)

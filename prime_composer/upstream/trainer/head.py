@@ -47,12 +47,7 @@ def _beside(original: Any, fused: bool) -> Any:
         if batch is None or batch.payload is None or labels is None:
             return original(self, hidden_states, labels, temperature=temperature)
         state.warn_of_temperature()
-        if batch.highest_id >= self.weight.shape[0]:
-            raise ValueError(
-                f"The teacher's top-K holds the token id {batch.highest_id} and the student's head "
-                f"has a vocabulary of {self.weight.shape[0]}: student and teacher must share one "
-                "tokenizer."
-            )
+        batch.check_support(self.weight.shape[0])
         # The fused head divides by the temperature that it is given, which FSDP has rounded to the
         # model's dtype. A plain head returns logits, and the trainer divides them by the batch's
         # own float32 temperatures.

@@ -1,0 +1,65 @@
+"""The trainer's own check of a teacher's numbers, whoever put them into the batch.
+
+With the adapter, the orchestrator has checked each answer (``backends.answers``), except for ids
+beyond the vocabulary, which it does not know. Without the adapter nobody has.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+LOGPROB_TOLERANCE, MASS_TOLERANCE, IMPOSSIBLE = 1e-4, 1e-3, -9999.0
+"""Those of ``backends.answers``, which needs NumPy: the plain launcher's trainer may lack it."""
+
+
+def check_own(label: str, ref_logprobs: Float[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> None:
+    """Check the teacher's log-probs of the tokens that train, at the price of one synchronization.
+
+    Args:
+        label: the loss, for the message.
+        ref_logprobs: log q of each token.
+        mask: which tokens train.
+
+    Raises:
+        ValueError: one is not finite, or above 0.
+    """
+    wrong = mask & ~((ref_logprobs > IMPOSSIBLE) & (ref_logprobs <= LOGPROB_TOLERANCE))
+    if wrong.any():
+        position = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{label}: the teacher's log-prob of the token at position {position} of a sequence is "
+            f"{float(ref_logprobs[position]):.6g}, where a finite number of at most 0 was "
+            "expected: the teacher's server answers wrong numbers, so this step is not trained. "
+            "Restart the server and resume."
+        )
+
+
+def check_support(
+    token_ids: Int[Tensor, "n k"], logprobs: Float[Tensor, "n k"], vocab_size: int
+) -> None:
+    """Check the supports of the tokens that train. Tensors on the CPU cost no synchronization.
+
+    Args:
+        token_ids: ids of the support.
+        logprobs: log q of these ids.
+        vocab_size: entries of the student's head.
+
+    Raises:
+        ValueError: an id is not the student's, or the numbers are no log-probs.
+    """
+    if not token_ids.numel():
+        return
+    lowest, highest = (int(extreme) for extreme in torch.aminmax(token_ids))
+    if lowest < 0 or highest >= vocab_size:
+        raise ValueError(
+            f"The teacher's top-K holds the token id {lowest if lowest < 0 else highest} and the "
+            f"student's head has a vocabulary of {vocab_size}: student and teacher must share one "
+            "tokenizer."
+        )
+    mass = logprobs.exp().sum(dim=-1)
+    if not ((logprobs <= LOGPROB_TOLERANCE).all() and (mass <= 1 + MASS_TOLERANCE).all()):
+        raise ValueError(
+            "The teacher's top-K of this batch are no log-probs (NaN, above 0, or a mass of "
+            f"{float(mass.max()):.6g}, where at most 1 was expected), so this step is not trained. "
+            "Run the same version of prime-composer in orchestrator and trainer."
+        )
