@@ -105,7 +105,7 @@ def add_row(table: Table, *cells: object) -> None:
 
 
 def checks_table(report: ProbeReport) -> Table:
-    """Return the preflight's checks."""
+    """Return the preflight's checks and those of a step's parts."""
     table = new_table("checks", ("check", "result"))
     table.columns[1].justify = "left"
     words = {True: "passed", False: "FAILED", None: "not run"}
@@ -179,7 +179,7 @@ def speed_table(teachers: Mapping[str, TeacherReport]) -> Table:
         "scoring, rollout tokens per second (seconds per step)",
         ("K", *columns),
     )
-    for name, teacher in teachers.items():
+    for name, teacher in teachers.items() if columns else ():
         cells = {entry.column: speed_cell(entry) for entry in teacher.throughput}
         add_row(table, name, *(cells.get(column, MISSING) for column in columns))
     return table
@@ -232,10 +232,6 @@ def unmeasured_table(student: StudentReport, teachers: Mapping[str, TeacherRepor
     ):
         for what, why in reasons.items():
             add_row(table, name, what, why)
-    for name, teacher in teachers.items():
-        for entry in teacher.throughput:
-            if entry.refused is not None:
-                add_row(table, name, f"K = {entry.column}", entry.refused)
     return table
 
 

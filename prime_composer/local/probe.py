@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +32,7 @@ from prime_composer.local.preflight import (
 )
 from prime_composer.local.probe_report import (
     Agreement,
+    Attempts,
     CheckResult,
     ModelFacts,
     NotMeasured,
@@ -39,10 +40,11 @@ from prime_composer.local.probe_report import (
     StepForecast,
     StudentReport,
     TeacherReport,
-    attempt,
+    one_line,
 )
 from prime_composer.local.probe_teacher import (
     COLUMNS,
+    NO_ROLLOUT,
     SupportSize,
     Target,
     agreement,
@@ -55,7 +57,12 @@ from prime_composer.losses.shared.modifiers import resolve
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing, TeacherId
-from prime_composer.recipe.schema import Recipe
+from prime_composer.recipe.schema import (
+    OneOfSeveralConfig,
+    Recipe,
+    RolloutConfig,
+    TeacherConfig,
+)
 from prime_composer.recipe.urls import public_url
 
 SECONDS_PER_COLUMN = 2.0
@@ -74,7 +81,12 @@ IMPROBABLE = 0.1
 """A special token is worth a word where the teacher's probability is below this times the
 student's."""
 
+LONGEST_WAIT = 10.0
+"""Seconds that one request waits for a server that is away, unless the recipe says less."""
+
 OPENING = "opening the models"
+
+C = TypeVar("C", RolloutConfig, TeacherConfig, OneOfSeveralConfig)
 
 
 def probe(
@@ -99,13 +111,29 @@ def probe(
     Raises:
         ImportError: a backend's library is missing; the message names the pip line.
     """
+    recipe = impatient(recipe)
     try:
         check_routing(recipe, problems)
         engine = open_engine(recipe, problems, paths, status)
-    except (ValueError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         return ProbeReport(passed=False, checks=[CheckResult(OPENING, False, one_line(error))])
     with engine:
         return probe_engine(engine, recipe, status, seconds)
+
+
+def impatient(recipe: Recipe) -> Recipe:
+    """Return the recipe with short waits for servers: each measurement would wait anew."""
+
+    def shortened(config: C) -> C:
+        return config.model_copy(update={"wait": min(config.wait, LONGEST_WAIT)})
+
+    return recipe.model_copy(
+        update={
+            "rollout": shortened(recipe.rollout),
+            "teacher": None if recipe.teacher is None else shortened(recipe.teacher),
+            "teachers": {name: shortened(teacher) for name, teacher in recipe.teachers.items()},
+        }
+    )
 
 
 def probe_engine(
@@ -115,8 +143,8 @@ def probe_engine(
     status("running the preflight's checks")
     checks, warnings = run_checks(engine, recipe)
     status("sampling rollouts of the first step")
-    unmeasured: dict[str, str] = {}
-    sampled = attempt(unmeasured, "sampling", lambda: sample_first_step(engine, recipe))
+    found = Attempts()
+    sampled = found.attempt("sampling", lambda: sample_first_step(engine, recipe))
     samples = [] if sampled is None else sampled.samples
     step_tokens = None if sampled is None else sampled.mean_tokens * recipe.trainer.batch_size
     columns = columns_of(recipe)
@@ -133,11 +161,12 @@ def probe_engine(
             seconds,
         )
     status("measuring the student's forward and backward")
-    train_seconds = attempt(
-        unmeasured, "training", lambda: training_seconds(engine, recipe, samples)
-    )
-    student = student_report(engine, recipe, sampled, unmeasured)
+    train_seconds = found.attempt("training", lambda: training_seconds(engine, recipe, samples))
+    student = student_report(engine, recipe, sampled, found)
     step = forecast(recipe, sampled, step_tokens, teachers, train_seconds)
+    checks.append(part_check("sampling", found))
+    checks += [scoring_check(table, teacher, step) for table, teacher in teachers.items()]
+    checks.append(part_check("training", found))
     return ProbeReport(
         passed=all(check.passed is not False for check in checks),
         checks=checks,
@@ -147,6 +176,24 @@ def probe_engine(
         student=student,
         teachers=teachers,
     )
+
+
+def part_check(name: str, found: Attempts) -> CheckResult:
+    """Return whether a part of the step could be measured; not run where it does not apply."""
+    passed = False if name in found.failed else None if name in found.unmeasured else True
+    return CheckResult(f"a step's {name}", passed, found.unmeasured.get(name))
+
+
+def scoring_check(table: str, teacher: TeacherReport, step: StepForecast) -> CheckResult:
+    """Return whether a teacher scored at the recipe's K, and gave no wrong answer."""
+    name = f"[{table}] a step's scoring"
+    if teacher.wrong_answers:
+        return CheckResult(name, False, teacher.wrong_answers[0])
+    if not teacher.throughput:
+        reason = teacher.unmeasured.get("scoring")
+        return CheckResult(name, None if reason == NO_ROLLOUT else False, reason)
+    (own,) = (entry for entry in teacher.throughput if entry.column == step.column)
+    return CheckResult(name, own.refused is None, own.refused)
 
 
 def run_checks(engine: Engine, recipe: Recipe) -> tuple[list[CheckResult], list[str]]:
@@ -183,11 +230,6 @@ def check_loaded(engine: Engine, recipe: Recipe) -> None:
     """Compare the sampler's log-probs with the trainer's, without a change of any weight."""
     prompts = [engine.problems.prompt(p) for p in engine.problems.problem_set.practice]
     check_loaded_weights(engine.sampler, engine.model, prompts, recipe.trainer.dtype)
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's message without line breaks."""
-    return " ".join(str(error).split())
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,7 +367,7 @@ def facts_of(spec: BackendSpec) -> ModelFacts:
 
 
 def student_report(
-    engine: Engine, recipe: Recipe, sampled: FirstStep | None, unmeasured: dict[str, str]
+    engine: Engine, recipe: Recipe, sampled: FirstStep | None, found: Attempts
 ) -> StudentReport:
     """Return the student's own part of the table.
 
@@ -333,7 +375,7 @@ def student_report(
         engine: the open models.
         recipe: the recipe.
         sampled: rollouts of the first step; None where sampling failed.
-        unmeasured: reasons of what was measured before.
+        found: what was measured before.
     """
     samples = [] if sampled is None else sampled.samples
     model = recipe.student.model or str(engine.model.name_or_path)
@@ -342,20 +384,18 @@ def student_report(
         facts_of(student_spec(recipe, model)),
         context=limits.max_model_len,
         vocabulary=engine.vocab_size,
-        logprob_mode=attempt(unmeasured, "log-prob mode", lambda: student_mode(engine)),
+        logprob_mode=found.attempt("log-prob mode", lambda: student_mode(engine)),
         tokenizer=read_tokenizer(engine.problems.tokenizer),
     )
     truncated = [sample.rollout.finish_reason == "length" for sample in samples]
     return StudentReport(
         facts=facts,
-        agreement=attempt(
-            unmeasured, "agreement", lambda: sampler_agreement(engine, recipe, samples)
-        ),
+        agreement=found.attempt("agreement", lambda: sampler_agreement(engine, recipe, samples)),
         rollouts=len(samples),
         tokens_per_rollout=None if sampled is None else sampled.mean_tokens,
         truncated=sum(truncated) / len(samples) if samples else None,
         tokens_per_second=None if sampled is None else sampled.tokens / sampled.seconds,
-        unmeasured=unmeasured,
+        unmeasured=found.unmeasured,
     )
 
 
@@ -479,7 +519,7 @@ def recommendations(
             f"[{table}] {text}"
             for text in (
                 *advice_on_k(recipe, teacher),
-                *advice_on_tokens(teacher),
+                *advice_on_tokens(recipe, teacher),
                 *advice_on_numbers(teacher),
             )
         ]
@@ -517,15 +557,19 @@ def advice_on_k(recipe: Recipe, teacher: TeacherReport) -> list[str]:
     ]
 
 
-def advice_on_tokens(teacher: TeacherReport) -> list[str]:
+def advice_on_tokens(recipe: Recipe, teacher: TeacherReport) -> list[str]:
     """Return what templates and special tokens call for (https://arxiv.org/abs/2603.25562)."""
     advice = []
+    mask = recipe.loss.special_tokens
+    masked = set() if mask is None else {*mask.ids, *mask.strings}
     if teacher.same_prompts is False:
         advice.append(
             "its own template writes other prompts, and it reads the student's; a teacher without "
             "that template, or data with the teacher's, would suit it better."
         )
     for token in teacher.special_tokens:
+        if masked & {token.student_id, token.token}:
+            continue
         if token.teacher_probability < IMPROBABLE * token.student_probability:
             advice.append(
                 f"it gives {token.token!r} a probability of {token.teacher_probability:.2g} where "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
+from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.local.probe_numbers import HiddenByK
 
 T = TypeVar("T")
@@ -16,18 +17,41 @@ class NotMeasured(ValueError):
     """A measurement does not apply, or its answer cannot be had; the message says why."""
 
 
-def attempt(unmeasured: dict[str, str], name: str, measure: Callable[[], T]) -> T | None:
-    """Return what ``measure`` returns; None, with the reason in ``unmeasured``, where it fails."""
-    try:
-        return measure()
-    except (ValueError, RuntimeError, OSError) as error:
-        unmeasured[name] = " ".join(str(error).split())
-        return None
+def one_line(error: BaseException) -> str:
+    """Return an error's message without line breaks."""
+    return " ".join(str(error).split())
+
+
+@dataclass
+class Attempts:
+    """Measurements that may fail, each on its own.
+
+    Attributes:
+        unmeasured: reasons of those that failed or do not apply, by name.
+        failed: those of them that failed although they apply.
+        wrong_answers: messages of answers that no model can have given.
+    """
+
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+    wrong_answers: list[str] = field(default_factory=list)
+
+    def attempt(self, name: str, measure: Callable[[], T]) -> T | None:
+        """Return what ``measure`` returns; None, with the reason kept, where it fails."""
+        try:
+            return measure()
+        except (ValueError, RuntimeError, OSError) as error:
+            self.unmeasured[name] = one_line(error)
+            if not isinstance(error, NotMeasured):
+                self.failed.add(name)
+            if isinstance(error, InvalidAnswer):
+                self.wrong_answers.append(one_line(error))
+            return None
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One of the preflight's checks.
+    """One of the preflight's checks, or one of a step's parts.
 
     Attributes:
         name: the check's.
@@ -180,6 +204,7 @@ class TeacherReport:
         share: share of the recipe's rollouts that it scores.
         throughput: one entry per column.
         support: what a top K hides.
+        wrong_answers: answers that no model can have given.
         unmeasured: reasons by measurement.
     """
 
@@ -192,6 +217,7 @@ class TeacherReport:
     share: float
     throughput: Sequence[Throughput]
     support: SupportFacts | None
+    wrong_answers: Sequence[str]
     unmeasured: Mapping[str, str]
 
 
@@ -247,7 +273,7 @@ class ProbeReport:
 
     Attributes:
         passed: whether no check failed.
-        checks: the preflight's, in order.
+        checks: the preflight's in order, then the parts of a step.
         warnings: the preflight's.
         recommendations: what to change, one sentence each.
         step: forecast of a step; None where the models could not be opened.

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from prime_composer.backends.alignment import make_rollout
+from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import (
     load_model,
     sequence_logprobs,
@@ -45,6 +46,7 @@ from prime_composer.local.probe_numbers import (
 )
 from prime_composer.local.probe_report import (
     Agreement,
+    Attempts,
     ModelFacts,
     NotMeasured,
     SpecialToken,
@@ -52,7 +54,6 @@ from prime_composer.local.probe_report import (
     TeacherReport,
     Throughput,
     TokenizerFacts,
-    attempt,
 )
 from prime_composer.local.student_forward import student_inputs
 from prime_composer.local.tokenized_problems import TokenizedProblems
@@ -69,6 +70,8 @@ MOST_ENTRIES = 2**24
 
 CHECKPOINT_TOKENS = 512
 """Tokens of prompt and completion whose numbers are compared with a checkpoint's forward pass."""
+
+NO_ROLLOUT = "there is no rollout for it"
 
 SupportSize = int | Literal["full"]
 
@@ -148,52 +151,51 @@ def probe_teacher(
         micro_batch_tokens: padded tokens per forward of the student.
         seconds: time for each column.
     """
-    unmeasured: dict[str, str] = {}
-    tokenizer, tokenizer_facts, same_tokenizer = attempt(
-        unmeasured, "tokenizer", lambda: find_tokenizer(target, tokenized.tokenizer)
+    found = Attempts()
+    tokenizer, tokenizer_facts, same_tokenizer = found.attempt(
+        "tokenizer", lambda: find_tokenizer(target, tokenized.tokenizer)
     ) or (None, None, None)
-    same_prompts = attempt(
-        unmeasured, "prompts", lambda: equal_prompts(target.samples, tokenized, tokenizer)
+    same_prompts = found.attempt(
+        "prompts", lambda: equal_prompts(target.samples, tokenized, tokenizer)
     )
-    largest, exact = attempt(unmeasured, "largest K", lambda: largest_k(target)) or (None, False)
-    mode = attempt(unmeasured, "log-prob mode", lambda: scoring_mode(target))
+    largest, exact = found.attempt("largest K", lambda: largest_k(target)) or (None, False)
     facts = replace(
         target.facts,
         context=target.limits.max_model_len,
         vocabulary=target.limits.vocab_size,
         largest_k=largest,
         largest_k_exact=exact,
-        logprob_mode=mode,
+        logprob_mode=found.attempt("log-prob mode", lambda: scoring_mode(target)),
         tokenizer=tokenizer_facts,
     )
-    count = attempt(unmeasured, "scoring", lambda: rollouts_within(target, seconds)) or 0
+    count = found.attempt("scoring", lambda: rollouts_within(target, seconds)) or 0
     throughput = [
-        measure_column(target, k, count, seconds, target.share * step_tokens)
+        measure_column(found, target, k, count, seconds, target.share * step_tokens)
         for k in (columns if count else ())
     ]
-    compared = attempt(
-        unmeasured,
+    compared = found.attempt(
         "support",
-        lambda: compare(target, model, throughput, micro_batch_tokens),
+        lambda: compare(target, model, largest_measured(throughput, largest), micro_batch_tokens),
     )
-    teacher_ids = {} if tokenizer_facts is None else tokenizer_facts.special_ids
+    support, rows = None, []
+    if compared is not None:
+        support = found.attempt("support", lambda: support_facts(compared, target.limits, columns))
+        teacher_ids = {} if tokenizer_facts is None else tokenizer_facts.special_ids
+        rows = special_token_rows(tokenized.tokenizer, teacher_ids, compared)
+        if not rows:
+            found.unmeasured["special tokens"] = "the rollouts have none, and none of them ended"
     return TeacherReport(
         facts=facts,
         same_tokenizer=same_tokenizer,
         same_prompts=same_prompts,
         head_bfloat16=None if compared is None else is_bfloat16_like(compared.teacher_support),
-        agreement=attempt(unmeasured, "agreement", lambda: checkpoint_agreement(target)),
-        special_tokens=[]
-        if compared is None
-        else special_token_rows(tokenized.tokenizer, teacher_ids, compared),
+        agreement=found.attempt("agreement", lambda: checkpoint_agreement(target)),
+        special_tokens=rows,
         share=target.share,
         throughput=throughput,
-        support=attempt(
-            unmeasured, "support", lambda: support_facts(compared, target.limits, columns)
-        )
-        if compared is not None
-        else None,
-        unmeasured=unmeasured,
+        support=support,
+        wrong_answers=found.wrong_answers,
+        unmeasured=found.unmeasured,
     )
 
 
@@ -277,7 +279,7 @@ def equal_prompts(samples: Sequence[Sample], tokenized: TokenizedProblems, token
     if tokenizer is None:
         raise NotMeasured("its tokenizer is not on this machine")
     if not samples:
-        raise NotMeasured("there is no rollout for it")
+        raise NotMeasured(NO_ROLLOUT)
     return all(
         render_prompt(problem, tokenized.problem_set.config_of(problem), tokenizer)
         == tokenized.prompt(problem)
@@ -291,18 +293,20 @@ def largest_k(target: Target) -> tuple[int, bool]:
     A server does not report its --max-logprobs. It is asked for one token at several K.
 
     Raises:
-        ValueError: it refuses K = 1.
+        ValueError: it refuses K = 1, or gives a wrong answer.
     """
     if target.limits.max_logprobs is not None:
         return target.limits.max_logprobs, True
     if not target.samples:
-        raise NotMeasured("there is no rollout for it")
+        raise NotMeasured(NO_ROLLOUT)
     prompt, token = target.samples[0].rollout.token_ids.tolist()[:2]
     rollout = make_rollout([prompt], [token], [0.0], "length", 0)
 
     def accepts(k: int) -> bool:
         try:
             target.score_rollouts([rollout], k, None)
+        except InvalidAnswer:
+            raise
         except ValueError:
             return False
         return True
@@ -327,7 +331,7 @@ def scoring_mode(target: Target) -> str:
     if sampler is None:
         return "raw"
     if not target.samples:
-        raise NotMeasured("there is no rollout for it")
+        raise NotMeasured(NO_ROLLOUT)
     return logprob_mode(sampler, target.samples[0].rollout.token_ids.tolist()[:2])
 
 
@@ -352,7 +356,7 @@ def rollouts_within(target: Target, seconds: float) -> int:
         NotMeasured: there is no rollout for it.
     """
     if not target.samples:
-        raise NotMeasured("there is no rollout for it")
+        raise NotMeasured(NO_ROLLOUT)
     target.score(1, 0)  # connects and warms up
     start = time.perf_counter()
     target.score(1, 0)
@@ -361,49 +365,66 @@ def rollouts_within(target: Target, seconds: float) -> int:
 
 
 def measure_column(
-    target: Target, k: SupportSize, count: int, seconds: float, step_tokens: float
+    found: Attempts,
+    target: Target,
+    k: SupportSize,
+    count: int,
+    seconds: float,
+    step_tokens: float,
 ) -> Throughput:
-    """Score ``count`` rollouts at K, again and again for ``seconds``.
+    """Measure one column of the table of speeds.
 
     Args:
+        found: keeps the teacher's reason where it refuses.
         target: the teacher and its rollouts.
         k: K.
         count: rollouts of a call.
-        seconds: the last call is the one that exceeds them.
+        seconds: time for the column.
         step_tokens: rollout tokens that this teacher scores in a step.
     """
+    name = f"K = {k}"
+    speed = found.attempt(name, lambda: tokens_per_second(target, k, count, seconds))
+    if speed is None:
+        return Throughput(str(k), refused=found.unmeasured[name])
+    return Throughput(str(k), speed, step_tokens / speed)
+
+
+def tokens_per_second(target: Target, k: SupportSize, count: int, seconds: float) -> float:
+    """Score ``count`` rollouts at K again and again, until ``seconds`` are over."""
     tokens = sum(int(sample.rollout.loss_mask.sum()) for sample in target.samples[:count])
     start = time.perf_counter()
     scored, elapsed = 0, 0.0
     while elapsed < seconds:
-        try:
-            target.score(count, k)
-        except (ValueError, RuntimeError) as error:
-            return Throughput(str(k), refused=" ".join(str(error).split()))
+        target.score(count, k)
         scored += tokens
         elapsed = time.perf_counter() - start
-    speed = scored / elapsed
-    return Throughput(str(k), speed, step_tokens / speed)
+    return scored / elapsed
 
 
-@torch.no_grad()
-def compare(
-    target: Target,
-    model: nn.Module,
-    throughput: Sequence[Throughput],
-    micro_batch_tokens: int,
-) -> Compared:
-    """Score rollouts at the largest K that the teacher accepted, and run the student over them.
+def largest_measured(throughput: Sequence[Throughput], limit: int | None) -> int:
+    """Return the K of the support: the largest one of the table that the teacher gives.
+
+    Args:
+        throughput: what was accepted, and what was refused.
+        limit: the largest K that scoring accepts, where known.
 
     Raises:
         NotMeasured: the teacher accepted no K.
-        ValueError: the teacher refused.
     """
-    accepted = [column.column for column in throughput if column.tokens_per_second is not None]
+    accepted = [entry.column for entry in throughput if entry.tokens_per_second is not None]
     sizes = [int(column) for column in accepted if column.isdigit()]
     if not sizes:
         raise NotMeasured("no K was accepted")
-    k = max(sizes)
+    return max(*sizes, 0 if limit is None else min(limit, max(COLUMNS)))
+
+
+@torch.no_grad()
+def compare(target: Target, model: nn.Module, k: int, micro_batch_tokens: int) -> Compared:
+    """Score rollouts at K, and run the student over them.
+
+    Raises:
+        ValueError: the teacher refused.
+    """
     lengths = [sample.length for sample in target.samples]
     count, positions = 0, 0
     while count < len(lengths) and (count == 0 or positions * max(k, 1) <= MOST_ENTRIES):
@@ -509,7 +530,7 @@ def checkpoint_agreement(target: Target) -> Agreement:
     if not folder.is_dir():
         raise NotMeasured(f"{target.facts.model} is no directory on this machine")
     if not target.samples:
-        raise NotMeasured("there is no rollout for it")
+        raise NotMeasured(NO_ROLLOUT)
     weights = 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if weights > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2:
         raise NotMeasured(f"the checkpoint takes {weights / 2**30:.0f} GiB in float32")

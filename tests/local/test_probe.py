@@ -23,7 +23,7 @@ from prime_composer.local.probe_numbers import (
     recommended_k,
     share_on_bfloat16_grid,
 )
-from prime_composer.local.probe_report import ModelFacts, NotMeasured, ProbeReport
+from prime_composer.local.probe_report import Attempts, ModelFacts, NotMeasured, ProbeReport
 from prime_composer.local.probe_teacher import (
     Target,
     find_tokenizer,
@@ -387,7 +387,7 @@ def test_largest_k_is_found_by_asking(accepted, vocab_size, expected):
 
 
 def test_a_refused_k_keeps_the_teachers_reason():
-    column = measure_column(target(AtMost(20)), 32, 1, SECONDS, 100.0)
+    column = measure_column(Attempts(), target(AtMost(20)), 32, 1, SECONDS, 100.0)
     assert column.refused == "at most 20" and column.tokens_per_second is None
 
 
@@ -417,7 +417,7 @@ def test_served_models_are_measured_and_get_no_weights(served):
     assert student.requests["/collective_rpc"] == teacher.requests["/collective_rpc"] == 0
     assert facts.facts.largest_k == 20 and facts.facts.url == teacher.url
     refused = {entry.column for entry in facts.throughput if entry.refused}
-    assert refused == {"32", "64"} and facts.support.largest_k == 8
+    assert refused == {"32", "64"} and facts.support.largest_k == 20
     assert facts.agreement.largest < 1e-4 and facts.agreement.tokens > 0
     assert facts.facts.logprob_mode == "raw"
     assert report.student.facts.logprob_mode == "processed"
@@ -450,3 +450,19 @@ def test_a_tokenizer_on_another_machine_is_asked_for(with_models, student, can_t
     assert tokenizer is None and same is True
     assert facts.source == "server" and facts.special_ids == {"<|endoftext|>": 0}
     assert facts.split_hash == read_tokenizer(student[1]).split_hash
+
+
+def test_a_wrong_score_after_the_preflight_fails_the_probe(served):
+    raw, _, teacher = served()
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+
+    def spoil_later(text: str) -> None:
+        if text.startswith("measuring teacher"):
+            teacher.spoil("positive_0.3", times=10**6)
+
+    report = probe(recipe, problems, {}, spoil_later, SECONDS)
+    failed = [check for check in report.checks if check.passed is False]
+    assert not report.passed
+    assert failed[0].name == "[teacher] a step's scoring" and "wrong score" in failed[0].message
+    assert [check.name for check in failed[1:]] == ["a step's training"]
