@@ -114,11 +114,12 @@ def expect_stop(
     run_dir: Path,
     raw: dict[str, Any] | None = None,
     whole: Path | None = None,
+    goes_on: bool = True,
 ) -> str:
     """Run with a server that turns bad, and return the message that ends the run.
 
-    The message names the checkpoint of step ``SAFE``, which is that of the undisturbed run.
-    Continued from it with a right server, the run ends as the undisturbed one.
+    The message names the checkpoint of step ``SAFE``, which is that of the undisturbed run. With
+    ``goes_on`` the run is continued from it, with a right server, and ends as the undisturbed one.
     """
     raw = rig.recipe if raw is None else raw
     whole = rig.whole if whole is None else whole
@@ -128,9 +129,10 @@ def expect_stop(
     assert checkpoint is not None and checkpoint.step == SAFE
     assert differences(run_dir, whole, SAFE) == []
     assert "--resume" in message and "Traceback" not in message and len(message) < 1000
-    rig.heal()
-    resume(raw, run_dir, checkpoint)
-    assert steps_of(run_dir)[-1] == LAST and differences(run_dir, whole) == []
+    if goes_on:
+        rig.heal()
+        resume(raw, run_dir, checkpoint)
+        assert steps_of(run_dir)[-1] == LAST and differences(run_dir, whole) == []
     return message
 
 
@@ -160,27 +162,32 @@ def some(few: Any, every: Any) -> list[Any]:
 @pytest.mark.parametrize("mode", some(SOME_ROWS, [*modes.ROWS, *modes.ANSWERS]))
 def test_teacher_wrong_scores_end_the_run_untrained(mode: str, rig: Rig, tmp_path: Path) -> None:
     """Every impossible score ends the run before it is trained on, and names the server."""
-    message = expect_stop(rig, lambda: rig.teacher.spoil(mode), tmp_path / "run")
+    message = expect_stop(
+        rig, lambda: rig.teacher.spoil(mode), tmp_path / "run", goes_on=mode == "positive_0.3"
+    )
     assert rig.teacher.url in message
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["positive_0.3", "nan", "bool", "alien_id", "null_row"])
-@pytest.mark.parametrize("after", [0, 3, 5])
+@pytest.mark.parametrize("after", [0, 1, 2])
 def test_teacher_one_wrong_row_ends_the_run_untrained(
     mode: str, after: int, rig: Rig, tmp_path: Path
 ) -> None:
     """One wrong row in one answer of a step is enough; the others were right."""
-    # One request of each step is the canary's.
     spoil = rig.teacher.spoil
-    message = expect_stop(rig, lambda: spoil(mode, 1 + after, 1, row=-1), tmp_path / "run")
+    message = expect_stop(
+        rig, lambda: spoil(mode, after, 1, row=-1), tmp_path / "run", goes_on=False
+    )
     assert rig.teacher.url in message
 
 
 @pytest.mark.parametrize("mode", some((), [*modes.CHOICES, *modes.BODIES]))
 def test_teacher_malformed_answers_end_the_run(mode: str, rig: Rig, tmp_path: Path) -> None:
     """An answer that is none ends the run with the server's name and what was expected."""
-    message = expect_stop(rig, lambda: rig.teacher.spoil(mode, road="scoring"), tmp_path / "run")
+    message = expect_stop(
+        rig, lambda: rig.teacher.spoil(mode, road="scoring"), tmp_path / "run", goes_on=False
+    )
     assert rig.teacher.url in message
 
 
@@ -229,22 +236,22 @@ TRANSIENT = (
 @pytest.mark.parametrize("mode", some(("status_503",), TRANSIENT))
 def test_teacher_away_for_two_requests_is_waited_for(mode: str, rig: Rig, tmp_path: Path) -> None:
     """Two failures of the transient kind change nothing but time."""
-    display = expect_wait(
-        rig, lambda: rig.teacher.spoil(mode, 2, 2, road="scoring"), tmp_path / "run"
-    )
-    assert rig.teacher.spoiled[mode] >= 2
-    assert any(rig.teacher.url in text or "teacher" in text for text in display.texts)
+    before = rig.teacher.spoiled[mode]
+    spoil = rig.teacher.spoil
+    expect_wait(rig, lambda: spoil(mode, 2, 2, road="scoring"), tmp_path / "run")
+    assert rig.teacher.spoiled[mode] == before + 2
 
 
 @pytest.mark.slow
 def test_teacher_restarted_in_the_middle_is_waited_for(rig: Rig, tmp_path: Path) -> None:
-    """A teacher that is killed and started again two seconds later costs two seconds."""
+    """A teacher that is killed and started again is waited for, and the run says so."""
 
     def restart() -> None:
         rig.teacher.stop()
-        threading.Timer(2.0, rig.teacher.start).start()
+        threading.Timer(4.0, rig.teacher.start).start()
 
-    expect_wait(rig, restart, tmp_path / "run")
+    display = expect_wait(rig, restart, tmp_path / "run")
+    assert any("waiting" in text and rig.teacher.url in text for text in display.texts)
 
 
 @pytest.mark.slow
@@ -252,7 +259,9 @@ def test_teacher_restarted_in_the_middle_is_waited_for(rig: Rig, tmp_path: Path)
 def test_teacher_refusal_ends_the_run_at_once(mode: str, rig: Rig, tmp_path: Path) -> None:
     """A refusal is not asked again."""
     before = rig.teacher.spoiled[mode]
-    message = expect_stop(rig, lambda: rig.teacher.spoil(mode, road="scoring"), tmp_path / "run")
+    message = expect_stop(
+        rig, lambda: rig.teacher.spoil(mode, road="scoring"), tmp_path / "run", goes_on=False
+    )
     assert rig.teacher.url in message
     # The first canary is the only request that was sent.
     assert rig.teacher.spoiled[mode] - before == 1
@@ -274,7 +283,8 @@ def test_rollouts_wrong_answers_end_the_run_untrained(
 ) -> None:
     """Every impossible rollout ends the run; mu that is not the policy's is a mismatch."""
     recipe, whole = rig.with_student_server, whole_with_student_server
-    expect_stop(rig, lambda: rig.student.spoil(mode), tmp_path / "run", recipe, whole)
+    spoil, goes_on = rig.student.spoil, mode == "mu_one_for_all"
+    expect_stop(rig, lambda: spoil(mode), tmp_path / "run", recipe, whole, goes_on)
 
 
 def test_rollouts_of_old_weights_end_the_run(

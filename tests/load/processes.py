@@ -107,7 +107,10 @@ def vllm_server(directory: Path, log: Path, max_logprobs: int) -> Iterator[tuple
         yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def save_tokenizer(directory: Path, vocab_size: int) -> None:
