@@ -23,7 +23,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class StepAbandoned(Exception):
-    """A step that waited for a server is given up, because the run was asked to stop."""
+    """A step that waits for a server is given up, because the run was asked to stop."""
 
 
 @dataclass
@@ -32,24 +32,39 @@ class StopRequest:
 
     Attributes:
         signum: number of the first signal; None before it.
+        waiting: what is under way waits for a server and may be given up.
     """
 
     signum: int | None = None
+    waiting: bool = False
+    _may_wait: bool = False
 
     @property
     def requested(self) -> bool:
         """Whether a signal has come."""
         return self.signum is not None
 
-    def check(self) -> None:
-        """Give up the step that is under way, if the run was asked to stop.
+    @contextmanager
+    def giving_up_waits(self) -> Iterator[None]:
+        """Mark a part of a step that leaves no half of a change when it is given up.
 
-        A step that waits for a server would otherwise keep the run for as long as it waits.
+        Within the block a server is not waited for after a signal. It could take ten minutes, and
+        a scheduler that takes the machine back grants half a minute.
+        """
+        self._may_wait = True
+        try:
+            yield
+        finally:
+            self._may_wait = self.waiting = False
+
+    def wait_begins(self) -> None:
+        """Note that a server is waited for.
 
         Raises:
-            StepAbandoned: a signal has come.
+            StepAbandoned: a signal has come before.
         """
-        if self.requested:
+        self.waiting = self._may_wait
+        if self.waiting and self.requested:
             raise StepAbandoned
 
 
@@ -72,12 +87,17 @@ def stopping_at_once() -> Iterator[None]:
 
 @contextmanager
 def finishing_the_step(stop: StopRequest) -> Iterator[None]:
-    """Within the block, note the first signal in ``stop``; the second one raises ``Stopped``."""
+    """Within the block, note the first signal in ``stop``; the second one raises ``Stopped``.
+
+    The first one raises ``StepAbandoned`` where a server is waited for.
+    """
 
     def note(signum: int, frame: Any) -> None:
         if stop.requested:
             raise Stopped(signum)
         stop.signum = signum
+        if stop.waiting:
+            raise StepAbandoned
 
     with _handling((signal.SIGINT, *TERMINATIONS), note):
         yield

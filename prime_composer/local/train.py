@@ -116,7 +116,7 @@ def train(
 
     def status(text: str) -> None:
         display.status(text)
-        stop.check()
+        stop.wait_begins()
 
     with open_engine(recipe, problems, paths, status, student_dir) as engine:
         state = TrainingState.of_recipe(recipe, engine)
@@ -144,29 +144,32 @@ def train(
 
             last = recipe.trainer.steps
             unlogged: dict[str, float] = {}
+            abandoned = False
             try:
                 with finishing_the_step(stop):
                     for step in range(state.steps + 1, last + 1):
                         clock = Clock()
-                        canary.check(state.steps, due=is_due(state.steps, recipe.checks.every))
-                        clock.lap("checks")
-                        batch, metrics = canary.steadily(
-                            partial(collect, engine, recipe, step, clock)
-                        )
-                        canary.check(state.steps, due=False)
+                        with stop.giving_up_waits():
+                            canary.check(state.steps, due=is_due(state.steps, recipe.checks.every))
+                            clock.lap("checks")
+                            batch, metrics = canary.steadily(
+                                partial(collect, engine, recipe, step, clock)
+                            )
+                            canary.check(state.steps, due=False)
                         metrics |= state.train_step(batch, step)
                         unlogged = metrics
                         clock.lap("train")
-                        engine.end_step(step)
-                        clock.lap("sync")
-
-                        metrics |= clock.laps
-                        metrics["tokens_per_second"] = batch.tokens / clock.laps["time/step"]
-                        if step == last or is_due(step, recipe.checkpoint.every):
-                            canary.check(step, due=recipe.checks.every > 0)
-                        if is_measured(recipe, step):
-                            evaluations[step] = canary.steadily(evaluator.student)
-                            metrics |= evaluations[step]
+                        with stop.giving_up_waits():
+                            engine.end_step(step)
+                            clock.lap("sync")
+                            metrics |= clock.laps
+                            metrics["tokens_per_second"] = batch.tokens / clock.laps["time/step"]
+                            measured = is_measured(recipe, step)
+                            if measured or is_due(step, recipe.checkpoint.every):
+                                canary.check(step, due=recipe.checks.every > 0, sampler=True)
+                            if measured:
+                                evaluations[step] = canary.steadily(evaluator.student)
+                                metrics |= evaluations[step]
                         tracker.log(step, metrics)
                         unlogged = {}
                         display.step(step, metrics)
@@ -176,9 +179,11 @@ def train(
                             break
             except (ValueError, OSError, StepAbandoned) as error:
                 stopped = state.leave(run_dir, recipe.checkpoint.keep, tracker, unlogged, error)
-                if not isinstance(error, StepAbandoned) or stopped.step < state.steps:
+                abandoned = isinstance(error, StepAbandoned)
+                if not abandoned or stopped.step < state.steps:
                     raise stopped from error
-    return Outcome(run_dir, state.steps, state.steps < last, evaluations, stop.signum)
+    interrupted = abandoned or state.steps < last
+    return Outcome(run_dir, state.steps, interrupted, evaluations, stop.signum)
 
 
 @dataclass

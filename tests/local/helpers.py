@@ -29,10 +29,11 @@ PROBLEM = Problem("Ada has 2 apples and buys 3 more. How many?", "2 + 3 = 5\n###
 class Silent:
     """A display that shows nothing, records the finished steps, and may interrupt the run."""
 
-    def __init__(self, interrupt_at: int | None = None):
+    def __init__(self, interrupt_at: int | None = None, signum: int = signal.SIGINT):
         self.steps: list[int] = []
         self.texts: list[str] = []
         self.interrupt_at = interrupt_at
+        self.signum = signum
 
     def status(self, text: str) -> None:
         self.texts.append(text)
@@ -40,7 +41,7 @@ class Silent:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         self.steps.append(step)
         if step + 1 == self.interrupt_at:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self.signum)
 
 
 class Letters:

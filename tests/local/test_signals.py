@@ -35,14 +35,29 @@ def send(signum: int) -> None:
 def test_signal_in_a_step_is_noted_and_a_second_one_stops(signum: int) -> None:
     stop = StopRequest()
     with finishing_the_step(stop):
-        stop.check()
+        stop.wait_begins()
         send(signum)
         assert stop.requested and stop.signum == signum
-        with pytest.raises(StepAbandoned):
-            stop.check()
+        stop.wait_begins()
+        with pytest.raises(StepAbandoned), stop.giving_up_waits():
+            stop.wait_begins()
         with pytest.raises(Stopped) as caught:
             send(signal.SIGTERM)
     assert caught.value.signum == signal.SIGTERM and isinstance(caught.value, KeyboardInterrupt)
+
+
+def test_signal_while_a_server_is_waited_for_gives_up_the_step() -> None:
+    """The wait may last ten minutes. What is no wait is finished."""
+    stop = StopRequest()
+    with finishing_the_step(stop):
+        with pytest.raises(StepAbandoned), stop.giving_up_waits():
+            stop.wait_begins()
+            send(signal.SIGTERM)
+        assert stop.signum == signal.SIGTERM and not stop.waiting
+    stop = StopRequest()
+    with finishing_the_step(stop), stop.giving_up_waits():
+        send(signal.SIGTERM)
+    assert stop.requested
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])

@@ -45,6 +45,89 @@ def test_read_metrics_leaves_out_a_cut_last_line(
         read_metrics(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("damage", "said", "kept"),
+    [
+        ([0, 1, 2, 3], None, [0, 1, 2, 3]),
+        ([0, 1], "has no numbers of the steps 2 to 3 (a crash", [0, 1]),
+        ([0, "{", 2, 2, "5", "\0\0"], "has no numbers of the steps 1, 3", [0, 2]),
+        ([1, 2, 3], "has no numbers of step 0", [1, 2, 3]),
+        ([], "has no numbers of the steps 0 to 3", []),
+        (None, "is gone, and with it the numbers of the steps 0 to 3", []),
+    ],
+    ids=["whole", "end", "middle", "start", "empty", "gone"],
+)
+def test_tracker_says_which_records_are_lost(
+    damage: list[Any] | None, said: str | None, kept: list[int], tmp_path: Path
+) -> None:
+    """A run goes on without them: a crash of the machine must not end it for good."""
+    if damage is not None:
+        lines = [f'{{"step": {line}}}' if isinstance(line, int) else line for line in damage]
+        (tmp_path / METRICS_FILE).write_text("".join(f"{line}\n" for line in lines))
+    texts: list[str] = []
+    with Tracker(tmp_path, QUIET, resume_step=3, warn=texts.append) as tracker:
+        tracker.log(4, {"loss": 1.0})
+    assert [said in text and text.startswith("warning: ") for text in texts] == [True] * bool(said)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [*kept, 4]
+
+
+def test_tracker_amends_the_record_of_a_step(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    with Tracker(tmp_path, QUIET, resume_step=2) as tracker:
+        tracker.amend(2, {"eval/accuracy": 0.5})
+        tracker.log(3, {"loss": 9.0})
+    assert read_metrics(tmp_path)[2:] == [
+        {"step": 2, "loss": 1.0, "eval/accuracy": 0.5},
+        {"step": 3, "loss": 9.0},
+    ]
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from prime_composer.local.tracker import Tracker
+from tests.local.test_tracker import QUIET
+resource.setrlimit(resource.RLIMIT_FSIZE, (60, resource.RLIM_INFINITY))
+with Tracker(Path(sys.argv[1]), QUIET) as tracker:
+    tracker.log(1, {"loss": 1.0})
+    for _ in range(2):
+        try:
+            tracker.log(2, {"loss": 0.123456789012345678})
+        except OSError as error:
+            print(error.errno, error.filename)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    tracker.log(2, {"loss": 2.0})
+"""
+
+
+@pytest.mark.slow
+def test_tracker_writes_a_record_whole_or_not_at_all(tmp_path: Path) -> None:
+    """The kernel takes half of a line and then refuses; the half does not stay."""
+    import subprocess
+
+    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout == f"27 {tmp_path}/metrics.jsonl\n" * 2, done.stderr
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
+
+
+def test_full_disk_ends_tensorboard_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+    with Tracker(tmp_path, LoggingConfig(), warn=texts.append) as tracker:
+
+        def full(*args: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(tracker._tensorboard, "add_scalar", full)
+        tracker.log(1, {"loss": 0.5})
+        tracker.log(2, {"loss": 0.5})
+    (text,) = texts
+    assert text.startswith("warning: TensorBoard's files end before step 1: No space left")
+    assert len(read_metrics(tmp_path)) == 2
+
+
 def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
     with Tracker(tmp_path, LoggingConfig()) as tracker:
         for step, value in ((1, 0.25), (2, 0.125)):

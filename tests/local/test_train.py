@@ -124,7 +124,7 @@ run(json.loads(sys.argv[2]), Path(sys.argv[3]))
 """
 
 
-@pytest.mark.parametrize("where", ["step", "checkpoint"])
+@pytest.mark.parametrize("where", [pytest.param("step", marks=pytest.mark.slow), "checkpoint"])
 def test_train_killed_run_resumes_to_the_same_numbers(
     where: str, whole: Path, tiny_recipe: Raw, tmp_path: Path
 ) -> None:
@@ -142,6 +142,10 @@ def test_train_killed_run_resumes_to_the_same_numbers(
 
 def assert_same_run(run_dir: Path, expected: Path) -> None:
     assert numbers(run_dir) == numbers(expected)
+    assert_same_weights(run_dir, expected)
+
+
+def assert_same_weights(run_dir: Path, expected: Path) -> None:
     expected_weights = weights(expected)
     for name, value in weights(run_dir).items():
         assert torch.equal(expected_weights[name], value)

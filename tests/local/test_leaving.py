@@ -1,0 +1,356 @@
+"""Runs that a signal, a server, the disk or a check ends, and how they come back."""
+
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_composer.backends.transformers import TransformersSampler
+from prime_composer.local import checkpoint as checkpoint_module
+from prime_composer.local import disk
+from prime_composer.local import train as module
+from prime_composer.local.canary import CanaryChanged
+from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.disk import NoRoom
+from prime_composer.local.tracker import Tracker, read_metrics
+from prime_composer.local.train import RunStopped, checkpoints_at_once, train
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.tiny_models.cache import prepare_models
+from tests.command import numbers
+from tests.local.helpers import Silent, run
+from tests.local.test_train import (  # noqa: F401  (fixture)
+    assert_same_run,
+    assert_same_weights,
+    whole,
+)
+
+Raw = Callable[..., dict[str, Any]]
+
+
+class ServerGone(ValueError):
+    """What a backend raises when a server stays away."""
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(run_dir)]
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, error: Exception
+) -> None:
+    """Let the given call of a function, counted from 1, raise."""
+    original, calls = getattr(owner, name), []
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, function)
+
+
+def full_disk(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_train_draws_nothing_from_torchs_own_generator(
+    whole: Path,  # noqa: F811
+    tiny_recipe: Raw,
+    tmp_path: Path,
+) -> None:
+    """Disturbing it at every step changes no number, so that no checkpoint stores it."""
+
+    class Disturbing(Silent):
+        def step(self, step: int, metrics: dict[str, float]) -> None:
+            torch.manual_seed(1000 + step)
+            super().step(step, metrics)
+
+    run(tiny_recipe(trainer__steps=6), tmp_path / "run", Disturbing())
+    assert_same_run(tmp_path / "run", whole)
+    state = list_checkpoints(tmp_path / "run")[-1].load()
+    assert {"optimizer", "loss", "teacher", "step"} <= state.keys() and "rng" not in state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_train_stopped_by_a_signal_resumes_to_the_same_numbers(
+    signum: int,
+    whole: Path,  # noqa: F811
+    tiny_recipe: Raw,
+    tmp_path: Path,
+) -> None:
+    raw = tiny_recipe(trainer__steps=6)
+    outcome = run(raw, tmp_path / "run", Silent(interrupt_at=4, signum=signum))
+    assert (outcome.interrupted, outcome.steps, outcome.signum) == (True, 3, signum)
+    assert steps_of(tmp_path / "run") == [2, 3]
+    run(raw, tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_train_checkpoint_of_before_manifests_resumes(
+    whole: Path,  # noqa: F811
+    tiny_recipe: Raw,
+    tmp_path: Path,
+) -> None:
+    """It has torch's random state, and neither a manifest nor the numbers of later checks."""
+    raw = tiny_recipe(trainer__steps=6)
+    run(raw, tmp_path / "run", Silent(interrupt_at=4))
+    folder = tmp_path / "run" / "checkpoints" / "step_000003"
+    (folder / "manifest.json").unlink()
+    state = torch.load(folder / "trainer.pt", weights_only=True)
+    old = {key: state[key] for key in ("optimizer", "loss", "teacher", "step")}
+    torch.save({**old, "rng": torch.get_rng_state()}, folder / "trainer.pt")
+    run(raw, tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_train_error_before_the_update_saves_the_step_before(
+    whole: Path,  # noqa: F811
+    tiny_recipe: Raw,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A teacher that is away in step 4 costs that step: step 3 is saved, though it is not due."""
+    raw = tiny_recipe(trainer__steps=6)
+    failing(monkeypatch, module, "collect", 4, ServerGone("the teacher at http://h:1 is away."))
+    with pytest.raises(RunStopped) as caught:
+        run(raw, tmp_path / "run")
+    assert str(caught.value) == (
+        "the teacher at http://h:1 is away; step 3 is safe in "
+        f"{tmp_path}/run/checkpoints/step_000003; continue with --resume --output-dir "
+        f"{tmp_path}/run"
+    )
+    assert caught.value.step == 3 and isinstance(caught.value.__cause__, ServerGone)
+    monkeypatch.undo()
+    run(raw, tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("owner", ["sync", "evaluation"])
+def test_train_error_after_the_update_saves_that_step(
+    owner: str,
+    whole: Path,  # noqa: F811
+    tiny_recipe: Raw,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Step 4 is whole when its new weights cannot be sent; its evaluation comes at the resume."""
+    raw = tiny_recipe(trainer__steps=6, checkpoint__every=0)
+    target = (TransformersSampler, "update_weights") if owner == "sync" else (
+        module.Evaluator, "student"
+    )  # fmt: skip
+    calls = 3 if owner == "evaluation" else count_of_syncs_before(4, raw, tmp_path, monkeypatch)
+    failing(monkeypatch, *target, calls, ServerGone("away"))
+    with pytest.raises(RunStopped, match="away; step 4 is safe"):
+        run(raw, tmp_path / "run")
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 4
+    assert "eval/accuracy" not in read_metrics(tmp_path / "run")[-1]
+    monkeypatch.undo()
+    run(raw, tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "run", whole)
+
+
+def count_of_syncs_before(
+    step: int, raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> int:
+    """Return which call of ``update_weights`` ends a step: the preflight makes some as well."""
+    calls: list[int] = []
+    original = TransformersSampler.update_weights
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            TransformersSampler,
+            "update_weights",
+            lambda self, model: calls.append(1) or original(self, model),
+        )
+        run({**raw, "trainer": {**raw["trainer"], "steps": 1}}, tmp_path / "counted")
+    return len(calls) + step - 1
+
+
+def test_train_full_disk_does_not_hide_the_first_error(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, module, "collect", 4, ServerGone("the teacher is away"))
+    with pytest.raises(RunStopped) as caught:
+        run(tiny_recipe(trainer__steps=6), tmp_path / "run", FullAt(3, monkeypatch))
+    assert caught.value.step == 2
+    words = str(caught.value)
+    assert words.startswith("the teacher is away; step 3 could not be saved either: ")
+    assert "No space left on device" in words
+    assert f"step 2 is safe in {tmp_path}/run/checkpoints/step_000002" in words
+
+
+class FullAt(Silent):
+    """Lets the disk be full from the end of a step on."""
+
+    def __init__(self, at: int, monkeypatch: pytest.MonkeyPatch):
+        super().__init__()
+        self.at, self.monkeypatch = at, monkeypatch
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        super().step(step, metrics)
+        if step == self.at:
+            self.monkeypatch.setattr(checkpoint_module.torch, "save", full_disk)
+
+
+@pytest.mark.slow
+def test_train_full_disk_at_a_checkpoint_names_the_safe_step(
+    whole: Path,  # noqa: F811
+    tiny_recipe: Raw,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With room again the run continues to the same numbers."""
+    raw = tiny_recipe(trainer__steps=6)
+    with pytest.raises(RunStopped) as caught:
+        run(raw, tmp_path / "run", FullAt(3, monkeypatch))
+    assert "the checkpoint of step 4 could not be saved in" in str(caught.value)
+    assert caught.value.step == 2 and "continue with --resume" in str(caught.value)
+    monkeypatch.undo()
+    run(raw, tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_train_full_disk_at_the_metrics_names_the_safe_step(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Tracker.log
+
+    def log(self: Tracker, step: int, metrics: dict[str, float]) -> None:
+        if step >= 4:
+            raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+        original(self, step, metrics)
+
+    monkeypatch.setattr(Tracker, "log", log)
+    with pytest.raises(RunStopped, match="^metrics.jsonl: No space left.*step 2 is safe"):
+        run(tiny_recipe(trainer__steps=6), tmp_path / "run")
+    assert steps_of(tmp_path / "run") == [2]
+
+
+def test_train_error_in_the_first_step_has_nothing_to_save(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, module, "collect", 1, ServerGone("away"))
+    with pytest.raises(RunStopped, match="away; no earlier step is saved") as caught:
+        run(tiny_recipe(), tmp_path / "run")
+    assert caught.value.checkpoint is None and steps_of(tmp_path / "run") == []
+
+
+def test_train_changed_teacher_names_the_last_step_in_no_doubt(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 3 may have been scored by another teacher, and step 2 has not."""
+    failing(monkeypatch, module, "collect", 4, CanaryChanged("another model now.", safe_step=2))
+    raw = tiny_recipe(checkpoint={"every": 1, "keep": 9})
+    with pytest.raises(RunStopped, match="another model now; step 2 is safe") as caught:
+        run(raw, tmp_path / "run")
+    assert "--resume --step 2 --output-dir" in str(caught.value)
+
+
+def test_train_signal_while_a_server_is_away_leaves_a_checkpoint(
+    whole: Path,  # noqa: F811
+    tiny_recipe: Raw,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The wait of step 4 would be longer than the time that a scheduler grants."""
+    raw, statuses, waits = tiny_recipe(trainer__steps=6), [], []
+    open_engine, collect = module.open_engine, module.collect
+
+    def opened(recipe: Any, problems: Any, paths: Any, status: Any, student: Any) -> Any:
+        statuses.append(status)
+        return open_engine(recipe, problems, paths, status, student)
+
+    def collected(engine: Any, recipe: Any, step: int, clock: Any) -> Any:
+        if step == 4 and not waits:
+            waits.append(step)
+            statuses[-1]("waiting for the teacher's server")
+            os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("the wait went on")
+        return collect(engine, recipe, step, clock)
+
+    monkeypatch.setattr(module, "open_engine", opened)
+    monkeypatch.setattr(module, "collect", collected)
+    outcome = run(raw, tmp_path / "run")
+    assert (outcome.interrupted, outcome.steps) == (True, 3)
+    assert steps_of(tmp_path / "run") == [2, 3]
+    run(raw, tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["row", "file"])
+def test_train_goes_on_without_lost_metrics_and_says_so(
+    lost: str,
+    whole: Path,  # noqa: F811
+    tiny_recipe: Raw,
+    tmp_path: Path,
+) -> None:
+    """The later numbers are those of the uninterrupted run; nothing is measured as step 0 again."""
+    raw = tiny_recipe(trainer__steps=6)
+    run(raw, tmp_path / "run", Silent(interrupt_at=5))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    if lost == "file":
+        metrics.unlink()
+        said, kept = "metrics.jsonl is gone, and with it the numbers of the steps 0 to 4", [4]
+    else:
+        rows = metrics.read_text().splitlines()
+        metrics.write_text("\n".join([rows[0], rows[1][:30], *rows[3:4], rows[4][:9], ""]))
+        said, kept = "metrics.jsonl has no numbers of the steps 1 to 2, 4", [0, 3, 4]
+    display = Silent()
+    run(raw, tmp_path / "run", display, resume=True)
+    assert [text for text in display.texts if said in text and text.startswith("warning: ")]
+    steps = [record["step"] for record in read_metrics(tmp_path / "run")]
+    assert steps == [*kept, 5, 6]
+    assert numbers(tmp_path / "run")[-2:] == numbers(whole)[-2:]
+
+
+def test_train_without_room_stops_before_the_first_step(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written and nothing of an earlier run is deleted."""
+    monkeypatch.setattr(
+        disk.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10**4)
+    )
+    raw = tiny_recipe()
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    paths = prepare_models(recipe, problems)
+    begun: list[str] = []
+    tmp_path.joinpath("run").mkdir()
+    with pytest.raises(NoRoom, match=r"the checkpoints of this run need .* \(2 of .* at once\)"):
+        train(
+            recipe, problems, paths, tmp_path / "run", Silent(), begin=lambda: begun.append("begun")
+        )
+    assert not begun and not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("every", "keep", "done", "count"), [(2, 1, 0, 2), (2, 9, 0, 3), (0, 2, 0, 1), (2, 2, 4, 2)]
+)
+def test_checkpoints_at_once_counts_those_of_the_run(
+    every: int, keep: int, done: int, count: int, tiny_recipe: Raw
+) -> None:
+    """Six steps: with ``every`` 2 three checkpoints, of which ``keep`` and a new one are there."""
+    raw = tiny_recipe(trainer__steps=6, checkpoint={"every": every, "keep": keep})
+    assert checkpoints_at_once(parse_recipe(raw), done) == count
+
+
+@pytest.mark.slow
+def test_train_continues_a_finished_run_for_more_steps(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """At a constant rate the weights and losses are those of one long run."""
+    raw = tiny_recipe(trainer__steps=4, trainer__schedule="constant")
+    longer = tiny_recipe(trainer__steps=6, trainer__schedule="constant")
+    run(raw, tmp_path / "run")
+    run(longer, tmp_path / "run", resume=True)
+    run(longer, tmp_path / "long")
+    assert numbers(tmp_path / "run")[5:] == numbers(tmp_path / "long")[5:]
+    assert_same_weights(tmp_path / "run", tmp_path / "long")
