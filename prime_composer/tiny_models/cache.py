@@ -25,6 +25,9 @@ FORMAT = 1
 """Part of the cache key. Raise it when ``training.py`` builds other models from the same
 description."""
 
+CACHE_VARIABLE = "PRIME_COMPOSER_CACHE"
+"""Environment variable that names the cache folder."""
+
 DESCRIPTION = "prepare.json"
 """The file beside the weights that says how they were made, and the final training loss."""
 
@@ -34,10 +37,32 @@ def cache_root() -> Path:
 
     It is ``$PRIME_COMPOSER_CACHE``, or ``prime_composer`` in ``$XDG_CACHE_HOME`` (default
     ~/.cache).
+
+    Raises:
+        ValueError: a variable names the home directory of a user that does not exist.
     """
-    if folder := os.environ.get("PRIME_COMPOSER_CACHE"):
+    own = os.environ.get(CACHE_VARIABLE)
+    folder = own or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/prime_composer"
+    try:
         return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "prime_composer"
+    except RuntimeError:
+        raise _unusable(Path(folder), "there is no such home directory") from None
+
+
+def _unusable(folder: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"the cache for prepared models cannot be used: {folder} ({reason}); set "
+        f"{CACHE_VARIABLE} to a folder that can be written"
+    )
+
+
+@contextmanager
+def _cache_errors(folder: Path) -> Iterator[None]:
+    """Within the block, turn an error of the file system at the cache folder into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise _unusable(folder, error.strerror or str(error)) from error
 
 
 def cache_key(config: PrepareConfig, problems: ProblemSet) -> str:
@@ -66,7 +91,8 @@ def cached_path(
 ) -> Path | None:
     """Return the prepared model's folder if it is cached, else None. Import nothing heavy."""
     path = model_path(config, problems, cache_dir)
-    return path if path.is_dir() else None
+    with _cache_errors(path.parent):
+        return path if path.is_dir() else None
 
 
 def prepare_models(
@@ -137,10 +163,12 @@ def prepare_model(
         rebuilt: models that this command has trained already, which ``rebuild`` leaves as they are.
 
     Raises:
-        ValueError: the data does not fit the model, or training libraries are missing.
+        ValueError: the data does not fit the model, its training diverges, training libraries are
+            missing, or the cache folder cannot be used.
     """
     models = (cache_dir or cache_root()) / "models"
-    models.mkdir(parents=True, exist_ok=True)
+    with _cache_errors(models):
+        models.mkdir(parents=True, exist_ok=True)
     key = cache_key(config, problems)
     path = models / key
     rebuild = rebuild and path not in rebuilt
@@ -215,6 +243,8 @@ def _locked(path: Path) -> Iterator[None]:
     """Hold ``path`` as a lock file. The operating system releases it if the process dies."""
     import fcntl
 
-    with path.open("w") as file:
+    with _cache_errors(path.parent):
+        file = path.open("w")
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -47,7 +47,7 @@ def build_model(
         The training loss in nats per token, a mean over the last steps.
 
     Raises:
-        ValueError: an example is longer than the model's context.
+        ValueError: an example is longer than the model's context, or training diverges.
     """
     tokenizer = train_tokenizer(problems, config.vocab_size)
     practice = [
@@ -187,6 +187,9 @@ def fine_tune(
 
     Returns:
         The loss in nats per token, a mean over the last 20 steps.
+
+    Raises:
+        ValueError: the loss is not finite.
     """
     matrices = layer_matrices(model)
     in_matrices = {id(weight) for weight in matrices}
@@ -214,6 +217,11 @@ def fine_tune(
         for optimizer, _ in optimizers:
             optimizer.step()
         losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            raise ValueError(
+                f"fine-tuning a prepared model diverges: the loss of step {step + 1} is "
+                f"{losses[-1]}; lower learning_rate or matrix_learning_rate of its [*.prepare]"
+            )
         progress(step + 1, config.sft_steps, losses[-1])
     model.eval()
     return sum(losses) / max(1, len(losses))
