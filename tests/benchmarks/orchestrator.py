@@ -9,6 +9,7 @@ teacher's top K. The ways to read it:
                            utils/client.py:479): pydantic's validation of vLLM's GenerateResponse,
                            and a loop over the rows
     plain                  json and sorted rows, the reference of test_vllm_logprobs.py
+    unchecked              ours without the check of the values (``backends.answers``)
     ours                   what runs
 
 All take turns, so that other load on the machine affects all alike. Times are medians of the
@@ -28,7 +29,8 @@ from pydantic.dataclasses import dataclass
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from prime_composer.upstream.orchestrator.client import IN_FLIGHT, parse
+from prime_composer.backends.vllm_logprobs import read_answer, top_k_of
+from prime_composer.upstream.orchestrator.client import IN_FLIGHT, Scores, parse
 from prime_composer.upstream.wire import pack
 from tests.backends.test_vllm_logprobs import plain_parse
 
@@ -83,6 +85,10 @@ def prime_rls(content: bytes) -> list[float]:
     return flat
 
 
+def unchecked(token_ids: list[int], content: bytes, k: int) -> Scores:
+    return Scores(*top_k_of(token_ids, read_answer(content), k))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048)
@@ -94,11 +100,13 @@ def main() -> None:
     one, many = make_answer(arguments.tokens, 1), make_answer(arguments.tokens, k)
     ways = {
         "K = 1, prime-rl's way": (one[1], lambda: prime_rls(one[1])),
+        "K = 1, unchecked": (one[1], lambda: unchecked(*one, 1)),
         "K = 1, ours": (one[1], lambda: parse(*one, 1)),
         f"K = {k}, plain": (many[1], lambda: plain_parse(*many, k)),
+        f"K = {k}, unchecked": (many[1], lambda: unchecked(*many, k)),
         f"K = {k}, ours": (many[1], lambda: parse(*many, k)),
     }
-    base, plain, ours = list(ways)[0], list(ways)[2], list(ways)[3]
+    base, plain, ours = "K = 1, prime-rl's way", f"K = {k}, plain", f"K = {k}, ours"
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(arguments.rounds + 1):
         for name, (_, way) in ways.items():
@@ -114,6 +122,9 @@ def main() -> None:
         print(f"{name:<24}{len(content):>12,}{1000 * took[name]:>9.2f}{ratio:>12.1f}{batch:>13.2f}")
     scores = parse(*many, k)
     print(f"plain / ours at K = {k}: {took[plain] / took[ours]:.1f}x")
+    for size in (1, k):
+        ratio = took[f"K = {size}, ours"] / took[f"K = {size}, unchecked"]
+        print(f"the check at K = {size}: {100 * (ratio - 1):.1f}% of the rest")
     answers = min(IN_FLIGHT, arguments.batch)
     gigabytes = answers * len(many[1]) / 1e9
     print(f"JSON in flight: {answers} answers, {gigabytes:.2f} GB")

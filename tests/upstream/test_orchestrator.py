@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -176,6 +177,51 @@ def test_request_that_fails_gives_its_place_back():
         return await asyncio.wait_for(requests.score(Client(), "teacher", TOKENS, 2), 10)
 
     assert asyncio.run(after_failures()) == [0.0, -3.0, -1.5]
+
+
+def test_openais_own_client_retries_and_reads_at_most_the_bound(monkeypatch):
+    """A refusal, a connection cut in the answer, a right answer; then an answer without an end."""
+    openai = pytest.importorskip("openai")
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01, raising=False)
+    right, sent = answer(ROWS), [0]
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        tries = 0
+
+        def log_message(self, *arguments):
+            pass
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            Handler.tries += 1
+            endless = Handler.tries > 3
+            self.send_response(503 if Handler.tries == 1 else 200)
+            self.send_header("Content-Length", str(2**40 if endless else len(right)))
+            self.end_headers()
+            self.wfile.write(right[:50] if Handler.tries == 2 else right)
+            self.close_connection = Handler.tries > 1
+            while endless:
+                try:
+                    sent[0] += self.wfile.write(b" " * 2**16)
+                except OSError:
+                    return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+
+    async def ask_twice():
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k") as client:
+            scores = await Requests().score(client, "teacher", TOKENS, 2)
+            with pytest.raises(InvalidAnswer, match=f"^The teacher at {url} answered more than"):
+                await Requests().score(client, "teacher", TOKENS, 2)
+        return scores
+
+    assert asyncio.run(ask_twice()) == [0.0, -3.0, -1.5]
+    assert Handler.tries == 4 and sent[0] < 2**24  # what fits into the sockets' buffers
+    server.shutdown()
+    server.server_close()
 
 
 class RoutedExperts:
