@@ -71,7 +71,7 @@ def test_json_has_stable_keys_and_numbers(cli: Cli, tiny_recipe: Raw) -> None:
     teacher = report["teachers"]["teacher"]
     assert {
         "facts", "same_tokenizer", "same_prompts", "head_bfloat16", "agreement", "special_tokens",
-        "share", "throughput", "support", "unmeasured",
+        "share", "throughput", "support", "wrong_answers", "unmeasured",
     } == set(teacher)  # fmt: skip
     speeds = [entry["tokens_per_second"] for entry in teacher["throughput"]]
     assert len(speeds) == 6 and all(isinstance(speed, float) for speed in speeds)
@@ -82,15 +82,11 @@ def test_json_has_stable_keys_and_numbers(cli: Cli, tiny_recipe: Raw) -> None:
 
 def test_a_failed_check_exits_with_1_and_its_name(cli: Cli, tiny_recipe: Raw) -> None:
     """The K of the loss is too large for the vocabulary. The rest is measured all the same."""
-    raw = tiny_recipe(loss__k=301)
-    done = cli(raw)
+    done = cli(tiny_recipe(loss__k=301))
     assert done.returncode == 1
     name = "[teacher] tokenizer, vocabulary, context"
     assert f"prime-rl probe: {name}: The loss asks for K = 301" in done.stderr
     assert f"{name}   FAILED" in done.stdout and "rollout tokens per second" in done.stdout
-    report = json.loads(cli(raw, "--json").stdout)
-    failed = [check["name"] for check in report["checks"] if check["passed"] is False]
-    assert name in failed and report["teachers"]["teacher"]["support"]["largest_k"] == 64
 
 
 def test_models_that_do_not_open_are_a_check_in_json(cli: Cli, tiny_recipe: Raw) -> None:
