@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import cast
 
 LAUNCHER = "prime_composer.upstream.launcher_hook"
 TRAINER = "prime_composer.upstream.trainer.hooks"
@@ -86,9 +87,10 @@ def install() -> Hooks:
             f"PRIME_COMPOSER={shown!r}: write PRIME_COMPOSER=1, or a JSON object with a loss; "
             "0, false, no, off or nothing is off"
         )
+    # Some environments process their .pth files twice, which gives this file two classes Hooks.
     for finder in sys.meta_path:
-        if isinstance(finder, Hooks):
-            return finder
+        if hasattr(finder, "is_prime_composer"):
+            return cast(Hooks, finder)
     hooks = Hooks()
     sys.meta_path.insert(0, hooks)
     return hooks

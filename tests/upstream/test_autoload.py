@@ -47,6 +47,15 @@ def test_pth_switched_off_imports_nothing(tmp_path, switch):
     assert "prime" not in done.stdout.lower() and "torch" not in done.stdout
 
 
+def test_pth_processed_twice_hooks_once(tmp_path):
+    """Some environments do so. Two finders that ask each other would never end."""
+    again = f"exec(open({str(PTH)!r}).read())\n"
+    look = "import sys\nfor f in [*sys.meta_path]: f.find_spec('prime_rl.utils.config', None)\n"
+    done = interpreter(tmp_path, again + look + SHOW, "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("'Hooks'") == 1
+
+
 @pytest.mark.parametrize("switch", ["1", "garbage", '{"loss": null}'])
 def test_pth_switched_on_costs_other_processes_nothing(tmp_path, switch):
     """Without prime-rl the same modules are loaded as with the switch off, and nothing is said."""
