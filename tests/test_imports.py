@@ -10,6 +10,7 @@ HEAVY = (
     "transformers",
     "prime_rl",
     "httpx",
+    "tenacity",
     "rich",
     "matplotlib",
     "tensorboard",

@@ -246,10 +246,17 @@ def test_update_weights_reaches_head_and_prefix_cache(sampler, tied_model):
 
 
 @pytest.mark.vllm
-def test_stale_connection_is_opened_again(sampler):
+def test_stale_connection_is_opened_again(server, models):
+    """The server closed it. It may be another one now, but its log-probs say it has the weights."""
+    lines = []
+    sampler = ServerSampler(server.url, server.directory, status=lines.append)
+    sampler.update_weights(models.tied_model)
     sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=1), seed=0)
+    before = sampler.reconnections
     time.sleep(2)
     assert len(sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=1), seed=0)) == 1
+    assert sampler.reconnections > before and lines == []
+    sampler.close()
 
 
 @pytest.mark.vllm

@@ -95,7 +95,7 @@ class Server:
         self.process.kill()
         self.process.wait(10)
 
-    def wait(self, timeout=60):
+    def wait(self, timeout=180):
         end = time.monotonic() + timeout
         while time.monotonic() < end and self.process.poll() is None:
             try:
