@@ -7,7 +7,8 @@ known.
 A teacher's weights are fixed, so it scores the preflight's probe with the same numbers throughout.
 The sampler's weights are the student's, so its log-probs of the tokens that it samples are those of
 the student. It is asked at temperature 1 and top-p 1, for runs that sample in another way. In the
-others every step compares its own tokens (``mismatch``), so that there is nothing to ask.
+others every step compares its own tokens (``mismatch``), and the sampler is only asked before its
+rollouts are evaluated or its policy is saved.
 
 What a canary does not see: a fault that is gone when it is asked; a teacher that is wrong for some
 sequences and right for the probe; and a model that scores the probe like the first one, within the
@@ -117,7 +118,7 @@ class Canary:
         canary._lost_connections()
         return canary
 
-    def check(self, step: int, due: bool) -> None:
+    def check(self, step: int, due: bool, sampler: bool = False) -> None:
         """Ask where it is due and was not asked at this step, or where a connection was lost.
 
         A sampler whose server was restarted gets the student's weights first.
@@ -125,6 +126,7 @@ class Canary:
         Args:
             step: finished steps.
             due: whether the schedule says so.
+            sampler: ask the sampler too, whatever the steps compare.
 
         Raises:
             CanaryChanged: an answer is another one.
@@ -135,7 +137,7 @@ class Canary:
         if lost or (due and step > self.safe_step):
             for teacher in self.probes:
                 self._check_teacher(teacher)
-            if self.asks_sampler:
+            if sampler or self.asks_sampler:
                 self._check_sampler()
             self.safe_step = step
 

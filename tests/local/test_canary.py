@@ -294,7 +294,8 @@ def test_train_last_steps_are_checked_before_they_are_saved(
     """A teacher that changes in the last steps of a run is seen at its end, before the save."""
     models = tiny_models(TINY_RECIPE)
     with SpoilingServer(models["teacher"]) as server:
-        raw = served(tiny_recipe(trainer__steps=3, checkpoint__every=0), server)
+        raw = tiny_recipe(trainer__steps=3, checkpoint__every=0, eval__every=0)
+        raw = served(raw, server)
         display = Swapping(2, lambda: server.swap(models["student"]))
         with pytest.raises(ValueError, match="right at step 0"):
             run(raw, tmp_path / "run", display)
@@ -336,6 +337,23 @@ def test_train_sampler_server_that_ignores_weights_is_seen(
             with pytest.raises(ValueError, match="sampler's (probabilities|log-probs) are not"):
                 run(raw, tmp_path / str(temperature), display)
         assert display.steps == [*range(1, finished + 1)]
+
+
+def test_train_evaluation_of_old_weights_is_never_logged(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last step nothing is sampled to train on, so the sampler is asked before it."""
+    update, syncs = TransformersSampler.update_weights, []
+
+    def stuck(sampler: TransformersSampler, model: Any) -> None:
+        syncs.append(1)
+        if len(syncs) <= 3:  # the preflight's two, and that of step 1
+            update(sampler, model)
+
+    monkeypatch.setattr(TransformersSampler, "update_weights", stuck)
+    with pytest.raises(ValueError, match=r"\[rollout\] the sampler's log-probs are not"):
+        run(tiny_recipe(trainer__steps=2), tmp_path / "run")
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [0, 1]
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "old-checkpoint"])
