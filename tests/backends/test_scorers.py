@@ -7,10 +7,11 @@ import torch
 
 from prime_composer.backends import transformers as transformers_backend
 from prime_composer.backends.alignment import make_rollout, sequences_to_score
+from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import token_batches
 from prime_composer.backends.protocols import Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.backends.transformers import TransformersScorer
-from prime_composer.backends.vllm import VLLMScorer
+from prime_composer.backends.vllm import VLLMScorer, parse_prompt_logprobs
 from tests.backends.conftest import VOCAB
 
 UNTRAINED = Rollout(
@@ -239,7 +240,11 @@ def test_k_above_the_engines_limit_names_the_remedy(models, rollouts):
 
 @pytest.mark.vllm
 def test_head_dtype_override_gives_float32_logits(models, rollouts):
-    """vLLM rounds a bfloat16 model's logits, unless the dtype of its head is float32."""
+    """vLLM rounds a bfloat16 model's logits, unless the dtype of its head is float32.
+
+    Logits are no log-probs, so ``score`` itself refuses them.
+    """
+    (sequence,) = sequences_to_score(rollouts[:1])
     logits = {}
     for head_dtype in ("model", "float32"):
         overrides = {"logprobs_mode": "raw_logits", "hf_overrides": {"head_dtype": head_dtype}}
@@ -250,10 +255,16 @@ def test_head_dtype_override_gives_float32_logits(models, rollouts):
             max_logprobs="full",
             engine_args=overrides,
         )
-        (score,) = teacher.score(rollouts[:1], "full")
+        with pytest.raises(InvalidAnswer, match="where a finite number of at most 0 was expected"):
+            teacher.score(rollouts[:1], "full")
+        engine = teacher.sampler
+        request = engine._vllm.SamplingParams(
+            max_tokens=1, prompt_logprobs=VOCAB, flat_logprobs=True, detokenize=False
+        )
+        (output,) = engine._run([sequence.token_ids], request)
         teacher.close()
-        empty = torch.empty(score.teacher_logprobs.shape)
-        logits[head_dtype] = empty.scatter_(1, score.token_ids, score.teacher_logprobs)
+        ids, values = parse_prompt_logprobs(output.prompt_logprobs, sequence, VOCAB)
+        logits[head_dtype] = torch.empty(len(ids), VOCAB).scatter_(1, ids[:, 1:], values[:, 1:])
     rounded, exact = logits["model"], logits["float32"]
     assert torch.equal(rounded.bfloat16().float(), rounded)
     assert (exact.bfloat16().float() == exact).float().mean() < 0.01
