@@ -64,7 +64,10 @@ class Engine:
         return {"request_id": "r", "choices": [choice], "prompt_logprobs": scores}
 
     def score(self, ids, k):
-        """Return rows as vLLM does: None for the first token, each own token first."""
+        """Return rows as vLLM does: None for the first token, each own token first.
+
+        An own token in the top K has its place there as its rank, also in a tie.
+        """
         table = self.logprobs(ids)
         rows = [None]
         for t in range(1, len(ids)):
@@ -79,7 +82,7 @@ class Engine:
             for rank, (value, token) in enumerate(
                 zip(values.tolist(), best.tolist(), strict=True), 1
             ):
-                entries.setdefault(str(token), {"logprob": value, "rank": rank})
+                entries[str(token)] = {"logprob": value, "rank": rank}
             rows.append(entries)
         return rows
 
