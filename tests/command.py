@@ -33,9 +33,9 @@ def toml(raw: dict[str, Any]) -> str:
 
 
 def interrupt_after(
-    steps: int, words: list[object], cwd: Path, metrics: Path
+    steps: int, words: list[object], cwd: Path, metrics: Path, signum: int = signal.SIGINT
 ) -> subprocess.CompletedProcess[str]:
-    """Start a run, and send Ctrl-C after it has logged ``steps`` steps."""
+    """Start a run, and send Ctrl-C or another signal after it has logged ``steps`` steps."""
     command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
     process = subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -45,7 +45,7 @@ def interrupt_after(
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     out, err = process.communicate(timeout=120)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 

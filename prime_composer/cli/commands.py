@@ -55,23 +55,10 @@ def explain(error: Exception) -> str | None:
     from prime_composer.local.disk import describe, os_error
 
     if (refused := os_error(error)) is not None:
-        return describe(refused) + cache_hint(refused)
+        return describe(refused)
     if isinstance(error, ImportError) and "pip install" not in str(error):
         return f"{error}. This command needs: pip install 'prime-composer[local]'"
     return str(error) if isinstance(error, ValueError | ImportError) else None
-
-
-def cache_hint(error: OSError) -> str:
-    """Name the variable of the cache folder, if the error is about a file in it."""
-    from prime_composer.tiny_models.cache import cache_root
-
-    root = cache_root()
-    if error.filename is None or root not in (
-        path := Path(os.fsdecode(error.filename)),
-        *path.parents,
-    ):
-        return ""
-    return " (PRIME_COMPOSER_CACHE names the cache folder)"
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -17,34 +17,13 @@ from prime_composer.cli.commands import choose_engine, main, set_environment
 from prime_composer.cli.run_dirs import Claim, Wish, claim_run_dir
 from prime_composer.local.lock import InUse
 from prime_composer.recipe.loading import parse_recipe
-from tests.command import interrupt_after, prime_rl, toml
+from tests.command import prime_rl, toml
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "gsm8k_opd.toml"
 LOCAL_MODELS = ("--set", "student.model=S", "--set", "teacher.model=T")
 Raw = Callable[..., dict[str, Any]]
 Cli = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def tiny_file(tiny_recipe: Raw, tmp_path: Path) -> Path:
-    path = tmp_path / "tiny.toml"
-    path.write_text(toml(tiny_recipe()))
-    return path
-
-
-@pytest.fixture
-def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Run a command line within this process, in ``tmp_path``, which saves seconds for each."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words: object) -> subprocess.CompletedProcess[str]:
-        capsys.readouterr()
-        status = main([str(word) for word in words])
-        printed = capsys.readouterr()
-        return subprocess.CompletedProcess(words, status, printed.out, printed.err)
-
-    return call
 
 
 def files_under(folder: Path) -> set[str]:
@@ -160,18 +139,6 @@ def test_resume_needs_a_checkpoint_and_the_same_recipe(cli: Cli, tiny_file: Path
     done = cli(*words, "--resume", "--set", "trainer.lr=5e-4")
     assert done.returncode == 2
     assert "trainer.lr" in done.stderr and "trainer.steps" in done.stderr
-
-
-def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(tiny_recipe: Raw, tmp_path: Path) -> None:
-    path = tmp_path / "long.toml"
-    path.write_text(toml(tiny_recipe(trainer__steps=2000, checkpoint__every=0)))
-    metrics = tmp_path / "outputs" / "long" / "metrics.jsonl"
-    done = interrupt_after(3, ["rl", "--config", path], tmp_path, metrics)
-    assert done.returncode == 130, done.stderr
-    assert "continue with --resume --output-dir outputs/long" in done.stdout
-    (checkpoint,) = (tmp_path / "outputs" / "long" / "checkpoints").iterdir()
-    last = json.loads(metrics.read_text().splitlines()[-1])["step"]
-    assert checkpoint.name == f"step_{last:06d}"
 
 
 def test_a_failed_preflight_leaves_no_run_directory(

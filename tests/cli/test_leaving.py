@@ -1,0 +1,320 @@
+"""Commands that a signal, a full disk or another process ends, and the same command again."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_composer.cli import study as study_module
+from prime_composer.cli.commands import main
+from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.signals import Stopped, stopping_at_once
+from tests.command import interrupt_after, numbers, prime_rl, toml
+
+Raw = Callable[..., dict[str, Any]]
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+LONG = {"trainer__steps": 2000, "checkpoint__every": 0}
+
+
+@pytest.fixture
+def long_file(tiny_recipe: Raw, tmp_path: Path) -> Path:
+    """A recipe of 2000 steps whose first checkpoint is its last."""
+    path = tmp_path / "long.toml"
+    path.write_text(toml(tiny_recipe(**LONG)))
+    return path
+
+
+def start(*words: object, cwd: Path, **how: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
+    return subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how
+    )
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def steps_logged(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.jsonl"
+    return metrics.read_text().count("\n") - 1 if metrics.exists() else -1
+
+
+@pytest.mark.parametrize(
+    "signum",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
+def test_signal_leaves_a_checkpoint_and_says_how_to_go_on(
+    signum: int, long_file: Path, tmp_path: Path
+) -> None:
+    metrics = tmp_path / "outputs" / "long" / "metrics.jsonl"
+    done = interrupt_after(3, ["rl", "--config", long_file], tmp_path, metrics, signum)
+    assert done.returncode == 128 + signum, done.stderr
+    assert "continue with --resume --output-dir outputs/long" in done.stdout
+    (checkpoint,) = list_checkpoints(tmp_path / "outputs" / "long")
+    assert checkpoint.step == json.loads(metrics.read_text().splitlines()[-1])["step"]
+    checkpoint.verify()
+
+
+@pytest.mark.slow
+def test_signal_twice_ends_at_once(long_file: Path, tmp_path: Path) -> None:
+    """The second one does not wait for the step, nor for its checkpoint."""
+    with start("rl", "--config", long_file, cwd=tmp_path) as process:
+        wait_for(lambda: steps_logged(tmp_path / "outputs" / "long") > 1, process)
+        for _ in range(2):
+            process.terminate()
+            time.sleep(0.002)
+        status = process.wait(timeout=60)
+        assert status in (128 + signal.SIGTERM, -signal.SIGTERM)
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 4.0, 7.0])
+def test_signal_before_the_first_step_leaves_the_name_free(
+    seconds: float,
+    signum: int,
+    tiny_file: Path,
+    tmp_path: Path,
+) -> None:
+    """At any moment of imports, preparation and preflight; no traceback, no half of a run."""
+    words = ("rl", "--config", tiny_file, "--output-dir", "run")
+    with start(*words, cwd=tmp_path) as process:
+        time.sleep(seconds)
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode in (0, 128 + signum, -signum), err
+    assert seconds < 1 or "Traceback" not in err
+    if process.returncode:
+        names = {path.name for path in (tmp_path / "run").glob("*")}
+        assert names <= {"recipe.json", ".lock", "metrics.jsonl", "checkpoints"}
+        done = prime_rl(*words, *(["--resume"] * ("checkpoints" in names)), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resume", [False, True])
+def test_killed_before_its_first_checkpoint_the_same_command_works(
+    resume: bool, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    path = tmp_path / "late.toml"
+    path.write_text(toml(tiny_recipe(trainer__steps=30, checkpoint__every=0)))
+    words = ("rl", "--config", path, *["--resume"] * resume)
+    with start(*words[:3], cwd=tmp_path) as process:
+        wait_for(lambda: steps_logged(tmp_path / "outputs" / "late") > 2, process)
+        process.kill()
+        process.communicate()
+    done = prime_rl(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ended before its first checkpoint; starting over" in done.stdout
+    assert not (tmp_path / "outputs" / "late-2").exists()
+    prime_rl(*words[:3], "--output-dir", "whole", cwd=tmp_path, check=True)
+    assert numbers(tmp_path / "outputs" / "late") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_second_process_in_a_run_is_refused(long_file: Path, tmp_path: Path) -> None:
+    """The refusal names the first one, which goes on and ends as it would have."""
+    words = ("rl", "--config", long_file, "--output-dir", "run")
+    with start(*words, cwd=tmp_path) as process:
+        wait_for(lambda: steps_logged(tmp_path / "run") > 1, process)
+        for option in ((), ("--resume",), ("--overwrite",), ("--dry-run",)):
+            done = prime_rl(*words, *option, cwd=tmp_path)
+            assert done.returncode == 2 and f"in use by process {process.pid} on" in done.stderr
+        process.terminate()
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        process.communicate()
+    assert len(list_checkpoints(tmp_path / "run")) == 1
+
+
+@pytest.mark.slow
+def test_run_in_an_ascii_terminal_with_a_wrong_backend_finishes(
+    tiny_file: Path,
+    tmp_path: Path,
+) -> None:
+    """A cron job with LC_ALL=C, a directory with brackets, and a backend that does not exist."""
+    env = {
+        **os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "MPLBACKEND": "nonsense"
+    }  # fmt: skip
+    words = ("rl", "--config", tiny_file, "--output-dir", "m[/b]é")
+    with start(*words, cwd=tmp_path, env=env) as process:
+        out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert "run directory: m[/b]\\xe9" in out and "student after" in out and err == ""
+    assert (tmp_path / "m[/b]é" / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_run_whose_reader_leaves_finishes(tiny_file: Path, tmp_path: Path) -> None:
+    with start("rl", "--config", tiny_file, "--output-dir", "run", cwd=tmp_path) as process:
+        assert process.stdout is not None and process.stdout.readline().startswith("engine: ")
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == "" and process.wait(timeout=240) == 0
+        process.stdout = None
+    assert steps_logged(tmp_path / "run") == 4 and (tmp_path / "run" / "report.png").exists()
+
+
+@pytest.mark.slow
+def test_run_that_may_not_write_large_files_says_so(
+    tiny_file: Path,
+    tmp_path: Path,
+) -> None:
+    """The limit stands for a full disk or a quota: the file of the optimizer does not fit."""
+    prime_rl("prepare", "--config", tiny_file, check=True)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+
+    words = ("rl", "--config", tiny_file, "--output-dir", "run")
+    with start(*words, cwd=tmp_path, preexec_fn=limit) as process:
+        _, err = process.communicate(timeout=240)
+    assert process.returncode == 2 and "Traceback" not in err
+    assert "the checkpoint of step 2 could not be saved in run/checkpoints" in err
+    assert "File too large" in err and "no earlier step is saved" in err
+    done = prime_rl(*words, cwd=tmp_path)
+    assert done.returncode == 0 and "starting over" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "message"),
+    [
+        ("/dev/null/run", "/dev/null: Not a directory; a part of this path is a file"),
+        ("x" * 300, "File name too long; name a shorter one"),
+    ],
+    ids=["file", "long"],
+)
+def test_place_that_cannot_be_written_is_one_sentence(
+    output_dir: str,
+    message: str,
+    cli: Cli,
+    tiny_file: Path,
+) -> None:
+    done = cli("rl", "--config", tiny_file, "--output-dir", output_dir)
+    assert done.returncode == 2 and message in done.stderr
+    assert len(done.stderr) < 400
+
+
+def test_cache_that_is_a_file_is_one_sentence(
+    cli: Cli,
+    tiny_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PRIME_COMPOSER_CACHE", str(tiny_file))
+    done = cli("rl", "--config", tiny_file, "--output-dir", "run")
+    assert done.returncode == 2
+    assert f"{tiny_file}/models" in done.stderr and "Not a directory" in done.stderr
+    assert "PRIME_COMPOSER_CACHE" in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_options_that_exclude_each_other_are_refused(cli: Cli, tiny_file: Path) -> None:
+    words = ("rl", "--config", tiny_file)
+    assert "goes with --resume" in cli(*words, "--step", 3).stderr
+    assert "give one of them" in cli(*words, "--resume", "--overwrite").stderr
+    done = cli(*words, "--overwrite", "--engine", "prime-rl")
+    assert done.returncode == 2 and "belong to --engine local" in done.stderr
+
+
+def test_finished_run_survives_its_drawing_and_a_damaged_file(
+    cli: Cli,
+    tiny_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The run is complete without a figure; its newest checkpoint is then damaged on the disk."""
+    from prime_composer.cli import report
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no font")
+
+    words = ("rl", "--config", tiny_file, "--output-dir", "run")
+    monkeypatch.setattr(report, "draw_report", broken)
+    done = cli(*words)
+    assert done.returncode == 0 and "student after" in done.stdout
+    assert "could not be drawn (no font); the run is complete" in done.stderr
+    assert "plot: " not in done.stdout
+    weights = tmp_path / "run" / "checkpoints" / "step_000004" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    done = cli(*words, "--resume")
+    assert done.returncode == 2 and "step_000004/model.safetensors is not what" in done.stderr
+    assert "--resume --step 2" in done.stderr
+    done = cli(*words, "--resume", "--step", 2)
+    assert done.returncode == 0 and "resuming after step 2" in done.stdout
+    assert "after step 2 is now run/checkpoints/step_000004.aside" in done.stdout
+    assert weights.read_bytes() == content
+
+
+def test_disk_error_of_a_library_is_one_sentence(
+    cli: Cli,
+    tiny_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """safetensors has an error of its own, and so has torch. An error of ours keeps its trace."""
+    from prime_composer.cli import runs
+
+    class SafetensorError(Exception):
+        pass
+
+    def fail(error: Exception) -> None:
+        def prepare(*args: Any, **kwargs: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(runs, "prepare_models", prepare)
+
+    fail(SafetensorError("Error while serializing: I/O error: No space left (os error 28)"))
+    done = cli("rl", "--config", tiny_file)
+    assert done.returncode == 2
+    assert done.stderr.startswith("prime-rl rl: No space left on device; free some room")
+    fail(ZeroDivisionError("ours"))
+    with pytest.raises(ZeroDivisionError):
+        main(["rl", "--config", str(tiny_file)])
+
+
+CHILD = """
+import signal, sys, time
+def note(signum, frame):
+    print("got", signum, flush=True)
+    sys.exit(128 + signum)
+signal.signal(signal.SIGTERM, note)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_study_passes_a_signal_on_to_its_run_once(tmp_path: Path) -> None:
+    """Only the study gets the signal; it waits for the checkpoint of its run and stops."""
+    log = tmp_path / "run.log"
+
+    def terminate() -> None:
+        while not (log.exists() and "ready" in log.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=terminate)
+    thread.start()
+    with stopping_at_once(), pytest.raises(Stopped) as caught:
+        study_module.call([sys.executable, "-c", CHILD], log)
+    thread.join()
+    assert caught.value.signum == signal.SIGTERM
+    assert log.read_text() == f"ready\ngot {signal.SIGTERM:d}\n"
