@@ -74,7 +74,11 @@ class Campaign:
         random: decides everything.
         folder: where runs are.
         made: starts processes.
+        teacher: a server of the teacher, which also has the student's model.
+        student: a server of the student.
         wholes: undisturbed runs, by their recipe as TOML.
+        seconds: how long each of them took.
+        count: trials so far.
     """
 
     random: random.Random
@@ -83,6 +87,7 @@ class Campaign:
     teacher: Any = None
     student: Any = None
     wholes: dict[str, Path] = field(default_factory=dict)
+    seconds: dict[Path, float] = field(default_factory=dict)
     count: int = 0
 
     def new_folder(self) -> Path:
@@ -115,16 +120,22 @@ class Campaign:
         return child.run(self.made, [*all_words, *words], folder, **how)
 
     def whole(self, raw: dict[str, Any]) -> Path:
-        """Return the undisturbed run of a recipe, made once."""
+        """Return the undisturbed run of a recipe, made once.
+
+        No number depends on how often checkpoints are written or canaries asked.
+        """
         from tests.command import toml
 
+        raw = raw | {"checkpoint": self.recipe()["checkpoint"], "checks": {"every": 1}}
         key = toml(raw)
         if key not in self.wholes:
             folder = self.folder / f"whole_{len(self.wholes)}"
             folder.mkdir()
+            start = time.monotonic()
             done = self.run(raw, folder)
             assert done.status == 0, done.output
             self.wholes[key] = folder / "run"
+            self.seconds[folder / "run"] = time.monotonic() - start
         return self.wholes[key]
 
     def finish(self, raw: dict[str, Any], folder: Path) -> tuple[str, str]:
@@ -156,8 +167,8 @@ class Campaign:
     def kill(self) -> Trial:
         """Kill a run up to three times."""
         raw = self.recipe(checkpoint__every=self.random.choice((1, 2, 3)))
-        folder, times, whole = self.new_folder(), self.random.choice((1, 2, 3)), self.whole(raw)
-        moments = [self.random.uniform(0.05, self.seconds_of(whole)) for _ in range(times)]
+        folder, times = self.new_folder(), self.random.choice((1, 2, 3))
+        moments = [self.moment(raw) for _ in range(times)]
         for number, moment in enumerate(moments):
 
             def shoot(process: Any, moment: float = moment) -> None:
@@ -172,6 +183,11 @@ class Campaign:
                 break
         return Trial("kill", f"at {moments}", *self.finish_killed(raw, folder))
 
+    def moment(self, raw: dict[str, Any]) -> float:
+        """Return a random moment of a run, in seconds after its start."""
+        whole = self.whole(raw)
+        return self.random.uniform(0.0, self.seconds[whole])
+
     def finish_killed(self, raw: dict[str, Any], folder: Path) -> tuple[str, str]:
         """Finish a run that may be finished already, or may not have begun."""
         done = self.run(raw, folder, "--resume")
@@ -182,16 +198,11 @@ class Campaign:
         found = differences(folder / "run", self.whole(raw))
         return ("wrong", "; ".join(found)) if found else ("right", "")
 
-    def seconds_of(self, whole: Path) -> float:
-        """Return about how long a run takes."""
-        return 4.0
-
     def signal(self) -> Trial:
         """Send a signal once or twice, then resume."""
         raw = self.recipe(checkpoint__every=self.random.choice((1, 3)))
-        self.whole(raw)
         folder, number = self.new_folder(), self.random.choice(SIGNALS)
-        moment, twice = self.random.uniform(0.05, 4.0), self.random.random() < 0.25
+        moment, twice = self.moment(raw), self.random.random() < 0.25
         what = f"{number.name} after {moment:.2f} s{', twice' if twice else ''}"
 
         def send(process: Any) -> None:
@@ -342,6 +353,7 @@ class Campaign:
         shutil.rmtree(run_dir / "checkpoints" / f"step_{STEPS - 1:06d}")
         what = "; ".join(self.damage(run_dir) for _ in range(self.random.choice((1, 1, 2))))
         words = ("--resume", "--step", "2") if self.random.random() < 0.2 else ("--resume",)
+        what += f"; {' '.join(words)}"
         done = self.run(raw, folder, *words)
         if done.has_traceback:
             return Trial("checkpoint", what, "traceback", done.output[-3000:])

@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Before torch is loaded, here and in the children.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 LOADED = (
+    "tests.faults.server",  # first: it hides what transformers cannot import
     "prime_composer.cli.commands",
     "prime_composer.cli.runs",
     "prime_composer.local.train",
@@ -59,7 +63,6 @@ class Done:
 
 def context() -> Any:
     """Return the multiprocessing context whose server has the libraries loaded."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(list(LOADED))
     return made

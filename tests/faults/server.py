@@ -337,9 +337,10 @@ class SpoilingServer:
             self._spoilings.append(Spoiling(mode, road or own, after, times, row))
 
     def heal(self) -> None:
-        """Answer right again."""
+        """Answer right again, and forget what was asked before."""
         with self._lock:
             self._spoilings.clear()
+            self._seen.clear()
 
     def swap(self, checkpoint: str | Path) -> None:
         """Serve other weights under the old name, as a server restarted with another model does."""

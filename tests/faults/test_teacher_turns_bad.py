@@ -169,7 +169,7 @@ def test_teacher_wrong_scores_end_the_run_untrained(mode: str, rig: Rig, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["positive_0.3", "nan", "bool", "alien_id", "null_row"])
+@pytest.mark.parametrize("mode", ["positive_3", "nan", "bool", "alien_id", "null_row"])
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_teacher_one_wrong_row_ends_the_run_untrained(
     mode: str, after: int, rig: Rig, tmp_path: Path
@@ -207,6 +207,7 @@ def test_teacher_plausible_for_new_prompts_is_not_seen(rig: Rig, tmp_path: Path)
 
     The table of faults says so.
     """
+    rig.heal()
     run(rig.recipe, tmp_path / "run", Then(lambda: rig.teacher.spoil("other_model_for_new")))
     assert differences(tmp_path / "run", rig.whole, step=SAFE) == []
     assert differences(tmp_path / "run", rig.whole) != []
@@ -263,8 +264,8 @@ def test_teacher_refusal_ends_the_run_at_once(mode: str, rig: Rig, tmp_path: Pat
         rig, lambda: rig.teacher.spoil(mode, road="scoring"), tmp_path / "run", goes_on=False
     )
     assert rig.teacher.url in message
-    # The first canary is the only request that was sent.
-    assert rig.teacher.spoiled[mode] - before == 1
+    # The questions about the three rollouts of a step, which are asked at once.
+    assert rig.teacher.spoiled[mode] - before <= 3
 
 
 @pytest.mark.slow
@@ -277,7 +278,11 @@ def test_teacher_away_for_good_ends_the_run(mode: str, rig: Rig, tmp_path: Path)
     assert rig.teacher.url in message
 
 
-@pytest.mark.parametrize("mode", some(("mu_one_for_all",), modes.SAMPLES))
+WRONG_ROLLOUTS = [mode for mode in modes.SAMPLES if mode != "same_index"]
+"""One rollout per prompt has one index."""
+
+
+@pytest.mark.parametrize("mode", some(("mu_one_for_all",), WRONG_ROLLOUTS))
 def test_rollouts_wrong_answers_end_the_run_untrained(
     mode: str, rig: Rig, whole_with_student_server: Path, tmp_path: Path
 ) -> None:
