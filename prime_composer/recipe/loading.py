@@ -87,14 +87,14 @@ def parse_tables(cls: type[S], raw: dict[str, Any], source: str) -> S:
     except RecipeError as error:
         raise RecipeError(f"{source}: {error}") from None
     except ValidationError as error:
-        lines = [_explain(item, cls, raw) for item in error.errors()]
+        lines = [f"{source}: {_explain(item, cls, raw)}" for item in error.errors()]
     shown = lines[:1]
     for line in lines[1:]:
         if sum(map(len, shown)) + len(line) > LETTERS_SHOWN:
             break
         shown.append(line)
     more = f"\n(and {len(lines) - len(shown)} more)" if len(shown) < len(lines) else ""
-    raise RecipeError("\n".join(f"{source}: {line}" for line in shown) + more)
+    raise RecipeError("\n".join(shown) + more)
 
 
 def _check_values(raw: dict[str, Any]) -> None:

@@ -1,0 +1,106 @@
+"""Damaged answers of servers: read or refused in a short message, in little time and memory."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_composer.backends.answers import InvalidAnswer, check_completion, check_scores
+from prime_composer.backends.vllm_logprobs import read_answer, read_completions, top_k_of
+from tests.fuzz import EXAMPLES, ODD, bounded, bounded_memory, damaged
+
+TOKENS = [5, 6, 7]
+SCORED = {
+    "prompt_logprobs": [
+        None,
+        {"6": {"logprob": -0.5, "rank": 1}, "9": {"logprob": -1.5, "rank": 2}},
+        {
+            "7": {"logprob": -4.0, "rank": 8},
+            "1": {"logprob": -0.1, "rank": 1},
+            "2": {"logprob": -3.0, "rank": 2},
+        },
+    ]
+}
+IN_CHOICES = {"choices": [SCORED]}
+SAMPLED = {
+    "choices": [
+        {"index": i, "token_ids": [3, 4], "finish_reason": "stop",
+         "logprobs": {"token_logprobs": [-0.1, -2.0]}}
+        for i in range(2)
+    ]
+}  # fmt: skip
+
+
+def read_scores(content: bytes) -> None:
+    """Read and check an answer as the scorers do."""
+    top = top_k_of(TOKENS, read_answer(content), 2)
+    own = np.array(top.own)
+    sampled = np.array(TOKENS[1:])
+    check_scores(
+        own[1:], top.token_ids[1:], top.logprobs[1:],
+        sampled=sampled, k=2, vocab_size=10, origin="server", sequence=0, start=1,
+    )  # fmt: skip
+    # Whatever is accepted is a part of a distribution.
+    assert (own <= 1e-4).all() and (np.exp(top.logprobs[1:]).sum(axis=1) <= 1.001).all()
+    assert ((top.token_ids >= 0) & (top.token_ids < 10)).all()
+
+
+def read_samples(content: bytes) -> None:
+    """Read and check an answer as the sampler does."""
+    for completion in read_completions(content, "server"):
+        logprobs = completion.logprobs.token_logprobs if completion.logprobs else []
+        ids = completion.token_ids
+        check_completion(ids, logprobs, max_tokens=2, vocab_size=10, origin="server", prompt=0)
+        assert len(ids) == len(logprobs) <= 2
+        assert all(0 <= token < 10 for token in ids) and all(one <= 1e-4 for one in logprobs)
+
+
+ROADS = [(read_scores, SCORED), (read_scores, IN_CHOICES), (read_samples, SAMPLED)]
+
+
+def refused_in_short(read: Any, content: bytes) -> None:
+    try:
+        read(content)
+    except InvalidAnswer as error:
+        assert 0 < len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("road", ROADS, ids=["generate", "completions", "samples"])
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_answer_damaged_is_read_or_refused(examples: int, road: Any) -> None:
+    """Values of other types and sizes, in any place."""
+    read, right = road
+    read(json.dumps(right).encode())
+
+    @bounded(examples)
+    @given(values=st.lists(ODD, min_size=1, max_size=3), seed=st.integers(0, 10**6))
+    def damage(values: list[Any], seed: int) -> None:
+        refused_in_short(read, json.dumps(damaged(right, values, seed)).encode())
+
+    with bounded_memory():
+        damage()
+
+
+@pytest.mark.parametrize("road", ROADS, ids=["generate", "completions", "samples"])
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_answer_of_damaged_bytes_is_read_or_refused(examples: int, road: Any) -> None:
+    """Bytes of the answer replaced, also by what no JSON has."""
+    read, right = road
+    text = json.dumps(right).encode()
+    pieces = [b"[", b"{", b"9", b"-", b"1e999", b"NaN", b"\xff", b"\x00", b'"', b"null", b"\\ud800"]
+
+    @bounded(examples)
+    @given(
+        st.integers(0, len(text)),
+        st.integers(0, 20),
+        st.one_of(st.binary(max_size=6), st.sampled_from(pieces)),
+        st.integers(1, 3000),
+    )
+    def damage(start: int, length: int, piece: bytes, times: int) -> None:
+        refused_in_short(read, text[:start] + piece * times + text[start + length :])
+
+    with bounded_memory():
+        damage()

@@ -1,0 +1,100 @@
+"""What the fuzz tests share: bounds of time and memory, odd values, and how a tree is damaged."""
+
+import copy
+import datetime
+import math
+import random
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+MEGABYTES = 300
+"""What one fuzz test may add to the largest memory of the process."""
+
+EXAMPLES = [
+    pytest.param(150, id="some"),
+    pytest.param(5000, id="many", marks=pytest.mark.slow),
+]
+"""Numbers of examples: in every run of the tests, and in long ones."""
+
+
+def bounded(examples: int) -> settings:
+    """Return settings: the same examples every time, ten seconds for the slowest one."""
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=datetime.timedelta(seconds=10),
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@contextmanager
+def bounded_memory() -> Iterator[None]:
+    """Check that the block adds little to the largest memory of the process."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    added = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert added < MEGABYTES
+
+
+ODD_NUMBERS = (
+    0, 1, -1, 2, 0.5, -0.0, math.nan, math.inf, -math.inf, 1e-300, 1e300, -1e300, 10**11, 2**31,
+    2**63 - 1, -(2**63), 260, 100_001,
+)  # fmt: skip
+ODD_TEXTS = (
+    "", " ", "full", "vllm", "../..", "a" * 5000, "\u2028\u202e", "😀", "[b]", "{question}",
+    "http://me:secret@host", "http://[::1", "-1", "nan", "m:f", "os:system", "~", "/dev/null",
+)  # fmt: skip
+ODD: st.SearchStrategy[Any] = st.recursive(
+    st.one_of(
+        st.sampled_from(ODD_NUMBERS),
+        st.sampled_from(ODD_TEXTS),
+        st.booleans(),
+        st.text(max_size=8).filter(lambda text: text.isprintable()),
+    ),
+    lambda child: st.one_of(
+        st.lists(child, max_size=3),
+        st.dictionaries(st.sampled_from(("a", "type", "model", "k", "x" * 300)), child, max_size=3),
+    ),
+    max_leaves=6,
+)
+"""Values that hardly any key means."""
+
+
+def damaged(tree: Any, values: list[Any], seed: int) -> Any:
+    """Return a copy of nested dictionaries and lists with some values replaced, added or removed.
+
+    Args:
+        tree: the right value.
+        values: one is put somewhere per change.
+        seed: decides where.
+    """
+    chance = random.Random(seed)
+    tree = copy.deepcopy(tree)
+    for value in values:
+        places = list(_places(tree))
+        parent, key = chance.choice(places)
+        action = chance.randrange(4)
+        if action == 0:
+            del parent[key]
+            if not tree:
+                return tree
+        elif action == 1 and isinstance(parent, dict):
+            parent[chance.choice(("model", "steps", "typ", "url", "k", "prepare"))] = value
+        else:
+            parent[key] = value
+    return tree
+
+
+def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, child in list(children):
+        yield tree, key
+        if isinstance(child, dict | list):
+            yield from _places(child)

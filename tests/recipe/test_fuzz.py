@@ -1,0 +1,112 @@
+"""Damaged recipes: accepted or refused in a short message, in little time and memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_composer.problems.loading import ProblemSet
+from prime_composer.recipe.loading import load_recipe
+from prime_composer.recipe.schema import Recipe, RecipeError
+from prime_composer.upstream.export import export_recipe
+from tests.fuzz import EXAMPLES, ODD, bounded, bounded_memory, damaged
+
+WHOLE: dict[str, Any] = {
+    "student": {"prepare": {"vocab_size": 300, "seed": 1, "prune": 0.5}},
+    "teachers": {
+        "a": {"model": "t", "url": "http://me:secret@host:8001", "weight": 2.0},
+        "b": {"model": "u", "dtype": "bfloat16"},
+    },
+    "loss": {
+        "type": "compose",
+        "rl": {"weight": 0.0},
+        "distillation": {
+            "x": {"weight": 1.0, "loss": {"type": "topk_reverse_kl", "k": 4}},
+            "y": {"weight": 0.5, "loss": {"type": "generalized_jsd", "beta": 0.1}},
+        },
+        "special_tokens": {"ids": [1, 2]},
+    },
+    "rollout": {"group_size": 2, "temperature": 0.7, "max_tokens": 8, "max_model_len": 64},
+    "environments": {
+        "sums": {"source": "generated", "operations": [1, 2], "teacher": {"a": 0.5, "b": 0.5}},
+        "files": {"source": "jsonl", "path": "data", "teacher_key": "expert"},
+    },
+    "trainer": {"steps": 3, "batch_size": 4, "betas": [0.9, 0.98], "lr": 1e-4},
+    "eval": {"kl_support": 8},
+    "logging": {"wandb": {"project": "p"}},
+    "prime_rl": {"orchestrator": {"client": {"base_url": ["http://me:secret@x"]}}, "head": {}},
+}
+
+
+def check(path: Path, text: bytes, overrides: list[str]) -> None:
+    """Load a recipe and, where it is accepted, print and export it."""
+    path.write_bytes(text)
+    try:
+        recipe = load_recipe(path, overrides)
+    except RecipeError as error:
+        message = str(error).replace(str(path), "FILE")
+        assert 0 < len(message) < 1000 and "secret" not in message
+        return
+    assert isinstance(recipe, Recipe)
+    assert "secret" not in recipe.model_dump_json()
+    models = {"student": "s", "teacher": "t", "teachers.a": "a", "teachers.b": "b"}
+    try:
+        export_recipe(recipe, "head", models, ProblemSet([], [], recipe.sources)).text()
+    except ValueError as error:
+        assert len(str(error)) < 1000 and "secret" not in str(error)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_recipe_damaged_is_accepted_or_refused(examples: int, tmp_path: Path) -> None:
+    """Values that hardly any key means, in any place."""
+    path = tmp_path / "r.toml"
+
+    @bounded(examples)
+    @given(values=st.lists(ODD, min_size=1, max_size=3), seed=st.integers(0, 10**6))
+    def damage(values: list[Any], seed: int) -> None:
+        check(path, tomli_w.dumps(damaged(WHOLE, values, seed)).encode(), [])
+
+    with bounded_memory():
+        damage()
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_recipe_of_damaged_bytes_is_accepted_or_refused(examples: int, tmp_path: Path) -> None:
+    """Bytes of the file replaced, also by what no TOML has."""
+    path, text = tmp_path / "r.toml", tomli_w.dumps(WHOLE).encode()
+
+    @bounded(examples)
+    @given(
+        st.integers(0, len(text)),
+        st.integers(0, 40),
+        st.one_of(
+            st.binary(max_size=6), st.sampled_from([b"[", b'"""', b"[[", b"=", b"\xff", b"\\u0000"])
+        ),
+        st.integers(1, 3000),
+    )
+    def damage(start: int, length: int, piece: bytes, times: int) -> None:
+        check(path, text[:start] + piece * times + text[start + length :], [])
+
+    with bounded_memory():
+        damage()
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_override_damaged_is_accepted_or_refused(examples: int, tmp_path: Path) -> None:
+    """Any text after --set, with a key that the recipe has or not."""
+    path, text = tmp_path / "r.toml", tomli_w.dumps(WHOLE).encode()
+    keys = st.sampled_from(
+        ["trainer.lr", "teachers.a", "teachers.a.url", "loss", "loss.type", "a.b.c", "", ".",
+         "data", "student.model", "prime_rl.x", "environments.sums.teacher.a", "trainer.betas"]
+    )  # fmt: skip
+
+    @bounded(examples)
+    @given(keys, st.sampled_from(["=", "==", ""]), st.one_of(st.text(max_size=30), ODD.map(str)))
+    def damage(key: str, equals: str, value: str) -> None:
+        check(path, text, [f"{key}{equals}{value}"])
+
+    with bounded_memory():
+        damage()
