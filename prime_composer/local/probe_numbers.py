@@ -44,7 +44,7 @@ class HiddenByK:
 
 
 def mean_reverse_kl(
-    student: Float[Tensor, "n k_max"], teacher: Float[Tensor, "n k_max"], k: int, vocab_size: int
+    student: Float[Tensor, "n k_max"], teacher: Float[Tensor, "n k_max"], k: int
 ) -> float:
     """Return the mean reverse KL on the teacher's top K and a tail, in nats per token.
 
@@ -52,24 +52,23 @@ def mean_reverse_kl(
 
     S_t(K) are the teacher's K most probable ids at position t. P'_t and Q'_t are the masses that
     student and teacher have outside them. L never falls with K (log-sum inequality), and L(V) is
-    the full reverse KL.
+    the full reverse KL, up to the 1e-7 of mass that ``with_tail`` keeps.
 
     Args:
         student: log p of the teacher's ids, most probable for the teacher first.
         teacher: log q of the same ids.
         k: K, at most the number of columns.
-        vocab_size: V. At K = V there is no tail.
     """
     p, q = student[:, :k].double(), teacher[:, :k].double()
-    return float(reverse_kl(p, q, normalization="full" if k == vocab_size else "tail").mean())
+    return float(reverse_kl(p, q, normalization="tail").mean())
 
 
 def hidden_by_k(
-    student: Float[Tensor, "n k_max"], teacher: Float[Tensor, "n k_max"], k: int, vocab_size: int
+    student: Float[Tensor, "n k_max"], teacher: Float[Tensor, "n k_max"], k: int
 ) -> HiddenByK:
     """Return what a top K hides; arguments are those of ``mean_reverse_kl``."""
-    measured = mean_reverse_kl(student, teacher, k, vocab_size)
-    largest = mean_reverse_kl(student, teacher, teacher.shape[1], vocab_size)
+    measured = mean_reverse_kl(student, teacher, k)
+    largest = mean_reverse_kl(student, teacher, teacher.shape[1])
     outside = 1 - teacher[:, :k].double().exp().sum(dim=-1)
     return HiddenByK(
         k=k,
@@ -79,9 +78,7 @@ def hidden_by_k(
     )
 
 
-def recommended_k(
-    student: Float[Tensor, "n k_max"], teacher: Float[Tensor, "n k_max"], vocab_size: int
-) -> int:
+def recommended_k(student: Float[Tensor, "n k_max"], teacher: Float[Tensor, "n k_max"]) -> int:
     """Return the smallest K with L(K) >= (1 - LARGEST_HIDDEN_SHARE) L(largest K).
 
     L is that of ``mean_reverse_kl``. It never falls with K, so bisection finds the smallest one.
@@ -89,17 +86,16 @@ def recommended_k(
     low, high = 1, teacher.shape[1]
     while low < high:
         middle = (low + high) // 2
-        if hidden_by_k(student, teacher, middle, vocab_size).hidden <= LARGEST_HIDDEN_SHARE:
+        if hidden_by_k(student, teacher, middle).hidden <= LARGEST_HIDDEN_SHARE:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def mean_entropy(teacher: Float[Tensor, "n k_max"], vocab_size: int) -> float:
+def mean_entropy(teacher: Float[Tensor, "n k_max"]) -> float:
     """Return the teacher's mean entropy in nats; below K = V a lower bound (one tail outcome)."""
-    full = teacher.shape[1] == vocab_size
-    return float(entropy(teacher.double(), normalization="full" if full else "tail").mean())
+    return float(entropy(teacher.double(), normalization="tail").mean())
 
 
 def share_on_bfloat16_grid(teacher: Float[Tensor, "n k"]) -> tuple[float, int]:

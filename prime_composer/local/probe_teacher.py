@@ -179,7 +179,7 @@ def probe_teacher(
     )
     support, rows = None, []
     if compared is not None:
-        support = found.attempt("support", lambda: support_facts(compared, target.limits, columns))
+        support = found.attempt("support", lambda: support_facts(compared, columns))
         teacher_ids = {} if tokenizer_facts is None else tokenizer_facts.special_ids
         rows = special_token_rows(tokenized.tokenizer, teacher_ids, compared)
         if not rows:
@@ -462,9 +462,7 @@ def ends(rollout: Rollout) -> Bool[Tensor, " n"]:
     return last
 
 
-def support_facts(
-    compared: Compared, limits: Limits, columns: Sequence[SupportSize]
-) -> SupportFacts:
+def support_facts(compared: Compared, columns: Sequence[SupportSize]) -> SupportFacts:
     """Return what smaller supports hide of the measured one.
 
     Raises:
@@ -474,14 +472,13 @@ def support_facts(
     largest = teacher.shape[1]
     if not largest:
         raise NotMeasured("the teacher gives no log-probs beside the sampled token's")
-    vocab_size = limits.vocab_size or largest + 1
     sizes = sorted({k for k in columns if k != "full" and 0 < k <= largest} | {largest})
     return SupportFacts(
         positions=len(teacher),
         largest_k=largest,
-        entropy=mean_entropy(teacher, vocab_size),
-        by_k=[hidden_by_k(student, teacher, k, vocab_size) for k in sizes],
-        recommended_k=recommended_k(student, teacher, vocab_size),
+        entropy=mean_entropy(teacher),
+        by_k=[hidden_by_k(student, teacher, k) for k in sizes],
+        recommended_k=recommended_k(student, teacher),
     )
 
 
