@@ -82,18 +82,28 @@ class Server:
         self.log = Path(log)
         self.command = [python, str(HERE / "server.py"), str(model), str(self.port), str(log)]
         self.output = open(self.log.with_suffix(".out"), "w")  # noqa: SIM115
-        self.start()
+        self.processes = []
+        self.process = self.start()
 
     def start(self):
+        """Return a new process. A second one takes over when the first one is killed."""
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         env = {key: value for key, value in env.items() if not key.startswith("PRIME_COMPOSER")}
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             self.command, env=env, stdout=self.output, stderr=self.output, cwd=self.log.parent
         )
+        self.processes.append(process)
+        return process
 
-    def kill(self):
+    def replace(self, standby):
+        """Kill the process; ``standby`` answers from then on."""
         self.process.kill()
         self.process.wait(10)
+        self.process = standby
+
+    def loaded(self):
+        """Return how many processes have loaded their model."""
+        return Path(self.output.name).read_text().count("loaded")
 
     def wait(self, timeout=180):
         end = time.monotonic() + timeout
@@ -110,8 +120,9 @@ class Server:
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
     def stop(self):
-        self.process.terminate()
-        self.process.wait(10)
+        for process in self.processes:
+            process.terminate()
+            process.wait(10)
         self.output.close()
 
 

@@ -9,6 +9,7 @@ is seeded.
 import json
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -149,6 +150,17 @@ def handler(engine, name):
     return Handler
 
 
+def listen(port, requests):
+    """Return the server. A second one on a port waits until the first one is gone."""
+    while True:
+        try:
+            return ThreadingHTTPServer(("127.0.0.1", port), requests)
+        except OSError:
+            time.sleep(0.02)
+
+
 if __name__ == "__main__":
     path, port, log = sys.argv[1:4]
-    ThreadingHTTPServer(("127.0.0.1", int(port)), handler(Engine(path, log), path)).serve_forever()
+    requests = handler(Engine(path, log), path)
+    print("loaded", flush=True)
+    listen(int(port), requests).serve_forever()
