@@ -138,18 +138,6 @@ class Campaign:
             self.seconds[folder / "run"] = time.monotonic() - start
         return self.wholes[key]
 
-    def finish(self, raw: dict[str, Any], folder: Path) -> tuple[str, str]:
-        """Resume a run to its end, and return whether it ended right, with what differs."""
-        done = self.run(raw, folder, "--resume")
-        if done.has_traceback:
-            return "traceback", done.output
-        if done.timed_out:
-            return "hung", done.output
-        if done.status != 0:
-            return "unclear", f"not resumed: {done.message}"
-        found = differences(folder / "run", self.whole(raw))
-        return ("wrong", "; ".join(found)) if found else ("right", "")
-
     def judge(self, done: child.Done, raw: dict[str, Any], folder: Path) -> tuple[str, str]:
         """Return how a disturbed run ended, with what is to be said of it."""
         if done.has_traceback:
@@ -190,7 +178,8 @@ class Campaign:
 
     def finish_killed(self, raw: dict[str, Any], folder: Path) -> tuple[str, str]:
         """Finish a run that may be finished already, or may not have begun."""
-        done = self.run(raw, folder, "--resume")
+        words = ("--resume",) if steps_of(folder / "run") else ()
+        done = self.run(raw, folder, *words)
         if done.has_traceback:
             return "traceback", done.output
         if done.status != 0 and STEPS not in steps_of(folder / "run"):
@@ -245,7 +234,11 @@ class Campaign:
 
     def rollouts(self) -> Trial:
         """Spoil a rollout server's answers at random positions."""
-        raw = self.recipe(rollout__backend="server", rollout__url=self.student.url)
+        raw = self.recipe(
+            teacher__backend="transformers",
+            rollout__backend="server",
+            rollout__url=self.student.url,
+        )
         raw["rollout"]["wait"] = 3.0
         names = [
             *modes.SAMPLES, *modes.CHOICES, *modes.BODIES, "drop", "cut", "status_429",
