@@ -218,9 +218,8 @@ def test_accumulate_gradients_measures_every_micro_batch(
     [
         {},
         {"loss": {"type": "generalized_jsd", "k": 8}, "rollout__student_fraction": 0.5},
-        {"trainer__micro_batch_tokens": 100},
     ],
-    ids=["plain", "half-solutions", "micro-batches"],
+    ids=["plain", "half-solutions"],
 )
 def test_train_logs_a_mismatch_of_rounding_alone(
     changes: dict[str, Any], tiny_recipe: Raw, tmp_path: Path
