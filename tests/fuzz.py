@@ -18,7 +18,7 @@ MEGABYTES = 300
 
 EXAMPLES = [
     pytest.param(150, id="some"),
-    pytest.param(5000, id="many", marks=pytest.mark.slow),
+    pytest.param(1000, id="many", marks=pytest.mark.slow),
 ]
 """Numbers of examples: in every run of the tests, and in long ones."""
 

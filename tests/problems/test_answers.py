@@ -183,6 +183,17 @@ LIBRARY_CASES = {
     ("5", "five"): False,
     ("5", "I cannot tell."): False,
     ("5", "\ud800 5"): True,
+    # What it pays, and a person would not.
+    ("1.5", "#### 1.5.2"): True,
+    ("10", "#### 10:30"): True,
+    ("3", "#### 3x"): True,
+    ("0.1", "#### 0.10000000000000000000000001"): True,
+    # What it does not read, and a person would.
+    ("5", "####5"): False,
+    ("-5", "#### - 5"): False,
+    ("5", "#### +5"): False,
+    ("5", r"#### \$5"): False,
+    ("5", "#### ５"): False,
 }
 """As Math-Verify 0.9 reads them: the last number wins, and a formula counts as its value."""
 
