@@ -160,14 +160,24 @@ def test_mismatch_is_the_k3_estimate_over_all_tokens() -> None:
 def test_mismatch_above_the_limit_stops() -> None:
     """The message names step, KL, tokens and limit; a NaN is above every limit."""
     mismatch = Mismatch(SamplerCheck(1e-6, "float32"))
-    mismatch.add(packed([-1.0], [-1.01], [True]))
-    with pytest.raises(SamplerMismatch, match=r"step 7: .* KL 5e-05 .* 1 sampled .* 1e-06"):
+    mismatch.add(packed([-1.0], [-1.1], [True]))
+    with pytest.raises(SamplerMismatch, match=r"step 7: .* KL 0.0048 .* 1 sampled .* 1e-06"):
         mismatch.result(7)
     for spoiled in (math.nan, -math.inf, math.inf):
         mismatch = Mismatch(SamplerCheck(1e-6, "float32"))
         mismatch.add(packed([spoiled, -1.0], [-1.0, -1.0], [True, True]))
         with pytest.raises(SamplerMismatch):
             mismatch.result(1)
+
+
+def test_mismatch_of_one_rounded_token_is_no_alarm() -> None:
+    """In a step of few tokens one that bfloat16 rounds by a nat is logged, and not an error."""
+    mismatch = Mismatch(SamplerCheck(0.05, "bfloat16"))
+    mismatch.add(packed([-9.0, -1.0], [-8.0, -1.0], [True, True]))
+    assert mismatch.result(1) == {METRIC: pytest.approx((math.e - 2) / 2, rel=1e-6)}
+    mismatch.add(packed([-9.0] * 8, [-8.0] * 8, [True] * 8))
+    with pytest.raises(SamplerMismatch):
+        mismatch.result(1)
 
 
 def test_mismatch_leaves_out_the_solutions_of_the_data() -> None:
