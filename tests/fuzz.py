@@ -17,7 +17,7 @@ MEGABYTES = 300
 """What one fuzz test may add to the largest memory of the process."""
 
 EXAMPLES = [
-    pytest.param(150, id="some"),
+    pytest.param(100, id="some"),
     pytest.param(1000, id="many", marks=pytest.mark.slow),
 ]
 """Numbers of examples: in every run of the tests, and in long ones."""
