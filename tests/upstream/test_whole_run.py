@@ -16,6 +16,7 @@ processes of a test only.
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -386,6 +387,23 @@ def test_whole_run_survives_a_killed_teacher(trees, models, tmp_path):
     steps = {row["step"] for row in rows if "optim/grad_norm" in row}
     assert len(steps) == cpu_recipe.STEPS
     check_update(expected, update)
+
+
+@other
+def test_whole_run_ends_when_the_teacher_turns_bad(trees, models, tmp_path):
+    """prime-rl ends on an error of scoring, and the reason is a line of the orchestrator's log."""
+
+    def spoil(servers):
+        log = servers["teacher"].log
+        while log.read_text().count("/inference/v1/generate") < 3:
+            time.sleep(0.01)
+        log.with_suffix(".spoiled").touch()
+
+    with pytest.raises(pytest.fail.Exception, match="the launcher ended with"):
+        run("head", trees, models, tmp_path, TOP_K, meanwhile=spoil)
+    (log,) = tmp_path.rglob("orchestrator.log")
+    line = r"prime_composer: a rollout got no scores, and the run ends: The teacher at http://127\."
+    assert len(re.findall(line, log.read_text())) >= 1
 
 
 @other

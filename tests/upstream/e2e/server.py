@@ -3,7 +3,7 @@
 usage: server.py MODEL PORT LOG.jsonl
 
 Every request is logged; for /inference/v1/generate with the tokens of request and answer. Sampling
-is seeded.
+is seeded. Once the file LOG.spoiled exists, log-probs of prompts are 3 nats too high.
 """
 
 import json
@@ -29,6 +29,7 @@ class Engine:
         self.lock = threading.Lock()
         self.generator = torch.Generator().manual_seed(0)
         self.log = open(log, "a", buffering=1)  # noqa: SIM115
+        self.spoiled = Path(log).with_suffix(".spoiled")
 
     def logprobs(self, ids, temperature=1.0):
         return (self.model(torch.tensor([ids])).logits[0].float() / temperature).log_softmax(-1)
@@ -69,7 +70,7 @@ class Engine:
 
         An own token in the top K has its place there as its rank, also in a tie.
         """
-        table = self.logprobs(ids)
+        table = self.logprobs(ids) + 3.0 * self.spoiled.exists()
         rows = [None]
         for t in range(1, len(ids)):
             row = table[t - 1]
