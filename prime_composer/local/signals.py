@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)
-"""What a scheduler that takes the machine back sends, and a terminal that is closed."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a scheduler that takes the machine back, and a terminal that is closed."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -70,19 +70,28 @@ class StopRequest:
 
 @contextmanager
 def stopping_at_once() -> Iterator[None]:
-    """Within the block, SIGTERM and SIGHUP raise ``Stopped``, as Ctrl-C raises KeyboardInterrupt.
+    """Within the block, Ctrl-C, SIGTERM and SIGHUP raise ``Stopped``.
 
-    A second signal ends the process without more ado, also where the exception was swallowed.
+    A library that is being imported may turn it into an error of its own; the block ends with
+    ``Stopped`` all the same. A second signal ends the process without more ado, also where the
+    exception was swallowed.
     """
+    came: list[int] = []
 
     def stop(signum: int, frame: Any) -> None:
-        for own in TERMINATIONS:
+        for own in SIGNALS:
             if signal.getsignal(own) is stop:
                 signal.signal(own, signal.SIG_DFL)
+        came.append(signum)
         raise Stopped(signum)
 
-    with _handling(TERMINATIONS, stop):
-        yield
+    with _handling(SIGNALS, stop):
+        try:
+            yield
+        except Exception as error:
+            if came:
+                raise Stopped(came[0]) from error
+            raise
 
 
 @contextmanager
@@ -99,7 +108,7 @@ def finishing_the_step(stop: StopRequest) -> Iterator[None]:
         if stop.waiting:
             raise StepAbandoned
 
-    with _handling((signal.SIGINT, *TERMINATIONS), note):
+    with _handling(SIGNALS, note):
         yield
 
 

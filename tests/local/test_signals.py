@@ -60,7 +60,20 @@ def test_signal_while_a_server_is_waited_for_gives_up_the_step() -> None:
     assert stop.requested
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_signal_that_a_library_renames_still_stops(signum: int) -> None:
+    """transformers reports whatever ends one of its imports as a missing module."""
+    with pytest.raises(Stopped) as caught, stopping_at_once():
+        try:
+            send(signum)
+        except BaseException as error:
+            raise ModuleNotFoundError("could not import accelerate") from error
+    assert caught.value.signum == signum
+    with pytest.raises(ModuleNotFoundError), stopping_at_once():
+        raise ModuleNotFoundError("truly missing")
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
 def test_signal_outside_the_steps_stops_at_once(signum: int) -> None:
     with stopping_at_once():
         with pytest.raises(Stopped) as caught:
