@@ -327,7 +327,7 @@ class Campaign:
                 break
             key, table = self.random.choice(inner)
             name += f".{key}"
-        known = sorted(KEYS.get(name, set()) | table.keys()) + ["unknown_key"]
+        known = sorted(KEYS.get(name, set()) | table.keys())
         key, value = self.random.choice(known), self.random.choice(NONSENSE)
         if self.random.random() < 0.05:
             table.pop(key, None)
