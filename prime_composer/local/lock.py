@@ -8,6 +8,8 @@ from pathlib import Path
 LOCK_FILE = ".lock"
 """In every run directory: host and process of the run that is or was the last one there."""
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
+
 
 class InUse(ValueError):
     """Another process holds the run directory. The message names it."""
@@ -46,27 +48,42 @@ def check_free(run_dir: Path) -> None:
     Raises:
         InUse: one does.
     """
+    import fcntl
+
+    how = fcntl.LOCK_EX
     try:
-        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # Over NFS the lock of a whole file wants a descriptor that can be written.
+            descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            how = fcntl.LOCK_SH
+            descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return
     try:
-        if not _lock(descriptor):
+        if not _lock(descriptor, how):
             raise InUse(_message(run_dir, descriptor))
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
-    """Return whether the file is now ours, or of a file system that knows no locks."""
+def _lock(descriptor: int, how: int | None = None) -> bool:
+    """Return whether the file is now ours, or of a file system that knows no such locks.
+
+    Args:
+        descriptor: the open lock file.
+        how: ``fcntl.LOCK_SH``, or None and ``fcntl.LOCK_EX``: for us alone.
+    """
     import fcntl
 
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (how or fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+        if error.errno not in _NO_LOCKS:
             raise
     return True
 

@@ -1,5 +1,7 @@
 """A run directory has one owner, which the kernel forgets when it dies."""
 
+import errno
+import fcntl
 import os
 import signal
 import socket
@@ -68,14 +70,48 @@ def test_lock_file_deleted_by_its_owner_is_no_lock(
         RunLock(tmp_path)
 
 
+@pytest.mark.parametrize("reason", [errno.ENOLCK, errno.EBADF])
 def test_file_system_without_locks_is_used_without_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reason: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import errno
-    import fcntl
-
     def no_locks(descriptor: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise OSError(reason, os.strerror(reason))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     RunLock(tmp_path).release()
+    check_free(tmp_path)
+
+
+def test_check_free_over_nfs_finds_a_free_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, ``flock`` is a POSIX lock: EBADF for a descriptor that cannot be written."""
+    monkeypatch.setattr(fcntl, "flock", fcntl.lockf)
+    monkeypatch.setattr(module, "_NO_LOCKS", ())
+    RunLock(tmp_path).release()
+    check_free(tmp_path)
+
+
+@pytest.mark.parametrize("reason", [errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("over_nfs", [False, True])
+def test_check_free_reads_a_lock_it_may_not_write(
+    over_nfs: bool, reason: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write everywhere, so that the answer of the system is made up."""
+    original = os.open
+
+    def read_only(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_RDWR:
+            raise OSError(reason, os.strerror(reason), str(path))
+        return original(path, flags, *mode)
+
+    if over_nfs:
+        monkeypatch.setattr(fcntl, "flock", fcntl.lockf)
+        monkeypatch.setattr(module, "_NO_LOCKS", ())
+    lock = RunLock(tmp_path)
+    monkeypatch.setattr(os, "open", read_only)
+    if not over_nfs:  # POSIX locks of one process do not exclude each other
+        with pytest.raises(InUse):
+            check_free(tmp_path)
+    lock.release()
+    check_free(tmp_path)
