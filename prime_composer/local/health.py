@@ -15,9 +15,15 @@ LARGEST_GROWTH = 100.0
 SMALLEST_RMS = 0.01
 """Root mean square below which a tensor's start counts as this.
 
-A bias that begins at 0 has no norm to compare with. At 0.01, half of the usual initialization of a
-weight, it may grow to entries of 1.
+A matrix that begins at 0 has no norm to compare with. At 0.01, half of the usual initialization of
+a weight, it may grow to entries of 1.
 """
+
+SMALLEST_RMS_OF_FEW = 0.1
+"""The same for a tensor of fewer than ``FEW_ENTRIES``. A gate or a scale that begins at 0 has
+entries beyond 1 by right; it may grow to 10."""
+
+FEW_ENTRIES = 1000
 
 
 class ExplodedWeights(NonFiniteLoss):
@@ -52,7 +58,8 @@ class WeightCheck:
         names, parameters = zip(*model.named_parameters(), strict=True)
         norms = norms_of(parameters)
         sizes = torch.tensor([parameter.numel() for parameter in parameters])
-        limits = LARGEST_GROWTH * self.norms.maximum(SMALLEST_RMS * sizes.sqrt())
+        floors = torch.where(sizes < FEW_ENTRIES, SMALLEST_RMS_OF_FEW, SMALLEST_RMS)
+        limits = LARGEST_GROWTH * self.norms.maximum(floors * sizes.sqrt())
         # Not written as norms > limits, which a NaN passes.
         failed = (~(norms <= limits)).nonzero()[:, 0].tolist()
         if not failed:

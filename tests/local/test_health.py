@@ -47,14 +47,14 @@ def linear() -> nn.Linear:
         ("weight", 1e30, "weight have norm 2e.30"),
         ("weight", math.inf, "weight are not finite numbers"),
         ("weight", math.nan, "weight are not finite numbers"),
-        ("bias", 0.9, None),
-        ("bias", 1.1, "bias have norm 1.6, from 0 at"),
+        ("bias", 9.0, None),
+        ("bias", 11.0, "bias have norm 16, from 0 at"),
     ],
 )
 def test_weight_check_allows_a_hundredfold_norm(
     name: str, value: float, message: str | None
 ) -> None:
-    """Each tensor may grow a hundredfold, one of zeros to entries of 1; the message names it."""
+    """Each tensor may grow a hundredfold, a few zeros to entries of 10; the message names it."""
     layer = linear()
     check = WeightCheck.of_model(layer)
     with torch.no_grad():
@@ -64,6 +64,23 @@ def test_weight_check_allows_a_hundredfold_norm(
         return
     with pytest.raises(ExplodedWeights, match=f"step 3: .* weights of {message}"):
         check.check(layer, 3)
+
+
+@pytest.mark.parametrize(
+    ("entries", "largest"), [(1, 9.9), (999, 9.9), (1000, 0.99)], ids=["gate", "bias", "matrix"]
+)
+def test_weight_check_of_zeros_depends_on_their_number(entries: int, largest: float) -> None:
+    """A gate that begins at 0 may become 9.9; the entries of a matrix of zeros stay below 1."""
+    layer = nn.Module()
+    layer.register_parameter("zeros", nn.Parameter(torch.zeros(entries)))
+    check = WeightCheck.of_model(layer)
+    with torch.no_grad():
+        layer.zeros.fill_(largest)
+    check.check(layer, 1)
+    with torch.no_grad():
+        layer.zeros.fill_(1.1 * largest)
+    with pytest.raises(ExplodedWeights):
+        check.check(layer, 1)
 
 
 def test_weight_check_sees_one_nan_among_many() -> None:
