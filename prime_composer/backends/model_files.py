@@ -81,12 +81,23 @@ def positions(folder: Path) -> int | None:
     """Return how many positions a model has; None where its config scales or does not say them."""
     config: Any = _read_json(folder / "config.json") or {}
     config = config.get("text_config", config)
-    for name in ("rope_scaling", "rope_parameters"):
-        scaling = config.get(name)
-        if isinstance(scaling, dict) and scaling.get("rope_type", "default") != "default":
-            return None
+    if any(_scales(config.get(name)) for name in ("rope_scaling", "rope_parameters")):
+        return None
     limit = config.get("max_position_embeddings")
     return limit if isinstance(limit, int) else None
+
+
+def _scales(rope: Any) -> bool:
+    """Return whether a table of rotary positions may lengthen the context.
+
+    Its type is under ``rope_type``, or under ``type`` in older configs. A model may have one table
+    per kind of layer. What has a factor and no known type counts as scaled.
+    """
+    if not isinstance(rope, dict):
+        return rope is not None
+    typed = any(rope.get(name, "default") != "default" for name in ("rope_type", "type"))
+    inner = [table for table in rope.values() if isinstance(table, dict)]
+    return typed or "factor" in rope or any(map(_scales, inner))
 
 
 def why_not_on_hub(model: str) -> str | None:

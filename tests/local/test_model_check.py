@@ -129,13 +129,30 @@ def test_context_beyond_the_positions_is_refused(folder: Path, tiny_recipe: Raw)
     assert refusal(raw).startswith("[student.prepare] has 256 positions")
 
 
-def test_positions_of_a_scaled_model_are_not_read(folder: Path) -> None:
+ROPES: list[tuple[Any, int | None]] = [
+    ({"rope_type": "yarn", "factor": 4.0}, None),
+    # As in the documentation of Qwen2.5.
+    ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, None),
+    ({"full_attention": {"rope_type": "yarn"}, "sliding_attention": {"rope_theta": 1e4}}, None),
+    ({"factor": 4.0}, None),
+    ("dynamic", None),
+    ({"type": ["yarn"]}, None),
+    ({"rope_type": "default", "rope_theta": 1e6}, 256),
+    ({"rope_theta": 1e6}, 256),
+    ({"full_attention": {"rope_theta": 1e6}}, 256),
+    (None, 256),
+]
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(("rope", "limit"), ROPES, ids=range(len(ROPES)))
+def test_positions_of_a_scaled_model_are_not_read(
+    rope: Any, limit: int | None, name: str, tmp_path: Path
+) -> None:
     """YaRN and its like lengthen the context by a rule of the engine's own."""
-    config = json.loads((folder / "config.json").read_text())
-    assert positions(folder) == 256
-    config["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert positions(folder) is None
+    config = {"max_position_embeddings": 256, name: rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert positions(tmp_path) == limit
 
 
 def test_model_of_a_server_is_left_alone(tiny_recipe: Raw) -> None:
