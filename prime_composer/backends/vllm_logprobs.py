@@ -136,10 +136,6 @@ def read_answer(content: bytes, origin: str = TEACHER) -> list[Row]:
         raise InvalidAnswer(f"{origin} gave {len(answer.choices)} choices, where one was expected.")
     if answer.prompt_logprobs is not None:
         return answer.prompt_logprobs
-    if len(answer.choices) > 1:
-        raise InvalidAnswer(
-            f"{origin} answered {len(answer.choices)} choices, where one was asked for."
-        )
     return (answer.choices[0].prompt_logprobs if answer.choices else None) or []
 
 
