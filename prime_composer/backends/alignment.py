@@ -125,6 +125,7 @@ def make_scores(
     sequence: int | None,
     start: int,
     ranked: bool = True,
+    trained: bool = True,
 ) -> TeacherScores:
     """Return the ``TeacherScores`` of a sequence, checked (``check_scores``, same arguments).
 
@@ -144,6 +145,7 @@ def make_scores(
         sequence=sequence,
         start=start,
         ranked=ranked,
+        trained=trained,
     )
     return TeacherScores(own, ids, logprobs)
 

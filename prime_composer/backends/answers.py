@@ -8,7 +8,7 @@ or the log-prob 0 of every token where no support was asked for.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,6 +29,10 @@ IMPOSSIBLE = -9999.0
 """vLLM's servers write this number for the log-prob -inf, which JSON does not have."""
 
 
+BLOCK = 2**20
+"""Entries of a support that are checked at once, in arrays of 8 MB."""
+
+
 class InvalidAnswer(ValueError):
     """An answer that no model can have given. The message names origin, place and value."""
 
@@ -45,11 +49,12 @@ def check_scores(
     sequence: int | None,
     start: int,
     ranked: bool = True,
+    trained: bool = True,
 ) -> None:
     """Check that a teacher's scores can be log-probs of one distribution per position.
 
     An id that the teacher masks has log-prob -inf or -9999. It may be in a support that holds all
-    of the probability, but it is never the sampled token: a loss there is infinite.
+    of the probability, but it is never a token that trains: a loss there is infinite.
 
     Args:
         own: log q of the sampled tokens, [n].
@@ -63,6 +68,8 @@ def check_scores(
         start: position of the first row in the sequence.
         ranked: the support is the teacher's own top K, the most probable id first. False for ids
             that others chose.
+        trained: the sampled tokens train. False where some may not, such as those of a prompt: the
+            teacher may mask them.
 
     Raises:
         InvalidAnswer: they cannot.
@@ -81,8 +88,39 @@ def check_scores(
             f"{origin} gave scores of shapes {own.shape}, {ids.shape} and {logprobs.shape} for "
             f"{place}{n} tokens, where ({n},) and twice ({n}, {k}) were expected."
         )
+    rows = max(1, BLOCK // max(k, 1))
+    for first in range(0, n, rows):
+        block = slice(first, first + rows)
+        _check_rows(
+            own[block],
+            ids[block],
+            logprobs[block],
+            sampled[block],
+            vocab_size=vocab_size,
+            ranked=ranked,
+            trained=trained,
+            refuse=lambda row, found, expected, first=first: refuse(first + row, found, expected),
+        )
+
+
+def _check_rows(
+    own: NDArray[Any],
+    ids: NDArray[Any],
+    logprobs: NDArray[Any],
+    sampled: NDArray[Any],
+    *,
+    vocab_size: int | None,
+    ranked: bool,
+    trained: bool,
+    refuse: Callable[[int, str, str], NoReturn],
+) -> None:
+    """Check some rows of ``check_scores``; ``refuse`` gets the wrong one's index among them."""
+    n, k = ids.shape
     # Conditions that NaN must not pass are negated.
-    if at := _first(~((own > IMPOSSIBLE) & (own <= LOGPROB_TOLERANCE))):
+    right = own <= LOGPROB_TOLERANCE
+    if trained:
+        right &= own > IMPOSSIBLE
+    if at := _first(~right):
         found = f"the log-prob of the sampled token {sampled[at]} is {own[at]:.6g}"
         refuse(at[0], found, "a finite number of at most 0")
     if k == 0:
@@ -93,14 +131,16 @@ def check_scores(
     limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
     if at := _first((ids < 0) | (ids >= limit)):
         refuse(at[0], f"the support has the id {ids[at]}", _an_id(vocab_size))
-    ordered = np.sort(ids, axis=1)
-    if at := _first(ordered[:, 1:] == ordered[:, :-1]):
-        refuse(at[0], f"the support has the id {ordered[at]} twice", "each id once")
+    if k != vocab_size or not _are_permutations(ids):
+        ordered = np.sort(ids, axis=1)
+        if at := _first(ordered[:, 1:] == ordered[:, :-1]):
+            refuse(at[0], f"the support has the id {ordered[at]} twice", "each id once")
 
     is_sampled = ids == sampled.astype(ids.dtype)[:, None]
     places = np.arange(n), is_sampled.argmax(axis=1)
     inside = is_sampled[places]
-    entry = np.where(inside, logprobs[places], own)
+    own = np.maximum(own, IMPOSSIBLE)  # -inf has no difference
+    entry = np.where(inside, np.maximum(logprobs[places], IMPOSSIBLE), own)
     if at := _first(~(np.abs(entry - own) <= LOGPROB_TOLERANCE)):
         found = f"the sampled token {sampled[at]} has log-prob {own[at]:.6g} by itself and "
         refuse(at[0], f"{found}{entry[at]:.6g} in the support", "one number")
@@ -192,6 +232,22 @@ def _first(wrong: NDArray[np.bool_]) -> tuple[int, ...] | None:
     if not wrong.any():
         return None
     return tuple(int(index) for index in np.unravel_index(int(wrong.argmax()), wrong.shape))
+
+
+def _are_permutations(ids: NDArray[Any]) -> bool:
+    """Return whether each row has each id from 0 to K - 1 once; no id is outside of these.
+
+    Sorting a whole vocabulary takes most of the time of its check.
+    """
+    k = ids.shape[1]
+    if (ids == np.arange(k, dtype=ids.dtype)).all():
+        return True
+    for row in ids:
+        has = np.zeros(k, bool)
+        has[row] = True
+        if not has.all():
+            return False
+    return True
 
 
 def _an_id(vocab_size: int | None) -> str:

@@ -77,6 +77,7 @@ def mix(
     *,
     sequence: int | None = None,
     start: int = 0,
+    trained: bool = True,
 ) -> TeacherScores:
     """Return the mixture q(v) = sum_i w_i q_i(v) of several teachers' scores of the same tokens.
 
@@ -102,6 +103,7 @@ def mix(
         weights: one per teacher; they add up to 1.
         sequence: index of the sequence in its batch, for messages.
         start: position of the first of these tokens in the sequence, for messages.
+        trained: all of these tokens train (``answers.check_scores``).
 
     Returns:
         Scores of the same n and K, in the dtype of the teachers'. A single teacher's are returned
@@ -127,6 +129,7 @@ def mix(
         origin="The mixture of teachers",
         sequence=sequence,
         start=start,
+        trained=trained,
         ranked=False,  # the sampled token's q is whole, that of other ids a lower bound
     )
     ids = torch.cat([s.token_ids for s in scores], dim=1)

@@ -384,7 +384,7 @@ def test_loss_without_a_support_asks_for_one_entry_and_sends_none(switch, loss):
 
 
 @pytest.mark.parametrize("k", [0, 2])
-@pytest.mark.parametrize("value", [0.3, 3.0, math.nan, math.inf, -math.inf, -9999.0])
+@pytest.mark.parametrize("value", [0.3, 3.0, math.nan, math.inf])
 def test_wrong_log_prob_of_the_sampled_token_is_refused(switch, k, value, capsys):
     """It ends the run in every version of prime-rl, and is said in the log before."""
     switch(TOP_2 if k else SAMPLED, k)
@@ -397,6 +397,18 @@ def test_wrong_log_prob_of_the_sampled_token_is_refused(switch, k, value, capsys
     assert f"no scores, and the run ends: {caught.value}" in capsys.readouterr().err
     with pytest.raises(InvalidAnswer, match=message):
         compute(v0_6_module(Client(rows=wrong)), {}, [Sample()])
+
+
+@pytest.mark.parametrize("loss,k", [(TOP_2, 2), (SAMPLED, 0)])
+@pytest.mark.parametrize("value", [-math.inf, -9999.0])
+def test_masked_token_passes_to_the_trainer(switch, servers, value, loss, k):
+    """It may be of the prompt. The trainer refuses one that trains (``validity.check_own``)."""
+    switch(loss, k)
+    rows = [None, {**ROWS[1], "7": {"logprob": value, "rank": 5}}, ROWS[2]]
+    assert prefill(Client(rows=rows))[1:] == [value, -1.5]
+    for server in servers.values():
+        server.rows = rows
+    assert prefill(Client(json.dumps(OTHERS)))[1:] == [pytest.approx(value), pytest.approx(-1.5)]
 
 
 def test_all_zeros_are_refused_without_a_support_too(switch):
@@ -457,6 +469,25 @@ def scores_of(values, ids, probabilities):
     logprobs = numpy.log(numpy.array(probabilities)).astype("f4")
     logprobs[0] = numpy.nan
     return Scores(values, numpy.array(ids, numpy.int32), logprobs)
+
+
+@pytest.mark.parametrize("change", [{"weight": 0}, {"weight": "http://u:hidden@a"}, {"url": None}])
+def test_header_of_another_form_is_not_shown(change):
+    """Its URLs may have passwords, and the message is logged."""
+    header = json.dumps([{**OTHERS[0], "url": "http://u:hidden@a:8002/v1"} | change])
+    header = header.replace('"url": null', '"u": "http://u:hidden@a"')
+    with pytest.raises(ValueError, match="must be a JSON list of") as caught:
+        teachers.teachers_of(header)
+    assert "hidden" not in str(caught.value)
+
+
+def test_password_in_an_error_is_not_shown(servers, capsys):
+    servers["http://b:8003/v1"] = Failing(OSError("no route to http://u:hidden@b:8003"))
+    with pytest.raises(ValueError, match=r"no route to http://\*\*\*@b:8003") as caught:
+        prefill(Client(json.dumps(OTHERS)))
+    with pytest.raises(OSError):
+        prefill(servers["http://b:8003/v1"])
+    assert "hidden" not in str(caught.value) + capsys.readouterr().err
 
 
 def test_mix_is_in_probability_space():

@@ -54,7 +54,8 @@ class Scores(list[float]):
 def parse(token_ids: Sequence[int], content: bytes, k: int, origin: str = TEACHER) -> Scores:
     """Return the scores in an answer of ``/inference/v1/generate``, checked (``check_scores``).
 
-    The vocabulary of the teacher is not known here. The trainer refuses ids beyond its own head.
+    Neither the teacher's vocabulary nor the tokens that train are known here. The trainer refuses
+    ids beyond its own head, and a token that trains and that the teacher masks.
 
     Args:
         token_ids: the sequence.
@@ -78,6 +79,7 @@ def parse(token_ids: Sequence[int], content: bytes, k: int, origin: str = TEACHE
         origin=origin,
         sequence=None,
         start=1,
+        trained=False,
     )
     return Scores(top.own, top.token_ids[:, :k], top.logprobs[:, :k])
 
@@ -150,7 +152,7 @@ class Requests:
                 if getattr(error, "status_code", None) == 400 and "logprobs" in str(error):
                     raise ValueError(
                         f"{origin} refuses prompt_logprobs = {k}: start it with "
-                        f"--max-logprobs {k} or more (vLLM's default is 20). Its answer: {error}"
+                        f"--max-logprobs {k} or more (vLLM's default is 20). Its answer: {public_url(str(error))}"
                     ) from error
                 raise
             return await loop.run_in_executor(

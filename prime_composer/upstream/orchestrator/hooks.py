@@ -18,6 +18,7 @@ from collections.abc import Awaitable
 from itertools import cycle
 from typing import Any, NoReturn
 
+from prime_composer.recipe.urls import public_url
 from prime_composer.upstream import wire
 from prime_composer.upstream.log import log
 from prime_composer.upstream.orchestrator.client import Requests, Scores
@@ -198,7 +199,7 @@ async def said(request: Awaitable[Scores]) -> Scores:
     try:
         return await request
     except Exception as error:
-        log(f"a rollout got no scores, and the run ends: {error}", level="error")
+        log(f"a rollout got no scores, and the run ends: {public_url(str(error))}", level="error")
         raise
 
 

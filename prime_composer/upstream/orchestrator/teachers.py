@@ -49,7 +49,8 @@ def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
         raise ValueError(
             f"The header {HEADER} of the teacher's client must be a JSON list of {{url, model, "
             "weight}, or a table of such lists with one for the environment "
-            f"{environment!r}, not {header!r} ({error!r})."
+            f"{environment!r} ({public_url(repr(error))}). Its value is not shown: it may have "
+            "passwords."
         ) from None
     return [teacher._replace(weight=teacher.weight / total) for teacher in teachers]
 
@@ -87,8 +88,8 @@ async def score_by_each(
                     f"{teacher.api_key_var}, its api_key_var."
                 )
             raise ValueError(
-                f"The teacher {teacher.model} at {public_url(teacher.url)} did not score: {error} "
-                f"{remedy}"
+                f"The teacher {teacher.model} at {public_url(teacher.url)} did not score: "
+                f"{public_url(str(error))} {remedy}"
             ) from error
 
     scores = await asyncio.gather(*map(score, teachers))
@@ -119,7 +120,7 @@ def mix(token_ids: Sequence[int], scores: Sequence[Scores], weights: Sequence[fl
         )
         for score in scores
     ]
-    mixed = mix_scores(torch.tensor(token_ids[1:]), by_teacher, weights, start=1)
+    mixed = mix_scores(torch.tensor(token_ids[1:]), by_teacher, weights, start=1, trained=False)
     # The first token has no score.
     ids, logprobs = scores[0].token_ids.copy(), scores[0].logprobs.copy()
     ids[1:], logprobs[1:] = mixed.token_ids.numpy(), mixed.teacher_logprobs.numpy()
