@@ -224,8 +224,12 @@ class Server:
 
     def _find(self, model: str | None) -> Card:
         """Return the server's own description of the model that it should serve."""
-        content = self._connection.run(self._ask("GET", "/v1/models"))
-        served = self._decode(content, Models, "a list of models", "/v1/models").data
+        path = "/v1/models"
+        try:
+            content = self._connection.run(self._connection.request("GET", path))
+        except Refused as refusal:
+            raise self._refusal(refusal, path) from refusal
+        served = self._decode(content, Models, "a list of models", path).data
         if model is None:
             return served[0]
         cards = {name: card for card in served for name in (card.id, card.root) if name}
@@ -241,31 +245,24 @@ class Server:
     async def _complete(
         self, prompt: Sequence[int], max_bytes: int, seconds: float = 0.0, **settings: Any
     ) -> bytes:
-        body = {"model": self.model, "prompt": list(prompt), "return_token_ids": True, **settings}
-        return await self._ask(
-            "POST", "/v1/completions", body, max_bytes=max_bytes, seconds=seconds
-        )
-
-    async def _ask(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        max_bytes: int = SHORT_ANSWER,
-        seconds: float = 0.0,
-    ) -> bytes:
-        """Send one request, and return the answer's body.
+        """Return the answer's body.
 
         Raises:
             ServerError: as ``Connection.request``, or the server refuses; the message quotes it.
         """
         try:
-            return await self._connection.request(
-                method, path, body, max_bytes=max_bytes, seconds=seconds
-            )
+            return await self._request_completion(prompt, max_bytes, seconds, **settings)
         except Refused as refusal:
-            raise self._refusal(refusal, path) from refusal
+            raise self._refusal(refusal, "/v1/completions") from refusal
+
+    async def _request_completion(
+        self, prompt: Sequence[int], max_bytes: int, seconds: float = 0.0, **settings: Any
+    ) -> bytes:
+        """Return the answer's body. Raises as ``Connection.request``."""
+        body = {"model": self.model, "prompt": list(prompt), "return_token_ids": True, **settings}
+        return await self._connection.request(
+            "POST", "/v1/completions", body, max_bytes=max_bytes, seconds=seconds
+        )
 
     def _answer_if_any(self, path: str, body: Any, kind: type[T], max_bytes: int) -> T | None:
         """Return an answer of an endpoint that a server may lack; None without it."""
@@ -484,11 +481,11 @@ class ServerSampler(Server):
         length = min(FINGERPRINT_TOKENS, (self.limits.max_model_len or 1024) - 1)
         tokens = [index % vocab_size for index in range(1, length + 1)]
         settings = plain_sampling(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        work = self._complete(tokens, answer_bytes(length, 0), **settings)
+        request = self._request_completion(tokens, answer_bytes(length, 0), **settings)
         try:
-            answer = read_answer(self._connection.run(work), self.origin)
+            answer = read_answer(self._connection.run(request), self.origin)
             return top_k_of(tokens, answer, 0, self.origin).own
-        except InvalidAnswer:
+        except (InvalidAnswer, Refused):
             return None
 
     def _send_weights(self) -> None:

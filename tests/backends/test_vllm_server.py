@@ -547,6 +547,32 @@ def test_reload_that_fails_is_not_waited_for(fake_server, tied_model):
     sampler.close()
 
 
+def test_reload_needs_no_prompt_logprobs(fake_server, tied_model):
+    """A server that refuses to score still samples; it gets the weights again after an outage."""
+    refusal = {"error": {"message": "prompt_logprobs are not supported"}}
+    reloads = []
+
+    def complete(body):
+        return refusal if "prompt_logprobs" in body else completion(body)
+
+    def reload(body):
+        reloads.append(body)
+        return {}
+
+    fake_server.answers["/v1/completions"] = (
+        lambda body: 400 if "prompt_logprobs" in body else 200,
+        complete,
+    )
+    fake_server.answers["/collective_rpc"] = (200, reload)
+    fake_server.answers["/reset_prefix_cache"] = (200, {"success": True})
+    sampler = ServerSampler(fake_server.url)
+    sampler.update_weights(tied_model)
+    assert sampler.generate([[5]], SamplingParams(max_tokens=1), seed=0) and len(reloads) == 1
+    fake_server.drops = 1
+    assert sampler.generate([[5]], SamplingParams(max_tokens=1), seed=0) and len(reloads) == 2
+    sampler.close()
+
+
 def test_busy_server_is_asked_to_reload_again(spoiling, tied_model):
     sampler = ServerSampler(spoiling.url)
     spoiling.spoil("status_503", times=2, road="reload")
@@ -592,7 +618,7 @@ def fake_server():
             if state.key is not None and self.headers.get("Authorization") != f"Bearer {state.key}":
                 status, answer = 401, {"error": "Unauthorized"}  # vLLM's own words
             data = json.dumps(answer(body) if callable(answer) else answer).encode()
-            self.send_response(status)
+            self.send_response(status(body) if callable(status) else status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
