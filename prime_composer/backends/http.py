@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from prime_composer.recipe.urls import checked_url, public_url
+from prime_composer.recipe.urls import checked_url, public_url, two_credentials
 
 try:
     import httpx
@@ -485,12 +485,7 @@ class Connection:
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if api_key:
             if login is not None:
-                raise self.error(
-                    f"The url in {self.section} has a user or password, and the environment "
-                    f"variable {api_key_var} has an API key. A request carries one of them: take "
-                    "the one out of the url, unset the variable, or name another one in "
-                    "api_key_var."
-                )
+                raise self.error(two_credentials(f"The url in {self.section}", api_key_var))
             check_api_key(api_key, api_key_var, self.section)
             headers["Authorization"] = f"Bearer {api_key}"
         try:

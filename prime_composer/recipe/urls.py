@@ -22,6 +22,20 @@ def has_credentials(text: str) -> bool:
     return public_url(text) != text
 
 
+def two_credentials(owner: str, api_key_var: str) -> str:
+    """Return the message for a server that has both a password and an API key.
+
+    Args:
+        owner: what has the password, as a sentence begins.
+        api_key_var: the environment variable that has the key.
+    """
+    return (
+        f"{owner} has a user or password, and the environment variable {api_key_var} has an API "
+        "key. A request carries one of them: take the one out of the url, unset the variable, or "
+        "name another one in api_key_var."
+    )
+
+
 def checked_url(url: str) -> str:
     """Return a server's base URL as it is.
 

@@ -72,6 +72,7 @@ class Client:
 
     base_url = "http://user:secret@teacher:8001/v1/"
     max_retries = 2
+    api_key = "EMPTY"
 
     def __init__(self, header=None, rows=ROWS):
         self.requests = []
@@ -603,6 +604,28 @@ def test_teachers_have_their_own_api_keys_and_one_client_each(monkeypatch, serve
     for teacher in teachers.teachers_of(header) * 2:
         teachers.client_of(teacher.url, teacher.api_key_var)
     assert made == [(OTHERS[0]["url"], "usual"), (OTHERS[0]["url"], "secret")]
+
+
+def test_password_and_api_key_of_a_teacher_are_refused(monkeypatch, servers):
+    """The openai client would send the password alone."""
+    monkeypatch.setenv("MATH_KEY", "key")
+    monkeypatch.setenv("OTHER_KEY", "")
+    url = "http://u:hidden@a:8002/v1"
+    servers[url] = Client()
+    assert teachers.client_of(url, "OTHER_KEY") is servers[url]
+    with pytest.raises(
+        ValueError, match=r"\*\*\*@a:8002/v1 .* password, and .* MATH_KEY"
+    ) as caught:
+        teachers.client_of(url, "MATH_KEY")
+    assert "hidden" not in str(caught.value)
+
+
+def test_password_and_api_key_of_prime_rls_client_are_refused():
+    client = Client()
+    client.api_key = "key"
+    with pytest.raises(ValueError, match=r"at http://\*\*\*@teacher:8001 has a user or password"):
+        prefill(client)
+    assert not client.requests
 
 
 def test_header_weights_add_up_to_one():

@@ -42,6 +42,23 @@ def test_export_to_stdout_has_no_password(version, teachers, tmp_path, capsys):
     assert "*** stands for a password; --output FILE writes it, mode 0600" in shown.err
 
 
+@pytest.mark.parametrize("table,variable", [("rollout", "STUDENT_KEY"), ("teacher", "MATH_KEY")])
+def test_export_of_password_and_api_key_is_refused(table, variable, tmp_path, monkeypatch, capsys):
+    """prime-rl would drop the key, and say nothing."""
+    raw = tables(rollout={"backend": "server", "url": WITH_PASSWORD, "api_key_var": "STUDENT_KEY"})
+    raw["teacher"] |= {"url": WITH_PASSWORD, "api_key_var": "MATH_KEY"}
+    path = tmp_path / "mine.toml"
+    path.write_text(tomli_w.dumps(raw))
+    assert main(["export", str(path), "--dialect", "head"]) == 0
+    monkeypatch.setenv(variable, "key")
+    assert main(["export", str(path), "--dialect", "head"]) == 2
+    shown = capsys.readouterr().err
+    message = (
+        f"The url in [{table}] has a user or password, and the environment variable {variable}"
+    )
+    assert message in " ".join(shown.split()) and "secret" not in shown
+
+
 @pytest.mark.parametrize("version", ["v0.6", "head"])
 def test_export_with_a_password_is_private(version, tmp_path, capsys):
     """The file has the password outside its comment, and is its owner's alone."""

@@ -1,7 +1,17 @@
 """Refuse recipes that ask for what no field of prime-rl's config can express."""
 
+import os
+
 from prime_composer.losses import require
-from prime_composer.recipe.schema import PolicyTeacherConfig, Recipe, RecipeError
+from prime_composer.recipe.routing import Routing
+from prime_composer.recipe.schema import (
+    PolicyTeacherConfig,
+    Recipe,
+    RecipeError,
+    RolloutConfig,
+    TeacherConfig,
+)
+from prime_composer.recipe.urls import has_credentials, two_credentials
 from prime_composer.upstream.settings import wire_support_size
 from prime_composer.upstream.versions import REMEDIES, VERSIONS, Version
 
@@ -20,6 +30,7 @@ def refuse(recipe: Recipe, version: Version) -> None:
             f"rollout.student_fraction = {fraction}: prime-rl samples every sequence from the "
             f"student. Set it to 1, {RUN_LOCALLY}"
         )
+    refuse_two_credentials(recipe)
     policy = None if recipe.teacher is None else recipe.teacher.policy
     try:
         wire_support_size(recipe.loss, "loss")
@@ -32,6 +43,21 @@ def refuse(recipe: Recipe, version: Version) -> None:
         require(recipe.loss, provided, REMEDIES, provider=f"prime-rl {version.name}")
     except ValueError as error:
         raise RecipeError(str(error)) from None
+
+
+def refuse_two_credentials(recipe: Recipe) -> None:
+    """Check that no server has both a password and an API key; prime-rl would drop the key.
+
+    Raises:
+        RecipeError: one has; the message names its table and the environment variable.
+    """
+    servers: dict[str, RolloutConfig | TeacherConfig] = {"rollout": recipe.rollout}
+    for teacher_id, teacher in Routing.of_recipe(recipe).teachers.items():
+        servers[teacher_id.table] = teacher
+    for table, server in servers.items():
+        key = os.environ.get(server.api_key_var)
+        if key and server.url is not None and has_credentials(server.url):
+            raise RecipeError(two_credentials(f"The url in [{table}]", server.api_key_var))
 
 
 def refuse_policy_teacher(policy: PolicyTeacherConfig, version: Version) -> None:

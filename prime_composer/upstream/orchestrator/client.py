@@ -16,7 +16,7 @@ from prime_composer.backends.vllm_logprobs import (
     read_answer,
     top_k_of,
 )
-from prime_composer.recipe.urls import public_url
+from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
 
 IN_FLIGHT = 32
 """Most requests of this process between being sent and being parsed.
@@ -119,10 +119,16 @@ class Requests:
 
         Raises:
             InvalidAnswer: the answer is not scores of these tokens, or too large for that.
-            ValueError: the server refuses K.
+            ValueError: the server refuses K, or the client has both a password and an API key.
         """
         base = str(client.base_url).rstrip("/").removesuffix("/v1")
         origin = f"The teacher at {public_url(base)}"
+        if has_credentials(base) and client.api_key not in ("", "EMPTY"):
+            raise ValueError(
+                two_credentials(
+                    f"The url of the teacher at {public_url(base)}", "of its api_key_var"
+                )
+            )
         body = {
             "model": model,
             "token_ids": list(token_ids),
@@ -152,7 +158,8 @@ class Requests:
                 if getattr(error, "status_code", None) == 400 and "logprobs" in str(error):
                     raise ValueError(
                         f"{origin} refuses prompt_logprobs = {k}: start it with "
-                        f"--max-logprobs {k} or more (vLLM's default is 20). Its answer: {public_url(str(error))}"
+                        f"--max-logprobs {k} or more (vLLM's default is 20). Its answer: "
+                        f"{public_url(str(error))}"
                     ) from error
                 raise
             return await loop.run_in_executor(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from prime_composer.backends.answers import InvalidAnswer
-from prime_composer.recipe.urls import public_url
+from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
 from prime_composer.upstream.orchestrator.client import Requests, Scores
 from prime_composer.upstream.toml_shapes import API_KEY_VAR, HEADER
 
@@ -57,11 +57,17 @@ def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
 
 @functools.cache
 def client_of(url: str, api_key_var: str) -> Any:
-    """Return the openai client of a teacher's server, one per server."""
+    """Return the openai client of a teacher's server, one per server.
+
+    Raises:
+        ValueError: the URL has a user or a password, and the variable has an API key.
+    """
     from openai import AsyncOpenAI
 
-    key = os.environ.get(api_key_var) or "EMPTY"
-    return AsyncOpenAI(base_url=url, api_key=key, max_retries=5)
+    key = os.environ.get(api_key_var)
+    if key and has_credentials(url):
+        raise ValueError(two_credentials(f"The url {public_url(url)} of a teacher", api_key_var))
+    return AsyncOpenAI(base_url=url, api_key=key or "EMPTY", max_retries=5)
 
 
 async def score_by_each(
