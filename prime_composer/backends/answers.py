@@ -7,6 +7,7 @@ What no single answer shows is not found here: right log-probs of another model 
 or the log-prob 0 of every token where no support was asked for.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -77,9 +78,9 @@ def check_scores(
     n = len(sampled)
     place = "" if sequence is None else f"sequence {sequence}, "
 
-    def refuse(row: int, found: str, expected: str) -> NoReturn:
+    def refuse(first: int, row: int, found: str, expected: str) -> NoReturn:
         raise InvalidAnswer(
-            f"{origin} gave a wrong score at {place}position {start + row}: {found}, where "
+            f"{origin} gave a wrong score at {place}position {start + first + row}: {found}, where "
             f"{expected} was expected."
         )
 
@@ -99,7 +100,7 @@ def check_scores(
             vocab_size=vocab_size,
             ranked=ranked,
             trained=trained,
-            refuse=lambda row, found, expected, first=first: refuse(first + row, found, expected),
+            refuse=functools.partial(refuse, first),
         )
 
 
