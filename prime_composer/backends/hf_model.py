@@ -15,6 +15,10 @@ from prime_composer.backends.model_files import has_tokenizer, missing_folder, w
 from prime_composer.lm_head import selected_logprobs
 
 
+PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Number formats of weights that are not quantized. PyTorch compares no others."""
+
+
 class ModelUnavailable(ValueError):
     """A model or tokenizer could not be loaded; the message says why and names the remedy."""
 
@@ -146,13 +150,15 @@ def load_model(
 
 
 def check_finite(net: nn.Module, model: str | Path) -> None:
-    """Check that no weight is NaN or infinite.
+    """Check that no weight is NaN or infinite. Quantized weights are not looked at.
 
     Raises:
         ModelUnavailable: one is; the message names it.
     """
     for name, weight in net.named_parameters():
-        if weight.numel() and not torch.stack(weight.detach().aminmax()).isfinite().all():
+        if weight.dtype not in PLAIN_DTYPES or weight.numel() == 0:
+            continue
+        if not torch.stack(weight.detach().aminmax()).isfinite().all():
             raise ModelUnavailable(
                 f"Could not load {model}: its weight {name} has values that are NaN or infinite; "
                 "use another checkpoint."
