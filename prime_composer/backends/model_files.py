@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 HUB_SECONDS = 1.5
-"""Time for the hub to accept a connection."""
+"""Time for the hub to be out of reach for certain. Afterwards the loader tries."""
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
@@ -103,7 +103,8 @@ def _scales(rope: Any) -> bool:
 def why_not_on_hub(model: str) -> str | None:
     """Return why a model that is no folder cannot be loaded: it is not cached, and there is no hub.
 
-    Nothing is downloaded. A model in the cache needs no hub.
+    Nothing is downloaded. A model in the cache needs no hub. A hub that only answers slowly is no
+    reason: a name server may be slow, and the loader tries every address with more patience.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -115,7 +116,7 @@ def why_not_on_hub(model: str) -> str | None:
             f"{neither} HF_HUB_OFFLINE is set, so the hub was not contacted; name a local copy in "
             "the model's table, for example --set student.model=DIR, or unset HF_HUB_OFFLINE."
         )
-    if _answers(constants.ENDPOINT):
+    if not _refuses(constants.ENDPOINT):
         return None
     return (
         f"{neither} {constants.ENDPOINT} could not be reached; name a local copy in the model's "
@@ -125,26 +126,31 @@ def why_not_on_hub(model: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=4)
-def _answers(endpoint: str) -> bool:
-    """Return whether a server accepts a connection. Behind a proxy it is assumed to."""
+def _refuses(endpoint: str) -> bool:
+    """Return whether a server is out of reach for certain, within ``HUB_SECONDS``.
+
+    It is where its name does not resolve, and where every address refuses at once. Behind a proxy
+    nothing is certain.
+    """
     parts = urlsplit(endpoint)
     if parts.hostname is None or parts.scheme in getproxies() or "all" in getproxies():
-        return True
+        return False
     address = (parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
-    connected = threading.Event()
+    refused = threading.Event()
 
     def connect() -> None:
         try:
-            socket.create_connection(address, HUB_SECONDS).close()
-            connected.set()
-        except OSError:
+            # More time than is waited for: an address that is silent leaves it undecided.
+            socket.create_connection(address, 2 * HUB_SECONDS).close()
+        except TimeoutError:
             pass
+        except OSError:
+            refused.set()
 
-    # A name server that does not answer would take longer than the connection's own time.
     attempt = threading.Thread(target=connect, daemon=True)
     attempt.start()
     attempt.join(HUB_SECONDS)
-    return connected.is_set()
+    return refused.is_set()
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

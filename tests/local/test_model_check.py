@@ -16,7 +16,7 @@ import tomli_w
 import torch
 
 from prime_composer.backends import model_files
-from prime_composer.backends.hf_model import ModelUnavailable, load_model
+from prime_composer.backends.hf_model import ModelUnavailable, check_finite, load_model
 from prime_composer.backends.model_files import positions
 from prime_composer.cli.commands import main
 from prime_composer.local.model_check import check_models, in_table, warnings_of_paths
@@ -177,21 +177,75 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None
     return at
 
 
-def test_hub_that_does_not_answer_is_refused_in_time(
+def silent_name_server(*args: Any) -> Any:
+    time.sleep(4)
+    raise socket.gaierror("no answer")
+
+
+def resolved_to(*addresses: str) -> Callable[..., Any]:
+    """Return a resolver that finds these addresses for every name."""
+
+    def resolve(host: str, port: int, *args: Any) -> Any:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (at, port)) for at in addresses]
+
+    return resolve
+
+
+class SilentAt1(socket.socket):
+    """A socket that waits for an answer of 127.0.0.1 in vain, as of a black hole."""
+
+    def connect(self, address: Any) -> None:
+        if address[0] == "127.0.0.1":
+            time.sleep(self.gettimeout() or 60)
+            raise TimeoutError("timed out")
+        super().connect(address)
+
+
+def test_hub_whose_name_does_not_resolve_is_refused(
     hub: Callable[[str], None], tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the name server is silent, which the system's resolver waits for."""
+    """This is certain at once."""
 
-    def silent(*args: Any) -> Any:
-        time.sleep(4)
-        raise socket.gaierror("no answer")
+    def unknown(*args: Any) -> Any:
+        raise socket.gaierror("unknown name")
 
-    monkeypatch.setattr(socket, "getaddrinfo", silent)
-    hub("https://silent.example")
-    start = time.monotonic()
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    hub("https://unknown.example")
     message = refusal(tiny_recipe(teacher={"model": "org/model"}))
+    assert "https://unknown.example could not be reached" in message
+
+
+def test_hub_whose_addresses_all_refuse_is_refused(
+    hub: Callable[[str], None], tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody listens at either address."""
+    monkeypatch.setattr(socket, "getaddrinfo", resolved_to("127.0.0.1", "127.0.0.2"))
+    hub("http://refuses.example:9")
+    message = refusal(tiny_recipe(teacher={"model": "org/model"}))
+    assert "http://refuses.example:9 could not be reached" in message
+
+
+def test_hub_behind_a_silent_address_is_left_to_the_loader(
+    hub: Callable[[str], None], tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a hub's addresses the first one may be a black hole, such as IPv6 of some networks."""
+    monkeypatch.setattr(socket, "getaddrinfo", resolved_to("127.0.0.1", "127.0.0.2"))
+    monkeypatch.setattr(socket, "socket", SilentAt1)
+    hub("http://half-silent.example:9")
+    start = time.monotonic()
+    check_models(parse_recipe(tiny_recipe(teacher={"model": "org/model"})))
     assert time.monotonic() - start < 2.5
-    assert "https://silent.example could not be reached" in message
+
+
+def test_hub_with_a_slow_name_server_is_left_to_the_loader(
+    hub: Callable[[str], None], tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loader waits as long as the system's resolver does."""
+    monkeypatch.setattr(socket, "getaddrinfo", silent_name_server)
+    hub("https://slow.example")
+    start = time.monotonic()
+    check_models(parse_recipe(tiny_recipe(teacher={"model": "org/model"})))
+    assert time.monotonic() - start < 2.5
 
 
 def test_hub_that_answers_is_left_to_the_library(
@@ -251,6 +305,18 @@ def test_weights_that_are_not_finite_are_refused(value: float, folder: Path) -> 
         f"[student] Could not load {folder}: its weight model.norm.weight has values that are NaN "
         "or infinite; use another checkpoint."
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool], ids=str)
+def test_quantized_weights_are_not_looked_at(dtype: torch.dtype) -> None:
+    """PyTorch cannot compare numbers of 8 bits. The scales beside them are looked at."""
+    net = torch.nn.Module()
+    net.weight = torch.nn.Parameter(torch.ones(4).to(dtype), requires_grad=False)
+    net.scale = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    check_finite(net, "org/model")
+    net.scale.data.fill_(torch.nan)
+    with pytest.raises(ModelUnavailable, match="its weight scale has values that are NaN"):
+        check_finite(net, "org/model")
 
 
 @pytest.mark.parametrize("command", ["check", "export"])
