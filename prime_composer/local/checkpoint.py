@@ -5,6 +5,7 @@ of it is ``manifest.json``, with the size and the SHA-256 of every other file.
 """
 
 import contextlib
+import fnmatch
 import hashlib
 import json
 import os
@@ -35,9 +36,33 @@ TRAINER_FILE = "trainer.pt"
 TRAINER_FORMAT = 2
 """Of ``trainer.pt``. 1, which is not written in it: without a manifest, with torch's generator."""
 
+_LOADED = (
+    "*.safetensors",
+    "*.bin",
+    "*.index.json",
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "*quant*_config.json",
+    "*processor_config.json",
+    "tokenizer*.json",
+    "tokenizer*.model",
+    "spiece.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+)
+"""What transformers and vLLM read from a model's directory without being told to."""
+
 
 class DamagedCheckpoint(ValueError):
     """A checkpoint is not what was saved. The message names the file."""
+
+
+class StrayFile(DamagedCheckpoint):
+    """A checkpoint is whole, and a file that was not saved would be loaded with it."""
 
 
 class CheckpointNotSaved(ValueError):
@@ -128,9 +153,10 @@ class Checkpoint:
             if _sha256(file) != saved["sha256"]:
                 raise DamagedCheckpoint(f"{file} is not what was saved (its SHA-256 differs)")
         for name in sorted(_files_of(self.path).keys() - files.keys() - {MANIFEST}):
-            if not Path(name).name.startswith("."):
-                raise DamagedCheckpoint(
-                    f"{self.path / name} was not saved with this checkpoint; move it elsewhere"
+            if _is_loaded(name):
+                raise StrayFile(
+                    f"{self.path / name} was not saved with this checkpoint and would be loaded "
+                    "with it; move it elsewhere"
                 )
 
     def _verify_without_manifest(self) -> None:
@@ -158,7 +184,7 @@ def save_checkpoint(
     """Write the checkpoint of ``step`` atomically, and delete all but the newest ``keep``.
 
     A crash at any point leaves the older checkpoints as they were, and at most one ``.tmp``
-    directory, which the next save removes.
+    directory, which the next save removes. One that cannot be removed stays.
 
     Args:
         run_dir: the run directory.
@@ -173,13 +199,17 @@ def save_checkpoint(
     """
     folder = run_dir / CHECKPOINTS
     target = folder / _name(step)
-    unfinished = folder / f"{target.name}.tmp"
+    unfinished = _unused(target, ".tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob("*.tmp"):
-            remove(leftover)
+        for leftover in folder.iterdir():
+            if re.fullmatch(r".*\.tmp(-[0-9]+)?", leftover.name):
+                # Files that are open elsewhere stay on NFS, and another user's stay anywhere.
+                with contextlib.suppress(OSError):
+                    remove(leftover)
         if target.exists():
             return Checkpoint(target, step)
+        unfinished = _unused(target, ".tmp")
         unfinished.mkdir()
         _write(unfinished, step, model, tokenizer, state)
         os.rename(unfinished, target)
@@ -200,7 +230,7 @@ def save_checkpoint(
     for old in list_checkpoints(run_dir)[:-keep]:
         with contextlib.suppress(OSError):
             # Renamed first, so that a half-deleted checkpoint does not look complete.
-            renamed = old.path.with_name(f"{old.path.name}.tmp")
+            renamed = _unused(old.path, ".tmp")
             os.rename(old.path, renamed)
             remove(renamed)
     return Checkpoint(target, step)
@@ -249,13 +279,14 @@ def tensor_bytes(values: Any) -> int:
     return sum(found.values())
 
 
-def check_room(run_dir: Path, size: int, count: int) -> None:
+def check_room(run_dir: Path, size: int, count: int, resumed: int | None = None) -> None:
     """Check that the disk has room for the checkpoints of a run.
 
     Args:
-        run_dir: the run directory. What earlier checkpoints use there counts as free.
+        run_dir: the run directory. What its checkpoints use counts as free, for they are deleted.
         size: bytes of one checkpoint.
         count: checkpoints that are on the disk at once.
+        resumed: the step that the run continues from. Newer checkpoints are set aside and stay.
 
     Raises:
         NoRoom: it has not. A disk that does not say how much is free is not refused.
@@ -263,7 +294,11 @@ def check_room(run_dir: Path, size: int, count: int) -> None:
     free = free_bytes(run_dir)
     if free is None:
         return
-    room = free + sum(used_bytes(checkpoint.path) for checkpoint in list_checkpoints(run_dir))
+    room = free + sum(
+        used_bytes(checkpoint.path)
+        for checkpoint in list_checkpoints(run_dir)
+        if resumed is None or checkpoint.step <= resumed
+    )
     if room < size * count:
         raise NoRoom(
             f"{run_dir}: the checkpoints of this run need {readable(size * count)} "
@@ -293,27 +328,41 @@ def whole_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
         DamagedCheckpoint: it is damaged, or not there. The message names the newest one that is
             whole.
     """
-    checkpoints = list_checkpoints(run_dir)
-    steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
-    chosen = [checkpoints[-1]] if step is None else [c for c in checkpoints if c.step == step]
-    if not chosen:
-        raise DamagedCheckpoint(f"{run_dir} has no checkpoint of step {step}; it has {steps}")
+    chosen = find_checkpoint(run_dir, step)
     try:
-        chosen[0].verify()
+        chosen.verify()
+    except StrayFile:  # whose sentence has its remedy
+        raise
     except DamagedCheckpoint as error:
-        others = [c for c in checkpoints if c != chosen[0]]
+        others = [other for other in list_checkpoints(run_dir) if other != chosen]
         raise DamagedCheckpoint(f"{error}; {_remedy(others)}") from error
-    return chosen[0]
+    return chosen
+
+
+def find_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
+    """Return a checkpoint without reading it. Arguments are those of ``whole_checkpoint``.
+
+    Raises:
+        DamagedCheckpoint: it is not there.
+    """
+    checkpoints = list_checkpoints(run_dir)
+    for checkpoint in reversed(checkpoints):
+        if step in (None, checkpoint.step):
+            return checkpoint
+    steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
+    raise DamagedCheckpoint(f"{run_dir} has no checkpoint of step {step}; it has {steps}")
 
 
 def _remedy(others: list[Checkpoint]) -> str:
     for checkpoint in reversed(others):
-        with contextlib.suppress(DamagedCheckpoint):
+        go_on = f"continue from it with --resume --step {checkpoint.step}"
+        try:
             checkpoint.verify()
-            return (
-                f"step {checkpoint.step} is the newest that is whole: continue from it with "
-                f"--resume --step {checkpoint.step}"
-            )
+            return f"step {checkpoint.step} is the newest that is whole: {go_on}"
+        except StrayFile as error:
+            return f"{error}, and {go_on}"
+        except DamagedCheckpoint:
+            continue
     return "no other checkpoint of this run is whole; start a new run"
 
 
@@ -326,10 +375,7 @@ def set_newer_aside(run_dir: Path, step: int) -> list[Path]:
     renamed = []
     for checkpoint in list_checkpoints(run_dir):
         if checkpoint.step > step:
-            number, path = 1, checkpoint.path.with_name(f"{checkpoint.path.name}.aside")
-            while path.exists():
-                number += 1
-                path = checkpoint.path.with_name(f"{checkpoint.path.name}.aside-{number}")
+            path = _unused(checkpoint.path, ".aside")
             os.rename(checkpoint.path, path)
             renamed.append(path)
     return renamed
@@ -347,10 +393,27 @@ def _name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def _unused(path: Path, suffix: str) -> Path:
+    """Return ``path`` with a suffix, and with a number after it where that name is taken."""
+    number, candidate = 1, path.with_name(f"{path.name}{suffix}")
+    while os.path.lexists(candidate):
+        number += 1
+        candidate = path.with_name(f"{path.name}{suffix}-{number}")
+    return candidate
+
+
 def _files_of(folder: Path) -> dict[str, Path]:
     return {
         path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
     }
+
+
+def _is_loaded(name: str) -> bool:
+    """Return whether a file of this name in a model's directory is loaded with the model."""
+    folder, _, file = name.rpartition("/")
+    if folder:
+        return folder == "additional_chat_templates"
+    return not file.startswith(".") and any(fnmatch.fnmatchcase(file, like) for like in _LOADED)
 
 
 def _sha256(path: Path) -> str:

@@ -122,14 +122,18 @@ def train(
         state = TrainingState.of_recipe(recipe, engine)
         if resume is not None:
             state.load(resume)
-        check_room(run_dir, state.checkpoint_bytes(), checkpoints_at_once(recipe, state.steps))
+        resumed = None if resume is None else resume.step
+        at_once = checkpoints_at_once(recipe, state.steps)
+        check_room(run_dir, state.checkpoint_bytes(), at_once, resumed)
         canary = state.open_canary(recipe, preflight(engine, recipe, status))
         if begin is not None:
             begin()
-        if resume is not None:
-            for path in set_newer_aside(run_dir, resume.step):
-                status(f"warning: a checkpoint after step {resume.step} is now {path}")
-        resumed = None if resume is None else resume.step
+        if resumed is not None:
+            for path in set_newer_aside(run_dir, resumed):
+                status(
+                    f"warning: a checkpoint after step {resumed} is now {path}; no run deletes it: "
+                    "delete it when you do not need it"
+                )
         with Tracker(run_dir, recipe.logging, resumed, status) as tracker:
             evaluator = Evaluator.of_recipe(engine, recipe)
             evaluations = past_evaluations(run_dir)

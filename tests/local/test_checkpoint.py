@@ -148,14 +148,48 @@ def test_folder_renamed_to_another_step_is_refused(tmp_path: Path) -> None:
         list_checkpoints(tmp_path)[-1].load()
 
 
-def test_file_that_was_not_saved_is_refused(tmp_path: Path) -> None:
-    """transformers would read such a file; a desktop's hidden files are nobody's."""
-    save(tmp_path, 2)
-    (folder_of(tmp_path, 2) / ".DS_Store").write_text("x")
-    whole_checkpoint(tmp_path)
-    (folder_of(tmp_path, 2) / "adapter_config.json").write_text("{}")
-    with pytest.raises(DamagedCheckpoint, match=r"adapter_config\.json was not saved"):
+@pytest.mark.parametrize(
+    "stray",
+    [
+        "adapter_config.json",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+    ],
+)
+def test_file_that_was_not_saved_is_refused(stray: str, tmp_path: Path) -> None:
+    """transformers would read such a file. Moved elsewhere, it is no reason for a new run."""
+    save(tmp_path, 1, 2)
+    (folder_of(tmp_path, 2) / stray).parent.mkdir(exist_ok=True)
+    (folder_of(tmp_path, 2) / stray).write_text("{}")
+    with pytest.raises(DamagedCheckpoint) as caught:
         whole_checkpoint(tmp_path)
+    assert str(caught.value).endswith(
+        f"step_000002/{stray} was not saved with this checkpoint and would be loaded with it; "
+        "move it elsewhere"
+    )
+    flip(folder_of(tmp_path, 1) / WEIGHTS)
+    with pytest.raises(DamagedCheckpoint) as caught:
+        whole_checkpoint(tmp_path, 1)
+    assert str(caught.value).endswith(
+        "move it elsewhere, and continue from it with --resume --step 2"
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["README.md", "eval_results.json", ".DS_Store", "._model.safetensors", "plots/x.safetensors"],
+)
+def test_file_that_is_not_loaded_is_ignored(name: str, tmp_path: Path) -> None:
+    """People leave notes and results beside the weights."""
+    save(tmp_path, 2)
+    (folder_of(tmp_path, 2) / name).parent.mkdir(exist_ok=True)
+    (folder_of(tmp_path, 2) / name).write_text("x")
+    assert whole_checkpoint(tmp_path).step == 2
 
 
 def test_step_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
@@ -319,6 +353,45 @@ def test_leftover_tmp_of_any_kind_is_removed(kind: str, tmp_path: Path) -> None:
     save(run_dir, 1)
     assert steps_of(run_dir) == [1] and not leftover.exists()
     assert (outside / "thesis.txt").read_text() == "mine"
+
+
+def test_leftover_that_cannot_be_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's folder, or a file that is open elsewhere on NFS: the save has another name."""
+    leftovers = {"step_000002.tmp", "step_000002.tmp-2", "step_000001.tmp"}
+    for name in leftovers:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(module.shutil, "rmtree", refuse)
+    save(tmp_path, 1, 2, keep=1)
+    assert steps_of(tmp_path) == [2]
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == leftovers | {"step_000002", "step_000001.tmp-2"}
+    monkeypatch.undo()
+    save(tmp_path, 3)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
+        "step_000002", "step_000003"
+    }  # fmt: skip
+
+
+def test_check_room_leaves_out_newer_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 40 bytes in steps 1 and 3 each, a run that continues from step 1 sets those of 3 aside."""
+    for step in (1, 3):
+        folder_of(tmp_path, step).mkdir(parents=True)
+        (folder_of(tmp_path, step) / "w").write_bytes(bytes(40))
+    monkeypatch.setattr(
+        disk.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(999, 1, 250)
+    )
+    check_room(tmp_path, 145, 2, resumed=1)
+    check_room(tmp_path, 165, 2, resumed=3)
+    with pytest.raises(NoRoom, match="room for 290 B"):
+        check_room(tmp_path, 146, 2, resumed=1)
 
 
 def test_check_room_counts_checkpoints_that_are_there(
