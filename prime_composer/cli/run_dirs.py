@@ -15,6 +15,7 @@ from prime_composer.cli.formatting import RECIPE_FILE
 from prime_composer.local.checkpoint import (
     CHECKPOINTS,
     Checkpoint,
+    find_checkpoint,
     list_checkpoints,
     remove,
     whole_checkpoint,
@@ -26,9 +27,14 @@ from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.recipe.urls import MASK
 
 MAY_CHANGE = re.compile(
-    r"(eval|logging|checkpoint|checks|prime_rl)(\..*)?|output_dir|(teacher|rollout|teachers\..*)\.wait"
+    r"(eval|logging|checkpoint|checks|prime_rl)(\..*)?|output_dir"
+    r"|(teacher|rollout|teachers\..*)\.(wait|timeout)"
 )
 """Keys that a resumed run may change: they do not touch the numbers that it trains on."""
+
+PROVEN = re.compile(r"(?P<table>teacher|teachers\..+|rollout)\.(url|dtype)")
+"""Keys of a model on a server that a resumed run may change, for its first answers prove that the
+model is the same. A dtype there only says how far answers may be apart."""
 
 REPORT_FILE = "report.png"
 TENSORBOARD = "tensorboard"
@@ -43,7 +49,7 @@ _OURS = _WRITTEN_FIRST | {
     TENSORBOARD,
     CHECKPOINTS,
 }
-_OUR_CHECKPOINT = re.compile(r"step_[0-9]+(\.tmp|\.aside(-[0-9]+)?)?")
+_OUR_CHECKPOINT = re.compile(r"step_[0-9]+(\.(tmp|aside)(-[0-9]+)?)?")
 _OUR_EVENTS = re.compile(r"events\.out\.tfevents\..*")
 
 
@@ -99,6 +105,14 @@ def choose_run_dir(wish: Wish) -> RunDir:
         InUse: another process trains in it.
         DamagedCheckpoint: the checkpoint is not what was saved.
     """
+    run_dir = _choose(wish)
+    if run_dir.checkpoint is not None:
+        whole_checkpoint(run_dir.path, run_dir.checkpoint.step)
+    return run_dir
+
+
+def _choose(wish: Wish) -> RunDir:
+    """Return what ``choose_run_dir`` returns, with a checkpoint that was not read."""
     if wish.output_dir is not None:
         return _look_at(Path(wish.output_dir), wish)
     newest = free = None
@@ -168,7 +182,7 @@ def claim_run_dir(wish: Wish) -> Claim:
     Errors are those of ``choose_run_dir``.
     """
     while True:
-        path = choose_run_dir(wish).path
+        path = _choose(wish).path
         created = not path.exists()
         numbered = wish.output_dir is None and not wish.resume
         try:
@@ -180,6 +194,8 @@ def claim_run_dir(wish: Wish) -> Claim:
             raise
         try:
             run_dir = _look_at(path, wish, held=True)
+            if run_dir.checkpoint is not None:
+                whole_checkpoint(path, run_dir.checkpoint.step)
             if not (run_dir.replaces or run_dir.checkpoint):
                 write_recipe(path, wish.recipe)
         except BaseException as error:
@@ -191,7 +207,7 @@ def claim_run_dir(wish: Wish) -> Claim:
 
 
 def _look_at(path: Path, wish: Wish, held: bool = False) -> RunDir:
-    """Return what a run in this directory would be.
+    """Return what a run in this directory would be. A checkpoint is not read.
 
     Args:
         path: the directory; need not exist.
@@ -222,7 +238,7 @@ def _look_at(path: Path, wish: Wish, held: bool = False) -> RunDir:
         )
     checkpoints = list_checkpoints(path)
     if wish.resume and checkpoints:
-        checkpoint = whole_checkpoint(path, wish.step)
+        checkpoint = find_checkpoint(path, wish.step)
         return RunDir(path, checkpoint, note=_compare(path, wish.recipe, checkpoint))
     if not checkpoints and RECIPE_FILE in names:
         others = foreign_files(path)
@@ -276,6 +292,12 @@ def _compare(path: Path, recipe: Recipe, checkpoint: Checkpoint) -> str:
             f"warning: {checkpoint.path} is of a version without checksums, so that a changed "
             "byte in it is not noticed"
         )
+    elif moved := [key for key in changed if _is_proven(key, path, recipe)]:
+        changed = [key for key in changed if key not in moved]
+        notes.append(
+            f"{', '.join(moved)}: other values than at the run's start; the same model has to "
+            "answer there"
+        )
     if "trainer.steps" in changed:
         before = read_recipe(path)["trainer"]["steps"]
         refusal = _why_not_other_steps(before, recipe, checkpoint)
@@ -290,6 +312,19 @@ def _compare(path: Path, recipe: Recipe, checkpoint: Checkpoint) -> str:
             "give the same ones, or start a new run without --resume"
         )
     return "\n".join(notes)
+
+
+def _is_proven(key: str, path: Path, recipe: Recipe) -> bool:
+    """Return whether a changed key is one of a server's, before and now."""
+    match = PROVEN.fullmatch(key)
+    if match is None:
+        return False
+    for table in (read_recipe(path), recipe.model_dump(mode="json")):
+        for name in match["table"].split(".", 1):
+            table = table[name]
+        if table.get("url") is None:
+            return False
+    return True
 
 
 def _why_not_other_steps(before: int, recipe: Recipe, checkpoint: Checkpoint) -> str:

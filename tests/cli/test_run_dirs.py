@@ -19,6 +19,7 @@ from prime_composer.cli.run_dirs import (
     claim_run_dir,
     write_recipe,
 )
+from prime_composer.local import checkpoint as checkpoint_module
 from prime_composer.local.checkpoint import DamagedCheckpoint, list_checkpoints
 from prime_composer.local.lock import InUse, RunLock
 from prime_composer.recipe.loading import parse_recipe
@@ -225,8 +226,8 @@ def test_resume_names_a_recipe_that_is_gone_or_cut(wish: Callable[..., Wish]) ->
 
 
 ALLOWED = {
-    "teacher": {"wait": 5.0},
-    "rollout": {"wait": 5.0},
+    "teacher": {"wait": 5.0, "timeout": 900.0},
+    "rollout": {"wait": 5.0, "timeout": 900.0},
     "checks": {"every": 3},
     "eval": {"every": 1},
     "checkpoint": {"keep": 7},
@@ -260,9 +261,81 @@ def test_resume_compares_urls_without_their_passwords(
 
     finish(wish(**with_url("http://me:secret@host:1")), 2)
     assert "secret" not in Path("run/recipe.json").read_text()
-    assert choose_run_dir(wish(**with_url("http://me:new@host:1"), resume=True)).checkpoint
-    message = refusal(wish(**with_url("http://me:new@other:1"), resume=True))
-    assert "teacher.url" in message and "new@" not in message
+    note = choose_run_dir(wish(**with_url("http://me:new@host:1"), resume=True)).note
+    assert note == ""
+    # What versions without the mask wrote.
+    written = Path("run/recipe.json").read_text()
+    Path("run/recipe.json").write_text(written.replace("***@host", "me:secret@host"))
+    assert "me:secret@host" in Path("run/recipe.json").read_text()
+    note = choose_run_dir(wish(**with_url("http://me:new@host:1"), resume=True)).note
+    assert note == ""
+    note = choose_run_dir(wish(**with_url("http://me:new@other:1"), resume=True)).note
+    assert note.startswith("teacher.url: other values") and "new@" not in note
+
+
+def served(recipe: dict[str, Any], url: str, dtype: str | None = None) -> dict[str, Any]:
+    """Return the changes that put the teacher and the sampler of a recipe on servers."""
+    teacher = {"model": "m", "url": url, "dtype": dtype, "backend": "server"}
+    rollout = {**recipe["rollout"], "backend": "server", "url": url}
+    return {
+        "teacher": None,
+        "teachers": {"a": teacher},
+        "rollout": rollout,
+    }
+
+
+def test_resume_allows_servers_to_move(tiny_recipe: Raw, wish: Callable[..., Wish]) -> None:
+    """The first answers of a resumed run prove that the same models are there."""
+    path = finish(wish(changes=served(tiny_recipe(), "http://a:1")), 2)
+    moved = served(tiny_recipe(), "http://b:2", "bfloat16")
+    claim = claim_run_dir(wish(changes=moved, resume=True))
+    with claim:
+        keys = "rollout.url, teachers.a.dtype, teachers.a.url"
+        assert claim.run_dir.note.startswith(f"{keys}: other values than at the run's start")
+        claim.begin()
+    assert json.loads((path / "recipe.json").read_text())["rollout"]["url"] == "http://b:2"
+    moved["teachers"]["a"]["model"] = "another"
+    message = refusal(wish(changes=moved, resume=True))
+    assert "other values of teachers.a.model;" in message
+
+
+def test_resume_without_stored_answers_keeps_servers_strict(
+    tiny_recipe: Raw, wish: Callable[..., Wish]
+) -> None:
+    """Checkpoints of before manifests have no answers that could prove anything."""
+    finish(wish(changes=served(tiny_recipe(), "http://a:1")), 2)
+    folder = Path("run/checkpoints/step_000002")
+    (folder / "manifest.json").unlink()
+    torch.save({"step": 2, "rng": torch.get_rng_state()}, folder / "trainer.pt")
+    changes = served(tiny_recipe(), "http://b:2")
+    assert "teachers.a.url" in refusal(wish(changes=changes, resume=True))
+
+
+def test_resume_keeps_the_dtype_of_an_own_teacher(
+    tiny_recipe: Raw, wish: Callable[..., Wish]
+) -> None:
+    """Here the dtype is that of the weights, and so of the numbers that are trained on."""
+    finish(wish(), 2)
+    changes = {"teacher": {**tiny_recipe()["teacher"], "dtype": "bfloat16"}}
+    assert "other values of teacher.dtype;" in refusal(wish(changes=changes, resume=True))
+
+
+def test_claim_of_a_resumed_run_reads_its_checkpoint_once(
+    wish: Callable[..., Wish], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of many gigabytes are hashed once, by the process that holds the directory."""
+    finish(wish(), 1, 2)
+    read: list[str] = []
+    original = checkpoint_module._sha256
+    monkeypatch.setattr(
+        checkpoint_module, "_sha256", lambda path: read.append(path.name) or original(path)
+    )
+    with claim_run_dir(wish(resume=True)):
+        pass
+    once = ["config.json", "model.safetensors", "tokenizer.json", "trainer.pt"]
+    assert sorted(read) == once
+    choose_run_dir(wish(resume=True))
+    assert sorted(read) == sorted(once * 2)
 
 
 LONGER = {"trainer__schedule": "constant", "trainer__steps": 4}
