@@ -11,6 +11,7 @@ from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.disk import describe
 from prime_composer.local.model_check import check_models
 from prime_composer.problems.loading import ProblemSet, load_problem_set
+from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_models
 
@@ -28,10 +29,14 @@ def run_local(wish: Wish) -> int:
         The exit status: 0, 1 if the loss diverged, 128 + n after signal n (130 after Ctrl-C).
 
     Raises:
+        ImportError: a library that the run needs is missing.
         ValueError: the recipe, its data, its models or the run directory are unusable; or a server,
             the disk or a check ended the run.
     """
+    from prime_composer.local.plan import require_libraries
+
     check_models(wish.recipe)
+    require_libraries(wish.recipe, Routing.of_recipe(wish.recipe))
     problems = load_problem_set(wish.recipe.sources)
     with claim_run_dir(wish) as claim:
         print(claim.run_dir.describe(), flush=True)

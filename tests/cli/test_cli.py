@@ -108,6 +108,22 @@ def test_a_run_loads_recipe_data_and_models_once(
     assert sorted(calls) == ["load_problems", "parse_recipe", "prepare_models", "read_tables"]
 
 
+def test_rl_without_vllm_is_refused_before_preparing(
+    cli: Cli, tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for small models to be trained, only to read that vLLM is missing."""
+    from prime_composer.cli import runs
+    from prime_composer.local import plan
+
+    prepared: list[Any] = []
+    monkeypatch.setattr(runs, "prepare_models", lambda *args, **kw: prepared.append(args) or {})
+    monkeypatch.setattr(plan, "find_spec", lambda name: None if name == "vllm" else name)
+    done = cli("rl", "--config", tiny_file, "--engine", "local", "--set", "rollout.backend='vllm'")
+    assert done.returncode == 2 and not prepared
+    assert "this recipe needs vllm: pip install 'prime-composer[local]'" in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_a_second_run_gets_a_directory_of_its_own(
     cli: Cli, tiny_file: Path, tmp_path: Path
 ) -> None:
