@@ -17,23 +17,28 @@ WORKER = Path(__file__).with_name("math_verify_worker.py")
 START_SECONDS = 120.0
 """Time for the worker to import the library, which takes half a second on a quiet machine."""
 
-GRACE_SECONDS = 5.0
-"""Time after an answer's own until the worker is killed from here."""
-
 SECONDS_PER_ANSWER = 2.0
-"""Time for one answer. Nearly all take a few milliseconds."""
+"""CPU time for one answer. Nearly all take a few milliseconds."""
 
 SECONDS_WHEN_SPENT = 0.5
-"""Time for one answer when the budget is spent."""
+"""CPU time for one answer when the budget is spent."""
+
+WALL_SECONDS = 30.0
+"""Time for one answer on the clock, for a worker that gets no CPU time at all."""
+
+GRACE_SECONDS = 5.0
+"""Time after that until the worker is killed from here."""
 
 
 @dataclass
 class TimeBudget:
-    """The time that answers without a verdict may cost together, for example in a step.
+    """The CPU time that answers without a verdict may cost together, for example in a step.
+
+    A busy machine changes no verdict, because no clock is read.
 
     Attributes:
         seconds: the time. Once it is spent, every further answer gets ``SECONDS_WHEN_SPENT``.
-        spent: what answers without a verdict have taken so far.
+        spent: the limits of the answers without a verdict so far.
         timeouts: number of answers without a verdict.
     """
 
@@ -43,7 +48,7 @@ class TimeBudget:
 
     @property
     def per_answer(self) -> float:
-        """Seconds that the next answer may take."""
+        """CPU seconds that the next answer may take."""
         return SECONDS_PER_ANSWER if self.spent < self.seconds else SECONDS_WHEN_SPENT
 
 
@@ -61,11 +66,11 @@ class MathVerifier:
             ValueError: Math-Verify is missing or cannot be imported.
         """
         with self._lock:
-            limit, start = budget.per_answer, time.monotonic()
+            limit = budget.per_answer
             verdict = self._ask(reference, text, limit)
             if verdict is None:
                 budget.timeouts += 1
-                budget.spent += time.monotonic() - start
+                budget.spent += limit
         return bool(verdict)
 
     def close(self) -> None:
@@ -93,9 +98,10 @@ class MathVerifier:
         process = self._started()
         assert process.stdin is not None
         try:
-            process.stdin.write(json.dumps([reference, text, seconds]).encode() + b"\n")
+            question = json.dumps([reference, text, seconds, WALL_SECONDS])
+            process.stdin.write(question.encode() + b"\n")
             process.stdin.flush()
-            line = _read_line(process, seconds + GRACE_SECONDS)
+            line = _read_line(process, WALL_SECONDS + GRACE_SECONDS)
         except BrokenPipeError:
             line = b""
         if not line.endswith(b"\n"):

@@ -1,11 +1,11 @@
 """Compare answers with Math-Verify, in a process of its own.
 
 ``math_verifier.py`` runs this file alone, by its path. Each line of standard input is a JSON list:
-the reference, the answer, and the seconds that it may take. Each line of standard output is the
-verdict: true, false, or null where the time or the memory ran out.
+the reference, the answer, and the seconds that it may take, of CPU time and on the clock. Each line
+of standard output is the verdict: true, false, or null where the time or the memory ran out.
 
 Math-Verify cannot be interrupted from Python while it computes with large integers. So a child
-does the work, and the kernel kills it when its alarm rings. This process then forks another one,
+does the work, and the kernel kills it when one of its alarms rings. This process then forks another one,
 with the library already imported.
 """
 
@@ -36,7 +36,8 @@ def serve() -> None:
     while True:
         child = os.fork()
         if child == 0:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            for alarm in (signal.SIGPROF, signal.SIGALRM):
+                signal.signal(alarm, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
             for line in sys.stdin:
                 print(json.dumps(verdict(*json.loads(line))), file=verdicts, flush=True)
@@ -47,11 +48,12 @@ def serve() -> None:
         print("null", file=verdicts, flush=True)
 
 
-def verdict(reference: str, text: str, seconds: float) -> bool | None:
+def verdict(reference: str, text: str, cpu_seconds: float, wall_seconds: float) -> bool | None:
     """Return whether an answer equals the reference; None where memory ran out."""
     from math_verify import parse, verify
 
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    signal.setitimer(signal.ITIMER_REAL, wall_seconds)
     try:
         gold = parse(reference, parsing_timeout=None)
         return bool(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
@@ -60,7 +62,8 @@ def verdict(reference: str, text: str, seconds: float) -> bool | None:
     except Exception:  # the library's parsers raise what they like on text that is no mathematics
         return False
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
 
 
 if __name__ == "__main__":
