@@ -14,7 +14,6 @@ from prime_composer.backends.cpu_guard import hide_cuda_packages
 from prime_composer.backends.model_files import has_tokenizer, missing_folder, why_not_on_hub
 from prime_composer.lm_head import selected_logprobs
 
-
 PLAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Number formats of weights that are not quantized. PyTorch compares no others."""
 
