@@ -225,6 +225,7 @@ class Connection:
         self._outage: Waiting | None = None
         self._announced: Waiting | None = None
         self._quiet = Waiting(time.monotonic(), NO_ANSWER, QUIET_SECONDS)
+        self._deadline = timeout
         self._stream: Any = None
         self._in_flight = 0
         self.url, target, login = self._split(url)
@@ -349,6 +350,7 @@ class Connection:
     ) -> bytes:
         self._notice_closed_connection()
         self._in_flight += 1
+        self._deadline = seconds
         try:
             async with asyncio.timeout(seconds):
                 status, headers, answer = await self._exchange(method, path, content, max_bytes)
@@ -359,7 +361,9 @@ class Connection:
         except TimeoutError as error:
             raise self.error(
                 f"{self.name} did not finish its answer to {path} within {seconds:g} s; is it "
-                "overloaded or hung?"
+                f"overloaded or hung? If it is only slow, raise timeout = {self.timeout:g} in "
+                f"{self.section}.",
+                f"{self.section.strip('[]')}.timeout",
             ) from error
         finally:
             self._in_flight -= 1
@@ -453,7 +457,7 @@ class Connection:
                 self._announced = outage
                 self._show_wait(outage, now, self.wait)
         elif self._quiet.is_due(now):
-            self._show_wait(self._quiet, now, self.timeout)
+            self._show_wait(self._quiet, now, self._deadline)
 
     def _show_wait(self, waiting: Waiting, now: float, limit: float) -> None:
         age = now - waiting.since

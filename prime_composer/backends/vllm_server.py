@@ -67,8 +67,11 @@ from prime_composer.backends.vllm_logprobs import (
 
 T = TypeVar("T")
 
-SECONDS_PER_TOKEN = 0.1
-"""Time for one token of a completion, in addition to the time-out of a request."""
+SLOW_COMPLETION = 10
+"""Tokens per second of one completion on a slow server."""
+
+SLOW_SERVER = 200
+"""Tokens per second of a slow server, all completions together."""
 
 FINGERPRINT_TOKENS = 16
 
@@ -141,13 +144,15 @@ class Server:
         max_logprobs: the server's --max-logprobs, where known; otherwise the server refuses a
             larger K.
         concurrency: requests sent at once.
-        timeout: seconds that one answer may take in all. Completions get more, by their length.
+        timeout: seconds that one answer may take in all. Completions get more, by their number and
+            length.
         api_key: sent as a bearer token.
         api_key_var: the environment variable that it comes from, for messages.
 
     Attributes:
         url: base URL without credentials.
         model: the name that the server knows the model by.
+        concurrency: requests sent at once.
         limits: the sizes that the server can handle.
 
     Raises:
@@ -182,6 +187,7 @@ class Server:
         )
         self.url = self._connection.url
         self.section = section
+        self.concurrency = concurrency
         self._api_key_var = api_key_var
         self._has_key = bool(api_key)
         try:
@@ -411,6 +417,7 @@ class ServerSampler(Server):
     ) -> list[Rollout]:
         greedy = params.temperature == 0
         count = 1 if greedy else params.n
+        at_once = count * min(len(prompts), self.concurrency)
         if not greedy and (params.temperature != 1 or params.top_p < 1):
             self._check_processed(prompts[0])
 
@@ -430,7 +437,7 @@ class ServerSampler(Server):
             content = await self._complete(
                 prompt,
                 max_bytes=answer_bytes(count * (len(prompt) + params.max_tokens), 1),
-                seconds=SECONDS_PER_TOKEN * params.max_tokens,
+                seconds=sampling_seconds(at_once, params.max_tokens),
                 **settings,
             )
             choices = read_completions(content, self.origin)
@@ -680,6 +687,14 @@ def plain_sampling(**settings: Any) -> dict[str, Any]:
         "frequency_penalty": 0.0,
     }
     return neutral | settings
+
+
+def sampling_seconds(completions: int, max_tokens: int) -> float:
+    """Return how long a slow server may sample completions that it was asked for at once.
+
+    They come in addition to the time-out of a request.
+    """
+    return max(max_tokens / SLOW_COMPLETION, completions * max_tokens / SLOW_SERVER)
 
 
 def read_vocab_size(model: str) -> int | None:

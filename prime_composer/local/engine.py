@@ -43,6 +43,7 @@ class BackendSpec:
         url: base URL, for a server.
         api_key_var: environment variable with the server's API key.
         wait: seconds to wait for a server that is away.
+        timeout: seconds that one answer of a server may take.
         section: the recipe's table that describes the model, in brackets.
         weights_dir: directory through which a server receives new weights; None is the system's
             own.
@@ -56,6 +57,7 @@ class BackendSpec:
     url: str | None
     api_key_var: str
     wait: float
+    timeout: float
     section: str
     weights_dir: Path | None
 
@@ -77,6 +79,7 @@ def student_spec(recipe: Recipe, model: str | Path) -> BackendSpec:
         url=config.url,
         api_key_var=config.api_key_var,
         wait=config.wait,
+        timeout=config.timeout,
         section="[rollout]",
         weights_dir=config.weights_dir,
     )
@@ -102,6 +105,7 @@ def teacher_spec(
         url=teacher.url,
         api_key_var=teacher.api_key_var,
         wait=teacher.wait,
+        timeout=teacher.timeout,
         section=f"[{table}]",
         weights_dir=None,
     )
@@ -143,6 +147,7 @@ def open_sampler(spec: BackendSpec, status: Callable[[str], None] | None = None)
             model=str(spec.model),
             section=spec.section,
             wait=spec.wait,
+            timeout=spec.timeout,
             status=status,
             weights_dir=spec.weights_dir,
             api_key=spec.api_key,
@@ -183,6 +188,7 @@ def open_scorer(spec: BackendSpec, status: Callable[[str], None] | None = None) 
             model=str(spec.model),
             section=spec.section,
             wait=spec.wait,
+            timeout=spec.timeout,
             status=status,
             api_key=spec.api_key,
             api_key_var=spec.api_key_var,

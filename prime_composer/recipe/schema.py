@@ -49,6 +49,7 @@ def without_passwords(value: Any) -> Any:
 
 
 WAIT = prime_rl(not_carried("prime-rl has its own rules for servers that are away"))
+TIMEOUT = prime_rl(not_carried("prime-rl has its own time limits for answers"))
 
 
 class RecipeError(ValueError):
@@ -172,6 +173,9 @@ class TeacherConfig(ModelConfig):
     """Seconds to wait for the server at `url` while it is away or overloaded, for example
     restarted. Then the run ends with a checkpoint. 0: it ends at once."""
 
+    timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False, json_schema_extra=TIMEOUT)
+    """Seconds that one answer of the server at `url` may take. Raise it for a slow server."""
+
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
         json_schema_extra=prime_rl(not_carried("the teacher's server is yours to start")),
@@ -233,6 +237,11 @@ class RolloutConfig(Section):
     wait: float = Field(default=600.0, ge=0, allow_inf_nan=False, json_schema_extra=WAIT)
     """Seconds to wait for the server at `url` while it is away or overloaded, for example
     restarted. Then the run ends with a checkpoint. 0: it ends at once."""
+
+    timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False, json_schema_extra=TIMEOUT)
+    """Seconds that one answer of the server at `url` may take, in addition to the time for its
+    tokens at 10 per second and completion, and 200 per second in all. Raise it for a slow
+    server."""
 
     weights_dir: Path | None = Field(
         default=None,

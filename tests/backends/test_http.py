@@ -267,8 +267,10 @@ def test_dripping_answer_ends_at_the_deadline(part, serve, connect):
 
     server = serve(drip)
     started = time.monotonic()
-    with pytest.raises(ServerError, match=r"did not finish its answer to .* within 0.4 s"):
+    with pytest.raises(ServerError, match=r"did not finish its answer to .* within 0.4 s") as slow:
         ask(connect(server.url, timeout=0.3), seconds=0.1)
+    assert "raise timeout = 0.3 in [teacher]" in str(slow.value)
+    assert slow.value.key == "teacher.timeout"
     assert time.monotonic() - started < 2 and len(server.seen) == 1
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from prime_composer.backends.alignment import make_rollout
+from prime_composer.backends.http import Refused
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.backends.vllm_server import ServerError, ServerSampler, ServerScorer
 from prime_composer.local.engine import open_sampler, open_scorer, student_spec, teacher_spec
@@ -582,19 +584,48 @@ def test_busy_server_is_asked_to_reload_again(spoiling, tied_model):
 
 
 def test_tables_of_a_recipe_reach_the_server(fake_server, tiny_recipe):
-    """``wait`` and the table's name, of each of several teachers and of the student."""
+    """``wait``, ``timeout`` and the table's name, of each of several teachers and the student."""
     raw = tiny_recipe(student={"model": "m"})
     del raw["teacher"]
-    raw["teachers"] = {"big": {"model": "m", "url": fake_server.url, "wait": 3}}
-    raw["rollout"] |= {"backend": "server", "url": fake_server.url, "wait": 4}
+    raw["teachers"] = {"big": {"model": "m", "url": fake_server.url, "wait": 3, "timeout": 5}}
+    raw["rollout"] |= {"backend": "server", "url": fake_server.url, "wait": 4, "timeout": 6}
     recipe = parse_recipe(raw)
     scorer = open_scorer(teacher_spec(recipe.teachers["big"], recipe, "m", "teachers.big"))
     sampler = open_sampler(student_spec(recipe, "m"))
     assert (scorer._connection.wait, scorer.section) == (3.0, "[teachers.big]")
     assert (sampler._connection.wait, sampler.section) == (4.0, "[rollout]")
+    assert (scorer._connection.timeout, sampler._connection.timeout) == (5.0, 6.0)
     scorer.close()
     sampler.close()
     assert parse_recipe(tiny_recipe()).rollout.wait == 600
+    assert parse_recipe(tiny_recipe()).teacher.timeout == 600
+
+
+@pytest.mark.parametrize(
+    ("prompts", "n", "concurrency", "seconds"),
+    [
+        (1, 1, 32, 800),  # 10 tokens per second
+        (100, 16, 32, 20_480),  # 32 * 16 * 8000 tokens, 200 per second
+        (2, 16, 32, 1280),
+        (100, 16, 1, 800),
+    ],
+)
+def test_sampling_time_grows_with_what_is_asked_at_once(
+    prompts, n, concurrency, seconds, fake_server, monkeypatch
+):
+    sampler = ServerSampler(fake_server.url, concurrency=concurrency)
+    sampler.limits = replace(sampler.limits, max_model_len=10_000)
+    allowed = []
+
+    async def refuse(method, path, body, *, max_bytes, seconds):
+        allowed.append(seconds)
+        raise Refused(400, "no")
+
+    monkeypatch.setattr(sampler._connection, "request", refuse)
+    with pytest.raises(ServerError):
+        sampler.generate([[5]] * prompts, SamplingParams(n=n, max_tokens=8000), seed=0)
+    sampler.close()
+    assert set(allowed) == {seconds}
 
 
 @pytest.fixture
