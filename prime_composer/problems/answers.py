@@ -27,8 +27,9 @@ _GOES_ON = re.compile(
     rf"""
     [.,:]\d                                      # 1.5.2   10:30
     | {_SPACE}[\d²³¹\u00bc-\u00be\u2070-\u2079\u2150-\u215f]      # 18 17 16   2 1/2   10²
-    | [^\W\d_]+\d | [A-Za-z](?![^\W\d_])           # 1e3   3x
-    | {_SPACE}(?:[-+*/^=×÷·⋅:,;&\u2212\u2013]+|[xX]|or\b|and\b|to\b|\\[a-z]+)
+    | [^\W\d_]+\d | [xyznXYZ](?![^\W\d_])         # 1e3   3x, while 5m is 5
+    | [A-Za-z]{_SPACE}[-+*/×÷·⋅\u2212]{_SPACE}[({{]*\.?\d  # 3a + 2
+    | {_SPACE}(?:[-+*/^×÷·⋅:,;&\u2212\u2013]+|[xX]|or\b|and\b|to\b|\\[a-z]+)
       {_SPACE}{_SIGN}{_CURRENCY}[({{]*\.?\d          # 1/2   5-3   3 x 10^2   5 or 6
     """,
     re.VERBOSE,
@@ -36,7 +37,7 @@ _GOES_ON = re.compile(
 """What makes the digits before it a part of something else: another number, a formula, a list."""
 
 _SCALED = re.compile(
-    rf"{_SPACE}(?:\\?%|(?:percent|dozen|hundred|thousand|million|billion|trillion)\b)"
+    rf"{_SPACE}(?:\\?%|(?:percent|dozen|hundred|thousand|million|billion|trillion|[kKMB])\b)"
 )
 """What gives the digits before it another value. The rule of the field does not read it."""
 

@@ -96,7 +96,34 @@ CASES = {
     ("5", "5 dollars/day"): True,
     ("5", "5 $/day"): True,
     ("5", "5\nQuestion: 7 apples"): True,
+    # A unit of one letter is a unit, and a letter of an unknown is a part of a formula.
+    ("5", "5m"): True,
+    ("5", "5g"): True,
+    ("12", "12h"): True,
+    ("20", "20s"): True,
+    ("3", "3L"): True,
+    ("5", "5m."): True,
+    ("5", "5m/s"): True,
+    ("25", "25m^2"): True,
+    ("25", "25m²"): True,
+    ("5", "5m = 500cm"): True,
+    ("5", "5m - as computed"): True,
+    ("3", "3y"): False,
+    ("3", "3n"): False,
+    ("3", "3X"): False,
+    ("3", "3x^2"): False,
+    ("3", "3a+2"): False,
+    ("5", "5m - 3"): False,
+    ("5", "5h30m"): False,
+    # What equals the number does not change it.
+    ("18", "18 = 9*2"): True,
+    ("18", "18=9*2"): True,
+    ("2", "18 = 9*2"): False,
+    ("18", "9*2 = 18"): False,
+    ("9", "9*2 = 18"): False,
     # The rule of the field, where a person might decide otherwise.
+    ("5", "5k"): True,
+    ("5000", "5k"): False,
     ("50", "50%"): True,
     ("0.5", "50%"): False,
     ("5", "**5**"): False,
@@ -132,7 +159,7 @@ def test_gsm8k_reads_a_mark_without_a_space() -> None:
 
 
 MISREAD = ["1/2", "50%", "50 %", r"50\%", "3 x 10^2", r"3 \times 10^2", "2 1/2", "3,14", "10:30",
-           "5 or 6", "1e3", "3x", "5 million", "many", ""]  # fmt: skip
+           "5 or 6", "1e3", "3x", "5 million", "5k", "5M", "many", ""]  # fmt: skip
 
 
 @pytest.mark.parametrize("reference", MISREAD)
@@ -147,7 +174,10 @@ def test_reference_that_would_be_misread_is_refused(reference: str, tmp_path: Pa
         read_jsonl(path)
 
 
-@pytest.mark.parametrize("reference", ["5", "-5", "1,234.50", "$5", "5 apples", "5.", " 5", "-$3"])
+@pytest.mark.parametrize(
+    "reference",
+    ["5", "-5", "1,234.50", "$5", "5 apples", "5.", " 5", "-$3", "5m", "3L", "18 = 9*2"],
+)
 def test_reference_that_is_a_number_is_accepted(reference: str) -> None:
     """What the checker reads as a person does loads."""
     check_reference(f"It is so.\n#### {reference}", "gsm8k")
