@@ -91,21 +91,23 @@ def _read(text: str) -> tuple[Decimal, int] | None:
 
 
 def check_reference(answer: str, answer_check: str) -> None:
-    """Check that a worked answer ends in a number that the rule ``answer_check`` does not misread.
+    """Check that a worked answer ends in a reference for the rule ``answer_check``.
+
+    The rule ``gsm8k`` needs a number that it does not misread. Math-Verify takes any text.
 
     Raises:
-        ValueError: it does not; the message has the text after the last ``####``.
+        ValueError: there is none; the message has the text after the last ``####``.
     """
     if FINAL_MARK not in answer:
         raise ValueError(f'"answer" has no "{FINAL_MARK} <number>" at its end')
     final = answer[answer.rindex(FINAL_MARK) :]
+    shown = final.removeprefix(FINAL_MARK).strip()
     if answer_check == "math_verify":
-        misread = _FIRST.match(final) is None
-    else:
-        found = _read(final)
-        misread = found is None or _SCALED.match(final, found[1]) is not None
-    if misread:
-        shown = final.removeprefix(FINAL_MARK).strip()
+        if not shown:
+            raise ValueError(f'nothing follows the last "{FINAL_MARK}" in "answer"')
+        return
+    found = _read(final)
+    if found is None or _SCALED.match(final, found[1]) is not None:
         raise ValueError(
             f'what follows "{FINAL_MARK}" in "answer" is not a number: {shown[:60]!r}; write it as '
             'a decimal number, or compare with answer_check = "math_verify"'

@@ -5,18 +5,31 @@ the reference, the answer, and the seconds that it may take, of CPU time and on 
 of standard output is the verdict: true, false, or null where the time or the memory ran out.
 
 Math-Verify cannot be interrupted from Python while it computes with large integers. So a child
-does the work, and the kernel kills it when one of its alarms rings. This process then forks another one,
-with the library already imported.
+does the work, and the kernel kills it when one of its alarms rings. This process then forks another
+one, with the library already imported.
 """
 
 import json
 import os
+import re
 import resource
 import signal
 import sys
 
 MEMORY = 4 * 2**30
 """Address space of a child, in bytes."""
+
+DELIMITED = re.compile(r"\$|\\boxed")
+"""What tells the library that a text has a formula."""
+
+COMMAND = re.compile(r"\\[A-Za-z]+")
+"""A command of LaTeX."""
+
+WORD = re.compile(r"[^\W\d_]{2}")
+"""The start of a word, where commands are left out. A formula has letters alone."""
+
+OF_FORMULA = re.compile(r"[A-Za-z\\^{}()\[\]]")
+"""What a formula has and a plain number lacks."""
 
 
 def serve() -> None:
@@ -48,6 +61,16 @@ def serve() -> None:
         print("null", file=verdicts, flush=True)
 
 
+def as_formula(reference: str) -> str:
+    """Return a reference between dollar signs where it is a bare formula, and else unchanged.
+
+    Without them the library reads a part of it: 2 of 2\\sqrt{3}, 10 of 10^{-3}, nothing of x^2.
+    """
+    bare = DELIMITED.search(reference.replace("\\$", "")) is None
+    words = WORD.search(COMMAND.sub(" ", reference)) is not None
+    return f"${reference}$" if bare and not words and OF_FORMULA.search(reference) else reference
+
+
 def verdict(reference: str, text: str, cpu_seconds: float, wall_seconds: float) -> bool | None:
     """Return whether an answer equals the reference; None where memory ran out."""
     from math_verify import parse, verify
@@ -55,7 +78,7 @@ def verdict(reference: str, text: str, cpu_seconds: float, wall_seconds: float) 
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     signal.setitimer(signal.ITIMER_REAL, wall_seconds)
     try:
-        gold = parse(reference, parsing_timeout=None)
+        gold = parse(as_formula(reference), parsing_timeout=None)
         return bool(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
     except (MemoryError, RecursionError):
         return None

@@ -183,10 +183,19 @@ def test_reference_that_is_a_number_is_accepted(reference: str) -> None:
     check_reference(f"It is so.\n#### {reference}", "gsm8k")
 
 
-@pytest.mark.parametrize("reference", ["1/2", "50%", "3 x 10^2"])
+@pytest.mark.parametrize(
+    "reference",
+    ["1/2", "50%", "3 x 10^2", r"\frac{1}{2}", "x^2", r"\pi", "(1,2)", "Tuesday", r"$\sqrt{2}$"],
+)
 def test_reference_of_math_verify_may_be_a_formula(reference: str) -> None:
-    """That library reads formulas, so these references are not misread."""
+    """That library reads formulas, so no reference is refused."""
     check_reference(f"It is so.\n#### {reference}", "math_verify")
+
+
+def test_reference_of_math_verify_is_not_empty() -> None:
+    """The message does not name the rule that is set as a remedy."""
+    with pytest.raises(ValueError, match=r'^nothing follows the last "####" in "answer"$'):
+        check_reference("It is so.\n####  ", "math_verify")
 
 
 @pytest.mark.skipif(
@@ -214,6 +223,29 @@ LIBRARY_CASES = {
     ("5", "five"): False,
     ("5", "I cannot tell."): False,
     ("5", "\ud800 5"): True,
+    # References that are bare formulas are read whole.
+    (r"\frac{1}{2}", r"\boxed{0.5}"): True,
+    (r"\frac{1}{2}", r"\boxed{2}"): False,
+    ("x^2", "$x^2$"): True,
+    ("x^2", "$x^3$"): False,
+    (r"\pi", r"\boxed{\pi}"): True,
+    ("(1,2)", "$(1,2)$"): True,
+    ("(1,2)", "$(2,1)$"): False,
+    (r"2\sqrt{3}", r"$2\sqrt{3}$"): True,
+    (r"2\sqrt{3}", "2"): False,
+    ("10^{-3}", "0.001"): True,
+    ("10^{-3}", "10"): False,
+    ("3 x 10^2", "100"): False,
+    (r"\$5", "5"): True,
+    ("5m", "5"): True,
+    ("x = 5", "5"): True,
+    # With words, or as plain digits, they are text.
+    ("5 apples", "5"): True,
+    ("5 (five)", "5"): True,
+    ("1/3 cup", "1/3"): True,
+    ("1 000", "1000"): True,
+    ("$5", "5"): True,
+    (r"$\frac{1}{2}$ cup", "0.5"): True,
     # What it pays, and a person would not.
     ("1.5", "#### 1.5.2"): True,
     ("10", "#### 10:30"): True,
