@@ -42,7 +42,8 @@ RETRIED = frozenset({408, 429, 500, 502, 503, 504})
 """Statuses of a server that may answer later."""
 
 FIRST_WAIT = 2.0
-"""Seconds to wait for a server that has never answered: its URL may be wrong."""
+"""Seconds to wait for a server that has never answered, unless it may be starting: its URL may be
+wrong."""
 
 CONNECT_SECONDS = 10.0
 KEEPALIVE_SECONDS = 4.0
@@ -189,6 +190,7 @@ class Connection:
         url: base URL. A user and a password in it are sent as Basic authentication.
         section: the recipe's table that describes this server, for messages.
         wait: seconds to wait for a server that is away. 0: not at all.
+        starting: wait as long for a server that has never answered. It may still be starting.
         status: shown whom the run waits for; None for nobody.
         concurrency: requests sent at once.
         timeout: seconds that one answer may take in all.
@@ -209,6 +211,7 @@ class Connection:
         *,
         section: str,
         wait: float = 600.0,
+        starting: bool = False,
         status: Callable[[str], None] | None = None,
         concurrency: int = 32,
         timeout: float = 600.0,
@@ -217,6 +220,7 @@ class Connection:
     ):
         self.section = section
         self.wait = wait
+        self.starting = starting
         self.timeout = timeout
         self.outages = 0
         self._status = status
@@ -423,15 +427,20 @@ class Connection:
             self._outage = None
 
     def _patience_for(self, away: Away) -> float:
-        return self.wait if self._met or away.status else min(self.wait, FIRST_WAIT)
+        in_full = self.starting or self._met or away.status
+        return self.wait if in_full else min(self.wait, FIRST_WAIT)
 
     def _gave_up(self, away: Away) -> ServerError:
         key = f"{self.section.strip('[]')}.wait"
         if not self._met:
+            waited = f" within {self.wait:g} s" if self.starting else ""
+            more = "raise" if self.starting else "set"
             return self.error(
-                f"No vLLM server answers at {self.url} ({away.reason}"
+                f"No vLLM server answers at {self.url}{waited} ({away.reason}"
                 f"{proxy_of(self.url)}); start one, `vllm serve MODEL --port ...`, or correct the "
-                f"url in {self.section}."
+                f"url in {self.section}, or {more} wait in {self.section} to wait for a server "
+                "that is still starting.",
+                key,
             )
         if away.retry_after:
             return self.error(

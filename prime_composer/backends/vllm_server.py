@@ -140,6 +140,7 @@ class Server:
         section: the recipe's table that describes this server, for messages.
         wait: seconds to wait for a server that is away. A server that has never answered is waited
             for during two seconds.
+        starting: wait in full for a server that has never answered. It may still be starting.
         status: shown whom the run waits for.
         max_logprobs: the server's --max-logprobs, where known; otherwise the server refuses a
             larger K.
@@ -168,6 +169,7 @@ class Server:
         *,
         section: str,
         wait: float = 600.0,
+        starting: bool = False,
         status: Callable[[str], None] | None = None,
         max_logprobs: int | None = None,
         concurrency: int = 32,
@@ -179,6 +181,7 @@ class Server:
             url,
             section=section,
             wait=wait,
+            starting=starting,
             status=status,
             concurrency=concurrency,
             timeout=timeout,
@@ -326,6 +329,7 @@ class ServerSampler(Server):
         *,
         section: str = "[rollout]",
         wait: float = 600.0,
+        starting: bool = False,
         status: Callable[[str], None] | None = None,
         weights_dir: str | Path | None = None,
         concurrency: int = 32,
@@ -340,6 +344,7 @@ class ServerSampler(Server):
             model,
             section=section,
             wait=wait,
+            starting=starting,
             status=status,
             concurrency=concurrency,
             timeout=timeout,
@@ -580,6 +585,7 @@ class ServerScorer(Server):
         *,
         section: str = "[teacher]",
         wait: float = 600.0,
+        starting: bool = False,
         status: Callable[[str], None] | None = None,
         max_logprobs: int | None = None,
         concurrency: int = 32,
@@ -592,6 +598,7 @@ class ServerScorer(Server):
             "url": url,
             "section": section,
             "wait": wait,
+            "starting": starting,
             "status": status,
             "concurrency": concurrency,
             "timeout": timeout,

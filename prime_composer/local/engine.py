@@ -43,6 +43,7 @@ class BackendSpec:
         url: base URL, for a server.
         api_key_var: environment variable with the server's API key.
         wait: seconds to wait for a server that is away.
+        starting: wait as long for a server that has never answered. It may still be starting.
         timeout: seconds that one answer of a server may take.
         section: the recipe's table that describes the model, in brackets.
         weights_dir: directory through which a server receives new weights; None is the system's
@@ -57,6 +58,7 @@ class BackendSpec:
     url: str | None
     api_key_var: str
     wait: float
+    starting: bool
     timeout: float
     section: str
     weights_dir: Path | None
@@ -79,6 +81,7 @@ def student_spec(recipe: Recipe, model: str | Path) -> BackendSpec:
         url=config.url,
         api_key_var=config.api_key_var,
         wait=config.wait,
+        starting="wait" in config.model_fields_set,
         timeout=config.timeout,
         section="[rollout]",
         weights_dir=config.weights_dir,
@@ -105,6 +108,7 @@ def teacher_spec(
         url=teacher.url,
         api_key_var=teacher.api_key_var,
         wait=teacher.wait,
+        starting="wait" in teacher.model_fields_set,
         timeout=teacher.timeout,
         section=f"[{table}]",
         weights_dir=None,
@@ -147,6 +151,7 @@ def open_sampler(spec: BackendSpec, status: Callable[[str], None] | None = None)
             model=str(spec.model),
             section=spec.section,
             wait=spec.wait,
+            starting=spec.starting,
             timeout=spec.timeout,
             status=status,
             weights_dir=spec.weights_dir,
@@ -188,6 +193,7 @@ def open_scorer(spec: BackendSpec, status: Callable[[str], None] | None = None) 
             model=str(spec.model),
             section=spec.section,
             wait=spec.wait,
+            starting=spec.starting,
             timeout=spec.timeout,
             status=status,
             api_key=spec.api_key,
@@ -352,7 +358,8 @@ def open_engine(
         problems: its problems.
         paths: directories of the prepared models, by table ("student", "teacher", "teachers.NAME").
         status: callback for progress messages.
-        student_dir: the student's weights in a checkpoint; None for the recipe's own.
+        student_dir: the student's weights in a checkpoint; None for the recipe's own. With them a
+            server is waited for in full, because it may have been restarted together with the run.
 
     Raises:
         ImportError: a backend's library is missing; the message names the pip line.
@@ -367,8 +374,10 @@ def open_engine(
     if recipe.trainer.gradient_checkpointing:
         checkpoint_layers(model)
     status(f"opening the {recipe.rollout.backend} sampler")
-    sampler = open_sampler(student_spec(recipe, origin), status)
-    if student_dir is not None:
+    resumes = student_dir is not None
+    student = student_spec(recipe, origin)
+    sampler = open_sampler(replace(student, starting=student.starting or resumes), status)
+    if resumes:
         sampler.update_weights(model)
     engine = Engine(TokenizedProblems(problems, tokenizer), recipe.loss, model, sampler)
     if recipe.teacher is not None and recipe.teacher.policy is not None:
@@ -386,7 +395,9 @@ def open_engine(
         for teacher, spec in engine.teacher_specs.items():
             status(f"opening the {teacher.display}'s {spec.backend} scorer")
             with in_table(teacher.table):
-                scorers[teacher] = open_scorer(spec, status)
+                scorers[teacher] = open_scorer(
+                    replace(spec, starting=spec.starting or resumes), status
+                )
         engine.teachers = Teachers(scorers, routing)
     if "replay" in recipe.loss.needs:
         if replay_needs_reference(recipe.loss):

@@ -125,7 +125,8 @@ def impatient(recipe: Recipe) -> Recipe:
     """Return the recipe with short waits for servers: each measurement would wait anew."""
 
     def shortened(config: C) -> C:
-        return config.model_copy(update={"wait": min(config.wait, LONGEST_WAIT)})
+        values = dict(config) | {"wait": min(config.wait, LONGEST_WAIT)}
+        return config.model_construct(config.model_fields_set, **values)
 
     return recipe.model_copy(
         update={

@@ -171,7 +171,9 @@ class TeacherConfig(ModelConfig):
 
     wait: float = Field(default=600.0, ge=0, allow_inf_nan=False, json_schema_extra=WAIT)
     """Seconds to wait for the server at `url` while it is away or overloaded, for example
-    restarted. Then the run ends with a checkpoint. 0: it ends at once."""
+    restarted. Then the run ends with a checkpoint. 0: it ends at once. A server that never answered
+    is waited for during 2 seconds, and as long as this where the recipe sets it or with
+    `--resume`."""
 
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False, json_schema_extra=TIMEOUT)
     """Seconds that one answer of the server at `url` may take. Raise it for a slow server."""
@@ -236,7 +238,9 @@ class RolloutConfig(Section):
 
     wait: float = Field(default=600.0, ge=0, allow_inf_nan=False, json_schema_extra=WAIT)
     """Seconds to wait for the server at `url` while it is away or overloaded, for example
-    restarted. Then the run ends with a checkpoint. 0: it ends at once."""
+    restarted. Then the run ends with a checkpoint. 0: it ends at once. A server that never answered
+    is waited for during 2 seconds, and as long as this where the recipe sets it or with
+    `--resume`."""
 
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False, json_schema_extra=TIMEOUT)
     """Seconds that one answer of the server at `url` may take, in addition to the time for its

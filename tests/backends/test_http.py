@@ -184,6 +184,33 @@ def test_server_that_never_answered_ends_soon(connect):
     assert time.monotonic() - started < 2
 
 
+def test_server_that_never_answered_names_wait(connect):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(
+        ServerError, match=r"set wait in \[teacher\] to wait for .* starting"
+    ) as error:
+        ask(connect(url, wait=600.0))
+    assert error.value.key == "teacher.wait"
+    with pytest.raises(
+        ServerError, match=r"answers at .* within 0.5 s .* raise wait in \[teacher\]"
+    ):
+        ask(connect(url, wait=0.5, starting=True))
+
+
+def test_server_that_is_starting_is_waited_for(serve, connect):
+    """It comes up after the wait for a server that may not exist is over."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    connection = connect(f"http://127.0.0.1:{port}", starting=True)
+    later = threading.Timer(3 * http.FIRST_WAIT, lambda: serve(GOOD, port=port))
+    later.start()
+    assert ask(connection) == b"good"
+    later.join()
+
+
 def test_server_of_another_protocol_ends_soon(serve, connect):
     server = serve(lambda write: write(b"SSH-2.0-OpenSSH_9.6\r\n"))
     with pytest.raises(ServerError, match=r"No vLLM server answers at .* correct the url in"):

@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,8 +24,11 @@ from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.http import Refused
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.backends.vllm_server import ServerError, ServerSampler, ServerScorer
+from prime_composer.local import engine
 from prime_composer.local.engine import open_sampler, open_scorer, student_spec, teacher_spec
 from prime_composer.local.preflight import check_weight_sync
+from prime_composer.local.probe import impatient
+from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import parse_recipe
 from tests.faults import modes
 from tests.faults.server import SpoilingServer, road_of_request
@@ -597,8 +601,45 @@ def test_tables_of_a_recipe_reach_the_server(fake_server, tiny_recipe):
     assert (scorer._connection.timeout, sampler._connection.timeout) == (5.0, 6.0)
     scorer.close()
     sampler.close()
+    assert scorer._connection.starting and sampler._connection.starting
+    del raw["rollout"]["wait"], raw["teachers"]["big"]["wait"]
+    unset = parse_recipe(raw)
+    assert not student_spec(unset, "m").starting
+    assert not teacher_spec(unset.teachers["big"], unset, "m").starting
     assert parse_recipe(tiny_recipe()).rollout.wait == 600
     assert parse_recipe(tiny_recipe()).teacher.timeout == 600
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_resumed_run_waits_for_servers_that_start(resumed, tiny_recipe, tmp_path, monkeypatch):
+    """Run and servers were killed together, and start together."""
+    specs = []
+
+    def opener(kind):
+        return lambda spec, status: specs.append(spec) or Mock(spec=kind, limits=None)
+
+    monkeypatch.setattr(engine, "open_sampler", opener(ServerSampler))
+    monkeypatch.setattr(engine, "open_scorer", opener(ServerScorer))
+    monkeypatch.setattr(engine, "load_student", lambda *_, **__: (torch.nn.Linear(1, 1), Mock()))
+    for kind in (engine.Teachers, engine.TokenizedProblems):
+        monkeypatch.setattr(engine, kind.__name__, Mock(return_value=Mock(spec=kind)))
+    raw = tiny_recipe(student={"model": "m"}, teacher={"model": "m", "url": "http://a:1"})
+    raw["rollout"] |= {"backend": "server", "url": "http://b:1"}
+    recipe = parse_recipe(raw)
+    engine.open_engine(recipe, Mock(spec=ProblemSet), {}, str, tmp_path if resumed else None)
+    assert [(spec.section, spec.starting) for spec in specs] == [
+        ("[rollout]", resumed),
+        ("[teacher]", resumed),
+    ]
+
+
+def test_probe_waits_briefly_and_leaves_wait_unset(tiny_recipe):
+    """A shorter wait is not one that the recipe sets."""
+    before = parse_recipe(tiny_recipe())
+    after = impatient(before)
+    assert (after.rollout.wait, after.teacher.wait) == (10, 10)
+    assert "wait" not in after.rollout.model_fields_set | after.teacher.model_fields_set
+    assert after.rollout.model_copy(update={"wait": 600.0}) == before.rollout
 
 
 @pytest.mark.parametrize(
