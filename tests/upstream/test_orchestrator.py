@@ -56,6 +56,7 @@ class Response:
 
     def __init__(self, *chunks):
         self.chunks, self.closed = chunks, False
+        self.request = types.SimpleNamespace(headers={})
 
     async def aiter_bytes(self):
         for chunk in self.chunks:
@@ -458,6 +459,120 @@ def test_connection_lost_in_an_answer_is_retried_as_often_as_openai_does():
     with pytest.raises(OSError, match="connection lost"):
         score(client)
     assert len(client.requests) == 3 and all(response.closed for response in lost)
+
+
+class Teacher(Client):
+    """Scores any sequence; a test makes it another model, or an unsteady one."""
+
+    def __init__(self, k, header=None):
+        super().__init__(header)
+        self.k, self.shift, self.best, self.unsteady, self.retries = k, 0.0, 3, 0, 0
+
+    async def post(self, url, cast_to, body, stream):
+        tokens = body["token_ids"]
+        self.requests.append((url, body))
+        rows = [None]
+        for position, token in enumerate(tokens[1:]):
+            far = -3.0 if position < self.unsteady else 0.0
+            row = {str(token): {"logprob": -5.0 + self.shift + far, "rank": 9}}
+            row[str(self.best)] = {"logprob": -0.5, "rank": 1}
+            if self.k == 2:
+                row["4"] = {"logprob": -2.0, "rank": 2}
+            rows.append(row)
+        response = Response(answer(rows))
+        response.request.headers = {"x-stainless-retry-count": str(self.retries)}
+        return response
+
+
+LONG = list(range(100, 200))
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Ask known questions every 8 requests."""
+    monkeypatch.setattr("prime_composer.upstream.orchestrator.client.ASKED_EVERY", 8)
+
+
+async def ask(requests, client, times=1, frozen=True):
+    for _ in range(times):
+        await requests.score(
+            client, "teacher", LONG, client.k if client.k == 2 else 0, frozen=frozen
+        )
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("change", [{"shift": 0.7}, {"shift": -0.7}, {"best": 5}])
+def test_teacher_that_is_another_model_is_refused(often, k, change):
+    """At the next question with a known answer; without a support by its own tokens alone."""
+    client, requests = Teacher(k), Requests()
+    asyncio.run(ask(requests, client, 8))
+    vars(client).update(change)
+    if k == 1 and "best" in change:
+        asyncio.run(ask(requests, client, 8))
+        return
+    client.requests = []
+    message = r"^The teacher at http://\*\*\*@teacher:8001 scores .* other numbers .* at 100% of"
+    with pytest.raises(InvalidAnswer, match=message):
+        asyncio.run(ask(requests, client))
+    assert [len(body["token_ids"]) for _, body in client.requests[-2:]] == [100, 64]
+    assert client.requests[-1][1]["token_ids"] == LONG[:64]
+
+
+def test_teacher_that_was_away_is_asked_again_at_once():
+    client, requests = Teacher(2), Requests()
+    asyncio.run(ask(requests, client, 2))
+    client.shift, client.retries = 1.0, 1
+    with pytest.raises(InvalidAnswer, match="It serves another model now"):
+        asyncio.run(ask(requests, client))
+
+
+@pytest.mark.parametrize("change", [{"shift": 0.45}, {"shift": -0.45}, {"unsteady": 6}])
+def test_right_teacher_in_half_precision_passes(often, change):
+    """Also one whose experts differ at a few positions."""
+    client, requests = Teacher(2), Requests()
+    asyncio.run(ask(requests, client))
+    vars(client).update(change)
+    asyncio.run(ask(requests, client, 24))
+    assert len(client.requests) == 1 + 1 + 24 + 3
+
+
+def test_live_policy_is_asked_for_its_scores_alone(often):
+    """Its numbers change with every step of the run."""
+    client, requests = Teacher(2), Requests()
+    asyncio.run(ask(requests, client, 2, frozen=False))
+    client.shift, client.retries = 2.0, 1
+    asyncio.run(ask(requests, client, 10, frozen=False))
+    assert len(client.requests) == 12
+
+
+@pytest.mark.parametrize("method", ["score_rollout", "score_episode"])
+@pytest.mark.parametrize("name,frozen", [("OPDAlgorithm", True), ("OPSDAlgorithm", False)])
+def test_teacher_of_opd_is_frozen_and_of_opsd_is_not(monkeypatch, method, name, frozen):
+    """v0.7 and v0.8 score rollouts, later versions episodes."""
+    monkeypatch.setattr(hooks, "REQUESTS", Requests())
+    client, clients = Teacher(2), client_module()
+
+    async def score(self, rollout):
+        await asyncio.gather(*[clients.prefill_logprobs(client, "teacher", LONG)])
+
+    algo = types.ModuleType("prime_rl.orchestrator.algo")
+    setattr(algo, name, type(name, (), {method: score}))
+    hooks.hook_algorithm(algo)
+    asyncio.run(getattr(getattr(algo, name)(), method)(types.SimpleNamespace(samples=[])))
+    assert len(client.requests) == (2 if frozen else 1)
+
+
+def test_mixed_teachers_are_asked_again_each(switch, monkeypatch, servers):
+    monkeypatch.setattr(hooks, "REQUESTS", Requests())
+    for url in servers:
+        servers[url] = Teacher(2)
+        servers[url].base_url = url
+    clients, header = client_module(), Client(json.dumps(OTHERS))
+    asyncio.run(clients.prefill_logprobs(header, "teacher", LONG))
+    assert [len(server.requests) for server in servers.values()] == [2, 2]
+    vars(servers["http://b:8003/v1"]).update(shift=1.0, retries=1)
+    with pytest.raises(InvalidAnswer, match="^The teacher at http://b:8003 scores"):
+        asyncio.run(clients.prefill_logprobs(header, "teacher", LONG))
 
 
 def test_process_started_by_hand_has_to_name_the_loss(monkeypatch):

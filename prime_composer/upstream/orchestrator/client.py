@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,20 @@ about 80 bytes x tokens x K. At 2,048 tokens and K = 32 this many are 0.17 GB, w
 is 1.4 GB. They still are 65,000 tokens, several of a vLLM's prefill steps of 8,192 or 16,384, so
 that servers do not run idle.
 """
+
+
+ASKED_EVERY = 256
+"""Requests to a teacher between two questions whose answer is known."""
+
+QUESTION_TOKENS = range(16, 65)
+"""Tokens of that question: the beginning of the first sequence that is long enough."""
+
+APART = 0.5
+"""Nats by which half precision may move a log-prob."""
+
+SHARE_APART = 0.1
+"""Share of the positions that may be further apart in a right server's two answers. A model with
+experts may choose others at a position, where other requests are in its batch."""
 
 
 class Scores(list[float]):
@@ -84,6 +99,43 @@ def parse(token_ids: Sequence[int], content: bytes, k: int, origin: str = TEACHE
     return Scores(top.own, top.token_ids[:, :k], top.logprobs[:, :k])
 
 
+@dataclass
+class Question:
+    """A sequence that a teacher has scored, to be scored again.
+
+    Attributes:
+        token_ids: the sequence.
+        scores: the first answer; None until it came.
+        requests: how many other sequences this teacher has scored since.
+    """
+
+    token_ids: Sequence[int]
+    scores: Scores | None = None
+    requests: int = 0
+
+
+def share_apart(first: Scores, again: Scores) -> float:
+    """Return the share of positions at which two answers are more than ``APART`` nats apart.
+
+    Compared are the sequence's own token, and the first answer's most probable id where there is a
+    support. If the second answer does not list it, the last id that it lists is an upper bound.
+    """
+    apart = np.abs(finite(first[1:]) - finite(again[1:])) > APART
+    if first.token_ids.shape[1]:
+        same = again.token_ids[1:] == first.token_ids[1:, :1]
+        values, best = finite(again.logprobs[1:]), finite(first.logprobs[1:, 0])
+        listed = same.any(axis=1)
+        value = np.where(listed, (values * same).sum(axis=1), values[:, -1])
+        gap = best - value
+        apart |= np.where(listed, np.abs(gap), gap) > APART
+    return float(apart.mean())
+
+
+def finite(logprobs: Any) -> Any:
+    """Return log-probs as an array, with -1000 for less."""
+    return np.maximum(np.asarray(logprobs, np.float64), -1000.0)
+
+
 class Requests:
     """Requests of this process: at most ``in_flight`` at a time, and one answer parsed at a time.
 
@@ -106,9 +158,16 @@ class Requests:
             WeakKeyDictionary()
         )
         self._thread = ThreadPoolExecutor(1, "prime_composer_parse")
+        self._questions: dict[tuple[str, str, int], Question] = {}
 
-    async def score(self, client: Any, model: str, token_ids: Sequence[int], k: int) -> Scores:
+    async def score(
+        self, client: Any, model: str, token_ids: Sequence[int], k: int, *, frozen: bool = False
+    ) -> Scores:
         """Return the log-probs of ``token_ids`` under ``model``, and its top K.
+
+        A frozen model also scores its first sequence's beginning again, every ``ASKED_EVERY``
+        requests and after a request that was sent more than once. Its server may have been started
+        again then, with another model.
 
         Args:
             client: the openai client that prime-rl made; its authentication, retries and timeouts
@@ -116,9 +175,11 @@ class Requests:
             model: name of the model on the server.
             token_ids: the sequence.
             k: size of the support, 0 for none.
+            frozen: its weights never change. The policy's own do.
 
         Raises:
-            InvalidAnswer: the answer is not scores of these tokens, or too large for that.
+            InvalidAnswer: the answer is not scores of these tokens, or too large for that. Or a
+                frozen model scores its first sequence with other numbers.
             ValueError: the server refuses K, or the client has both a password and an API key.
         """
         base = str(client.base_url).rstrip("/").removesuffix("/v1")
@@ -129,6 +190,35 @@ class Requests:
                     f"The url of the teacher at {public_url(base)}", "of its api_key_var"
                 )
             )
+        scores, retried = await self._ask(client, base, origin, model, token_ids, k)
+        if not frozen:
+            return scores
+        question = self._questions.get((base, model, k))
+        if question is None:
+            if len(token_ids) >= QUESTION_TOKENS.start:
+                question = Question(token_ids[: QUESTION_TOKENS[-1]])
+                self._questions[base, model, k] = question
+                first, _ = await self._ask(client, base, origin, model, question.token_ids, k)
+                question.scores = first
+            return scores
+        question.requests += 1
+        if question.scores is not None and (retried or question.requests % ASKED_EVERY == 0):
+            again, _ = await self._ask(client, base, origin, model, question.token_ids, k)
+            share = share_apart(question.scores, again)
+            if share > SHARE_APART:
+                raise InvalidAnswer(
+                    f"{origin} scores the tokens of the run's start with other numbers than then, "
+                    f"at {share:.0%} of the positions more than {APART:g} nat apart. It serves "
+                    "another model now, or in another way: start it as it was. Steps since its "
+                    f"last right answer, at most {ASKED_EVERY} requests ago, may have trained on "
+                    "wrong numbers."
+                )
+        return scores
+
+    async def _ask(
+        self, client: Any, base: str, origin: str, model: str, token_ids: Sequence[int], k: int
+    ) -> tuple[Scores, bool]:
+        """Return the scores of a sequence, and whether the request was sent more than once."""
         body = {
             "model": model,
             "token_ids": list(token_ids),
@@ -147,7 +237,7 @@ class Requests:
         places = self._places.setdefault(loop, asyncio.Semaphore(self._in_flight))
         async with places:
             try:
-                content = await post(
+                content, retried = await post(
                     client,
                     f"{base}/inference/v1/generate",
                     body,
@@ -162,13 +252,18 @@ class Requests:
                         f"{public_url(str(error))}"
                     ) from error
                 raise
-            return await loop.run_in_executor(
+            scores = await loop.run_in_executor(
                 self._thread, self._parse, token_ids, content, k, origin
             )
+            return scores, retried
 
 
-async def post(client: Any, url: str, body: dict[str, Any], *, limit: int, origin: str) -> bytes:
+async def post(
+    client: Any, url: str, body: dict[str, Any], *, limit: int, origin: str
+) -> tuple[bytes, bool]:
     """Send a request by prime-rl's openai client, and return the body of its answer.
+
+    Also returns whether the request was sent more than once, by the client or here.
 
     The client reads an answer whole before it returns it, unless it is asked to stream. Its own
     retries end where the body begins, so a connection that is lost later is retried here, as often.
@@ -189,7 +284,8 @@ async def post(client: Any, url: str, body: dict[str, Any], *, limit: int, origi
     while True:
         response = await client.post(url, cast_to=httpx.Response, body=body, stream=True)
         try:
-            return await read_at_most(limit, response, origin)
+            content = await read_at_most(limit, response, origin)
+            return content, retries < client.max_retries or was_retried(response)
         except InvalidAnswer:
             raise
         except Exception:  # httpx's or httpx2's, by the version of openai
@@ -198,6 +294,11 @@ async def post(client: Any, url: str, body: dict[str, Any], *, limit: int, origi
             retries -= 1
         finally:
             await response.aclose()
+
+
+def was_retried(response: Any) -> bool:
+    """Return whether the openai client sent the request again; it counts in a header."""
+    return response.request.headers.get("x-stainless-retry-count", "0") != "0"
 
 
 async def read_at_most(limit: int, response: Any, origin: str) -> bytes:

@@ -15,6 +15,7 @@ import asyncio
 import functools
 import importlib
 from collections.abc import Awaitable
+from contextvars import ContextVar
 from itertools import cycle
 from typing import Any, NoReturn
 
@@ -27,6 +28,9 @@ from prime_composer.upstream.settings import AdapterSettings
 from prime_composer.upstream.versions import UnknownSurface, expect
 
 REQUESTS = Requests()
+
+FROZEN: ContextVar[bool] = ContextVar("frozen", default=False)
+"""Whether a frozen teacher scores, and not the live policy (opsd)."""
 
 
 def _settings() -> AdapterSettings:
@@ -62,7 +66,7 @@ def hook_teacher_logprobs(module: Any) -> None:
             header = config.extra_headers.get(HEADER)
             if header is None:
                 client = module.setup_openai_client(config)
-                request = REQUESTS.score(client, model_name, token_ids, k)
+                request = REQUESTS.score(client, model_name, token_ids, k, frozen=True)
             else:
                 teachers = teachers_of(header, sample.env_name)
                 request = score_by_each(REQUESTS, teachers, token_ids, k)
@@ -95,7 +99,7 @@ def hook_client(module: Any) -> None:
         if header is not None:
             request = score_by_each(REQUESTS, teachers_of(header), token_ids, k)
         else:
-            request = REQUESTS.score(openai, model, token_ids, k)
+            request = REQUESTS.score(openai, model, token_ids, k, frozen=FROZEN.get())
         return marked(await said(request))
 
     module.prefill_logprobs = prefill_logprobs
@@ -106,13 +110,32 @@ def hook_algorithm(module: Any) -> None:
 
     v0.7 and v0.8: d334ea52 and 60bc2954, orchestrator/algo/opd.py:44, opsd.py:72. Later versions
     have no such method; ``hook_routing`` serves them.
+
+    opd's teacher is frozen, so that its requests are marked. Later versions: 559b4477,
+    orchestrator/algo/opd.py:44, ``score_episode``.
     """
+    opd = module.__dict__.get("OPDAlgorithm")
+    for method in ("score_rollout", "score_episode"):
+        if opd is not None and hasattr(opd, method):
+            setattr(opd, method, _frozen(getattr(opd, method)))
     for name in ("OPDAlgorithm", "OPSDAlgorithm"):
         cls = module.__dict__.get(name)
         if cls is not None and hasattr(cls, "score_rollout"):
             source = f"prime_rl/orchestrator/algo of {name}"
             original = expect(cls, "score_rollout", ("self", "rollout"), source)
             cls.score_rollout = _then_attach(original)
+
+
+def _frozen(original: Any) -> Any:
+    @functools.wraps(original)
+    async def score(*args: Any, **kwargs: Any) -> Any:
+        token = FROZEN.set(True)
+        try:
+            return await original(*args, **kwargs)
+        finally:
+            FROZEN.reset(token)
+
+    return score
 
 
 def _then_attach(original: Any) -> Any:

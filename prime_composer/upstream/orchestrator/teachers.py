@@ -83,7 +83,7 @@ async def score_by_each(
     async def score(teacher: Teacher) -> Scores:
         client = client_of(teacher.url, teacher.api_key_var)
         try:
-            return await requests.score(client, teacher.model, token_ids, k)
+            return await requests.score(client, teacher.model, token_ids, k, frozen=True)
         except InvalidAnswer:
             raise  # it says all
         except Exception as error:
