@@ -77,13 +77,6 @@ def check_scores(
     """
     n = len(sampled)
     place = "" if sequence is None else f"sequence {sequence}, "
-
-    def refuse(first: int, row: int, found: str, expected: str) -> NoReturn:
-        raise InvalidAnswer(
-            f"{origin} gave a wrong score at {place}position {start + first + row}: {found}, where "
-            f"{expected} was expected."
-        )
-
     if own.shape != (n,) or ids.shape != (n, k) or logprobs.shape != (n, k):
         raise InvalidAnswer(
             f"{origin} gave scores of shapes {own.shape}, {ids.shape} and {logprobs.shape} for "
@@ -100,8 +93,16 @@ def check_scores(
             vocab_size=vocab_size,
             ranked=ranked,
             trained=trained,
-            refuse=functools.partial(refuse, first),
+            refuse=functools.partial(
+                _refuse_score, f"{origin} gave a wrong score at {place}", start + first
+            ),
         )
+
+
+def _refuse_score(beginning: str, start: int, row: int, found: str, expected: str) -> NoReturn:
+    raise InvalidAnswer(
+        f"{beginning}position {start + row}: {found}, where {expected} was expected."
+    )
 
 
 def _check_rows(
@@ -192,13 +193,7 @@ def check_completion(
     Raises:
         InvalidAnswer: it cannot.
     """
-
-    def refuse(found: str, expected: str) -> NoReturn:
-        raise InvalidAnswer(
-            f"{origin} gave a wrong completion of prompt {prompt}: {found}, where {expected} was "
-            "expected."
-        )
-
+    refuse = functools.partial(_refuse_completion, origin, prompt)
     if len(ids) != len(logprobs):
         refuse(f"{len(ids)} tokens with {len(logprobs)} log-probs", "one of each per token")
     if not ids:
@@ -214,6 +209,13 @@ def check_completion(
                 f"log-prob {logprob:.6g} of token {token} at position {position}",
                 "a finite number of at most 0",
             )
+
+
+def _refuse_completion(origin: str, prompt: int, found: str, expected: str) -> NoReturn:
+    raise InvalidAnswer(
+        f"{origin} gave a wrong completion of prompt {prompt}: {found}, where {expected} was "
+        "expected."
+    )
 
 
 def check_choices(found: int, asked: int, *, origin: str, prompt: int) -> None:

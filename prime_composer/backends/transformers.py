@@ -1,5 +1,6 @@
 """A sampler and a scorer on transformers models, for machines without vLLM."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -248,7 +249,7 @@ class TransformersScorer(LoadedModel):
         check_plain_head(self.model)
         self.batch_tokens = batch_tokens
 
-    @property
+    @functools.cached_property
     def sampler(self) -> TransformersSampler | None:
         """A sampler of the same weights in memory; None for a scorer of a live model."""
         if self._source is None:
