@@ -200,6 +200,10 @@ class Connection:
     Attributes:
         url: base URL without credentials, for messages.
         outages: how often the server was away and came back.
+        restarts: how often an idle connection ended before its time, or the server turned out to be
+            another one after a pause.
+        pauses: how often no request was pending for so long that all connections ended. A server
+            that was restarted meanwhile looks the same.
 
     Raises:
         ServerError: URL, key or environment cannot be used.
@@ -223,14 +227,16 @@ class Connection:
         self.starting = starting
         self.timeout = timeout
         self.outages = 0
+        self.restarts = 0
+        self.pauses = 0
         self._status = status
-        self._idle_losses = 0
         self._met = False
         self._outage: Waiting | None = None
         self._announced: Waiting | None = None
         self._quiet = Waiting(time.monotonic(), NO_ANSWER, QUIET_SECONDS)
         self._deadline = timeout
-        self._stream: Any = None
+        self._idle: Any = None
+        self._idle_since = 0.0
         self._in_flight = 0
         self.url, target, login = self._split(url)
         self._client = self._open_client(target, login, api_key, api_key_var, concurrency)
@@ -243,11 +249,11 @@ class Connection:
     def reconnections(self) -> int:
         """How often contact was lost and made again. The server may be another one since.
 
-        Counts every outage, and every time that all idle connections were closed by the server.
-        vLLM closes them after 5 s.
+        Counts outages and restarts. A pause alone is no sign: vLLM closes connections that were
+        idle for 5 s.
         """
         self._notice_closed_connection()
-        return self.outages + self._idle_losses
+        return self.outages + self.restarts
 
     @property
     def name(self) -> str:
@@ -353,6 +359,7 @@ class Connection:
         retried: frozenset[int],
     ) -> bytes:
         self._notice_closed_connection()
+        self._idle = None
         self._in_flight += 1
         self._deadline = seconds
         try:
@@ -387,7 +394,6 @@ class Connection:
             method, path, content=content, extensions=extensions
         ) as response:
             self._met = True
-            self._stream = response.extensions.get("network_stream")
             limit = max_bytes if response.is_success else ERROR_BYTES
             announced = response.headers.get("Content-Length", "")
             answer = bytearray()
@@ -397,6 +403,9 @@ class Connection:
                     if len(answer) > limit:
                         break
                 else:
+                    if response.headers.get("Connection", "").lower() != "close":
+                        self._idle = response.extensions.get("network_stream")
+                        self._idle_since = time.monotonic()
                     return response.status_code, response.headers, bytes(answer)
             if response.is_success:
                 begins = f"; the answer begins {excerpt(bytes(answer))}" if answer else ""
@@ -407,11 +416,15 @@ class Connection:
             return response.status_code, response.headers, bytes(answer[:limit])
 
     def _notice_closed_connection(self) -> None:
-        """Count a contact that the server ended while no request was pending."""
-        if self._in_flight == 0 and self._stream is not None:
-            if self._stream.get_extra_info("is_readable"):
-                self._stream = None
-                self._idle_losses += 1
+        """Count a contact that ended while no request was pending."""
+        if self._in_flight or self._idle is None:
+            return
+        if time.monotonic() - self._idle_since >= KEEPALIVE_SECONDS:
+            self._idle = None
+            self.pauses += 1
+        elif self._idle.get_extra_info("is_readable"):
+            self._idle = None
+            self.restarts += 1
 
     def _away(self, away: Away) -> Away:
         if self._outage is None:

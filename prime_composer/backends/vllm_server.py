@@ -356,7 +356,7 @@ class ServerSampler(Server):
         self.seeded = seeded
         self._student: nn.Module | None = None
         self._fingerprint: list[float] | None = None
-        self._verified = 0
+        self._verified = (0, 0)
         self._processed_at: int | None = None
 
     def generate(
@@ -476,16 +476,25 @@ class ServerSampler(Server):
     def _has_lost_weights(self) -> bool:
         """Return whether the server may have lost the weights that it was sent.
 
-        It may after a lost connection. It has not if it still gives the very same log-probs as
-        right after it got them. A different rounding costs an update too many, and nothing else.
+        It may after a lost connection or a pause. It has not if it still gives the very same
+        log-probs as right after it got them. A different rounding costs an update too many, and
+        nothing else.
         """
-        seen = self.reconnections
+        seen = self._contacts()
         if self._student is None or seen == self._verified:
             return False
-        if self._fingerprint is None or self._ask_fingerprint() != self._fingerprint:
+        if self._fingerprint is None:
+            return True
+        if self._ask_fingerprint() != self._fingerprint:
+            if self.reconnections == self._verified[0]:
+                self._connection.restarts += 1
             return True
         self._verified = seen
         return False
+
+    def _contacts(self) -> tuple[int, int]:
+        """Return how often contact was lost, and how often there was a pause."""
+        return self.reconnections, self._connection.pauses
 
     def _ask_fingerprint(self) -> list[float] | None:
         """Return the log-probs of a few fixed tokens; None where the server gives none."""
@@ -509,7 +518,7 @@ class ServerSampler(Server):
             self.forget_prefixes()
             self._fingerprint = self._ask_fingerprint()
             if self._connection.outages == outages:
-                self._verified = self.reconnections
+                self._verified = self._contacts()
                 return
         raise self._unsteady("a weight update")
 

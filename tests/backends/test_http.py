@@ -371,8 +371,8 @@ def test_server_without_a_sign_of_life_is_reported(serve, connect, monkeypatch):
     assert lines[0].endswith("no answer yet (0 of 600 s)")
 
 
-def test_reconnections_count_connections_closed_when_idle(serve, connect):
-    """vLLM closes idle connections, and a restart in a pause looks the same."""
+def test_reconnections_count_connections_closed_early(serve, connect):
+    """vLLM keeps an idle connection for 5 s. One that ends before shows that the server went."""
     server = serve(GOOD)
     connection = connect(server.url)
     ask(connection)
@@ -382,6 +382,29 @@ def test_reconnections_count_connections_closed_when_idle(serve, connect):
     time.sleep(0.05)
     assert connection.reconnections == connection.reconnections == 1
     assert ask(connection) == b"good" and connection.reconnections == 1
+
+
+def test_reconnections_leave_out_a_pause(serve, connect, monkeypatch):
+    """After it the connections have ended by themselves, whoever closed them."""
+    monkeypatch.setattr(http, "KEEPALIVE_SECONDS", 0.1)
+    server = serve(GOOD)
+    connection = connect(server.url)
+    for pauses in (1, 2):
+        ask(connection)
+        assert connection.reconnections == 0 and connection.pauses == pauses - 1
+        time.sleep(0.15)
+        server.hang_up()
+        time.sleep(0.05)
+        assert connection.reconnections == connection.reconnections == 0
+        assert connection.pauses == pauses
+
+
+def test_reconnections_leave_out_a_server_without_keep_alive(serve, connect):
+    connection = connect(serve((200, {"Connection": "close"}, b"good")).url)
+    for _ in range(3):
+        assert ask(connection) == b"good"
+        time.sleep(0.02)
+    assert connection.reconnections == 0
 
 
 def test_reconnections_leave_out_a_busy_server(serve, connect):

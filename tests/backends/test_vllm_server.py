@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from prime_composer.backends import http
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.http import Refused
 from prime_composer.backends.protocols import SamplingParams
@@ -253,7 +255,7 @@ def test_update_weights_reaches_head_and_prefix_cache(sampler, tied_model):
 
 @pytest.mark.vllm
 def test_stale_connection_is_opened_again(server, models):
-    """The server closed it. It may be another one now, but its log-probs say it has the weights."""
+    """The server closed it early. Its log-probs say that it still has the weights."""
     lines = []
     sampler = ServerSampler(server.url, server.directory, status=lines.append)
     sampler.update_weights(models.tied_model)
@@ -429,6 +431,29 @@ def test_restarted_student_gets_its_weights_again(when, restarting, tied_model):
     assert ids_of(rollouts) == ids_of(undisturbed) and mu_of(rollouts) == mu_of(undisturbed)
     told = any("came back without the run's weights" in line for line in lines)
     assert told == ("sampling" in when or when == "between")
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_student_is_asked_for_its_weights_after_a_pause(
+    restarted, restarting, tied_model, monkeypatch
+):
+    """One cheap question. Contact counts as lost only where the answer is another one."""
+    params = SamplingParams(max_tokens=6)
+    sampler = ServerSampler(restarting.url)
+    moved(tied_model)
+    sampler.update_weights(tied_model)
+    undisturbed = sampler.generate(PROMPTS, params, seed=0)
+    asked, reloads = Counter(restarting.requests), restarting.requests["/collective_rpc"]
+    if restarted:
+        restarting.restart()
+    monkeypatch.setattr(http, "KEEPALIVE_SECONDS", 0.0)  # any time is a long pause
+    lost = sampler._has_lost_weights()
+    monkeypatch.undo()
+    assert lost == restarted == (sampler.reconnections > 0)
+    assert restarting.requests["/v1/completions"] == asked["/v1/completions"] + 1
+    assert ids_of(sampler.generate(PROMPTS, params, seed=0)) == ids_of(undisturbed)
+    assert (restarting.requests["/collective_rpc"] > reloads) == restarted
+    sampler.close()
 
 
 def test_dropped_request_of_a_student_keeps_its_weights(spoiling, tied_model):
