@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -180,10 +181,14 @@ def test_unreachable_hub_names_endpoint_and_remedy(chained, monkeypatch):
         except LocalEntryNotFoundError as error:
             raise OSError("We couldn't connect to 'https://hub'\nCheck your network.") from error
 
+    def unknown(*args):
+        raise socket.gaierror("unknown name")
+
     transformers = import_transformers()
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "https://hub.example")
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ModelUnavailable) as caught:
         load_student("Qwen/Qwen3-8B")
     assert str(caught.value) == (
