@@ -105,12 +105,12 @@ class Question:
 
     Attributes:
         token_ids: the sequence.
-        scores: the first answer; None until it came.
+        scores: the first answer.
         requests: how many other sequences this teacher has scored since.
     """
 
     token_ids: Sequence[int]
-    scores: Scores | None = None
+    scores: Scores
     requests: int = 0
 
 
@@ -196,13 +196,12 @@ class Requests:
         question = self._questions.get((base, model, k))
         if question is None:
             if len(token_ids) >= QUESTION_TOKENS.start:
-                question = Question(token_ids[: QUESTION_TOKENS[-1]])
+                beginning = slice(QUESTION_TOKENS[-1])  # its scores depend on nothing behind it
+                question = Question(token_ids[beginning], scores[beginning])
                 self._questions[base, model, k] = question
-                first, _ = await self._ask(client, base, origin, model, question.token_ids, k)
-                question.scores = first
             return scores
         question.requests += 1
-        if question.scores is not None and (retried or question.requests % ASKED_EVERY == 0):
+        if retried or question.requests % ASKED_EVERY == 0:
             again, _ = await self._ask(client, base, origin, model, question.token_ids, k)
             share = share_apart(question.scores, again)
             if share > SHARE_APART:
