@@ -445,7 +445,7 @@ def test_dead_host_is_probed_by_the_kernel(serve, connect):
     """A host that lost its power sends nothing: keep-alive probes notice."""
     connection = connect(serve(GOOD).url)
     ask(connection)
-    connected = connection._stream.get_extra_info("socket")
+    connected = connection._idle.get_extra_info("socket")
     assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
