@@ -24,7 +24,7 @@ import torch
 from prime_composer.backends.protocols import Rollout, SamplingParams, Scorer, TeacherScores
 from prime_composer.local.batch import Sample
 from prime_composer.local.engine import BackendSpec, Engine
-from prime_composer.local.mismatch import MISMATCH_LIMITS, Mismatch, SamplerCheck
+from prime_composer.local.mismatch import Mismatch, SamplerCheck
 from prime_composer.local.preflight import (
     PROBE_TOKENS,
     TOLERANCES,
@@ -73,7 +73,7 @@ class Canary:
         check_of_sampler: how far the sampler may be from the student.
         asks_sampler: whether no step compares its own tokens, so that the sampler is asked.
         max_tokens: tokens that the sampler is asked for per prompt.
-        safe_step: finished steps at the time of the last right answers.
+        safe_step: finished steps at the time of the last right answers of everyone.
     """
 
     engine: Engine
@@ -101,16 +101,15 @@ class Canary:
         Raises:
             PreflightError: a teacher gives several answers to one question.
         """
-        dtype = recipe.trainer.dtype
         canary = cls(
             engine,
             recipe.checks.every,
             dict(result.probes),
             {
-                teacher: tolerance(engine, teacher, probe)
+                teacher: recipe.checks.tolerance or tolerance(engine, teacher, probe)
                 for teacher, probe in result.probes.items()
             },
-            SamplerCheck(MISMATCH_LIMITS[dtype], dtype),
+            SamplerCheck.of_completions(recipe),
             SamplerCheck.of_recipe(recipe) is None or recipe.rollout.student_fraction == 0,
             min(PROBE_TOKENS, recipe.rollout.max_tokens),
             step,
@@ -119,7 +118,7 @@ class Canary:
         return canary
 
     def check(self, step: int, due: bool, sampler: bool = False) -> None:
-        """Ask where it is due and was not asked at this step, or where a connection was lost.
+        """Ask everyone where it is due and was not done at this step, or whose connection was lost.
 
         A sampler whose server was restarted gets the student's weights first.
 
@@ -132,14 +131,33 @@ class Canary:
             CanaryChanged: an answer is another one.
         """
         lost = self._lost_connections()
+        due = due and step > self.safe_step
+        teachers = [teacher for teacher in self.probes if due or teacher in lost]
+        for teacher in teachers:
+            self._check_teacher(teacher)
         if None in lost:
             self._renew_sampler()
-        if lost or (due and step > self.safe_step):
-            for teacher in self.probes:
-                self._check_teacher(teacher)
-            if sampler or self.asks_sampler:
-                self._check_sampler()
+        elif due and (sampler or self.asks_sampler):
+            self._check_sampler()
+        everyone = len(teachers) == len(self.probes) and (None in lost or not self.asks_sampler)
+        if due or (lost and everyone):
             self.safe_step = step
+
+    def doubts(self, step: int) -> str:
+        """Return a sentence about finished steps that are not verified; "" without any.
+
+        Nobody asked about them where ``checks.every`` is 0. Teachers in this process are not
+        exchanged, so that none of them is in doubt.
+
+        Args:
+            step: finished steps.
+        """
+        served = any(self.engine.teacher_specs[name].backend == "server" for name in self.probes)
+        if self.every == 0 or step <= self.safe_step or not (served or self.asks_sampler):
+            return ""
+        first = self.safe_step + 1
+        steps = f"step {step} is" if first == step else f"steps {first} to {step} are"
+        return f"{steps} not verified, since teachers and sampler were not asked after that"
 
     def steadily(self, sample: Callable[[], T]) -> T:
         """Return what a function makes of the sampler's rollouts.
@@ -184,12 +202,12 @@ class Canary:
             CanaryChanged: a teacher is not the one that the run was started with.
         """
         stored = state.get("teachers", {})
-        since, self.safe_step = self.safe_step, state.get("safe_step", self.safe_step)
+        # A teacher that is right now may have been another one before the checkpoint.
+        self.safe_step = state.get("safe_step", self.safe_step)
         for teacher in self.probes:
             if teacher.table in stored:
                 self.probes[teacher] = stored_probe(stored[teacher.table])
                 self._check_teacher(teacher)
-        self.safe_step = since
 
     def _lost_connections(self) -> set[TeacherId | None]:
         """Return who was reconnected since the last call; None stands for the sampler."""
@@ -227,7 +245,7 @@ class Canary:
         mismatch = Mismatch(self.check_of_sampler)
         with autocast(engine.model, self.check_of_sampler.dtype):
             mismatch.add(student_inputs(engine.model, samples))
-        return mismatch.kl
+        return mismatch.capped_kl
 
     def _scorers(self) -> Mapping[TeacherId, Scorer]:
         return {} if self.engine.teachers is None else self.engine.teachers.scorers
@@ -237,12 +255,16 @@ class Canary:
         (scores,) = self._scorers()[teacher].score([probe.rollout], compared_ids(probe))
         difference = largest_difference(probe.scores, scores)
         if not difference <= limit:
+            spec = self.engine.teacher_specs[teacher]
+            half = spec.backend == "server" and limit < TOLERANCES["bfloat16"]
+            dtype = "say so with `dtype` in that table if it computes in half precision, or "
             raise CanaryChanged(
-                f"[{teacher.table}] {place(self.engine.teacher_specs[teacher])} scores the tokens "
+                f"[{teacher.table}] {place(spec)} scores the tokens "
                 f"of the run's start with other numbers than then: {difference:.2g} nat apart (at "
                 f"most {limit:g}). It serves another model now, or in another way; "
-                f"{self._doubt()}Start it as it was, or start a new run. Where it computes in half "
-                "precision, say so with `dtype` in that table",
+                f"{self._doubt()}Start it as it was, or start a new run. Where it is the same "
+                f"model on another machine or build, {dtype if half else ''}set checks.tolerance "
+                "above that difference",
                 self.safe_step,
             )
 
@@ -252,7 +274,7 @@ class Canary:
             raise CanaryChanged(
                 f"[rollout] the sampler's log-probs are not those of the student's weights: KL "
                 f"{kl:.2g} nat per token (at most {limit:g}). It has other weights or caches than "
-                f"the trainer; {self._doubt()}Restart it",
+                f"the trainer; {self._doubt()}{self.check_of_sampler.remedy}",
                 self.safe_step,
             )
 

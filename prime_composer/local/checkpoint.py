@@ -179,7 +179,13 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    run_dir: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any], keep: int
+    run_dir: Path,
+    step: int,
+    model: Any,
+    tokenizer: Any,
+    state: dict[str, Any],
+    keep: int,
+    verified: int | None = None,
 ) -> Checkpoint:
     """Write the checkpoint of ``step`` atomically, and delete all but the newest ``keep``.
 
@@ -193,6 +199,7 @@ def save_checkpoint(
         tokenizer: its tokenizer.
         state: the trainer's state, as tensors and plain values.
         keep: checkpoints that remain, at least 1.
+        verified: the newest checkpoint up to this step remains too; None where all are verified.
 
     Raises:
         CheckpointNotSaved: the disk is full, or cannot be written.
@@ -227,7 +234,11 @@ def save_checkpoint(
         raise CheckpointNotSaved(
             f"the checkpoint of step {step} could not be saved in {folder}{room}: {describe(cause)}"
         ) from error
-    for old in list_checkpoints(run_dir)[:-keep]:
+    checkpoints = list_checkpoints(run_dir)
+    right = [one for one in checkpoints if verified is not None and one.step <= verified]
+    for old in checkpoints[:-keep]:
+        if old in right[-1:]:
+            continue
         with contextlib.suppress(OSError):
             # Renamed first, so that a half-deleted checkpoint does not look complete.
             renamed = _unused(old.path, ".tmp")

@@ -126,6 +126,11 @@ def train(
         at_once = checkpoints_at_once(recipe, state.steps)
         check_room(run_dir, state.checkpoint_bytes(), at_once, resumed)
         canary = state.open_canary(recipe, preflight(engine, recipe, status))
+        if doubts := canary.doubts(state.steps):
+            status(
+                f"warning: {doubts}; the run continues from them. The last verified step is "
+                f"{canary.safe_step} (--resume --step)"
+            )
         if begin is not None:
             begin()
         if resumed is not None:
@@ -154,12 +159,12 @@ def train(
                     for step in range(state.steps + 1, last + 1):
                         clock = Clock()
                         with stop.giving_up_waits():
-                            canary.check(state.steps, due=is_due(state.steps, recipe.checks.every))
-                            clock.lap("checks")
                             batch, metrics = canary.steadily(
                                 partial(collect, engine, recipe, step, clock)
                             )
-                            canary.check(state.steps, due=False)
+                            # Asked now, a teacher that was exchanged meanwhile is seen as well.
+                            canary.check(state.steps, due=is_due(state.steps, recipe.checks.every))
+                            clock.lap("checks")
                         metrics |= state.train_step(batch, step)
                         unlogged = metrics
                         clock.lap("train")
@@ -177,15 +182,21 @@ def train(
                         tracker.log(step, metrics)
                         unlogged = {}
                         display.step(step, metrics)
-                        if step == last or stop.requested or is_due(step, recipe.checkpoint.every):
+                        stopping = stop.requested
+                        if stopping:
+                            with stop.giving_up_waits():
+                                canary.check(step, due=recipe.checks.every > 0, sampler=True)
+                        if step == last or stopping or is_due(step, recipe.checkpoint.every):
                             state.save(run_dir, recipe.checkpoint.keep, tracker)
-                        if stop.requested:
+                        if stopping:
                             break
             except (ValueError, OSError, StepAbandoned) as error:
                 stopped = state.leave(run_dir, recipe.checkpoint.keep, tracker, unlogged, error)
                 abandoned = isinstance(error, StepAbandoned)
                 if not abandoned or stopped.step < state.steps:
                     raise stopped from error
+                if doubts := canary.doubts(state.steps):
+                    display.status(f"warning: {doubts}")
     interrupted = abandoned or state.steps < last
     return Outcome(run_dir, state.steps, interrupted, evaluations, stop.signum)
 
@@ -297,8 +308,11 @@ class TrainingState:
             "canary": self._stored_canary if self.canary is None else self.canary.state_dict(),
             "norms": self.weight_check.norms,
         }
-        engine = self.engine
-        save_checkpoint(run_dir, self.steps, engine.model, engine.problems.tokenizer, state, keep)
+        model, tokenizer = self.engine.model, self.engine.problems.tokenizer
+        verified = None
+        if self.canary is not None and self.canary.doubts(self.steps):
+            verified = self.canary.safe_step
+        save_checkpoint(run_dir, self.steps, model, tokenizer, state, keep, verified)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Restore all but the student's weights, which the engine was opened with."""
@@ -351,6 +365,16 @@ class TrainingState:
             return RunStopped(f"{reason.rstrip('.')}; no earlier step is saved", None)
         chosen = right[-1]
         words = "--resume" if chosen == checkpoints[-1] else f"--resume --step {chosen.step}"
+        doubts = "" if self.canary is None else self.canary.doubts(chosen.step)
+        if doubts:
+            assert self.canary is not None
+            verified = [one.step for one in right if one.step <= self.canary.safe_step]
+            choice = f", or with --step {verified[-1]} from a verified one" if verified else ""
+            return RunStopped(
+                f"{reason.rstrip('.')}; step {chosen.step} is saved in {chosen.path}, and "
+                f"{doubts}; continue with {words} --output-dir {run_dir}{choice}",
+                chosen,
+            )
         return RunStopped(
             f"{reason.rstrip('.')}; step {chosen.step} is safe in {chosen.path}; continue with "
             f"{words} --output-dir {run_dir}",

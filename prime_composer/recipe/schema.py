@@ -442,14 +442,38 @@ class ChecksConfig(Section):
         ge=0,
         le=MOST_STEPS,
         json_schema_extra=prime_rl(
-            not_carried("prime-rl's trainer has a metric of its own, mismatch_kl")
+            not_carried(
+                "inside prime-rl a teacher is asked again every 256 requests; of the sampler "
+                "prime-rl's trainer has a metric, mismatch_kl"
+            )
         ),
     )
     """Steps between two questions whose answers are known. Each teacher scores the probe of the
     run's start again. With another temperature than 1, or with top_p, the sampler is compared with
     the student's weights, which otherwise happens in every step. Both are also asked before a
-    checkpoint, after the last step, and after a lost connection. 0: only after a lost
-    connection."""
+    checkpoint, after the last step, and when a signal ends the run. Whoever lost its
+    connection is asked in that step. 0: only after a lost connection."""
+
+    tolerance: float | None = Field(
+        default=None,
+        gt=0,
+        json_schema_extra=prime_rl(
+            not_carried("inside prime-rl it is 0.5 nat at nine of ten positions", harmless=(None,))
+        ),
+    )
+    """Largest difference in nats between a teacher's log-probs of the probe at the run's start and
+    later. Raise it where the same model is served from another machine or build. Unset: 1e-4 in
+    float32, 0.05 in float16, 0.5 in bfloat16."""
+
+    mismatch: float | None = Field(
+        default=None,
+        gt=0,
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl's trainer has a metric of its own, mismatch_kl", harmless=(None,))
+        ),
+    )
+    """Largest KL between sampler and trainer in nats per token, where a token's log-ratio counts as
+    2 nats at most. Unset: 1e-6 if trainer.dtype is float32, 0.05 if it is bfloat16."""
 
 
 class Recipe(Section):

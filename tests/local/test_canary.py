@@ -1,5 +1,6 @@
 """Teachers and samplers that change during a run, and the question that shows it."""
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +11,14 @@ import torch
 
 from prime_composer.backends.protocols import Rollout, SamplingParams, TeacherScores
 from prime_composer.backends.transformers import TransformersSampler, TransformersScorer
+from prime_composer.local import canary as canary_module
+from prime_composer.local import train as train_module
 from prime_composer.local.canary import CROWD, Canary, CanaryChanged, largest_difference
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.engine import Engine, open_engine
 from prime_composer.local.preflight import PreflightError, preflight
 from prime_composer.local.tracker import read_metrics
+from prime_composer.local.train import RunStopped
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import TeacherId
@@ -109,6 +113,35 @@ def test_canary_asks_when_due_or_after_a_reconnection(opened: tuple[Engine, Cana
     canary.check(6, due=False)
     canary.check(6, due=False)
     assert scorer.calls == 2 and canary.safe_step == 6
+
+
+def test_canary_asks_only_the_teacher_that_was_lost(opened: tuple[Engine, Canary]) -> None:
+    """Of two teachers one is asked, which verifies no step; at a due step both are."""
+    engine, canary = opened
+    other = TeacherId("other")
+    one = engine.teachers.scorers[THE] = Counted(engine.teachers.scorers[THE])
+    two = engine.teachers.scorers[other] = Counted(one.scorer)
+    canary.probes[other], canary.tolerances[other] = canary.probes[THE], 1e-4
+    two.reconnections += 1
+    canary.check(3, due=False)
+    assert (one.calls, two.calls, canary.safe_step) == (0, 1, 0)
+    canary.check(5, due=True)
+    assert (one.calls, two.calls, canary.safe_step) == (1, 2, 5)
+
+
+def test_canary_tolerance_is_a_key_that_the_message_names(tiny_recipe: Raw) -> None:
+    """checks.tolerance accepts a known difference; beyond the limit the message names the key."""
+    for limit in (None, 1e3):
+        recipe, engine = open_run(tiny_recipe(checks__tolerance=limit))
+        with engine:
+            canary = Canary.of_preflight(engine, recipe, preflight(engine, recipe, lambda _: None))
+            engine.teachers.scorers[THE] = TransformersScorer(tiny_models(TINY_RECIPE)["student"])
+            if limit is None:
+                with pytest.raises(CanaryChanged, match="set checks.tolerance above") as got:
+                    canary.check(1, due=True)
+                assert "dtype" not in str(got.value)  # of a model in this process it is known
+            else:
+                canary.check(1, due=True)
 
 
 def test_canary_sees_another_teacher(opened: tuple[Engine, Canary]) -> None:
@@ -292,6 +325,58 @@ def test_train_served_teacher_with_another_model_is_seen(tiny_recipe: Raw, tmp_p
         with pytest.raises(ValueError, match=rf"\[teacher\] at {server.url} .* right at step 2"):
             run(raw, tmp_path / "run", display)
     assert display.steps == [1, 2, 3, 4]
+
+
+def test_train_idle_connections_cost_one_question_a_step(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that is new whenever one looks: once in each step, and before the save."""
+    looks, asked = itertools.count(), []
+    monkeypatch.setattr(
+        canary_module,
+        "reconnections",
+        lambda part: next(looks) if isinstance(part, TransformersScorer) else 0,
+    )
+    monkeypatch.setattr(Canary, "_check_teacher", lambda canary, teacher: asked.append(teacher))
+    run(short(tiny_recipe, trainer__steps=3, checks__every=0), tmp_path / "run")
+    assert len(asked) == 3 + 1
+
+
+def test_train_stopped_by_a_signal_asks_before_it_saves(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """A step that another teacher may have scored is not saved because a signal came."""
+    models = tiny_models(TINY_RECIPE)
+    with SpoilingServer(models["teacher"]) as server:
+        raw = served(short(tiny_recipe, trainer__steps=9), server)
+        display = Swapping(2, lambda: server.swap(models["student"]))
+        display.interrupt_at = 4
+        with pytest.raises(ValueError, match="right at step 0, .*no earlier step is saved"):
+            run(raw, tmp_path / "run", display)
+    assert list_checkpoints(tmp_path / "run") == []
+
+
+def test_train_unverified_steps_are_said_at_the_end_and_resume(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps, and an error before the teacher was asked: saved, and not called safe."""
+    models = tiny_models(TINY_RECIPE)
+    with SpoilingServer(models["teacher"]) as server:
+        raw = served(short(tiny_recipe, trainer__steps=4, checks__every=3), server)
+        collect = train_module.collect
+
+        def away(engine: Engine, recipe: Recipe, step: int, clock: Any) -> Any:
+            if step == 3:
+                raise ValueError("the teacher is away")
+            return collect(engine, recipe, step, clock)
+
+        monkeypatch.setattr(train_module, "collect", away)
+        with pytest.raises(RunStopped) as got:
+            run(raw, tmp_path / "run")
+        assert "step 2 is saved in" in str(got.value) and " is safe" not in str(got.value)
+        assert "steps 1 to 2 are not verified" in str(got.value)
+        monkeypatch.undo()
+        display = Silent()
+        run(raw, tmp_path / "run", display, resume=True)
+    assert [text for text in display.texts if "warning: steps 1 to 2 are not verified" in text]
 
 
 def test_train_last_steps_are_checked_before_they_are_saved(

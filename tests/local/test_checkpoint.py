@@ -192,6 +192,16 @@ def test_file_that_is_not_loaded_is_ignored(name: str, tmp_path: Path) -> None:
     assert whole_checkpoint(tmp_path).step == 2
 
 
+def test_save_checkpoint_keeps_the_newest_verified_one(tmp_path: Path) -> None:
+    """One step at least can be continued from without doubt, whatever ``keep`` is."""
+    save(tmp_path, 1, 2, keep=9)
+    for step in (3, 4):
+        save_checkpoint(tmp_path, step, Model(step), Tokenizer(), {}, 1, verified=2)
+    assert steps_of(tmp_path) == [2, 4]
+    save(tmp_path, 5, keep=1)
+    assert steps_of(tmp_path) == [5]
+
+
 def test_step_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
     save(tmp_path, 2, 4)
     with pytest.raises(DamagedCheckpoint, match="no checkpoint of step 3; it has 2, 4"):

@@ -197,6 +197,46 @@ def test_mismatch_of_one_rounded_token_is_no_alarm() -> None:
         mismatch.result(1)
 
 
+def test_mismatch_of_one_token_in_the_tails_is_no_alarm() -> None:
+    """One of 2,000 tokens at r = 5 makes the plain mean 0.076; the step is right, and goes on."""
+    noise = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 0.1
+    ratios = [5.0, *noise.tolist()[1:]]
+    mismatch = Mismatch(SamplerCheck(0.05, "bfloat16"))
+    mismatch.add(packed([-9.0] * 2000, [-9.0 + r for r in ratios], [True] * 2000))
+    (kl,) = mismatch.result(1).values()
+    expected = sum(math.exp(r) - 1 - r for r in ratios) / 2000
+    assert kl == pytest.approx(expected, rel=1e-4) and kl > 0.05
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_mismatch_refuses_one_infinite_token_of_many(value: float) -> None:
+    """The cap is not for numbers that no model has."""
+    mismatch = Mismatch(SamplerCheck(0.05, "bfloat16"))
+    mismatch.add(packed([value, *[-1.0] * 1999], [-1.0] * 2000, [True] * 2000))
+    with pytest.raises(SamplerMismatch):
+        mismatch.result(1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "remedy"),
+    [("transformers", "Continue in a new process"), ("server", "Restart its server")],
+)
+def test_mismatch_limit_is_a_key_that_the_message_names(
+    backend: str, remedy: str, tiny_recipe: Raw
+) -> None:
+    """checks.mismatch replaces the dtype's limit, and what to do fits the backend."""
+    raw = tiny_recipe(checks__mismatch=0.25, rollout__backend=backend)
+    if backend == "server":
+        raw["rollout"]["url"] = "http://127.0.0.1:9"
+        raw["teacher"]["backend"] = "transformers"
+    check = SamplerCheck.of_recipe(parse_recipe(raw))
+    assert check is not None and check.limit == 0.25
+    mismatch = Mismatch(check)
+    mismatch.add(packed([-2.0] * 99, [-1.0] * 99, [True] * 99))
+    with pytest.raises(SamplerMismatch, match=rf"{remedy} .* raise checks\.mismatch"):
+        mismatch.result(1)
+
+
 def test_mismatch_leaves_out_the_solutions_of_the_data() -> None:
     """Tokens of the data have no mu; without another token there is nothing to measure."""
     mismatch = Mismatch(SamplerCheck(1e-6, "float32", with_solutions=True))

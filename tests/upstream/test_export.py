@@ -496,7 +496,11 @@ LOSSY = {
     "eval.kl_size": 3,
     "eval.kl_support": 8,
     "logging.tensorboard": True,
+    "teacher.wait": 5.0,
+    "rollout.wait": 5.0,
     "checks.every": 3,
+    "checks.tolerance": 0.25,
+    "checks.mismatch": 0.25,
 }
 
 
