@@ -223,6 +223,34 @@ def test_weight_sync_that_does_nothing_is_refused(sampler, tied_model, monkeypat
         check_weight_sync(sampler, tied_model, PROMPTS)
 
 
+@pytest.mark.parametrize("engine_dtype", ["float32", "bfloat16"])
+def test_weight_sync_of_one_rounded_token(models, tied_model, monkeypatch, engine_dtype):
+    """One of eight log-probs 0.8 nat away is bfloat16's rounding, and no float32 engine's."""
+    sampler = TransformersSampler(models.tied)
+    generate = sampler.generate
+
+    def rounded(*args, **kwargs):
+        (rollout,) = generate(*args, **kwargs)
+        rollout.inference_logprobs[-1] -= 0.8
+        return [rollout]
+
+    monkeypatch.setattr(sampler, "generate", rounded)
+    if engine_dtype == "bfloat16":
+        assert 0.05 < check_weight_sync(sampler, tied_model, PROMPTS, engine_dtype) < 0.5
+    else:
+        with pytest.raises(PreflightError, match="disagree by 0.8 nat"):
+            check_weight_sync(sampler, tied_model, PROMPTS, engine_dtype)
+
+
+@pytest.mark.parametrize("engine_dtype", ["float32", "bfloat16"])
+def test_weight_sync_of_old_weights_is_seen(models, tied_model, monkeypatch, engine_dtype):
+    """A sampler that takes no weights is refused within the tolerance of either dtype."""
+    sampler = TransformersSampler(models.tied)
+    monkeypatch.setattr(sampler, "update_weights", lambda model: None)
+    with pytest.raises(PreflightError, match="kept old weights"):
+        check_weight_sync(sampler, tied_model, PROMPTS, engine_dtype)
+
+
 def test_weight_sync_that_works_only_once_is_refused(models, tied_model, monkeypatch):
     sampler = TransformersSampler(models.tied)
     update, calls = sampler.update_weights, []
