@@ -498,6 +498,8 @@ LOSSY = {
     "logging.tensorboard": True,
     "teacher.wait": 5.0,
     "rollout.wait": 5.0,
+    "teacher.timeout": 5.0,
+    "rollout.timeout": 5.0,
     "checks.every": 3,
     "checks.tolerance": 0.25,
     "checks.mismatch": 0.25,
