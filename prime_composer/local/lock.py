@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import time
 from pathlib import Path
 
 LOCK_FILE = ".lock"
@@ -97,7 +98,12 @@ def _is(path: Path, descriptor: int) -> bool:
 
 
 def _message(run_dir: Path, descriptor: int) -> str:
-    words = os.pread(descriptor, 1000, 0).decode(errors="replace").split()
+    words: list[str] = []
+    for _ in range(20):  # the holder writes its name a moment after it has the lock
+        words = os.pread(descriptor, 1000, 0).decode(errors="replace").split()
+        if len(words) == 2:
+            break
+        time.sleep(0.02)
     holder = "another process"
     if len(words) == 2:
         holder = f"process {words[1]} on {words[0]}"

@@ -112,12 +112,13 @@ SWALLOWS = """
 import runpy, signal, sys, time
 stopping_at_once = runpy.run_path(sys.argv[1])["stopping_at_once"]
 with stopping_at_once():
-    print("ready", flush=True)
+    word = "ready"
     while True:
         try:
+            print(word, flush=True)
             time.sleep(60)
         except BaseException:
-            print("swallowed", flush=True)
+            word = "swallowed"
 """
 
 

@@ -102,12 +102,14 @@ def contract(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
     return outcomes
 
 
+@pytest.mark.xdist_group("contract suite")
 def test_the_contract_suite_runs_on_the_example(contract):
     """Every case is a case of this loss: three examples of it, and none skipped."""
     assert len(contract["my_loss"]) >= 40
     assert set(contract["my_loss"].values()) == {"PASSED"}
 
 
+@pytest.mark.xdist_group("contract suite")
 def test_the_contract_suite_fails_a_loss_that_breaks_it(contract):
     """A mean in place of the sum is not the sum over a pack."""
     cases = contract["broken_loss"]
@@ -232,6 +234,7 @@ def test_a_metric_with_a_graph_is_logged_without_it(write):
     assert out.metrics["plain:fn/nll"].item() == expected
 
 
+@pytest.mark.xdist_group("contract suite")
 def test_examples_of_an_outside_loss_give_required_knobs(contract, write):
     """Without them the suite could not make a config: the field is required."""
     write("moving", SCHEDULED)

@@ -12,6 +12,9 @@ import pytest
 from tests.parity import cases
 from tests.parity.outcomes import tree_env
 
+# All of its processes are started at once, by one fixture.
+pytestmark = pytest.mark.xdist_group("upstream's tests")
+
 HERE = Path(__file__).parent
 TESTS = {"v0.6": 6, "v0.7": 10}
 """Loss contract: the number of tests that upstream has for it."""

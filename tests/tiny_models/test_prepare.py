@@ -360,6 +360,7 @@ def killed(cache, moment, rebuild=""):
     assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_prepare_model_killed_leaves_no_half_model(tmp_path):
     """A kill leaves no half model, and the next run succeeds."""
     killed(tmp_path, "training")
