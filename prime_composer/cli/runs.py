@@ -103,11 +103,11 @@ def _show(outcome: "Outcome", recipe: Recipe) -> bool:
 
 
 def how_to_go_on(run_dir: Path) -> str:
-    """Say what of a stopped run is safe, and how it continues."""
+    """Say what of a stopped run is saved, and how it continues."""
     checkpoints = list_checkpoints(run_dir)
     if not checkpoints:
         return "nothing is saved yet; the same command starts over"
-    return f"step {checkpoints[-1].step} is safe; continue with --resume --output-dir {run_dir}"
+    return f"step {checkpoints[-1].step} is saved; continue with --resume --output-dir {run_dir}"
 
 
 def plan_local(wish: Wish) -> int:
