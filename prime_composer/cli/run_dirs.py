@@ -181,11 +181,11 @@ def claim_run_dir(wish: Wish) -> Claim:
 
     Errors are those of ``choose_run_dir``.
     """
+    numbered = wish.output_dir is None and not wish.resume
     while True:
-        path = _choose(wish).path
-        created = not path.exists()
-        numbered = wish.output_dir is None and not wish.resume
         try:
+            path = _choose(wish).path
+            created = not path.exists()
             path.mkdir(parents=True, exist_ok=not (created and numbered))
             lock = RunLock(path)
         except (FileExistsError, InUse):  # another run was faster

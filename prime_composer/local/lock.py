@@ -11,6 +11,9 @@ LOCK_FILE = ".lock"
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 
+TRIES = 10
+TRY_SECONDS = 0.02
+
 
 class InUse(ValueError):
     """Another process holds the run directory. The message names it."""
@@ -30,7 +33,14 @@ class RunLock:
         path = run_dir / LOCK_FILE
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            if not _lock(self._descriptor) or not _is(path, self._descriptor):
+            tries = 1
+            while not _lock(self._descriptor):
+                # A process that only looks has it for a moment.
+                if tries == TRIES:
+                    raise InUse(_message(run_dir, self._descriptor))
+                tries += 1
+                time.sleep(TRY_SECONDS)
+            if not _is(path, self._descriptor):
                 raise InUse(_message(run_dir, self._descriptor))
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
@@ -51,20 +61,13 @@ def check_free(run_dir: Path) -> None:
     """
     import fcntl
 
-    how = fcntl.LOCK_EX
     try:
-        try:
-            # Over NFS the lock of a whole file wants a descriptor that can be written.
-            descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
-            how = fcntl.LOCK_SH
-            descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return
     try:
-        if not _lock(descriptor, how):
+        # Shared: two that look at the same moment do not take each other for the holder.
+        if not _lock(descriptor, fcntl.LOCK_SH):
             raise InUse(_message(run_dir, descriptor))
     finally:
         os.close(descriptor)
@@ -99,11 +102,11 @@ def _is(path: Path, descriptor: int) -> bool:
 
 def _message(run_dir: Path, descriptor: int) -> str:
     words: list[str] = []
-    for _ in range(20):  # the holder writes its name a moment after it has the lock
+    for _ in range(TRIES):  # the holder writes its name a moment after it has the lock
         words = os.pread(descriptor, 1000, 0).decode(errors="replace").split()
         if len(words) == 2:
             break
-        time.sleep(0.02)
+        time.sleep(TRY_SECONDS)
     holder = "another process"
     if len(words) == 2:
         holder = f"process {words[1]} on {words[0]}"
