@@ -176,7 +176,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _rl(args: argparse.Namespace) -> int:
-    from prime_composer.local.signals import stopping_at_once
+    from prime_composer.local.signals import ending_at_once, stopping_at_once
 
     if args.step is not None and not args.resume:
         raise ValueError("--step names the checkpoint to continue from: it goes with --resume")
@@ -189,11 +189,12 @@ def _rl(args: argparse.Namespace) -> int:
             raise ValueError("--overwrite and --step belong to --engine local")
         return _rl_upstream(args)
     set_environment()
-    with stopping_at_once():
+    with ending_at_once():
         from prime_composer.cli.run_dirs import Wish
         from prime_composer.cli.runs import plan_local, run_local
         from prime_composer.recipe.loading import load_recipe
 
+    with stopping_at_once():
         recipe = load_recipe(args.config, args.overrides)
         output_dir = args.output_dir or recipe.output_dir
         run = plan_local if args.dry_run else run_local
@@ -311,11 +312,12 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _study(args: argparse.Namespace) -> int:
-    from prime_composer.local.signals import stopping_at_once
+    from prime_composer.local.signals import ending_at_once, stopping_at_once
 
-    with stopping_at_once():
+    with ending_at_once():
         from prime_composer.cli.study import run_study
 
+    with stopping_at_once():
         return run_study(Path(args.config), args.output_dir)
 
 

@@ -69,6 +69,16 @@ class StopRequest:
 
 
 @contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Within the block, the first signal ends the process, as the system does it.
+
+    For the import of torch: an exception in the middle of it aborts the process in C++.
+    """
+    with _handling(SIGNALS, signal.SIG_DFL):
+        yield
+
+
+@contextmanager
 def stopping_at_once() -> Iterator[None]:
     """Within the block, Ctrl-C, SIGTERM and SIGHUP raise ``Stopped``.
 
@@ -113,7 +123,9 @@ def finishing_the_step(stop: StopRequest) -> Iterator[None]:
 
 
 @contextmanager
-def _handling(signums: Sequence[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
+def _handling(
+    signums: Sequence[int], handler: Callable[[int, Any], None] | signal.Handlers
+) -> Iterator[None]:
     """Handle signals, except those that whoever started the process ignores (``nohup``)."""
     previous: dict[int, Any] = {}
     try:
