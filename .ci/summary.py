@@ -9,6 +9,9 @@ from xml.etree import ElementTree
 def main(files: list[str]) -> None:
     total: Counter[str] = Counter()
     for file in files:
+        if not Path(file).exists():
+            print(f"{Path(file).stem} road: ended without results")
+            continue
         results: Counter[str] = Counter()
         reasons: Counter[str] = Counter()
         for case in ElementTree.parse(file).iter("testcase"):

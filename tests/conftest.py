@@ -39,6 +39,10 @@ from prime_composer.losses import LOSS_FNS, LOSS_TYPES  # noqa: E402
 from tests.prime_rl_checkout import NO_CHECKOUT, extract, find_checkout  # noqa: E402
 
 
+LONG_TIMEOUT = 1200
+"""Seconds for a test that starts a server or runs for minutes, on a machine with other work."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what reads prime-rl's checkout, and keep what starts servers to one process.
@@ -46,6 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Whole runs have fixed ports, and two of vLLM's engines at once would share the same cores.
     """
     for item in items:
+        if any(item.get_closest_marker(name) for name in ("slow", "vllm", "upstream", "load")):
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT))
         if {"checkout", "trees"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("checkout")
         if any(item.get_closest_marker(name) for name in ("vllm", "upstream", "load")):
