@@ -38,7 +38,6 @@ import pytest  # noqa: E402
 from prime_composer.losses import LOSS_FNS, LOSS_TYPES  # noqa: E402
 from tests.prime_rl_checkout import NO_CHECKOUT, extract, find_checkout  # noqa: E402
 
-
 LONG_TIMEOUT = 1200
 """Seconds for a test that starts a server or runs for minutes, on a machine with other work."""
 

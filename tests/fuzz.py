@@ -5,7 +5,7 @@ import datetime
 import math
 import random
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,6 +90,24 @@ def damaged(tree: Any, values: list[Any], seed: int) -> Any:
         else:
             parent[key] = value
     return tree
+
+
+def damaged_bytes(content: bytes, pieces: Sequence[bytes]) -> st.SearchStrategy[bytes]:
+    """Return a strategy: the content with up to 20 bytes replaced by one piece, often repeated.
+
+    Args:
+        content: the right value.
+        pieces: what is put in, besides random bytes.
+    """
+    return st.builds(
+        lambda start, length, piece, times: (
+            content[:start] + piece * times + content[start + length :]
+        ),
+        st.integers(0, len(content)),
+        st.integers(0, 20),
+        st.one_of(st.binary(max_size=6), st.sampled_from(pieces)),
+        st.integers(1, 3000),
+    )
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:

@@ -129,8 +129,11 @@ def _choose(wish: Wish) -> RunDir:
                 "name it with --output-dir"
             )
         return RunDir(free)
-    if wish.resume or wish.overwrite or _is_abandoned(newest, wish.recipe):
+    if wish.resume or wish.overwrite:
         return _look_at(newest, wish)
+    with suppress(RecipeError, InUse):  # an earlier start that ended before its first checkpoint
+        if _names(newest):
+            return _look_at(newest, wish)
     return RunDir(free)
 
 
@@ -183,9 +186,9 @@ def claim_run_dir(wish: Wish) -> Claim:
     """
     numbered = wish.output_dir is None and not wish.resume
     while True:
+        path = _choose(wish).path
+        created = not path.exists()
         try:
-            path = _choose(wish).path
-            created = not path.exists()
             path.mkdir(parents=True, exist_ok=not (created and numbered))
             lock = RunLock(path)
         except (FileExistsError, InUse):  # another run was faster
@@ -264,23 +267,6 @@ def _check_writable(path: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     if not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-
-def _is_abandoned(path: Path, recipe: Recipe) -> bool:
-    """Return whether an earlier start of this recipe ended there before its first checkpoint."""
-    try:
-        check_free(path)
-    except InUse:
-        return False
-    names = _names(path)
-    if names and names <= _WRITTEN_FIRST:
-        return True
-    if RECIPE_FILE not in names or list_checkpoints(path) or foreign_files(path):
-        return False
-    try:
-        return not changed_keys(path, recipe)
-    except RecipeError:
-        return False
 
 
 def _compare(path: Path, recipe: Recipe, checkpoint: Checkpoint) -> str:

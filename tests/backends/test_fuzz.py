@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prime_composer.backends.answers import InvalidAnswer, check_completion, check_scores
 from prime_composer.backends.vllm_logprobs import read_answer, read_completions, top_k_of
-from tests.fuzz import EXAMPLES, ODD, bounded, bounded_memory, damaged
+from tests.fuzz import EXAMPLES, ODD, bounded, bounded_memory, damaged, damaged_bytes
 
 TOKENS = [5, 6, 7]
 SCORED = {
@@ -93,14 +93,9 @@ def test_answer_of_damaged_bytes_is_read_or_refused(examples: int, road: Any) ->
     pieces = [b"[", b"{", b"9", b"-", b"1e999", b"NaN", b"\xff", b"\x00", b'"', b"null", b"\\ud800"]
 
     @bounded(examples)
-    @given(
-        st.integers(0, len(text)),
-        st.integers(0, 20),
-        st.one_of(st.binary(max_size=6), st.sampled_from(pieces)),
-        st.integers(1, 3000),
-    )
-    def damage(start: int, length: int, piece: bytes, times: int) -> None:
-        refused_in_short(read, text[:start] + piece * times + text[start + length :])
+    @given(damaged_bytes(text, pieces))
+    def damage(content: bytes) -> None:
+        refused_in_short(read, content)
 
     with bounded_memory():
         damage()

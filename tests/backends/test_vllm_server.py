@@ -4,12 +4,8 @@ The real server takes 25 s to start, once for the module.
 """
 
 import json
-import os
 import resource
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -35,93 +31,31 @@ from prime_composer.recipe.loading import parse_recipe
 from tests.faults import modes
 from tests.faults.server import SpoilingServer, road_of_request
 from tests.local.helpers import Silent, run, tiny_models, weights
+from tests.vllm_process import VllmProcess, save_tokenizer
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 
 
-def save_tokenizer(directory):
-    """Save a word-level tokenizer of 131 words; a stock server needs one to return log-probs."""
-    import tokenizers
-
-    words = {f"w{i}": i for i in range(131)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1", "unk_token": "w0"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
-class VllmProcess:
-    """A real vLLM server on the CPU, which can be killed and started again.
-
-    Args:
-        directory: the model, with a tokenizer.
-        log: its output.
-        max_model_len: longest sequence.
-    """
-
-    def __init__(self, directory, log, max_model_len=320):
-        self.directory = directory
-        self.log = log
-        self.max_model_len = max_model_len
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}/v1"
-        self.start()
-
-    def start(self):
-        command = [sys.executable, "-m", "prime_composer.backends.vllm_serve"]
-        command += ["--model", str(self.directory), "--port", str(self.port), "--dtype", "float32"]
-        command += ["--enforce-eager", "--max-model-len", str(self.max_model_len)]
-        command += ["--max-logprobs", "16"]
-        command += ["--kv-cache-memory-bytes", str(64 * 2**20)]
-        command += ["--logprobs-mode", "processed_logprobs"]
-        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
-        environment |= {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "1"}
-        with self.log.open("a") as stream:
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def wait(self):
-        for _ in range(600):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            time.sleep(0.5)
-        raise TimeoutError(self.log.read_text()[-3000:])
-
-    def kill(self):
-        """Kill the server and its engine, which is a process of the same group."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
-
-    def stop(self):
-        self.process.terminate()
-        self.process.wait(30)
+def serve(directory, log, max_model_len=320):
+    """Start a server whose log-probs are those that it samples from."""
+    options = ["--dtype", "float32", "--max-model-len", max_model_len, "--max-logprobs", 16]
+    options += ["--logprobs-mode", "processed_logprobs"]
+    return VllmProcess(
+        directory, log, *options, VLLM_SERVER_DEV_MODE="1", VLLM_HTTP_TIMEOUT_KEEP_ALIVE="1"
+    )
 
 
 @pytest.fixture(scope="module")
 def server(models, tmp_path_factory):
     directory = tmp_path_factory.mktemp("served")
     models.tied_model.save_pretrained(directory)
-    save_tokenizer(directory)
+    save_tokenizer(directory, 131)
     # A server's defaults come from the model's generation config; the client must override top_k.
     (directory / "generation_config.json").write_text(
         json.dumps({"eos_token_id": 1, "top_k": 2, "temperature": 0.2})
     )
-    process = VllmProcess(directory, tmp_path_factory.mktemp("log") / "server.log")
-    try:
-        process.wait()
+    with serve(directory, tmp_path_factory.mktemp("log") / "server.log") as process:
         yield process
-    finally:
-        process.stop()
 
 
 @pytest.fixture
@@ -292,16 +226,12 @@ class KillAt(Silent):
 def test_run_waits_for_a_killed_vllm_teacher(tiny_recipe, tmp_path):
     """The teacher is killed after step 2 and back half a minute later, as if nothing had been."""
     teacher = tiny_models(tiny_recipe())["teacher"]
-    server = VllmProcess(teacher, tmp_path / "server.log", max_model_len=256)
-    raw = tiny_recipe(teacher={"model": str(teacher), "url": server.url})
-    display = KillAt(server, 2)
-    try:
-        server.wait()
+    with serve(teacher, tmp_path / "server.log", max_model_len=256) as server:
+        raw = tiny_recipe(teacher={"model": str(teacher), "url": f"{server.url}/v1"})
+        display = KillAt(server, 2)
         run(raw, tmp_path / "whole")
         run(raw, tmp_path / "killed", display)
-    finally:
-        server.stop()
-    waiting = f"waiting for the teacher's server at {server.url.removesuffix('/v1')}"
+    waiting = f"waiting for the teacher's server at {server.url}"
     assert any(text.startswith(waiting) for text in display.texts), display.texts
     assert display.steps == [1, 2, 3, 4]
     whole, killed = weights(tmp_path / "whole"), weights(tmp_path / "killed")

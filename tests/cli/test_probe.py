@@ -1,14 +1,9 @@
 """``prime-rl probe`` as a user types it: tables, JSON, exit codes."""
 
 import json
-import os
 import shutil
-import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +16,7 @@ from prime_composer.local.probe import probe
 from tests.command import prime_rl, toml
 from tests.conftest import TINY_RECIPE
 from tests.local.helpers import tiny_models
+from tests.vllm_process import VllmProcess
 
 Raw = Callable[..., dict[str, Any]]
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -104,45 +100,15 @@ def test_a_wrong_recipe_exits_with_2(cli: Cli, tiny_recipe: Raw) -> None:
     assert done.returncode == 2 and "kk" in done.stderr and done.stdout == ""
 
 
-@contextmanager
-def vllm_server(directory: Path, log: Path, *options: str) -> Iterator[str]:
-    """Serve a model by plain vLLM on 127.0.0.1; yields the URL."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ["--model", directory, "--host", "127.0.0.1", "--port", port, "--max-model-len", "128"]
-    words += ["--kv-cache-memory-bytes", 64 * 2**20, "--enforce-eager", *options]
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "prime_composer.backends.vllm_serve", *map(str, words)],
-            env=os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0"},
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        deadline = time.monotonic() + 240
-        while True:
-            with socket.socket() as probing:
-                if probing.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
 @pytest.mark.vllm
 def test_a_bfloat16_server_is_probed_as_it_is(tiny_recipe: Raw, tmp_path: Path) -> None:
     """A real vLLM server in bfloat16, K up to 20, whose checkpoint is on this machine."""
     folders = tiny_models(TINY_RECIPE)
     served = tmp_path / "served"
     shutil.copytree(folders["teacher"], served)
-    options = ("--dtype", "bfloat16", "--max-logprobs", "20")
-    with vllm_server(served, tmp_path / "server.log", *options) as url:
-        teacher = {"model": str(served), "url": url}
+    options = ("--dtype", "bfloat16", "--max-model-len", 128, "--max-logprobs", 20)
+    with VllmProcess(served, tmp_path / "server.log", *options) as server:
+        teacher = {"model": str(served), "url": server.url}
         raw = tiny_recipe(student={"model": str(folders["student"])}, teacher=teacher)
         recipe = tmp_path / "served.toml"
         recipe.write_text(toml(raw))

@@ -16,14 +16,8 @@ import torch
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.vllm_server import ServerScorer
 from tests.backends.conftest import VOCAB, make_model
-from tests.load.processes import (
-    Level,
-    descriptors,
-    memory,
-    save_tokenizer,
-    tree_of,
-    vllm_server,
-)
+from tests.load.processes import Level, descriptors, memory, tree_of
+from tests.vllm_process import VllmProcess, save_tokenizer
 
 CLIENTS = 64
 DROPPING = 6
@@ -140,15 +134,16 @@ def test_scoring_under_load_is_right_and_level(
     directory = tmp_path / "served"
     model.save_pretrained(directory)
     save_tokenizer(directory, VOCAB)
-    with vllm_server(directory, tmp_path / "server.log", max(KS)) as (url, pid):
+    options = ("--dtype", "float32", "--max-model-len", 320, "--max-logprobs", max(KS))
+    with VllmProcess(directory, tmp_path / "server.log", *options) as server:
         load = Load(model, SECONDS)
         threads = [
-            threading.Thread(target=load.ask, args=(url, seed), daemon=True)
+            threading.Thread(target=load.ask, args=(server.url, seed), daemon=True)
             for seed in range(CLIENTS - DROPPING)
         ]
         threads += [
             threading.Thread(
-                target=load.hang_up, args=(url, str(directory), 1000 + seed), daemon=True
+                target=load.hang_up, args=(server.url, str(directory), 1000 + seed), daemon=True
             )
             for seed in range(DROPPING)
         ]
@@ -157,7 +152,7 @@ def test_scoring_under_load_is_right_and_level(
         ours, theirs, open_here, open_there = [], [], [], []
         while time.monotonic() < load.end:
             time.sleep(1.0)
-            servers = tree_of(pid)
+            servers = tree_of(server.process.pid)
             ours.append(memory([os.getpid()]))
             theirs.append(memory(servers))
             open_here.append(descriptors([os.getpid()]))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prime_composer.problems.answers import final_number, is_correct
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.rows import read_jsonl
-from tests.fuzz import EXAMPLES, ODD, bounded, bounded_memory, damaged
+from tests.fuzz import EXAMPLES, ODD, bounded, bounded_memory, damaged, damaged_bytes
 
 ROWS = [
     {"question": "How many?", "answer": "One and one.\n#### 2", "by": "a"},
@@ -56,14 +56,9 @@ def test_jsonl_of_damaged_bytes_is_read_or_refused(examples: int, tmp_path: Path
     pieces = [b"[", b"\\ud800", b"\\udc00", b"\xff\xfe", b"\x00", b"9", b"{", b"#", b"1/", b"\n"]
 
     @bounded(examples)
-    @given(
-        st.integers(0, len(text)),
-        st.integers(0, 20),
-        st.one_of(st.binary(max_size=6), st.sampled_from(pieces)),
-        st.integers(1, 3000),
-    )
-    def damage(start: int, length: int, piece: bytes, times: int) -> None:
-        check(path, text[:start] + piece * times + text[start + length :])
+    @given(damaged_bytes(text, pieces))
+    def damage(content: bytes) -> None:
+        check(path, content)
 
     with bounded_memory():
         damage()

@@ -4,6 +4,7 @@ import copy
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from prime_composer.losses import LOSS_FNS, LOSS_TYPES
 from prime_composer.recipe.carried import models_in
 from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.schema import Recipe, RecipeError
+from tests.recipe import helpers
+from tests.recipe.helpers import refusal
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(
@@ -28,20 +31,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def with_value(key: str, value: Any) -> dict[str, Any]:
-    raw = copy.deepcopy(SMALL)
-    *tables, last = key.split(".")
-    parent = raw
-    for table in tables:
-        parent = parent.setdefault(table, {})
-    parent[last] = value
-    return raw
-
-
-def refusal(raw: dict[str, Any]) -> str:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(raw, "r.toml")
-    return str(caught.value)
+with_value = partial(helpers.with_value, base=SMALL)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -1,8 +1,8 @@
 """What a recipe alone shows to be wrong: numbers, sizes, depth, long values, passwords."""
 
-import copy
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import pytest
 from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.recipe.urls import has_credentials, public_url
+from tests.recipe import helpers
+from tests.recipe.helpers import refusal
 
 SERVED: dict[str, Any] = {
     "student": {"model": "s"},
@@ -22,22 +24,7 @@ SERVED: dict[str, Any] = {
 PREPARED: dict[str, Any] = {**SERVED, "student": {"prepare": {}}, "rollout": {"max_model_len": 512}}
 
 
-def with_value(key: str, value: Any, base: dict[str, Any] = PREPARED) -> dict[str, Any]:
-    raw = copy.deepcopy(base)
-    *tables, last = key.split(".")
-    parent = raw
-    for table in tables:
-        parent = parent.setdefault(table, {})
-    parent[last] = value
-    return raw
-
-
-def refusal(raw: dict[str, Any]) -> str:
-    with pytest.raises(RecipeError) as caught:
-        parse_recipe(raw, "r.toml")
-    message = str(caught.value)
-    assert len(message) < 1000 and "secret" not in message
-    return message
+with_value = partial(helpers.with_value, base=PREPARED)
 
 
 NUMBERS = (
@@ -128,7 +115,7 @@ def test_recipe_too_deep_or_long_is_one_sentence(text: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "raw",
     [
-        with_value("student.model", "x" * 100_000, {**SERVED, "student": {"prepare": {}}}),
+        with_value("student.model", "x" * 100_000, base={**SERVED, "student": {"prepare": {}}}),
         with_value("loss.type", "x" * 100_000),
         with_value("loss.type", "m" * 100_000 + ":f"),
         with_value("trainer.steps", "x" * 100_000),
@@ -169,7 +156,7 @@ def test_public_url_masks_user_and_password(url: str, public: str) -> None:
 
 def test_password_is_in_no_dump_of_the_recipe() -> None:
     """Neither recipe.json nor `check` nor a repr has the password. The attribute does."""
-    raw = with_value("prime_rl.client.base_url", ["http://me:secret@x"], SERVED)
+    raw = with_value("prime_rl.client.base_url", ["http://me:secret@x"], base=SERVED)
     recipe = parse_recipe(raw)
     assert recipe.teacher is not None and recipe.teacher.url == "http://me:secret@host:8001/v1"
     dumps = [recipe.model_dump_json(), str(recipe.model_dump()), repr(recipe.teacher)]
@@ -194,7 +181,7 @@ def test_masked_password_is_refused() -> None:
 )  # fmt: skip
 def test_url_of_no_server_is_refused(url: str) -> None:
     """What is no base URL is refused, and not repeated."""
-    message = refusal(with_value("teacher.url", url, SERVED))
+    message = refusal(with_value("teacher.url", url, base=SERVED))
     assert message.startswith("r.toml: teacher.url: ") and (len(url) < 8 or url not in message)
 
 
@@ -218,5 +205,5 @@ def test_recipe_in_range_is_accepted() -> None:
         ("trainer.seed", 2**63 - 1),
         ("rollout.max_model_len", 512),
     ):
-        raw = with_value(key, value, raw)
+        raw = with_value(key, value, base=raw)
     assert isinstance(parse_recipe(raw), Recipe)

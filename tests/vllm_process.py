@@ -1,0 +1,102 @@
+"""A vLLM server of its own process group, started and ended by a test."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+START_SECONDS = 300.0
+STOP_SECONDS = 60.0
+
+
+class VllmProcess:
+    """A vLLM server on 127.0.0.1, which can be killed and started again. Entering it waits for it.
+
+    Args:
+        directory: the model, with a tokenizer.
+        log: its output.
+        options: further words of its command line.
+        env: further environment variables of it.
+
+    Attributes:
+        url: base URL, without ``/v1``.
+        port: where it listens, also when it is started again.
+        process: the API server, whose children are the engine's.
+    """
+
+    def __init__(self, directory: Path, log: Path, *options: object, **env: str):
+        self.directory = directory
+        self.log = log
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port: int = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        words: list[object] = ["--model", directory, "--host", "127.0.0.1", "--port", self.port]
+        words += ["--kv-cache-memory-bytes", 64 * 2**20, "--enforce-eager", *options]
+        self._command = [sys.executable, "-m", "prime_composer.backends.vllm_serve"]
+        self._command += map(str, words)
+        self._env = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0"} | env
+        self.start()
+
+    def start(self) -> None:
+        """Start it, without waiting for it."""
+        with self.log.open("a") as stream:
+            self.process = subprocess.Popen(
+                self._command,
+                env=self._env,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self) -> None:
+        """Wait until it answers."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.5)
+        raise RuntimeError(f"vLLM did not start:\n{self.log.read_text()[-3000:]}")
+
+    def kill(self) -> None:
+        """Kill the server and its engine."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        """End it as its operator does; kill it where that takes too long."""
+        self.process.terminate()
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def __enter__(self) -> "VllmProcess":
+        try:
+            self.wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def save_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Save a tokenizer of numbered words; a stock server needs one to return log-probs."""
+    import tokenizers
+
+    words = {f"w{index}": index for index in range(vocab_size)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1", "unk_token": "w0"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
