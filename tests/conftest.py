@@ -44,16 +44,18 @@ LONG_TIMEOUT = 1200
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what reads prime-rl's checkout, and keep what starts servers to one process.
+    """Mark what reads prime-rl's checkout, give long tests more time, and keep what starts servers
+    to one process.
 
     Whole runs have fixed ports, and two of vLLM's engines at once would share the same cores.
     """
     for item in items:
-        if any(item.get_closest_marker(name) for name in ("slow", "vllm", "upstream", "load")):
+        if any(map(item.get_closest_marker, ("slow", "vllm", "upstream", "load"))):
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT))
         if {"checkout", "trees"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("checkout")
-        if any(item.get_closest_marker(name) for name in ("vllm", "upstream", "load")):
+        starts_servers = any(map(item.get_closest_marker, ("vllm", "upstream", "load")))
+        if starts_servers and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group("servers"))
 
 

@@ -22,7 +22,7 @@ import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from prime_composer.recipe.urls import checked_url, public_url, two_credentials
@@ -183,12 +183,10 @@ def cause_of(state: tenacity.RetryCallState) -> Away:
     return error
 
 
-class Connection:
-    """Sends requests to one server, many at once.
+class ConnectionOptions(TypedDict, total=False):
+    """Keyword arguments of ``Connection``, which whoever opens one passes on.
 
-    Args:
-        url: base URL. A user and a password in it are sent as Basic authentication.
-        section: the recipe's table that describes this server, for messages.
+    Attributes:
         wait: seconds to wait for a server that is away. 0: not at all.
         starting: wait as long for a server that has never answered. It may still be starting.
         status: shown whom the run waits for; None for nobody.
@@ -196,9 +194,31 @@ class Connection:
         timeout: seconds that one answer may take in all.
         api_key: sent as a bearer token.
         api_key_var: the environment variable that it comes from, for messages.
+    """
+
+    wait: float
+    starting: bool
+    status: Callable[[str], None] | None
+    concurrency: int
+    timeout: float
+    api_key: str | None
+    api_key_var: str
+
+
+class Connection:
+    """Sends requests to one server, many at once.
+
+    Args:
+        url: base URL. A user and a password in it are sent as Basic authentication.
+        section: the recipe's table that describes this server, for messages.
+        wait, starting, status, concurrency, timeout, api_key, api_key_var: see
+            ``ConnectionOptions``.
 
     Attributes:
         url: base URL without credentials, for messages.
+        concurrency: requests sent at once.
+        api_key_var: the environment variable of the API key.
+        has_key: whether an API key is sent.
         outages: how often the server was away and came back.
         restarts: how often an idle connection ended before its time, or the server turned out to be
             another one after a pause.
@@ -226,6 +246,9 @@ class Connection:
         self.wait = wait
         self.starting = starting
         self.timeout = timeout
+        self.concurrency = concurrency
+        self.api_key_var = api_key_var
+        self.has_key = bool(api_key)
         self.outages = 0
         self.restarts = 0
         self.pauses = 0

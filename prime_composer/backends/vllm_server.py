@@ -30,10 +30,11 @@ stay bfloat16.
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, Unpack
 
 import msgspec
 import torch
@@ -52,6 +53,7 @@ from prime_composer.backends.http import (
     RETRIED,
     SHORT_ANSWER,
     Connection,
+    ConnectionOptions,
     Refused,
     ServerError,
     excerpt,
@@ -138,17 +140,11 @@ class Server:
         model: the model that the server should serve (its path, hub id or served name). None
             accepts any model.
         section: the recipe's table that describes this server, for messages.
-        wait: seconds to wait for a server that is away. A server that has never answered is waited
-            for during two seconds.
-        starting: wait in full for a server that has never answered. It may still be starting.
-        status: shown whom the run waits for.
         max_logprobs: the server's --max-logprobs, where known; otherwise the server refuses a
             larger K.
-        concurrency: requests sent at once.
-        timeout: seconds that one answer may take in all. Completions get more, by their number and
-            length.
-        api_key: sent as a bearer token.
-        api_key_var: the environment variable that it comes from, for messages.
+        connection: how it is asked. Without ``starting``, a server that has never answered is
+            waited for during two seconds. Completions get more time than ``timeout``, by their
+            number and length.
 
     Attributes:
         url: base URL without credentials.
@@ -168,31 +164,13 @@ class Server:
         model: str | Path | None = None,
         *,
         section: str,
-        wait: float = 600.0,
-        starting: bool = False,
-        status: Callable[[str], None] | None = None,
         max_logprobs: int | None = None,
-        concurrency: int = 32,
-        timeout: float = 600.0,
-        api_key: str | None = None,
-        api_key_var: str = "VLLM_API_KEY",
+        **connection: Unpack[ConnectionOptions],
     ):
-        self._connection = Connection(
-            url,
-            section=section,
-            wait=wait,
-            starting=starting,
-            status=status,
-            concurrency=concurrency,
-            timeout=timeout,
-            api_key=api_key,
-            api_key_var=api_key_var,
-        )
+        self._connection = Connection(url, section=section, **connection)
         self.url = self._connection.url
         self.section = section
-        self.concurrency = concurrency
-        self._api_key_var = api_key_var
-        self._has_key = bool(api_key)
+        self.concurrency = self._connection.concurrency
         try:
             card = self._find(None if model is None else str(model))
         except BaseException:
@@ -297,10 +275,11 @@ class Server:
                 "larger --max-logprobs, or lower the loss's k."
             )
         if refusal.status == 401:
+            got = "another" if self._connection.has_key else "none"
             return self._connection.error(
-                f"{self._connection.name} asks for an API key and got "
-                f"{'another' if self._has_key else 'none'}: put it into the environment variable "
-                f"that api_key_var in {self.section} names ({self._api_key_var}).",
+                f"{self._connection.name} asks for an API key and got {got}: put it into the "
+                f"environment variable that api_key_var in {self.section} names "
+                f"({self._connection.api_key_var}).",
                 key=f"{self.section.strip('[]')}.api_key_var",
             )
         return self._connection.error(
@@ -328,29 +307,12 @@ class ServerSampler(Server):
         model: str | Path | None = None,
         *,
         section: str = "[rollout]",
-        wait: float = 600.0,
-        starting: bool = False,
-        status: Callable[[str], None] | None = None,
         weights_dir: str | Path | None = None,
-        concurrency: int = 32,
-        timeout: float = 600.0,
-        api_key: str | None = None,
-        api_key_var: str = "VLLM_API_KEY",
         eos_token_ids: Sequence[int] = (),
         seeded: bool = True,
+        **connection: Unpack[ConnectionOptions],
     ):
-        super().__init__(
-            url,
-            model,
-            section=section,
-            wait=wait,
-            starting=starting,
-            status=status,
-            concurrency=concurrency,
-            timeout=timeout,
-            api_key=api_key,
-            api_key_var=api_key_var,
-        )
+        super().__init__(url, model, section=section, **connection)
         self.weights_dir = weights_dir
         self.eos_token_ids = tuple(eos_token_ids)
         self.seeded = seeded
@@ -593,34 +555,18 @@ class ServerScorer(Server):
         model: str | Path | None = None,
         *,
         section: str = "[teacher]",
-        wait: float = 600.0,
-        starting: bool = False,
-        status: Callable[[str], None] | None = None,
         max_logprobs: int | None = None,
-        concurrency: int = 32,
-        timeout: float = 600.0,
-        api_key: str | None = None,
-        api_key_var: str = "VLLM_API_KEY",
+        **connection: Unpack[ConnectionOptions],
     ):
         self._sampler: ServerSampler | None = None  # the base class may call close()
-        self._arguments: dict[str, Any] = {
-            "url": url,
-            "section": section,
-            "wait": wait,
-            "starting": starting,
-            "status": status,
-            "concurrency": concurrency,
-            "timeout": timeout,
-            "api_key": api_key,
-            "api_key_var": api_key_var,
-        }
-        super().__init__(model=model, max_logprobs=max_logprobs, **self._arguments)
+        super().__init__(url, model, section=section, max_logprobs=max_logprobs, **connection)
+        self._open_sampler = partial(ServerSampler, url, self.model, section=section, **connection)
 
     @property
     def sampler(self) -> ServerSampler:
         """A sampler of the same server, connected on first use."""
         if self._sampler is None:
-            self._sampler = ServerSampler(model=self.model, **self._arguments)
+            self._sampler = self._open_sampler()
         return self._sampler
 
     def score(

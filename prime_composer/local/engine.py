@@ -63,10 +63,20 @@ class BackendSpec:
     section: str
     weights_dir: Path | None
 
-    @property
-    def api_key(self) -> str | None:
-        """The server's API key; None where the variable is not set."""
-        return os.environ.get(self.api_key_var)
+    def connection(self, status: Callable[[str], None] | None) -> dict[str, Any]:
+        """Return how its server is asked: ``backends.http.ConnectionOptions``.
+
+        Args:
+            status: shown when the run waits for it.
+        """
+        return {
+            "wait": self.wait,
+            "starting": self.starting,
+            "timeout": self.timeout,
+            "status": status,
+            "api_key": os.environ.get(self.api_key_var),
+            "api_key_var": self.api_key_var,
+        }
 
 
 def student_spec(recipe: Recipe, model: str | Path) -> BackendSpec:
@@ -148,15 +158,10 @@ def open_sampler(spec: BackendSpec, status: Callable[[str], None] | None = None)
         assert spec.url is not None
         return ServerSampler(
             spec.url,
-            model=str(spec.model),
+            str(spec.model),
             section=spec.section,
-            wait=spec.wait,
-            starting=spec.starting,
-            timeout=spec.timeout,
-            status=status,
             weights_dir=spec.weights_dir,
-            api_key=spec.api_key,
-            api_key_var=spec.api_key_var,
+            **spec.connection(status),
         )
     if spec.backend == "vllm":
         from prime_composer.backends.vllm import VLLMSampler
@@ -189,15 +194,7 @@ def open_scorer(spec: BackendSpec, status: Callable[[str], None] | None = None) 
 
         assert spec.url is not None
         return ServerScorer(
-            spec.url,
-            model=str(spec.model),
-            section=spec.section,
-            wait=spec.wait,
-            starting=spec.starting,
-            timeout=spec.timeout,
-            status=status,
-            api_key=spec.api_key,
-            api_key_var=spec.api_key_var,
+            spec.url, str(spec.model), section=spec.section, **spec.connection(status)
         )
     if spec.backend == "vllm":
         from prime_composer.backends.vllm import VLLMScorer
