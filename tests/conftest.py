@@ -59,6 +59,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("servers"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse a pytest whose workers ignore groups: whole runs would share ports, and fail at times.
+
+    A group is a part of a test's name there.
+    """
+    if hasattr(session.config, "workerinput") and session.config.getvalue("loadgroup"):
+        for item in session.items:
+            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+                raise pytest.UsageError("pytest-xdist ignores groups here: install pytest<9.2")
+
+
 TINY_MODEL = {
     "vocab_size": 300, "hidden_size": 16, "layers": 1, "heads": 1, "head_dim": 32,
     "intermediate_size": 32, "max_position_embeddings": 256, "sft_steps": 20, "batch_size": 8,
