@@ -28,6 +28,7 @@ def pytest_addoption(parser):
 
 
 import copy  # noqa: E402
+import signal  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -37,6 +38,10 @@ import pytest  # noqa: E402
 
 from prime_composer.losses import LOSS_FNS, LOSS_TYPES  # noqa: E402
 from tests.prime_rl_checkout import NO_CHECKOUT, extract, find_checkout  # noqa: E402
+
+# `nohup` and a shell's background jobs ignore signals, and so would the processes of the tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 LONG_TIMEOUT = 1200
 """Seconds for a test that starts a server or runs for minutes, on a machine with other work."""

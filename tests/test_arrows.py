@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "prime_composer"
 MATHS = {"contract", "divergences", "lm_head"}
-ROOMS = ["losses", "recipe", "backends", "tiny_models", "local", "cli"]
+ROOMS = ["losses", "recipe", "scoring", "backends", "tiny_models", "local", "cli"]
 """The lowest first. Each may import ``MATHS``, the rooms before it, and problems."""
 
 ALLOWED = {
@@ -21,7 +21,8 @@ ALLOWED = {
     **{module: MATHS for module in MATHS},
     "losses": {"losses", *MATHS},
     "problems": {"problems"},
-    "upstream": {"upstream", "problems", "recipe", "losses", "contract", "backends"},
+    "scoring": {"scoring"},
+    "upstream": {"upstream", "problems", "recipe", "losses", "contract", "backends", "scoring"},
     "__init__": {"losses", *MATHS},
 }
 ALLOWED["cli"] |= {"upstream"}

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 START_SECONDS = 300.0
@@ -35,12 +36,15 @@ class VllmProcess:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        words: list[object] = ["--model", directory, "--host", "127.0.0.1", "--port", self.port]
-        words += ["--kv-cache-memory-bytes", 64 * 2**20, "--enforce-eager", *options]
-        self._command = [sys.executable, "-m", "prime_composer.backends.vllm_serve"]
-        self._command += map(str, words)
+        self._command = self.command(options)
         self._env = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0"} | env
         self.start()
+
+    def command(self, options: Sequence[object]) -> list[str]:
+        """Return the command line."""
+        words = ["--model", self.directory, "--host", "127.0.0.1", "--port", self.port]
+        words += ["--kv-cache-memory-bytes", 64 * 2**20, "--enforce-eager", *options]
+        return [sys.executable, "-m", "prime_composer.backends.vllm_serve", *map(str, words)]
 
     def start(self) -> None:
         """Start it, without waiting for it."""

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -197,20 +196,3 @@ def check_support_size(
             f"{setting} to {k}."
         )
     return k
-
-
-def top_k(
-    logprobs: Float[Tensor, "n v"], k: int
-) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
-    """Return the k largest entries of each row and their ids, largest first, like ``torch.topk``.
-
-    On a CPU this is about twice as fast: NumPy partitions with vector instructions. Above some
-    thousand entries torch's heap is faster.
-    """
-    if logprobs.is_cuda or logprobs.shape[1] > 8192 or k in (0, logprobs.shape[1]):
-        values, ids = logprobs.topk(k, dim=-1)
-        return values, ids
-    partition = np.argpartition(logprobs.numpy(), -k, axis=1)[:, -k:]
-    ids = torch.from_numpy(np.ascontiguousarray(partition))
-    values, order = logprobs.gather(1, ids).sort(dim=-1, descending=True)
-    return values, ids.gather(1, order)

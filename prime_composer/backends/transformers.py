@@ -15,7 +15,6 @@ from prime_composer.backends.alignment import (
     make_rollout,
     make_scores,
     sequences_to_score,
-    top_k,
 )
 from prime_composer.backends.hf_model import (
     check_plain_head,
@@ -28,6 +27,7 @@ from prime_composer.backends.hf_model import (
 )
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams, TeacherScores
 from prime_composer.lm_head import selected_logprobs
+from prime_composer.scoring.kinds import largest
 
 LOGITS_BUDGET = 2**25
 """Entries of the largest logits tensor that the scorer makes at once, 128 MiB in float32."""
@@ -337,7 +337,7 @@ def top_logprobs(
     for first in range(0, max(len(states), 1), rows):
         block = torch.log_softmax((states[first : first + rows] @ weight.T).float(), dim=-1)
         label_ids = labels[first : first + rows, None]
-        top_values, top_ids = top_k(block, k)
+        top_values, top_ids = largest(block, k)
         ids.append(torch.cat([label_ids, top_ids], dim=1))
         logprobs.append(torch.cat([block.gather(1, label_ids), top_values], dim=1))
     return torch.cat(ids), torch.cat(logprobs)

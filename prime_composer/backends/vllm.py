@@ -4,7 +4,8 @@ Log-probs. The sampler's engine has ``logprobs_mode="processed_logprobs"``: mu i
 that a token was drawn from, after temperature and after top-p removed the tail and the rest was
 renormalized. At temperature 1 and top_p 1 mu is the policy itself. A greedy rollout (temperature 0)
 is drawn from a point mass, so its log mu is 0. The scorer's log-probs are always those of the full
-vocabulary at temperature 1, whatever the rollout was sampled with.
+vocabulary at temperature 1, whatever the rollout was sampled with; they are computed by the code of
+the scoring plugin (``prime_composer.scoring``), head and ranking on the trained tokens alone.
 
 On a CPU build the engine is eager, and its key-value cache has a fixed size. On a CUDA build vLLM's
 own defaults hold, except for the share of GPU memory. The CUDA settings follow vLLM's documentation
@@ -14,15 +15,12 @@ and were not run.
 import gc
 import random
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import nn
 
 from prime_composer.backends.alignment import (
     SequenceToScore,
@@ -31,12 +29,13 @@ from prime_composer.backends.alignment import (
     make_rollout,
     make_scores,
     sequences_to_score,
-    top_k,
 )
 from prime_composer.backends.answers import check_choices
 from prime_composer.backends.cpu_guard import built_for_cpu, import_vllm, preserved_rng
 from prime_composer.backends.hf_model import read_config, read_eos_token_ids
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams, TeacherScores
+from prime_composer.scoring import patches
+from prime_composer.scoring.worker import Wish, read_payload
 
 GPU_MEMORY_SHARE = 0.3
 """Share of the GPU's memory per engine: sampler, scorer and trainer share one GPU."""
@@ -115,6 +114,7 @@ class VLLMEngine:
         arguments |= engine_args or {}
         with preserved_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            patches.install()
             self._llm = vllm.LLM(**arguments)
         config = self._llm.model_config
         vocab_size: int = config.get_vocab_size()
@@ -284,120 +284,41 @@ class VLLMScorer:
         if not sequences:
             return []
         check_lengths([s.token_ids for s in sequences], 1, engine.limits.max_model_len)
-        request = engine._vllm.SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=k, flat_logprobs=True, detokenize=False
-        )
-        with lean_prompt_logprobs(sequences):
-            outputs = engine._run([s.token_ids for s in sequences], request)
-        scores = []
-        for index, (sequence, output) in enumerate(zip(sequences, outputs, strict=True)):
-            ids, logprobs = parse_prompt_logprobs(output.prompt_logprobs, sequence, k)
-            scores.append(
-                make_scores(
-                    logprobs[:, 0],
-                    ids[:, 1:],
-                    logprobs[:, 1:],
-                    sampled=ids[:, 0],
-                    k=k,
-                    vocab_size=vocab_size,
-                    origin=f"The engine of {engine.model}",
-                    sequence=index,
-                    start=sequence.start,
-                )
+        kinds = ("sampled", "top_k") if k else ("sampled",)
+        requests = [
+            engine._vllm.SamplingParams(
+                max_tokens=1,
+                temperature=0.0,
+                prompt_logprobs=0,
+                detokenize=False,
+                extra_args=Wish(sequence.start, kinds, k).mark(),
             )
-        return scores
+            for sequence in sequences
+        ]
+        outputs = engine._run([s.token_ids for s in sequences], requests)
+        return [
+            self._read(index, sequence, output.prompt_logprobs[-1], k)
+            for index, (sequence, output) in enumerate(zip(sequences, outputs, strict=True))
+        ]
+
+    def _read(self, index: int, sequence: SequenceToScore, payload: Any, k: int) -> TeacherScores:
+        sampled = torch.tensor(sequence.token_ids[sequence.start :])
+        arrays = read_payload(*payload[:2], len(sampled))
+        return make_scores(
+            arrays["sampled"],
+            arrays["top_ids"].long() if k else sampled.new_empty(len(sampled), 0),
+            arrays["top_logprobs"] if k else torch.empty(len(sampled), 0),
+            sampled=sampled,
+            k=k,
+            vocab_size=self.limits.vocab_size,
+            origin=f"The engine of {self._engine.model}",
+            sequence=index,
+            start=sequence.start,
+        )
 
     def close(self) -> None:
         """Close the engine. Closing twice is harmless."""
         self._engine.close()
-
-
-@contextmanager
-def lean_prompt_logprobs(sequences: Sequence[SequenceToScore]) -> Iterator[None]:
-    """Within the block, compute the top K only where it is needed, and return tensors.
-
-    vLLM itself also ranks the tokens of the prompt, and unpacks every entry into a Python number.
-    At K = 32 that adds more than half of a small model's own time. Sequences that the patch does
-    not recognize (a prompt prefilled in pieces, another vLLM) take vLLM's own path, and
-    ``parse_prompt_logprobs`` reads both.
-
-    Patches ``Sampler.gather_logprobs`` and ``LogprobsProcessor._update_prompt_logprobs`` of the
-    whole process, and restores them.
-
-    TODO(vllm): remove once ``prompt_logprob_start`` works for a top K on every platform and the
-    answer is an array.
-    """
-    from vllm.v1.engine.logprobs import LogprobsProcessor
-    from vllm.v1.outputs import LogprobsTensors
-    from vllm.v1.sample.sampler import Sampler
-
-    sampler: Any = Sampler
-    processor: Any = LogprobsProcessor
-    gather, unpack = sampler.gather_logprobs, processor._update_prompt_logprobs
-    first_rows: dict[tuple[int, ...], int] = {}
-    for sequence in sequences:
-        labels = tuple(sequence.token_ids[1:])
-        first_rows[labels] = min(sequence.start - 1, first_rows.get(labels, sequence.start - 1))
-
-    def gather_completion(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-        first = first_rows.get(tuple(token_ids.tolist()))
-        if first is None:
-            return gather(logprobs, num_logprobs, token_ids)
-        ids = token_ids.new_zeros((len(token_ids), num_logprobs + 1))
-        values = logprobs.new_zeros(ids.shape)
-        ids[:, 0] = token_ids
-        values[:, :1] = logprobs.gather(1, token_ids.unsqueeze(1))
-        values[first:, 1:], ids[first:, 1:] = top_k(logprobs[first:], num_logprobs)
-        return LogprobsTensors(ids.int(), values, token_ids.new_zeros(len(token_ids)))
-
-    def keep_tensors(self: Any, tensors: Any) -> None:
-        self.prompt_logprobs = [tensors]
-
-    sampler.gather_logprobs = staticmethod(gather_completion)
-    processor._update_prompt_logprobs = keep_tensors
-    try:
-        yield
-    finally:
-        sampler.gather_logprobs = staticmethod(gather)
-        processor._update_prompt_logprobs = unpack
-
-
-def parse_prompt_logprobs(
-    answer: Any, sequence: SequenceToScore, k: int
-) -> tuple[Int[Tensor, "n k_1"], Float[Tensor, "n k_1"]]:
-    """Return ids and log-probs of the trained tokens: the token itself, then the top K.
-
-    Reads the answer of an engine in this process, tensors or flat lists; a server's JSON is read by
-    ``backends.vllm_logprobs``. Row i refers to token i + 1, because token 0 has no context. It
-    starts with that token's id, which proves the alignment, and the top K follow, most probable
-    first. The token's own entry is a column of its own, so ties need no rule here.
-
-    Args:
-        answer: vLLM's tensors (``lean_prompt_logprobs``), or its flat lists.
-        sequence: what was scored.
-        k: the K of the request.
-
-    Raises:
-        RuntimeError: the answer has another layout than vLLM 0.32's.
-    """
-    if isinstance(answer, list) and len(answer) == 1:
-        ids, logprobs = answer[0].logprob_token_ids, answer[0].logprobs
-    else:
-        ids = torch.from_numpy(np.array(answer.token_ids, dtype=np.int64))
-        logprobs = torch.from_numpy(np.array(answer.logprobs, dtype=np.float32))
-    expected = (len(sequence.token_ids) - 1) * (k + 1)
-    if ids.numel() != expected:
-        raise RuntimeError(
-            f"vLLM answered {ids.numel()} prompt log-probs for {len(sequence.token_ids)} tokens at "
-            f"K = {k}, not {expected}: this version lays them out differently from 0.32."
-        )
-    first = sequence.start - 1
-    ids, logprobs = ids.view(-1, k + 1)[first:].long(), logprobs.view(-1, k + 1)[first:].float()
-    if ids[:, 0].tolist() != sequence.token_ids[sequence.start :]:
-        raise RuntimeError(
-            "vLLM's prompt log-probs do not belong to the tokens sent: their alignment changed."
-        )
-    return ids, logprobs
 
 
 def default_kv_cache_bytes(model: str, dtype: str, max_model_len: int | None) -> int:

@@ -1,8 +1,8 @@
 """Read the JSON of a vLLM server: ``prompt_logprobs`` with their top K, and completions.
 
 This is the only reader of ``prompt_logprobs``: ``backends.vllm_server`` and prime-rl's orchestrator
-(``upstream.orchestrator``) both use it. The engine inside this process returns tensors instead,
-which ``backends.vllm.parse_prompt_logprobs`` reads. Needs NumPy and msgspec, not torch.
+(``upstream.orchestrator``) both use it. An engine inside this process, and a server with the
+scoring plugin, return arrays instead. Needs NumPy and msgspec, not torch.
 
 Types are exact: a JSON true, string or null is no number, and 5.0 is no token id. The values are
 checked by ``backends.answers``, which the callers of this module run on what it returns.

@@ -8,7 +8,9 @@ because there a seed per request crashes the engine ("CPU Generator does not use
 TODO(vllm): remove once the CPU build's ``vllm serve`` starts.
 """
 
+import runpy
 import sys
+from importlib.util import find_spec
 
 from prime_composer.backends.cpu_guard import built_for_cpu, import_vllm
 
@@ -18,10 +20,13 @@ import_vllm(multiprocessing=True)
 
 def main() -> None:
     """Start the server with the options of the command line."""
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
-
     if built_for_cpu() and not any("chunked-prefill" in argument for argument in sys.argv):
         sys.argv.append("--no-enable-chunked-prefill")
+    if find_spec("vllm.entrypoints.launchers") is None:  # before vLLM 0.30
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+        return
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
     serve()
 
 

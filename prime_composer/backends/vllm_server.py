@@ -59,6 +59,7 @@ from prime_composer.backends.http import (
     excerpt,
 )
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams, TeacherScores
+from prime_composer.backends.scoring_client import ScoringClient
 from prime_composer.backends.vllm_logprobs import (
     answer_bytes,
     asked_for,
@@ -66,6 +67,7 @@ from prime_composer.backends.vllm_logprobs import (
     read_completions,
     top_k_of,
 )
+from prime_composer.scoring.wire import SCORE_PATH
 
 T = TypeVar("T")
 
@@ -559,6 +561,8 @@ class ServerScorer(Server):
         **connection: Unpack[ConnectionOptions],
     ):
         self._sampler: ServerSampler | None = None  # the base class may call close()
+        self._client: ScoringClient | None = None
+        self._asked_at: int | None = None
         super().__init__(url, model, section=section, max_logprobs=max_logprobs, **connection)
         self._open_sampler = partial(ServerSampler, url, self.model, section=section, **connection)
 
@@ -605,6 +609,12 @@ class ServerScorer(Server):
         sequences = sequences_to_score(rollouts, prompts)
         check_lengths([s.token_ids for s in sequences], 1, self.limits.max_model_len)
 
+        client = self._binary_client()
+        if client is not None:
+            return self._connection.map(
+                lambda numbered: client.score(*numbered, k), list(enumerate(sequences))
+            )
+
         async def score_one(numbered: tuple[int, SequenceToScore]) -> TeacherScores:
             index, sequence = numbered
             tokens, start = sequence.token_ids, sequence.start
@@ -630,6 +640,27 @@ class ServerScorer(Server):
             )
 
         return self._connection.map(score_one, list(enumerate(sequences)))
+
+    def _binary_client(self) -> ScoringClient | None:
+        """Return the client of the scoring plugin; None where the server has none.
+
+        A server that was lost meanwhile is asked again.
+        """
+        seen = self.reconnections
+        if seen != self._asked_at:
+            known = self._client
+            try:
+                self._client = ScoringClient.discover(self._connection, self.model)
+            except Refused as refusal:
+                raise self._refusal(refusal, SCORE_PATH) from refusal
+            if self._client is None and (known or self._asked_at is None):
+                self._connection.show(
+                    f"{self._connection.name} has no scoring plugin and answers in JSON, which is "
+                    "several times slower for K of 8 and more; `prime-rl teacher` starts a server "
+                    "with it"
+                )
+            self._asked_at = self.reconnections
+        return self._client
 
     def close(self) -> None:
         """Close the connections, those of ``sampler`` too. Closing twice is harmless."""

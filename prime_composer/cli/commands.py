@@ -1,4 +1,4 @@
-"""Parse the ``prime-rl`` command line: rl, check, probe, export, prepare, report, study.
+"""Parse the ``prime-rl`` command line: rl, check, probe, export, prepare, report, study, teacher.
 
 Each command imports what it needs when it runs, so that ``--help`` does not wait for torch.
 """
@@ -172,6 +172,19 @@ def build_parser() -> argparse.ArgumentParser:
     study.add_argument(
         "--output-dir", metavar="DIR", help="where the runs go; what has finished there is kept"
     )
+
+    teacher = add_command(
+        "teacher",
+        _teacher,
+        "Serve a teacher by vLLM with the scoring plugin: scores in binary, several times faster "
+        "than its JSON.",
+    )
+    teacher.add_argument("--model", required=True, help="directory or hub id")
+    teacher.add_argument("--port", required=True, type=int)
+    teacher.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine")
+    teacher.add_argument(
+        "options", nargs="*", metavar="-- OPTION", help="passed on to vLLM's own server"
+    )
     return parser
 
 
@@ -248,6 +261,12 @@ def _probe(args: argparse.Namespace) -> int:
     from prime_composer.recipe.loading import load_recipe
 
     return run_probe(load_recipe(args.config, args.overrides), args.json)
+
+
+def _teacher(args: argparse.Namespace) -> int:
+    from prime_composer.cli.teacher import run_teacher
+
+    return run_teacher(args.model, args.host, args.port, args.options)
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -7,11 +7,10 @@ import torch
 
 from prime_composer.backends import transformers as transformers_backend
 from prime_composer.backends.alignment import make_rollout, sequences_to_score
-from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import token_batches
 from prime_composer.backends.protocols import Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.backends.transformers import TransformersScorer
-from prime_composer.backends.vllm import VLLMScorer, parse_prompt_logprobs
+from prime_composer.backends.vllm import VLLMScorer
 from tests.backends.conftest import VOCAB
 
 UNTRAINED = Rollout(
@@ -240,10 +239,7 @@ def test_k_above_the_engines_limit_names_the_remedy(models, rollouts):
 
 @pytest.mark.vllm
 def test_head_dtype_override_gives_float32_logits(models, rollouts):
-    """vLLM rounds a bfloat16 model's logits, unless the dtype of its head is float32.
-
-    Logits are no log-probs, so ``score`` itself refuses them.
-    """
+    """vLLM rounds a bfloat16 model's logits, unless the dtype of its head is float32."""
     (sequence,) = sequences_to_score(rollouts[:1])
     logits = {}
     for head_dtype in ("model", "float32"):
@@ -255,16 +251,16 @@ def test_head_dtype_override_gives_float32_logits(models, rollouts):
             max_logprobs="full",
             engine_args=overrides,
         )
-        with pytest.raises(InvalidAnswer, match="where a finite number of at most 0 was expected"):
-            teacher.score(rollouts[:1], "full")
         engine = teacher.sampler
         request = engine._vllm.SamplingParams(
             max_tokens=1, prompt_logprobs=VOCAB, flat_logprobs=True, detokenize=False
         )
         (output,) = engine._run([sequence.token_ids], request)
         teacher.close()
-        ids, values = parse_prompt_logprobs(output.prompt_logprobs, sequence, VOCAB)
-        logits[head_dtype] = torch.empty(len(ids), VOCAB).scatter_(1, ids[:, 1:], values[:, 1:])
+        flat = output.prompt_logprobs  # row by row: the token itself, then the whole vocabulary
+        ids = torch.tensor(flat.token_ids).view(-1, VOCAB + 1)[:, 1:]
+        values = torch.tensor(flat.logprobs).view(-1, VOCAB + 1)[:, 1:]
+        logits[head_dtype] = torch.empty(len(ids), VOCAB).scatter_(1, ids, values)
     rounded, exact = logits["model"], logits["float32"]
     assert torch.equal(rounded.bfloat16().float(), rounded)
     assert (exact.bfloat16().float() == exact).float().mean() < 0.01

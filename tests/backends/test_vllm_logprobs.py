@@ -264,8 +264,8 @@ def test_ranks_of_vllm_identify_the_top_k_in_a_tie(models, tmp_path):
     """
     import torch
 
-    from prime_composer.backends.alignment import SequenceToScore, make_rollout
-    from prime_composer.backends.vllm import VLLMScorer, parse_prompt_logprobs
+    from prime_composer.backends.alignment import make_rollout
+    from prime_composer.backends.vllm import VLLMScorer
 
     model = copy.deepcopy(models.untied_model)
     with torch.no_grad():
@@ -278,7 +278,7 @@ def test_ranks_of_vllm_identify_the_top_k_in_a_tie(models, tmp_path):
         tokens.append(best + 10 * copy_index)
     k, scorer = 4, VLLMScorer(tmp_path, max_model_len=64, max_logprobs=8)
     try:
-        # vLLM's own rows, without the lean path, as its server writes them.
+        # vLLM's own rows, as its server writes them.
         request = scorer.sampler._vllm.SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=k, detokenize=False
         )
@@ -286,10 +286,6 @@ def test_ranks_of_vllm_identify_the_top_k_in_a_tie(models, tmp_path):
         (score,) = scorer.score(
             [make_rollout(tokens[:2], tokens[2:], [0.0] * len(copies), "length", 0)], k
         )
-        flat = scorer.sampler._vllm.SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=k, flat_logprobs=True, detokenize=False
-        )
-        (flat_output,) = scorer.sampler._run([tokens], flat)
     finally:
         scorer.close()
     rows = [
@@ -309,10 +305,8 @@ def test_ranks_of_vllm_identify_the_top_k_in_a_tie(models, tmp_path):
             assert row[own]["rank"] == (13 if tokens[t] % 10 else 14)
     assert outside > 3
     # The engine in this process returns the own token in a column of its own. Which of the tied ids
-    # are listed depends on the top-K algorithm; their log-probs do not.
-    assert score.teacher_logprobs.numpy().tobytes() == top.logprobs[2:].tobytes()
+    # are listed depends on the top-K algorithm; their log-probs do not, up to the rounding of
+    # log_softmax and logsumexp in float32.
+    assert numpy.abs(score.teacher_logprobs.numpy() - top.logprobs[2:]).max() < 2e-6
     assert (score.token_ids.numpy() % 10 == numpy.array(tokens[2:])[:, None] % 10).all()
     assert all(len(set(ids)) == k for ids in score.token_ids.tolist())
-    ids, _ = parse_prompt_logprobs(flat_output.prompt_logprobs, SequenceToScore(tokens, 2), k)
-    assert ids[:, 0].tolist() == tokens[2:]
-    assert ids[:, 1:].tolist() == top.token_ids[2:].tolist()

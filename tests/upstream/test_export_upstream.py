@@ -18,7 +18,8 @@ from tests.upstream.export_recipes import ALL_RECIPES, export_table, tables, wri
 from tests.upstream.in_prime_rl import MARK, Interpreter, environment_of
 from tests.upstream.make_venvs import python_of
 
-pytestmark = pytest.mark.upstream
+# It starts no server: the whole runs need not wait for it.
+pytestmark = [pytest.mark.upstream, pytest.mark.xdist_group("prime-rl's parser")]
 
 E2E = Path(__file__).parent / "e2e"
 QWEN3 = REPO / "recipes" / "gsm8k_opd_qwen3.toml"

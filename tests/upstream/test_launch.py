@@ -190,6 +190,7 @@ sys.exit(launch(sys.argv[1], sys.argv[2:], "runs/here", resume=True, dry_run=Tru
 
 
 @pytest.mark.upstream
+@pytest.mark.xdist_group("prime-rl's launcher")
 @pytest.mark.parametrize("version", ["v0.6", "head"])
 def test_dry_run_with_prime_rl_checks_a_recipe_and_its_export(trees, tmp_path, version):
     """The second file is the first one's export, a native TOML. Nothing is left behind."""

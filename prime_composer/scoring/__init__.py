@@ -1,0 +1,12 @@
+"""A plugin for vLLM's server: a teacher's scores, hidden states and output head in binary.
+
+- ``wire``: question and answer as bytes, for both sides
+- ``kinds``: what an answer can hold, one small function per name
+- ``worker``: where vLLM has the hidden states of a prompt; the functions run there
+- ``plugin``: the entry points; nothing happens unless VLLM_PLUGINS names ``prime_composer``
+- ``endpoint``: the routes of the API server
+- ``head``: the model's output head, in pieces
+
+Nothing here imports another part of prime_composer, and only ``wire`` is imported by a client. The
+plugin runs in vLLM 0.26 to 0.32.
+"""

@@ -1,0 +1,341 @@
+"""The routes of the scoring plugin in vLLM's API server.
+
+One wrong request must never end the engine: everything is checked here, before the engine sees it,
+and answered with 400. A request whose client is gone is aborted.
+"""
+
+import asyncio
+import json
+import uuid
+from argparse import Namespace
+from collections.abc import Coroutine
+from contextlib import suppress
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+import numpy as np
+from fastapi import FastAPI, Request, Response
+from numpy.typing import NDArray
+
+from prime_composer.scoring.kinds import KINDS
+from prime_composer.scoring.patches import HEAD_METHOD
+from prime_composer.scoring.wire import (
+    HEAD_PATH,
+    NAME,
+    SCORE_PATH,
+    VERSION,
+    Answer,
+    Facts,
+    Field,
+    HeadAnswer,
+    HeadFacts,
+    HeadQuestion,
+    Question,
+    Rows,
+    WireError,
+    decode_ids,
+)
+from prime_composer.scoring.worker import Wish
+
+MOST_BYTES = 2**30
+"""Largest answer of one request."""
+
+FIRST_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=0"
+
+
+class BadQuestion(ValueError):
+    """A question that is answered with 400."""
+
+
+class NotActive(RuntimeError):
+    """The engine's processes answered as if there were no plugin."""
+
+
+class OtherVersion(Exception):
+    """A question of another version. The answer says which one this is."""
+
+
+class Versioned(msgspec.Struct):
+    """What every question has."""
+
+    version: int
+
+
+class ScoringEndpoint:
+    """An endpoint plugin (``vllm.plugins.endpoint_plugins``)."""
+
+    name = NAME
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes."""
+        app.post(SCORE_PATH)(score)
+        app.post(HEAD_PATH)(head)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Refuse an engine that would answer with vLLM's own numbers, and note the facts.
+
+        Raises:
+            ValueError: the engine has another model runner, or several pipeline stages.
+        """
+        config = engine_client.vllm_config
+        if getattr(config, "use_v2_model_runner", False):
+            raise ValueError(
+                f"The scoring plugin of prime_composer needs vLLM's first model runner; set "
+                f"{FIRST_MODEL_RUNNER}."
+            )
+        if config.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError(
+                "The scoring plugin of prime_composer needs one pipeline stage; set "
+                "--pipeline-parallel-size 1 and use --tensor-parallel-size."
+            )
+        state.prime_composer_facts = facts_of(engine_client.model_config)
+
+
+def facts_of(model_config: Any) -> Facts:
+    """Return what the server says about itself."""
+    import vllm
+
+    return Facts(
+        model=str(model_config.model),
+        vocab_size=model_config.get_vocab_size(),
+        hidden_size=model_config.get_hidden_size(),
+        max_model_len=model_config.max_model_len,
+        dtype=str(model_config.dtype).removeprefix("torch."),
+        kinds=list(KINDS),
+        vllm=vllm.__version__,
+    )
+
+
+async def score(request: Request) -> Response:
+    """Answer ``SCORE_PATH``."""
+    facts: Facts = request.app.state.prime_composer_facts
+    try:
+        question = read(await request.body(), Question)
+        wishes = [wish_of(index, question, facts) for index in range(len(question.sequences))]
+    except OtherVersion:
+        return packed(Answer(NAME, VERSION, facts, []))
+    except BadQuestion as error:
+        return refusal(400, str(error))
+    engine = request.app.state.engine_client
+    work = [
+        rows_of(engine, sequence.token_ids, wish)
+        for sequence, wish in zip(question.sequences, wishes, strict=True)
+    ]
+    try:
+        rows = await unless_gone(request, gathered(work))
+    except ValueError as error:  # vLLM's own check
+        return refusal(400, str(error))
+    except NotActive as error:
+        return refusal(500, str(error))
+    if rows is None:
+        return Response(status_code=499)
+    return packed(Answer(NAME, VERSION, facts, rows))
+
+
+async def head(request: Request) -> Response:
+    """Answer ``HEAD_PATH``."""
+    facts: Facts = request.app.state.prime_composer_facts
+    try:
+        question = read(await request.body(), HeadQuestion)
+        first, last = question.first, question.last
+        if not first <= last <= facts.vocab_size:
+            raise BadQuestion(
+                f"rows {first} to {last}, where 0 <= first <= last <= {facts.vocab_size} is needed"
+            )
+        if (last - first) * facts.hidden_size * 4 > MOST_BYTES:
+            raise BadQuestion(f"{last - first} rows at once are too many; ask in pieces")
+    except OtherVersion:
+        return packed(HeadAnswer(NAME, VERSION))
+    except BadQuestion as error:
+        return refusal(400, str(error))
+    parts = await request.app.state.engine_client.collective_rpc(HEAD_METHOD, args=(first, last))
+    for part in parts:
+        if "error" in part:
+            return refusal(400, f"The head of {facts.model} cannot be read: {part['error']}.")
+    if first == last:
+        return packed(HeadAnswer(NAME, VERSION, facts=joined(parts)))
+    parts.sort(key=lambda part: part["first"])
+    fields = [Field("weight", parts[0]["dtype"], facts.hidden_size)]
+    fields += [Field("bias", parts[0]["dtype"], 0)] * any(part["bias"] for part in parts)
+    data = b"".join([part["weight"] for part in parts] + [part["bias"] for part in parts])
+    return packed(HeadAnswer(NAME, VERSION, rows=Rows(last - first, fields, data)))
+
+
+def joined(parts: list[dict[str, Any]]) -> HeadFacts:
+    """Return the facts of a head of which each worker has some rows."""
+    parts = sorted(parts, key=lambda part: part["first"])
+    digests = [part["sha256"] for part in parts]
+    one = parts[0]
+    return HeadFacts(
+        rows=sum(part["rows"] for part in parts),
+        columns=one["columns"],
+        dtype=one["dtype"],
+        sha256=digests[0] if len(digests) == 1 else sha256("".join(digests).encode()).hexdigest(),
+        scale=one["scale"],
+        softcap=one["softcap"],
+        bias=one["bias"],
+        computed_in=one["computed_in"],
+    )
+
+
+def read(body: bytes, kind: type[Any]) -> Any:
+    """Return a question of this version.
+
+    Raises:
+        OtherVersion: it is one of another version.
+        BadQuestion: it is none.
+    """
+    try:
+        if msgspec.json.decode(body, type=Versioned).version != VERSION:
+            raise OtherVersion
+        return msgspec.json.decode(body, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise BadQuestion(f"The question cannot be read: {error}") from None
+
+
+def wish_of(index: int, question: Question, facts: Facts) -> Wish:
+    """Return what the worker has to do for one sequence.
+
+    Args:
+        index: of the sequence.
+        question: the whole question.
+        facts: the server's.
+
+    Raises:
+        BadQuestion: the engine would end, or answer something else.
+    """
+    sequence = question.sequences[index]
+    unknown = [kind for kind in question.kinds if kind not in KINDS]
+    if unknown or not question.kinds:
+        raise BadQuestion(f"kinds {question.kinds}, where some of {list(KINDS)} are needed")
+    if not 0 <= question.k <= facts.vocab_size or ("top_k" in question.kinds) != (question.k > 0):
+        raise BadQuestion(
+            f"k = {question.k} with kinds {question.kinds}: top_k needs a k from 1 to the "
+            f"vocabulary's {facts.vocab_size}, and without it k is 0"
+        )
+    place, length = f"sequence {index}", len(sequence.token_ids)
+    if length + 1 > facts.max_model_len:
+        raise BadQuestion(
+            f"{place} has {length} tokens, and max_model_len = {facts.max_model_len} leaves room "
+            f"for {facts.max_model_len - 1}"
+        )
+    if not 1 <= sequence.start < length:
+        raise BadQuestion(
+            f"{place} has {length} tokens and start = {sequence.start}, where a start from 1 to "
+            f"{length - 1} is needed"
+        )
+    check_ids(np.array(sequence.token_ids), facts.vocab_size, place)
+    rows = length - sequence.start
+    try:
+        given = decode_ids(sequence.given, rows)
+    except WireError as error:
+        raise BadQuestion(f"{place}: {error}") from None
+    if ("given" in question.kinds) != (given.size > 0):
+        raise BadQuestion(f"{place}: the kind given and given ids go together")
+    check_ids(given, facts.vocab_size, f"{place}, given ids")
+    columns = 4 + 8 * question.k + 4 * given.shape[1] + 4 * facts.hidden_size
+    if rows * columns * len(question.sequences) > MOST_BYTES:
+        raise BadQuestion(
+            f"{place} and the others together would get more than {MOST_BYTES:,} bytes; ask for "
+            "fewer sequences at once"
+        )
+    return Wish(sequence.start, tuple(question.kinds), question.k, given.tobytes())
+
+
+def check_ids(ids: NDArray[Any], vocab_size: int, place: str) -> None:
+    """Check that ids are in the vocabulary; another one ends the engine.
+
+    Raises:
+        BadQuestion: one is not.
+    """
+    wrong = (ids < 0) | (ids >= vocab_size)
+    if wrong.any():
+        raise BadQuestion(f"{place}: id {ids[wrong][0]}, where 0 to {vocab_size - 1} is needed")
+
+
+async def rows_of(engine: Any, token_ids: list[int], wish: Wish) -> Rows:
+    """Return one sequence's answer.
+
+    The prompt's key-value cache is shared with other sequences of its group. Where the cache had
+    more than the prompt, rows are missing, and the sequence is computed once more without it.
+
+    Args:
+        engine: vLLM's client of its engine.
+        token_ids: prompt and completion.
+        wish: what the worker has to do.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    for cached in (True, False):
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            detokenize=False,
+            skip_reading_prefix_cache=not cached,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=wish.mark(),
+        )
+        name = f"{NAME}-{uuid.uuid4().hex}"
+        found = None
+        async for output in engine.generate({"prompt_token_ids": token_ids}, params, name):
+            found = output.prompt_logprobs
+        tensors = found[-1] if found else None
+        if tensors is None or str(getattr(tensors[0], "dtype", "")) != "torch.uint8":
+            raise NotActive(
+                "The scoring plugin of prime_composer is not active in the engine's processes; "
+                f"set VLLM_PLUGINS={NAME} and {FIRST_MODEL_RUNNER} for all of them."
+            )
+        description, data = (tensor.numpy().tobytes() for tensor in tensors[:2])
+        if description:
+            fields = [Field(*one) for one in json.loads(description)]
+            return Rows(len(token_ids) - wish.start, fields, data)
+    raise NotActive("vLLM left rows of the prompt out, without a cache")
+
+
+async def gathered(work: list[Coroutine[Any, Any, Rows]]) -> list[Rows]:
+    """Return all results in order; the first error cancels the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, list[Rows]]) -> list[Rows] | None:
+    """Return the result; None, and cancel the work, if the client hangs up before."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        return None
+    finally:
+        left.cancel()
+        task.cancel()
+
+
+def packed(answer: Any) -> Response:
+    """Return an answer of the plugin."""
+    return Response(msgspec.msgpack.encode(answer), media_type="application/x-msgpack")
+
+
+def refusal(status: int, message: str) -> Response:
+    """Return an error in the form of OpenAI's."""
+    return Response(
+        msgspec.json.encode({"error": {"message": message, "code": status}}),
+        status_code=status,
+        media_type="application/json",
+    )

@@ -1,0 +1,130 @@
+"""Read the output head of a model in vLLM's worker.
+
+The head is the one that the model itself multiplies with: ``compute_logits`` is called once, and
+what it passes to vLLM's ``LogitsProcessor`` is noted. So a tied head, a head of another name and a
+bias are found in every architecture. With tensor parallelism each worker has a part of the rows.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Head:
+    """A worker's part of the output head.
+
+    Attributes:
+        weight: its rows, [rows, d].
+        bias: of its rows, [rows]; None without one.
+        first: the first row's id.
+        scale: factor of the logits.
+        softcap: cap of the logits; None for none.
+        computed_in: the dtype of the multiplication.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    first: int
+    scale: float
+    softcap: float | None
+    computed_in: torch.dtype
+
+
+def find_head(model: nn.Module) -> Head:
+    """Return what a model of vLLM multiplies hidden states with.
+
+    Raises:
+        ValueError: its logits do not come from one plain matrix.
+    """
+    processors = [part for part in model.modules() if type(part).__name__ == "LogitsProcessor"]
+    if len(processors) != 1:
+        raise ValueError(f"the model has {len(processors)} logits processors, not one")
+    processor: Any = processors[0]
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append((args, kwargs))
+
+    parameter = next(model.parameters())
+    with torch.inference_mode():
+        handle = processor.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            model.compute_logits(  # type: ignore[operator]
+                torch.zeros(
+                    1, hidden_size_of(model), dtype=parameter.dtype, device=parameter.device
+                )
+            )
+        finally:
+            handle.remove()
+    ((args, kwargs),) = calls
+    lm_head = args[0] if args else kwargs["lm_head"]
+    bias = args[2] if len(args) > 2 else kwargs.get("embedding_bias")
+    weight = getattr(lm_head, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dtype not in DTYPE_NAMES or weight.ndim != 2:
+        raise ValueError("its output head is quantized")
+    shard = lm_head.shard_indices
+    first, last = shard.org_vocab_start_index, shard.org_vocab_end_index
+    return Head(
+        weight.detach()[: last - first],
+        None if bias is None else bias.detach()[: last - first],
+        first,
+        float(processor.scale),
+        None if processor.soft_cap is None else float(processor.soft_cap),
+        getattr(processor, "head_dtype", None) or weight.dtype,
+    )
+
+
+def hidden_size_of(model: nn.Module) -> int:
+    """Return the columns of the model's hidden states."""
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(text.hidden_size)
+
+
+def read_head(worker: Any, first: int, last: int) -> dict[str, Any]:
+    """Return the head's facts, or some of its rows, as a method of vLLM's worker.
+
+    Everything is of types that vLLM sends between its processes without pickling.
+
+    Args:
+        worker: vLLM's.
+        first: first row.
+        last: the row after the last one; equal to ``first`` for the facts.
+    """
+    try:
+        head = find_head(worker.get_model())
+    except ValueError as error:
+        return {"error": str(error)}
+    if first == last:
+        digest = hashlib.sha256(bytes_of(head.weight))
+        if head.bias is not None:
+            digest.update(bytes_of(head.bias))
+        return {
+            "first": head.first,
+            "rows": len(head.weight),
+            "columns": head.weight.shape[1],
+            "dtype": DTYPE_NAMES[head.weight.dtype],
+            "sha256": digest.hexdigest(),
+            "scale": head.scale,
+            "softcap": head.softcap,
+            "bias": head.bias is not None,
+            "computed_in": DTYPE_NAMES[head.computed_in],
+        }
+    rows = slice(max(0, first - head.first), max(0, last - head.first))
+    return {
+        "first": max(first, head.first),
+        "dtype": DTYPE_NAMES[head.weight.dtype],
+        "weight": bytes_of(head.weight[rows]),
+        "bias": b"" if head.bias is None else bytes_of(head.bias[rows].to(head.weight.dtype)),
+    }
+
+
+def bytes_of(tensor: Tensor) -> Any:
+    """Return a tensor's bytes, row after row."""
+    return tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()

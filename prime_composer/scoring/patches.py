@@ -1,0 +1,204 @@
+"""Where the plugin enters vLLM: one record per layout, found by what vLLM has, not by its version.
+
+vLLM 0.26 to 0.32 share one layout, that of their first model runner.
+"""
+
+import importlib.abc
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from prime_composer.scoring.head import read_head
+from prime_composer.scoring.wire import NAME
+from prime_composer.scoring.worker import Progress, Wish, answer_prompts
+
+HEAD_METHOD = "prime_composer_head"
+"""Name of ``head.read_head`` among the methods of vLLM's worker."""
+
+_PATCHED = "_prime_composer_was_here"
+
+
+class UnknownVllm(RuntimeError):
+    """This vLLM has no layout that is known here."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of vLLM is read and replaced.
+
+    Attributes:
+        name: for messages.
+        surface: module -> "Class.method" -> the parameters that it must have.
+        patches: module -> what replaces something in it.
+    """
+
+    name: str
+    surface: dict[str, dict[str, tuple[str, ...]]]
+    patches: dict[str, Callable[[ModuleType], None]]
+
+
+def patch_runner(module: ModuleType) -> None:
+    """Let ``GPUModelRunner`` answer marked requests itself; all others are vLLM's."""
+    from vllm.v1.outputs import LogprobsTensors
+
+    runner_class: Any = module.GPUModelRunner
+    theirs = runner_class._get_prompt_logprobs_dict
+
+    def tensors_of(progress: Progress) -> Any:
+        description, data = progress.payload()
+        return LogprobsTensors(description, data, data[:0])
+
+    def _get_prompt_logprobs_dict(
+        self: Any, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, Any]:
+        pending: dict[str, int] = self.num_prompt_logprobs
+        wishes = {
+            request_id: wish
+            for request_id in pending
+            if (wish := Wish.of(self.requests[request_id].sampling_params)) is not None
+        }
+        if not wishes:
+            return theirs(self, hidden_states, num_scheduled_tokens)
+        held = {request_id: pending.pop(request_id) for request_id in wishes}
+        found = theirs(self, hidden_states, num_scheduled_tokens) if pending else {}
+        done = answer_prompts(self, wishes, hidden_states, num_scheduled_tokens)
+        pending.update({name: count for name, count in held.items() if name not in done})
+        return found | {request_id: tensors_of(progress) for request_id, progress in done.items()}
+
+    runner_class._get_prompt_logprobs_dict = _get_prompt_logprobs_dict
+
+
+def patch_processor(module: ModuleType) -> None:
+    """Let ``LogprobsProcessor`` pass the tensors of marked requests on as they are."""
+    processor: Any = module.LogprobsProcessor
+    make = processor.from_new_request.__func__
+    update = processor._update_prompt_logprobs
+
+    def from_new_request(cls: Any, tokenizer: Any, request: Any) -> Any:
+        made = make(cls, tokenizer, request)
+        made.is_marked = Wish.of(request.sampling_params) is not None
+        if made.is_marked:
+            made.prompt_logprobs = []
+        return made
+
+    def _update_prompt_logprobs(self: Any, prompt_logprobs_tensors: Any) -> None:
+        if getattr(self, "is_marked", False):
+            self.prompt_logprobs.append(prompt_logprobs_tensors)
+        else:
+            update(self, prompt_logprobs_tensors)
+
+    processor.from_new_request = classmethod(from_new_request)
+    processor._update_prompt_logprobs = _update_prompt_logprobs
+
+
+def patch_worker(module: ModuleType) -> None:
+    """Give vLLM's workers the method that reads the output head."""
+    setattr(module.WorkerBase, HEAD_METHOD, read_head)
+
+
+LAYOUTS = (
+    Layout(
+        "the model runner V1 of vLLM 0.26 to 0.32",
+        {
+            "vllm.v1.worker.gpu_model_runner": {
+                "GPUModelRunner._get_prompt_logprobs_dict": (
+                    "self", "hidden_states", "num_scheduled_tokens"
+                ),
+            },
+            "vllm.v1.engine.logprobs": {
+                "LogprobsProcessor.from_new_request": ("tokenizer", "request"),
+                "LogprobsProcessor._update_prompt_logprobs": ("self", "prompt_logprobs_tensors"),
+            },
+            "vllm.v1.worker.worker_base": {"WorkerBase.get_model": ("self",)},
+        },
+        {
+            "vllm.v1.worker.gpu_model_runner": patch_runner,
+            "vllm.v1.engine.logprobs": patch_processor,
+            "vllm.v1.worker.worker_base": patch_worker,
+        },
+    ),
+)  # fmt: skip
+
+
+def install() -> None:
+    """Patch the modules of vLLM that are loaded, and the others once they are. Twice is harmless.
+
+    Raises:
+        UnknownVllm: no layout fits a loaded module; for the others, their import raises it.
+    """
+    for name in {name for layout in LAYOUTS for name in layout.patches}:
+        if name in sys.modules:
+            patch(sys.modules[name])
+        elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _AfterImport())
+
+
+def patch(module: ModuleType) -> None:
+    """Patch one module of vLLM, once.
+
+    Raises:
+        UnknownVllm: no layout fits it.
+    """
+    if hasattr(module, _PATCHED):
+        return
+    missing = []
+    for layout in LAYOUTS:
+        lacking = lacks(module, layout.surface.get(module.__name__, {}))
+        if not lacking:
+            layout.patches[module.__name__](module)
+            setattr(module, _PATCHED, layout.name)
+            return
+        missing.append(f"{layout.name} needs {', '.join(lacking)}")
+    raise UnknownVllm(
+        f"The scoring plugin of prime_composer does not fit {module.__name__} of this vLLM: "
+        f"{'; '.join(missing)}. Install vLLM 0.26 to 0.32, or take {NAME} out of VLLM_PLUGINS."
+    )
+
+
+def lacks(module: ModuleType, surface: dict[str, tuple[str, ...]]) -> list[str]:
+    """Name what a module does not have, or has with other parameters."""
+    lacking = []
+    for name, parameters in surface.items():
+        class_name, _, method = name.partition(".")
+        found = getattr(getattr(module, class_name, None), method, None)
+        if found is None or tuple(inspect.signature(found).parameters) != parameters:
+            lacking.append(f"{name}({', '.join(parameters)})")
+    return lacking
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Patches a module right after its import.
+
+    The runner's module is never imported here: it would start CUDA in the API server.
+    """
+
+    def __init__(self) -> None:
+        self._pending = {name for layout in LAYOUTS for name in layout.patches}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec that the other finders find, with a loader that patches the module."""
+        if fullname not in self._pending:
+            return None
+        self._pending.remove(fullname)  # the other finders are asked through the same list
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._pending.add(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                patch(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

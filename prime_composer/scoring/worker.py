@@ -1,0 +1,253 @@
+"""Answer marked requests where vLLM has the hidden states of a prompt, in its worker.
+
+A request is marked by ``SamplingParams.extra_args``. Its prompt log-probs are then not vLLM's: head
+and ranking run on the rows of interest alone, in blocks, and all requests of a batch share them.
+The result takes the place of vLLM's tensors, which travel to the API server without a copy.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from prime_composer.scoring.kinds import KINDS, Rows
+
+MARK = "prime_composer"
+"""Key of ``SamplingParams.extra_args``."""
+
+BLOCK_BYTES = {"cpu": 2**26, "cuda": 2**28}
+"""Largest block of logits in float32, by kind of device."""
+
+DTYPE_NAMES = {
+    torch.int32: "int32",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
+
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What a marked request asks for. Whoever makes one has checked it against the prompt.
+
+    Attributes:
+        start: position of the first token of interest.
+        kinds: names of ``KINDS``.
+        k: K of the kind ``top_k``.
+        given: ids of the caller's choice as int32 bytes, [n, m]; empty without any.
+    """
+
+    start: int
+    kinds: tuple[str, ...]
+    k: int = 0
+    given: bytes = b""
+
+    def mark(self) -> dict[str, bytes]:
+        """Return the extra arguments of a request. No JSON body can hold bytes, so that no other
+        route of a server makes them."""
+        return {MARK: msgspec.msgpack.encode(self)}
+
+    @classmethod
+    def of(cls, sampling_params: Any) -> "Wish | None":
+        """Return a request's wish; None for a request that is not marked."""
+        extra = getattr(sampling_params, "extra_args", None)
+        mark = extra.get(MARK) if extra else None
+        return msgspec.msgpack.decode(mark, type=cls) if isinstance(mark, bytes) else None
+
+
+@dataclass
+class Progress:
+    """The rows of one request so far; a long prompt is prefilled in pieces.
+
+    Attributes:
+        wish: what was asked for.
+        first: index of the first row of interest; row i predicts token i + 1.
+        n: number of rows of interest.
+        arrays: name -> all rows, on the CPU; made when the first rows are there.
+        next_row: rows before this one are there.
+        has_gap: some rows were never computed, because a prefix cache had them.
+    """
+
+    wish: Wish
+    first: int
+    n: int
+    arrays: dict[str, Tensor] = field(default_factory=dict)
+    next_row: int = 0
+    has_gap: bool = False
+
+    @property
+    def given(self) -> np.ndarray | None:
+        """The given ids, [n, m]."""
+        if not self.wish.given:
+            return None
+        return np.frombuffer(self.wish.given, np.int32).reshape(self.n, -1)
+
+    def write(self, row: int, pieces: dict[str, Tensor]) -> None:
+        """Store rows.
+
+        Args:
+            row: the first one's place among the rows of interest.
+            pieces: name -> the rows, on the CPU.
+        """
+        count = len(next(iter(pieces.values())))
+        self.has_gap |= row > self.next_row
+        self.next_row = max(self.next_row, row + count)
+        for name, piece in pieces.items():
+            if name not in self.arrays:
+                self.arrays[name] = piece.new_empty((self.n, *piece.shape[1:]))
+            self.arrays[name][row : row + count] = piece
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every row is there."""
+        return not self.has_gap and self.next_row == self.n
+
+    def payload(self) -> tuple[Tensor, Tensor]:
+        """Return the description and the bytes of all arrays, as uint8; both are empty where rows
+        are missing."""
+        if not self.is_whole:
+            return torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
+        fields = [
+            (name, DTYPE_NAMES[array.dtype], 0 if array.ndim == 1 else array.shape[1])
+            for name, array in self.arrays.items()
+        ]
+        description = json.dumps(fields).encode()
+        data = [array.contiguous().flatten().view(torch.uint8) for array in self.arrays.values()]
+        return torch.frombuffer(bytearray(description), dtype=torch.uint8), torch.cat(data)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one request in one batch.
+
+    Attributes:
+        begin: its first row in the batch's hidden states.
+        row: its first row's place among the request's rows of interest.
+        next_ids: the tokens that followed, one per row.
+        progress: the request's.
+    """
+
+    begin: int
+    row: int
+    next_ids: Sequence[int]
+    progress: Progress
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return len(self.next_ids)
+
+    @property
+    def given(self) -> np.ndarray | None:
+        """The given ids of these rows, [count, m]."""
+        given = self.progress.given
+        return None if given is None else given[self.row : self.row + self.count]
+
+
+def read_payload(description: Tensor, data: Tensor, n: int) -> dict[str, Tensor]:
+    """Return name -> array, from an engine in this process.
+
+    Args:
+        description: of the arrays (``Progress.payload``).
+        data: their bytes.
+        n: number of rows.
+
+    Raises:
+        ValueError: rows are missing.
+    """
+    if not len(description):
+        raise ValueError("vLLM left rows of the prompt out")
+    arrays: dict[str, Tensor] = {}
+    offset = 0
+    for name, dtype_name, columns in json.loads(description.numpy().tobytes()):
+        dtype = DTYPES_BY_NAME[dtype_name]
+        size = n * (columns or 1) * dtype.itemsize
+        array = data[offset : offset + size].clone().view(dtype)
+        arrays[name] = array.view(n, columns) if columns else array
+        offset += size
+    return arrays
+
+
+def answer_prompts(
+    runner: Any, wishes: dict[str, Wish], hidden_states: Tensor, scheduled: dict[str, int]
+) -> dict[str, Progress]:
+    """Compute the rows of marked requests in one batch; return the requests that are complete.
+
+    Args:
+        runner: vLLM's ``GPUModelRunner``.
+        wishes: request id -> what it asks for.
+        hidden_states: of all tokens of the batch, [tokens, d].
+        scheduled: request id -> its tokens in the batch; a preempted request has none.
+    """
+    done: dict[str, Progress] = {}
+    groups: dict[tuple[Any, ...], list[Piece]] = {}
+    for request_id, wish in wishes.items():
+        count = scheduled.get(request_id)
+        if count is None:
+            continue
+        request = runner.requests[request_id]
+        prompt, before = request.prompt_token_ids, request.num_computed_tokens
+        progress = request.in_progress_prompt_logprobs_cpu
+        if progress is None:
+            progress = Progress(wish, wish.start - 1, len(prompt) - wish.start)
+            request.in_progress_prompt_logprobs_cpu = progress
+        low, high = max(progress.first, before), min(before + count, len(prompt) - 1)
+        if high > low:
+            index = runner.input_batch.req_id_to_index[request_id]
+            shift = runner.query_start_loc.np[index].item() - before
+            next_ids = prompt[low + 1 : high + 1]
+            piece = Piece(shift + low, low - progress.first, next_ids, progress)
+            columns = 0 if progress.given is None else progress.given.shape[1]
+            groups.setdefault((wish.kinds, wish.k, columns), []).append(piece)
+        if before + count >= len(prompt):
+            done[request_id] = progress
+            request.in_progress_prompt_logprobs_cpu = None
+    for group in groups.values():
+        answer_group(
+            runner.model.compute_logits, runner.model_config.get_vocab_size(), hidden_states, group
+        )
+    return done
+
+
+def answer_group(
+    head: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    hidden_states: Tensor,
+    group: Sequence[Piece],
+) -> None:
+    """Compute the rows of pieces that ask for the same, and store them.
+
+    Args:
+        head: hidden states -> logits.
+        vocab_size: entries of the logits.
+        hidden_states: of the whole batch, [tokens, d].
+        group: the pieces.
+    """
+    device, wish = hidden_states.device, group[0].progress.wish
+    parts = [hidden_states[piece.begin : piece.begin + piece.count] for piece in group]
+    rows = torch.cat(parts) if len(parts) > 1 else parts[0]
+    next_ids = torch.tensor([id for piece in group for id in piece.next_ids], device=device)
+    chosen = [piece.given for piece in group if piece.given is not None]
+    given = torch.from_numpy(np.concatenate(chosen)).to(device).long() if chosen else None
+    size = max(1, BLOCK_BYTES.get(device.type, 2**28) // (4 * vocab_size))
+    results: dict[str, list[Tensor]] = {}
+    for first in range(0, len(rows), size):
+        block = slice(first, first + size)
+        these = Rows(
+            rows[block], next_ids[block], head, wish.k, given if given is None else given[block]
+        )
+        for kind in wish.kinds:
+            for name, array in KINDS[kind](these).items():
+                results.setdefault(name, []).append(array)
+    whole = {name: torch.cat(arrays).cpu() for name, arrays in results.items()}
+    at = 0
+    for piece in group:
+        end = at + piece.count
+        piece.progress.write(piece.row, {name: array[at:end] for name, array in whole.items()})
+        at = end

@@ -1,0 +1,267 @@
+"""The routes with a stand-in for vLLM's engine: what is refused before the engine sees it."""
+
+import asyncio
+import re
+import sys
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+pytest.importorskip("fastapi", reason="vLLM's server is not installed")
+
+import httpx  # noqa: E402
+from fastapi import FastAPI  # noqa: E402
+
+from prime_composer.scoring.endpoint import ScoringEndpoint  # noqa: E402
+from prime_composer.scoring.kinds import KINDS  # noqa: E402
+from prime_composer.scoring.wire import (  # noqa: E402
+    HEAD_PATH,
+    SCORE_PATH,
+    VERSION,
+    Answer,
+    decode_answer,
+    encode_ids,
+    unpack_arrays,
+)
+from prime_composer.scoring.worker import Progress, Wish  # noqa: E402
+
+CONFIG = SimpleNamespace(
+    model="m", max_model_len=20, dtype=torch.float32, get_vocab_size=lambda: 100,
+    get_hidden_size=lambda: 8,
+)  # fmt: skip
+
+
+class Engine:
+    """Answers with the numbers of the rows, or as a test wants.
+
+    Attributes:
+        asked: the requests that came: tokens and wish.
+        aborted: how many were cancelled.
+    """
+
+    def __init__(self):
+        self.model_config = CONFIG
+        self.vllm_config = SimpleNamespace(
+            use_v2_model_runner=False,
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        )
+        self.asked, self.aborted, self.gate, self.gap = [], 0, None, False
+
+    async def generate(self, prompt, params, request_id):
+        wish = Wish.of(params)
+        tokens = prompt["prompt_token_ids"]
+        self.asked.append((tokens, wish, params.skip_reading_prefix_cache))
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        n = len(tokens) - wish.start
+        progress = Progress(wish, wish.start - 1, n)
+        if not (self.gap and not params.skip_reading_prefix_cache):
+            progress.write(0, {"sampled": -torch.arange(n, dtype=torch.float32)})
+        yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), None)])
+
+
+@pytest.fixture(autouse=True)
+def vllm_without_its_libraries(monkeypatch):
+    """The two names of vLLM that the routes use."""
+    modules = {
+        "vllm": SimpleNamespace(SamplingParams=SimpleNamespace, __version__="0.32.0"),
+        "vllm.sampling_params": SimpleNamespace(
+            RequestOutputKind=SimpleNamespace(FINAL_ONLY="final")
+        ),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+@pytest.fixture
+def app(engine):
+    plugin, app = ScoringEndpoint(), FastAPI()
+    plugin.attach_router(app)
+    app.state.engine_client = engine
+    asyncio.run(plugin.init_state(engine, app.state, None))
+    return app
+
+
+def post(app, body, path=SCORE_PATH):
+    async def send():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+            content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+            return await client.post(path, content=content)
+
+    return asyncio.run(send())
+
+
+def question(*sequences, **changes):
+    shown = [{"token_ids": ids, "start": start, **more} for ids, start, more in sequences]
+    return {"version": VERSION, "kinds": ["sampled"], "sequences": shown} | changes
+
+
+GOOD = ([5, 6, 7], 1, {})
+
+
+def test_question_is_answered_in_order(app, engine):
+    answer = post(app, question(GOOD, ([1, 2, 3, 4, 5], 3, {})))
+    assert answer.status_code == 200
+    sequences = decode_answer(answer.content, Answer).sequences
+    assert unpack_arrays(sequences[0], 2)["sampled"].tolist() == [0, -1]
+    assert unpack_arrays(sequences[1], 2)["sampled"].tolist() == [0, -1]
+    assert [wish.start for _, wish, _ in engine.asked] == [1, 3]
+
+
+def test_question_without_sequences_is_answered_with_facts(app):
+    facts = decode_answer(post(app, question()).content, Answer).facts
+    assert (facts.vocab_size, facts.hidden_size, facts.max_model_len) == (100, 8, 20)
+    assert facts.kinds == list(KINDS) and facts.dtype == "float32"
+
+
+@pytest.mark.parametrize("version", [0, VERSION + 1])
+def test_question_of_another_version_gets_this_one(app, version):
+    """The client learns which version the server has, and says what to do."""
+    answer = post(app, {"version": version, "anything": "else"})
+    assert msgspec.msgpack.decode(answer.content)["version"] == VERSION
+
+
+def given(ids):
+    return {"kinds": ["given"], "sequences": [{"token_ids": [5, 6, 7], "start": 1, "given": ids}]}
+
+
+BAD = {
+    "no json": (b"{", "cannot be read"),
+    "deep": (b'{"version":1,"sequences":' + b"[" * 100_000, "cannot be read"),
+    "no version": ({"sequences": []}, "version"),
+    "unknown key": (question(GOOD, seed=1), "seed"),
+    "no kind": (question(GOOD, kinds=[]), "kinds"),
+    "unknown kind": (question(GOOD, kinds=["samples"]), "'samples'"),
+    "k without top_k": (question(GOOD, k=3), "k = 3"),
+    "top_k without k": (question(GOOD, kinds=["top_k"]), "k = 0"),
+    "k too large": (question(GOOD, kinds=["top_k"], k=101), "vocabulary's 100"),
+    "k negative": (question(GOOD, kinds=["top_k"], k=-1), "k = -1"),
+    "start 0": (question(([5, 6], 0, {})), "start = 0"),
+    "start beyond": (question(GOOD, ([5, 6], 2, {})), "sequence 1 .* start = 2"),
+    "start negative": (question(([5, 6], -1, {})), "start = -1"),
+    "empty": (question(([], 1, {})), "0 tokens"),
+    "too long": (question(([1] * 20, 1, {})), "max_model_len = 20 leaves room for 19"),
+    "id too large": (question(([5, 100], 1, {})), "id 100, where 0 to 99"),
+    "id negative": (question(([-1, 5], 1, {})), "id -1"),
+    "id huge": (question(([5, 2**70], 1, {})), "cannot be read|id "),
+    "id text": (question((["5", 6], 1, {})), "int"),
+    "id true": (question(([True, 6], 1, {})), "int"),
+    "given outside": (question() | given(encode_ids([[1], [100]])), "given ids: id 100"),
+    "given negative": (question() | given(encode_ids([[1], [-1]])), "given ids: id -1"),
+    "given of another length": (question() | given(encode_ids([[1]])), "multiple of 4 times 2"),
+    "given no base64": (question() | given("?"), "base64"),
+    "given without ids": (question(GOOD, kinds=["given"]), "go together"),
+    "ids without given": (question(([5, 6], 1, {"given": encode_ids([[1]])})), "go together"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_question_is_400_and_never_reaches_the_engine(app, engine, name):
+    body, words = BAD[name]
+    answer = post(app, body)
+    assert answer.status_code == 400 and engine.asked == []
+    message = answer.json()["error"]["message"]
+    assert re.search(words, message) and len(message) < 1000
+
+
+def test_answer_too_large_is_refused_before_it_is_made(app, engine, monkeypatch):
+    monkeypatch.setattr("prime_composer.scoring.endpoint.MOST_BYTES", 300)
+    assert post(app, question(GOOD)).status_code == 200
+    answer = post(app, question(*[([1] * 9, 1, {})] * 4))
+    assert answer.status_code == 400 and "fewer sequences" in answer.text
+    answer = post(app, {"version": VERSION, "first": 0, "last": 100}, HEAD_PATH)
+    assert answer.status_code == 400 and "ask in pieces" in answer.text
+
+
+@pytest.mark.parametrize(("first", "last"), [(-1, 3), (3, 2), (0, 101)])
+def test_rows_of_the_head_outside_are_refused(app, first, last):
+    answer = post(app, {"version": VERSION, "first": first, "last": last}, HEAD_PATH)
+    assert answer.status_code == 400
+
+
+def test_rows_that_the_prefix_cache_had_are_computed_again(app, engine):
+    engine.gap = True
+    answer = decode_answer(post(app, question(GOOD)).content, Answer)
+    assert unpack_arrays(answer.sequences[0], 2)["sampled"].tolist() == [0, -1]
+    assert [skipped for *_, skipped in engine.asked] == [False, True]
+
+
+def test_engine_without_the_plugin_is_named(app, engine):
+    async def generate(prompt, params, request_id):
+        yield SimpleNamespace(prompt_logprobs=[(torch.zeros(2, 1), torch.zeros(2, 1), None)])
+
+    engine.generate = generate
+    answer = post(app, question(GOOD))
+    assert answer.status_code == 500 and "VLLM_USE_V2_MODEL_RUNNER=0" in answer.text
+
+
+@pytest.mark.parametrize("what", ["runner", "stages"])
+def test_engine_that_cannot_answer_is_refused_at_its_start(engine, what):
+    if what == "runner":
+        engine.vllm_config.use_v2_model_runner = True
+    else:
+        engine.vllm_config.parallel_config.pipeline_parallel_size = 2
+    words = {"runner": "VLLM_USE_V2_MODEL_RUNNER=0", "stages": "--pipeline-parallel-size 1"}
+    with pytest.raises(ValueError, match=words[what]):
+        asyncio.run(ScoringEndpoint().init_state(engine, SimpleNamespace(), None))
+
+
+def test_work_of_a_client_that_hung_up_is_aborted(app, engine):
+    """The server sends http.disconnect; both of its sequences are cancelled in the engine."""
+    body = msgspec.json.encode(question(GOOD, GOOD))
+
+    async def scenario():
+        engine.gate, gone = asyncio.Event(), asyncio.Event()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            """Nobody listens."""
+
+        scope = {
+            "type": "http", "method": "POST", "path": SCORE_PATH, "raw_path": SCORE_PATH.encode(),
+            "headers": [], "query_string": b"", "scheme": "http", "server": ("t", 80),
+            "client": ("t", 1), "root_path": "", "http_version": "1.1", "asgi": {"version": "3.0"},
+        }  # fmt: skip
+        task = asyncio.ensure_future(app(scope, receive, send))
+        while len(engine.asked) < 2:
+            await asyncio.sleep(0.01)
+        gone.set()
+        await asyncio.wait_for(task, 10)
+
+    asyncio.run(scenario())
+    assert engine.aborted == 2
+
+
+def test_one_failing_sequence_cancels_the_others(app, engine):
+    async def generate(prompt, params, request_id):
+        try:
+            if prompt["prompt_token_ids"] == [9, 9]:
+                raise ValueError("vLLM's words")
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            engine.aborted += 1
+            raise
+        yield None
+
+    engine.generate = generate
+    answer = post(app, question(GOOD, ([9, 9], 1, {})))
+    assert answer.status_code == 400 and "vLLM's words" in answer.text
+    assert engine.aborted == 1

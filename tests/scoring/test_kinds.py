@@ -1,0 +1,188 @@
+"""Each kind of answer against float64, and the worker's book-keeping with a stand-in for vLLM's
+runner."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from prime_composer.scoring import worker
+from prime_composer.scoring.kinds import KINDS, Rows, largest
+from prime_composer.scoring.worker import Progress, Wish, answer_prompts, read_payload
+
+V, D = 300, 16
+
+
+@pytest.fixture(scope="module")
+def weight():
+    return torch.randn(V, D, generator=torch.Generator().manual_seed(0))
+
+
+def hidden_of(ids):
+    """A hidden state per position that depends on its token and place."""
+    states = [torch.randn(D, generator=torch.Generator().manual_seed(7 * p + i)) for p, i in ids]
+    return torch.stack(states)
+
+
+def exact(weight, tokens):
+    """log q of the whole vocabulary in float64: row i is for token i + 1."""
+    hidden = hidden_of(enumerate(tokens)).double()
+    return (hidden @ weight.double().T).log_softmax(-1)[:-1]
+
+
+def test_kinds_equal_a_float64_log_softmax(weight):
+    tokens = [5, 9, 2, 250, 0, 7]
+    logprobs = exact(weight, tokens)
+    given = torch.tensor([[1, 2], [299, 0], [4, 4], [9, 8], [3, 5]])
+    hidden = hidden_of(enumerate(tokens))[:-1]
+    rows = Rows(hidden, torch.tensor(tokens[1:]), lambda h: h @ weight.T, 4, given)
+    found = {name: array for kind in KINDS.values() for name, array in kind(rows).items()}
+    top = logprobs.topk(4)
+    assert found["top_ids"].tolist() == top.indices.tolist()
+    assert found["top_ids"].dtype == torch.int32
+    for name, expected in {
+        "sampled": logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0],
+        "top_logprobs": top.values,
+        "given": logprobs.gather(1, given),
+    }.items():
+        assert found[name].dtype == torch.float32
+        torch.testing.assert_close(found[name].double(), expected, atol=5e-6, rtol=0)
+    assert torch.equal(found["hidden"], hidden)
+
+
+def test_hidden_states_alone_never_ask_the_head():
+    def head(hidden):
+        raise AssertionError
+
+    rows = Rows(torch.ones(2, D, dtype=torch.bfloat16), torch.tensor([1, 2]), head)
+    assert KINDS["hidden"](rows)["hidden"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("k", [0, 1, 32, V])
+def test_largest_are_torchs(k):
+    logits = torch.randn(50, V, generator=torch.Generator().manual_seed(k))
+    values, ids = largest(logits, k)
+    assert torch.equal(values, logits.topk(k).values)
+    assert torch.equal(logits.gather(1, ids), values)
+
+
+class Runner:
+    """What the worker reads of vLLM's runner, for requests that come in pieces.
+
+    Args:
+        weight: of the output head.
+        requests: name -> tokens and wish.
+    """
+
+    def __init__(self, weight, requests):
+        self.model = SimpleNamespace(compute_logits=lambda hidden: hidden @ weight.T)
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: V)
+        self.wishes = {name: wish for name, (_, wish) in requests.items()}
+        self.requests = {
+            name: SimpleNamespace(
+                prompt_token_ids=tokens,
+                num_computed_tokens=0,
+                in_progress_prompt_logprobs_cpu=None,
+            )
+            for name, (tokens, _) in requests.items()
+        }
+
+    def step(self, scheduled):
+        """Run a batch: name -> its next tokens. Returns the requests that are complete."""
+        states, starts = [], [0]
+        for name, count in scheduled.items():
+            request = self.requests[name]
+            first = request.num_computed_tokens
+            positions = range(first, first + count)
+            states.append(hidden_of((p, request.prompt_token_ids[p]) for p in positions))
+            starts.append(starts[-1] + count)
+        self.input_batch = SimpleNamespace(
+            req_id_to_index={name: index for index, name in enumerate(scheduled)}
+        )
+        self.query_start_loc = SimpleNamespace(np=np.array(starts))
+        wishes = {n: w for n, w in self.wishes.items()}
+        done = answer_prompts(self, wishes, torch.cat(states), scheduled)
+        for name, count in scheduled.items():
+            self.requests[name].num_computed_tokens += count
+        for name in done:
+            del self.wishes[name]
+        return done
+
+
+def check(progress: Progress, weight, tokens, wish):
+    arrays = read_payload(*progress.payload(), len(tokens) - wish.start)
+    rows = exact(weight, tokens)[wish.start - 1 :]
+    own = rows.gather(1, torch.tensor(tokens[wish.start :])[:, None])[:, 0]
+    torch.testing.assert_close(arrays["sampled"].double(), own, atol=5e-6, rtol=0)
+    if wish.k:
+        top = rows.topk(wish.k)
+        assert arrays["top_ids"].tolist() == top.indices.tolist()
+        torch.testing.assert_close(arrays["top_logprobs"].double(), top.values, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4 * V * 3, 2**26])
+def test_prompts_in_pieces_are_answered_whole(weight, block_bytes, monkeypatch):
+    """Different starts, K and lengths in one batch, pieces of every size, blocks of few rows."""
+    monkeypatch.setitem(worker.BLOCK_BYTES, "cpu", block_bytes)
+    generator = np.random.default_rng(0)
+    requests = {}
+    for index in range(12):
+        tokens = generator.integers(0, V, int(generator.integers(2, 40))).tolist()
+        start = int(generator.integers(1, len(tokens)))
+        k = int(generator.choice([0, 1, 8]))
+        kinds = ("sampled", "top_k") if k else ("sampled",)
+        requests[f"r{index}"] = tokens, Wish(start, kinds, k)
+    runner, done = Runner(weight, requests), {}
+    while len(done) < len(requests):
+        scheduled = {}
+        for name, (tokens, _) in requests.items():
+            left = len(tokens) - runner.requests[name].num_computed_tokens
+            if left and generator.random() < 0.7:
+                scheduled[name] = int(generator.integers(1, min(left, 9) + 1))
+        if scheduled:
+            done |= runner.step(scheduled)
+    for name, (tokens, wish) in requests.items():
+        check(done[name], weight, tokens, wish)
+
+
+def test_preempted_prompt_starts_over(weight):
+    tokens, wish = list(range(10)), Wish(2, ("sampled",))
+    runner = Runner(weight, {"r": (tokens, wish)})
+    assert runner.step({"r": 6}) == {}
+    runner.requests["r"].num_computed_tokens = 0
+    assert answer_prompts(runner, {"r": wish}, torch.zeros(0, D), {}) == {}
+    check(runner.step({"r": 10})["r"], weight, tokens, wish)
+
+
+def test_rows_in_a_prefix_cache_are_noticed(weight):
+    """The cache had the first 5 tokens: with a start before 6, rows are missing."""
+    tokens = list(range(10))
+    for start, is_whole in ((6, True), (5, False), (1, False)):
+        runner = Runner(weight, {"r": (tokens, Wish(start, ("sampled",)))})
+        runner.requests["r"].num_computed_tokens = 5
+        (progress,) = runner.step({"r": 5}).values()
+        assert progress.is_whole is is_whole
+        if not is_whole:
+            with pytest.raises(ValueError, match="left rows"):
+                read_payload(*progress.payload(), len(tokens) - start)
+
+
+def test_given_ids_follow_their_rows(weight):
+    tokens = list(range(20, 30))
+    given = np.arange(7 * 3, dtype=np.int32).reshape(7, 3)
+    wish = Wish(3, ("sampled", "given"), 0, given.tobytes())
+    runner = Runner(weight, {"r": (tokens, wish), "s": (tokens, Wish(1, ("sampled",)))})
+    runner.step({"r": 4, "s": 10})
+    (progress,) = runner.step({"r": 6}).values()
+    expected = exact(weight, tokens)[2:].gather(1, torch.from_numpy(given).long())
+    found = read_payload(*progress.payload(), 7)["given"]
+    torch.testing.assert_close(found.double(), expected, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"other": 1}, {"prime_composer": {"start": 1}}])
+def test_other_requests_are_not_marked(extra):
+    """What a JSON body can hold is no mark, so that only the plugin's own route makes one."""
+    assert Wish.of(SimpleNamespace(extra_args=extra)) is None
+    wish = Wish(3, ("sampled", "top_k"), 2)
+    assert Wish.of(SimpleNamespace(extra_args=wish.mark())) == wish

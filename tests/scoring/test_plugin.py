@@ -1,0 +1,78 @@
+"""Where the plugin enters vLLM, and where it does nothing at all."""
+
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from prime_composer.scoring import patches
+from prime_composer.scoring.patches import LAYOUTS, UnknownVllm, patch
+
+RUNNER = "vllm.v1.worker.gpu_model_runner"
+
+
+def python(code, plugins=None):
+    env = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
+    if plugins is not None:
+        env["VLLM_PLUGINS"] = plugins
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("plugins", [None, "", "prime_rl", "prime_composer_2,lora"])
+def test_install_does_nothing_where_it_is_not_named(plugins):
+    """Not even an import. vLLM loads general plugins everywhere where the variable is unset."""
+    code = "import sys; from prime_composer.scoring.plugin import install; install(); "
+    code += "print(sorted({'torch', 'msgspec', 'vllm', 'prime_composer.scoring.patches'} & "
+    code += "set(sys.modules)), [f for f in sys.meta_path if 'prime' in type(f).__module__])"
+    done = python(code, plugins)
+    assert (done.stdout, done.stderr, done.returncode) == ("[] []\n", "", 0)
+
+
+def module_like(name, **classes):
+    made = types.ModuleType(name)
+    vars(made).update(classes)
+    return made
+
+
+def test_unknown_layout_is_refused_by_name():
+    class GPUModelRunner:
+        def _get_prompt_logprobs_dict(self, hidden_states):
+            """Another vLLM's."""
+
+    with pytest.raises(UnknownVllm) as error:
+        patch(module_like(RUNNER, GPUModelRunner=GPUModelRunner))
+    message = str(error.value)
+    assert "_get_prompt_logprobs_dict(self, hidden_states, num_scheduled_tokens)" in message
+    assert "vLLM 0.26 to 0.32" in message and "VLLM_PLUGINS" in message
+    with pytest.raises(UnknownVllm):
+        patch(module_like(RUNNER))
+
+
+def test_module_is_patched_after_its_import_and_once(tmp_path, monkeypatch):
+    """The runner's module is not imported for it."""
+    calls = []
+    (tmp_path / "late_runner.py").write_text("class Runner:\n    def work(self, x): return x\n")
+    layout = patches.Layout(
+        "a layout", {"late_runner": {"Runner.work": ("self", "x")}}, {"late_runner": calls.append}
+    )
+    monkeypatch.setattr(patches, "LAYOUTS", (layout,))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    patches.install()
+    patches.install()
+    assert calls == [] and "late_runner" not in sys.modules
+    import late_runner  # type: ignore[import-not-found]
+
+    assert calls == [late_runner]
+    patches.install()
+    assert calls == [late_runner]
+    monkeypatch.delitem(sys.modules, "late_runner")
+
+
+def test_layouts_name_what_they_patch():
+    for layout in LAYOUTS:
+        assert layout.patches.keys() == layout.surface.keys()

@@ -1,0 +1,250 @@
+"""`prime-rl teacher` on this machine: a real vLLM server with the plugin, asked in every way.
+
+The model's prompts are prefilled in pieces of 192 tokens. One server, 40 s to start.
+"""
+
+import http.client
+import json
+import os
+import sys
+import time
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from prime_composer.backends.alignment import make_rollout, sequences_to_score
+from prime_composer.backends.http import Connection, Refused
+from prime_composer.backends.vllm_server import ServerScorer
+from prime_composer.scoring.wire import HEAD_PATH, SCORE_PATH, VERSION, Question, SequenceToAnswer
+from tests.backends.conftest import VOCAB, make_model
+from tests.vllm_process import VllmProcess, save_tokenizer
+
+pytestmark = pytest.mark.vllm
+
+KEY = "a-key"
+LENGTHS = (2, 3, 17, 128, 129, 191, 192, 193, 300, 400, 511)
+
+
+class Teacher(VllmProcess):
+    """The server of ``prime-rl teacher``."""
+
+    def command(self, options):
+        words = ["--model", self.directory, "--port", self.port, "--", *options]
+        return [sys.executable, "-m", "prime_composer.cli", "teacher", *map(str, words)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(tied=True, seed=3)
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("teacher")
+    model.save_pretrained(directory)
+    save_tokenizer(directory, VOCAB)
+    options = ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", 64 * 2**20]
+    options += ["--enable-chunked-prefill", "--max-num-batched-tokens", 192]
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with Teacher(directory, log, *options, VLLM_API_KEY=KEY) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def scorer(server):
+    scorer = ServerScorer(server.url, api_key=KEY)
+    yield scorer
+    scorer.close()
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    """Mixed lengths and starts: the first token that has a context, the middle, the last one."""
+    generator = np.random.default_rng(0)
+    made = []
+    for length in LENGTHS:
+        tokens = generator.integers(0, VOCAB, length).tolist()
+        for start in sorted({1, length // 2, length - 1} - {0}):
+            completion = tokens[start:]
+            made.append(
+                make_rollout(tokens[:start], completion, [-1.0] * len(completion), "length", 0)
+            )
+    return made
+
+
+@pytest.fixture(scope="module")
+def exact(model, rollouts):
+    """log q of the whole vocabulary in float64, one matrix per rollout from its start on."""
+    with torch.no_grad():
+        model = model.double()
+        found = [
+            model(rollout.token_ids[None]).logits[0].log_softmax(-1)[rollout.start - 1 : -1]
+            for rollout in rollouts
+        ]
+        model.float()
+    return found
+
+
+def own(logprobs, rollout):
+    return logprobs.gather(1, rollout.token_ids[rollout.start :, None])[:, 0]
+
+
+@pytest.mark.parametrize("k", [0, 1, 32, 64])
+def test_scores_equal_torchs_own_forward(scorer, rollouts, exact, k):
+    scores = scorer.score(rollouts, k)
+    for score, rollout, logprobs in zip(scores, rollouts, exact, strict=True):
+        expected = own(logprobs, rollout)
+        torch.testing.assert_close(score.ref_logprobs.double(), expected, atol=1e-4, rtol=0)
+        assert score.token_ids.shape == (len(expected), k)
+        found = score.teacher_logprobs.double()
+        torch.testing.assert_close(logprobs.gather(1, score.token_ids), found, atol=1e-4, rtol=0)
+        torch.testing.assert_close(logprobs.topk(k).values, found, atol=1e-4, rtol=0)
+
+
+def test_scores_equal_vllms_json(server, scorer, rollouts, monkeypatch):
+    plain = ServerScorer(server.url, api_key=KEY)
+    monkeypatch.setattr(plain, "_binary_client", lambda: None)
+    for k in (1, 32):
+        pairs = zip(scorer.score(rollouts, k), plain.score(rollouts, k), strict=True)
+        for binary, json_scores in pairs:
+            for name in ("ref_logprobs", "teacher_logprobs"):
+                torch.testing.assert_close(
+                    getattr(binary, name), getattr(json_scores, name), atol=1e-5, rtol=0
+                )
+    plain.close()
+
+
+def ask(scorer, method, *arguments):
+    """Call a method of the plugin's client for numbered arguments, many at once."""
+    client = scorer._binary_client()
+    return scorer._connection.map(
+        lambda one: getattr(client, method)(*one), list(zip(*arguments, strict=True))
+    )
+
+
+def test_given_ids_get_their_log_probs(scorer, rollouts, exact):
+    generator = np.random.default_rng(1)
+    given = [
+        torch.from_numpy(
+            np.stack([generator.permutation(VOCAB)[:16] for _ in range(len(logprobs))])
+        )
+        for logprobs in exact
+    ]
+    answers = ask(scorer, "given", range(len(given)), sequences_to_score(rollouts), given)
+    for (sampled, logprobs), ids, expected, rollout in zip(
+        answers, given, exact, rollouts, strict=True
+    ):
+        torch.testing.assert_close(logprobs.double(), expected.gather(1, ids), atol=1e-4, rtol=0)
+        torch.testing.assert_close(sampled.double(), own(expected, rollout), atol=1e-4, rtol=0)
+
+
+def test_hidden_states_and_head_give_the_same_log_probs(scorer, rollouts, exact, model, tmp_path):
+    """The head comes in pieces and is kept under its hash; the second time nothing is sent."""
+    client = scorer._binary_client()
+    head = client.head(tmp_path)
+    assert torch.equal(head.weight, model.lm_head.weight) and head.bias is None
+    assert (head.facts.dtype, head.facts.scale, head.facts.softcap) == ("float32", 1.0, None)
+    (kept,) = tmp_path.iterdir()
+    assert kept.name == f"{head.facts.sha256}.safetensors"
+    stamp = kept.stat().st_mtime_ns
+    assert torch.equal(client.head(tmp_path).weight, head.weight)
+    assert kept.stat().st_mtime_ns == stamp
+    states = ask(scorer, "hidden_states", range(len(exact)), sequences_to_score(rollouts))
+    for hidden, expected in zip(states, exact, strict=True):
+        assert hidden.dtype == torch.float32
+        logprobs = head.logits(hidden).double().log_softmax(-1)
+        torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_group_of_rollouts_has_the_scores_of_each_alone(scorer, exact, rollouts):
+    """They share a prompt of many blocks, which the prefix cache has after the first one."""
+    prompt = np.random.default_rng(2).integers(0, VOCAB, 300).tolist()
+    completions = np.random.default_rng(3).integers(0, VOCAB, (8, 40)).tolist()
+    group = [make_rollout(prompt, one, [-1.0] * 40, "length", 0) for one in completions]
+    for _ in range(2):  # the second time, the cache has the completions too
+        for score, rollout in zip(scorer.score(group, 8), group, strict=True):
+            (alone,) = scorer.score([rollout], 8)
+            torch.testing.assert_close(
+                score.teacher_logprobs, alone.teacher_logprobs, atol=1e-5, rtol=0
+            )
+
+
+@pytest.mark.parametrize("path", [SCORE_PATH, HEAD_PATH])
+@pytest.mark.parametrize("key", [None, "another"])
+def test_api_key_guards_the_routes(server, path, key):
+    connection = Connection(server.url, section="[teacher]", api_key=key)
+    with pytest.raises(Refused) as refused:
+        connection.run(connection.request("POST", path, {"version": VERSION, "sequences": []}))
+    assert refused.value.status == 401
+    connection.close()
+
+
+def test_wrong_questions_do_not_end_the_engine(server, scorer, rollouts):
+    """Each of these ended vLLM's engine without the checks."""
+    good = SequenceToAnswer([5, 6, 7], 1)
+    wrong = [
+        SequenceToAnswer([5, 6, 7], 4), SequenceToAnswer([5, 6, 7], 0),
+        SequenceToAnswer([5, VOCAB], 1), SequenceToAnswer([5, -1], 1),
+        SequenceToAnswer([5] * 600, 1),
+        SequenceToAnswer([5, 6], 1, "AAAAgA=="),
+    ]  # fmt: skip
+    connection = Connection(server.url, section="[teacher]", api_key=KEY)
+    for sequence in wrong:
+        kinds = ["given"] if sequence.given else ["sampled"]
+        question = msgspec.to_builtins(Question(VERSION, [good, sequence], kinds))
+        with pytest.raises(Refused) as refused:
+            connection.run(connection.request("POST", SCORE_PATH, question))
+        assert refused.value.status == 400, refused.value.reason
+    connection.close()
+    assert len(scorer.score(rollouts[:3], 4)) == 3
+
+
+def test_mark_in_a_plain_request_is_no_mark(server):
+    """Extra arguments of another route cannot reach the plugin's code."""
+    connection = Connection(server.url, section="[teacher]", api_key=KEY)
+    body = {"model": str(server.directory), "prompt": [5, 6, 7], "max_tokens": 1}
+    body |= {"prompt_logprobs": 1, "vllm_xargs": {"prime_composer": "x", "other": [1]}}
+    answer = json.loads(connection.run(connection.request("POST", "/v1/completions", body)))
+    assert len(answer["choices"][0]["prompt_logprobs"]) == 3
+    connection.close()
+
+
+def running(server):
+    """Return the number of requests in the engine, from the server's own metrics."""
+    connection = Connection(server.url, section="[teacher]", api_key=KEY)
+    text = connection.run(connection.request("GET", "/metrics")).decode()
+    connection.close()
+    return sum(
+        float(line.split()[-1])
+        for line in text.splitlines()
+        if line.startswith(("vllm:num_requests_running", "vllm:num_requests_waiting{"))
+    )
+
+
+def test_work_of_a_client_that_hung_up_ends(server, scorer, rollouts):
+    tokens = np.random.default_rng(4).integers(0, VOCAB, 500).tolist()
+    question = Question(VERSION, [SequenceToAnswer(tokens, 1)] * 300, ["top_k"], VOCAB)
+    address = urlsplit(server.url)
+    client = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    client.request("POST", SCORE_PATH, msgspec.json.encode(question), headers)
+    deadline = time.monotonic() + 30
+    while running(server) == 0:
+        assert time.monotonic() < deadline
+    client.close()
+    while running(server) > 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(scorer.score(rollouts[:1], 4)) == 1
+
+
+def test_start_prints_what_to_type_by_hand(server):
+    line = next(line for line in server.log.read_text().splitlines() if "VLLM_PLUGINS=" in line)
+    variables = dict(word.split("=", 1) for word in line.split() if word.startswith("VLLM_"))
+    assert variables["VLLM_PLUGINS"].split(",")[0] == "prime_composer"
+    assert variables["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert "--max-logprobs -1" in line and KEY not in line
+    assert os.environ.get("VLLM_PLUGINS") is None

@@ -1,0 +1,123 @@
+"""Questions and answers as bytes, right ones and damaged ones."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_composer.scoring.wire import (
+    NAME,
+    VERSION,
+    Answer,
+    Facts,
+    Field,
+    Question,
+    Rows,
+    SequenceToAnswer,
+    WireError,
+    decode_answer,
+    decode_ids,
+    encode_ids,
+    unpack_arrays,
+)
+from tests.fuzz import EXAMPLES, bounded, bounded_memory, damaged_bytes
+
+FACTS = Facts("m", 100, 8, 512, "float32", ["sampled", "top_k"], "0.32.0")
+OWN = np.array([-1.5, -0.25, -3.0], "<f4")
+IDS = np.array([[7, 99], [0, 3], [5, 6]], "<i4")
+FIELDS = [Field("sampled", "float32", 0), Field("top_ids", "int32", 2)]
+
+
+def rows(**changes):
+    return Rows(**{"n": 3, "fields": FIELDS, "data": OWN.tobytes() + IDS.tobytes()} | changes)
+
+
+def encoded(*sequences, **changes):
+    answer = {"plugin": NAME, "version": VERSION, "facts": FACTS, "sequences": list(sequences)}
+    return msgspec.msgpack.encode(msgspec.to_builtins(answer | changes, builtin_types=(bytes,)))
+
+
+def test_answer_comes_back_bit_for_bit():
+    answer = decode_answer(encoded(rows()), Answer)
+    arrays = unpack_arrays(answer.sequences[0], 3)
+    assert answer.facts == FACTS
+    assert arrays["sampled"].tobytes() == OWN.tobytes() and arrays["sampled"].shape == (3,)
+    assert arrays["top_ids"].tolist() == IDS.tolist()
+
+
+@pytest.mark.parametrize(
+    ("content", "is_ours", "words"),
+    [
+        (b"", False, "no answer of the plugin"),
+        (b"<html>404</html>", False, "no answer of the plugin"),
+        (encoded(plugin="another"), False, "an answer of 'another'"),
+        (encoded(version=2), True, "version 2 .* reads version 1; install the same"),
+        (encoded(facts={}), True, "a damaged answer of the plugin"),
+        (encoded(sequences=[{"n": -1, "fields": [], "data": b""}]), True, "a damaged answer"),
+    ],
+)
+def test_other_bytes_are_refused_with_a_reason(content, is_ours, words):
+    with pytest.raises(WireError, match=words) as error:
+        decode_answer(content, Answer)
+    assert error.value.is_ours is is_ours
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (rows(n=2), "2 rows, where 3"),
+        (rows(data=b"\0" * 35), "35 bytes, too few for 'top_ids'"),
+        (rows(data=b"\0" * 37), "37 bytes, where 36"),
+        (rows(fields=[Field("sampled", "float64", 0)]), "dtype 'float64'"),
+        (rows(fields=[Field("sampled", "float32", 2**60)]), "too few for 'sampled'"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(wrong, words):
+    with pytest.raises(WireError, match=words):
+        unpack_arrays(wrong, 3)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_answer_damaged_is_read_or_refused(examples):
+    """Truncated, flipped and huge declared sizes: an error in short, in little memory."""
+    right = encoded(rows())
+    giant = [b"\xc6\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xcb"]
+
+    def read(content):
+        try:
+            answer = decode_answer(content, Answer)
+            for one in answer.sequences:
+                arrays = unpack_arrays(one, 3)
+                assert sum(array.nbytes for array in arrays.values()) == len(one.data)
+        except WireError as error:
+            assert 0 < len(str(error)) < 500
+
+    @bounded(examples)
+    @given(damaged_bytes(right, giant), st.integers(0, len(right)))
+    def damage(content, length):
+        read(content)
+        read(right[:length])
+
+    with bounded_memory():
+        damage()
+
+
+def test_ids_come_back():
+    ids = np.arange(12).reshape(4, 3)
+    assert decode_ids(encode_ids(ids), 4).tolist() == ids.tolist()
+    assert decode_ids("", 4).shape == (4, 0)
+
+
+@pytest.mark.parametrize("text", ["AAAA", "?", "AAAAAA=", encode_ids([[1], [2], [3]])])
+def test_ids_of_another_length_are_refused(text):
+    with pytest.raises(WireError):
+        decode_ids(text, 2)
+
+
+def test_question_of_a_newer_client_is_not_guessed():
+    """A key that this version does not know may change the meaning of the others."""
+    text = msgspec.json.encode(Question(VERSION, [SequenceToAnswer([1, 2], 1)]))
+    assert msgspec.json.decode(text, type=Question).sequences[0].start == 1
+    with pytest.raises(msgspec.ValidationError, match="temperature"):
+        msgspec.json.decode(text[:-1] + b',"temperature":2}', type=Question)

@@ -1,0 +1,162 @@
+"""Requests of the orchestrator to a teacher's server that has the scoring plugin, or loses it."""
+
+import asyncio
+
+import msgspec
+import numpy as np
+import pytest
+
+from prime_composer.backends.answers import InvalidAnswer
+from prime_composer.scoring.wire import (
+    NAME,
+    SCORE_PATH,
+    VERSION,
+    Answer,
+    Facts,
+    Field,
+    Rows,
+)
+from prime_composer.upstream.orchestrator.client import Requests
+
+TOKENS = [7, 3, 9]
+FACTS = Facts("t", 20, 8, 100, "bfloat16", ["sampled", "top_k"], "0.26.0")
+OWN = np.array([-3.0, -1.5], "<f4")
+IDS = np.array([[1, 2], [9, 1]], "<i4")
+LOGPROBS = np.array([[-0.5, -2.0], [-1.5, -1.6]], "<f4")
+JSON = (
+    b'{"prompt_logprobs":[null,{"3":{"logprob":-3.0,"rank":8},"1":{"logprob":-0.5,"rank":1},'
+    b'"2":{"logprob":-2.0,"rank":2}},{"9":{"logprob":-1.5,"rank":1},"1":{"logprob":-1.6,"rank":2}}]}'
+)
+
+
+class Status(Exception):
+    """An error of the openai client with an HTTP status."""
+
+    def __init__(self, status_code):
+        super().__init__(str(status_code))
+        self.status_code = status_code
+
+
+class Response:
+    def __init__(self, content):
+        self.content = content
+        self.request = type("Request", (), {"headers": {}})()
+
+    async def aiter_bytes(self):
+        yield self.content
+
+    async def aclose(self):
+        """Nothing is open."""
+
+
+def packed(facts=FACTS, ids=IDS, own=OWN, version=VERSION, plugin=NAME, sequences=1):
+    k = ids.shape[1]
+    fields = [Field("sampled", "float32", 0), Field("top_ids", "int32", k)]
+    fields.append(Field("top_logprobs", "float32", k))
+    rows = Rows(len(own), fields, own.tobytes() + ids.tobytes() + LOGPROBS[:, :k].tobytes())
+    return msgspec.msgpack.encode(Answer(plugin, version, facts, [rows] * sequences))
+
+
+class Client:
+    """The openai client of a server; ``answers`` maps a path to what is returned or raised."""
+
+    base_url = "http://teacher:8001/v1/"
+    max_retries = 0
+    api_key = "EMPTY"
+
+    def __init__(self, **answers):
+        self.asked = []
+        self.answers = {"found": packed(sequences=0), "scores": packed(), "json": JSON} | answers
+
+    async def post(self, url, cast_to, body, stream):
+        kind = (
+            "json" if not url.endswith(SCORE_PATH) else "scores" if body["sequences"] else "found"
+        )
+        self.asked.append((kind, url, body))
+        answer = self.answers[kind]
+        if isinstance(answer, Exception):
+            raise answer
+        return Response(answer)
+
+    @property
+    def kinds(self):
+        return [kind for kind, *_ in self.asked]
+
+
+def score(client, k=2, requests=None):
+    return asyncio.run((requests or Requests()).score(client, "served", TOKENS, k))
+
+
+def test_scores_of_the_plugin_are_those_of_json():
+    """Same values, same layout: 0.0 and NaN for the first token, which has no context."""
+    binary, json = score(Client()), score(Client(found=Status(404)))
+    assert binary == json == [0.0, -3.0, -1.5]
+    assert (binary.token_ids == json.token_ids).all() and binary.token_ids.dtype == np.int32
+    np.testing.assert_array_equal(binary.logprobs, json.logprobs)
+
+
+def test_server_is_asked_once_whether_it_has_the_plugin():
+    client, requests = Client(), Requests()
+    for _ in range(3):
+        score(client, requests=requests)
+    assert client.kinds == ["found", "scores", "scores", "scores"]
+    _, url, body = client.asked[1]
+    assert url == f"http://teacher:8001{SCORE_PATH}"
+    assert body == {
+        "version": VERSION, "model": "served", "kinds": ["sampled", "top_k"], "k": 2,
+        "sequences": [{"token_ids": TOKENS, "start": 1}],
+    }  # fmt: skip
+
+
+def test_k_zero_asks_for_the_top_1_as_a_check():
+    client = Client(scores=packed(ids=IDS[:, :1]))
+    scores = score(client, k=0)
+    assert client.asked[1][2]["k"] == 1
+    assert scores == [0.0, -3.0, -1.5] and scores.token_ids.shape == (3, 0)
+
+
+@pytest.mark.parametrize("status", [400, 404, 405, 422, 501])
+@pytest.mark.parametrize("found", [None, b"<html>", packed(plugin="other")])
+def test_server_without_the_plugin_is_asked_for_json(status, found):
+    client, requests = Client(found=found or Status(status)), Requests()
+    for _ in range(2):
+        assert score(client, requests=requests) == [0.0, -3.0, -1.5]
+    assert client.kinds == ["found", "json", "json"]
+
+
+@pytest.mark.parametrize("status", [401, 403, 500])
+def test_other_refusals_are_not_taken_for_a_missing_plugin(status):
+    with pytest.raises(Status):
+        score(Client(found=Status(status)))
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({"found": packed(version=VERSION + 1)}, f"version {VERSION + 1} of the plugin"),
+        ({"scores": packed(version=VERSION + 1)}, "install the same prime_composer"),
+        ({"scores": packed()[:-1]}, "truncated"),
+        ({"scores": packed(sequences=2)}, "2 sequences, where 1"),
+        ({"scores": packed(facts=msgspec.structs.replace(FACTS, model="u"))}, "model='u'"),
+        ({"scores": packed(own=OWN[:1])}, "1 rows, where 2"),
+        ({"scores": packed(own=np.array([0.3, -1.5], "<f4"))}, "wrong score at position 1"),
+        ({"scores": packed(own=np.array([np.nan, -1.5], "<f4"))}, "nan"),
+        ({"scores": packed(ids=IDS + 15)}, "has the id 24"),
+        ({"scores": packed(ids=IDS[:, :1])}, "shapes"),
+        ({"scores": Status(404)}, "lost its scoring plugin"),
+    ],
+)  # fmt: skip
+def test_wrong_answer_of_the_plugin_is_refused(answers, words):
+    with pytest.raises(InvalidAnswer, match=words) as error:
+        score(Client(**answers))
+    assert str(error.value).startswith("The teacher at http://teacher:8001 ")
+
+
+def test_server_that_lost_the_plugin_is_asked_anew():
+    client, requests = Client(), Requests()
+    score(client, requests=requests)
+    client.answers |= {"scores": Status(404), "found": Status(404)}
+    with pytest.raises(InvalidAnswer, match="VLLM_PLUGINS=prime_composer"):
+        score(client, requests=requests)
+    assert score(client, requests=requests) == [0.0, -3.0, -1.5]
+    assert client.kinds == ["found", "scores", "scores", "found", "json"]
