@@ -303,7 +303,8 @@ class VLLMScorer:
 
     def _read(self, index: int, sequence: SequenceToScore, payload: Any, k: int) -> TeacherScores:
         sampled = torch.tensor(sequence.token_ids[sequence.start :])
-        arrays = read_payload(*payload[:2], len(sampled))
+        description, data = payload[:2]
+        arrays = read_payload(description, data, len(sampled))
         return make_scores(
             arrays["sampled"],
             arrays["top_ids"].long() if k else sampled.new_empty(len(sampled), 0),

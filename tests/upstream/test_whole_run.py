@@ -25,6 +25,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_composer.scoring.wire import SCORE_PATH
 from tests.upstream.e2e import cpu_recipe, launch_run
 from tests.upstream.make_venvs import NO_VENV, is_ready, python_of, verifiers_of
 
@@ -72,6 +73,7 @@ def run(
     loss,
     *,
     vllm=None,
+    plugin=False,
     tied=False,
     switch="1",
     several=False,
@@ -84,6 +86,7 @@ def run(
 
     Args:
         vllm: Python of real vLLM servers; None for the stand-in.
+        plugin: the teacher's vLLM has the scoring plugin.
         tied: one matrix for embedding and head.
         switch: value of PRIME_COMPOSER, None for the plain launcher.
         several: two teachers, and two environments with mixtures of them.
@@ -106,7 +109,11 @@ def run(
     else:
         servers = {
             role: launch_run.VllmServer(
-                vllm, model_folder / role, folder / f"{role}.jsonl", str(core)
+                vllm,
+                model_folder / role,
+                folder / f"{role}.jsonl",
+                str(core),
+                plugin and role == "teacher",
             )
             for core, role in enumerate(roles)
         }
@@ -163,7 +170,11 @@ def first_value(rows, name):
 
 def generate_requests(result, role):
     """Return a server's requests to sample or to score, in order."""
-    return [request for request in result[role] if request["path"] == "/inference/v1/generate"]
+    return [
+        request
+        for request in result[role]
+        if request["path"] in ("/inference/v1/generate", SCORE_PATH) and "in" in request
+    ]
 
 
 def step_of(folder):
@@ -342,12 +353,15 @@ def test_whole_run_beside_rl_keeps_prime_rls_rl_loss(trees, models, tmp_path):
 
 @other
 @pytest.mark.vllm
+@pytest.mark.parametrize("plugin", [False, True], ids=["json", "plugin"])
 @pytest.mark.parametrize("version", ["head"])
-def test_whole_run_with_vllm_servers(trees, models, tmp_path, version):
-    """Student and teacher are served by real vLLM."""
+def test_whole_run_with_vllm_servers(trees, models, tmp_path, version, plugin):
+    """Student and teacher are served by real vLLM, the teacher's scores in JSON or in binary."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
-    result = run(version, trees, models, tmp_path, TOP_K, vllm=sys.executable)
+    result = run(version, trees, models, tmp_path, TOP_K, vllm=sys.executable, plugin=plugin)
+    roads = {request["path"] for request in generate_requests(result, "teacher")}
+    assert roads == {SCORE_PATH if plugin else "/inference/v1/generate"}
     rows = metric_rows(result, version)
     expected, update = reference(result)
     assert first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(

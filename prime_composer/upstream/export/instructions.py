@@ -58,7 +58,7 @@ def servers(plan: Plan) -> list[str]:
     title = "The teacher's server is yours to start, on a GPU of its own:"
     if len(plan.teachers) > 1:
         title = "The teachers' servers are yours to start, each on a GPU of its own:"
-    lines = ["", title]
+    lines, faster = ["", title], []
     for server in plan.teachers.values():
         port = urlsplit(server["url"]).port
         if port is None:  # behind a gateway, so prime-rl's command cannot start it
@@ -68,7 +68,13 @@ def servers(plan: Plan) -> list[str]:
         also = f" {version.vllm_option}max-logprobs {k}" if more else ""
         name = shlex.quote(server["model"])
         lines.append(f"    inference {version.model_option} {name} --server.port {port}{also}")
-    return [*lines, *logits_dtype(plan)]
+        if k:
+            faster.append(f"    prime-rl teacher --model {name} --port {port} --host 0.0.0.0")
+    if faster:
+        lines += [
+            "Several times faster, in an environment of prime_composer with vLLM 0.26 to 0.32:"
+        ]
+    return [*lines, *faster, *logits_dtype(plan)]
 
 
 def logits_dtype(plan: Plan) -> list[str]:

@@ -127,9 +127,17 @@ class Server:
 
 
 class VllmServer:
-    """Real vLLM on a CPU, behind vllm_proxy.py; ``python`` has vLLM installed."""
+    """Real vLLM on a CPU, behind vllm_proxy.py.
 
-    def __init__(self, python, model, log, core):
+    Args:
+        python: an interpreter that has vLLM installed.
+        model: the directory.
+        log: its requests.
+        core: the core of its threads.
+        plugin: with the scoring plugin.
+    """
+
+    def __init__(self, python, model, log, core, plugin=False):
         self.log = Path(log)
         self.port, self.inner = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
@@ -173,6 +181,8 @@ class VllmServer:
             "TORCHDYNAMO_DISABLE": "1",
             "PYTHONPATH": str(REPO),
         }
+        if plugin:
+            env |= {"VLLM_PLUGINS": "prime_composer", "VLLM_USE_V2_MODEL_RUNNER": "0"}
         self.output = open(self.log.with_suffix(".out"), "w")  # noqa: SIM115
         proxy = [python, str(HERE / "vllm_proxy.py"), str(self.port), str(self.inner), str(log)]
         self.processes = [

@@ -72,6 +72,9 @@ class Handler(BaseHTTPRequestHandler):
                     "out": out,
                     "params": body.get("sampling_params", {}),
                 }
+            elif path == "/v1/prime_composer/score" and status == 200:
+                for sequence in body["sequences"]:
+                    note |= {"in": sequence["token_ids"], "bytes": len(reply)}
             elif status != 200:
                 note |= {"status": status, "said": reply.decode()[:2000], "body": str(body)[:500]}
         self.log.write(json.dumps(note) + "\n")

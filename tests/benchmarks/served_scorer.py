@@ -1,0 +1,182 @@
+"""Compare the scoring plugin with vLLM's JSON: tokens per second, and CPU time of the API server.
+
+``python -m tests.benchmarks.served_scorer`` (from the repository) starts one real vLLM server with
+the plugin, on one core, and asks it in turns: JSON and binary answers at each K, hidden states, and
+K = 64 with the second half of each sequence alone. One request per sequence, 32 at once; the client
+runs on the other core. Each row is the best of its rounds. The model is a random Qwen3.
+
+Targets: K = 32 at least 4x JSON's rate, K = 64 at least 7x; K = 64 at most 1.15x the time of K = 1;
+the API server at most 5 us per token; hidden states at least 0.8x the rate of K = 1.
+
+``--groups`` compares one prompt per group of 8 rollouts with and without vLLM's prefix cache.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+from prime_composer.backends.alignment import make_rollout, sequences_to_score  # noqa: E402
+from prime_composer.backends.hf_model import (  # noqa: E402
+    import_transformers,
+    without_progress_bars,
+)
+from prime_composer.backends.vllm_server import ServerScorer  # noqa: E402
+from tests.vllm_process import VllmProcess, save_tokenizer  # noqa: E402
+
+Work = Callable[[], object]
+
+
+def make_model(directory: Path, vocab: int, hidden: int, layers: int, dtype: str) -> None:
+    """Save a random model with a tokenizer of numbered words."""
+    transformers = import_transformers()
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 64),
+        num_key_value_heads=max(1, hidden // 128),
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        eos_token_id=1,
+    )
+    with without_progress_bars():
+        model = transformers.Qwen3ForCausalLM(config).to(getattr(torch, dtype))
+        model.save_pretrained(directory)
+    save_tokenizer(directory, vocab)
+
+
+class Teacher(VllmProcess):
+    """The server of ``prime-rl teacher``."""
+
+    def command(self, options: Any) -> list[str]:
+        """Return the command line."""
+        words = ["--model", self.directory, "--port", self.port, "--", *options]
+        return [sys.executable, "-m", "prime_composer.cli", "teacher", *map(str, words)]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a process has used, all threads together."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vocab", type=int, default=2000)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ks", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--groups", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name) / "model"
+        make_model(directory, options.vocab, options.hidden, options.layers, options.dtype)
+        words = ["--dtype", options.dtype, "--enforce-eager", "--max-model-len", 2048]
+        words += ["--kv-cache-memory-bytes", 2**29]
+        with Teacher(directory, Path(name) / "server.log", *words) as server:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, cores[-1:])
+            (compare_groups if options.groups else compare)(server, options)
+
+
+def sequences(options: argparse.Namespace, start: int) -> list[Any]:
+    """Return rollouts of random tokens that train from ``start`` on."""
+    generator = torch.Generator().manual_seed(0)
+    size = (options.sequences, options.tokens)
+    return [
+        make_rollout(ids[:start], ids[start:], [-1.0] * (len(ids) - start), "length", 0)
+        for ids in torch.randint(2, options.vocab, size, generator=generator).tolist()
+    ]
+
+
+def compare(server: Teacher, options: argparse.Namespace) -> None:
+    """Print a row per kind of answer."""
+    binary, plain = ServerScorer(server.url), ServerScorer(server.url)
+    plain._binary_client = lambda: None  # type: ignore[method-assign]
+    whole, half = sequences(options, 1), sequences(options, options.tokens // 2)
+    client = binary._binary_client()
+    assert client is not None
+
+    def hidden() -> object:
+        numbered = list(enumerate(sequences_to_score(whole)))
+        return binary._connection.map(lambda one: client.hidden_states(*one), numbered)
+
+    cases: dict[str, Work] = {}
+    for k in options.ks:
+        cases[f"JSON, K = {k}"] = lambda k=k: plain.score(whole, k)
+        cases[f"plugin, K = {k}"] = lambda k=k: binary.score(whole, k)
+    cases["plugin, hidden states"] = hidden
+    cases[f"plugin, K = {options.ks[-1]}, second half"] = lambda: binary.score(half, options.ks[-1])
+    best: dict[str, tuple[float, float]] = {}
+    for work in cases.values():
+        work()  # warm
+    for _ in range(options.rounds):
+        for name, work in cases.items():
+            before, begin = cpu_seconds(server.process.pid), time.perf_counter()
+            work()
+            seconds = time.perf_counter() - begin
+            used = cpu_seconds(server.process.pid) - before
+            best[name] = min(best.get(name, (seconds, used)), (seconds, used))
+    tokens = options.sequences * options.tokens
+    print(f"vocabulary {options.vocab}, d = {options.hidden}, {options.dtype}, {tokens} tokens")
+    print(f"{'':<30}{'tokens/s':>10}{'us/token':>10}{'API us/token':>14}{'x JSON':>8}")
+    for name, (seconds, used) in best.items():
+        json_seconds = best.get(name.replace("plugin", "JSON"), (float("nan"), 0))[0]
+        ratio = "" if name.startswith("JSON") or json_seconds != json_seconds else (
+            f"{json_seconds / seconds:.1f}"
+        )  # fmt: skip
+        print(
+            f"{name:<30}{tokens / seconds:>10,.0f}{1e6 * seconds / tokens:>10.1f}"
+            f"{1e6 * used / tokens:>14.2f}{ratio:>8}"
+        )
+
+
+def compare_groups(server: Teacher, options: argparse.Namespace) -> None:
+    """Print the time of groups of 8 rollouts that share a long prompt, each prompt new."""
+    from prime_composer.scoring import wire
+
+    binary = ServerScorer(server.url)
+    binary.score(sequences(options, 1)[:1], 1)
+    generator = torch.Generator().manual_seed(1)
+    prompt_tokens, completion = 1024, 128
+    print(f"groups of 8 rollouts of {completion} tokens after a prompt of {prompt_tokens}")
+    for name in ("one after the other", "at once"):
+        seconds = []
+        for _ in range(options.rounds):
+            prompt = torch.randint(2, options.vocab, (prompt_tokens,), generator=generator)
+            group = [
+                make_rollout(
+                    prompt.tolist(),
+                    torch.randint(2, options.vocab, (completion,), generator=generator).tolist(),
+                    [-1.0] * completion,
+                    "length",
+                    0,
+                )
+                for _ in range(8)
+            ]
+            begin = time.perf_counter()
+            for part in [group] if name == "at once" else [[one] for one in group]:
+                binary.score(part, 32)
+            seconds.append(time.perf_counter() - begin)
+        print(f"{name:<24}{min(seconds):.3f} s   (plugin version {wire.VERSION})")
+
+
+if __name__ == "__main__":
+    main()
