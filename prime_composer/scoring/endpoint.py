@@ -5,8 +5,9 @@ and answered with 400. A request whose client is gone is aborted.
 """
 
 import asyncio
+import itertools
 import json
-import uuid
+import os
 from argparse import Namespace
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -41,6 +42,8 @@ from prime_composer.scoring.worker import Wish
 MOST_BYTES = 2**30
 """Largest answer of one request."""
 
+_numbers = itertools.count()
+
 FIRST_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=0"
 
 
@@ -69,9 +72,9 @@ class ScoringEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes."""
-        app.post(SCORE_PATH)(score)
-        app.post(HEAD_PATH)(head)
+        """Add the routes: plain ones, without what FastAPI does to a request's body."""
+        app.add_route(SCORE_PATH, score, methods=["POST"])
+        app.add_route(HEAD_PATH, head, methods=["POST"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Refuse an engine that would answer with vLLM's own numbers, and note the facts.
@@ -91,6 +94,7 @@ class ScoringEndpoint:
                 "--pipeline-parallel-size 1 and use --tensor-parallel-size."
             )
         state.prime_composer_facts = facts_of(engine_client.model_config)
+        state.prime_composer_block = config.cache_config.block_size
 
 
 def facts_of(model_config: Any) -> Facts:
@@ -118,9 +122,10 @@ async def score(request: Request) -> Response:
         return packed(Answer(NAME, VERSION, facts, []))
     except BadQuestion as error:
         return refusal(400, str(error))
-    engine = request.app.state.engine_client
+    engine, block = request.app.state.engine_client, request.app.state.prime_composer_block
     work = [
-        rows_of(engine, sequence.token_ids, wish)
+        # The prefix cache has whole blocks: a shorter prompt is in none.
+        rows_of(engine, sequence.token_ids, wish, cached=wish.start > block)
         for sequence, wish in zip(question.sequences, wishes, strict=True)
     ]
     try:
@@ -255,7 +260,7 @@ def check_ids(ids: NDArray[Any], vocab_size: int, place: str) -> None:
         raise BadQuestion(f"{place}: id {ids[wrong][0]}, where 0 to {vocab_size - 1} is needed")
 
 
-async def rows_of(engine: Any, token_ids: list[int], wish: Wish) -> Rows:
+async def rows_of(engine: Any, token_ids: list[int], wish: Wish, *, cached: bool) -> Rows:
     """Return one sequence's answer.
 
     The prompt's key-value cache is shared with other sequences of its group. Where the cache had
@@ -265,21 +270,22 @@ async def rows_of(engine: Any, token_ids: list[int], wish: Wish) -> Rows:
         engine: vLLM's client of its engine.
         token_ids: prompt and completion.
         wish: what the worker has to do.
+        cached: the prefix cache may have the prompt.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    for cached in (True, False):
+    for skips_cache in (False, True) if cached else (True,):
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
             prompt_logprobs=0,
             detokenize=False,
-            skip_reading_prefix_cache=not cached,
+            skip_reading_prefix_cache=skips_cache,
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args=wish.mark(),
         )
-        name = f"{NAME}-{uuid.uuid4().hex}"
+        name = f"{NAME}-{os.getpid()}-{next(_numbers)}"
         found = None
         async for output in engine.generate({"prompt_token_ids": token_ids}, params, name):
             found = output.prompt_logprobs

@@ -12,6 +12,7 @@ the API server at most 5 us per token; hidden states at least 0.8x the rate of K
 """
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -32,7 +33,7 @@ from prime_composer.backends.hf_model import (  # noqa: E402
 from prime_composer.backends.vllm_server import ServerScorer  # noqa: E402
 from tests.vllm_process import VllmProcess, save_tokenizer  # noqa: E402
 
-Work = Callable[[], object]
+Work = Callable[[list[Any]], object]
 
 
 def make_model(directory: Path, vocab: int, hidden: int, layers: int, dtype: str) -> None:
@@ -96,9 +97,9 @@ def main() -> None:
             (compare_groups if options.groups else compare)(server, options)
 
 
-def sequences(options: argparse.Namespace, start: int) -> list[Any]:
-    """Return rollouts of random tokens that train from ``start`` on."""
-    generator = torch.Generator().manual_seed(0)
+def sequences(options: argparse.Namespace, start: int, seed: int) -> list[Any]:
+    """Return rollouts of random tokens that train from ``start`` on, other ones for each seed."""
+    generator = torch.Generator().manual_seed(seed)
     size = (options.sequences, options.tokens)
     return [
         make_rollout(ids[:start], ids[start:], [-1.0] * (len(ids) - start), "length", 0)
@@ -110,27 +111,29 @@ def compare(server: Teacher, options: argparse.Namespace) -> None:
     """Print a row per kind of answer."""
     binary, plain = ServerScorer(server.url), ServerScorer(server.url)
     plain._binary_client = lambda: None  # type: ignore[method-assign]
-    whole, half = sequences(options, 1), sequences(options, options.tokens // 2)
     client = binary._binary_client()
     assert client is not None
 
-    def hidden() -> object:
-        numbered = list(enumerate(sequences_to_score(whole)))
+    def hidden(rollouts: list[Any]) -> object:
+        numbered = list(enumerate(sequences_to_score(rollouts)))
         return binary._connection.map(lambda one: client.hidden_states(*one), numbered)
 
-    cases: dict[str, Work] = {}
+    most, half = options.ks[-1], options.tokens // 2
+    cases: dict[str, tuple[int, Work]] = {}
     for k in options.ks:
-        cases[f"JSON, K = {k}"] = lambda k=k: plain.score(whole, k)
-        cases[f"plugin, K = {k}"] = lambda k=k: binary.score(whole, k)
-    cases["plugin, hidden states"] = hidden
-    cases[f"plugin, K = {options.ks[-1]}, second half"] = lambda: binary.score(half, options.ks[-1])
+        cases[f"JSON, K = {k}"] = 1, lambda rollouts, k=k: plain.score(rollouts, k)
+        cases[f"plugin, K = {k}"] = 1, lambda rollouts, k=k: binary.score(rollouts, k)
+    cases["plugin, hidden states"] = 1, hidden
+    cases[f"plugin, K = {most}, second half"] = half, lambda r: binary.score(r, most)
     best: dict[str, tuple[float, float]] = {}
-    for work in cases.values():
-        work()  # warm
+    for start, work in cases.values():
+        work(sequences(options, start, 0))  # warm
+    seeds = itertools.count(1)  # vLLM's prefix cache has none of a row's sequences
     for _ in range(options.rounds):
-        for name, work in cases.items():
+        for name, (start, work) in cases.items():
+            rollouts = sequences(options, start, next(seeds))
             before, begin = cpu_seconds(server.process.pid), time.perf_counter()
-            work()
+            work(rollouts)
             seconds = time.perf_counter() - begin
             used = cpu_seconds(server.process.pid) - before
             best[name] = min(best.get(name, (seconds, used)), (seconds, used))
@@ -153,7 +156,7 @@ def compare_groups(server: Teacher, options: argparse.Namespace) -> None:
     from prime_composer.scoring import wire
 
     binary = ServerScorer(server.url)
-    binary.score(sequences(options, 1)[:1], 1)
+    binary.score(sequences(options, 1, 0)[:1], 1)
     generator = torch.Generator().manual_seed(1)
     prompt_tokens, completion = 1024, 128
     print(f"groups of 8 rollouts of {completion} tokens after a prompt of {prompt_tokens}")

@@ -46,6 +46,7 @@ class Engine:
         self.vllm_config = SimpleNamespace(
             use_v2_model_runner=False,
             parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+            cache_config=SimpleNamespace(block_size=2),
         )
         self.asked, self.aborted, self.gate, self.gap = [], 0, None, False
 
@@ -193,9 +194,17 @@ def test_rows_of_the_head_outside_are_refused(app, first, last):
 
 def test_rows_that_the_prefix_cache_had_are_computed_again(app, engine):
     engine.gap = True
-    answer = decode_answer(post(app, question(GOOD)).content, Answer)
+    long = ([5, 6, 7, 8, 9], 3, {})
+    answer = decode_answer(post(app, question(long)).content, Answer)
     assert unpack_arrays(answer.sequences[0], 2)["sampled"].tolist() == [0, -1]
     assert [skipped for *_, skipped in engine.asked] == [False, True]
+
+
+def test_prompt_shorter_than_a_block_does_not_ask_the_cache(app, engine):
+    engine.gap = True
+    for tokens, start in (([5, 6, 7], 1), ([5, 6, 7], 2)):
+        assert post(app, question((tokens, start, {}))).status_code == 200
+    assert [skipped for *_, skipped in engine.asked] == [True, True]
 
 
 def test_engine_without_the_plugin_is_named(app, engine):
