@@ -49,9 +49,13 @@ def collect(
     clock.lap("reward")
     scored = engine.score(samples)
     clock.lap("score")
-    if len(scored) < len(samples):
-        metrics["rollout/without_hint"] = 1 - len(scored) / len(samples)
-    return Batch(scored, pairs), metrics
+    if scored.without_hint:
+        metrics["rollout/without_hint"] = scored.without_hint / len(samples)
+    teachers = [*recipe.teachers.values(), *([recipe.teacher] if recipe.teacher else [])]
+    if any(teacher.on_overflow != "error" for teacher in teachers):
+        metrics["rollout/teacher_cut"] = scored.cut / len(samples)
+        metrics["rollout/teacher_dropped"] = scored.dropped / len(samples)
+    return Batch(scored.samples, pairs), metrics
 
 
 def problems_of_step(problems: ProblemSet, count: int, seed: int, step: int) -> list[Problem]:
@@ -193,8 +197,8 @@ def mean_by_environment(
     means = {}
     for environment in environments:
         indices = [i for i, problem in enumerate(problems) if problem.environment == environment]
-        if indices:
-            count = len(indices) if counts is None else sum(counts[i] for i in indices)
+        count = len(indices) if counts is None else sum(counts[i] for i in indices)
+        if count:
             means[f"{name}/{environment}"] = sum(values[i] for i in indices) / count
     return means
 

@@ -20,6 +20,7 @@ from prime_composer.backends.protocols import Sampler, Scorer, TeacherScores
 from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.local.batch import Pair, Sample
 from prime_composer.local.model_check import in_table
+from prime_composer.local.overflow import Rule, fit
 from prime_composer.local.replay import read_pairs
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.losses import LossConfig
@@ -211,6 +212,35 @@ def open_scorer(spec: BackendSpec, status: Callable[[str], None] | None = None) 
     return TransformersScorer(spec.model, dtype=spec.dtype, max_model_len=spec.max_model_len)
 
 
+@dataclass(frozen=True)
+class Scored:
+    """What the teacher made of a step's samples.
+
+    Attributes:
+        samples: those that train, with scores where the loss needs a teacher.
+        without_hint: how many were left out, because a policy teacher has no hint for them.
+        cut: of how many the teacher's window holds the head alone.
+        dropped: how many were left out, because they do not fit into the teacher's window.
+    """
+
+    samples: list[Sample]
+    without_hint: int = 0
+    cut: int = 0
+    dropped: int = 0
+
+
+def overflow(samples: Sequence[Sample], fitted: Sequence[Sample | None]) -> dict[str, int]:
+    """Return ``cut`` and ``dropped`` of ``Scored``.
+
+    Args:
+        samples: before they were fitted into their teachers' windows.
+        fitted: after that.
+    """
+    dropped = sum(sample is None for sample in fitted)
+    same = sum(after is before for before, after in zip(samples, fitted, strict=True))
+    return {"cut": len(samples) - dropped - same, "dropped": dropped}
+
+
 @dataclass
 class Engine:
     """The open models of a run.
@@ -222,6 +252,8 @@ class Engine:
         sampler: samples the student's rollouts.
         teachers: score rollouts with models of their own; None where the loss needs none.
         policy_teacher: scores with the policy itself; None without ``[teacher.policy]``.
+        policy_overflow: what to do with a rollout that its hint makes too long.
+        policy_room: tokens that a policy teacher may read.
         teacher_specs: how the teachers were opened.
         reference: the frozen policy of the replay channel's loss, where that loss needs one.
         pairs: the preference pairs of a file.
@@ -233,6 +265,8 @@ class Engine:
     sampler: Sampler
     teachers: Teachers | None = None
     policy_teacher: PolicyTeacher | None = None
+    policy_overflow: Rule = "error"
+    policy_room: int = 0
     teacher_specs: Mapping[TeacherId, BackendSpec] = field(default_factory=dict)
     reference: nn.Module | None = None
     pairs: Sequence[Pair] = ()
@@ -242,7 +276,7 @@ class Engine:
         """Entries of the student's output head."""
         return lm_head_weight(self.model).shape[0]
 
-    def score(self, samples: Sequence[Sample]) -> list[Sample]:
+    def score(self, samples: Sequence[Sample]) -> Scored:
         """Return the samples with their teacher's scores; unchanged where the loss needs no
         teacher.
 
@@ -250,20 +284,38 @@ class Engine:
 
         Raises:
             InvalidAnswer: a teacher lists an id that the student's head does not have.
+            ValueError: a sample does not fit into its teacher's window, and its rule is "error".
         """
         if self.teachers is not None:
+            fitted = self.fit(samples)
+            kept = [sample for sample in fitted if sample is not None]
             scores = self.teachers.score(
-                [sample.rollout for sample in samples],
-                [sample.problem for sample in samples],
+                [sample.rollout for sample in kept],
+                [sample.problem for sample in kept],
                 self.loss.support_size,
             )
             self._check_ids(scores)
-            return [
-                replace(sample, scores=own) for sample, own in zip(samples, scores, strict=True)
-            ]
+            scored = [replace(sample, scores=own) for sample, own in zip(kept, scores, strict=True)]
+            return Scored(scored, **overflow(samples, fitted))
         if self.policy_teacher is not None:
             return self._score_with_policy(self.policy_teacher, samples)
-        return list(samples)
+        return Scored(list(samples))
+
+    def fit(self, samples: Sequence[Sample]) -> list[Sample | None]:
+        """Return what of each sample its teachers can read; None for a sample to drop."""
+        assert self.teachers is not None
+        scorers, routing = self.teachers.scorers, self.teachers.routing
+        fitted: list[Sample | None] = []
+        for sample in samples:
+            left: Sample | None = sample
+            for teacher in routing.of(sample.problem):
+                rule = routing.teachers[teacher].on_overflow
+                limit = None if rule == "error" else scorers[teacher].limits.max_model_len
+                if left is not None and limit is not None:
+                    # A scorer on vLLM reads one token less.
+                    left = fit(left, left.rollout.start, limit - 1, rule)
+            fitted.append(left)
+        return fitted
 
     def _check_ids(self, scores: Sequence[TeacherScores]) -> None:
         for index, one in enumerate(scores):
@@ -276,7 +328,7 @@ class Engine:
                     "teacher with the student's vocabulary"
                 )
 
-    def _score_with_policy(self, teacher: PolicyTeacher, samples: Sequence[Sample]) -> list[Sample]:
+    def _score_with_policy(self, teacher: PolicyTeacher, samples: Sequence[Sample]) -> Scored:
         hints = teacher.hints(
             [sample.rollout for sample in samples],
             [sample.text for sample in samples],
@@ -288,21 +340,33 @@ class Engine:
             for sample, hint in zip(samples, hints, strict=True)
             if hint is not None
         ]
-        if not hinted:
-            return []
+        fitted = [
+            fit(sample, len(prompt), self.policy_room, self.policy_overflow)
+            for sample, prompt in hinted
+        ]
+        kept = [
+            (sample, prompt)
+            for sample, (_, prompt) in zip(fitted, hinted, strict=True)
+            if sample is not None
+        ]
+        counts = overflow([sample for sample, _ in hinted], fitted)
+        without_hint = len(samples) - len(hinted)
+        if not kept:
+            return Scored([], without_hint=without_hint, **counts)
         size, by_student = self.loss.support_size, False
         support = self.loss.support
         if support is not None and support.chosen_by == "student" and support.k != "full":
             size, by_student = support.k, True
         scores = teacher.score(
-            [sample.rollout for sample, _ in hinted],
-            [prompt for _, prompt in hinted],
+            [sample.rollout for sample, _ in kept],
+            [prompt for _, prompt in kept],
             size,
             chosen_by_student=by_student,
         )
-        return [
-            replace(sample, scores=own) for (sample, _), own in zip(hinted, scores, strict=True)
+        scored = [
+            replace(sample, scores=own) for (sample, _), own in zip(kept, scores, strict=True)
         ]
+        return Scored(scored, without_hint=without_hint, **counts)
 
     def end_step(self, step: int) -> None:
         """Send the new weights to a teacher that follows the policy, and to the sampler.
@@ -380,6 +444,10 @@ def open_engine(
     if recipe.teacher is not None and recipe.teacher.policy is not None:
         policy = recipe.teacher.policy
         engine.policy_teacher = PolicyTeacher(policy, problems.sources, model, tokenizer)
+        engine.policy_overflow = recipe.teacher.on_overflow
+        config: Any = model.config
+        positions = config.get_text_config().max_position_embeddings
+        engine.policy_room = min(recipe.rollout.max_model_len, positions)
     elif recipe.loss.compares_with_teacher:
         routing = Routing.of_recipe(recipe)
         engine.teacher_specs = {

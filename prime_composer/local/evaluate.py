@@ -1,7 +1,7 @@
 """Measure held-out problems: greedy accuracy, and the reverse KL on the student's own rollouts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -88,8 +88,9 @@ class Evaluator:
         if self.engine.teachers is not None and self.config.kl_size:
             problems = self.problems.problem_set.held_out[: self.config.kl_size]
             sums, tokens = self._reverse_kl_sums(self.engine.teachers, problems)
-            measured["eval/reverse_kl"] = sum(sums) / sum(tokens)
-            measured |= self._by_environment("eval/reverse_kl", problems, sums, tokens)
+            if any(tokens):  # a teacher's window may hold none of them
+                measured["eval/reverse_kl"] = sum(sums) / sum(tokens)
+                measured |= self._by_environment("eval/reverse_kl", problems, sums, tokens)
         return measured
 
     def teachers(self) -> dict[str, float]:
@@ -98,34 +99,52 @@ class Evaluator:
         A policy teacher is the policy itself, with the best hint that it may get. Of several
         teachers, each is measured on the problems that it has a share in, as
         ``teacher/NAME/accuracy``. Where each problem has a single teacher, the accuracy over all
-        problems and of each environment is added.
+        problems and of each environment is added. With ``on_overflow``, problems that a teacher's
+        window does not hold are left out.
         """
         engine, problems = self.engine, self.problems.problem_set.held_out[: self.config.size]
         policy = engine.policy_teacher
         if policy is not None:
-            prompts = [policy.best_prompt(problem) for problem in problems]
-            correct, _ = self._greedy_answers(engine.sampler, problems, prompts)
-            return {"teacher/accuracy": sum(correct) / len(correct)}
+            room = None if engine.policy_overflow == "error" else engine.policy_room
+            hinted = [(problem, policy.best_prompt(problem)) for problem in problems]
+            hinted = [(problem, prompt) for problem, prompt in hinted if self._fits(prompt, room)]
+            if not hinted:
+                return {}
+            readable, prompts = zip(*hinted, strict=True)
+            answers, _ = self._greedy_answers(engine.sampler, readable, prompts)
+            return {"teacher/accuracy": sum(answers) / len(answers)}
         if engine.teachers is None:
             return {}
         measured: dict[str, float] = {}
         shares = [engine.teachers.routing.of(problem) for problem in problems]
-        correct = [0.0] * len(problems)
+        correct: dict[int, float] = {}
         for teacher in engine.teachers.scorers:
-            indices = [index for index, share in enumerate(shares) if teacher in share]
+            if not any(teacher in share for share in shares):
+                continue
+            sampler = self._teacher_sampler(engine.teachers, teacher)
+            rule = engine.teachers.routing.teachers[teacher].on_overflow
+            room = None if rule == "error" else sampler.limits.max_model_len
+            indices = [
+                index
+                for index, share in enumerate(shares)
+                if teacher in share and self._fits(self.problems.prompt(problems[index]), room)
+            ]
             if not indices:
                 continue
-            answers, _ = self._greedy_answers(
-                self._teacher_sampler(engine.teachers, teacher), [problems[i] for i in indices]
-            )
-            for index, answer in zip(indices, answers, strict=True):
-                correct[index] = answer
+            answers, _ = self._greedy_answers(sampler, [problems[i] for i in indices])
+            correct |= zip(indices, answers, strict=True)
             if teacher.name is not None:
                 measured[f"teacher/{teacher.name}/accuracy"] = sum(answers) / len(answers)
-        if all(len(share) == 1 for share in shares):
-            measured["teacher/accuracy"] = sum(correct) / len(correct)
-            measured |= self._by_environment("teacher/accuracy", problems, correct)
+        if correct and all(len(share) == 1 for share in shares):
+            measured["teacher/accuracy"] = sum(correct.values()) / len(correct)
+            measured |= self._by_environment(
+                "teacher/accuracy", [problems[i] for i in correct], list(correct.values())
+            )
         return measured
+
+    def _fits(self, prompt: Sequence[int], room: int | None) -> bool:
+        """Return whether a prompt and its longest answer take at most ``room`` tokens."""
+        return room is None or len(prompt) + self.max_tokens <= room
 
     def _teacher_sampler(self, teachers: Teachers, teacher: TeacherId) -> Sampler:
         """Return what generates with a teacher: its scorer's sampler, or one that is opened now."""
@@ -167,12 +186,18 @@ class Evaluator:
             SamplingParams(max_tokens=self.max_tokens),
             seed=EVALUATION_SEED,
         )
-        scores = teachers.score(rollouts, problems, self.kl_support)
-        samples = [
-            Sample(rollout, problem, scores=own)
-            for rollout, problem, own in zip(rollouts, problems, scores, strict=True)
-        ]
-        sums = torch.zeros(len(samples), dtype=torch.float64)
+        fitted = self.engine.fit(
+            [Sample(rollout, problem) for rollout, problem in zip(rollouts, problems, strict=True)]
+        )
+        places = [index for index, sample in enumerate(fitted) if sample is not None]
+        kept = [sample for sample in fitted if sample is not None]
+        scores = teachers.score(
+            [sample.rollout for sample in kept],
+            [sample.problem for sample in kept],
+            self.kl_support,
+        )
+        samples = [replace(sample, scores=own) for sample, own in zip(kept, scores, strict=True)]
+        sums, tokens = torch.zeros(2, len(problems), dtype=torch.float64)
         lengths = [sample.length for sample in samples]
         for indices in token_batches(lengths, self.micro_batch_tokens):
             inputs = student_inputs(self.engine.model, [samples[i] for i in indices])
@@ -182,8 +207,10 @@ class Evaluator:
                 support.teacher_logprobs,
                 normalization="full" if self.kl_support == "full" else "tail",
             )
-            sums.index_add_(0, torch.tensor(indices)[segments.cpu()], kl.double().cpu())
-        return sums.tolist(), [float(rollout.loss_mask.sum()) for rollout in rollouts]
+            rows = torch.tensor([places[i] for i in indices])[segments.cpu()]
+            sums.index_add_(0, rows, kl.double().cpu())
+            tokens.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64))
+        return sums.tolist(), tokens.tolist()
 
     def _by_environment(
         self,

@@ -14,6 +14,7 @@ from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.local.engine import BackendName, teacher_backend
 from prime_composer.local.model_check import check_models
 from prime_composer.local.preflight import (
+    binding,
     check_context,
     check_hinted_prompts,
     check_lengths,
@@ -193,9 +194,14 @@ def check_sequences(
     prompts = [tokenized.prompt(problem) for problem in problems.practice]
     check_context(prompts, rollout.max_tokens, sampler=context(rollout.backend, rollout))
     student = read_config(folder).get_text_config()
-    if recipe.teacher is not None and recipe.teacher.policy is not None:
+    teacher_table = recipe.teacher
+    if (
+        teacher_table is not None
+        and teacher_table.policy is not None
+        and teacher_table.on_overflow == "error"
+    ):
         # The weights are not read: "live" copies none.
-        live = recipe.teacher.policy.model_copy(update={"update": "live"})
+        live = teacher_table.policy.model_copy(update={"update": "live"})
         policy = PolicyTeacher(live, problems.sources, nn.Module(), tokenizer)
         positions = student.max_position_embeddings
         check_hinted_prompts(policy, problems.practice, rollout, positions)
@@ -207,6 +213,7 @@ def check_sequences(
     scored_problems = route(routing, problems.practice)
     for teacher, config in routing.teachers.items() if recipe.loss.compares_with_teacher else ():
         limits = context(teacher_backend(config, rollout.backend), rollout)
+        limits = binding(limits, config.on_overflow)
         with naming(teacher, among=routing.teachers):
             check_lengths(tokenized, scored_problems[teacher], rollout, limits, teacher)
             lines += compare_with_teacher(

@@ -9,7 +9,7 @@ where embeddings are tied, and an engine that reuses key-value entries of old we
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -35,6 +35,7 @@ from prime_composer.backends.protocols import (
 from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.lm_head import selected_logprobs
 from prime_composer.local.engine import BackendSpec, Engine, alien_id
+from prime_composer.local.overflow import Rule
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
@@ -148,13 +149,14 @@ def preflight_checks(
     tokenized, problems = engine.problems, engine.problems.problem_set.practice
     max_tokens = recipe.rollout.max_tokens
     scorers = {} if engine.teachers is None else engine.teachers.scorers
-    scored_problems = {} if engine.teachers is None else route(engine.teachers.routing, problems)
+    routing = Routing.of_recipe(recipe)
+    scored_problems = {} if engine.teachers is None else route(routing, problems)
 
     def prompts() -> list[list[int]]:
         return [tokenized.prompt(problem) for problem in problems]
 
     def context() -> None:
-        if engine.policy_teacher is not None:
+        if engine.policy_teacher is not None and engine.policy_overflow == "error":
             config: Any = engine.model.config
             positions = config.get_text_config().max_position_embeddings
             check_hinted_prompts(engine.policy_teacher, problems, recipe.rollout, positions)
@@ -162,9 +164,8 @@ def preflight_checks(
 
     def vocabulary(teacher: TeacherId, scorer: Scorer) -> None:
         with naming(teacher, among=scorers):
-            check_lengths(
-                tokenized, scored_problems[teacher], recipe.rollout, scorer.limits, teacher
-            )
+            limits = binding(scorer.limits, routing.teachers[teacher].on_overflow)
+            check_lengths(tokenized, scored_problems[teacher], recipe.rollout, limits, teacher)
             teacher_tokenizer = tokenizer_of(engine.teacher_specs[teacher])
             if teacher_tokenizer is not None:
                 result.warnings += check_tokenizers(tokenized.tokenizer, teacher_tokenizer)
@@ -296,6 +297,16 @@ def check_hinted_prompts(
             f"{lengths}, and the student has only {positions} positions; shorten the hint's "
             "template, or lower rollout.max_tokens."
         )
+
+
+def binding(limits: Limits, rule: Rule) -> Limits:
+    """Return the limits that rollouts have to keep: a longer one may be cut or dropped.
+
+    Args:
+        limits: the teacher's.
+        rule: its ``on_overflow``.
+    """
+    return limits if rule == "error" else replace(limits, max_model_len=None)
 
 
 def check_lengths(

@@ -442,9 +442,9 @@ def training_seconds(engine: Engine, recipe: Recipe, samples: Sequence[Sample]) 
         raise NotMeasured("no rollout was sampled")
     batches = token_batches(lengths, recipe.trainer.micro_batch_tokens)
     largest = max(batches, key=lambda indices: sum(lengths[index] for index in indices))
-    scored = engine.score([samples[index] for index in largest])
+    scored = engine.score([samples[index] for index in largest]).samples
     if not scored:
-        raise NotMeasured("no rollout has a hint")
+        raise NotMeasured("no rollout has a hint that fits into the teacher's window")
     seconds = backward_seconds(engine, recipe, Batch(scored))
     step_tokens = recipe.trainer.batch_size * sum(lengths) / len(lengths)
     seconds *= step_tokens / sum(sample.length for sample in scored)

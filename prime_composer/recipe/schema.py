@@ -178,6 +178,16 @@ class TeacherConfig(ModelConfig):
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False, json_schema_extra=TIMEOUT)
     """Seconds that one answer of the server at `url` may take. Raise it for a slow server."""
 
+    on_overflow: Literal["error", "score_head", "drop"] = Field(
+        default="error",
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl ends its run on a sequence that its teacher refuses", ("error",))
+        ),
+    )
+    """What to do with a rollout that is longer than the teacher's window, with its prompt or hint:
+    end the run; `score_head`: train on what fits and mask the rest; `drop`: leave the rollout out.
+    `rollout/teacher_cut` and `rollout/teacher_dropped` are their shares of a step."""
+
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
         json_schema_extra=prime_rl(not_carried("the teacher's server is yours to start")),

@@ -180,19 +180,19 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self) -> None:
-        self._pending = {name for layout in LAYOUTS for name in layout.patches}
+        self._asked: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec that the other finders find, with a loader that patches the module."""
-        if fullname not in self._pending:
+        if fullname in self._asked or not any(fullname in layout.patches for layout in LAYOUTS):
             return None
-        self._pending.remove(fullname)  # the other finders are asked through the same list
+        self._asked.add(fullname)  # the other finders are asked through the same list
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._pending.add(fullname)
+            self._asked.remove(fullname)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

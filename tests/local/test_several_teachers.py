@@ -222,7 +222,7 @@ def test_engine_scores_each_sample_with_its_own_teacher(opened: tuple[Recipe, En
         Sample(engine.problems.solution(problem), problem)
         for problem in engine.problems.problem_set.held_out[:4]
     ]
-    scored = engine.score(samples)
+    scored = engine.score(samples).samples
     assert [one.problem for one in scored] == [one.problem for one in samples]
     for one in scored:
         teacher = SHORT if one.problem.environment == "sums" else LONG

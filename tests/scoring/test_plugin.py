@@ -62,8 +62,9 @@ def test_module_is_patched_after_its_import_and_once(tmp_path, monkeypatch):
     monkeypatch.setattr(patches, "LAYOUTS", (layout,))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    patches.install()
-    patches.install()
+    for _ in range(2):  # an engine in this process may have installed it before
+        patches.install()
+    assert sum(isinstance(finder, patches._AfterImport) for finder in sys.meta_path) == 1
     assert calls == [] and "late_runner" not in sys.modules
     import late_runner  # type: ignore[import-not-found]
 
