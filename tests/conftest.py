@@ -43,6 +43,7 @@ from tests.prime_rl_checkout import NO_CHECKOUT, extract, find_checkout  # noqa:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+SERVERS = pytest.mark.xdist_group("servers")
 LONG_TIMEOUT = 1200
 """Seconds for a test that starts a server or runs for minutes, on a machine with other work."""
 
@@ -61,7 +62,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("checkout")
         starts_servers = any(map(item.get_closest_marker, ("vllm", "upstream", "load")))
         if starts_servers and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("servers"))
+            item.add_marker(SERVERS)
+    # The longest group begins first, and the other processes share the rest.
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") != SERVERS.mark)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
