@@ -12,6 +12,7 @@ from prime_composer.local import collect as collecting
 from prime_composer.local import tokenized_problems
 from prime_composer.local.clock import Clock
 from prime_composer.local.collect import mean_by_environment, problems_of_step, with_advantages
+from prime_composer.local.engine import Scored
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import DataConfig, Problem
@@ -87,7 +88,7 @@ def test_collect_counts_answers_without_a_verdict(
     problems = [Problem(str(i), "#### 1") for i in range(8)]
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
     tokenized = TokenizedProblems(ProblemSet(problems, [], recipe.sources), tokenizer)
-    engine = SimpleNamespace(problems=tokenized, score=list)
+    engine = SimpleNamespace(problems=tokenized, score=lambda samples: Scored(list(samples)))
     monkeypatch.setattr(tokenized_problems, "is_correct", judge)
     monkeypatch.setattr(
         collecting, "sample_rollouts", lambda *args: [rollout(group) for group in range(6)]

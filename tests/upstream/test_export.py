@@ -499,6 +499,7 @@ LOSSY = {
     "teacher.wait": 5.0,
     "rollout.wait": 5.0,
     "teacher.timeout": 5.0,
+    "teacher.on_overflow": "drop",
     "rollout.timeout": 5.0,
     "checks.every": 3,
     "checks.tolerance": 0.25,
