@@ -159,8 +159,13 @@ def read_payload(description: Tensor, data: Tensor, n: int) -> dict[str, Tensor]
         n: number of rows.
 
     Raises:
-        ValueError: rows are missing.
+        ValueError: rows are missing, or vLLM answered in its own way.
     """
+    if description.dtype != torch.uint8:
+        raise ValueError(
+            "vLLM answered without the scoring code of prime_composer, from another model runner; "
+            "set VLLM_USE_V2_MODEL_RUNNER=0."
+        )
     if not len(description):
         raise ValueError("vLLM left rows of the prompt out")
     arrays: dict[str, Tensor] = {}

@@ -168,6 +168,11 @@ def test_rows_in_a_prefix_cache_are_noticed(weight):
                 read_payload(*progress.payload(), len(tokens) - start)
 
 
+def test_answer_of_another_runner_is_named():
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        read_payload(torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, 2), 4)
+
+
 def test_given_ids_follow_their_rows(weight):
     tokens = list(range(20, 30))
     given = np.arange(7 * 3, dtype=np.int32).reshape(7, 3)
