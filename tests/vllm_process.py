@@ -21,6 +21,7 @@ class VllmProcess:
         directory: the model, with a tokenizer.
         log: its output.
         options: further words of its command line.
+        port: where it listens; None for a free one.
         env: further environment variables of it.
 
     Attributes:
@@ -29,12 +30,14 @@ class VllmProcess:
         process: the API server, whose children are the engine's.
     """
 
-    def __init__(self, directory: Path, log: Path, *options: object, **env: str):
+    def __init__(
+        self, directory: Path, log: Path, *options: object, port: int | None = None, **env: str
+    ):
         self.directory = directory
         self.log = log
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+            self.port: int = port or free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._command = self.command(options)
         self._env = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "0"} | env
@@ -92,6 +95,16 @@ class VllmProcess:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+class TeacherProcess(VllmProcess):
+    """The server of ``prime-rl teacher``, which has the scoring plugin."""
+
+    def command(self, options: Sequence[object]) -> list[str]:
+        """Return the command line."""
+        words = ["--model", self.directory, "--port", self.port, "--"]
+        words += ["--kv-cache-memory-bytes", 64 * 2**20, "--enforce-eager", *options]
+        return [sys.executable, "-m", "prime_composer.cli", "teacher", *map(str, words)]
 
 
 def save_tokenizer(directory: Path, vocab_size: int) -> None:

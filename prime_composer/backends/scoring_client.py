@@ -52,6 +52,10 @@ MOST_HEAD_ENTRIES = 2**33
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class PluginGone(ServerError):
+    """A server that had the plugin is there without it."""
+
+
 @dataclass(frozen=True)
 class OutputHead:
     """A teacher's output head: logits = scale · softcap(h Wᵀ + bias).
@@ -91,7 +95,12 @@ class ScoringClient:
         connection: to the server.
         facts: what the server said of itself.
         model: the name that the server knows its model by.
+
+    Attributes:
+        version: of the plugin. A server of another one is refused.
     """
+
+    version = VERSION
 
     def __init__(self, connection: Connection, facts: Facts, model: str):
         self.facts = facts
@@ -126,6 +135,19 @@ class ScoringClient:
             ) from None
         return cls(connection, answer.facts, model)
 
+    def check_same_model(self, now: Facts) -> None:
+        """Check that a later answer is the same model's.
+
+        Raises:
+            ServerError: it is another one's.
+        """
+        change = self.facts.change(now)
+        if change:
+            raise self._connection.error(
+                f"{self._connection.name} serves another model since the run began: {change}; "
+                "start it as it was, or start a new run."
+            )
+
     async def score(self, index: int, sequence: SequenceToScore, k: int) -> TeacherScores:
         """Return the scores of one sequence, with the teacher's own top K.
 
@@ -135,7 +157,8 @@ class ScoringClient:
             k: K; 0 for the sampled token only.
 
         Raises:
-            ServerError: the server is gone, or refuses.
+            ServerError: the server is gone, refuses, or serves another model.
+            PluginGone: the server has the plugin no more.
             InvalidAnswer: an answer that no model can have given.
         """
         asked = asked_for(k)
@@ -177,7 +200,8 @@ class ScoringClient:
             ids: of the caller's choice.
 
         Raises:
-            ServerError: the server is gone, or refuses.
+            ServerError: the server is gone, refuses, or serves another model.
+            PluginGone: the server has the plugin no more.
             InvalidAnswer: an answer that no model can have given.
         """
         n, m = ids.shape
@@ -209,7 +233,8 @@ class ScoringClient:
             sequence: what to read.
 
         Raises:
-            ServerError: the server is gone, or refuses.
+            ServerError: the server is gone, refuses, or serves another model.
+            PluginGone: the server has the plugin no more.
             InvalidAnswer: hidden states of another shape or dtype, or not finite.
         """
         n, d = len(sequence.token_ids) - sequence.start, self.facts.hidden_size
@@ -240,14 +265,14 @@ class ScoringClient:
         Raises:
             ServerError: the server is gone or cannot read it, or it changed meanwhile.
         """
-        facts = self._head_answer(0, 0).facts
-        if facts is None:
-            raise self._head_error("says nothing about itself")
-        if (
-            facts.dtype not in TORCH_DTYPES
-            or not 0 < facts.rows * facts.columns < MOST_HEAD_ENTRIES
-        ):
-            raise self._head_error(f"is {facts.rows} x {facts.columns} in {facts.dtype}")
+        facts = self.head_facts()
+        rows, columns = self.facts.vocab_size, self.facts.hidden_size
+        fits = (facts.rows, facts.columns) == (rows, columns) and rows * columns < MOST_HEAD_ENTRIES
+        if facts.dtype not in TORCH_DTYPES or not fits:
+            raise self._head_error(
+                f"is {facts.rows} x {facts.columns} in {facts.dtype}, where {rows} x {columns} in "
+                f"{', '.join(TORCH_DTYPES)} was expected"
+            )
         path = None if folder is None else folder / f"{facts.sha256}.safetensors"
         if path is not None and path.exists():
             tensors = load_file(path)
@@ -263,6 +288,17 @@ class ScoringClient:
             save_file(tensors, unfinished)
             unfinished.replace(path)
         return head
+
+    def head_facts(self) -> HeadFacts:
+        """Return what the server says about the teacher's output head.
+
+        Raises:
+            ServerError: the server is gone or cannot read it.
+        """
+        facts = self._head_answer(0, 0).facts
+        if facts is None:
+            raise self._head_error("says nothing about itself")
+        return facts
 
     def _download_head(self, facts: HeadFacts) -> dict[str, Tensor]:
         dtype = TORCH_DTYPES[facts.dtype]
@@ -319,18 +355,20 @@ class ScoringClient:
                 "POST", SCORE_PATH, question, max_bytes=ENVELOPE_BYTES + size
             )
         except Refused as refusal:
+            if refusal.status in (404, 405):
+                raise PluginGone(
+                    f"{self.origin} lost its scoring plugin: it was started again without it. "
+                    "Start it as it was, with `prime-rl teacher`.",
+                    url=self._connection.url,
+                    section=self._connection.section,
+                ) from refusal
             raise self._connection.error(
                 f"{self._connection.name} answered {refusal.status} to {SCORE_PATH}: "
                 f"{refusal.reason}"
             ) from refusal
         try:
             answer: Answer = decode_answer(content, Answer)
-            if answer.facts != self.facts:
-                raise self._connection.error(
-                    f"{self._connection.name} is another server since the run began: "
-                    f"{changes(self.facts, answer.facts)}; start it with the model of before, or "
-                    "start a new run."
-                )
+            self.check_same_model(answer.facts)
             if len(answer.sequences) != 1:
                 raise WireError(f"{len(answer.sequences)} sequences, where 1 was expected")
             return unpack_arrays(answer.sequences[0], len(tokens) - start)
@@ -355,12 +393,3 @@ class ScoringClient:
                 f"{np.dtype(dtype)} {shape} was expected."
             )
         return found
-
-
-def changes(before: Facts, now: Facts) -> str:
-    """Say which facts are others."""
-    return ", ".join(
-        f"{name} was {getattr(before, name)} and is {getattr(now, name)}"
-        for name in Facts.__struct_fields__
-        if getattr(before, name) != getattr(now, name)
-    )

@@ -59,7 +59,7 @@ from prime_composer.backends.http import (
     excerpt,
 )
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams, TeacherScores
-from prime_composer.backends.scoring_client import ScoringClient
+from prime_composer.backends.scoring_client import PluginGone, ScoringClient
 from prime_composer.backends.vllm_logprobs import (
     answer_bytes,
     asked_for,
@@ -562,6 +562,7 @@ class ServerScorer(Server):
     ):
         self._sampler: ServerSampler | None = None  # the base class may call close()
         self._client: ScoringClient | None = None
+        self._first: ScoringClient | None = None
         self._asked_at: int | None = None
         super().__init__(url, model, section=section, max_logprobs=max_logprobs, **connection)
         self._open_sampler = partial(ServerSampler, url, self.model, section=section, **connection)
@@ -578,6 +579,8 @@ class ServerScorer(Server):
         rollouts: Sequence[Rollout],
         support_size: int | Literal["full"],
         prompts: Sequence[Sequence[int]] | None = None,
+        *,
+        binary: bool = True,
     ) -> list[TeacherScores]:
         """Return one ``TeacherScores`` per rollout, in order.
 
@@ -585,9 +588,11 @@ class ServerScorer(Server):
             rollouts: what to score.
             support_size: K; 0 for the sampled token only, "full" for the whole vocabulary (K = V).
             prompts: token ids that the teacher reads instead of each rollout's own prompt.
+            binary: use the scoring plugin where the server has it. False: always JSON.
 
         Raises:
-            ServerError: the server is gone, or K is above its --max-logprobs.
+            ServerError: the server is gone or serves another model than before, or K is above its
+                --max-logprobs.
             InvalidAnswer: an answer that no model can have given.
             ValueError: K above the vocabulary, or a sequence too long for the server.
         """
@@ -609,11 +614,14 @@ class ServerScorer(Server):
         sequences = sequences_to_score(rollouts, prompts)
         check_lengths([s.token_ids for s in sequences], 1, self.limits.max_model_len)
 
-        client = self._binary_client()
+        client = self.plugin() if binary else None
         if client is not None:
-            return self._connection.map(
-                lambda numbered: client.score(*numbered, k), list(enumerate(sequences))
-            )
+            try:
+                return self._connection.map(
+                    lambda numbered: client.score(*numbered, k), list(enumerate(sequences))
+                )
+            except PluginGone:  # JSON has the same numbers
+                self._without_plugin()
 
         async def score_one(numbered: tuple[int, SequenceToScore]) -> TeacherScores:
             index, sequence = numbered
@@ -641,26 +649,39 @@ class ServerScorer(Server):
 
         return self._connection.map(score_one, list(enumerate(sequences)))
 
-    def _binary_client(self) -> ScoringClient | None:
+    def plugin(self) -> ScoringClient | None:
         """Return the client of the scoring plugin; None where the server has none.
 
         A server that was lost meanwhile is asked again.
+
+        Raises:
+            ServerError: the plugin is of another version, or another model's than before.
         """
         seen = self.reconnections
         if seen != self._asked_at:
             known = self._client
             try:
-                self._client = ScoringClient.discover(self._connection, self.model)
+                found = ScoringClient.discover(self._connection, self.model)
             except Refused as refusal:
                 raise self._refusal(refusal, SCORE_PATH) from refusal
-            if self._client is None and (known or self._asked_at is None):
-                self._connection.show(
-                    f"{self._connection.name} has no scoring plugin and answers in JSON, which is "
-                    "several times slower for K of 8 and more; `prime-rl teacher` starts a server "
-                    "with it"
-                )
+            if found is None:
+                if known is not None or self._asked_at is None:
+                    self._without_plugin()
+            else:
+                self._first = self._first or found
+                self._first.check_same_model(found.facts)
+                self._client = found
             self._asked_at = self.reconnections
         return self._client
+
+    def _without_plugin(self) -> None:
+        """Ask in JSON from now on, until the server is lost and back again."""
+        lost = "lost its" if self._client is not None else "has no"
+        self._client = None
+        self._connection.show(
+            f"{self._connection.name} {lost} scoring plugin and answers in JSON, which is several "
+            "times slower for K of 8 and more; `prime-rl teacher` starts a server with it"
+        )
 
     def close(self) -> None:
         """Close the connections, those of ``sampler`` too. Closing twice is harmless."""

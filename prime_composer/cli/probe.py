@@ -19,6 +19,7 @@ from prime_composer.local.probe import probe
 from prime_composer.local.probe_report import (
     Agreement,
     ModelFacts,
+    PluginReport,
     ProbeReport,
     StudentReport,
     TeacherReport,
@@ -145,6 +146,13 @@ def models_table(student: StudentReport, teachers: Mapping[str, TeacherReport]) 
         agreement_cell(student.agreement),
         *(agreement_cell(teacher.agreement) for teacher in teachers.values()),
     )
+    plugins = [teacher.plugin for teacher in teachers.values()]
+    if any(plugin is not None for plugin in plugins):
+        add_row(table, "scoring plugin", "", *map(plugin_cell, plugins))
+        add_row(table, "  kinds", "", *map(kinds_cell, plugins))
+        add_row(table, "  output head", "", *map(head_cell, plugins))
+        add_row(table, "  tokens per second", "", *map(road_cell, plugins))
+        add_row(table, "  falls back to JSON", "", *map(fallback_cell, plugins))
     return table
 
 
@@ -322,3 +330,41 @@ def speed_cell(entry: Throughput) -> str:
     if entry.tokens_per_second is None:
         return "refused"
     return f"{entry.tokens_per_second:,.0f} ({entry.seconds_per_step:.2g} s)"
+
+
+def plugin_cell(plugin: PluginReport | None) -> str:
+    """Format whether a server has the scoring plugin."""
+    if plugin is None:
+        return MISSING
+    return "none" if plugin.version is None else f"version {plugin.version}, vLLM {plugin.vllm}"
+
+
+def kinds_cell(plugin: PluginReport | None) -> str:
+    """Format what a plugin can answer."""
+    return MISSING if plugin is None or not plugin.kinds else ", ".join(plugin.kinds)
+
+
+def head_cell(plugin: PluginReport | None) -> str:
+    """Format an output head."""
+    if plugin is None or plugin.head is None:
+        return MISSING
+    head = plugin.head
+    dtype = head.dtype
+    if head.computed_in != dtype:
+        dtype += f", computed in {head.computed_in}"
+    return f"{head.rows:,} x {head.columns:,} {dtype}, {head.sha256[:12]}"
+
+
+def road_cell(plugin: PluginReport | None) -> str:
+    """Format the speeds in binary and in JSON."""
+    if plugin is None:
+        return MISSING
+    binary, plain = count(plugin.tokens_per_second), count(plugin.json_tokens_per_second)
+    return f"K = {plugin.column}: {binary} in binary, {plain} in JSON"
+
+
+def fallback_cell(plugin: PluginReport | None) -> str:
+    """Format what comes in JSON."""
+    if plugin is None:
+        return MISSING
+    return ", ".join(plugin.falls_back) or "nothing"

@@ -81,6 +81,9 @@ IMPROBABLE = 0.1
 """A special token is worth a word where the teacher's probability is below this times the
 student's."""
 
+SLOW_JSON = 8
+"""From this K on, JSON is several times slower than binary answers (scoring/README.md)."""
+
 LONGEST_WAIT = 10.0
 """Seconds that one request waits for a server that is away, unless the recipe says less."""
 
@@ -157,6 +160,7 @@ def probe_engine(
             engine.model,
             engine.problems,
             columns,
+            recipe_column(recipe),
             step_tokens or 0.0,
             recipe.trainer.micro_batch_tokens,
             seconds,
@@ -522,6 +526,7 @@ def recommendations(
                 *advice_on_k(recipe, teacher),
                 *advice_on_tokens(recipe, teacher),
                 *advice_on_numbers(teacher),
+                *advice_on_server(recipe, teacher),
             )
         ]
     if step.score_seconds is not None and step.train_seconds is not None:
@@ -599,3 +604,16 @@ def advice_on_numbers(teacher: TeacherReport) -> list[str]:
             f"{teacher.agreement.largest:.2g} nat; start the server with that checkpoint."
         )
     return advice
+
+
+def advice_on_server(recipe: Recipe, teacher: TeacherReport) -> list[str]:
+    """Return what a server without the scoring plugin costs."""
+    column, plugin = recipe_column(recipe), teacher.plugin
+    if plugin is None or plugin.version is not None:
+        return []
+    if isinstance(column, int) and column < SLOW_JSON:
+        return []
+    return [
+        f"its server has no scoring plugin and answers K = {column} in JSON, several times slower "
+        f"than in binary; start it with `prime-rl teacher --model {teacher.facts.model}`."
+    ]

@@ -191,6 +191,50 @@ class SupportFacts:
 
 
 @dataclass(frozen=True)
+class HeadShape:
+    """A server's output head, which turns its hidden states into logits.
+
+    Attributes:
+        rows: entries of the vocabulary.
+        columns: size of the hidden states.
+        dtype: of the weights.
+        computed_in: the dtype that the server multiplies in.
+        sha256: of the weights, in hexadecimal digits.
+    """
+
+    rows: int
+    columns: int
+    dtype: str
+    computed_in: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PluginReport:
+    """What a teacher's server answers in binary, by its scoring plugin.
+
+    Attributes:
+        version: of the plugin; None where the server has none.
+        vllm: the server's version of vLLM.
+        kinds: what the plugin can answer.
+        head: the output head, where the plugin can read it.
+        column: the recipe's K.
+        tokens_per_second: at that K in binary.
+        json_tokens_per_second: the same in JSON.
+        falls_back: what comes in JSON, because the server has no plugin.
+    """
+
+    version: int | None
+    vllm: str | None
+    kinds: Sequence[str]
+    head: HeadShape | None
+    column: str
+    tokens_per_second: float | None
+    json_tokens_per_second: float | None
+    falls_back: Sequence[str]
+
+
+@dataclass(frozen=True)
 class TeacherReport:
     """One teacher.
 
@@ -203,6 +247,7 @@ class TeacherReport:
         special_tokens: those in the rollouts.
         share: share of the recipe's rollouts that it scores.
         throughput: one entry per column.
+        plugin: its server's scoring plugin; None for a teacher that is no server.
         support: what a top K hides.
         wrong_answers: answers that no model can have given.
         unmeasured: reasons by measurement.
@@ -216,6 +261,7 @@ class TeacherReport:
     special_tokens: Sequence[SpecialToken]
     share: float
     throughput: Sequence[Throughput]
+    plugin: PluginReport | None
     support: SupportFacts | None
     wrong_answers: Sequence[str]
     unmeasured: Mapping[str, str]

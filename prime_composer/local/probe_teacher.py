@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -47,8 +47,10 @@ from prime_composer.local.probe_numbers import (
 from prime_composer.local.probe_report import (
     Agreement,
     Attempts,
+    HeadShape,
     ModelFacts,
     NotMeasured,
+    PluginReport,
     SpecialToken,
     SupportFacts,
     TeacherReport,
@@ -136,6 +138,7 @@ def probe_teacher(
     model: nn.Module,
     tokenized: TokenizedProblems,
     columns: Sequence[SupportSize],
+    own_column: SupportSize,
     step_tokens: float,
     micro_batch_tokens: int,
     seconds: float,
@@ -147,6 +150,7 @@ def probe_teacher(
         model: the student that trains.
         tokenized: the problems, in the student's tokens.
         columns: values of K whose speed is measured.
+        own_column: the recipe's, which is among them.
         step_tokens: rollout tokens of a step of the recipe.
         micro_batch_tokens: padded tokens per forward of the student.
         seconds: time for each column.
@@ -173,6 +177,7 @@ def probe_teacher(
         measure_column(found, target, k, count, seconds, target.share * step_tokens)
         for k in (columns if count else ())
     ]
+    plugin = plugin_report(found, target, own_column, throughput, count, seconds)
     compared = found.attempt(
         "support",
         lambda: compare(target, model, largest_measured(throughput, largest), micro_batch_tokens),
@@ -193,6 +198,7 @@ def probe_teacher(
         special_tokens=rows,
         share=target.share,
         throughput=throughput,
+        plugin=plugin,
         support=support,
         wrong_answers=found.wrong_answers,
         unmeasured=found.unmeasured,
@@ -399,6 +405,67 @@ def tokens_per_second(target: Target, k: SupportSize, count: int, seconds: float
         scored += tokens
         elapsed = time.perf_counter() - start
     return scored / elapsed
+
+
+@runtime_checkable
+class PluginServer(Protocol):
+    """A scorer whose server may have the scoring plugin (``vllm_server.ServerScorer``)."""
+
+    score: Any
+
+    def plugin(self) -> Any:
+        """Return the plugin's client; None without a plugin."""
+
+
+def plugin_report(
+    found: Attempts,
+    target: Target,
+    own_column: SupportSize,
+    throughput: Sequence[Throughput],
+    count: int,
+    seconds: float,
+) -> PluginReport | None:
+    """Return what a teacher's server answers in binary; None where it is no server.
+
+    Args:
+        found: keeps the reasons of what cannot be measured.
+        target: the teacher and its rollouts.
+        own_column: the recipe's K.
+        throughput: the measured speeds, in binary where the server can.
+        count: rollouts of a call; 0 for none.
+        seconds: time for the speed in JSON.
+    """
+    scorer = target.scorer
+    if not isinstance(scorer, PluginServer):
+        return None
+    client = found.attempt("scoring plugin", scorer.plugin)
+    if "scoring plugin" in found.unmeasured:
+        return None
+    name = str(own_column)
+    speed = next((e.tokens_per_second for e in throughput if e.column == name), None)
+    if client is None:
+        falls_back = ["every score"]
+        return PluginReport(None, None, [], None, name, None, speed, falls_back)
+
+    def head_shape() -> HeadShape:
+        head = client.head_facts()
+        return HeadShape(head.rows, head.columns, head.dtype, head.computed_in, head.sha256)
+
+    plain = replace(target, score_rollouts=partial(scorer.score, binary=False))
+    return PluginReport(
+        version=client.version,
+        vllm=client.facts.vllm,
+        kinds=client.facts.kinds,
+        head=found.attempt("output head", head_shape),
+        column=name,
+        tokens_per_second=speed,
+        json_tokens_per_second=found.attempt(
+            "JSON", lambda: tokens_per_second(plain, own_column, count, seconds)
+        )
+        if count
+        else None,
+        falls_back=[],
+    )
 
 
 def largest_measured(throughput: Sequence[Throughput], limit: int | None) -> int:

@@ -7,7 +7,7 @@ and answered with 400. A request whose client is gone is aborted.
 import asyncio
 import itertools
 import json
-import os
+import secrets
 from argparse import Namespace
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -15,9 +15,8 @@ from hashlib import sha256
 from typing import Any
 
 import msgspec
-import numpy as np
 from fastapi import FastAPI, Request, Response
-from numpy.typing import NDArray
+from starlette.requests import ClientDisconnect
 
 from prime_composer.scoring.kinds import KINDS
 from prime_composer.scoring.patches import HEAD_METHOD
@@ -40,9 +39,11 @@ from prime_composer.scoring.wire import (
 from prime_composer.scoring.worker import Wish
 
 MOST_BYTES = 2**30
-"""Largest answer of one request."""
+"""Largest answer of one request, and of all that are in the making at once."""
 
+_process = secrets.token_hex(8)
 _numbers = itertools.count()
+"""Together the name of a request in the engine, which several API servers may share."""
 
 FIRST_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=0"
 
@@ -51,12 +52,42 @@ class BadQuestion(ValueError):
     """A question that is answered with 400."""
 
 
-class NotActive(RuntimeError):
-    """The engine's processes answered as if there were no plugin."""
+class NoRows(RuntimeError):
+    """The engine's processes gave no rows. Another try would not change it."""
+
+
+class OtherModel(Exception):
+    """A question for a model that is not the server's own, such as an adapter of it."""
 
 
 class OtherVersion(Exception):
     """A question of another version. The answer says which one this is."""
+
+
+class Room:
+    """Bytes of answers that may be in the making at once. Who asks for more waits, in order.
+
+    Args:
+        size: of all together. No single one is larger.
+    """
+
+    def __init__(self, size: int):
+        self._free = size
+        self._turn = asyncio.Lock()
+        self._left = asyncio.Event()
+
+    async def enter(self, size: int) -> None:
+        """Wait until there is room for ``size`` bytes, and take it."""
+        async with self._turn:
+            while self._free < size:
+                self._left.clear()
+                await self._left.wait()
+            self._free -= size
+
+    def leave(self, size: int) -> None:
+        """Give the room of ``enter`` back."""
+        self._free += size
+        self._left.set()
 
 
 class Versioned(msgspec.Struct):
@@ -80,7 +111,8 @@ class ScoringEndpoint:
         """Refuse an engine that would answer with vLLM's own numbers, and note the facts.
 
         Raises:
-            ValueError: the engine has another model runner, or several pipeline stages.
+            ValueError: the engine has another model runner or several pipeline stages, or leaves
+                hidden states of prompts out.
         """
         config = engine_client.vllm_config
         if getattr(config, "use_v2_model_runner", False):
@@ -93,7 +125,14 @@ class ScoringEndpoint:
                 "The scoring plugin of prime_composer needs one pipeline stage; set "
                 "--pipeline-parallel-size 1 and use --tensor-parallel-size."
             )
+        if getattr(config.cache_config, "kv_sharing_fast_prefill", False):
+            raise ValueError(
+                "The scoring plugin of prime_composer needs the hidden states of whole prompts; "
+                "leave --kv-sharing-fast-prefill out."
+            )
+        state.prime_composer_names = args.served_model_name or [args.model]
         state.prime_composer_facts = facts_of(engine_client.model_config)
+        state.prime_composer_room = Room(MOST_BYTES)
         state.prime_composer_block = config.cache_config.block_size
 
 
@@ -114,26 +153,40 @@ def facts_of(model_config: Any) -> Facts:
 
 async def score(request: Request) -> Response:
     """Answer ``SCORE_PATH``."""
-    facts: Facts = request.app.state.prime_composer_facts
+    state = request.app.state
+    facts: Facts = state.prime_composer_facts
     try:
         question = read(await request.body(), Question)
+        if question.model not in ("", *state.prime_composer_names):
+            raise OtherModel
+        check_question(question, facts)
         wishes = [wish_of(index, question, facts) for index in range(len(question.sequences))]
+        size = answer_size(question, wishes, facts)
     except OtherVersion:
         return packed(Answer(NAME, VERSION, facts, []))
     except BadQuestion as error:
         return refusal(400, str(error))
-    engine, block = request.app.state.engine_client, request.app.state.prime_composer_block
-    work = [
-        # The prefix cache has whole blocks: a shorter prompt is in none.
-        rows_of(engine, sequence.token_ids, wish, cached=wish.start > block)
-        for sequence, wish in zip(question.sequences, wishes, strict=True)
-    ]
+    except OtherModel:
+        return refusal(404, f"The scoring plugin answers for {facts.model} alone.")
+    except ClientDisconnect:
+        return Response(status_code=499)
+    if not wishes:
+        return packed(Answer(NAME, VERSION, facts, []))
+    room: Room = state.prime_composer_room
+
+    async def answered() -> list[Rows]:
+        await room.enter(size)
+        try:
+            return await all_rows(state.engine_client, state.prime_composer_block, question, wishes)
+        finally:
+            room.leave(size)
+
     try:
-        rows = await unless_gone(request, gathered(work))
+        rows = await unless_gone(request, answered())
     except ValueError as error:  # vLLM's own check
         return refusal(400, str(error))
-    except NotActive as error:
-        return refusal(500, str(error))
+    except NoRows as error:
+        return refusal(501, str(error))
     if rows is None:
         return Response(status_code=499)
     return packed(Answer(NAME, VERSION, facts, rows))
@@ -155,6 +208,8 @@ async def head(request: Request) -> Response:
         return packed(HeadAnswer(NAME, VERSION))
     except BadQuestion as error:
         return refusal(400, str(error))
+    except ClientDisconnect:
+        return Response(status_code=499)
     parts = await request.app.state.engine_client.collective_rpc(HEAD_METHOD, args=(first, last))
     for part in parts:
         if "error" in part:
@@ -193,11 +248,32 @@ def read(body: bytes, kind: type[Any]) -> Any:
         BadQuestion: it is none.
     """
     try:
-        if msgspec.json.decode(body, type=Versioned).version != VERSION:
-            raise OtherVersion
-        return msgspec.json.decode(body, type=kind)
+        question = msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:
+        # Another version's may have other keys.
+        with suppress(ValueError, RecursionError):
+            if msgspec.json.decode(body, type=Versioned).version != VERSION:
+                raise OtherVersion from None
         raise BadQuestion(f"The question cannot be read: {error}") from None
+    if question.version != VERSION:
+        raise OtherVersion
+    return question
+
+
+def check_question(question: Question, facts: Facts) -> None:
+    """Check what the sequences of a question share.
+
+    Raises:
+        BadQuestion: a kind that is not known, or a K that does not fit.
+    """
+    kinds = question.kinds
+    if question.sequences and not kinds or len({*kinds} & KINDS.keys()) != len(kinds):
+        raise BadQuestion(f"kinds {kinds}, where some of {list(KINDS)} are needed, each once")
+    if not 0 <= question.k <= facts.vocab_size or ("top_k" in kinds) != (question.k > 0):
+        raise BadQuestion(
+            f"k = {question.k} with kinds {kinds}: top_k needs a k from 1 to the vocabulary's "
+            f"{facts.vocab_size}, and without it k is 0"
+        )
 
 
 def wish_of(index: int, question: Question, facts: Facts) -> Wish:
@@ -212,14 +288,6 @@ def wish_of(index: int, question: Question, facts: Facts) -> Wish:
         BadQuestion: the engine would end, or answer something else.
     """
     sequence = question.sequences[index]
-    unknown = [kind for kind in question.kinds if kind not in KINDS]
-    if unknown or not question.kinds:
-        raise BadQuestion(f"kinds {question.kinds}, where some of {list(KINDS)} are needed")
-    if not 0 <= question.k <= facts.vocab_size or ("top_k" in question.kinds) != (question.k > 0):
-        raise BadQuestion(
-            f"k = {question.k} with kinds {question.kinds}: top_k needs a k from 1 to the "
-            f"vocabulary's {facts.vocab_size}, and without it k is 0"
-        )
     place, length = f"sequence {index}", len(sequence.token_ids)
     if length + 1 > facts.max_model_len:
         raise BadQuestion(
@@ -231,33 +299,72 @@ def wish_of(index: int, question: Question, facts: Facts) -> Wish:
             f"{place} has {length} tokens and start = {sequence.start}, where a start from 1 to "
             f"{length - 1} is needed"
         )
-    check_ids(np.array(sequence.token_ids), facts.vocab_size, place)
-    rows = length - sequence.start
+    check_ids(min(sequence.token_ids), max(sequence.token_ids), facts.vocab_size, place)
     try:
-        given = decode_ids(sequence.given, rows)
+        given = decode_ids(sequence.given, length - sequence.start)
     except WireError as error:
         raise BadQuestion(f"{place}: {error}") from None
     if ("given" in question.kinds) != (given.size > 0):
         raise BadQuestion(f"{place}: the kind given and given ids go together")
-    check_ids(given, facts.vocab_size, f"{place}, given ids")
-    columns = 4 + 8 * question.k + 4 * given.shape[1] + 4 * facts.hidden_size
-    if rows * columns * len(question.sequences) > MOST_BYTES:
-        raise BadQuestion(
-            f"{place} and the others together would get more than {MOST_BYTES:,} bytes; ask for "
-            "fewer sequences at once"
-        )
+    if given.size:
+        check_ids(int(given.min()), int(given.max()), facts.vocab_size, f"{place}, given ids")
     return Wish(sequence.start, tuple(question.kinds), question.k, given.tobytes())
 
 
-def check_ids(ids: NDArray[Any], vocab_size: int, place: str) -> None:
+def check_ids(lowest: int, highest: int, vocab_size: int, place: str) -> None:
     """Check that ids are in the vocabulary; another one ends the engine.
 
     Raises:
         BadQuestion: one is not.
     """
-    wrong = (ids < 0) | (ids >= vocab_size)
-    if wrong.any():
-        raise BadQuestion(f"{place}: id {ids[wrong][0]}, where 0 to {vocab_size - 1} is needed")
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise BadQuestion(f"{place}: id {wrong}, where 0 to {vocab_size - 1} is needed")
+
+
+def answer_size(question: Question, wishes: list[Wish], facts: Facts) -> int:
+    """Return about how many bytes an answer has.
+
+    Raises:
+        BadQuestion: more than ``MOST_BYTES``.
+    """
+    per_row = 4 + 8 * question.k + ("hidden" in question.kinds) * 4 * facts.hidden_size
+    size = sum(
+        (len(sequence.token_ids) - wish.start) * per_row + len(wish.given)
+        for sequence, wish in zip(question.sequences, wishes, strict=True)
+    )
+    if size > MOST_BYTES:
+        raise BadQuestion(
+            f"{len(wishes)} sequences would get {size:,} bytes, and at most {MOST_BYTES:,} are "
+            "answered at once; ask for fewer sequences, or a smaller k"
+        )
+    return size
+
+
+async def all_rows(
+    engine: Any, block_size: int, question: Question, wishes: list[Wish]
+) -> list[Rows]:
+    """Return the answer of each sequence, in order; the first error cancels the others.
+
+    Args:
+        engine: vLLM's client of its engine.
+        block_size: tokens of a block of the prefix cache. It has whole blocks, so that a shorter
+            prompt is in none.
+        question: the checked question.
+        wishes: what the worker has to do, one per sequence.
+    """
+    work = [
+        rows_of(engine, sequence.token_ids, wish, cached=wish.start > block_size)
+        for sequence, wish in zip(question.sequences, wishes, strict=True)
+    ]
+    if len(work) == 1:
+        return [await work[0]]
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def rows_of(engine: Any, token_ids: list[int], wish: Wish, *, cached: bool) -> Rows:
@@ -271,6 +378,9 @@ async def rows_of(engine: Any, token_ids: list[int], wish: Wish, *, cached: bool
         token_ids: prompt and completion.
         wish: what the worker has to do.
         cached: the prefix cache may have the prompt.
+
+    Raises:
+        NoRows: the engine's processes do not have the plugin, or cannot compute the rows.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -285,31 +395,25 @@ async def rows_of(engine: Any, token_ids: list[int], wish: Wish, *, cached: bool
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args=wish.mark(),
         )
-        name = f"{NAME}-{os.getpid()}-{next(_numbers)}"
+        name = f"{NAME}-{_process}-{next(_numbers)}"
         found = None
-        async for output in engine.generate({"prompt_token_ids": token_ids}, params, name):
+        # With its type, vLLM takes the prompt as it is.
+        prompt = {"type": "token", "prompt_token_ids": token_ids}
+        async for output in engine.generate(prompt, params, name):
             found = output.prompt_logprobs
         tensors = found[-1] if found else None
         if tensors is None or str(getattr(tensors[0], "dtype", "")) != "torch.uint8":
-            raise NotActive(
+            raise NoRows(
                 "The scoring plugin of prime_composer is not active in the engine's processes; "
                 f"set VLLM_PLUGINS={NAME} and {FIRST_MODEL_RUNNER} for all of them."
             )
         description, data = (tensor.numpy().tobytes() for tensor in tensors[:2])
         if description:
-            fields = [Field(*one) for one in json.loads(description)]
-            return Rows(len(token_ids) - wish.start, fields, data)
-    raise NotActive("vLLM left rows of the prompt out, without a cache")
-
-
-async def gathered(work: list[Coroutine[Any, Any, Rows]]) -> list[Rows]:
-    """Return all results in order; the first error cancels the others."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
+            fields = json.loads(description)
+            if isinstance(fields, str):
+                raise NoRows(f"vLLM's worker could not compute the rows: {fields}")
+            return Rows(len(token_ids) - wish.start, [Field(*one) for one in fields], data)
+    raise NoRows("vLLM left rows of the prompt out, without a cache")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, list[Rows]]) -> list[Rows] | None:

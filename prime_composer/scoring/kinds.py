@@ -14,6 +14,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 
+class HeadFailed(Exception):
+    """The model's own head raised an error."""
+
+
 @dataclass
 class Rows:
     """Rows of hidden states, each of which predicts the next token of its sequence.
@@ -34,8 +38,16 @@ class Rows:
 
     @cached_property
     def logits(self) -> Float[Tensor, "n v"]:
-        """Logits in float32; the head runs once, and not at all where no kind reads them."""
-        return self.head(self.hidden).float()
+        """Logits in float32; the head runs once, and not at all where no kind reads them.
+
+        Raises:
+            HeadFailed: the head itself did.
+        """
+        try:
+            logits = self.head(self.hidden)
+        except Exception as error:
+            raise HeadFailed from error
+        return logits.float()
 
     @cached_property
     def log_normalizer(self) -> Float[Tensor, "n 1"]:

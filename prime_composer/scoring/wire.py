@@ -67,7 +67,8 @@ class Question(msgspec.Struct, forbid_unknown_fields=True):
         sequences: what to answer for, in order.
         kinds: names of ``kinds.KINDS``, what each sequence's answer holds.
         k: K of the kind ``top_k``.
-        model: the served name, for a router; the server itself does not read it.
+        model: the served name, for a router and for the server. It answers 404 for another one,
+            such as an adapter: the plugin answers for the model itself.
     """
 
     version: int
@@ -97,6 +98,17 @@ class Facts(msgspec.Struct):
     dtype: str
     kinds: list[str]
     vllm: str
+
+    def change(self, now: "Facts") -> str:
+        """Say how the model of a later answer differs; empty for the same model.
+
+        Another ``max_model_len``, other kinds and another vLLM are no other model.
+        """
+        return ", ".join(
+            f"{name} was {getattr(self, name)} and is {getattr(now, name)}"
+            for name in ("model", "vocab_size", "hidden_size", "dtype")
+            if getattr(self, name) != getattr(now, name)
+        )
 
 
 class Field(msgspec.Struct, array_like=True):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prime_composer.scoring.kinds import KINDS, Rows
+from prime_composer.scoring.kinds import KINDS, HeadFailed, Rows
 
 MARK = "prime_composer"
 """Key of ``SamplingParams.extra_args``."""
@@ -72,6 +72,7 @@ class Progress:
         arrays: name -> all rows, on the CPU; made when the first rows are there.
         next_row: rows before this one are there.
         has_gap: some rows were never computed, because a prefix cache had them.
+        error: why the rows cannot be had; empty where nothing went wrong.
     """
 
     wish: Wish
@@ -80,6 +81,7 @@ class Progress:
     arrays: dict[str, Tensor] = field(default_factory=dict)
     next_row: int = 0
     has_gap: bool = False
+    error: str = ""
 
     @property
     def given(self) -> np.ndarray | None:
@@ -109,17 +111,26 @@ class Progress:
         return not self.has_gap and self.next_row == self.n
 
     def payload(self) -> tuple[Tensor, Tensor]:
-        """Return the description and the bytes of all arrays, as uint8; both are empty where rows
-        are missing."""
+        """Return the description and the bytes of all arrays, as uint8.
+
+        Both are empty where rows are missing. A description that is a text is an error.
+        """
+        if self.error:
+            return uint8(json.dumps(self.error).encode()), uint8(b"")
         if not self.is_whole:
-            return torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
+            return uint8(b""), uint8(b"")
         fields = [
             (name, DTYPE_NAMES[array.dtype], 0 if array.ndim == 1 else array.shape[1])
             for name, array in self.arrays.items()
         ]
         description = json.dumps(fields).encode()
         data = [array.contiguous().flatten().view(torch.uint8) for array in self.arrays.values()]
-        return torch.frombuffer(bytearray(description), dtype=torch.uint8), torch.cat(data)
+        return uint8(description), torch.cat(data)
+
+
+def uint8(content: bytes) -> Tensor:
+    """Return bytes as a tensor."""
+    return torch.tensor(list(content), dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -159,7 +170,7 @@ def read_payload(description: Tensor, data: Tensor, n: int) -> dict[str, Tensor]
         n: number of rows.
 
     Raises:
-        ValueError: rows are missing, or vLLM answered in its own way.
+        ValueError: rows are missing or could not be computed, or vLLM answered in its own way.
     """
     if description.dtype != torch.uint8:
         raise ValueError(
@@ -168,9 +179,12 @@ def read_payload(description: Tensor, data: Tensor, n: int) -> dict[str, Tensor]
         )
     if not len(description):
         raise ValueError("vLLM left rows of the prompt out")
+    fields = json.loads(description.numpy().tobytes())
+    if isinstance(fields, str):
+        raise ValueError(f"vLLM's worker could not compute the rows: {fields}")
     arrays: dict[str, Tensor] = {}
     offset = 0
-    for name, dtype_name, columns in json.loads(description.numpy().tobytes()):
+    for name, dtype_name, columns in fields:
         dtype = DTYPES_BY_NAME[dtype_name]
         size = n * (columns or 1) * dtype.itemsize
         array = data[offset : offset + size].clone().view(dtype)
@@ -228,6 +242,10 @@ def answer_group(
 ) -> None:
     """Compute the rows of pieces that ask for the same, and store them.
 
+    A kind that fails, for want of memory for example, must not end the engine: the pieces' requests
+    keep the reason. The head runs for the other blocks all the same, because with tensor
+    parallelism all workers run it together. A head that fails does end the engine.
+
     Args:
         head: hidden states -> logits.
         vocab_size: entries of the logits.
@@ -240,17 +258,28 @@ def answer_group(
     next_ids = torch.tensor([id for piece in group for id in piece.next_ids], device=device)
     chosen = [piece.given for piece in group if piece.given is not None]
     given = torch.from_numpy(np.concatenate(chosen)).to(device).long() if chosen else None
-    size = max(1, BLOCK_BYTES.get(device.type, 2**28) // (4 * vocab_size))
+    entries = vocab_size + 4 * wish.k  # with values and ids of the largest, in two widths
+    size = max(1, BLOCK_BYTES.get(device.type, 2**28) // (4 * entries))
     results: dict[str, list[Tensor]] = {}
+    error = ""
     for first in range(0, len(rows), size):
         block = slice(first, first + size)
         these = Rows(
             rows[block], next_ids[block], head, wish.k, given if given is None else given[block]
         )
-        for kind in wish.kinds:
-            for name, array in KINDS[kind](these).items():
-                results.setdefault(name, []).append(array)
-    whole = {name: torch.cat(arrays).cpu() for name, arrays in results.items()}
+        try:
+            for kind in wish.kinds:
+                for name, array in KINDS[kind](these).items():
+                    results.setdefault(name, []).append(array.cpu())
+        except HeadFailed:
+            raise
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+    if error:
+        for piece in group:
+            piece.progress.error = error
+        return
+    whole = {name: torch.cat(arrays) for name, arrays in results.items()}
     at = 0
     for piece in group:
         end = at + piece.count

@@ -183,6 +183,7 @@ class Version:
         resume: changes a TOML table so that the run continues from its newest checkpoint.
         requirements: file in tests/upstream with the environment in which it runs on a CPU.
         verifiers: version of verifiers, where it differs from the one in ``requirements``.
+        vllm_without_plugins: the vLLM that it pins, where that has no endpoint plugins.
     """
 
     name: str
@@ -208,6 +209,7 @@ class Version:
     resume: Callable[[Table], None]
     requirements: str
     verifiers: str | None = None
+    vllm_without_plugins: str | None = None
 
     def base_url(self, url: str) -> str | list[str]:
         """Return a URL as this version's clients expect it."""
@@ -237,6 +239,7 @@ _V0_6 = Version(
     run_dir=output_dir_itself,
     resume=resume_newest_step,
     requirements="requirements_v0.6.txt",
+    vllm_without_plugins="0.22",
 )
 _V0_7 = Version(
     name="v0.7",
@@ -262,6 +265,7 @@ _V0_7 = Version(
     resume=resume_newest_step,
     requirements="requirements_head.txt",
     verifiers="0.2.0",
+    vllm_without_plugins="0.24",
 )
 _V0_8 = Version(
     name="v0.8",

@@ -30,7 +30,8 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import parse_recipe
 from tests.faults import modes
 from tests.faults.server import SpoilingServer, road_of_request
-from tests.local.helpers import Silent, run, tiny_models, weights
+from tests.local.helpers import tiny_models
+from tests.local.killed_teacher import expect_wait_for_killed
 from tests.vllm_process import VllmProcess, save_tokenizer
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
@@ -207,35 +208,12 @@ def test_server_says_what_its_tokens_are(scorer):
     assert scorer.detokenize([5, 6, 7]) == "w5 w6 w7"
 
 
-class KillAt(Silent):
-    """A display that kills a server after a step, and starts it again."""
-
-    def __init__(self, server, step):
-        super().__init__()
-        self.server = server
-        self.kill_after = step
-
-    def step(self, step, metrics):
-        super().step(step, metrics)
-        if step == self.kill_after:
-            self.server.kill()
-            self.server.start()
-
-
 @pytest.mark.vllm
 def test_run_waits_for_a_killed_vllm_teacher(tiny_recipe, tmp_path):
     """The teacher is killed after step 2 and back half a minute later, as if nothing had been."""
     teacher = tiny_models(tiny_recipe())["teacher"]
     with serve(teacher, tmp_path / "server.log", max_model_len=256) as server:
-        raw = tiny_recipe(teacher={"model": str(teacher), "url": f"{server.url}/v1"})
-        display = KillAt(server, 2)
-        run(raw, tmp_path / "whole")
-        run(raw, tmp_path / "killed", display)
-    waiting = f"waiting for the teacher's server at {server.url}"
-    assert any(text.startswith(waiting) for text in display.texts), display.texts
-    assert display.steps == [1, 2, 3, 4]
-    whole, killed = weights(tmp_path / "whole"), weights(tmp_path / "killed")
-    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+        expect_wait_for_killed(server, tiny_recipe, tmp_path)
 
 
 @pytest.mark.vllm

@@ -8,13 +8,16 @@ runs on the other core. Each row is the best of its rounds. The model is a rando
 Targets: K = 32 at least 4x JSON's rate, K = 64 at least 7x; K = 64 at most 1.15x the time of K = 1;
 the API server at most 5 us per token; hidden states at least 0.8x the rate of K = 1.
 
-``--groups`` compares one prompt per group of 8 rollouts with and without vLLM's prefix cache.
+``--groups`` compares groups of 8 rollouts after one prompt, by a server with vLLM's prefix cache
+and one without: time, and the largest difference between their scores.
+
+Wide hidden states: ``--hidden 1024 --layers 1 --dtype bfloat16 --ks 1``.
 """
 
 import argparse
+import contextlib
 import itertools
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,7 +34,7 @@ from prime_composer.backends.hf_model import (  # noqa: E402
     without_progress_bars,
 )
 from prime_composer.backends.vllm_server import ServerScorer  # noqa: E402
-from tests.vllm_process import VllmProcess, save_tokenizer  # noqa: E402
+from tests.vllm_process import TeacherProcess, VllmProcess, save_tokenizer  # noqa: E402
 
 Work = Callable[[list[Any]], object]
 
@@ -59,15 +62,6 @@ def make_model(directory: Path, vocab: int, hidden: int, layers: int, dtype: str
     save_tokenizer(directory, vocab)
 
 
-class Teacher(VllmProcess):
-    """The server of ``prime-rl teacher``."""
-
-    def command(self, options: Any) -> list[str]:
-        """Return the command line."""
-        words = ["--model", self.directory, "--port", self.port, "--", *options]
-        return [sys.executable, "-m", "prime_composer.cli", "teacher", *map(str, words)]
-
-
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time that a process has used, all threads together."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -89,12 +83,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "model"
         make_model(directory, options.vocab, options.hidden, options.layers, options.dtype)
-        words = ["--dtype", options.dtype, "--enforce-eager", "--max-model-len", 2048]
+        words: list[Any] = ["--dtype", options.dtype, "--max-model-len", 2048]
         words += ["--kv-cache-memory-bytes", 2**29]
-        with Teacher(directory, Path(name) / "server.log", *words) as server:
+        with contextlib.ExitStack() as stack:
+            server = TeacherProcess(directory, Path(name) / "server.log", *words)
+            stack.enter_context(server)
             cores = sorted(os.sched_getaffinity(0))
+            if not options.groups:
+                os.sched_setaffinity(0, cores[-1:])
+                compare(server, options)
+                return
+            words.append("--no-enable-prefix-caching")
+            without = TeacherProcess(directory, Path(name) / "without.log", *words)
+            stack.enter_context(without)
             os.sched_setaffinity(0, cores[-1:])
-            (compare_groups if options.groups else compare)(server, options)
+            compare_groups(server, without, options)
 
 
 def sequences(options: argparse.Namespace, start: int, seed: int) -> list[Any]:
@@ -107,24 +110,23 @@ def sequences(options: argparse.Namespace, start: int, seed: int) -> list[Any]:
     ]
 
 
-def compare(server: Teacher, options: argparse.Namespace) -> None:
+def compare(server: VllmProcess, options: argparse.Namespace) -> None:
     """Print a row per kind of answer."""
-    binary, plain = ServerScorer(server.url), ServerScorer(server.url)
-    plain._binary_client = lambda: None  # type: ignore[method-assign]
-    client = binary._binary_client()
+    scorer = ServerScorer(server.url)
+    client = scorer.plugin()
     assert client is not None
 
     def hidden(rollouts: list[Any]) -> object:
         numbered = list(enumerate(sequences_to_score(rollouts)))
-        return binary._connection.map(lambda one: client.hidden_states(*one), numbered)
+        return scorer._connection.map(lambda one: client.hidden_states(*one), numbered)
 
     most, half = options.ks[-1], options.tokens // 2
     cases: dict[str, tuple[int, Work]] = {}
     for k in options.ks:
-        cases[f"JSON, K = {k}"] = 1, lambda rollouts, k=k: plain.score(rollouts, k)
-        cases[f"plugin, K = {k}"] = 1, lambda rollouts, k=k: binary.score(rollouts, k)
+        cases[f"JSON, K = {k}"] = 1, lambda r, k=k: scorer.score(r, k, binary=False)
+        cases[f"plugin, K = {k}"] = 1, lambda r, k=k: scorer.score(r, k)
     cases["plugin, hidden states"] = 1, hidden
-    cases[f"plugin, K = {most}, second half"] = half, lambda r: binary.score(r, most)
+    cases[f"plugin, K = {most}, second half"] = half, lambda r: scorer.score(r, most)
     best: dict[str, tuple[float, float]] = {}
     for start, work in cases.values():
         work(sequences(options, start, 0))  # warm
@@ -151,34 +153,41 @@ def compare(server: Teacher, options: argparse.Namespace) -> None:
         )
 
 
-def compare_groups(server: Teacher, options: argparse.Namespace) -> None:
+def compare_groups(server: VllmProcess, without: VllmProcess, options: argparse.Namespace) -> None:
     """Print the time of groups of 8 rollouts that share a long prompt, each prompt new."""
-    from prime_composer.scoring import wire
-
-    binary = ServerScorer(server.url)
-    binary.score(sequences(options, 1, 0)[:1], 1)
+    scorers = {"with the cache": ServerScorer(server.url), "without": ServerScorer(without.url)}
+    for scorer in scorers.values():
+        scorer.score(sequences(options, 1, 0)[:1], 1)  # warm
     generator = torch.Generator().manual_seed(1)
     prompt_tokens, completion = 1024, 128
+
+    def random_ids(count: int) -> list[int]:
+        return torch.randint(2, options.vocab, (count,), generator=generator).tolist()
+
     print(f"groups of 8 rollouts of {completion} tokens after a prompt of {prompt_tokens}")
-    for name in ("one after the other", "at once"):
-        seconds = []
+    for order in ("one after the other", "at once"):
+        seconds: dict[str, list[float]] = {name: [] for name in scorers}
+        apart = 0.0
         for _ in range(options.rounds):
-            prompt = torch.randint(2, options.vocab, (prompt_tokens,), generator=generator)
+            prompt = random_ids(prompt_tokens)
             group = [
-                make_rollout(
-                    prompt.tolist(),
-                    torch.randint(2, options.vocab, (completion,), generator=generator).tolist(),
-                    [-1.0] * completion,
-                    "length",
-                    0,
-                )
+                make_rollout(prompt, random_ids(completion), [-1.0] * completion, "length", 0)
                 for _ in range(8)
             ]
-            begin = time.perf_counter()
-            for part in [group] if name == "at once" else [[one] for one in group]:
-                binary.score(part, 32)
-            seconds.append(time.perf_counter() - begin)
-        print(f"{name:<24}{min(seconds):.3f} s   (plugin version {wire.VERSION})")
+            parts = [group] if order == "at once" else [[one] for one in group]
+            found = {}
+            for name, scorer in scorers.items():
+                begin = time.perf_counter()
+                found[name] = [score for part in parts for score in scorer.score(part, 32)]
+                seconds[name].append(time.perf_counter() - begin)
+            for one, other in zip(*found.values(), strict=True):
+                for array in ("ref_logprobs", "teacher_logprobs"):
+                    difference = getattr(one, array) - getattr(other, array)
+                    apart = max(apart, float(difference.abs().max()))
+        best = {name: min(times) for name, times in seconds.items()}
+        times = ", ".join(f"{name} {value:.3f} s" for name, value in best.items())
+        ratio = best["without"] / best["with the cache"]
+        print(f"{order:<22}{times} ({ratio:.1f}x); scores at most {apart:.1e} apart")
 
 
 if __name__ == "__main__":

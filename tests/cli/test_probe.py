@@ -1,6 +1,7 @@
 """``prime-rl probe`` as a user types it: tables, JSON, exit codes."""
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -12,9 +13,11 @@ import pytest
 
 from prime_composer.cli import probe as command
 from prime_composer.cli.commands import main
+from prime_composer.cli.formatting import MISSING
 from prime_composer.local.probe import probe
 from tests.command import prime_rl, toml
 from tests.conftest import TINY_RECIPE
+from tests.faults.server import SpoilingServer
 from tests.local.helpers import tiny_models
 from tests.vllm_process import VllmProcess
 
@@ -67,13 +70,37 @@ def test_json_has_stable_keys_and_numbers(cli: Cli, tiny_recipe: Raw) -> None:
     teacher = report["teachers"]["teacher"]
     assert {
         "facts", "same_tokenizer", "same_prompts", "head_bfloat16", "agreement", "special_tokens",
-        "share", "throughput", "support", "wrong_answers", "unmeasured",
+        "share", "throughput", "plugin", "support", "wrong_answers", "unmeasured",
     } == set(teacher)  # fmt: skip
     speeds = [entry["tokens_per_second"] for entry in teacher["throughput"]]
     assert len(speeds) == 6 and all(isinstance(speed, float) for speed in speeds)
     numbers = [teacher["support"]["recommended_k"], teacher["support"]["by_k"][0]["reverse_kl"]]
     numbers += [report["step"]["score_seconds"], teacher["facts"]["context"]]
     assert all(isinstance(number, int | float) for number in numbers)
+
+
+@pytest.mark.parametrize("has_plugin", [True, False])
+def test_models_say_what_a_server_answers_in_binary(
+    cli: Cli, tiny_recipe: Raw, has_plugin: bool
+) -> None:
+    folders = tiny_models(TINY_RECIPE)
+    with SpoilingServer(folders["teacher"], plugin=has_plugin) as server:
+        teacher = {"model": str(folders["teacher"]), "url": server.url}
+        done = cli(tiny_recipe(student={"model": str(folders["student"])}, teacher=teacher))
+    rows = dict(re.findall(r"^ +(.+?) {3,}(.+?) *$", done.stdout, flags=re.MULTILINE))
+    speeds = rows["tokens per second"]
+    if not has_plugin:
+        assert rows["scoring plugin"] == "none" and rows["falls back to JSON"] == "every score"
+        assert re.fullmatch(rf"K = 8: {MISSING} in binary, [\d,]+ in JSON", speeds)
+        assert "in JSON, several times slower than in binary" in " ".join(done.stdout.split())
+        return
+    assert rows["scoring plugin"] == "version 1, vLLM 0.32.0"
+    assert rows["kinds"] == "sampled, top_k, given, hidden"
+    assert re.fullmatch(r"300 x \d+ float32, [0-9a-f]{12}", rows["output head"])
+    assert (
+        re.fullmatch(r"K = 8: [\d,]+ in binary, [\d,]+ in JSON", speeds)
+        and rows["falls back to JSON"] == "nothing"
+    )
 
 
 def test_a_failed_check_exits_with_1_and_its_name(cli: Cli, tiny_recipe: Raw) -> None:

@@ -3,6 +3,7 @@
 ``ROWS`` change rows of prompt_logprobs, ``ANSWERS`` a whole answer with scores, ``CHOICES`` any
 answer, ``SAMPLES`` one with rollouts, ``CARDS`` the list of models. ``BODIES`` replace the bytes of
 any answer, and ``CONNECTIONS`` are played by the server itself. ``MODELS`` are plausible numbers.
+``PACKED`` change an answer of the scoring plugin, and ``PACKED_BODIES`` its bytes.
 ``stale`` is the answer to an earlier request, ``reload_ignored`` a server that takes no weights,
 ``tokens_shifted`` another tokenizer. ``status_NNN`` answers with that status, and
 ``status_NNN_after`` with the header Retry-After as well.
@@ -14,6 +15,9 @@ import math
 import re
 from collections.abc import Callable
 from typing import Any
+
+import msgspec
+import numpy as np
 
 Entry = dict[str, Any]
 Row = dict[str, Entry]
@@ -321,6 +325,114 @@ CARDS: dict[str, AnswerMode] = {
     "models_word_length": lambda answer: {"data": [{**answer["data"][0], "max_model_len": "many"}]},
 }
 
+PackedMode = Callable[[dict[str, Any]], Any]
+"""An answer of the plugin as a map -> the spoiled answer."""
+
+
+def pack(answer: Any) -> bytes:
+    """Return an answer of the plugin as bytes."""
+    return msgspec.msgpack.encode(answer)
+
+
+def packed(**values: Any) -> PackedMode:
+    """Set entries of an answer."""
+    return lambda answer: answer | values
+
+
+def facts(**values: Any) -> PackedMode:
+    """Set facts of an answer."""
+    return lambda answer: answer | {"facts": answer["facts"] | values}
+
+
+def sequence(change: Callable[[dict[str, Any]], dict[str, Any]]) -> PackedMode:
+    """Change the first sequence of an answer."""
+
+    def spoil(answer: dict[str, Any]) -> dict[str, Any]:
+        first, *rest = answer["sequences"]
+        return answer | {"sequences": [change(first), *rest]}
+
+    return spoil
+
+
+def array(name: str, change: Callable[[Any], Any]) -> PackedMode:
+    """Change an array of the first sequence; its length stays."""
+
+    def spoil(one: dict[str, Any]) -> dict[str, Any]:
+        data, offset = bytearray(one["data"]), 0
+        for found, dtype, columns in one["fields"]:
+            count = one["n"] * (columns or 1)
+            if found == name:
+                values = np.frombuffer(one["data"], dtype, count, offset).copy()
+                values = values.reshape(one["n"], columns) if columns else values
+                changed = np.asarray(change(values), dtype).tobytes()
+                data[offset : offset + 4 * count] = changed
+            offset += 4 * count
+        return one | {"data": bytes(data)}
+
+    return sequence(spoil)
+
+
+def at_last(value: Any) -> Callable[[Any], Any]:
+    """Set the last row of an array."""
+
+    def change(values: Any) -> Any:
+        values[-1] = value
+        return values
+
+    return change
+
+
+def row_short(one: dict[str, Any]) -> dict[str, Any]:
+    """Leave the last row of every array out, and say so."""
+    pieces, offset = [], 0
+    for _, _, columns in one["fields"]:
+        size = 4 * (columns or 1)
+        pieces.append(one["data"][offset : offset + size * (one["n"] - 1)])
+        offset += size * one["n"]
+    return one | {"n": one["n"] - 1, "data": b"".join(pieces)}
+
+
+PACKED: dict[str, PackedMode] = {
+    "packed_nan": array("sampled", at_last(math.nan)),
+    "packed_positive": array("sampled", at_last(0.3)),
+    "packed_support_nan": array("top_logprobs", at_last(math.nan)),
+    "packed_support_swapped": array("top_logprobs", lambda values: values[:, ::-1]),
+    "packed_rows_swapped": array("sampled", lambda values: np.roll(values, 1)),
+    "packed_id_outside": array("top_ids", at_last(2**20)),
+    "packed_id_negative": array("top_ids", at_last(-1)),
+    "packed_id_twice": array("top_ids", lambda values: values[:, :1].repeat(values.shape[1], 1)),
+    "packed_row_short": sequence(row_short),
+    "packed_row_hidden": sequence(lambda one: one | {"n": one["n"] - 1}),
+    "packed_data_short": sequence(lambda one: one | {"data": one["data"][:-1]}),
+    "packed_data_long": sequence(lambda one: one | {"data": one["data"] + b"\0"}),
+    "packed_columns": sequence(
+        lambda one: one | {"fields": [[*field[:2], 2**40] for field in one["fields"]]}
+    ),
+    "packed_double": sequence(
+        lambda one: one | {"fields": [[field[0], "float64", field[2]] for field in one["fields"]]}
+    ),
+    "packed_ids_as_numbers": sequence(
+        lambda one: one | {"fields": [[field[0], "float32", field[2]] for field in one["fields"]]}
+    ),
+    "packed_names": sequence(
+        lambda one: one | {"fields": [["x", *field[1:]] for field in one["fields"]]}
+    ),
+    "packed_no_sequence": packed(sequences=[]),
+    "packed_two_sequences": lambda answer: answer | {"sequences": answer["sequences"] * 2},
+    "packed_version": packed(version=99),
+    "packed_plugin": packed(plugin="another"),
+    "packed_vocab_size": facts(vocab_size=7),
+    "packed_model": facts(model="another"),
+    "packed_no_facts": packed(facts=None),
+}
+"""For the binary road. Each array has 4 bytes per entry."""
+
+PACKED_BODIES: dict[str, Callable[[bytes], bytes]] = {
+    "packed_truncated": lambda content: content[: len(content) // 2],
+    "packed_last_byte": lambda content: content[:-1],
+    "packed_giant": lambda content: content[:8] + b"\xdd\xff\xff\xff\xff" + content[8:],
+}
+
 DEEP = 100_000
 
 
@@ -346,7 +458,8 @@ MODELS = ("other_model", "other_model_for_new", "tempered")
 """Plausible numbers of another model, or of another temperature. ``other_model_for_new`` is right
 for a sequence that was scored before, as the canary's."""
 
-ROADS = ("scoring", "sampling", "models", "reload", "tokenize")
+ROADS = ("scoring", "binary", "head", "sampling", "models", "reload", "tokenize")
+"""``binary`` are the scores of the scoring plugin, ``head`` its output head."""
 
 
 def road_of(mode: str) -> str | None:
@@ -357,6 +470,8 @@ def road_of(mode: str) -> str | None:
     """
     if mode in ROWS or mode in ANSWERS or mode in MODELS or mode == "stale":
         return "scoring"
+    if mode in PACKED or mode in PACKED_BODIES:
+        return "binary"
     if mode in SAMPLES:
         return "sampling"
     if mode in CARDS:

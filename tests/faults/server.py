@@ -8,7 +8,9 @@ whatever else is asked at once.
         server.spoil("positive_0.3", after=4, times=2)
 """
 
+import base64
 import copy
+import hashlib
 import json
 import socket
 import threading
@@ -19,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
@@ -28,6 +31,8 @@ from tests.faults import modes
 hide_cuda_packages()
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+SCORE_PATH, HEAD_PATH = "/v1/prime_composer/score", "/v1/prime_composer/head"
 
 
 class BadRequest(Exception):
@@ -141,6 +146,55 @@ class RightAnswers:
                 }
             )
         return rows
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the scoring plugin says of the model."""
+        return {
+            "model": str(self.path),
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.model.config.hidden_size,
+            "max_model_len": self.max_model_len,
+            "dtype": "float32",
+            "kinds": ["sampled", "top_k", "given", "hidden"],
+            "vllm": "0.32.0",
+        }
+
+    @torch.no_grad()
+    def arrays(self, question: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
+        """Return one sequence of the scoring plugin's answer."""
+        tokens, start = self.token_ids(one["token_ids"]), one["start"]
+        if not 1 <= start < len(tokens):
+            raise BadRequest(f"start = {start} of {len(tokens)} tokens")
+        answer = self.model(input_ids=torch.tensor([tokens]), output_hidden_states=True)
+        logits = answer.logits[0, :-1].float()
+        logprobs = torch.log_softmax(logits / self.temperature, dim=-1)[start - 1 :]
+        best = logprobs.topk(question["k"], dim=-1)
+        own = logprobs.gather(1, torch.tensor(tokens[start:])[:, None])[:, 0]
+        chosen = np.frombuffer(base64.b64decode(one.get("given", "")), "<i4").reshape(len(own), -1)
+        found = {
+            "sampled": {"sampled": own},
+            "top_k": {"top_ids": best.indices.int(), "top_logprobs": best.values},
+            "given": {"given": logprobs.gather(1, torch.from_numpy(chosen.astype(np.int64)))},
+            "hidden": {"hidden": answer.hidden_states[-1][0, start - 1 : -1]},
+        }
+        fields, data = [], b""
+        for kind in question["kinds"]:
+            for name, array in found[kind].items():
+                dtype = "int32" if array.dtype == torch.int32 else "float32"
+                fields.append([name, dtype, 0 if array.ndim == 1 else array.shape[1]])
+                data += array.contiguous().numpy().tobytes()
+        return {"n": len(own), "fields": fields, "data": data}
+
+    def head(self, first: int, last: int) -> dict[str, Any]:
+        """Return the scoring plugin's answer about the output head."""
+        weight = self.model.lm_head.weight.detach().numpy()
+        if first < last:
+            data = weight[first:last].tobytes()
+            fields = [["weight", "float32", weight.shape[1]]]
+            return {"rows": {"n": last - first, "fields": fields, "data": data}}
+        facts = {"rows": weight.shape[0], "columns": weight.shape[1], "dtype": "float32"}
+        facts |= {"sha256": hashlib.sha256(weight.tobytes()).hexdigest(), "scale": 1.0}
+        return {"facts": facts | {"softcap": None, "bias": False, "computed_in": "float32"}}
 
     @torch.no_grad()
     def choice(self, prompt: list[int], body: dict[str, Any], index: int, seed: int) -> Any:
@@ -258,6 +312,7 @@ class SpoilingServer:
         processed: whether log mu is after temperature and top_p.
         dev_mode: whether weights can be reloaded.
         can_tokenize: whether ``/tokenize`` and ``/detokenize`` exist.
+        plugin: whether it has the scoring plugin.
         other: a checkpoint of the same vocabulary, for the modes ``modes.MODELS``.
 
     Attributes:
@@ -280,6 +335,7 @@ class SpoilingServer:
         processed: bool = True,
         dev_mode: bool = True,
         can_tokenize: bool = True,
+        plugin: bool = False,
         other: str | Path | None = None,
     ):
         self._settings = (max_logprobs, max_model_len, processed)
@@ -288,6 +344,7 @@ class SpoilingServer:
         self.api_key = api_key
         self.dev_mode = dev_mode
         self.can_tokenize = can_tokenize
+        self.plugin = plugin
         self.port = 0
         self.requests: Counter[str] = Counter()
         self.spoiled: Counter[str] = Counter()
@@ -410,7 +467,10 @@ class SpoilingServer:
             return answer
         if claimed is not None:
             answer = self._spoiled(answer, claimed)
-        return Reply(modes.encode(answer), play=mode if mode in modes.CONNECTIONS else "")
+        content = (modes.pack if path in (SCORE_PATH, HEAD_PATH) else modes.encode)(answer)
+        if mode in modes.PACKED_BODIES:
+            content = modes.PACKED_BODIES[mode](content)
+        return Reply(content, play=mode if mode in modes.CONNECTIONS else "")
 
     def _spoiled(self, answer: Any, claimed: Spoiling) -> Any:
         mode, answer = claimed.mode, copy.deepcopy(answer)
@@ -423,7 +483,7 @@ class SpoilingServer:
             for t in range(1, len(rows)) if row is None else [row]:
                 rows[t] = modes.ROWS[mode](rows[t], next(iter(rows[t])), self._right.vocab_size)
             return answer
-        for table in (modes.ANSWERS, modes.CHOICES, modes.SAMPLES, modes.CARDS):
+        for table in (modes.ANSWERS, modes.CHOICES, modes.SAMPLES, modes.CARDS, modes.PACKED):
             if mode in table:
                 return table[mode](answer)
         if mode == "stale":
@@ -444,6 +504,11 @@ class SpoilingServer:
                 return self._completion(body, body.get("prompt"), body, mode)
             case "POST", "/inference/v1/generate":
                 return self._generation(body, mode)
+            case "POST", "/v1/prime_composer/score" if self.plugin:
+                return self._packed(body, mode)
+            case "POST", "/v1/prime_composer/head" if self.plugin:
+                greeting = {"plugin": "prime_composer", "version": 1}
+                return greeting | self._right.head(body["first"], body["last"])
             case "POST", "/tokenize" if self.can_tokenize:
                 tokens = self._right.token_ids(body["prompt"])
                 return {
@@ -518,7 +583,24 @@ class SpoilingServer:
             self._last_scores = copy.deepcopy(answer)
         return answer
 
+    def _packed(self, body: Any, mode: str) -> Any:
+        return {
+            "plugin": "prime_composer",
+            "version": 1,
+            "facts": self._right.facts(),
+            "sequences": [
+                self._ask_model(
+                    one["token_ids"], mode, lambda model, one=one: model.arrays(body, one)
+                )
+                for one in body["sequences"]
+            ],
+        }
+
     def _scores(self, tokens: list[int], k: int, mode: str) -> list[Any]:
+        return self._ask_model(tokens, mode, lambda model: model.rows(tokens, k))
+
+    def _ask_model(self, tokens: list[int], mode: str, ask: Callable[[RightAnswers], Any]) -> Any:
+        """Return an answer of the model, or of the one that a mode of ``modes.MODELS`` names."""
         model = self._right
         is_new = tuple(tokens) not in self._seen
         self._seen.add(tuple(tokens))
@@ -528,7 +610,7 @@ class SpoilingServer:
             assert self._other is not None, "SpoilingServer(other=...) is missing"
             model = self._other
         try:
-            return model.rows(tokens, k)
+            return ask(model)
         finally:
             model.temperature = 1.0
 
@@ -539,6 +621,10 @@ def road_of_request(path: str, body: Any) -> str | None:
         case "/v1/completions" | "/inference/v1/generate":
             sampling = (body or {}).get("sampling_params") or body or {}
             return "sampling" if sampling.get("prompt_logprobs") is None else "scoring"
+        case "/v1/prime_composer/score":
+            return "binary" if body.get("sequences") else None
+        case "/v1/prime_composer/head":
+            return "head"
         case "/v1/models":
             return "models"
         case "/collective_rpc":

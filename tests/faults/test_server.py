@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +34,7 @@ def server(shared: SpoilingServer) -> Iterator[SpoilingServer]:
     shared.drip_seconds = 0.0
     yield shared
     shared.heal()
+    shared.plugin = False
 
 
 def scoring(server: SpoilingServer, k: int = 8, **settings: Any) -> httpx.Response:
@@ -165,6 +168,41 @@ def test_spoiling_server_mode_spoils_scores(mode: str, server: SpoilingServer) -
     if isinstance(answer, dict):
         answer.pop("id", None)
     assert json.dumps(answer) != json.dumps(right) or mode == "duplicates"
+
+
+def binary(server: SpoilingServer, **settings: Any) -> httpx.Response:
+    """Ask the scoring plugin for scores of ``TOKENS`` from position 2 on."""
+    body = {"version": 1, "sequences": [{"token_ids": TOKENS, "start": 2}]}
+    body |= {"kinds": ["sampled", "top_k"], "k": 4}
+    return CLIENT.post(f"{server.url}/v1/prime_composer/score", json=body | settings)
+
+
+def test_spoiling_server_binary_scores_are_those_of_json(server: SpoilingServer) -> None:
+    """Own token, then the top K, in raw arrays; without the plugin the route is missing."""
+    assert binary(server).status_code == 404
+    server.plugin = True
+    answer = msgspec.msgpack.decode(binary(server).content)
+    (one,) = answer["sequences"]
+    rows = scoring(server, k=4).json()["choices"][0]["prompt_logprobs"][2:]
+    n = len(TOKENS) - 2
+    assert one["n"] == n and answer["facts"]["vocab_size"] == 131
+    numbers = np.frombuffer(one["data"], "<f4", n)
+    assert numbers.tolist() == [
+        row[str(t)]["logprob"] for row, t in zip(rows, TOKENS[2:], strict=True)
+    ]
+    ids = np.frombuffer(one["data"], "<i4", 4 * n, 4 * n).reshape(n, 4)
+    for row, best in zip(rows, ids.tolist(), strict=True):
+        assert [row[str(token)]["rank"] for token in best] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("mode", [*modes.PACKED, *modes.PACKED_BODIES, "tempered", "other_model"])
+def test_spoiling_server_mode_spoils_binary_scores(mode: str, server: SpoilingServer) -> None:
+    """Every mode of the binary road changes the bytes that a request gets."""
+    server.plugin = True
+    right = binary(server).content
+    server.spoil(mode, road="binary")
+    response = binary(server)
+    assert response.status_code == 200 and response.content != right
 
 
 @pytest.mark.parametrize("mode", modes.SAMPLES)

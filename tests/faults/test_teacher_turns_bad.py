@@ -44,6 +44,7 @@ class Rig:
             server.heal()
             server.before = lambda road: None
             server.swap(paths[name])
+            server.plugin = False
             server.stop()
             server.start()
 
@@ -189,6 +190,86 @@ def test_teacher_malformed_answers_end_the_run(mode: str, rig: Rig, tmp_path: Pa
         rig, lambda: rig.teacher.spoil(mode, road="scoring"), tmp_path / "run", goes_on=False
     )
     assert rig.teacher.url in message
+
+
+BINARY = [*modes.PACKED, *modes.PACKED_BODIES]
+
+
+@pytest.mark.parametrize("mode", some(("packed_nan", "packed_row_short"), BINARY))
+def test_teacher_wrong_binary_answers_end_the_run(mode: str, rig: Rig, tmp_path: Path) -> None:
+    """Every wrong answer of the scoring plugin ends the run untrained: server and sequence."""
+    rig.teacher.plugin = True
+    message = expect_stop(
+        rig, lambda: rig.teacher.spoil(mode), tmp_path / "run", goes_on=mode == "packed_nan"
+    )
+    assert rig.teacher.url in message
+    # Another model is the server's fault alone, and rows of another order are the canary's find.
+    others = ("packed_vocab_size", "packed_model", "packed_rows_swapped")
+    assert "sequence " in message or mode in others
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_teacher_one_wrong_binary_answer_ends_the_run(after: int, rig: Rig, tmp_path: Path) -> None:
+    """One wrong row in one of a step's answers is enough."""
+    rig.teacher.plugin = True
+    spoil = rig.teacher.spoil
+    expect_stop(rig, lambda: spoil("packed_nan", after, 1), tmp_path / "run", goes_on=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["status_503", "status_429_after", "drop", "cut"])
+def test_teacher_with_the_plugin_away_is_waited_for(mode: str, rig: Rig, tmp_path: Path) -> None:
+    """Two failures of the transient kind change nothing but time."""
+    rig.teacher.plugin = True
+    spoil = rig.teacher.spoil
+    expect_wait(rig, lambda: spoil(mode, 2, 2, road="binary"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("when", ["between", "within"])
+def test_teacher_restarted_without_the_plugin_goes_on_in_json(
+    when: str, rig: Rig, tmp_path: Path
+) -> None:
+    """Its JSON has the same numbers. The run says what that costs, once."""
+    rig.teacher.plugin = True
+    asked = []
+
+    def restart() -> None:
+        rig.teacher.stop()
+        rig.teacher.plugin = False
+        rig.teacher.start()
+
+    def restart_at_second(road: str) -> None:
+        asked.append(road)
+        if asked.count("binary") == 2 and road == "binary":
+            rig.teacher.before = lambda road: None
+            restart()
+
+    def turn() -> None:
+        if when == "between":
+            restart()
+        else:
+            rig.teacher.before = restart_at_second
+
+    display = expect_wait(rig, turn, tmp_path / "run")
+    lines = [text for text in display.texts if "scoring plugin" in text]
+    assert len(lines) == 1 and "lost its scoring plugin and answers in JSON" in lines[0]
+    assert rig.teacher.url in lines[0]
+
+
+def test_teacher_restarted_as_another_model_is_named(rig: Rig, tmp_path: Path) -> None:
+    """The plugin says which model it has, also where the numbers would look alike."""
+    rig.teacher.plugin = True
+
+    def restart() -> None:
+        rig.teacher.stop()
+        rig.teacher._right.facts = lambda: right | {"model": "/another"}  # type: ignore[method-assign]
+        rig.teacher.start()
+
+    right = rig.teacher._right.facts()
+    message = expect_stop(rig, restart, tmp_path / "run")
+    assert rig.teacher.url in message and "serves another model since the run began" in message
+    assert "and is /another" in message
 
 
 @pytest.mark.parametrize("mode", some(("other_model",), ["other_model", "tempered"]))

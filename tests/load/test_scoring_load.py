@@ -1,4 +1,7 @@
-"""Sixty-four clients of one vLLM server for a minute, a tenth of which hang up."""
+"""Sixty-four clients of one vLLM server for a minute, a tenth of which hang up.
+
+Once in JSON, and once through the scoring plugin.
+"""
 
 import json
 import os
@@ -15,9 +18,10 @@ import torch
 
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.vllm_server import ServerScorer
+from prime_composer.scoring.wire import SCORE_PATH, VERSION
 from tests.backends.conftest import VOCAB, make_model
 from tests.load.processes import Level, descriptors, memory, tree_of
-from tests.vllm_process import VllmProcess, save_tokenizer
+from tests.vllm_process import TeacherProcess, VllmProcess, save_tokenizer
 
 CLIENTS = 64
 DROPPING = 6
@@ -39,9 +43,11 @@ class Load:
     Args:
         model: the served model.
         seconds: how long clients ask.
+        plugin: whether the server has the scoring plugin.
     """
 
-    def __init__(self, model: Any, seconds: float):
+    def __init__(self, model: Any, seconds: float, plugin: bool):
+        self.plugin = plugin
         generator = random.Random(0)
         self.rollouts, self.expected = [], []
         for index in range(SEQUENCES):
@@ -84,6 +90,7 @@ class Load:
         generator = random.Random(seed)
         scorer = ServerScorer(url, concurrency=1)
         try:
+            assert (scorer.plugin() is not None) == self.plugin
             while time.monotonic() < self.end:
                 index, k = generator.randrange(SEQUENCES), generator.choice(KS)
                 (score,) = scorer.score([self.rollouts[index]], k)
@@ -94,23 +101,28 @@ class Load:
         finally:
             scorer.close()
 
+    def question(self, generator: random.Random, model: str) -> tuple[str, dict[str, Any]]:
+        """Return the path and body of a random question."""
+        rollout, k = generator.choice(self.rollouts), generator.choice(KS)
+        tokens = rollout.token_ids.tolist()
+        if not self.plugin:
+            body = {"model": model, "prompt": tokens, "prompt_logprobs": k, "max_tokens": 1}
+            return "/v1/completions", body
+        kinds = ["sampled", "top_k"] if k else ["sampled", "hidden"]
+        sequence = {"token_ids": tokens, "start": rollout.start}
+        return SCORE_PATH, {"version": VERSION, "kinds": kinds, "k": k, "sequences": [sequence]}
+
     def hang_up(self, url: str, model: str, seed: int) -> None:
         """Be a client that cuts its connection while it asks, waits or reads."""
         generator = random.Random(seed)
         address = urlsplit(url)
         while time.monotonic() < self.end:
-            rollout = generator.choice(self.rollouts)
-            body = json.dumps(
-                {
-                    "model": model,
-                    "prompt": rollout.token_ids.tolist(),
-                    "prompt_logprobs": generator.choice(KS),
-                    "max_tokens": 1,
-                }
-            )
+            path, body = self.question(generator, model)
+            content = json.dumps(body)
             request = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\n"
-                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+                f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+                f"{content}"
             ).encode()
             with socket.create_connection((address.hostname, address.port), 30) as connection:
                 cut = generator.choice((len(request) // 2, len(request)))
@@ -126,8 +138,9 @@ class Load:
                 self.drops += 1
 
 
+@pytest.mark.parametrize("process", [VllmProcess, TeacherProcess], ids=["json", "plugin"])
 def test_scoring_under_load_is_right_and_level(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    process: type[VllmProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No answer is wrong, and neither the server's memory nor ours grows after the warm-up."""
     model = make_model(tied=True, seed=0)
@@ -135,8 +148,8 @@ def test_scoring_under_load_is_right_and_level(
     model.save_pretrained(directory)
     save_tokenizer(directory, VOCAB)
     options = ("--dtype", "float32", "--max-model-len", 320, "--max-logprobs", max(KS))
-    with VllmProcess(directory, tmp_path / "server.log", *options) as server:
-        load = Load(model, SECONDS)
+    with process(directory, tmp_path / "server.log", *options) as server:
+        load = Load(model, SECONDS, plugin=process is TeacherProcess)
         threads = [
             threading.Thread(target=load.ask, args=(server.url, seed), daemon=True)
             for seed in range(CLIENTS - DROPPING)

@@ -1,6 +1,7 @@
 """The probe's numbers against independent computations, and what it says about misfits."""
 
 import contextlib
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from prime_composer.backends.hf_model import import_transformers, load_tokenizer
 from prime_composer.backends.protocols import Limits, TeacherScores
@@ -164,6 +166,7 @@ def test_tiny_recipe_passes_every_check(tiny_report):
     assert tiny_report.teachers["teacher"].same_prompts is True
     assert tiny_report.teachers["teacher"].facts.largest_k == VOCAB
     assert tiny_report.teachers["teacher"].head_bfloat16 is False
+    assert tiny_report.teachers["teacher"].plugin is None
     assert tiny_report.student.agreement.largest < 1e-5
 
 
@@ -421,6 +424,43 @@ def test_served_models_are_measured_and_get_no_weights(served):
     assert facts.agreement.largest < 1e-4 and facts.agreement.tokens > 0
     assert facts.facts.logprob_mode == "raw"
     assert report.student.facts.logprob_mode == "processed"
+
+
+def test_a_server_with_the_plugin_is_measured_both_ways(served):
+    """Its head is the checkpoint's, bit for bit; the recipe's K is scored in binary and in JSON."""
+    raw, _, teacher = served(plugin=True)
+    report = probed(raw)
+    plugin = report.teachers["teacher"].plugin
+    assert report.passed and (plugin.version, plugin.vllm) == (1, "0.32.0")
+    assert plugin.kinds == ["sampled", "top_k", "given", "hidden"] and plugin.falls_back == []
+    weights = load_file(Path(teacher.model) / "model.safetensors")
+    weight = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    assert (plugin.head.rows, plugin.head.columns) == weight.shape
+    assert plugin.head.dtype == plugin.head.computed_in == "float32"
+    assert plugin.head.sha256 == hashlib.sha256(weight.numpy().tobytes()).hexdigest()
+    (own,) = (entry for entry in report.teachers["teacher"].throughput if entry.column == "8")
+    assert plugin.column == "8" and plugin.tokens_per_second == own.tokens_per_second
+    assert plugin.json_tokens_per_second > 0
+    assert teacher.requests["/v1/prime_composer/score"] > 0
+    assert not any("JSON" in text for text in report.recommendations)
+
+
+def test_a_server_without_the_plugin_falls_back_to_json(served):
+    raw, _, _ = served()
+    plugin = probed(raw).teachers["teacher"].plugin
+    assert plugin.version is plugin.tokens_per_second is plugin.head is None
+    assert plugin.json_tokens_per_second > 0 and plugin.falls_back == ["every score"]
+
+
+def test_a_plugin_that_refuses_json_and_head_is_shown_with_reasons(served):
+    """vLLM's own limit on K is none of the plugin's."""
+    raw, _, teacher = served(plugin=True, max_logprobs=4)
+    teacher.spoil("status_400", road="head")
+    report = probed(raw).teachers["teacher"]
+    assert report.plugin.tokens_per_second > 0
+    assert report.plugin.json_tokens_per_second is report.plugin.head is None
+    assert "--max-logprobs" in report.unmeasured["JSON"]
+    assert "spoiled with status_400" in report.unmeasured["output head"]
 
 
 def test_a_server_of_other_weights_shows_in_the_agreement(served):

@@ -14,7 +14,7 @@ pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 import httpx  # noqa: E402
 from fastapi import FastAPI  # noqa: E402
 
-from prime_composer.scoring.endpoint import ScoringEndpoint  # noqa: E402
+from prime_composer.scoring.endpoint import Room, ScoringEndpoint  # noqa: E402
 from prime_composer.scoring.kinds import KINDS  # noqa: E402
 from prime_composer.scoring.wire import (  # noqa: E402
     HEAD_PATH,
@@ -33,6 +33,9 @@ CONFIG = SimpleNamespace(
 )  # fmt: skip
 
 
+ARGS = SimpleNamespace(model="m", served_model_name=None)
+
+
 class Engine:
     """Answers with the numbers of the rows, or as a test wants.
 
@@ -46,12 +49,13 @@ class Engine:
         self.vllm_config = SimpleNamespace(
             use_v2_model_runner=False,
             parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-            cache_config=SimpleNamespace(block_size=2),
+            cache_config=SimpleNamespace(block_size=2, kv_sharing_fast_prefill=False),
         )
         self.asked, self.aborted, self.gate, self.gap = [], 0, None, False
 
     async def generate(self, prompt, params, request_id):
         wish = Wish.of(params)
+        assert prompt["type"] == "token"
         tokens = prompt["prompt_token_ids"]
         self.asked.append((tokens, wish, params.skip_reading_prefix_cache))
         try:
@@ -90,7 +94,7 @@ def app(engine):
     plugin, app = ScoringEndpoint(), FastAPI()
     plugin.attach_router(app)
     app.state.engine_client = engine
-    asyncio.run(plugin.init_state(engine, app.state, None))
+    asyncio.run(plugin.init_state(engine, app.state, ARGS))
     return app
 
 
@@ -102,6 +106,15 @@ def post(app, body, path=SCORE_PATH):
             return await client.post(path, content=content)
 
     return asyncio.run(send())
+
+
+def scope_of(path):
+    """Return a request as the server hands it to the application."""
+    return {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": [],
+        "query_string": b"", "scheme": "http", "server": ("t", 80), "client": ("t", 1),
+        "root_path": "", "http_version": "1.1", "asgi": {"version": "3.0"},
+    }  # fmt: skip
 
 
 def question(*sequences, **changes):
@@ -144,6 +157,7 @@ BAD = {
     "no version": ({"sequences": []}, "version"),
     "unknown key": (question(GOOD, seed=1), "seed"),
     "no kind": (question(GOOD, kinds=[]), "kinds"),
+    "a kind twice": (question(GOOD, kinds=["sampled", "sampled"]), "each once"),
     "unknown kind": (question(GOOD, kinds=["samples"]), "'samples'"),
     "k without top_k": (question(GOOD, k=3), "k = 3"),
     "top_k without k": (question(GOOD, kinds=["top_k"]), "k = 0"),
@@ -179,9 +193,12 @@ def test_wrong_question_is_400_and_never_reaches_the_engine(app, engine, name):
 
 def test_answer_too_large_is_refused_before_it_is_made(app, engine, monkeypatch):
     monkeypatch.setattr("prime_composer.scoring.endpoint.MOST_BYTES", 300)
-    assert post(app, question(GOOD)).status_code == 200
-    answer = post(app, question(*[([1] * 9, 1, {})] * 4))
-    assert answer.status_code == 400 and "fewer sequences" in answer.text
+    four = [([1] * 9, 1, {})] * 4  # 8 rows each
+    assert post(app, question(*four)).status_code == 200
+    for wish, size in ({"kinds": ["top_k"], "k": 1}, 384), ({"kinds": ["hidden"]}, 1152):
+        answer = post(app, question(*four, **wish))
+        assert answer.status_code == 400
+        assert f"{size:,} bytes, and at most 300 are answered at once" in answer.text
     answer = post(app, {"version": VERSION, "first": 0, "last": 100}, HEAD_PATH)
     assert answer.status_code == 400 and "ask in pieces" in answer.text
 
@@ -207,24 +224,66 @@ def test_prompt_shorter_than_a_block_does_not_ask_the_cache(app, engine):
     assert [skipped for *_, skipped in engine.asked] == [True, True]
 
 
+def test_question_for_an_adapter_is_not_found(app, engine):
+    """vLLM's JSON knows adapters; the plugin would answer with the model without it."""
+    assert post(app, question(GOOD, model="m")).status_code == 200
+    for sequences in ((), (GOOD,)):
+        answer = post(app, question(*sequences, model="an-adapter"))
+        assert answer.status_code == 404 and "answers for m alone" in answer.text
+    args = SimpleNamespace(model="m", served_model_name=["first", "second"])
+    asyncio.run(ScoringEndpoint().init_state(engine, app.state, args))
+    assert post(app, question(model="second")).status_code == 200
+    assert post(app, question(model="m")).status_code == 404
+
+
+def test_reason_of_the_worker_is_answered_and_not_asked_again(app, engine):
+    async def generate(prompt, params, request_id):
+        progress = Progress(Wish.of(params), 0, 2, error="OutOfMemoryError: 3 GiB")
+        yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), None)])
+
+    engine.generate = generate
+    answer = post(app, question(GOOD))
+    assert answer.status_code == 501 and "OutOfMemoryError: 3 GiB" in answer.text
+
+
+@pytest.mark.parametrize("path", [SCORE_PATH, HEAD_PATH])
+def test_client_that_hangs_up_while_it_asks_is_no_error(app, path):
+    sent = []
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(app(scope_of(path), receive, send))
+    assert sent[0]["status"] == 499
+
+
 def test_engine_without_the_plugin_is_named(app, engine):
     async def generate(prompt, params, request_id):
         yield SimpleNamespace(prompt_logprobs=[(torch.zeros(2, 1), torch.zeros(2, 1), None)])
 
     engine.generate = generate
     answer = post(app, question(GOOD))
-    assert answer.status_code == 500 and "VLLM_USE_V2_MODEL_RUNNER=0" in answer.text
+    # A client asks again after a 500, and waits for a server that comes back.
+    assert answer.status_code == 501 and "VLLM_USE_V2_MODEL_RUNNER=0" in answer.text
 
 
-@pytest.mark.parametrize("what", ["runner", "stages"])
-def test_engine_that_cannot_answer_is_refused_at_its_start(engine, what):
-    if what == "runner":
-        engine.vllm_config.use_v2_model_runner = True
-    else:
-        engine.vllm_config.parallel_config.pipeline_parallel_size = 2
-    words = {"runner": "VLLM_USE_V2_MODEL_RUNNER=0", "stages": "--pipeline-parallel-size 1"}
-    with pytest.raises(ValueError, match=words[what]):
-        asyncio.run(ScoringEndpoint().init_state(engine, SimpleNamespace(), None))
+@pytest.mark.parametrize(
+    ("part", "setting", "value", "words"),
+    [
+        ("", "use_v2_model_runner", True, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("parallel_config", "pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
+        ("cache_config", "kv_sharing_fast_prefill", True, "--kv-sharing-fast-prefill"),
+    ],
+)
+def test_engine_that_cannot_answer_is_refused_at_its_start(engine, part, setting, value, words):
+    """With the last one, vLLM's worker would end at the first request."""
+    config = engine.vllm_config
+    setattr(getattr(config, part) if part else config, setting, value)
+    with pytest.raises(ValueError, match=words):
+        asyncio.run(ScoringEndpoint().init_state(engine, SimpleNamespace(), ARGS))
 
 
 def test_work_of_a_client_that_hung_up_is_aborted(app, engine):
@@ -244,12 +303,7 @@ def test_work_of_a_client_that_hung_up_is_aborted(app, engine):
         async def send(message):
             """Nobody listens."""
 
-        scope = {
-            "type": "http", "method": "POST", "path": SCORE_PATH, "raw_path": SCORE_PATH.encode(),
-            "headers": [], "query_string": b"", "scheme": "http", "server": ("t", 80),
-            "client": ("t", 1), "root_path": "", "http_version": "1.1", "asgi": {"version": "3.0"},
-        }  # fmt: skip
-        task = asyncio.ensure_future(app(scope, receive, send))
+        task = asyncio.ensure_future(app(scope_of(SCORE_PATH), receive, send))
         while len(engine.asked) < 2:
             await asyncio.sleep(0.01)
         gone.set()
@@ -257,6 +311,33 @@ def test_work_of_a_client_that_hung_up_is_aborted(app, engine):
 
     asyncio.run(scenario())
     assert engine.aborted == 2
+
+
+def test_answers_beyond_the_room_wait_for_their_turn(app, engine):
+    """Room for two of these; the third one waits in order, and one that hangs up takes none."""
+    app.state.prime_composer_room = Room(16)
+    bodies = [question(([5, 6, 7], 1, {})) for _ in range(4)]  # 8 bytes each
+
+    async def scenario():
+        engine.gate = asyncio.Event()
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+            posts = [
+                asyncio.ensure_future(client.post(SCORE_PATH, content=msgspec.json.encode(body)))
+                for body in bodies
+            ]
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert len(engine.asked) == 2
+            posts[2].cancel()
+            await asyncio.sleep(0)
+            engine.gate.set()
+            answers = await asyncio.gather(posts[0], posts[1], posts[3])
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert len(engine.asked) == 3
+
+    asyncio.run(scenario())
+    assert app.state.prime_composer_room._free == 16
 
 
 def test_one_failing_sequence_cancels_the_others(app, engine):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prime_composer.scoring import worker
-from prime_composer.scoring.kinds import KINDS, Rows, largest
+from prime_composer.scoring.kinds import KINDS, HeadFailed, Rows, largest
 from prime_composer.scoring.worker import Progress, Wish, answer_prompts, read_payload
 
 V, D = 300, 16
@@ -166,6 +166,37 @@ def test_rows_in_a_prefix_cache_are_noticed(weight):
         if not is_whole:
             with pytest.raises(ValueError, match="left rows"):
                 read_payload(*progress.payload(), len(tokens) - start)
+
+
+def test_kind_that_fails_costs_its_own_requests_alone(weight, monkeypatch):
+    """The other requests of the batch get their rows, and the engine goes on."""
+    calls = []
+
+    def failing(rows):
+        calls.append(rows.logits)
+        raise torch.OutOfMemoryError("3 GiB")
+
+    monkeypatch.setitem(KINDS, "top_k", failing)
+    monkeypatch.setitem(worker.BLOCK_BYTES, "cpu", 1)
+    tokens = list(range(10))
+    wishes = {"r": Wish(2, ("top_k",), 4), "s": Wish(2, ("sampled",))}
+    runner = Runner(weight, {name: (tokens, wish) for name, wish in wishes.items()})
+    done = runner.step({"r": 10, "s": 10})
+    check(done["s"], weight, tokens, wishes["s"])
+    with pytest.raises(ValueError, match="OutOfMemoryError: 3 GiB"):
+        read_payload(*done["r"].payload(), 8)
+    # All workers run the head together, so that it runs for every block.
+    assert len(calls) == 8
+
+
+def test_head_that_fails_is_vllms_own_error(weight):
+    def head(hidden):
+        raise RuntimeError("a worker is gone")
+
+    runner = Runner(weight, {"r": ([1, 2, 3], Wish(1, ("sampled",)))})
+    runner.model.compute_logits = head
+    with pytest.raises(HeadFailed):
+        runner.step({"r": 3})
 
 
 def test_answer_of_another_runner_is_named():

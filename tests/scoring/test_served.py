@@ -6,7 +6,6 @@ The model's prompts are prefilled in pieces of 192 tokens. One server, 40 s to s
 import http.client
 import json
 import os
-import sys
 import time
 from urllib.parse import urlsplit
 
@@ -20,20 +19,12 @@ from prime_composer.backends.http import Connection, Refused
 from prime_composer.backends.vllm_server import ServerScorer
 from prime_composer.scoring.wire import HEAD_PATH, SCORE_PATH, VERSION, Question, SequenceToAnswer
 from tests.backends.conftest import VOCAB, make_model
-from tests.vllm_process import VllmProcess, save_tokenizer
+from tests.vllm_process import TeacherProcess, save_tokenizer
 
 pytestmark = pytest.mark.vllm
 
 KEY = "a-key"
 LENGTHS = (2, 3, 17, 128, 129, 191, 192, 193, 300, 400, 511)
-
-
-class Teacher(VllmProcess):
-    """The server of ``prime-rl teacher``."""
-
-    def command(self, options):
-        words = ["--model", self.directory, "--port", self.port, "--", *options]
-        return [sys.executable, "-m", "prime_composer.cli", "teacher", *map(str, words)]
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +37,9 @@ def server(model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("teacher")
     model.save_pretrained(directory)
     save_tokenizer(directory, VOCAB)
-    options = ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", 64 * 2**20]
-    options += ["--enable-chunked-prefill", "--max-num-batched-tokens", 192]
+    options = ["--dtype", "float32", "--enable-chunked-prefill", "--max-num-batched-tokens", 192]
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with Teacher(directory, log, *options, VLLM_API_KEY=KEY) as process:
+    with TeacherProcess(directory, log, *options, VLLM_API_KEY=KEY) as process:
         yield process
 
 
@@ -104,22 +94,19 @@ def test_scores_equal_torchs_own_forward(scorer, rollouts, exact, k):
         torch.testing.assert_close(logprobs.topk(k).values, found, atol=1e-4, rtol=0)
 
 
-def test_scores_equal_vllms_json(server, scorer, rollouts, monkeypatch):
-    plain = ServerScorer(server.url, api_key=KEY)
-    monkeypatch.setattr(plain, "_binary_client", lambda: None)
+def test_scores_equal_vllms_json(scorer, rollouts):
     for k in (1, 32):
-        pairs = zip(scorer.score(rollouts, k), plain.score(rollouts, k), strict=True)
-        for binary, json_scores in pairs:
+        answers = (scorer.score(rollouts, k, binary=binary) for binary in (True, False))
+        for packed, plain in zip(*answers, strict=True):
             for name in ("ref_logprobs", "teacher_logprobs"):
                 torch.testing.assert_close(
-                    getattr(binary, name), getattr(json_scores, name), atol=1e-5, rtol=0
+                    getattr(packed, name), getattr(plain, name), atol=1e-5, rtol=0
                 )
-    plain.close()
 
 
 def ask(scorer, method, *arguments):
     """Call a method of the plugin's client for numbered arguments, many at once."""
-    client = scorer._binary_client()
+    client = scorer.plugin()
     return scorer._connection.map(
         lambda one: getattr(client, method)(*one), list(zip(*arguments, strict=True))
     )
@@ -143,7 +130,7 @@ def test_given_ids_get_their_log_probs(scorer, rollouts, exact):
 
 def test_hidden_states_and_head_give_the_same_log_probs(scorer, rollouts, exact, model, tmp_path):
     """The head comes in pieces and is kept under its hash; the second time nothing is sent."""
-    client = scorer._binary_client()
+    client = scorer.plugin()
     head = client.head(tmp_path)
     assert torch.equal(head.weight, model.lm_head.weight) and head.bias is None
     assert (head.facts.dtype, head.facts.scale, head.facts.softcap) == ("float32", 1.0, None)
@@ -212,16 +199,17 @@ def test_mark_in_a_plain_request_is_no_mark(server):
     connection.close()
 
 
-def running(server):
-    """Return the number of requests in the engine, from the server's own metrics."""
+def metric(server, *names):
+    """Return the sum of the server's own metrics whose lines begin so."""
     connection = Connection(server.url, section="[teacher]", api_key=KEY)
     text = connection.run(connection.request("GET", "/metrics")).decode()
     connection.close()
-    return sum(
-        float(line.split()[-1])
-        for line in text.splitlines()
-        if line.startswith(("vllm:num_requests_running", "vllm:num_requests_waiting{"))
-    )
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(names))
+
+
+def running(server):
+    """Return the number of requests in the engine."""
+    return metric(server, "vllm:num_requests_running", "vllm:num_requests_waiting{")
 
 
 def test_work_of_a_client_that_hung_up_ends(server, scorer, rollouts):
@@ -239,6 +227,27 @@ def test_work_of_a_client_that_hung_up_ends(server, scorer, rollouts):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert len(scorer.score(rollouts[:1], 4)) == 1
+
+
+@pytest.mark.slow
+def test_preempted_prefills_are_answered_whole(server, rollouts, exact, model, tmp_path):
+    """A cache of 8 blocks is too small for the prompts that are prefilled at once, 64 tokens each.
+
+    The scheduler throws their blocks away in the middle, and computes them again.
+    """
+    options = ["--dtype", "float32", "--enable-chunked-prefill", "--max-num-batched-tokens", 512]
+    options += ["--long-prefill-token-threshold", 64, "--num-gpu-blocks-override", 8]
+    options.append("--no-scheduler-reserve-full-isl")
+    log = tmp_path / "server.log"
+    with TeacherProcess(server.directory, log, *options, VLLM_API_KEY=KEY) as small:
+        scorer = ServerScorer(small.url, api_key=KEY)
+        test_scores_equal_torchs_own_forward(scorer, rollouts * 2, exact * 2, 8)
+        test_given_ids_get_their_log_probs(scorer, rollouts, exact)
+        test_hidden_states_and_head_give_the_same_log_probs(
+            scorer, rollouts, exact, model, tmp_path / "heads"
+        )
+        scorer.close()
+        assert metric(small, "vllm:num_preemptions_total") > 0
 
 
 def test_start_prints_what_to_type_by_hand(server):

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+import subprocess
 import tomllib
 from dataclasses import replace
 
@@ -23,7 +25,7 @@ from prime_composer.upstream.export.toml import to_toml
 from prime_composer.upstream.settings import AdapterSettings, parse_loss_table
 from prime_composer.upstream.toml_shapes import HEADER
 from prime_composer.upstream.versions import VERSIONS
-from tests.prime_rl_checkout import REPO
+from tests.prime_rl_checkout import NO_CHECKOUT, REPO
 from tests.upstream.export_recipes import (
     ALL_RECIPES,
     TWO,
@@ -299,6 +301,34 @@ def test_head_has_the_command_of_a_teachers_server():
     text = export_recipe(recipe(loss={"k": 64}, teacher=teacher), "head").text()
     gateway = "#     a/teacher at https://teachers.example.com/v1, with max_logprobs = 64"
     assert gateway in text and "inference --" not in text
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_head_has_the_commands_of_a_faster_server(version):
+    """v0.6 and v0.7 pin a vLLM without endpoint plugins: the server gets its own environment."""
+    head = export_recipe(recipe(loss={"k": 64}), version).head
+    command = "prime-rl teacher --model a/teacher --port 8001 --host 0.0.0.0"
+    if version not in ("v0.6", "v0.7"):
+        assert f"    {command}" in head and not any("venv" in line for line in head)
+        return
+    first = head.index("    python3 -m venv teacher")
+    assert head[first + 1 : first + 3] == [
+        "    teacher/bin/pip install 'vllm>=0.26,<0.33' 'prime-composer[engine]'",
+        f"    teacher/bin/{command}",
+    ]
+    pin = {"v0.6": "0.22", "v0.7": "0.24"}[version]
+    assert any(f"prime-rl {version} pins vLLM {pin}," in line for line in head)
+
+
+def test_versions_without_plugins_pin_an_older_vllm(checkout):
+    """prime-rl's own lock files say so; vLLM 0.26 is the first with endpoint plugins."""
+    if checkout is None:
+        pytest.skip(NO_CHECKOUT)
+    for version in VERSIONS.values():
+        command = ["git", "-C", str(checkout), "show", f"{version.commit}:uv.lock"]
+        lock = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        (minor,) = set(re.findall(r'^name = "vllm"\nversion = "0\.(\d+)', lock, re.MULTILINE))
+        assert version.vllm_without_plugins == (f"0.{minor}" if int(minor) < 26 else None)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

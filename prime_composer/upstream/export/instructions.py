@@ -19,6 +19,12 @@ SLURM = (
 )
 """Read in templates/*.sbatch.j2 of all versions. `uv run`, which starts processes, is harmless."""
 
+TEACHERS_ENVIRONMENT = (
+    "    python3 -m venv teacher",
+    "    teacher/bin/pip install 'vllm>=0.26,<0.33' 'prime-composer[engine]'",
+)
+"""Makes an environment whose vLLM takes the scoring plugin."""
+
 FLOAT32_HEAD = """--hf-overrides '{"head_dtype": "float32"}'"""
 """vLLM's option that computes logits in float32."""
 
@@ -70,10 +76,16 @@ def servers(plan: Plan) -> list[str]:
         lines.append(f"    inference {version.model_option} {name} --server.port {port}{also}")
         if k:
             faster.append(f"    prime-rl teacher --model {name} --port {port} --host 0.0.0.0")
-    if faster:
+    if faster and version.vllm_without_plugins:
         lines += [
-            "Several times faster, in an environment of prime_composer with vLLM 0.26 to 0.32:"
+            "Several times faster with prime_composer's plugin for vLLM 0.26 to 0.32. prime-rl "
+            f"{version.name} pins vLLM {version.vllm_without_plugins},",
+            "so that this server needs an environment of its own:",
+            *TEACHERS_ENVIRONMENT,
         ]
+        faster = [line.replace("    prime-rl", "    teacher/bin/prime-rl") for line in faster]
+    elif faster:
+        lines += ["Several times faster, with prime_composer's plugin in the same environment:"]
     return [*lines, *faster, *logits_dtype(plan)]
 
 

@@ -31,6 +31,7 @@ from prime_composer.scoring.wire import (
     decode_answer,
     unpack_arrays,
 )
+from prime_composer.upstream.log import log
 
 IN_FLIGHT = 32
 """Most requests of this process between being sent and being parsed.
@@ -44,6 +45,11 @@ that servers do not run idle.
 
 ABSENT = (400, 404, 405, 422, 501)
 """Statuses of a server that does not know the plugin's route."""
+
+WITHOUT_PLUGIN = (
+    "and answers in JSON, which is several times slower for K of 8 and more; `prime-rl teacher` "
+    "starts a server with it"
+)
 
 ASKED_EVERY = 256
 """Requests to a teacher between two questions whose answer is known."""
@@ -133,8 +139,9 @@ def parse_binary(
     asked, n = asked_for(k), len(token_ids) - 1
     try:
         answer: Answer = decode_answer(content, Answer)
-        if answer.facts != facts:
-            raise WireError(f"{answer.facts}, where {facts} answered before")
+        change = facts.change(answer.facts)
+        if change:
+            raise WireError(f"it is another model's: {change}")
         if len(answer.sequences) != 1:
             raise WireError(f"{len(answer.sequences)} sequences, where 1 was expected")
         arrays = unpack_arrays(answer.sequences[0], n)
@@ -294,14 +301,18 @@ class Requests:
     async def _ask_plugin(
         self, client: Any, base: str, origin: str, model: str, token_ids: Sequence[int], k: int
     ) -> tuple[Scores, bool] | None:
-        """Return what ``_ask`` returns; None where the server has no scoring plugin.
+        """Return what ``_ask`` returns; None where the server has no scoring plugin, or lost it.
 
-        A server that was away is asked anew whether it has one.
+        JSON has the same numbers, so a server that was started again without the plugin is asked
+        for JSON from then on.
         """
         key = (base, model)
         question = {"version": VERSION, "sequences": [], "model": model}
         if key not in self._plugins:
-            self._plugins[key] = await discover(client, base, origin, question)
+            found = await discover(client, base, origin, question)
+            if found is None and key not in self._plugins:  # the first one to know
+                log(f"{origin} has no scoring plugin {WITHOUT_PLUGIN}")
+            self._plugins.setdefault(key, found)
         facts = self._plugins[key]
         if facts is None:
             return None
@@ -316,11 +327,10 @@ class Requests:
         except Exception as error:
             if getattr(error, "status_code", None) not in (404, 405):
                 raise
-            del self._plugins[key]
-            raise InvalidAnswer(
-                f"{origin} lost its scoring plugin since the run began: it was started again "
-                "without VLLM_PLUGINS=prime_composer. Start it as it was."
-            ) from error
+            if self._plugins[key] is not None:  # the first one to see it
+                self._plugins[key] = None
+                log(f"{origin} lost its scoring plugin {WITHOUT_PLUGIN}")
+            return None
         scores = await asyncio.get_running_loop().run_in_executor(
             self._thread, parse_binary, token_ids, content, k, origin, facts
         )

@@ -1,0 +1,73 @@
+"""Runs against a real `prime-rl teacher` that is killed, and started again in several ways.
+
+Each start of a server takes half a minute. ``tests/faults`` has the same without vLLM.
+"""
+
+import contextlib
+import shutil
+
+import pytest
+
+from prime_composer.local.train import RunStopped
+from tests.local.helpers import run, tiny_models
+from tests.local.killed_teacher import KILLED_AFTER, KillAt, expect_wait_for_killed, recipe_of
+from tests.vllm_process import TeacherProcess, VllmProcess
+
+pytestmark = pytest.mark.vllm
+
+OPTIONS = ("--dtype", "float32", "--max-model-len", 256)
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_recipe):
+    return tiny_models(tiny_recipe())["teacher"]
+
+
+@pytest.fixture(scope="module")
+def server(teacher, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with TeacherProcess(teacher, log, *OPTIONS) as process:
+        yield process
+
+
+def test_run_waits_for_a_killed_prime_rl_teacher(server, tiny_recipe, tmp_path):
+    """It is back half a minute later with its plugin, and nothing falls back to JSON."""
+    texts = expect_wait_for_killed(server, tiny_recipe, tmp_path)
+    assert not any("JSON" in text for text in texts), texts
+
+
+def test_prime_rl_teacher_killed_for_good_ends_the_run(server, tiny_recipe, tmp_path):
+    """The message names the server and the newest checkpoint."""
+    raw = recipe_of(server, tiny_recipe, wait=3.0)
+    with pytest.raises(RunStopped) as stopped:
+        run(raw, tmp_path / "run", KillAt(server, then=lambda: None))
+    message = str(stopped.value)
+    assert server.url in message and "was away for 3 s" in message and "--resume" in message
+    assert stopped.value.checkpoint.step == KILLED_AFTER
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("back", ["without the plugin", "with another model"])
+def test_prime_rl_teacher_that_comes_back_otherwise(back, teacher, tiny_recipe, tmp_path):
+    """Without the plugin the run goes on in JSON; with another model it ends."""
+    other = tmp_path / "other"
+    shutil.copytree(tiny_models(tiny_recipe())["student"], other)
+    log = tmp_path / "server.log"
+    with TeacherProcess(teacher, log, *OPTIONS) as server, contextlib.ExitStack() as stack:
+
+        def come_back():
+            name = ("--served-model-name", teacher)
+            make, model = (TeacherProcess, other) if "model" in back else (VllmProcess, teacher)
+            again = make(model, log, *OPTIONS, *name, "--max-logprobs", 64, port=server.port)
+            stack.callback(again.stop)
+
+        display = KillAt(server, then=come_back)
+        raw = recipe_of(server, tiny_recipe)
+        if "model" in back:
+            with pytest.raises(RunStopped, match="serves another model since the run began"):
+                run(raw, tmp_path / "run", display)
+            return
+        run(raw, tmp_path / "run", display)
+    assert display.steps == [1, 2, 3, 4]
+    (line,) = {text for text in display.texts if "scoring plugin" in text}
+    assert "lost its scoring plugin and answers in JSON" in line and server.url in line
