@@ -40,6 +40,7 @@ from prime_composer.scoring.wire import (
     WireError,
     decode_answer,
     encode_ids,
+    row_digests,
     unpack_arrays,
 )
 
@@ -50,6 +51,9 @@ MOST_HEAD_ENTRIES = 2**33
 """More than any model has."""
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+INTEGERS = {2: torch.int16, 4: torch.int32}
+"""Integers of the bytes per entry; NumPy has no bfloat16."""
 
 
 class PluginGone(ServerError):
@@ -72,11 +76,13 @@ class OutputHead:
 
     @property
     def sha256(self) -> str:
-        """Of weight and bias, in hexadecimal digits."""
-        digest = hashlib.sha256(self.weight.view(torch.uint8).numpy().data)
-        if self.bias is not None:
-            digest.update(self.bias.view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        """Of the rows' own digests, in hexadecimal digits."""
+        weight, bias = (
+            None if tensor is None else tensor.view(INTEGERS[tensor.dtype.itemsize]).numpy()
+            for tensor in (self.weight, self.bias)
+        )
+        assert weight is not None
+        return hashlib.sha256(row_digests(weight, bias)).hexdigest()
 
     def logits(self, hidden: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
         """Return the logits of hidden states, in the dtype that the server computes in."""

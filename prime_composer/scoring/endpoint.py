@@ -226,13 +226,12 @@ async def head(request: Request) -> Response:
 def joined(parts: list[dict[str, Any]]) -> HeadFacts:
     """Return the facts of a head of which each worker has some rows."""
     parts = sorted(parts, key=lambda part: part["first"])
-    digests = [part["sha256"] for part in parts]
     one = parts[0]
     return HeadFacts(
         rows=sum(part["rows"] for part in parts),
         columns=one["columns"],
         dtype=one["dtype"],
-        sha256=digests[0] if len(digests) == 1 else sha256("".join(digests).encode()).hexdigest(),
+        sha256=sha256(b"".join(part["digests"] for part in parts)).hexdigest(),
         scale=one["scale"],
         softcap=one["softcap"],
         bias=one["bias"],

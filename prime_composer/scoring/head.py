@@ -5,12 +5,13 @@ what it passes to vLLM's ``LogitsProcessor`` is noted. So a tied head, a head of
 bias are found in every architecture. With tensor parallelism each worker has a part of the rows.
 """
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from prime_composer.scoring.wire import row_digests
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -105,17 +106,17 @@ def read_head(worker: Any, first: int, last: int) -> dict[str, Any]:
     except Exception as error:  # of whatever a model of vLLM may be; its engine goes on
         return {"error": str(error) or type(error).__name__}
     if first == last:
-        digest = hashlib.sha256()
-        for piece in head.weight.split(HASHED_ROWS):
-            digest.update(bytes_of(piece))
-        if head.bias is not None:
-            digest.update(bytes_of(head.bias.to(head.weight.dtype)))
+        digests = []
+        for begin in range(0, len(head.weight), HASHED_ROWS):
+            rows = slice(begin, begin + HASHED_ROWS)
+            bias = None if head.bias is None else bits_of(head.bias[rows].to(head.weight.dtype))
+            digests.append(row_digests(bits_of(head.weight[rows]), bias))
         return {
             "first": head.first,
             "rows": len(head.weight),
             "columns": head.weight.shape[1],
             "dtype": DTYPE_NAMES[head.weight.dtype],
-            "sha256": digest.hexdigest(),
+            "digests": b"".join(digests),
             "scale": head.scale,
             "softcap": head.softcap,
             "bias": head.bias is not None,
@@ -125,11 +126,14 @@ def read_head(worker: Any, first: int, last: int) -> dict[str, Any]:
     return {
         "first": max(first, head.first),
         "dtype": DTYPE_NAMES[head.weight.dtype],
-        "weight": bytes_of(head.weight[rows]),
-        "bias": b"" if head.bias is None else bytes_of(head.bias[rows].to(head.weight.dtype)),
+        "weight": bits_of(head.weight[rows]).tobytes(),
+        "bias": b""
+        if head.bias is None
+        else bits_of(head.bias[rows].to(head.weight.dtype)).tobytes(),
     }
 
 
-def bytes_of(tensor: Tensor) -> Any:
-    """Return a tensor's bytes, row after row."""
-    return tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
+def bits_of(tensor: Tensor) -> Any:
+    """Return a tensor on the CPU in NumPy, [n] or [n, columns], as integers of the same width."""
+    integers = torch.int32 if tensor.dtype == torch.float32 else torch.int16
+    return tensor.contiguous().cpu().view(integers).numpy()

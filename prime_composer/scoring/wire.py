@@ -10,6 +10,7 @@ given ids and 2 d for hidden states in bfloat16.
 import base64
 import binascii
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Annotated, Any
 
 import msgspec
@@ -178,7 +179,7 @@ class HeadFacts(msgspec.Struct):
         rows: entries of the vocabulary.
         columns: size of the hidden states.
         dtype: of the weights.
-        sha256: of weights and bias, in hexadecimal digits.
+        sha256: of the rows' own digests (``row_digests``), in hexadecimal digits.
         scale: factor after the cap.
         softcap: cap of the logits; None for none.
         bias: whether the head has one.
@@ -237,6 +238,23 @@ def decode_answer(content: bytes, kind: type[Any]) -> Any:
         return msgspec.msgpack.decode(content, type=kind)
     except (ValueError, RecursionError) as error:
         raise WireError(f"a damaged answer of the plugin: {error}") from None
+
+
+def row_digests(weight: NDArray[Any], bias: NDArray[Any] | None) -> bytes:
+    """Return the SHA-256 of each row of a head, one after the other.
+
+    They do not depend on how workers share the rows among them.
+
+    Args:
+        weight: [rows, d].
+        bias: [rows]; a row's entry is hashed after its weights.
+    """
+    if bias is None:
+        return b"".join(sha256(row).digest() for row in weight)
+    return b"".join(
+        sha256(row.tobytes() + entry.tobytes()).digest()
+        for row, entry in zip(weight, bias, strict=True)
+    )
 
 
 def pack_arrays(arrays: dict[str, tuple[str, NDArray[Any]]]) -> tuple[list[Field], bytes]:

@@ -34,6 +34,7 @@ from typing import Any
 
 from tests.faults import child, modes
 from tests.faults.compare import differences, steps_of
+from tests.fork_server import Fork, ForkServer
 
 OUTCOMES = ("right", "waited", "refused", "plausible", "wrong", "traceback", "hung", "unclear")
 BAD = ("wrong", "traceback", "hung", "unclear")
@@ -73,7 +74,7 @@ class Campaign:
     Attributes:
         random: decides everything.
         folder: where runs are.
-        made: starts processes.
+        server: starts processes.
         teacher: a server of the teacher, which also has the student's model.
         student: a server of the student.
         wholes: undisturbed runs, by their recipe as TOML.
@@ -83,7 +84,7 @@ class Campaign:
 
     random: random.Random
     folder: Path
-    made: Any
+    server: ForkServer
     teacher: Any = None
     student: Any = None
     wholes: dict[str, Path] = field(default_factory=dict)
@@ -117,7 +118,7 @@ class Campaign:
         file = folder / "recipe.toml"
         file.write_text(toml(raw), encoding="utf-8")
         all_words = ["rl", "--engine", "local", "--config", file, "--output-dir", folder / "run"]
-        return child.run(self.made, [*all_words, *words], folder, **how)
+        return child.run(self.server, [*all_words, *words], folder, **how)
 
     def whole(self, raw: dict[str, Any]) -> Path:
         """Return the undisturbed run of a recipe, made once.
@@ -159,8 +160,8 @@ class Campaign:
         moments = [self.moment(raw) for _ in range(times)]
         for number, moment in enumerate(moments):
 
-            def shoot(process: Any, moment: float = moment) -> None:
-                process.join(moment)
+            def shoot(process: Fork, moment: float = moment) -> None:
+                process.poll(moment)
                 process.kill()
 
             words = ("--resume",) if number and self.random.random() < 0.9 else ()
@@ -194,12 +195,11 @@ class Campaign:
         moment, twice = self.moment(raw), self.random.random() < 0.25
         what = f"{number.name} after {moment:.2f} s{', twice' if twice else ''}"
 
-        def send(process: Any) -> None:
-            process.join(moment)
+        def send(process: Fork) -> None:
+            process.poll(moment)
             for _ in range(1 + twice):
-                if process.is_alive():
-                    os.kill(process.pid, number)
-                    time.sleep(0.2)
+                process.send_signal(number)
+                process.poll(0.2)
 
         done = self.run(raw, folder, meanwhile=send)
         if done.has_traceback:
@@ -301,11 +301,11 @@ class Campaign:
         except ValueError:
             text = toml(raw)
         (folder / "recipe.toml").write_text(text, encoding="utf-8", errors="surrogateescape")
-        done = child.run(self.made, ["check", folder / "recipe.toml"], folder, limit=30)
+        done = child.run(self.server, ["check", folder / "recipe.toml"], folder, limit=30)
         if done.status == 0:
             words = ["rl", "--engine", "local", "--config", folder / "recipe.toml"]
             words += ["--output-dir", folder / "run"]
-            done = child.run(self.made, words, folder, limit=60)
+            done = child.run(self.server, words, folder, limit=60)
         description = "; ".join(what)
         if done.has_traceback:
             return Trial("recipe", description, "traceback", done.output[-3000:])
@@ -462,13 +462,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--verbose", action="store_true", help="print every trial")
     arguments = parser.parse_args()
-    made = child.context()
+    server = child.server()
     with tempfile.TemporaryDirectory(prefix="prime_composer_campaign_") as name:
         folder = Path(name)
         os.environ["PRIME_COMPOSER_CACHE"] = str(folder / "cache")
-        campaign = Campaign(random.Random(arguments.seed), folder, made)
+        campaign = Campaign(random.Random(arguments.seed), folder, server)
         end = time.monotonic() + 60 * arguments.minutes
         trials = hunt(campaign, arguments.only, end, arguments.verbose)
+    server.close()
     print_table(trials)
     return int(any(trial.outcome in BAD for trial in trials))
 

@@ -1,37 +1,23 @@
-"""Run commands in processes that have the libraries loaded already: a second each, not eight.
+"""Run commands in processes that have the libraries loaded already: a second each, not eight."""
 
-A fork server loads them once. Its children are real processes, which signals and SIGKILL reach.
-"""
-
-import multiprocessing
 import os
-import resource
-import sys
-import time
-import traceback
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-# Before torch is loaded, here and in the children.
+from tests.fork_server import ENGINE, Fork, ForkServer
+
+# Before the server loads torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-LOADED = (
-    "tests.faults.server",  # first: it hides what transformers cannot import
-    "prime_composer.cli.commands",
-    "prime_composer.cli.runs",
-    "prime_composer.local.train",
-    "prime_composer.local.plan",
-    "prime_composer.backends.transformers",
-    "prime_composer.backends.vllm_server",
-    "tests.faults.child",
-    "transformers.models.qwen3.modeling_qwen3",
-    "matplotlib.figure",
-    "httpx",
-)
-MOST_MEMORY = 12 * 2**30
-"""Address space of a child, in bytes: a recipe of nonsense must not take the machine with it."""
+COMMAND = f"""
+import resource, sys
+from prime_composer.cli.commands import main
+resource.setrlimit(resource.RLIMIT_AS, ({12 * 2**30}, {12 * 2**30}))
+sys.exit(main())
+"""
+"""``prime-rl`` with an address space of 12 GiB: nonsense must not take the machine with it."""
 
 
 @dataclass
@@ -40,7 +26,7 @@ class Done:
 
     Attributes:
         status: exit status; -n for the signal n.
-        output: what it wrote to standard output and standard error.
+        output: what it wrote to standard output, then to standard error.
         timed_out: whether it was killed because its time was over.
     """
 
@@ -61,64 +47,36 @@ class Done:
         return (found or lines or [""])[-1]
 
 
-def context() -> Any:
-    """Return the multiprocessing context whose server has the libraries loaded."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(list(LOADED))
-    return made
-
-
-def command(words: Sequence[str], output: str, cwd: str) -> None:
-    """Run ``prime-rl WORDS`` as this process, and exit as it would."""
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
-    file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.chdir(cwd)
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", closefd=False)
-    sys.argv = ["prime-rl", *words]
-    from prime_composer.cli.commands import main
-
-    try:
-        status = main(list(words))
-    except SystemExit as exit:
-        status = exit.code if isinstance(exit.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+def server() -> ForkServer:
+    """Return a server of processes that have loaded what a run needs."""
+    return ForkServer("torch", *ENGINE)
 
 
 def run(
-    made: Any,
+    server: ForkServer,
     words: Sequence[object],
     cwd: Path,
     limit: float = 120.0,
-    meanwhile: Callable[[Any], object] | None = None,
+    meanwhile: Callable[[Fork], object] | None = None,
 ) -> Done:
     """Run a command to its end.
 
     Args:
-        made: what ``context`` returned.
+        server: starts its process.
         words: the words after ``prime-rl``.
-        cwd: its working directory; its output is ``output.txt`` in it.
+        cwd: its working directory.
         limit: seconds after which it is killed.
         meanwhile: called with the process once it runs; it may send signals.
     """
-    output = cwd / "output.txt"
-    process = made.Process(target=command, args=([str(word) for word in words], output, str(cwd)))
-    process.start()
-    end = time.monotonic() + limit
+    process = server.start("-c", COMMAND, *words, cwd=cwd)
+    timed_out = False
     try:
         if meanwhile is not None:
             meanwhile(process)
-        process.join(max(0.0, end - time.monotonic()))
-        timed_out = process.is_alive()
+        process.wait(limit)
+    except subprocess.TimeoutExpired:
+        timed_out = True
     finally:
         process.kill()
-        process.join()
-    text = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
-    return Done(process.exitcode, text, timed_out)
+        out, err = process.communicate()
+    return Done(process.wait(), out + err, timed_out)

@@ -193,7 +193,8 @@ class RightAnswers:
             fields = [["weight", "float32", weight.shape[1]]]
             return {"rows": {"n": last - first, "fields": fields, "data": data}}
         facts = {"rows": weight.shape[0], "columns": weight.shape[1], "dtype": "float32"}
-        facts |= {"sha256": hashlib.sha256(weight.tobytes()).hexdigest(), "scale": 1.0}
+        rows = b"".join(hashlib.sha256(row.tobytes()).digest() for row in weight)
+        facts |= {"sha256": hashlib.sha256(rows).hexdigest(), "scale": 1.0}
         return {"facts": facts | {"softcap": None, "bias": False, "computed_in": "float32"}}
 
     @torch.no_grad()

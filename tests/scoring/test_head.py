@@ -1,0 +1,137 @@
+"""The output head of a model whose rows several workers share, from worker to client."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("fastapi", reason="vLLM's server is not installed")
+
+from fastapi import FastAPI  # noqa: E402
+
+from prime_composer.backends import scoring_client  # noqa: E402
+from prime_composer.backends.http import Connection, Refused, ServerError  # noqa: E402
+from prime_composer.backends.scoring_client import ScoringClient  # noqa: E402
+from prime_composer.scoring.endpoint import Room, facts_of, head  # noqa: E402
+from prime_composer.scoring.head import read_head  # noqa: E402
+from prime_composer.scoring.wire import HEAD_PATH  # noqa: E402
+from tests.scoring.test_endpoint import post, vllm_without_its_libraries  # noqa: E402, F401
+
+ROWS, D = 7, 4
+
+
+class LogitsProcessor(nn.Module):
+    """vLLM's, as far as the plugin reads it."""
+
+    scale, soft_cap = 0.5, 30.0
+
+    def forward(self, lm_head, hidden, embedding_bias=None):
+        return hidden @ lm_head.weight.T
+
+
+class Model(nn.Module):
+    """One worker's part of a model: rows ``first`` to ``last`` of its head, and one for padding."""
+
+    config = SimpleNamespace(hidden_size=D)
+
+    def __init__(self, weight, bias, first, last):
+        super().__init__()
+        padding = torch.zeros(1, D, dtype=weight.dtype)
+        self.lm_head = nn.Module()
+        self.lm_head.weight = nn.Parameter(torch.cat([weight[first:last], padding]))
+        self.lm_head.shard_indices = SimpleNamespace(
+            org_vocab_start_index=first, org_vocab_end_index=last
+        )
+        self.bias = None if bias is None else torch.cat([bias[first:last], padding[:, 0]])
+        self.logits_processor = LogitsProcessor()
+
+    def compute_logits(self, hidden):
+        return self.logits_processor(self.lm_head, hidden, self.bias)
+
+
+class Direct(Connection):
+    """A connection that hands each question to the routes."""
+
+    def __init__(self, app):
+        self.app = app
+        self.url, self.section = "http://t", "[teacher]"
+
+    def request(self, method, path, body, max_bytes):  # type: ignore[override]
+        return post(self.app, body, path), max_bytes
+
+    def run(self, work):
+        answer, max_bytes = work
+        if answer.status_code != 200:
+            raise Refused(answer.status_code, answer.json()["error"]["message"])
+        assert len(answer.content) <= max_bytes
+        return answer.content
+
+
+def client_of(weight, bias, shards):
+    """Return a client of workers that have rows up to each of ``shards``."""
+    firsts = [0, *shards]
+    models = [Model(weight, bias, *part) for part in zip(firsts, [*shards, ROWS], strict=True)]
+    workers = [SimpleNamespace(get_model=lambda model=model: model) for model in models]
+
+    class Engine:
+        async def collective_rpc(self, method, args):
+            await asyncio.sleep(0)
+            return [read_head(worker, *args) for worker in reversed(workers)]
+
+    config = SimpleNamespace(
+        model="m", max_model_len=20, dtype=weight.dtype, get_vocab_size=lambda: ROWS,
+        get_hidden_size=lambda: D,
+    )  # fmt: skip
+    app = FastAPI()
+    app.add_route(HEAD_PATH, head, methods=["POST"])
+    app.state.prime_composer_facts = facts_of(config)
+    app.state.prime_composer_room = Room(2**20)
+    app.state.engine_client = Engine()
+    return ScoringClient(Direct(app), app.state.prime_composer_facts, "m"), workers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shards", [[], [4], [1, 5]])
+def test_head_of_several_workers_is_the_whole_head(dtype, has_bias, shards, monkeypatch, tmp_path):
+    """In pieces of three rows, which cross the workers' borders; its hash is checked and kept."""
+    monkeypatch.setattr(scoring_client, "HEAD_ROWS", 3)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(ROWS, D, generator=generator).to(dtype)
+    bias = torch.randn(ROWS, generator=generator).to(dtype) if has_bias else None
+    client, _ = client_of(weight, bias, shards)
+    found = client.head(tmp_path)
+    assert torch.equal(found.weight, weight)
+    assert found.bias is None if bias is None else torch.equal(found.bias, bias)
+    facts = found.facts
+    assert (facts.scale, facts.softcap, facts.computed_in) == (0.5, 30.0, str(dtype)[6:])
+    assert [path.name for path in tmp_path.iterdir()] == [f"{facts.sha256}.safetensors"]
+    hidden = torch.randn(2, D, generator=generator).to(dtype)
+    expected = nn.functional.linear(hidden, weight, bias)
+    torch.testing.assert_close(found.logits(hidden), 0.5 * 30 * torch.tanh(expected / 30))
+
+
+def test_head_that_changes_meanwhile_is_refused(monkeypatch):
+    monkeypatch.setattr(scoring_client, "HEAD_ROWS", 3)
+    client, (worker,) = client_of(torch.ones(ROWS, D), None, [])
+    client.head()
+    ask = client._head_answer
+
+    def change(first, last, facts=None):
+        with torch.no_grad():
+            worker.get_model().lm_head.weight[first] += 1.0
+        return ask(first, last, facts)
+
+    monkeypatch.setattr(client, "_head_answer", change)
+    with pytest.raises(ServerError, match="changed meanwhile"):
+        client.head()
+
+
+def test_head_that_cannot_be_read_says_why():
+    """Whatever a model of vLLM may be, the engine goes on."""
+    client, (worker,) = client_of(torch.ones(ROWS, D), None, [])
+    del worker.get_model().lm_head.shard_indices
+    with pytest.raises(ServerError, match="answered 400 .* cannot be read: .*shard_indices"):
+        client.head()
