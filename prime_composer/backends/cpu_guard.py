@@ -5,9 +5,10 @@ Everything here changes the whole process, so each change is one function with a
 - ``hide_cuda_packages``: before transformers is imported
 - ``set_vllm_environment``, ``use_one_thread``: before vLLM is imported
 - ``inspect_models_in_process``, ``keep_process_groups``: after vLLM is imported
+- ``all_cores``: around the trainer's work, beside engines that have one thread
 
-``import_vllm`` calls them all in that order. On a CUDA build only ``set_vllm_environment`` and
-``keep_process_groups`` have an effect.
+``import_vllm`` calls the first five in that order. On a CUDA build only ``set_vllm_environment``
+and ``keep_process_groups`` have an effect.
 """
 
 import logging
@@ -22,8 +23,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
+
+THREADS_VARIABLE = "PRIME_COMPOSER_THREADS"
+"""Environment variable: threads of the trainer on a CPU. The command line sets it to the number of
+cores, unless OMP_NUM_THREADS is set. Unset: the threads that PyTorch has."""
+
+SMALLEST_FOR_THREADS = 10_000_000
+"""Parameters from which a model's step is spread over threads. In smaller ones a matrix product
+takes less time than waking a thread."""
+
+_set_num_threads = torch.set_num_threads  # vLLM replaces it by a function that does nothing
 
 
 def built_for_cpu() -> bool:
@@ -85,6 +97,31 @@ def use_one_thread() -> None:
     """
     if built_for_cpu() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+
+
+@contextmanager
+def all_cores(model: nn.Module) -> Iterator[None]:
+    """Within the block, compute with the threads that ``THREADS_VARIABLE`` allows.
+
+    A small model keeps the thread that it has. The engines of this process are idle in the block:
+    they run in the thread that calls them, with the threads that are set then. Sums over several
+    threads round differently, so a run's numbers belong to a number of threads.
+
+    Raises:
+        ValueError: the variable is no number of threads.
+    """
+    wanted, before = os.environ.get(THREADS_VARIABLE, ""), torch.get_num_threads()
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if not wanted or not built_for_cpu() or size < SMALLEST_FOR_THREADS:
+        yield
+        return
+    if not wanted.isdecimal() or int(wanted) < 1:
+        raise ValueError(f"{THREADS_VARIABLE} = {wanted!r}: set it to a number of threads")
+    _set_num_threads(int(wanted))
+    try:
+        yield
+    finally:
+        _set_num_threads(before)
 
 
 def inspect_models_in_process() -> None:

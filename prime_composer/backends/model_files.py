@@ -4,6 +4,7 @@ This file imports neither torch nor transformers, so that a wrong path is refuse
 """
 
 import functools
+import hashlib
 import json
 import os
 import re
@@ -25,6 +26,12 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 LARGEST_HEADER = 100_000_000
 """Bytes that safetensors allows for a file's header."""
+
+CONTENT = {".json", ".txt", ".model", ".jinja", ".safetensors", ".bin"}
+"""Endings of the files that make a model: config, tokenizer, chat template, weights."""
+
+SAMPLES, SAMPLE_BYTES = 1024, 4096
+"""What is read of a file for its fingerprint: so many pieces of that size, evenly spaced."""
 
 
 def is_path(model: str) -> bool:
@@ -151,6 +158,35 @@ def _refuses(endpoint: str) -> bool:
     attempt.start()
     attempt.join(HUB_SECONDS)
     return refused.is_set()
+
+
+def fingerprint(model: str) -> str | None:
+    """Return a text that changes with a model's content; None for one that is not on this machine.
+
+    For a hub id it is the cached commit. For a folder it is a hash over names and sizes of the
+    files, and over ``SAMPLES`` pieces of each: 4 MB of a file, whatever its size. A model that was
+    trained further differs there. One changed weight may be missed.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        if is_path(model):
+            return None
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(model, "config.json")
+        return Path(cached).parent.name if isinstance(cached, str) else None
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in CONTENT or not path.is_file():
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        spacing = max(SAMPLE_BYTES, size // SAMPLES)
+        with path.open("rb") as file:
+            for offset in range(0, size, spacing):
+                file.seek(offset)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

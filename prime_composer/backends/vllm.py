@@ -40,6 +40,9 @@ from prime_composer.scoring.worker import Wish, read_payload
 GPU_MEMORY_SHARE = 0.3
 """Share of the GPU's memory per engine: sampler, scorer and trainer share one GPU."""
 
+MOST_SEQUENCES = 256
+"""Sequences that an engine runs side by side at most: vLLM's own default on a CPU build."""
+
 
 class VLLMEngine:
     """A vLLM engine in this process: what sampler and scorer share.
@@ -51,8 +54,9 @@ class VLLMEngine:
         max_model_len: longest sequence, prompt and completion together, plus one. None reads the
             model's limit.
         max_logprobs: largest K of a request; "full" for the whole vocabulary.
-        kv_cache_memory_bytes: size of the key-value cache. None: on a CPU build room for up to 256
-            sequences within 1 GiB, on a GPU what ``gpu_memory_utilization`` leaves.
+        sequences: most sequences of one call; on a CPU build the key-value cache has room for them.
+        kv_cache_memory_bytes: size of the key-value cache. None: on a CPU build room for
+            ``sequences`` within 1 GiB, on a GPU what ``gpu_memory_utilization`` leaves.
         gpu_memory_utilization: share of the GPU's memory for this engine; unused on a CPU build.
         enforce_eager: None is True on a CPU build and False (compiled, CUDA graphs) on a GPU.
         seed: seed of the engine's start. Sampling is seeded per call.
@@ -75,6 +79,7 @@ class VLLMEngine:
         dtype: str = "float32",
         max_model_len: int | None = None,
         max_logprobs: int | Literal["full"] = 20,
+        sequences: int = MOST_SEQUENCES,
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = GPU_MEMORY_SHARE,
         enforce_eager: bool | None = None,
@@ -106,7 +111,9 @@ class VLLMEngine:
         }
         if cpu:
             if kv_cache_memory_bytes is None:
-                kv_cache_memory_bytes = default_kv_cache_bytes(self.model, dtype, max_model_len)
+                kv_cache_memory_bytes = default_kv_cache_bytes(
+                    self.model, dtype, max_model_len, sequences
+                )
         else:
             arguments["gpu_memory_utilization"] = gpu_memory_utilization
         if kv_cache_memory_bytes is not None:
@@ -322,8 +329,13 @@ class VLLMScorer:
         self._engine.close()
 
 
-def default_kv_cache_bytes(model: str, dtype: str, max_model_len: int | None) -> int:
-    """Return room for 256 sequences within 64 MiB to 1 GiB, and for two sequences in any case."""
+def default_kv_cache_bytes(
+    model: str, dtype: str, max_model_len: int | None, sequences: int
+) -> int:
+    """Return room for sequences of full length, at most ``MOST_SEQUENCES``.
+
+    It is between 64 MiB and 1 GiB, and there is room for two sequences in any case.
+    """
     config = read_config(model)
     length = max_model_len or config.max_position_embeddings
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -333,4 +345,5 @@ def default_kv_cache_bytes(model: str, dtype: str, max_model_len: int | None) ->
     per_sequence = (
         2 * config.num_hidden_layers * heads * head_dim * size * (-(-length // 128) * 128)
     )
-    return max(2 * per_sequence, min(max(256 * per_sequence, 64 * 2**20), 2**30))
+    wanted = min(sequences, MOST_SEQUENCES) * per_sequence
+    return max(2 * per_sequence, min(max(wanted, 64 * 2**20), 2**30))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from prime_composer.problems.loading import ProblemSet
-    from prime_composer.recipe.prepare import PrepareConfig
+    from prime_composer.recipe.prepare import AnyPrepare
     from prime_composer.recipe.schema import ModelConfig, Recipe
 
 
@@ -149,7 +149,7 @@ def build_parser() -> argparse.ArgumentParser:
     prepare = add_command(
         "prepare",
         _prepare,
-        "Build the small models that a recipe asks for, or show where they are.",
+        "Build or round the models that a recipe asks for, or show where they are.",
     )
     prepare.add_argument("--config", required=True, metavar="FILE")
     prepare.add_argument(
@@ -340,7 +340,7 @@ def _study(args: argparse.Namespace) -> int:
         return run_study(Path(args.config), args.output_dir)
 
 
-def prepare_configs(recipe: "Recipe") -> dict[str, "PrepareConfig"]:
+def prepare_configs(recipe: "Recipe") -> dict[str, "AnyPrepare"]:
     """Return the ``[*.prepare]`` tables of a recipe, by the table of their model."""
     from prime_composer.recipe.routing import Routing
 
@@ -370,12 +370,16 @@ def prepare_on_screen(
 
 
 def model_folders(recipe: "Recipe", problems: "ProblemSet") -> dict[str, Path]:
-    """Return the folder of every small model of a recipe, built or not, by table."""
+    """Return the folder of every prepared model of a recipe, built or not, by table.
+
+    A model whose source is still on the hub is left out: its content names the folder.
+    """
     from prime_composer.tiny_models.cache import model_path
 
-    return {
+    folders = {
         table: model_path(config, problems) for table, config in prepare_configs(recipe).items()
     }
+    return {table: folder for table, folder in folders.items() if folder is not None}
 
 
 def choose_engine(engine: str) -> tuple[str, str]:
@@ -406,8 +410,22 @@ def set_environment() -> None:
 
     On a CPU, torch and vLLM keep to one OpenMP thread. Two engines and a trainer share the cores of
     one process, and with several spinning threads each, generation was up to twelve times slower.
-    torch's warning about NUMA binding appears once per engine and would break the progress bar.
+    The trainer of a large model gets all cores for its own work (``cpu_guard.all_cores``). torch's
+    warning about NUMA binding appears once per engine and would break the progress bar.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if not has_nvidia_gpu():
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not has_nvidia_gpu() and "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ.setdefault("PRIME_COMPOSER_THREADS", str(usable_cores()))
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use: its affinity, and its container's limit."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such file, or "max"
+        return cores

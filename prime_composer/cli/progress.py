@@ -51,17 +51,18 @@ class Screen:
         self._print(text)
 
     def preparing(self, name: str, steps: int) -> Callable[[int, int, float], None]:
-        """Announce the preparation of a small model, and return the callback of its SFT.
+        """Announce the preparation of a model, and return the callback of its SFT.
 
         Args:
             name: the model as a person reads it, for example ``student`` or ``teacher math``.
-            steps: steps of its SFT.
+            steps: steps of its SFT; 0 for one that is not trained.
         """
         self.status(f"preparing the {name} (once; it is cached)")
-        task = self._start_task(f"{name} SFT", steps)
+        task = self._start_task(f"{name} SFT", steps) if steps else None
 
         def progress(done: int, steps: int, loss: float) -> None:
-            if self._task != task:  # a pruned copy of a model whose training has ended
+            # A pruned copy of a model reports the end of a training that is over.
+            if task is None or self._task != task:
                 return
             self._progress.update(task, completed=done, numbers=f"loss {loss:.3f}")
             if done == steps:

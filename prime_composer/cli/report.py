@@ -2,20 +2,25 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from prime_composer.cli.formatting import MISSING, RECIPE_FILE, number, percent
+from prime_composer.local.answers import Answer, read_answers
 from prime_composer.local.tracker import read_metrics
 from prime_composer.recipe.schema import Recipe
 
 ACCURACY = "eval/accuracy"
 REVERSE_KL = "eval/reverse_kl"
+
+LETTERS_SHOWN = 320
+"""Length up to which a question or an answer is printed."""
 
 
 def print_outcome(evaluations: dict[int, dict[str, float]], steps: int, recipe: Recipe) -> None:
@@ -54,8 +59,57 @@ def print_outcome(evaluations: dict[int, dict[str, float]], steps: int, recipe: 
     console().print(table)
 
 
+def print_answers(run_dir: Path, steps: Collection[int]) -> None:
+    """Print held-out questions with the student's answers before and after training.
+
+    Nothing is printed for a run that has none, such as one of an older version.
+
+    Args:
+        run_dir: the run directory.
+        steps: the evaluations of the run. A file may hold later steps of an earlier attempt.
+    """
+    kept = {step: rows for step, rows in read_answers(run_dir).items() if step in steps}
+    if not kept:
+        return
+    first, last = min(kept), max(kept)
+    named = {"before": kept[first]} if first == 0 else {}
+    if last > 0:
+        named[f"after {last} steps"] = kept[last]
+    table = Table(box=SIMPLE_HEAD, show_header=False, title="held-out questions, greedy answers")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for index, row in enumerate(kept[last]):
+        table.add_row("question", shown(row.question), style="bold")
+        table.add_row("reference", shown(row.reference))
+        for name, rows in named.items():
+            if index < len(rows) and rows[index].question == row.question:
+                table.add_row(name, _verdict(rows[index]))
+        table.add_section()
+    console().print(table)
+
+
+def _verdict(answer: Answer) -> Text:
+    verdict = "correct" if answer.correct else "wrong"
+    return Text(f"({verdict}) ").append_text(shown(answer.text))
+
+
+def shown(text: str, limit: int = LETTERS_SHOWN) -> Text:
+    """Return a model's or a data set's text for a table: on one line, without what a terminal would
+    obey, and cut visibly."""
+    line = " ".join(text.split())
+    letters = "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line
+    )
+    if len(letters) <= limit:
+        return Text(letters)
+    return Text(f"{letters[:limit]} … ({len(letters) - limit:,} more letters)")
+
+
 def print_report(runs: Sequence[str | Path]) -> None:
-    """Print one row per run: its loss, and its numbers at the first and the last evaluation."""
+    """Print one row per run: its loss, and its numbers at the first and the last evaluation.
+
+    A single run also shows answers.
+    """
     table = Table(box=SIMPLE_HEAD)
     for name in ("run", "loss"):
         table.add_column(name, overflow="fold")
@@ -76,6 +130,9 @@ def print_report(runs: Sequence[str | Path]) -> None:
             f"{speeds[len(speeds) // 2]:,.0f}" if speeds else MISSING,
         )
     console().print(table)
+    if len(runs) == 1:
+        measured = [record["step"] for record in read_metrics(runs[0]) if ACCURACY in record]
+        print_answers(Path(runs[0]), measured)
 
 
 def draw_report(runs: Sequence[str | Path], output: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_composer.cli.formatting import RECIPE_FILE
+from prime_composer.local.answers import ANSWERS_FILE
 from prime_composer.local.checkpoint import (
     CHECKPOINTS,
     Checkpoint,
@@ -42,6 +43,7 @@ _WRITTEN_FIRST = {LOCK_FILE, "recipe.tmp"}
 _OURS = _WRITTEN_FIRST | {
     RECIPE_FILE,
     METRICS_FILE,
+    ANSWERS_FILE,
     "metrics.tmp",
     WANDB_ID_FILE,
     REPORT_FILE,

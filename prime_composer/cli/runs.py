@@ -85,9 +85,10 @@ def _show(outcome: "Outcome", recipe: Recipe) -> bool:
         Whether the figure was drawn.
     """
     try:
-        from prime_composer.cli.report import draw_report, print_outcome
+        from prime_composer.cli.report import draw_report, print_answers, print_outcome
 
         print_outcome(outcome.evaluations, outcome.steps, recipe)
+        print_answers(outcome.run_dir, outcome.evaluations)
         if not outcome.interrupted:
             draw_report([outcome.run_dir], outcome.run_dir / REPORT_FILE)
             return True

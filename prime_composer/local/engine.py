@@ -40,6 +40,7 @@ class BackendSpec:
         model: directory or hub id.
         dtype: of weights and activations.
         max_model_len: longest sequence in tokens, prompt and completion together.
+        sequences: most sequences that it samples or scores in one call.
         gpu_memory_utilization: share of the GPU's memory, for vLLM.
         url: base URL, for a server.
         api_key_var: environment variable with the server's API key.
@@ -55,6 +56,7 @@ class BackendSpec:
     model: str | Path
     dtype: str
     max_model_len: int
+    sequences: int
     gpu_memory_utilization: float
     url: str | None
     api_key_var: str
@@ -88,6 +90,7 @@ def student_spec(recipe: Recipe, model: str | Path) -> BackendSpec:
         model=model,
         dtype=recipe.trainer.dtype,
         max_model_len=config.max_model_len,
+        sequences=largest_call(recipe),
         gpu_memory_utilization=config.gpu_memory_utilization,
         url=config.url,
         api_key_var=config.api_key_var,
@@ -115,6 +118,7 @@ def teacher_spec(
         model=model,
         dtype=teacher.dtype or recipe.trainer.dtype,
         max_model_len=recipe.rollout.max_model_len,
+        sequences=largest_call(recipe),
         gpu_memory_utilization=teacher.gpu_memory_utilization,
         url=teacher.url,
         api_key_var=teacher.api_key_var,
@@ -124,6 +128,11 @@ def teacher_spec(
         section=f"[{table}]",
         weights_dir=None,
     )
+
+
+def largest_call(recipe: Recipe) -> int:
+    """Return how many sequences a run samples or scores at once: a step, or an evaluation."""
+    return max(recipe.trainer.batch_size, recipe.eval.size, recipe.eval.kl_size)
 
 
 def teacher_backend(teacher: TeacherConfig, default: BackendName) -> BackendName:
@@ -171,6 +180,7 @@ def open_sampler(spec: BackendSpec, status: Callable[[str], None] | None = None)
             spec.model,
             dtype=spec.dtype,
             max_model_len=spec.max_model_len,
+            sequences=spec.sequences,
             gpu_memory_utilization=spec.gpu_memory_utilization,
         )
     from prime_composer.backends.transformers import TransformersSampler
@@ -204,6 +214,7 @@ def open_scorer(spec: BackendSpec, status: Callable[[str], None] | None = None) 
             spec.model,
             dtype=spec.dtype,
             max_model_len=spec.max_model_len,
+            sequences=spec.sequences,
             max_logprobs="full",
             gpu_memory_utilization=spec.gpu_memory_utilization,
         )

@@ -1,16 +1,18 @@
 """Measure held-out problems: greedy accuracy, and the reverse KL on the student's own rollouts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import torch
 
+from prime_composer.backends.cpu_guard import all_cores
 from prime_composer.backends.hf_model import token_batches
 from prime_composer.backends.mixture import Teachers
 from prime_composer.backends.protocols import Sampler, SamplingParams
 from prime_composer.contract import given
 from prime_composer.divergences import reverse_kl
+from prime_composer.local.answers import KEPT, Answer
 from prime_composer.local.batch import Sample
 from prime_composer.local.collect import mean_by_environment
 from prime_composer.local.engine import Engine, open_sampler
@@ -28,6 +30,20 @@ EVALUATION_SEED = 20_251_017
 """Seed of the measured rollouts: the same draws at every evaluation of every run."""
 
 
+class Graded(NamedTuple):
+    """Greedy answers.
+
+    Attributes:
+        correct: 1.0 where the recipe's check accepts the answer, else 0.0.
+        truncated: 1.0 where the answer was cut at ``max_tokens``, else 0.0.
+        texts: the answers.
+    """
+
+    correct: list[float]
+    truncated: list[float]
+    texts: list[str]
+
+
 @dataclass(frozen=True)
 class Evaluator:
     """Measures the student and its teachers on the first held-out problems.
@@ -38,6 +54,7 @@ class Evaluator:
         max_tokens: longest completion.
         micro_batch_tokens: padded tokens per forward of the student.
         kl_support: K of the measured KL, or "full".
+        answers: the student's answers to the first problems, at its latest evaluation.
     """
 
     engine: Engine
@@ -45,6 +62,7 @@ class Evaluator:
     max_tokens: int
     micro_batch_tokens: int
     kl_support: int | Literal["full"]
+    answers: list[Answer] = field(default_factory=list)
 
     @classmethod
     def of_recipe(cls, engine: Engine, recipe: Recipe) -> "Evaluator":
@@ -79,12 +97,18 @@ class Evaluator:
         bound (see ``backends.mixture.mix``).
         """
         problems = self.problems.problem_set.held_out[: self.config.size]
-        correct, truncated = self._greedy_answers(self.engine.sampler, problems)
+        graded = self._greedy_answers(self.engine.sampler, problems)
+        self.answers[:] = [
+            Answer(problem.question, problem.answer, text, bool(correct))
+            for problem, text, correct in zip(
+                problems[:KEPT], graded.texts, graded.correct, strict=False
+            )
+        ]
         measured = {
-            "eval/accuracy": sum(correct) / len(correct),
-            "eval/truncated": sum(truncated) / len(truncated),
+            "eval/accuracy": sum(graded.correct) / len(problems),
+            "eval/truncated": sum(graded.truncated) / len(problems),
         }
-        measured |= self._by_environment("eval/accuracy", problems, correct)
+        measured |= self._by_environment("eval/accuracy", problems, graded.correct)
         if self.engine.teachers is not None and self.config.kl_size:
             problems = self.problems.problem_set.held_out[: self.config.kl_size]
             sums, tokens = self._reverse_kl_sums(self.engine.teachers, problems)
@@ -111,7 +135,7 @@ class Evaluator:
             if not hinted:
                 return {}
             readable, prompts = zip(*hinted, strict=True)
-            answers, _ = self._greedy_answers(engine.sampler, readable, prompts)
+            answers = self._greedy_answers(engine.sampler, readable, prompts).correct
             return {"teacher/accuracy": sum(answers) / len(answers)}
         if engine.teachers is None:
             return {}
@@ -131,7 +155,7 @@ class Evaluator:
             ]
             if not indices:
                 continue
-            answers, _ = self._greedy_answers(sampler, [problems[i] for i in indices])
+            answers = self._greedy_answers(sampler, [problems[i] for i in indices]).correct
             correct |= zip(indices, answers, strict=True)
             if teacher.name is not None:
                 measured[f"teacher/{teacher.name}/accuracy"] = sum(answers) / len(answers)
@@ -156,8 +180,8 @@ class Evaluator:
         sampler: Sampler,
         problems: Sequence[Problem],
         prompts: Sequence[Sequence[int]] | None = None,
-    ) -> tuple[list[float], list[float]]:
-        """Return which greedy answers are correct, and which were truncated: 1.0 or 0.0 each.
+    ) -> Graded:
+        """Return the greedy answers, and which are correct and which were truncated.
 
         Args:
             sampler: the student's or a teacher's.
@@ -169,11 +193,13 @@ class Evaluator:
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
         rollouts = sampler.generate(prompts, params, seed=EVALUATION_SEED)
         budget = TimeBudget()
+        texts = [self.problems.decode(rollout.completion_ids) for rollout in rollouts]
         correct = [
-            self.problems.reward(self.problems.decode(rollout.completion_ids), problem, budget)
-            for rollout, problem in zip(rollouts, problems, strict=True)
+            self.problems.reward(text, problem, budget)
+            for text, problem in zip(texts, problems, strict=True)
         ]
-        return correct, [float(rollout.finish_reason == "length") for rollout in rollouts]
+        truncated = [float(rollout.finish_reason == "length") for rollout in rollouts]
+        return Graded(correct, truncated, texts)
 
     @torch.no_grad()
     def _reverse_kl_sums(
@@ -200,7 +226,8 @@ class Evaluator:
         sums, tokens = torch.zeros(2, len(problems), dtype=torch.float64)
         lengths = [sample.length for sample in samples]
         for indices in token_batches(lengths, self.micro_batch_tokens):
-            inputs = student_inputs(self.engine.model, [samples[i] for i in indices])
+            with all_cores(self.engine.model):
+                inputs = student_inputs(self.engine.model, [samples[i] for i in indices])
             support, segments = given(inputs.support), given(inputs.segment_ids)
             kl = reverse_kl(
                 support.student_logprobs,

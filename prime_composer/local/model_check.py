@@ -13,6 +13,7 @@ from prime_composer.backends.model_files import (
     what_is_missing,
     why_not_on_hub,
 )
+from prime_composer.recipe.prepare import PrepareConfig, RoundedConfig
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe, RecipeError
 
@@ -45,21 +46,28 @@ def check_models(recipe: Recipe, hub: bool = True) -> None:
     """
     for table, config, backend in local_models(recipe):
         longest = recipe.rollout.max_model_len if backend == "vllm" else 0
-        if config.prepare is not None:
+        if isinstance(config.prepare, PrepareConfig):
             limit: int | None = config.prepare.max_position_embeddings
             origin = f"[{table}.prepare]"
         else:
-            assert config.model is not None  # [*] has one of the two
-            origin = f"[{table}] model = {config.model!r}"
-            reason = why_unfit(config.model, table, hub)
+            origin, model = existing_model(table, config)
+            reason = why_unfit(model, table, hub)
             if reason is not None:
                 raise RecipeError(f"{origin} {reason}")
-            limit = positions(Path(config.model))
+            limit = positions(Path(model))
         if limit is not None and limit < longest:
             raise RecipeError(
                 f"{origin} has {limit} positions and rollout.max_model_len is {longest}, which "
                 f"vLLM refuses: set it to at most {limit}"
             )
+
+
+def existing_model(table: str, config: ModelConfig) -> tuple[str, str]:
+    """Return the key that names an existing model, with its value as written, and the model."""
+    if isinstance(config.prepare, RoundedConfig):
+        return f"[{table}.prepare] from = {config.prepare.source!r}", config.prepare.source
+    assert config.model is not None
+    return f"[{table}] model = {config.model!r}", config.model
 
 
 def why_unfit(model: str, table: str, hub: bool) -> str | None:
@@ -90,10 +98,15 @@ def local_models(recipe: Recipe) -> Iterator[LocalModel]:
 
 def warnings_of_paths(recipe: Recipe) -> list[str]:
     """Return a warning for each path that is no folder here; another machine may have it."""
-    return [
-        f"warning: [{table}] model = {config.model!r} {reason}"
+    named = [
+        existing_model(table, config)
         for table, config, _ in local_models(recipe)
-        if config.model is not None and (reason := missing_folder(config.model)) is not None
+        if not isinstance(config.prepare, PrepareConfig)
+    ]
+    return [
+        f"warning: {origin} {reason}"
+        for origin, model in named
+        if (reason := missing_folder(model)) is not None
     ]
 
 

@@ -119,7 +119,7 @@ def describe_model(model: ModelConfig, folder: Path | None) -> str:
         return f"{folder}" if folder else f"{model.model} (hub id, loaded when the run starts)"
     if folder is not None:
         return f"prepared, cached in {folder}"
-    return f"to be prepared now: {model.prepare.sft_steps} steps of fine-tuning"
+    return f"to be prepared now: {model.prepare.work}"
 
 
 def describe_policy_teacher(recipe: Recipe) -> list[str]:

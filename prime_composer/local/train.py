@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from prime_composer.backends.cpu_guard import all_cores
+from prime_composer.local.answers import write_answers
 from prime_composer.local.batch import Batch
 from prime_composer.local.canary import Canary, CanaryChanged
 from prime_composer.local.checkpoint import (
@@ -142,13 +144,22 @@ def train(
         with Tracker(run_dir, recipe.logging, resumed, status) as tracker:
             evaluator = Evaluator.of_recipe(engine, recipe)
             evaluations = past_evaluations(run_dir)
+
+            def measure(step: int) -> dict[str, float]:
+                measured = canary.steadily(evaluator.student)
+                try:
+                    write_answers(run_dir, step, evaluator.answers)
+                except OSError as error:  # the report lacks them, and nothing else
+                    status(f"warning: the answers of step {step} are not kept: {describe(error)}")
+                return measured
+
             if state.steps == 0:
                 status("measuring the teacher and the student before training")
-                evaluations[0] = canary.steadily(evaluator.student) | evaluator.teachers()
+                evaluations[0] = measure(0) | evaluator.teachers()
                 tracker.log(0, evaluations[0])
             elif is_measured(recipe, state.steps) and state.steps not in evaluations:
                 # The run was stopped between this step and its evaluation.
-                evaluations[state.steps] = canary.steadily(evaluator.student)
+                evaluations[state.steps] = measure(state.steps)
                 tracker.amend(state.steps, evaluations[state.steps])
 
             last = recipe.trainer.steps
@@ -165,7 +176,8 @@ def train(
                             # Asked now, a teacher that was exchanged meanwhile is seen as well.
                             canary.check(state.steps, due=is_due(state.steps, recipe.checks.every))
                             clock.lap("checks")
-                        metrics |= state.train_step(batch, step)
+                        with all_cores(engine.model):
+                            metrics |= state.train_step(batch, step)
                         unlogged = metrics
                         clock.lap("train")
                         with stop.giving_up_waits():
@@ -177,7 +189,7 @@ def train(
                             if measured or is_due(step, recipe.checkpoint.every):
                                 canary.check(step, due=recipe.checks.every > 0, sampler=True)
                             if measured:
-                                evaluations[step] = canary.steadily(evaluator.student)
+                                evaluations[step] = measure(step)
                                 metrics |= evaluations[step]
                         tracker.log(step, metrics)
                         unlogged = {}

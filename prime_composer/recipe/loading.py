@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from prime_composer.losses import LossConfig, loss_type
 from prime_composer.recipe.carried import models_in
+from prime_composer.recipe.prepare import PrepareConfig, prepare_kind
 from prime_composer.recipe.schema import Recipe, RecipeError, Section
 from prime_composer.recipe.urls import public_url
 
@@ -211,4 +212,6 @@ def _fields_at(loc: Sequence[Any], root: type[BaseModel], raw: Any) -> list[str]
         table = models[0] if models else table
         if issubclass(table, LossConfig):
             table = loss_type(value["type"])
-    return list(table.model_fields)
+        elif table is PrepareConfig:
+            table = prepare_kind(value)
+    return [field.alias or name for name, field in table.model_fields.items()]

@@ -1,6 +1,15 @@
-"""Define ``[*.prepare]``: a small model that is built on the spot."""
+"""Define ``[*.prepare]``: a small model that is built on the spot, or a model that is rounded."""
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_serializer,
+    model_validator,
+)
 
 LARGEST_SIZE = 1_000_000
 """Upper bound of widths, lengths and steps. A model that is built on the spot is small."""
@@ -89,3 +98,70 @@ class PrepareConfig(BaseModel):
         ):
             raise ValueError("hint_template must contain {question} and {hint}")
         return self
+
+    @property
+    def work(self) -> str:
+        """What is done to build the model, in words."""
+        return f"{self.sft_steps} steps of fine-tuning"
+
+
+class QuantizeConfig(BaseModel):
+    """Rounding of the linear layers' weights. Embeddings, output head and norms stay exact."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    bits: int = Field(ge=2, le=8)
+    """Bits per weight: each group has 2^bits levels, evenly spaced from its smallest weight to its
+    largest, and each weight becomes the nearest one (asymmetric)."""
+
+    group: int = Field(ge=2, le=LARGEST_SIZE)
+    """Weights of one output that share their levels, consecutive along the input. It divides the
+    inputs of every layer."""
+
+
+class RoundedConfig(BaseModel):
+    """An existing model with rounded weights, in float32: damage that distillation heals."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    source: str = Field(alias="from", min_length=1)
+    """The model: a directory in Hugging Face format, or a hub id. Goes with ``quantize``, and
+    without the keys of a generated model."""
+
+    quantize: QuantizeConfig
+    """How its weights are rounded."""
+
+    @model_serializer
+    def _as_written(self) -> dict[str, Any]:
+        return {"from": self.source, "quantize": self.quantize}
+
+    @property
+    def work(self) -> str:
+        """What is done to build the model, in words."""
+        return (
+            f"{self.source}, its weights rounded to {self.quantize.bits} bits in groups of "
+            f"{self.quantize.group}"
+        )
+
+
+def prepare_kind(table: dict[str, Any]) -> type[PrepareConfig] | type[RoundedConfig]:
+    """Return the model of a ``[*.prepare]`` table: ``from`` and ``quantize`` tell them apart."""
+    return RoundedConfig if {"from", "quantize"} & table.keys() else PrepareConfig
+
+
+def _parse_prepare(table: Any) -> Any:
+    if not isinstance(table, dict):
+        return table
+    kind = prepare_kind(table)
+    generated = [key for key in table if key in PrepareConfig.model_fields]
+    if kind is RoundedConfig and generated:
+        raise ValueError(
+            f"`from` and `quantize` round an existing model, and {', '.join(generated)} "
+            f"describe{'s' if len(generated) == 1 else ''} one that is built here: keep one of "
+            "the two"
+        )
+    return kind.model_validate(table)
+
+
+AnyPrepare = Annotated[PrepareConfig | RoundedConfig, BeforeValidator(_parse_prepare)]
+"""A ``[*.prepare]`` table of either kind."""

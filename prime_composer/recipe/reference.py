@@ -110,7 +110,8 @@ def _section(
     title: str, model: type[BaseModel], fields: dict[str, FieldInfo], summary: str | None = None
 ) -> str:
     rows = [
-        f"| `{name}` | {_type_of(field)} | {_default_of(field)} | {_meaning_of(model, name)} |"
+        f"| `{field.alias or name}` | {_type_of(field)} | {_default_of(field)} "
+        f"| {_meaning_of(model, name)} |"
         for name, field in fields.items()
         if not _is_table(field) and name != "type"
     ]

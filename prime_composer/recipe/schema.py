@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PositiveInt,
 from prime_composer.losses import AnyLoss, require
 from prime_composer.problems.config import PROBLEMS, DataConfig
 from prime_composer.recipe.carried import CARRIED, not_carried, only_refused, prime_rl
-from prime_composer.recipe.prepare import LARGEST_SEED, PrepareConfig
+from prime_composer.recipe.prepare import LARGEST_SEED, AnyPrepare, PrepareConfig
 from prime_composer.recipe.urls import Url, public_url
 
 REMEDIES = {
@@ -65,13 +65,13 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """Where a model comes from: ``model`` names one, or ``[*.prepare]`` builds a small one."""
+    """Where a model comes from: ``model`` names one, or ``[*.prepare]`` builds or rounds one."""
 
     model: str | None = Field(default=None, json_schema_extra=CARRIED)
     """Directory in Hugging Face format, or a hub id."""
 
-    prepare: PrepareConfig | None = Field(default=None, json_schema_extra=CARRIED)
-    """Build a small model on this machine, once, and cache it."""
+    prepare: AnyPrepare | None = Field(default=None, json_schema_extra=CARRIED)
+    """Build a small model on this machine, or round an existing one, once, and cache it."""
 
     @model_validator(mode="after")
     def _check_origin(self) -> "ModelConfig":
@@ -587,7 +587,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check_environments_of_models(self) -> "Recipe":
         known = ", ".join(self.environments) or "none"
-        for table, prepare in self._prepared_models():
+        for table, prepare in self._generated_models():
             for name in prepare.environments or ():
                 if name not in self.environments:
                     raise ValueError(
@@ -595,11 +595,11 @@ class Recipe(Section):
                     )
         return self
 
-    def _prepared_models(self) -> Iterator[tuple[str, PrepareConfig]]:
+    def _generated_models(self) -> Iterator[tuple[str, PrepareConfig]]:
         models: dict[str, ModelConfig | None] = {"student": self.student, "teacher": self.teacher}
         models |= {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
         for table, model in models.items():
-            if model is not None and model.prepare is not None:
+            if model is not None and isinstance(model.prepare, PrepareConfig):
                 yield table, model.prepare
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
-"""Find or build the small models of a recipe, and cache them.
+"""Find or build the models under a recipe's ``[*.prepare]``, and cache them.
 
-Only the cache key and the cache are here; ``training.py`` trains. Two models of one recipe get the
-same tokenizer whenever their ``vocab_size`` agrees: a byte-level BPE with single digits, trained on
-the recipe's own data.
+Only the cache key and the cache are here; ``training.py`` trains, and ``rounding.py`` rounds. Two
+generated models of one recipe get the same tokenizer whenever their ``vocab_size`` agrees: a
+byte-level BPE with single digits, trained on the recipe's own data.
 """
 
 import hashlib
@@ -13,23 +13,24 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from prime_composer.backends.model_files import fingerprint
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import prompt_text
-from prime_composer.recipe.prepare import PrepareConfig
+from prime_composer.recipe.prepare import AnyPrepare, PrepareConfig, RoundedConfig
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe
 from prime_composer.tiny_models.progress import Progress
 
 FORMAT = 1
-"""Part of the cache key. Raise it when ``training.py`` builds other models from the same
-description."""
+"""Part of the cache key. Raise it when the same description builds another model."""
 
 CACHE_VARIABLE = "PRIME_COMPOSER_CACHE"
 """Environment variable that names the cache folder."""
 
 DESCRIPTION = "prepare.json"
-"""The file beside the weights that says how they were made, and the final training loss."""
+"""The file beside the weights that says how they were made. A trained model's has its loss."""
 
 
 def cache_root() -> Path:
@@ -65,12 +66,20 @@ def _cache_errors(folder: Path) -> Iterator[None]:
         raise _unusable(folder, error.strerror or str(error)) from error
 
 
-def cache_key(config: PrepareConfig, problems: ProblemSet) -> str:
-    """Return a readable name and a hash of all that decides what the model learns.
+def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
+    """Return a readable name and a hash of all that decides what the model is.
 
-    The hash covers the format version, the description, and the training texts (contents, not
-    paths).
+    For a generated model the hash covers the format version, the description, and the training
+    texts. For a rounded one it covers the format version, the source's fingerprint, and how it is
+    rounded. Contents count, not paths. None: the source is not on this machine.
     """
+    if isinstance(config, RoundedConfig):
+        content, quantize = fingerprint(config.source), config.quantize
+        if content is None:
+            return None
+        settings = [FORMAT, content, quantize.model_dump(mode="json")]
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+        return f"rounded-{quantize.bits}bit-{quantize.group}-{digest.hexdigest()[:16]}"
     description = [FORMAT, config.model_dump(mode="json", exclude_none=True)]
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
     for problem in problems.practice:
@@ -81,16 +90,21 @@ def cache_key(config: PrepareConfig, problems: ProblemSet) -> str:
     return f"qwen3-{config.layers}x{config.hidden_size}-{digest.hexdigest()[:16]}"
 
 
-def model_path(config: PrepareConfig, problems: ProblemSet, cache_dir: Path | None = None) -> Path:
-    """Return the folder of a prepared model, built or not."""
-    return (cache_dir or cache_root()) / "models" / cache_key(config, problems)
+def model_path(
+    config: AnyPrepare, problems: ProblemSet, cache_dir: Path | None = None
+) -> Path | None:
+    """Return the folder of a prepared model, built or not; None where ``cache_key`` is None."""
+    key = cache_key(config, problems)
+    return None if key is None else (cache_dir or cache_root()) / "models" / key
 
 
 def cached_path(
-    config: PrepareConfig, problems: ProblemSet, cache_dir: Path | None = None
+    config: AnyPrepare, problems: ProblemSet, cache_dir: Path | None = None
 ) -> Path | None:
     """Return the prepared model's folder if it is cached, else None. Import nothing heavy."""
     path = model_path(config, problems, cache_dir)
+    if path is None:
+        return None
     with _cache_errors(path.parent):
         return path if path.is_dir() else None
 
@@ -108,7 +122,7 @@ def prepare_models(
         problems: the recipe's problems.
         rebuild: train again, and replace what is cached.
         progress: called before a model is built, with its display name and its steps of
-            fine-tuning. It returns the callback for these steps.
+            fine-tuning, 0 for a rounded one. It returns the callback for these steps.
 
     Returns:
         Folder by table: "teacher" or "teachers.NAME", and "student".
@@ -127,7 +141,8 @@ def prepare_models(
             continue
         path = None if rebuild else cached_path(config.prepare, problems)
         if path is None:
-            callback = None if progress is None else progress(display, config.prepare.sft_steps)
+            steps = config.prepare.sft_steps if isinstance(config.prepare, PrepareConfig) else 0
+            callback = None if progress is None else progress(display, steps)
             path = prepare_model(
                 config.prepare,
                 problems,
@@ -140,14 +155,14 @@ def prepare_models(
 
 
 def prepare_model(
-    config: PrepareConfig,
+    config: AnyPrepare,
     problems: ProblemSet,
     cache_dir: Path | None = None,
     rebuild: bool = False,
     progress: Progress | None = None,
     rebuilt: Collection[Path] = (),
 ) -> Path:
-    """Return the folder of a model and its tokenizer: cached, or trained now.
+    """Return the folder of a model and its tokenizer: cached, or built now.
 
     The model is built in a folder of its own and renamed when it is complete, so no reader ever
     finds half a model. Runs that need the same model at once wait for the first one to finish it. A
@@ -163,13 +178,15 @@ def prepare_model(
         rebuilt: models that this command has trained already, which ``rebuild`` leaves as they are.
 
     Raises:
-        ValueError: the data does not fit the model, its training diverges, training libraries are
-            missing, or the cache folder cannot be used.
+        ValueError: the data does not fit the model, its training diverges, the model to round
+            cannot be loaded or rounded, libraries are missing, or the cache folder cannot be used.
     """
     models = (cache_dir or cache_root()) / "models"
     with _cache_errors(models):
         models.mkdir(parents=True, exist_ok=True)
     key = cache_key(config, problems)
+    if key is None:
+        key = _key_of_download(config, problems)
     path = models / key
     rebuild = rebuild and path not in rebuilt
     if path.is_dir() and not rebuild:
@@ -180,7 +197,9 @@ def prepare_model(
         unfinished = models / f"{key}.unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        if config.prune:
+        if isinstance(config, RoundedConfig):
+            _round(config, unfinished)
+        elif config.prune:
             unpruned_config = config.model_copy(update={"prune": 0.0})
             unpruned = prepare_model(
                 unpruned_config, problems, cache_dir, rebuild, progress, rebuilt
@@ -213,24 +232,57 @@ def _prune(
     _describe(config, problems, loss, folder)
 
 
+def _round(config: RoundedConfig, folder: Path) -> None:
+    """Write a rounded copy of a model, with its tokenizer and description, into ``folder``."""
+    with _libraries():
+        from prime_composer.tiny_models.rounding import round_model
+
+        counts = round_model(config.source, config.quantize, folder)
+    _write_description(folder, config, counts._asdict())
+
+
+def _key_of_download(config: AnyPrepare, problems: ProblemSet) -> str:
+    """Return the cache key of a rounded model whose source is on the hub: its config is fetched.
+
+    Raises:
+        ValueError: there is no such model, or the hub cannot be reached.
+    """
+    assert isinstance(config, RoundedConfig)
+    with _libraries():
+        from prime_composer.backends.hf_model import read_config
+
+        read_config(config.source)
+    key = cache_key(config, problems)
+    if key is None:
+        raise ValueError(f"{config.source}: the Hugging Face cache (HF_HOME) cannot be used")
+    return key
+
+
 def _training() -> ModuleType:
     """Import the module that trains, which needs transformers."""
-    try:
+    with _libraries():
         from prime_composer.tiny_models import training
+    return training
+
+
+@contextmanager
+def _libraries() -> Iterator[None]:
+    """Within the block, turn a missing library into one sentence."""
+    try:
+        yield
     except ImportError as error:
         raise ValueError(
             f'preparing a model on the spot needs {error.name}: pip install "prime-composer[local]"'
         ) from error
-    return training
 
 
 def _describe(config: PrepareConfig, problems: ProblemSet, loss: float, folder: Path) -> None:
-    description = {
-        "format": FORMAT,
-        "prepare": config.model_dump(mode="json"),
-        "data": {name: data.model_dump(mode="json") for name, data in problems.sources.items()},
-        "loss": loss,
-    }
+    data = {name: data.model_dump(mode="json") for name, data in problems.sources.items()}
+    _write_description(folder, config, {"data": data, "loss": loss})
+
+
+def _write_description(folder: Path, config: AnyPrepare, details: dict[str, Any]) -> None:
+    description = {"format": FORMAT, "prepare": config.model_dump(mode="json"), **details}
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,17 +1,23 @@
 """Print what a step of the one-machine loop costs beyond the work it cannot avoid.
 
-    python -m tests.benchmarks.step [RECIPE]
+    python -m tests.benchmarks.step [RECIPE] [--set KEY=VALUE]
+    python -m tests.benchmarks.step recipes/smollm2.toml --threads --set trainer.steps=12
 
 Unavoidable are vLLM's generation and scoring (time inside ``LLM.generate``), and the student's
 forward and backward. The rest is parsing, packing, the loss, the optimizer, answer checking, weight
 sync and logging. The last lines are the checks of every step, which are part of all these.
+
+With ``--threads`` every other step has one thread, and the others have those that the trainer gets
+(``cpu_guard.all_cores``), also where the model is too small to get them in a run. The table is per
+1,000 trained tokens.
 """
 
-import sys
+import argparse
+import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +27,7 @@ set_environment()
 
 import torch  # noqa: E402
 
+from prime_composer.backends import cpu_guard  # noqa: E402
 from prime_composer.backends.vllm import VLLMEngine, VLLMSampler  # noqa: E402
 from prime_composer.local import gradients  # noqa: E402
 from prime_composer.local.canary import Canary  # noqa: E402
@@ -47,11 +54,22 @@ def timed(name: Callable[[Any], str] | str, function: Callable[..., Any]) -> Cal
 
 
 class Steps:
-    """Adds up the steps' parts, without the first three and without those that evaluate."""
+    """Adds up the steps' parts, without the first three and without those that evaluate.
 
-    def __init__(self) -> None:
+    Args:
+        turns: threads of the trainer, in turns from step to step; empty: as in a run.
+    """
+
+    def __init__(self, turns: Sequence[str] = ()) -> None:
+        self.turns = turns
         self.parts: dict[str, float] = defaultdict(float)
+        self.by_threads: dict[str, dict[str, float]] = {turn: defaultdict(float) for turn in turns}
         self.count = 0
+        self.next_turn(1)
+
+    def next_turn(self, step: int) -> None:
+        if self.turns:
+            os.environ[cpu_guard.THREADS_VARIABLE] = self.turns[step % len(self.turns)]
 
     def status(self, text: str) -> None: ...
 
@@ -61,20 +79,54 @@ class Steps:
             self.parts["step"] += metrics["time/step"]
             for name, seconds in spent.items():
                 self.parts[name] += seconds
+            if self.turns:
+                own = self.by_threads[os.environ[cpu_guard.THREADS_VARIABLE]]
+                own["tokens"] += metrics["tokens_per_second"] * metrics["time/step"]
+                own["step"] += metrics["time/step"]
+                for name, seconds in spent.items():
+                    own[name] += seconds
         spent.clear()
+        self.next_turn(step + 1)
+
+
+def print_threads(steps: Steps) -> None:
+    """Print milliseconds per 1,000 trained tokens by number of threads."""
+    one, several = steps.turns
+    print(f"ms per 1,000 trained tokens{one:>10} thread{several:>9} threads")
+
+    def row(name: str, parts: Sequence[str]) -> None:
+        times = [
+            1e6 * sum(steps.by_threads[turn][part] for part in parts)
+            / steps.by_threads[turn]["tokens"]
+            for turn in steps.turns
+        ]  # fmt: skip
+        print(f"{name:>27}{times[0]:17.1f}{times[1]:17.1f}  {times[0] / times[1]:5.2f}x")
+
+    row("forward and backward", ("student forward", "student backward"))
+    for name in ("vLLM generation", "vLLM scoring", "step"):
+        row(name, (name,))
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("recipe", nargs="?", default="recipes/gsm8k_opd.toml")
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    parser.add_argument("--threads", action="store_true")
+    args = parser.parse_args()
     recipe = load_recipe(
-        sys.argv[1] if len(sys.argv) > 1 else "recipes/gsm8k_opd.toml",
+        args.recipe,
         [
             "trainer.steps=40",
             "eval.every=0",
             "eval.size=10",
             "eval.kl_size=10",
             "checkpoint.every=0",
+            *args.overrides,
         ],
     )
+    turns = ["1", os.environ[cpu_guard.THREADS_VARIABLE]] if args.threads else []
+    if turns:
+        cpu_guard.SMALLEST_FOR_THREADS = 0
     VLLMEngine._run = timed(
         lambda engine: "vLLM generation" if isinstance(engine, VLLMSampler) else "vLLM scoring",
         VLLMEngine._run,
@@ -84,10 +136,13 @@ def main() -> None:
     Canary.check = timed("canary", Canary.check)
     Mismatch.add = timed("sampler's KL", Mismatch.add)
     WeightCheck.check = timed("weights' norms", WeightCheck.check)
-    steps = Steps()
+    steps = Steps(turns)
     with tempfile.TemporaryDirectory() as folder:
         problems = load_problem_set(recipe.sources)
         train(recipe, problems, prepare_models(recipe, problems), Path(folder), steps)
+    if turns:
+        print_threads(steps)
+        return
     total = steps.parts.pop("step")
     checks = {name: steps.parts.pop(name) for name in CHECKS}
     for name, seconds in steps.parts.items():

@@ -11,7 +11,7 @@ from prime_composer.local import evaluate as evaluate_module
 from prime_composer.local import tokenized_problems
 from prime_composer.local.batch import Sample
 from prime_composer.local.engine import Engine, open_engine
-from prime_composer.local.evaluate import Evaluator
+from prime_composer.local.evaluate import Evaluator, Graded
 from prime_composer.local.preflight import PreflightError, preflight
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import Problem
@@ -110,7 +110,8 @@ def test_teacher_accuracy_is_over_the_problems_of_its_share(
 
     def answers(self: Evaluator, sampler: Any, asked: list[Problem]) -> Any:
         answered.append([problem.question for problem in asked])
-        return [float(p.question in correct) for p in asked], [0.0] * len(asked)
+        zeros = [0.0] * len(asked)
+        return Graded([float(p.question in correct) for p in asked], zeros, [""] * len(asked))
 
     monkeypatch.setattr(evaluate_module.Evaluator, "_greedy_answers", answers)
     small = recipe.eval.model_copy(update={"size": 3})

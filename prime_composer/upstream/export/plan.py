@@ -105,7 +105,7 @@ def model_name(name: str | None, models: Mapping[str, Any], table: str) -> str:
         return name
     if table not in models:
         raise RecipeError(
-            f"[{table}.prepare] builds a small model first: run `prime-rl prepare --config FILE`, "
+            f"[{table}.prepare] builds a model first: run `prime-rl prepare --config FILE`, "
             f"then export again, or name an existing model with --set {table}.model=DIR"
         )
     return str(models[table])

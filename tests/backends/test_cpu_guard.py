@@ -1,0 +1,119 @@
+"""Threads of the trainer, and memory of the engines, on a CPU."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from prime_composer.backends import cpu_guard
+from prime_composer.backends.cpu_guard import THREADS_VARIABLE, all_cores
+from prime_composer.backends.vllm import default_kv_cache_bytes
+from prime_composer.cli import commands
+
+LARGE = nn.Linear(3200, 3200, bias=False)
+"""10.2 million parameters."""
+
+
+def threads_within(model: nn.Module) -> int:
+    with all_cores(model):
+        return torch.get_num_threads()
+
+
+def test_all_cores_are_for_large_models_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the block there are as many threads as the variable says, and afterwards as before."""
+    monkeypatch.setenv(THREADS_VARIABLE, "2")
+    before = torch.get_num_threads()
+    assert before == 1  # the tests' own setting
+    assert threads_within(LARGE) == 2 and torch.get_num_threads() == before
+    assert threads_within(nn.Linear(3000, 3000, bias=False)) == before
+    with pytest.raises(KeyError), all_cores(LARGE):
+        raise KeyError
+    assert torch.get_num_threads() == before
+    monkeypatch.delenv(THREADS_VARIABLE)
+    assert threads_within(LARGE) == before
+
+
+def test_all_cores_are_there_beside_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM replaces torch's function by one that does nothing."""
+    monkeypatch.setenv(THREADS_VARIABLE, "2")
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    assert threads_within(LARGE) == 2
+
+
+def test_all_cores_leave_a_gpu_build_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(THREADS_VARIABLE, "2")
+    monkeypatch.setattr(cpu_guard, "built_for_cpu", lambda: False)
+    assert threads_within(LARGE) == torch.get_num_threads()
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-1", "1.5"])
+def test_threads_that_are_no_number_are_refused(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(THREADS_VARIABLE, value)
+    with pytest.raises(ValueError, match=f"{THREADS_VARIABLE} = '{value}': set it to a number"):
+        threads_within(LARGE)
+
+
+def test_command_line_gives_the_trainer_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who set OMP_NUM_THREADS or the variable has decided already."""
+    monkeypatch.setattr(commands, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(commands, "usable_cores", lambda: 5)
+    for given, threads in (({}, "5"), ({THREADS_VARIABLE: "3"}, "3")):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.delenv(THREADS_VARIABLE, raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        commands.set_environment()
+        assert os.environ["OMP_NUM_THREADS"] == "1" and os.environ[THREADS_VARIABLE] == threads
+    monkeypatch.delenv(THREADS_VARIABLE)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    commands.set_environment()
+    assert os.environ["OMP_NUM_THREADS"] == "4" and THREADS_VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"),
+    [("max 100000\n", 8), ("200000 100000\n", 2), ("50000 100000\n", 1), ("", 8), (None, 8)],
+)
+def test_usable_cores_are_those_of_the_container(
+    limit: str | None, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may see all cores of its host, and be stopped when it uses more than its own."""
+
+    def read_text(path: Path, **_: Any) -> str:
+        assert str(path) == "/sys/fs/cgroup/cpu.max"
+        if limit is None:
+            raise FileNotFoundError
+        return limit
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert commands.usable_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("sequences", "layers", "expected"),
+    [
+        # A sequence of 200 tokens has 2 blocks of 128: 2 x layers x 4 heads x 16 x 4 bytes x 256.
+        (12, 64, 12 * 8 * 2**20),
+        (12, 8, 64 * 2**20),
+        (1000, 8, 256 * 2**20),
+        (200, 64, 2**30),
+        (1, 8192, 2 * 2**30),
+    ],
+)  # fmt: skip
+def test_kv_cache_has_room_for_the_sequences(
+    sequences: int, layers: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for what a run asks at once, from 64 MiB to 1 GiB, and for two sequences at least."""
+
+    class Config:
+        num_key_value_heads, head_dim = 4, 16
+        num_hidden_layers = layers
+
+    monkeypatch.setattr("prime_composer.backends.vllm.read_config", lambda model: Config)
+    assert default_kv_cache_bytes("m", "float32", 200, sequences) == expected

@@ -1,0 +1,84 @@
+"""Print how much memory a command takes, with its children, and where it was when it grew.
+
+    python -m tests.benchmarks.memory prime-rl rl --config recipes/smollm2.toml
+
+Each line of the command's output comes with two numbers in MB: what is taken at that moment, and
+the peak so far. It is the sum over all processes of their proportional set size (PSS): pages that
+several processes share count once. The kernel's counter is read every 0.3 s. The last line also has
+the peak of the resident set of the largest process (VmHWM), which misses no moment.
+"""
+
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+INTERVAL = 0.3
+"""Seconds between two readings. One of a process with 5 GB takes some milliseconds."""
+
+
+def processes_below(root: int) -> list[int]:
+    """Return a process and all of its descendants."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [root]
+    for process in found:
+        found += children.get(process, [])
+    return found
+
+
+def read_mb(process: int, name: str, field: str) -> float:
+    """Return a field in kB of a file of /proc, in MB; 0 for a process that has ended."""
+    try:
+        text = Path(f"/proc/{process}/{name}").read_text()
+    except OSError:
+        return 0.0
+    match = re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) * 1024 / 1e6 if match else 0.0
+
+
+class Meter:
+    """Reads the memory of a process tree in a thread, until ``stop`` is set."""
+
+    def __init__(self, root: int):
+        self.root = root
+        self.now = self.peak = self.high_water = 0.0
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+
+    def _watch(self) -> None:
+        while not self.stop.wait(INTERVAL):
+            processes = processes_below(self.root)
+            self.now = sum(read_mb(process, "smaps_rollup", "Pss") for process in processes)
+            self.peak = max(self.peak, self.now)
+            highest = max(read_mb(process, "status", "VmHWM") for process in processes)
+            self.high_water = max(self.high_water, highest)
+
+
+def main() -> int:
+    command = subprocess.Popen(
+        sys.argv[1:], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+    )
+    meter = Meter(command.pid)
+    assert command.stdout is not None
+    for line in command.stdout:
+        print(f"{meter.now:6,.0f} {meter.peak:6,.0f}  {line}", end="", flush=True)
+    status = command.wait()
+    meter.stop.set()
+    meter.thread.join()
+    print(
+        f"peak: {meter.peak:,.0f} MB of all processes (PSS), "
+        f"{meter.high_water:,.0f} MB of the largest one (VmHWM)"
+    )
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,127 @@
+"""The student's answers before and after training: kept by the run, shown by the report."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_composer.cli.commands import main
+from prime_composer.cli.report import print_answers, shown
+from prime_composer.local import train as train_module
+from prime_composer.local.answers import ANSWERS_FILE, Answer, read_answers, write_answers
+from prime_composer.local.tracker import read_metrics
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from tests.local.helpers import Silent, run
+
+Raw = Callable[..., dict[str, Any]]
+
+
+def answer(text: str, question: str = "What is 2 + 3?", correct: bool = False) -> Answer:
+    return Answer(question, "#### 5", text, correct)
+
+
+def printed(run_dir: Path, steps: list[int], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    print_answers(run_dir, steps)
+    return capsys.readouterr().out
+
+
+def test_run_keeps_three_answers_of_each_evaluation(
+    tiny_recipe: Raw, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of four steps evaluates at 0, 2 and 4. Resumed from 2, it says the same as a whole one.
+    The report needs the run directory alone."""
+    raw = tiny_recipe()
+    run(raw, tmp_path / "whole")
+    answers = read_answers(tmp_path / "whole")
+    assert list(answers) == [0, 2, 4]
+    held_out = load_problem_set(parse_recipe(raw).sources).held_out[:3]
+    for rows in answers.values():
+        assert [row.question for row in rows] == [problem.question for problem in held_out]
+        assert [row.reference for row in rows] == [problem.answer for problem in held_out]
+        assert all(row.text for row in rows)
+    assert main(["report", str(tmp_path / "whole")]) == 0
+    out = capsys.readouterr().out
+    assert out.count("before") == out.count("after 4 steps") == 3
+
+    run(raw, tmp_path / "cut", Silent(interrupt_at=3))
+    run(raw, tmp_path / "cut", resume=True)
+    assert read_answers(tmp_path / "cut") == answers
+    measured = [r for r in read_metrics(tmp_path / "whole") if "eval/accuracy" in r]
+    for record in measured:  # three of the four problems
+        correct = sum(row.correct for row in answers[record["step"]])
+        assert correct <= 4 * record["eval/accuracy"] <= correct + 1
+
+
+def test_answers_show_brackets_escapes_and_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is read as markup or by the terminal, and what is cut says so."""
+    odd = "[bold]x[/bold] [/] :smile: \x1b[31mred\x07\n\n  \ud800 end"
+    write_answers(tmp_path, 0, [answer(odd)])
+    write_answers(tmp_path, 4, [answer("y" * 2000, correct=True)])
+    out = printed(tmp_path, [0, 4], capsys)
+    replaced = "\N{REPLACEMENT CHARACTER}"
+    line = f"[bold]x[/bold] [/] :smile: {replaced}[31mred{replaced} {replaced} end"
+    assert f"(wrong) {line}" in out and "\x1b" not in out
+    assert out.count("y") - "correct".count("y") >= 320 and "(1,680 more letters)" in out
+    assert "(correct)" in out
+    assert str(shown("a" * 320)) == "a" * 320
+
+
+def test_answers_of_another_attempt_are_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps that the run's metrics lack are left out; of a step written twice the newer counts."""
+    write_answers(tmp_path, 0, [answer("first")])
+    write_answers(tmp_path, 4, [answer("older four")])
+    write_answers(tmp_path, 4, [answer("newer four")])
+    write_answers(tmp_path, 9, [answer("never came back to nine")])
+    out = printed(tmp_path, [0, 4], capsys)
+    assert "first" in out and "newer four" in out and "after 4 steps" in out
+    assert "older" not in out and "nine" not in out
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, "", "{", '{"step": 0}\n[]\n7\nnull\n{"step": "x", "answers": []}\n',
+     '{"step": 0, "answers": [{"question": 1}]}\n'],
+)  # fmt: skip
+def test_answers_that_are_not_there_print_nothing(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of an older version has no file, and a damaged one stops no report."""
+    if content is not None:
+        (tmp_path / ANSWERS_FILE).write_text(content)
+    assert printed(tmp_path, [0, 4], capsys) == ""
+
+
+def test_answers_after_a_cut_line_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another question than before training has no answer before it, as with another eval.size."""
+    (tmp_path / ANSWERS_FILE).write_text('{"step": 0, "answ\n')
+    write_answers(tmp_path, 2, [answer("a"), answer("b", "What is 1 + 1?")])
+    write_answers(tmp_path, 4, [answer("c", "What is 9 + 9?")])
+    out = printed(tmp_path, [0, 2, 4], capsys)
+    assert "What is 9 + 9?" in out and "after 4 steps" in out and "before" not in out
+
+
+def test_answers_without_room_on_the_disk_end_no_run(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run warns and goes on; it has no table of answers."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "answers.jsonl")
+
+    monkeypatch.setattr(train_module, "write_answers", full)
+    display = Silent()
+    outcome = run(tiny_recipe(trainer__steps=1), tmp_path / "run", display)
+    assert outcome.steps == 1 and "eval/accuracy" in outcome.evaluations[1]
+    warnings = [text for text in display.texts if "are not kept" in text]
+    assert len(warnings) == 2 and "No space left on device" in warnings[0]
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])

@@ -1,0 +1,77 @@
+"""The two kinds of `[*.prepare]`: a model that is generated, and one that is rounded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_composer.recipe.loading import load_recipe, parse_recipe
+from prime_composer.recipe.prepare import PrepareConfig, RoundedConfig
+from tests.recipe.helpers import refusal
+
+ROUNDED: dict[str, Any] = {"from": "org/model", "quantize": {"bits": 3, "group": 32}}
+
+
+def recipe_with(prepare: Any) -> dict[str, Any]:
+    return {
+        "student": {"prepare": prepare},
+        "teacher": {"model": "org/model"},
+        "loss": {"type": "topk_reverse_kl", "k": 4},
+        "data": {"source": "generated"},
+        "trainer": {"steps": 3, "batch_size": 4},
+    }
+
+
+def test_prepare_from_is_a_rounded_model() -> None:
+    """The table is read, and written as the recipe has it, so that a run can be resumed."""
+    recipe = parse_recipe(recipe_with(ROUNDED))
+    assert isinstance(recipe.student.prepare, RoundedConfig)
+    assert recipe.student.prepare.source == "org/model"
+    dump = json.loads(recipe.model_dump_json())
+    assert dump["student"]["prepare"] == ROUNDED
+    assert parse_recipe(dump) == recipe
+    generated = parse_recipe(recipe_with({"layers": 2})).student.prepare
+    assert isinstance(generated, PrepareConfig) and generated.layers == 2
+
+
+@pytest.mark.parametrize(
+    ("prepare", "complaint"),
+    [
+        ({**ROUNDED, "prune": 0.5, "layers": 2},
+         "student.prepare: `from` and `quantize` round an existing model, and prune, layers "
+         "describe one that is built here: keep one of the two"),
+        ({"from": "m", "sft_steps": 3}, "and sft_steps describes one that is built here"),
+        ({"quantize": {"bits": 3, "group": 32}}, "student.prepare.from is missing"),
+        ({"from": "m"}, "student.prepare.quantize is missing"),
+        ({"from": "m", "quantize": {"bits": 3}}, "student.prepare.quantize.group is missing"),
+        ({"from": "m", "quantize": {"bits": 9, "group": 32}},
+         "student.prepare.quantize.bits: Input should be less than or equal to 8 (got 9); lower"),
+        ({"from": "m", "quantize": {"bits": 1, "group": 32}},
+         "quantize.bits: Input should be greater than or equal to 2 (got 1); raise it"),
+        ({"from": "m", "quantize": {"bits": 3, "group": 0}}, "student.prepare.quantize.group: "),
+        ({"from": "m", "quantize": {"bits": 3, "groups": 32}},
+         "unknown key student.prepare.quantize.groups; did you mean group?"),
+        ({**ROUNDED, "form": "m"}, "unknown key student.prepare.form; did you mean from?"),
+        ({"layer": 2}, "unknown key student.prepare.layer; did you mean layers?"),
+        ({"from": "", "quantize": {"bits": 3, "group": 32}}, "student.prepare.from: "),
+        ({"from": "m", "quantize": 3}, "student.prepare.quantize: "),
+        (3, "student.prepare"),
+    ],
+)  # fmt: skip
+def test_prepare_that_does_not_fit_is_refused(prepare: Any, complaint: str) -> None:
+    """The sentence names the key, also of the nested table."""
+    assert complaint in refusal(recipe_with(prepare))
+
+
+def test_override_reaches_the_rounding(tmp_path: Path) -> None:
+    """Bits and source are changed as any other key; a model replaces the whole table."""
+    import tomli_w
+
+    path = tmp_path / "r.toml"
+    path.write_text(tomli_w.dumps(recipe_with(ROUNDED)))
+    items = ["student.prepare.quantize.bits=4", "student.prepare.from=DIR"]
+    prepare = load_recipe(path, items).student.prepare
+    assert isinstance(prepare, RoundedConfig)
+    assert prepare.source == "DIR" and prepare.quantize.bits == 4
+    assert load_recipe(path, ["student.model=DIR"]).student.prepare is None

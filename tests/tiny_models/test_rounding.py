@@ -1,0 +1,208 @@
+"""Models whose weights are rounded, and their cache."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from prime_composer.backends.hf_model import ModelUnavailable, load_student
+from prime_composer.backends.model_files import fingerprint
+from prime_composer.cli.commands import main
+from prime_composer.local.model_check import check_models, warnings_of_paths
+from prime_composer.local.plan import plan
+from prime_composer.problems.config import DataConfig
+from prime_composer.problems.loading import ProblemSet, load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.prepare import RoundedConfig
+from prime_composer.recipe.schema import RecipeError
+from prime_composer.tiny_models.cache import cache_key, cached_path, prepare_model, prepare_models
+from prime_composer.tiny_models.rounding import linear_layers, round_to_nearest
+from tests.conftest import TINY_RECIPE
+from tests.local.helpers import tiny_models
+
+
+@pytest.fixture(scope="module")
+def problems() -> ProblemSet:
+    return load_problem_set({"problems": DataConfig(size=60)})
+
+
+@pytest.fixture(scope="module")
+def source() -> Path:
+    """A model of width 16: attention of 32, an MLP of 32, tied embeddings."""
+    return tiny_models(TINY_RECIPE)["student"]
+
+
+def rounded(source: Path | str, bits: int = 3, group: int = 8) -> RoundedConfig:
+    table = {"from": str(source), "quantize": {"bits": bits, "group": group}}
+    return RoundedConfig.model_validate(table)
+
+
+def recipe_of(source: Path | str, **settings: int) -> dict[str, Any]:
+    prepare = rounded(source, **settings).model_dump(mode="json")
+    return {**TINY_RECIPE, "student": {"prepare": prepare}, "teacher": {"model": str(source)}}
+
+
+def test_round_to_nearest_gives_levels_from_minimum_to_maximum() -> None:
+    """Two bits in groups of four: -1 ... 2 has the levels -1, 0, 1, 2, and 0 ... 6 0, 2, 4, 6."""
+    weight = torch.tensor([[-1.0, 0.4, 0.6, 2.0, 0.0, 2.9, 3.1, 6.0], [5.0] * 4 + [-3.0] * 4])
+    expected = [[-1.0, 0.0, 1.0, 2.0, 0.0, 2.0, 4.0, 6.0], [5.0] * 4 + [-3.0] * 4]
+    torch.testing.assert_close(round_to_nearest(weight, 2, 4), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_round_to_nearest_is_off_by_half_a_level_at_most(bits: int) -> None:
+    """A group has at most 2^bits values, and no weight moves further than half their distance."""
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    result = round_to_nearest(weight, bits, 32)
+    for before, after in zip(weight.view(-1, 32), result.view(-1, 32), strict=True):
+        assert len(after.unique()) <= 2**bits
+        level = float(before.max() - before.min()) / (2**bits - 1)
+        assert float((before - after).abs().max()) <= level / 2 * 1.001
+
+
+def test_rounded_model_keeps_all_but_linear_layers(
+    source: Path, problems: ProblemSet, tmp_path: Path
+) -> None:
+    """The seven matrices of the layer are rounded, embeddings and norms stay, and so does the
+    tokenizer."""
+    path = prepare_model(rounded(source), problems, tmp_path)
+    (model, tokenizer), (original, own) = load_student(path), load_student(source)
+    before, after = original.state_dict(), model.state_dict()
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    projections = {f"self_attn.{letter}_proj" for letter in "qkvo"}
+    projections |= {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    assert changed == {f"model.layers.0.{name}.weight" for name in projections}
+    for name in changed:
+        assert torch.equal(after[name], round_to_nearest(before[name], 3, 8))
+    assert tokenizer.get_vocab() == own.get_vocab()
+    description = json.loads((path / "prepare.json").read_text())
+    # q and k and v and o: 16 x 32 each; gate, up and down: 16 x 32 each.
+    assert description["rounded"] == 7 * 16 * 32
+    assert description["weights"] == sum(weight.numel() for weight in original.parameters())
+
+
+def test_linear_layers_leave_the_output_head_out(source: Path) -> None:
+    """An untied head is a linear layer as well, and is not rounded."""
+    model: Any = load_student(source)[0]
+    names = [name for name, _ in linear_layers(model)]
+    assert len(names) == 7 and "lm_head" not in names
+    model.set_output_embeddings(nn.Linear(16, 300, bias=False))
+    assert len(list(linear_layers(model))) == 7
+
+
+def test_group_that_divides_no_layer_names_it(
+    source: Path, problems: ProblemSet, tmp_path: Path
+) -> None:
+    """Nothing is left in the cache."""
+    with pytest.raises(ValueError, match=r"quantize.group = 12 does not divide the 16 inputs of "
+                       r"model.layers.0.self_attn.q_proj in .*; choose a divisor"):  # fmt: skip
+        prepare_model(rounded(source, group=12), problems, tmp_path)
+    assert cached_path(rounded(source, group=12), problems, tmp_path) is None
+
+
+def test_rounded_model_is_cached_by_content_and_settings(
+    source: Path, problems: ProblemSet, tmp_path: Path
+) -> None:
+    """A copy elsewhere is the same model. Other bits, groups or weights are another one."""
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    key = cache_key(rounded(source), problems)
+    assert key == cache_key(rounded(copy), problems) and key.startswith("rounded-3bit-8-")
+    other_data = load_problem_set({"problems": DataConfig(size=80)})
+    assert key == cache_key(rounded(source), other_data)
+    keys = {key, cache_key(rounded(source, bits=4), problems)}
+    keys.add(cache_key(rounded(source, group=16), problems))
+    path = prepare_model(rounded(copy), problems, tmp_path)
+    assert prepare_model(rounded(copy), problems, tmp_path) == path == tmp_path / "models" / key
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    keys.add(cache_key(rounded(copy), problems))
+    assert len(keys) == 4
+
+
+def test_fingerprint_reads_the_ends_of_a_large_file(tmp_path: Path) -> None:
+    """Of 40 MB it reads a tenth, evenly spaced; a README does not count."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(40 * 2**20))
+    first = fingerprint(str(tmp_path))
+    (tmp_path / "README.md").write_text("x")
+    assert fingerprint(str(tmp_path)) == first
+    for offset in (0, 20 * 2**20, 40 * 2**20 - 40960):
+        with weights.open("r+b") as file:
+            file.seek(offset)
+            file.write(b"\1")
+        assert fingerprint(str(tmp_path)) != first
+        with weights.open("r+b") as file:
+            file.seek(offset)
+            file.write(b"\0")
+    assert fingerprint(str(tmp_path)) == first
+    assert fingerprint(str(tmp_path / "no-folder")) is None
+    assert fingerprint("org/never-downloaded") is None
+
+
+def test_fingerprint_of_a_hub_id_is_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cached commit names the content; nothing is downloaded."""
+    import huggingface_hub
+
+    snapshot = tmp_path / "snapshots" / "1234abcd" / "config.json"
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(snapshot))
+    assert fingerprint("org/model") == "1234abcd"
+
+
+def test_missing_model_to_round_is_one_sentence(tmp_path: Path, problems: ProblemSet) -> None:
+    """It is the sentence of `model`, before the run and where it is prepared alone."""
+    recipe = parse_recipe({**recipe_of("/no/such/folder"), "teacher": {"model": "/no/such/folder"}})
+    words = "is neither a directory on this machine nor written as a hub id"
+    with pytest.raises(RecipeError) as caught:
+        check_models(recipe)
+    assert str(caught.value) == f"[student.prepare] from = '/no/such/folder' {words}"
+    assert warnings_of_paths(recipe)[0] == (
+        f"warning: [student.prepare] from = '/no/such/folder' {words}"
+    )
+    with pytest.raises(ModelUnavailable, match=f"Could not load /no/such/folder: it {words}"):
+        prepare_models(recipe, problems)
+
+
+def test_plan_names_the_model_to_round(source: Path) -> None:
+    """A dry run says what is rounded and how, and afterwards where it is."""
+    recipe = parse_recipe(recipe_of(source))
+    problems = load_problem_set(recipe.sources)
+    lines = plan(recipe, problems)
+    assert lines[0] == (
+        f"student: to be prepared now: {source}, its weights rounded to 3 bits in groups of 8"
+    )
+    announced = []
+
+    def progress(display: str, steps: int) -> Any:
+        announced.append((display, steps))
+        return lambda done, steps, loss: None
+
+    paths = prepare_models(recipe, problems, progress=progress)
+    assert announced == [("student", 0)]
+    assert plan(recipe, problems)[0] == f"student: prepared, cached in {paths['student']}"
+
+
+def test_export_names_the_rounded_model(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`prepare` prints its folder, and the export has it as the student."""
+    import tomli_w
+
+    path = tmp_path / "r.toml"
+    path.write_text(tomli_w.dumps(recipe_of(source, bits=5)))
+    command = ["export", str(path), "--dialect", "head", "--set", "trainer.dtype=bfloat16"]
+    assert main(command) == 2
+    assert "[student.prepare] builds" in capsys.readouterr().err
+    assert main(["prepare", "--config", str(path)]) == 0
+    folder = capsys.readouterr().out.splitlines()[-1].removeprefix("student: ")
+    assert "/rounded-5bit-8-" in folder
+    assert main(command) == 0
+    assert f'"{folder}"' in capsys.readouterr().out
