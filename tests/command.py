@@ -10,12 +10,15 @@ from typing import Any
 
 from prime_composer.local.tracker import read_metrics
 
+CLI = ("-m", "prime_composer.cli")
+"""The words after ``python`` for the command line, here and in a fork."""
+
 
 def prime_rl(
     *words: object, cwd: Path | None = None, check: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end."""
-    command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
+    """Run the command line to its end, in a new process."""
+    command = [sys.executable, *CLI, *map(str, words)]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=cwd, check=check, timeout=300
     )
@@ -36,7 +39,7 @@ def interrupt_after(
     steps: int, words: list[object], cwd: Path, metrics: Path, signum: int = signal.SIGINT
 ) -> subprocess.CompletedProcess[str]:
     """Start a run, and send Ctrl-C or another signal after it has logged ``steps`` steps."""
-    command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
+    command = [sys.executable, *CLI, *map(str, words)]
     process = subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

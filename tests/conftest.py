@@ -3,12 +3,32 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import importlib  # noqa: E402
+import sys  # noqa: E402
+from importlib.abc import MetaPathFinder  # noqa: E402
+from importlib.util import cache_from_source  # noqa: E402
 
 from jaxtyping import install_import_hook  # noqa: E402
 
 install_import_hook("prime_composer", "beartype.beartype")
+
+
+class CompiledFiles(MetaPathFinder):
+    """Let libraries use their compiled files where a module of ours is the first to import them.
+
+    While jaxtyping's hook executes a module, every module has another name for its compiled file,
+    so torch and transformers would be compiled again in each process: ten seconds.
+    """
+
+    def find_spec(self, *names: object) -> None:
+        importlib._bootstrap_external.cache_from_source = cache_from_source
+
+
+sys.meta_path.insert(0, CompiledFiles())
 
 
 def pytest_addoption(parser):
@@ -29,7 +49,6 @@ def pytest_addoption(parser):
 
 import copy  # noqa: E402
 import signal  # noqa: E402
-import sys  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -37,6 +56,7 @@ from typing import Any  # noqa: E402
 import pytest  # noqa: E402
 
 from prime_composer.losses import LOSS_FNS, LOSS_TYPES  # noqa: E402
+from tests.fork_server import ENGINE, ForkServer  # noqa: E402
 from tests.prime_rl_checkout import NO_CHECKOUT, extract, find_checkout  # noqa: E402
 
 # `nohup` and a shell's background jobs ignore signals, and so would the processes of the tests.
@@ -44,6 +64,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SERVERS = pytest.mark.xdist_group("servers")
+FORKS = pytest.mark.xdist_group("forks")
 LONG_TIMEOUT = 1200
 """Seconds for a test that starts a server or runs for minutes, on a machine with other work."""
 
@@ -58,13 +79,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(map(item.get_closest_marker, ("slow", "vllm", "upstream", "load"))):
             item.add_marker(pytest.mark.timeout(LONG_TIMEOUT))
-        if {"checkout", "trees"} & set(getattr(item, "fixturenames", ())):
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if {"checkout", "trees"} & fixtures:
             item.add_marker("checkout")
         starts_servers = any(map(item.get_closest_marker, ("vllm", "upstream", "load")))
-        if starts_servers and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(SERVERS)
-    # The longest group begins first, and the other processes share the rest.
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") != SERVERS.mark)
+        if item.get_closest_marker("xdist_group") is None:
+            if starts_servers:
+                item.add_marker(SERVERS)
+            elif {"torch_forks", "engine_forks"} & fixtures:
+                item.add_marker(FORKS)
+    # The longest groups begin first, and the other processes share the rest.
+    for group in (FORKS, SERVERS):
+        items.sort(key=lambda item: item.get_closest_marker("xdist_group") != group.mark)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -111,6 +137,26 @@ def outside_losses_of_this_test() -> Iterator[None]:
     for name in LOSS_TYPES.keys() - before:
         del LOSS_FNS[LOSS_TYPES.pop(name)]
         sys.modules.pop(name.partition(":")[0], None)
+
+
+@pytest.fixture(scope="session")
+def torch_forks() -> Iterator[ForkServer]:
+    """Return a server whose forks have imported torch and pydantic, as our package does.
+
+    Its tests run in one process, which pays for these imports once. transformers and prime-rl's
+    losses need torch._dynamo as well.
+    """
+    server = ForkServer("torch", "torch._dynamo", "pydantic")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def engine_forks(torch_forks: ForkServer) -> Iterator[ForkServer]:
+    """Return a server whose forks have imported what a run of the one-machine engine imports."""
+    server = ForkServer(*ENGINE, parent=torch_forks)
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

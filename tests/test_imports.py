@@ -1,9 +1,9 @@
-"""What an import costs, measured in a fresh interpreter."""
+"""What an import costs: in a new interpreter, or in one that has torch and pydantic."""
 
 import subprocess
-import sys
+from collections.abc import Callable
 
-from tests.prime_rl_checkout import REPO
+from tests.fork_server import REPO, ForkServer, new_process
 
 HEAVY = (
     "vllm",
@@ -18,14 +18,16 @@ HEAVY = (
 )
 
 
-def loaded_after(code: str) -> set[str]:
-    """Return the top-level modules of ``HEAVY`` that a fresh interpreter has after ``code``."""
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def loaded_after(code: str, run: Run = new_process) -> set[str]:
+    """Return the top-level modules of ``HEAVY`` that an interpreter has after ``code``."""
     script = f"{code}\nimport sys\n"
     script += f"print('loaded:', *[name for name in {HEAVY!r} if name in sys.modules])"
-    process = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=REPO
-    )
-    return set(process.stdout.rpartition("loaded:")[2].split())
+    done = run("-c", script, cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.rpartition("loaded:")[2].split())
 
 
 def test_the_package_and_every_loss_need_no_optional_part() -> None:
@@ -34,15 +36,16 @@ def test_the_package_and_every_loss_need_no_optional_part() -> None:
     assert loaded_after(code) == set()
 
 
-def test_every_public_name_resolves_without_an_optional_part() -> None:
+def test_every_public_name_resolves_without_an_optional_part(torch_forks: ForkServer) -> None:
     code = "import prime_composer\n"
     code += "for name in prime_composer.__all__: getattr(prime_composer, name)"
-    assert loaded_after(code) == set()
+    assert loaded_after(code, torch_forks.run) == set()
 
 
-def test_loading_a_recipe_imports_no_engine() -> None:
-    code = "from prime_composer.recipe import load_recipe\nload_recipe('recipes/gsm8k_opd.toml')"
-    assert loaded_after(code) == set()
+def test_loading_a_recipe_imports_no_engine(torch_forks: ForkServer) -> None:
+    recipe = REPO / "recipes" / "gsm8k_opd.toml"
+    code = f"from prime_composer.recipe import load_recipe\nload_recipe({str(recipe)!r})"
+    assert loaded_after(code, torch_forks.run) == set()
 
 
 def test_the_help_text_does_not_import_torch() -> None:

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -218,7 +216,7 @@ except ValueError as error:
 """
 
 
-def test_really_unreachable_hub_is_one_sentence(tmp_path):
+def test_really_unreachable_hub_is_one_sentence(tmp_path, torch_forks):
     """In a process without HF_HUB_OFFLINE, against a port where nothing listens."""
     environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
     environment |= {
@@ -226,13 +224,7 @@ def test_really_unreachable_hub_is_one_sentence(tmp_path):
         "HF_HOME": str(tmp_path),
         "HF_HUB_ETAG_TIMEOUT": "1",
     }
-    run = subprocess.run(
-        [sys.executable, "-c", UNREACHABLE],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    run = torch_forks.run("-c", UNREACHABLE, env=environment)
     assert run.returncode == 0, run.stderr
     assert "and http://127.0.0.1:9 could not be reached; name a local copy" in run.stdout
     assert run.stdout.count("\n") == 1

@@ -17,7 +17,8 @@ from prime_composer.cli.commands import choose_engine, main, set_environment
 from prime_composer.cli.run_dirs import Claim, Wish, claim_run_dir
 from prime_composer.local.lock import InUse
 from prime_composer.recipe.loading import parse_recipe
-from tests.command import prime_rl, toml
+from tests.command import CLI, prime_rl, toml
+from tests.fork_server import ForkServer
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "gsm8k_opd.toml"
@@ -49,20 +50,20 @@ def test_check_reads_the_file_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reads == [RECIPE]
 
 
-def test_check_imports_nothing_heavy_beside_torch() -> None:
+def test_check_imports_nothing_heavy_beside_torch(torch_forks: ForkServer) -> None:
     heavy = ("vllm", "transformers", "httpx", "rich", "matplotlib", "datasets", "tensorboard")
     code = f"import sys; from prime_composer.cli import main; main(['check', {str(RECIPE)!r}])"
     code += f"; print([name for name in {heavy} if name in sys.modules], file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.strip() == "[]"
+    done = torch_forks.run("-c", code)
+    assert done.returncode == 0 and done.stderr.strip() == "[]"
 
 
-def test_a_wrong_recipe_is_one_message_with_status_2(tmp_path: Path) -> None:
-    done = prime_rl("check", RECIPE, "--set", "trainer.step=3")
+def test_a_wrong_recipe_is_one_message_with_status_2(cli: Cli, tmp_path: Path) -> None:
+    done = cli("check", RECIPE, "--set", "trainer.step=3")
     assert done.returncode == 2
     assert "unknown key trainer.step; did you mean steps?" in done.stderr
     assert "Traceback" not in done.stderr
-    assert prime_rl("check", tmp_path / "absent.toml").returncode == 2
+    assert cli("check", tmp_path / "absent.toml").returncode == 2
 
 
 def test_dev_mode_keeps_the_traceback_of_a_refusal() -> None:
@@ -73,8 +74,11 @@ def test_dev_mode_keeps_the_traceback_of_a_refusal() -> None:
     assert "Traceback" in done.stderr and "absent.toml: no such recipe" in done.stderr
 
 
-def test_a_run_ends_with_a_table_a_plot_and_its_directory(tiny_file: Path, tmp_path: Path) -> None:
-    done = prime_rl("rl", "--config", tiny_file, "--engine", "local", cwd=tmp_path)
+def test_a_run_ends_with_a_table_a_plot_and_its_directory(
+    tiny_file: Path, tmp_path: Path, engine_forks: ForkServer
+) -> None:
+    words = ("rl", "--config", tiny_file, "--engine", "local")
+    done = engine_forks.run(*CLI, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "outputs" / "tiny"
     texts = ("student before", "student after", "reverse KL", "outputs/tiny", "preflight passed")
@@ -168,18 +172,12 @@ def test_a_failed_preflight_leaves_no_run_directory(
     assert not list((tmp_path / "outputs").iterdir())
 
 
-def test_dry_run_prints_the_plan_and_writes_nothing(tiny_file: Path, tmp_path: Path) -> None:
+def test_dry_run_prints_the_plan_and_writes_nothing(
+    cli: Cli, tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither the run directory nor a small model is made, and the directory is named."""
-    cache = tmp_path / "cache"
-    code = "import sys; from prime_composer.cli import main; sys.exit(main(sys.argv[1:]))"
-    words = ["rl", "--config", str(tiny_file), "--engine", "local", "--dry-run"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PRIME_COMPOSER_CACHE": str(cache)},
-    )
+    monkeypatch.setenv("PRIME_COMPOSER_CACHE", str(tmp_path / "cache"))
+    done = cli("rl", "--config", tiny_file, "--engine", "local", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "run directory: outputs/tiny\n" in done.stdout
     assert "topk_reverse_kl" in done.stdout
@@ -276,14 +274,13 @@ def test_prime_rl_engine_without_prime_rl_is_refused(options: tuple[str, ...], c
 
 @pytest.mark.parametrize("missing", ["rich", "vllm"])
 def test_a_missing_extra_is_one_message_with_the_pip_line(
-    missing: str, tiny_recipe: Raw, tmp_path: Path
+    missing: str, tiny_recipe: Raw, tmp_path: Path, torch_forks: ForkServer
 ) -> None:
     path = tmp_path / "tiny.toml"
     path.write_text(toml(tiny_recipe(rollout__backend="vllm")))
     code = f"import sys; sys.modules[{missing!r}] = None; from prime_composer.cli import main; "
     code += "sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "rl", "--config", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = torch_forks.run("-c", code, "rl", "--config", path, cwd=tmp_path)
     assert done.returncode == 2
     assert "pip install 'prime-composer[local]'" in done.stderr and "Traceback" not in done.stderr
 

@@ -18,7 +18,8 @@ from prime_composer.cli import study as study_module
 from prime_composer.cli.commands import main
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.signals import Stopped, stopping_at_once
-from tests.command import interrupt_after, numbers, prime_rl, toml
+from tests.command import CLI, numbers, prime_rl, toml
+from tests.fork_server import Fork, ForkServer
 
 Raw = Callable[..., dict[str, Any]]
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -35,13 +36,13 @@ def long_file(tiny_recipe: Raw, tmp_path: Path) -> Path:
 
 
 def start(*words: object, cwd: Path, **how: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "prime_composer.cli", *map(str, words)]
+    command = [sys.executable, *CLI, *map(str, words)]
     return subprocess.Popen(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how
     )
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str] | Fork) -> None:
     deadline = time.monotonic() + 240
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -63,14 +64,18 @@ def steps_logged(run_dir: Path) -> int:
     ],
 )
 def test_signal_leaves_a_checkpoint_and_says_how_to_go_on(
-    signum: int, long_file: Path, tmp_path: Path
+    signum: int, long_file: Path, tmp_path: Path, engine_forks: ForkServer
 ) -> None:
-    metrics = tmp_path / "outputs" / "long" / "metrics.jsonl"
-    done = interrupt_after(3, ["rl", "--config", long_file], tmp_path, metrics, signum)
-    assert done.returncode == 128 + signum, done.stderr
-    assert "continue with --resume --output-dir outputs/long" in done.stdout
-    (checkpoint,) = list_checkpoints(tmp_path / "outputs" / "long")
-    assert checkpoint.step == json.loads(metrics.read_text().splitlines()[-1])["step"]
+    run_dir = tmp_path / "outputs" / "long"
+    process = engine_forks.start(*CLI, "rl", "--config", long_file, cwd=tmp_path)
+    wait_for(lambda: steps_logged(run_dir) > 2, process)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signum, err
+    assert "continue with --resume --output-dir outputs/long" in out
+    (checkpoint,) = list_checkpoints(run_dir)
+    last = (run_dir / "metrics.jsonl").read_text().splitlines()[-1]
+    assert checkpoint.step == json.loads(last)["step"]
     checkpoint.verify()
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from prime_composer.local.tracker import read_metrics
-from tests.command import numbers, prime_rl, toml
+from tests.command import CLI, numbers, toml
+from tests.fork_server import ForkServer
 from tests.local.helpers import copy_first_half, run
 
 Raw = Callable[..., dict[str, Any]]
@@ -58,13 +59,16 @@ def test_outside_loss_is_a_channel_of_compose(tiny_recipe: Raw, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("examples_on_path")
-def test_outside_loss_is_checked_by_the_command_line(tiny_recipe: Raw, tmp_path: Path) -> None:
+def test_outside_loss_is_checked_by_the_command_line(
+    tiny_recipe: Raw, tmp_path: Path, engine_forks: ForkServer
+) -> None:
     """``prime-rl check`` fills in its defaults, and refuses a wrong knob by name."""
     assert "my_loss" not in sys.modules or sys.modules["my_loss"].__file__.startswith(str(EXAMPLES))
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(toml(tiny_recipe(loss={"type": "my_loss:huber"})))
-    checked = prime_rl("check", recipe)
+    checked = engine_forks.run(*CLI, "check", recipe, cwd=tmp_path)
     assert checked.returncode == 0, checked.stderr
     assert '"delta": 1.0' in checked.stdout
-    refused = prime_rl("check", recipe, "--set", "loss.delta=-1")
+    words = ("check", recipe, "--set", "loss.delta=-1")
+    refused = engine_forks.run(*CLI, *words, cwd=tmp_path)
     assert refused.returncode == 2 and "loss.delta" in refused.stderr

@@ -3,8 +3,6 @@
 import json
 import math
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from prime_composer.local.tracker import read_metrics
 from prime_composer.local.train import is_due, lr_factor
 from prime_composer.recipe.schema import TrainerConfig
 from tests.command import numbers
+from tests.fork_server import REPO, ForkServer
 from tests.local.helpers import Silent, run, weights
 
 Raw = Callable[..., dict[str, Any]]
@@ -127,12 +126,12 @@ run(json.loads(sys.argv[2]), Path(sys.argv[3]))
 
 @pytest.mark.parametrize("where", [pytest.param("step", marks=pytest.mark.slow), "checkpoint"])
 def test_train_killed_run_resumes_to_the_same_numbers(
-    where: str, whole: Path, tiny_recipe: Raw, tmp_path: Path
+    where: str, whole: Path, tiny_recipe: Raw, tmp_path: Path, engine_forks: ForkServer
 ) -> None:
     """SIGKILL in the middle of a step or of a checkpoint's file loses nothing that was saved."""
     raw = tiny_recipe(trainer__steps=6)
-    command = [sys.executable, "-c", KILLED, where, json.dumps(raw), str(tmp_path / "cut")]
-    killed = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=120)
+    words = ("-c", KILLED, where, json.dumps(raw), tmp_path / "cut")
+    killed = engine_forks.run(*words, cwd=REPO)
     assert killed.returncode == -signal.SIGKILL
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "cut")] == [2]
     assert read_metrics(tmp_path / "cut")[-1]["step"] >= 3

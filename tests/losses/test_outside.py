@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -15,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from prime_composer.losses import LOSS_FNS, LOSS_TYPES, AnyLoss, loss_type, parse_loss, register
 from prime_composer.losses import setup_loss_fn as setup
 from tests.builders import packed_inputs
+from tests.fork_server import REPO, ForkServer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -76,22 +76,25 @@ def test_the_example_is_the_huber_loss_by_hand():
 
 
 @pytest.fixture(scope="module")
-def contract(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Module of a loss -> case of the contract suite -> outcome, for three losses in one run."""
+def contract(
+    tmp_path_factory: pytest.TempPathFactory, torch_forks: ForkServer
+) -> dict[str, dict[str, str]]:
+    """Module of a loss -> case of the contract suite -> outcome, for three losses in one run.
+
+    Every case of the example, and for the others those that tell.
+    """
     folder = tmp_path_factory.mktemp("losses")
     example = (EXAMPLES / "my_loss.py").read_text()
     broken = example.replace("loss=per_token.sum()", "loss=per_token.mean()")
     assert broken != example
     (folder / "broken_loss.py").write_text(broken.replace("my_loss:huber", "broken_loss:huber"))
     (folder / "moving.py").write_text(SCHEDULED)
-    command = [sys.executable, "-m", "pytest", "-vv", "-n", "0", "-p", "no:cacheprovider"]
-    command += ["tests/test_contract.py"]
+    words = ["-m", "pytest", "-vv", "-n", "0", "-p", "no:cacheprovider", "tests/test_contract.py"]
     for loss in ("my_loss:huber", "broken_loss:huber", "moving:fn"):
-        command += ["--loss", loss]
-    command += ["-k", "my_loss or sum_of_its_sequences or survives or weights"]
+        words += ["--loss", loss]
+    words += ["-k", "my_loss or sum_of_its_sequences or moving and (survives or weights_scale)"]
     env = os.environ | {"PYTHONPATH": f"{EXAMPLES}{os.pathsep}{folder}"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+    done = torch_forks.run(*words, cwd=REPO, env=env)
     outcomes: dict[str, dict[str, str]] = {"my_loss": {}, "broken_loss": {}, "moving": {}}
     for line in done.stdout.splitlines():
         case = re.match(r"tests/test_contract\.py::(\w+)\[(\w+):(\S*).*\] ([A-Z]+)", line)
@@ -102,14 +105,12 @@ def contract(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
     return outcomes
 
 
-@pytest.mark.xdist_group("contract suite")
 def test_the_contract_suite_runs_on_the_example(contract):
     """Every case is a case of this loss: three examples of it, and none skipped."""
     assert len(contract["my_loss"]) >= 40
     assert set(contract["my_loss"].values()) == {"PASSED"}
 
 
-@pytest.mark.xdist_group("contract suite")
 def test_the_contract_suite_fails_a_loss_that_breaks_it(contract):
     """A mean in place of the sum is not the sum over a pack."""
     cases = contract["broken_loss"]
@@ -234,7 +235,6 @@ def test_a_metric_with_a_graph_is_logged_without_it(write):
     assert out.metrics["plain:fn/nll"].item() == expected
 
 
-@pytest.mark.xdist_group("contract suite")
 def test_examples_of_an_outside_loss_give_required_knobs(contract, write):
     """Without them the suite could not make a config: the field is required."""
     write("moving", SCHEDULED)

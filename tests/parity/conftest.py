@@ -9,14 +9,14 @@ revisions: dict[str, str] = {}
 
 
 @pytest.fixture(scope="session")
-def live(checkout, trees, tmp_path_factory):
+def live(checkout, trees, tmp_path_factory, torch_forks):
     """Version -> what prime-rl's functions and ours returned there. Skips without a checkout."""
     cache = {}
     folder = tmp_path_factory.mktemp("outcomes")
 
     def run(version):
         if version not in cache:
-            cache[version] = outcomes.live(trees(version), version, folder)
+            cache[version] = outcomes.live(trees(version), version, folder, torch_forks.run)
             revisions[version] = commit_of(checkout, version)[:8]
         if isinstance(cache[version], str):
             pytest.fail(cache[version])

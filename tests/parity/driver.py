@@ -1,6 +1,6 @@
 """Run prime-rl's losses, and ours through its own setup and compute_loss, inside one tree.
 
-PYTHONPATH=<the tree's sources> python driver.py CONTRACT OUTPUT.pt
+PYTHONPATH=<the tree's sources and this folder> python -m driver CONTRACT OUTPUT.pt
 """
 
 import sys

@@ -3,17 +3,19 @@
 import json
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from prime_composer.contract import LossInputs
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
+from tests.fork_server import new_process
 from tests.parity import cases
 from tests.parity.tolerance import SHARES
 from tests.prime_rl_checkout import pythonpath
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
 HERE = Path(__file__).parent
 GOLDENS = HERE / "goldens.json"
 
@@ -28,13 +30,13 @@ def tree_env(tree, *more, **variables):
     return {**clean, "PYTHONPATH": pythonpath(tree, *more), "TORCHDYNAMO_DISABLE": "1", **variables}
 
 
-def live(tree, version, folder):
+def live(tree, version, folder, run: Run = new_process):
     """Return what the driver wrote in this tree; an error's text where the driver failed."""
     path = folder / f"{version}.pt"
-    command = [sys.executable, str(HERE / "driver.py"), cases.CONTRACTS[version], str(path)]
-    process = subprocess.run(command, env=tree_env(tree), capture_output=True, text=True)
-    if process.returncode:
-        return process.stderr[-4000:]
+    words = ("-m", "driver", cases.CONTRACTS[version], path)
+    done = run(*words, cwd=folder, env=tree_env(tree, HERE))
+    if done.returncode:
+        return done.stderr[-4000:]
     return torch.load(path, weights_only=True)
 
 

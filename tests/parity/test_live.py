@@ -9,9 +9,6 @@ import torch
 from tests.parity import cases, outcomes
 from tests.parity.tolerance import bounds, differences
 
-# prime-rl's functions run once per version, in a process of their own.
-pytestmark = pytest.mark.xdist_group("live parity")
-
 PACKED = [
     (version, kind)
     for version, contract in cases.CONTRACTS.items()

@@ -7,15 +7,13 @@ are computed on one machine.
 import functools
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from tests.fork_server import REPO, new_process
 from tests.parity import cases, outcomes
 from tests.parity.tolerance import bounds, differences
-from tests.prime_rl_checkout import REPO
 
 recorded = functools.cache(outcomes.recorded)
 
@@ -140,6 +138,15 @@ def test_the_two_contracts_differ_at_positive_advantages():
     assert not torch.equal(opd, ref_kl)
 
 
+COMPARE = """
+from tests.parity import cases, test_recorded
+
+for version, kind in cases.PAIRS:
+    test_recorded.test_our_loss_returns_the_recorded_numbers(version, kind)
+print(len(cases.PAIRS), "passed")
+"""
+
+
 @pytest.mark.parametrize(
     "capability,mkl,threads",
     [("default", "COMPATIBLE", 1), pytest.param("avx2", "AVX2", 2, marks=pytest.mark.slow)],
@@ -154,10 +161,6 @@ def test_recorded_numbers_hold_for_other_processors(capability, mkl, threads):
         "MKL_CBWR": mkl,
         "OMP_NUM_THREADS": str(threads),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
-    process = subprocess.run(
-        [*command, "-k", "returns_the_recorded_numbers"],
-        env={**os.environ, **variables}, cwd=REPO, capture_output=True, text=True,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stdout[-3000:]
-    assert f"{len(cases.PAIRS)} passed" in process.stdout
+    done = new_process("-c", COMPARE, cwd=REPO, env=os.environ | variables)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == f"{len(cases.PAIRS)} passed\n"

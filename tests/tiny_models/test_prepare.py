@@ -427,7 +427,7 @@ def test_prepare_model_too_long_example_names_the_remedy(tmp_path):
     assert cached_path(TINY, PROBLEMS, tmp_path) is None
 
 
-def test_cached_path_imports_nothing_heavy(tmp_path):
+def test_cached_path_imports_nothing_heavy(tmp_path, torch_forks):
     """Looking for a cached model imports nothing heavy."""
     code = (
         "import sys; from pathlib import Path\n"
@@ -438,10 +438,8 @@ def test_cached_path_imports_nothing_heavy(tmp_path):
         "heavy = ('transformers', 'tokenizers', 'vllm', 'datasets')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    done = torch_forks.run("-c", code, tmp_path)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_cache_root_follows_the_environment(monkeypatch):

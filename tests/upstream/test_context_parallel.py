@@ -5,18 +5,21 @@ and gathering the log-probs.
 """
 
 import datetime
+import json
 import os
 import socket
 import types
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+
+from tests.fork_server import REPO, ForkServer
 
 V, D, K, N = 53, 8, 4, 12
 
 
-def worker(rank, port, results, trained):
+def worker(rank: int, port: int, trained: int) -> tuple[float, float]:
+    """Be one of two ranks; return the largest errors of values and gradients."""
     from prime_composer.upstream.trainer.adapter import adapter
     from prime_composer.upstream.trainer.head import hook_head
     from prime_composer.upstream.trainer.hooks import hook_context_parallel
@@ -85,25 +88,32 @@ def worker(rank, port, results, trained):
     (z[trained - 1 : -1] * torch.arange(1.0, K + 1)).sum().backward()
     # Every rank computes the whole loss, so the gather's backward sums two copies, as it does for
     # prime-rl's log-probs.
-    results[rank] = (
+    torch.distributed.destroy_process_group()
+    return (
         (gathered - expected).abs().max().item(),
         ((0 if local.grad is None else local.grad) - 2 * whole.grad[:, half]).abs().max().item(),
     )
-    torch.distributed.destroy_process_group()
+
+
+RANK = """
+import json, sys
+from tests.upstream.test_context_parallel import worker
+print("\\n" + json.dumps(worker(*map(int, sys.argv[1:]))))
+"""
 
 
 @pytest.mark.parametrize(
     "trained", [pytest.param(1, marks=pytest.mark.slow), N // 2 + 1]
 )  # from this token on; a first shard of prompt alone trains none
-def test_context_parallel_ranks_agree_with_one_rank(trained):
+def test_context_parallel_ranks_agree_with_one_rank(trained: int, torch_forks: ForkServer) -> None:
     if not torch.distributed.is_available():
         pytest.skip("this torch has no distributed package")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(worker, args=(port, results, trained), nprocs=2)
-        assert set(results.keys()) == {0, 1}
-        for value, gradient in results.values():
-            assert value < 1e-5 and gradient < 1e-5
+    ranks = [torch_forks.start("-c", RANK, rank, port, trained, cwd=REPO) for rank in (0, 1)]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=120)
+        assert rank.returncode == 0, err
+        value, gradient = json.loads(out.splitlines()[-1])
+        assert value < 1e-5 and gradient < 1e-5
