@@ -98,13 +98,18 @@ class VllmProcess:
 
 
 class TeacherProcess(VllmProcess):
-    """The server of ``prime-rl teacher``, which has the scoring plugin."""
+    """The server of ``prime-rl teacher``, which has the scoring plugin.
+
+    The environment variable PRIME_COMPOSER_VLLM_PYTHON names another interpreter for it, whose
+    environment has another vLLM, and this package.
+    """
 
     def command(self, options: Sequence[object]) -> list[str]:
         """Return the command line."""
         words = ["--model", self.directory, "--port", self.port, "--"]
         words += ["--kv-cache-memory-bytes", 64 * 2**20, "--enforce-eager", *options]
-        return [sys.executable, "-m", "prime_composer.cli", "teacher", *map(str, words)]
+        python = os.environ.get("PRIME_COMPOSER_VLLM_PYTHON", sys.executable)
+        return [python, "-m", "prime_composer.cli", "teacher", *map(str, words)]
 
 
 def save_tokenizer(directory: Path, vocab_size: int) -> None:

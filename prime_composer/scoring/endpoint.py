@@ -11,12 +11,15 @@ import secrets
 from argparse import Namespace
 from collections.abc import Coroutine
 from contextlib import suppress
+from copy import copy
+from functools import cache, lru_cache
 from hashlib import sha256
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from prime_composer.scoring.kinds import KINDS
 from prime_composer.scoring.patches import HEAD_METHOD
@@ -103,9 +106,12 @@ class ScoringEndpoint:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes: plain ones, without what FastAPI does to a request's body."""
-        app.add_route(SCORE_PATH, score, methods=["POST"])
-        app.add_route(HEAD_PATH, head, methods=["POST"])
+        """Add the routes: plain ones, without what FastAPI does to a request's body, and first.
+
+        Starlette and vLLM's metrics both try a server's routes, about 60, one after the other.
+        """
+        for path, answer in ((SCORE_PATH, score), (HEAD_PATH, head)):
+            app.router.routes.insert(0, Route(path, answer, methods=["POST"]))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Refuse an engine that would answer with vLLM's own numbers, and note the facts.
@@ -381,19 +387,11 @@ async def rows_of(engine: Any, token_ids: list[int], wish: Wish, *, cached: bool
     Raises:
         NoRows: the engine's processes do not have the plugin, or cannot compute the rows.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
     for skips_cache in (False, True) if cached else (True,):
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            prompt_logprobs=0,
-            detokenize=False,
-            skip_reading_prefix_cache=skips_cache,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=wish.mark(),
-        )
+        # A copy is not checked again, and vLLM makes a shallow one instead of a deep one.
+        params = copy(sampling_params())
+        params.skip_reading_prefix_cache = skips_cache
+        params.extra_args = wish.mark()
         name = f"{NAME}-{_process}-{next(_numbers)}"
         found = None
         # With its type, vLLM takes the prompt as it is.
@@ -406,13 +404,39 @@ async def rows_of(engine: Any, token_ids: list[int], wish: Wish, *, cached: bool
                 "The scoring plugin of prime_composer is not active in the engine's processes; "
                 f"set VLLM_PLUGINS={NAME} and {FIRST_MODEL_RUNNER} for all of them."
             )
-        description, data = (tensor.numpy().tobytes() for tensor in tensors[:2])
+        description, data = tensors[0].numpy().tobytes(), tensors[1].numpy().data
         if description:
-            fields = json.loads(description)
-            if isinstance(fields, str):
-                raise NoRows(f"vLLM's worker could not compute the rows: {fields}")
-            return Rows(len(token_ids) - wish.start, [Field(*one) for one in fields], data)
+            return Rows(len(token_ids) - wish.start, fields_of(description), data)
     raise NoRows("vLLM left rows of the prompt out, without a cache")
+
+
+@cache
+def sampling_params() -> Any:
+    """Return what all requests of the plugin have in common, checked by vLLM once."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+@lru_cache
+def fields_of(description: bytes) -> list[Field]:
+    """Return the arrays of an answer (``worker.Progress.payload``).
+
+    Raises:
+        NoRows: there are none, and the worker says why.
+    """
+    fields = json.loads(description)
+    if isinstance(fields, str):
+        raise NoRows(f"vLLM's worker could not compute the rows: {fields}")
+    return [Field(*one) for one in fields]
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, list[Rows]]) -> list[Rows] | None:

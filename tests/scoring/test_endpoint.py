@@ -14,7 +14,11 @@ pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 import httpx  # noqa: E402
 from fastapi import FastAPI  # noqa: E402
 
-from prime_composer.scoring.endpoint import Room, ScoringEndpoint  # noqa: E402
+from prime_composer.scoring.endpoint import (  # noqa: E402
+    Room,
+    ScoringEndpoint,
+    sampling_params,
+)
 from prime_composer.scoring.kinds import KINDS  # noqa: E402
 from prime_composer.scoring.wire import (  # noqa: E402
     HEAD_PATH,
@@ -82,6 +86,9 @@ def vllm_without_its_libraries(monkeypatch):
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
+    sampling_params.cache_clear()
+    yield
+    sampling_params.cache_clear()
 
 
 @pytest.fixture
