@@ -5,7 +5,7 @@ Everything here changes the whole process, so each change is one function with a
 - ``hide_cuda_packages``: before transformers is imported
 - ``set_vllm_environment``, ``use_one_thread``: before vLLM is imported
 - ``inspect_models_in_process``, ``keep_process_groups``: after vLLM is imported
-- ``all_cores``: around the trainer's work, beside engines that have one thread
+- ``all_cores``: around the steps of a large model
 
 ``import_vllm`` calls the first five in that order. On a CUDA build only ``set_vllm_environment``
 and ``keep_process_groups`` have an effect.
@@ -28,12 +28,12 @@ from torch import nn
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 
 THREADS_VARIABLE = "PRIME_COMPOSER_THREADS"
-"""Environment variable: threads of the trainer on a CPU. The command line sets it to the number of
-cores, unless OMP_NUM_THREADS is set. Unset: the threads that PyTorch has."""
+"""Environment variable: threads of a large model's run on a CPU. The command line sets it to the
+number of cores, unless OMP_NUM_THREADS is set. Unset: the threads that PyTorch has."""
 
 SMALLEST_FOR_THREADS = 10_000_000
-"""Parameters from which a model's step is spread over threads. In smaller ones a matrix product
-takes less time than waking a thread."""
+"""Parameters from which a step is spread over threads. In a smaller model waking a thread takes as
+long as its share of a matrix product."""
 
 _set_num_threads = torch.set_num_threads  # vLLM replaces it by a function that does nothing
 
@@ -103,9 +103,10 @@ def use_one_thread() -> None:
 def all_cores(model: nn.Module) -> Iterator[None]:
     """Within the block, compute with the threads that ``THREADS_VARIABLE`` allows.
 
-    A small model keeps the thread that it has. The engines of this process are idle in the block:
-    they run in the thread that calls them, with the threads that are set then. Sums over several
-    threads round differently, so a run's numbers belong to a number of threads.
+    A small model keeps the thread that it has. The engines of this process compute in the thread
+    that calls them, so trainer and engines take turns with the same threads. They wait asleep
+    (OMP_WAIT_POLICY=PASSIVE): threads that spin take the cores from whatever else is running. Sums
+    over several threads round differently, so a run's numbers belong to a number of threads.
 
     Raises:
         ValueError: the variable is no number of threads.

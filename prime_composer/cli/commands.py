@@ -410,12 +410,13 @@ def set_environment() -> None:
 
     On a CPU, torch and vLLM keep to one OpenMP thread. Two engines and a trainer share the cores of
     one process, and with several spinning threads each, generation was up to twelve times slower.
-    The trainer of a large model gets all cores for its own work (``cpu_guard.all_cores``). torch's
+    Where a large model gets all cores (``cpu_guard.all_cores``), its threads wait asleep. torch's
     warning about NUMA binding appears once per engine and would break the progress bar.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not has_nvidia_gpu() and "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         os.environ.setdefault("PRIME_COMPOSER_THREADS", str(usable_cores()))
 
 

@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from prime_composer.backends.cpu_guard import all_cores
 from prime_composer.backends.hf_model import token_batches
 from prime_composer.backends.mixture import Teachers
 from prime_composer.backends.protocols import Sampler, SamplingParams
@@ -226,8 +225,7 @@ class Evaluator:
         sums, tokens = torch.zeros(2, len(problems), dtype=torch.float64)
         lengths = [sample.length for sample in samples]
         for indices in token_batches(lengths, self.micro_batch_tokens):
-            with all_cores(self.engine.model):
-                inputs = student_inputs(self.engine.model, [samples[i] for i in indices])
+            inputs = student_inputs(self.engine.model, [samples[i] for i in indices])
             support, segments = given(inputs.support), given(inputs.segment_ids)
             kl = reverse_kl(
                 support.student_logprobs,

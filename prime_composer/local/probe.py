@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from prime_composer.backends.cpu_guard import all_cores
 from prime_composer.backends.hf_model import sequence_logprobs, token_batches
 from prime_composer.backends.protocols import Limits
 from prime_composer.backends.self_teacher import PolicyTeacher
@@ -120,7 +121,7 @@ def probe(
         engine = open_engine(recipe, problems, paths, status)
     except (ValueError, RuntimeError, OSError) as error:
         return ProbeReport(passed=False, checks=[CheckResult(OPENING, False, one_line(error))])
-    with engine:
+    with engine, all_cores(engine.model):
         return probe_engine(engine, recipe, status, seconds)
 
 

@@ -141,7 +141,8 @@ def train(
                     f"warning: a checkpoint after step {resumed} is now {path}; no run deletes it: "
                     "delete it when you do not need it"
                 )
-        with Tracker(run_dir, recipe.logging, resumed, status) as tracker:
+        tracker = Tracker(run_dir, recipe.logging, resumed, status)
+        with tracker, all_cores(engine.model):
             evaluator = Evaluator.of_recipe(engine, recipe)
             evaluations = past_evaluations(run_dir)
 
@@ -176,8 +177,7 @@ def train(
                             # Asked now, a teacher that was exchanged meanwhile is seen as well.
                             canary.check(state.steps, due=is_due(state.steps, recipe.checks.every))
                             clock.lap("checks")
-                        with all_cores(engine.model):
-                            metrics |= state.train_step(batch, step)
+                        metrics |= state.train_step(batch, step)
                         unlogged = metrics
                         clock.lap("train")
                         with stop.giving_up_waits():

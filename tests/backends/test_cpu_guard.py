@@ -10,6 +10,7 @@ from torch import nn
 
 from prime_composer.backends import cpu_guard
 from prime_composer.backends.cpu_guard import THREADS_VARIABLE, all_cores
+from prime_composer.backends.protocols import SamplingParams
 from prime_composer.backends.vllm import default_kv_cache_bytes
 from prime_composer.cli import commands
 
@@ -58,21 +59,29 @@ def test_threads_that_are_no_number_are_refused(
         threads_within(LARGE)
 
 
-def test_command_line_gives_the_trainer_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody who set OMP_NUM_THREADS or the variable has decided already."""
+@pytest.mark.parametrize(
+    ("given", "engines", "threads", "policy"),
+    [
+        ({}, "1", "5", "PASSIVE"),
+        ({THREADS_VARIABLE: "3", "OMP_WAIT_POLICY": "ACTIVE"}, "1", "3", "ACTIVE"),
+        ({"OMP_NUM_THREADS": "4"}, "4", None, None),
+    ],
+)
+def test_command_line_allows_the_usable_cores(
+    given: dict[str, str],
+    engines: str,
+    threads: str | None,
+    policy: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever set one of the variables has decided already. Threads wait asleep."""
     monkeypatch.setattr(commands, "has_nvidia_gpu", lambda: False)
     monkeypatch.setattr(commands, "usable_cores", lambda: 5)
-    for given, threads in (({}, "5"), ({THREADS_VARIABLE: "3"}, "3")):
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.delenv(THREADS_VARIABLE, raising=False)
-        for name, value in given.items():
-            monkeypatch.setenv(name, value)
-        commands.set_environment()
-        assert os.environ["OMP_NUM_THREADS"] == "1" and os.environ[THREADS_VARIABLE] == threads
-    monkeypatch.delenv(THREADS_VARIABLE)
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    monkeypatch.setattr(os, "environ", dict(given))
     commands.set_environment()
-    assert os.environ["OMP_NUM_THREADS"] == "4" and THREADS_VARIABLE not in os.environ
+    assert os.environ["OMP_NUM_THREADS"] == engines
+    assert os.environ.get(THREADS_VARIABLE) == threads
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
 
 
 @pytest.mark.parametrize(
@@ -117,3 +126,28 @@ def test_kv_cache_has_room_for_the_sequences(
 
     monkeypatch.setattr("prime_composer.backends.vllm.read_config", lambda model: Config)
     assert default_kv_cache_bytes("m", "float32", 200, sequences) == expected
+
+
+@pytest.mark.vllm
+def test_engine_computes_the_same_on_two_threads(
+    vllm_scorer: Any, models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that was opened with one thread samples and scores with two, and with one again."""
+    monkeypatch.setattr(cpu_guard, "SMALLEST_FOR_THREADS", 0)
+    prompts = [[5 + i, 7, 9, 11 * i + 2] for i in range(8)]
+
+    def numbers(threads: str) -> tuple[list[list[int]], torch.Tensor]:
+        monkeypatch.setenv(THREADS_VARIABLE, threads)
+        with all_cores(models.untied_model):
+            assert torch.get_num_threads() == int(threads)
+            params = SamplingParams(temperature=0.0, max_tokens=20)
+            rollouts = vllm_scorer.sampler.generate(prompts, params, seed=0)
+            scores = vllm_scorer.score(rollouts, 8)
+        ids = [list(rollout.completion_ids) for rollout in rollouts]
+        return ids, torch.cat([one.teacher_logprobs for one in scores])
+
+    expected_ids, expected = numbers("1")
+    for threads in ("2", "1"):
+        ids, logprobs = numbers(threads)
+        assert ids == expected_ids
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)

@@ -9,6 +9,7 @@ the peak of the resident set of the largest process (VmHWM), which misses no mom
 """
 
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -63,6 +64,9 @@ class Meter:
 
 
 def main() -> int:
+    # A signal to the whole group is for the command, whose last lines are still to come.
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: None)
     command = subprocess.Popen(
         sys.argv[1:], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
     )

@@ -7,8 +7,8 @@ Unavoidable are vLLM's generation and scoring (time inside ``LLM.generate``), an
 forward and backward. The rest is parsing, packing, the loss, the optimizer, answer checking, weight
 sync and logging. The last lines are the checks of every step, which are part of all these.
 
-With ``--threads`` every other step has one thread, and the others have those that the trainer gets
-(``cpu_guard.all_cores``), also where the model is too small to get them in a run. The table is per
+With ``--threads`` every other step has one thread, and the others have those that a large model
+gets (``cpu_guard.all_cores``), also where the recipe's is too small for them. The table is per
 1,000 trained tokens.
 """
 
@@ -64,12 +64,13 @@ class Steps:
         self.turns = turns
         self.parts: dict[str, float] = defaultdict(float)
         self.by_threads: dict[str, dict[str, float]] = {turn: defaultdict(float) for turn in turns}
+        self.turn = ""
         self.count = 0
-        self.next_turn(1)
 
     def next_turn(self, step: int) -> None:
         if self.turns:
-            os.environ[cpu_guard.THREADS_VARIABLE] = self.turns[step % len(self.turns)]
+            self.turn = self.turns[step % len(self.turns)]
+            cpu_guard._set_num_threads(int(self.turn))
 
     def status(self, text: str) -> None: ...
 
@@ -80,7 +81,7 @@ class Steps:
             for name, seconds in spent.items():
                 self.parts[name] += seconds
             if self.turns:
-                own = self.by_threads[os.environ[cpu_guard.THREADS_VARIABLE]]
+                own = self.by_threads[self.turn]
                 own["tokens"] += metrics["tokens_per_second"] * metrics["time/step"]
                 own["step"] += metrics["time/step"]
                 for name, seconds in spent.items():
