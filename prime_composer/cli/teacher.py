@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from prime_composer.scoring.wire import NAME
+from prime_composer.scoring.wire import NAME, SCORE_PATH
 
 LOADED_UNNAMED = (
     "vllm.general_plugins",
@@ -15,6 +15,15 @@ LOADED_UNNAMED = (
     "vllm.stat_logger_plugins",
 )
 """Groups of plugins that vLLM loads where VLLM_PLUGINS is unset. Once it is set, it filters all."""
+
+
+ACCESS_LOG = {
+    "--disable-access-log-for-endpoints",
+    "--disable-uvicorn-access-log",
+    "--no-disable-uvicorn-access-log",
+    "--log-config-file",
+}
+"""Options of vLLM's server with which a user says what its access log has."""
 
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -53,8 +62,12 @@ def server_command(model: str, host: str, port: int, options: Sequence[str]) -> 
         )
     command = [sys.executable, "-m", "prime_composer.backends.vllm_serve"]
     command += ["--model", model, "--host", host, "--port", str(port)]
-    if not any(option.split("=")[0] == "--max-logprobs" for option in options):
+    named = {option.split("=")[0] for option in options}
+    if "--max-logprobs" not in named:
         command += ["--max-logprobs", "-1"]
+    if not named & ACCESS_LOG:
+        # It would be one line per sequence.
+        command += ["--disable-access-log-for-endpoints", SCORE_PATH]
     return [*command, *options]
 
 

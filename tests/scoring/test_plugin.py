@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from prime_composer.cli import teacher
 from prime_composer.scoring import patches
 from prime_composer.scoring.patches import LAYOUTS, UnknownVllm, patch
 
@@ -77,3 +78,32 @@ def test_module_is_patched_after_its_import_and_once(tmp_path, monkeypatch):
 def test_layouts_name_what_they_patch():
     for layout in LAYOUTS:
         assert layout.patches.keys() == layout.surface.keys()
+
+
+def command(*options, monkeypatch):
+    monkeypatch.setattr(teacher, "find_spec", lambda name: object())
+    words = teacher.server_command("a/model", "127.0.0.1", 8001, options)
+    assert words[-len(options) :] == list(options) or not options
+    return words
+
+
+def test_server_command_adds_what_scores_need(monkeypatch):
+    """Any K, and no line per sequence in the access log; what the user says comes last."""
+    words = command(monkeypatch=monkeypatch)
+    for option, value in (
+        ("--model", "a/model"),
+        ("--host", "127.0.0.1"),
+        ("--port", "8001"),
+        ("--max-logprobs", "-1"),
+        ("--disable-access-log-for-endpoints", "/v1/prime_composer/score"),
+    ):
+        assert words[words.index(option) + 1] == value
+    words = command("--max-logprobs=64", "--disable-uvicorn-access-log", monkeypatch=monkeypatch)
+    assert "-1" not in words and "--disable-access-log-for-endpoints" not in words
+
+
+def test_server_environment_keeps_the_plugins_that_are_named():
+    named = teacher.server_environment({"VLLM_PLUGINS": "prime_rl,prime_composer"})
+    assert named == {"VLLM_PLUGINS": "prime_composer,prime_rl", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    found = teacher.server_environment({})["VLLM_PLUGINS"].split(",")
+    assert found[0] == "prime_composer" and found.count("prime_composer") == 1
