@@ -7,7 +7,7 @@ from prime_composer.contract import LossInputs, Support
 from prime_composer.divergences import reverse_kl
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 
-VOCAB, POSITIONS, K, STEPS = 12, 64, 6, 150
+VOCAB, POSITIONS, K, STEPS = 12, 64, 6, 60
 TAIL = {"type": "topk_reverse_kl", "k": K}
 FITTED = {
     "taid": {"total_steps": STEPS // 2},
@@ -50,7 +50,7 @@ def distil(name: str) -> tuple[float, float]:
     log_q = (1.5 * torch.randn(POSITIONS, VOCAB, generator=g)).log_softmax(-1)
     teacher, ids = log_q.topk(K)
     z = torch.randn(POSITIONS, VOCAB, generator=g).requires_grad_()
-    optimizer = torch.optim.Adam([z], lr=0.05)
+    optimizer = torch.optim.Adam([z], lr=0.12)
     kl = lambda: reverse_kl(z.detach().log_softmax(-1), log_q, "full").mean().item()  # noqa: E731
     before = kl()
     for _ in range(STEPS):
