@@ -64,8 +64,8 @@ def make_model(directory: Path, vocab: int, hidden: int, layers: int, dtype: str
 
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time that a process has used, all threads together."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return 1e-9 * sum(int(task.read_text().split()[0]) for task in tasks)
 
 
 def main() -> None:

@@ -453,7 +453,7 @@ def test_a_server_without_the_plugin_falls_back_to_json(served):
     assert plugin.json_tokens_per_second > 0 and plugin.falls_back == ["every score"]
 
 
-def test_a_plugin_that_refuses_json_and_head_is_shown_with_reasons(served):
+def test_a_plugin_without_json_and_head_says_why(served):
     """vLLM's own limit on K is none of the plugin's."""
     raw, _, teacher = served(plugin=True, max_logprobs=4)
     teacher.spoil("status_400", road="head")
