@@ -6,11 +6,13 @@ Everything here changes the whole process, so each change is one function with a
 - ``set_vllm_environment``, ``use_one_thread``: before vLLM is imported
 - ``inspect_models_in_process``, ``keep_process_groups``: after vLLM is imported
 - ``all_cores``: around the steps of a large model
+- ``return_freed_memory``: after a large model's weights were sent to an engine
 
 ``import_vllm`` calls the first five in that order. On a CUDA build only ``set_vllm_environment``
 and ``keep_process_groups`` have an effect.
 """
 
+import ctypes
 import logging
 import os
 import random
@@ -31,9 +33,9 @@ THREADS_VARIABLE = "PRIME_COMPOSER_THREADS"
 """Environment variable: threads of a large model's run on a CPU. The command line sets it to the
 number of cores, unless OMP_NUM_THREADS is set. Unset: the threads that PyTorch has."""
 
-SMALLEST_FOR_THREADS = 10_000_000
-"""Parameters from which a step is spread over threads. In a smaller model waking a thread takes as
-long as its share of a matrix product."""
+LARGE_MODEL = 10_000_000
+"""Parameters of a large model: its step is spread over threads. In a smaller one, waking a thread
+takes as long as its share of a matrix product."""
 
 _set_num_threads = torch.set_num_threads  # vLLM replaces it by a function that does nothing
 
@@ -112,8 +114,7 @@ def all_cores(model: nn.Module) -> Iterator[None]:
         ValueError: the variable is no number of threads.
     """
     wanted, before = os.environ.get(THREADS_VARIABLE, ""), torch.get_num_threads()
-    size = sum(parameter.numel() for parameter in model.parameters())
-    if not wanted or not built_for_cpu() or size < SMALLEST_FOR_THREADS:
+    if not wanted or not built_for_cpu() or not _is_large(model):
         yield
         return
     if not wanted.isdecimal() or int(wanted) < 1:
@@ -123,6 +124,22 @@ def all_cores(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         _set_num_threads(before)
+
+
+def return_freed_memory(model: nn.Module) -> None:
+    """Give the memory that a large model's tensors have left back to the system, where it is glibc.
+
+    A weight sync copies the engine's weights, and glibc keeps what they leave in pieces that the
+    trainer's tensors do not fit into.
+    """
+    libc: Any = ctypes.CDLL(None)
+    if _is_large(model) and built_for_cpu() and hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _is_large(model: nn.Module) -> bool:
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return size >= LARGE_MODEL
 
 
 def inspect_models_in_process() -> None:

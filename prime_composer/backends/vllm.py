@@ -31,7 +31,12 @@ from prime_composer.backends.alignment import (
     sequences_to_score,
 )
 from prime_composer.backends.answers import check_choices
-from prime_composer.backends.cpu_guard import built_for_cpu, import_vllm, preserved_rng
+from prime_composer.backends.cpu_guard import (
+    built_for_cpu,
+    import_vllm,
+    preserved_rng,
+    return_freed_memory,
+)
 from prime_composer.backends.hf_model import read_config, read_eos_token_ids
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams, TeacherScores
 from prime_composer.scoring import patches
@@ -205,6 +210,7 @@ class VLLMEngine:
         weights = iter(model.state_dict().items())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.forget_prefixes()
+        return_freed_memory(model)
 
     def forget_prefixes(self) -> None:
         """Drop vLLM's prefix cache.

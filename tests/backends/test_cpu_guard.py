@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,19 @@ def test_all_cores_leave_a_gpu_build_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(THREADS_VARIABLE, "2")
     monkeypatch.setattr(cpu_guard, "built_for_cpu", lambda: False)
     assert threads_within(LARGE) == torch.get_num_threads()
+
+
+def test_freed_memory_of_large_models_alone_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model's sync takes milliseconds. Another C library has no such function."""
+    calls: list[int] = []
+    libraries: list[Any] = [SimpleNamespace(malloc_trim=calls.append), SimpleNamespace()]
+    monkeypatch.setattr(cpu_guard.ctypes, "CDLL", lambda name: libraries[0])
+    cpu_guard.return_freed_memory(nn.Linear(3000, 3000, bias=False))
+    assert not calls
+    cpu_guard.return_freed_memory(LARGE)
+    assert calls == [0]
+    libraries.pop(0)
+    cpu_guard.return_freed_memory(LARGE)
 
 
 @pytest.mark.parametrize("value", ["many", "0", "-1", "1.5"])
@@ -133,7 +147,7 @@ def test_engine_computes_the_same_on_two_threads(
     vllm_scorer: Any, models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that was opened with one thread samples and scores with two, and with one again."""
-    monkeypatch.setattr(cpu_guard, "SMALLEST_FOR_THREADS", 0)
+    monkeypatch.setattr(cpu_guard, "LARGE_MODEL", 0)
     prompts = [[5 + i, 7, 9, 11 * i + 2] for i in range(8)]
 
     def numbers(threads: str) -> tuple[list[list[int]], torch.Tensor]:

@@ -127,7 +127,7 @@ def main() -> None:
     )
     turns = ["1", os.environ[cpu_guard.THREADS_VARIABLE]] if args.threads else []
     if turns:
-        cpu_guard.SMALLEST_FOR_THREADS = 0
+        cpu_guard.LARGE_MODEL = 0
     VLLMEngine._run = timed(
         lambda engine: "vLLM generation" if isinstance(engine, VLLMSampler) else "vLLM scoring",
         VLLMEngine._run,
