@@ -1,6 +1,7 @@
 """What an import costs: in a new interpreter, or in one that has torch and pydantic."""
 
 import subprocess
+import sys
 from collections.abc import Callable
 
 from tests.fork_server import REPO, ForkServer, new_process
@@ -46,6 +47,13 @@ def test_loading_a_recipe_imports_no_engine(torch_forks: ForkServer) -> None:
     recipe = REPO / "recipes" / "gsm8k_opd.toml"
     code = f"from prime_composer.recipe import load_recipe\nload_recipe({str(recipe)!r})"
     assert loaded_after(code, torch_forks.run) == set()
+
+
+def test_libraries_use_their_own_compiled_files() -> None:
+    """None that a module of ours imports is compiled again, under the name of jaxtyping's hook."""
+    cached = {name: vars(module).get("__cached__") or "" for name, module in sys.modules.items()}
+    assert cached["torch"]
+    assert [name for name, file in cached.items() if ".opt-jaxtyping" in file] == []
 
 
 def test_the_help_text_does_not_import_torch() -> None:

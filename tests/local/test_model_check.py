@@ -245,7 +245,7 @@ def test_hub_with_a_slow_name_server_is_left_to_the_loader(
     hub("https://slow.example")
     start = time.monotonic()
     check_models(parse_recipe(tiny_recipe(teacher={"model": "org/model"})))
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 3.5
 
 
 def test_hub_that_answers_is_left_to_the_library(
