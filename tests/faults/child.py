@@ -1,15 +1,12 @@
 """Run commands in processes that have the libraries loaded already: a second each, not eight."""
 
-import os
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import tests.conftest  # noqa: F401  (variables that the server reads once)
 from tests.fork_server import ENGINE, Fork, ForkServer
-
-# Before the server loads torch.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 COMMAND = f"""
 import resource, sys
