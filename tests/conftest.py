@@ -20,8 +20,8 @@ install_import_hook("prime_composer", "beartype.beartype")
 class CompiledFiles(MetaPathFinder):
     """Let libraries use their compiled files where a module of ours is the first to import them.
 
-    While jaxtyping's hook executes a module, every module has another name for its compiled file,
-    so torch and transformers would be compiled again in each process: ten seconds.
+    While jaxtyping's hook executes a module, every module has another name for its compiled file.
+    torch and transformers would be compiled again in each process.
     """
 
     def find_spec(self, *names: object) -> None:

@@ -2,9 +2,8 @@
 
 A fork has what a new interpreter has: environment, working directory, ``sys.argv``, ``sys.path``,
 standard streams, default signal handlers, a main module and an exit status. Only the imports are
-there before, and its memory is not freed at its end, which would take a second. So a test of an
-import, of an option of the interpreter, or of a variable that a library reads when it is imported
-needs a new process.
+there before, and its memory is not freed at its end. So a test of an import, of an option of the
+interpreter, or of a variable that a library reads when it is imported needs a new process.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""Run commands in processes that have the libraries loaded already: a second each, not eight."""
+"""Run commands in processes that have the libraries loaded already."""
 
 import subprocess
 from collections.abc import Callable, Sequence
