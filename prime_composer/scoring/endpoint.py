@@ -353,13 +353,18 @@ async def all_rows(
 
     Args:
         engine: vLLM's client of its engine.
-        block_size: tokens of a block of the prefix cache. It has whole blocks, so that a shorter
-            prompt is in none.
+        block_size: tokens of a block of the prefix cache. It has whole blocks: a shorter prompt is
+            in none, and one of whole blocks is in it with the row that predicts the first token.
         question: the checked question.
         wishes: what the worker has to do, one per sequence.
     """
     work = [
-        rows_of(engine, sequence.token_ids, wish, cached=wish.start > block_size)
+        rows_of(
+            engine,
+            sequence.token_ids,
+            wish,
+            cached=wish.start > block_size and wish.start % block_size > 0,
+        )
         for sequence, wish in zip(question.sequences, wishes, strict=True)
     ]
     if len(work) == 1:
@@ -382,7 +387,7 @@ async def rows_of(engine: Any, token_ids: list[int], wish: Wish, *, cached: bool
         engine: vLLM's client of its engine.
         token_ids: prompt and completion.
         wish: what the worker has to do.
-        cached: the prefix cache may have the prompt.
+        cached: the prefix cache may have the prompt without its last row.
 
     Raises:
         NoRows: the engine's processes do not have the plugin, or cannot compute the rows.

@@ -159,7 +159,7 @@ def compare_groups(server: VllmProcess, without: VllmProcess, options: argparse.
     for scorer in scorers.values():
         scorer.score(sequences(options, 1, 0)[:1], 1)  # warm
     generator = torch.Generator().manual_seed(1)
-    prompt_tokens, completion = 1024, 128
+    prompt_tokens, completion = 1000, 128
 
     def random_ids(count: int) -> list[int]:
         return torch.randint(2, options.vocab, (count,), generator=generator).tolist()

@@ -267,6 +267,14 @@ def test_client_that_hangs_up_while_it_asks_is_no_error(app, path):
     assert sent[0]["status"] == 499
 
 
+def test_prompt_of_whole_blocks_does_not_ask_the_cache(app, engine):
+    """The cache would have its last row too, and every sequence would be computed twice."""
+    tokens = [5, 6, 7, 8, 9, 10]
+    for start in (3, 4, 5):
+        assert post(app, question((tokens, start, {}))).status_code == 200
+    assert [skipped for *_, skipped in engine.asked] == [False, True, False]
+
+
 def test_engine_without_the_plugin_is_named(app, engine):
     async def generate(prompt, params, request_id):
         yield SimpleNamespace(prompt_logprobs=[(torch.zeros(2, 1), torch.zeros(2, 1), None)])
