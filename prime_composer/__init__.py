@@ -2,8 +2,8 @@
 
 A map, in the order of the imports. No room imports one below it:
 
-- ``contract``, ``divergences``, ``lm_head``: the tensors between trainer and loss, the maths of
-  divergences, log-probs from hidden states.
+- ``contract``, ``divergences``, ``lm_head``, ``two_heads``: the tensors between trainer and loss,
+  the maths of divergences, log-probs from hidden states, divergences over the whole vocabulary.
 - ``losses``: one file per loss, the registry, and what binds them. See losses/README.md.
 - ``problems``: the questions and how answers are checked. It imports no other room.
 - ``recipe``: what a recipe may say, and which teacher scores which problem.

@@ -159,7 +159,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         n, vocab = hidden.shape[0], weight.shape[0]
-        dtype = _accumulation_dtype(hidden)
+        dtype = accumulation_dtype(hidden)
         token_ids = token_ids.long()
         highest = hidden.new_full((n,), -torch.inf, dtype=dtype)
         total = hidden.new_zeros((n,), dtype=dtype)
@@ -170,10 +170,10 @@ class _SelectedLogprobs(torch.autograd.Function):
             w = weight[v0 : v0 + chunk]
             for i0 in range(0, n, token_block):
                 rows = slice(i0, i0 + token_block)
-                logits = _matmul(hidden[rows], w.T)
+                logits = matmul(hidden[rows], w.T)
                 if temperature != 1.0:
                     logits /= temperature
-                inside, column = _columns(token_ids[rows], v0, w.shape[0])
+                inside, column = columns_in_chunk(token_ids[rows], v0, w.shape[0])
                 selected[rows] = torch.where(inside, logits.gather(1, column), selected[rows])
 
                 new_highest = torch.maximum(highest[rows], logits.amax(dim=1))
@@ -207,7 +207,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         hidden, weight, token_ids, highest, total = ctx.saved_tensors
         temperature, chunk, token_block = ctx.settings
         n, vocab = hidden.shape[0], weight.shape[0]
-        dtype = _accumulation_dtype(hidden)
+        dtype = accumulation_dtype(hidden)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad = grad / temperature
         row_grad = grad.sum(dim=1, keepdim=True)
@@ -221,17 +221,17 @@ class _SelectedLogprobs(torch.autograd.Function):
             for i0 in range(0, n, token_block):
                 rows = slice(i0, i0 + token_block)
                 h = hidden[rows]
-                dlogits = _matmul(h, w.T)
+                dlogits = matmul(h, w.T)
                 if temperature != 1.0:
                     dlogits /= temperature
                 dlogits -= highest[rows].unsqueeze(1)
                 dlogits.exp_().mul_(-row_grad[rows] / total[rows])
-                inside, column = _columns(token_ids[rows], v0, w.shape[0])
+                inside, column = columns_in_chunk(token_ids[rows], v0, w.shape[0])
                 dlogits.scatter_add_(1, column, torch.where(inside, grad[rows], 0.0))
                 if grad_hidden is not None:
-                    grad_hidden[rows] += _matmul(dlogits, w)
+                    grad_hidden[rows] += matmul(dlogits, w)
                 if needs_weight:
-                    part = _matmul(dlogits.T, h)
+                    part = matmul(dlogits.T, h)
                     grad_w = part if grad_w is None else grad_w.add_(part)
             if grad_w is not None and grad_weight is not None:
                 grad_weight[v0 : v0 + chunk] = grad_w
@@ -240,18 +240,18 @@ class _SelectedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _accumulation_dtype(like: Tensor) -> torch.dtype:
+def accumulation_dtype(like: Tensor) -> torch.dtype:
     return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
-def _columns(token_ids: Tensor, v0: int, size: int) -> tuple[Tensor, Tensor]:
+def columns_in_chunk(token_ids: Tensor, v0: int, size: int) -> tuple[Tensor, Tensor]:
     """Return which ids are in the chunk from ``v0``, and their column (elsewhere any valid one)."""
     column = token_ids - v0
     inside = (column >= 0) & (column < size)
     return inside, column.clamp_(0, size - 1)
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b``, in float32 for half precision: bfloat16 logits are off by up to 0.1 nat."""
     half = next((t.dtype for t in (a, b) if t.dtype in (torch.bfloat16, torch.float16)), None)
     if half is None:

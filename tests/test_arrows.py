@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "prime_composer"
-MATHS = {"contract", "divergences", "lm_head"}
+MATHS = {"contract", "divergences", "lm_head", "two_heads"}
 ROOMS = ["losses", "recipe", "scoring", "backends", "tiny_models", "local", "cli"]
 """The lowest first. Each may import ``MATHS``, the rooms before it, and problems."""
 
