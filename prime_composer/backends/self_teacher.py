@@ -11,6 +11,7 @@ from torch import nn
 
 from prime_composer.backends.protocols import Rollout, TeacherScores
 from prime_composer.backends.transformers import TransformersScorer
+from prime_composer.problems.answers import verdict
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.prompts import render_prompt
 from prime_composer.recipe.schema import PolicyTeacherConfig
@@ -142,10 +143,3 @@ class PolicyTeacher:
         """Load what ``state_dict`` returned."""
         if self.config.update != "live":
             self.model.load_state_dict(state)
-
-
-def verdict(problem: Problem, reward: float) -> str:
-    """Return the verifier's feedback on a rollout."""
-    return (
-        "This is correct." if reward > 0 else f"This is wrong; the right answer is {problem.final}."
-    )

@@ -188,6 +188,11 @@ class LossConfig(BaseModel):
         return bool(self.needs & {"ref_logprobs", "support"})
 
     @property
+    def reads_rewards_and_teacher(self) -> bool:
+        """Whether the loss reads advantages and a teacher's log-probs of the same tokens."""
+        return self.compares_with_teacher and "advantages" in self.needs
+
+    @property
     def support(self) -> SupportRequest | None:
         """Token ids at which the loss compares student and teacher, None where it needs none.
 

@@ -42,6 +42,13 @@ _SCALED = re.compile(
 """What gives the digits before it another value. The rule of the field does not read it."""
 
 
+def verdict(problem: Problem, reward: float) -> str:
+    """Return the verifier's feedback on a rollout."""
+    return (
+        "This is correct." if reward > 0 else f"This is wrong; the right answer is {problem.final}."
+    )
+
+
 def is_correct(
     text: str, problem: Problem, config: DataConfig, budget: TimeBudget | None = None
 ) -> bool:

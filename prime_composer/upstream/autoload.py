@@ -36,7 +36,10 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "prime_rl.utils.client": (f"{ORCHESTRATOR}:hook_client",),
     "prime_rl.orchestrator.algo.opd": (f"{ORCHESTRATOR}:hook_algorithm",),
     "prime_rl.orchestrator.algo.opsd": (f"{ORCHESTRATOR}:hook_algorithm",),
-    "prime_rl.orchestrator.algo.routing": (f"{ORCHESTRATOR}:hook_routing",),
+    "prime_rl.orchestrator.algo.routing": (
+        f"{ORCHESTRATOR}:hook_routing",
+        f"{ORCHESTRATOR}:hook_stamps",
+    ),
     "prime_rl.orchestrator.trajectories": (f"{ORCHESTRATOR}:hook_samples",),
 }
 """Module of prime-rl -> the functions, "module:function", that are called with it once loaded."""

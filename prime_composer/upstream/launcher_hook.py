@@ -13,7 +13,6 @@ from prime_composer.upstream.settings import (
     AdapterSettings,
     parse_loss_table,
     split_table,
-    wire_support_size,
 )
 
 
@@ -43,7 +42,7 @@ def resolve(config: Any) -> None:
 
     Raises:
         ValueError: the loss table is wrong, [trainer.loss] and PRIME_COMPOSER disagree, the loss is
-            not for distillation, or it needs a support and router replay is on.
+            in the wrong one of them, or it needs a support and router replay is on.
     """
     trainer = getattr(config, "trainer", None)
     if trainer is None:
@@ -61,21 +60,22 @@ def resolve(config: Any) -> None:
         )
         os.environ.update(AdapterSettings(k=0).to_env())
         return
-    loss_config = parse_loss_table(settings.loss)
+    loss_table = settings.loss
+    loss_config = parse_loss_table(loss_table)
     if not in_file and not loss_config.compares_with_teacher:
         raise ValueError(
             f"{SWITCH} names {loss_config.type!r}, a loss of rl tokens. Those are set in "
             f'[trainer.loss]: write type = "custom", import_path = "{IMPORT_PATH}", and the table '
             f"in [{SECTION}]."
         )
-    k = wire_support_size(loss_config)
-    if k:
-        _refuse_router_replay(config, loss_config.type, k)
-    table = _with_token_ids(settings.loss, loss_config, trainer.model.name)
+    settings = settings.derived(loss_config)
+    _check_rewards(config, settings, loss_config.type, in_file)
+    if settings.k:
+        _refuse_router_replay(config, loss_config.type, settings.k)
+    table = _with_token_ids(loss_table, loss_config, trainer.model.name)
     if loss is not None and in_file:
         loss.kwargs.update(table)
-    settings = AdapterSettings(loss=table, k=k, teachers_mixed=settings.teachers_mixed)
-    os.environ.update(settings.to_env())
+    os.environ.update(settings.model_copy(update={"loss": table}).to_env())
 
 
 def _with_file(settings: AdapterSettings, kwargs: dict[str, Any]) -> AdapterSettings:
@@ -84,7 +84,28 @@ def _with_file(settings: AdapterSettings, kwargs: dict[str, Any]) -> AdapterSett
         raise ValueError(
             f"{SWITCH} holds the loss {settings.loss} and [{SECTION}] {table}: keep one of them."
         )
-    return AdapterSettings(loss=table, teachers_mixed=mixed or settings.teachers_mixed)
+    mixed = mixed or settings.teachers_mixed
+    return settings.model_copy(update={"loss": table, "k": None, "teachers_mixed": mixed})
+
+
+def _check_rewards(config: Any, settings: AdapterSettings, name: str, in_file: bool) -> None:
+    """Check that a loss of rewards and teachers is where prime-rl will find it.
+
+    From v0.7 on a loss of both is called on rl tokens, so that [trainer.loss] has to name it.
+    """
+    separates_kinds = hasattr(getattr(config, "orchestrator", None), "algo")
+    if settings.rewards == "in_loss" and separates_kinds and not in_file:
+        raise ValueError(
+            f"{SWITCH} names {name!r}, which reads rewards and a teacher. prime-rl has both for rl "
+            f'tokens alone: write type = "custom", import_path = "{IMPORT_PATH}" into '
+            f"[trainer.loss], and the table into [{SECTION}]."
+        )
+    if settings.rewards == "beside" and (in_file or not separates_kinds):
+        raise ValueError(
+            f'{SWITCH}: rewards = "beside" leaves [trainer.loss] to prime-rl\'s own rl loss, from '
+            f"v0.7 on, and this run {'names ours there' if in_file else 'has one loss for all'}. "
+            "For one loss of rewards and a teacher use compose, or rl_mix of any loss."
+        )
 
 
 def _refuse_router_replay(config: Any, name: str, k: int) -> None:

@@ -6,7 +6,9 @@ They are passed in the environment variable ``PRIME_COMPOSER``, which has these 
                                         the adapter is off
     "1"                                 on; prime-rl's launcher adds the loss of its config
     {"loss": {"type": ..., ...}}        on, with this loss table; a process derives K from it
-    {"loss": ..., "k": 32, "teachers_mixed": true}
+    {"loss": {...}, "rewards": "beside"}
+                                        and prime-rl's own rl loss trains the same tokens (v0.7 on)
+    {"loss": ..., "k": 32, "teachers_mixed": true, "rewards": "in_loss"}
                                         on, as prime-rl's launcher passes it to its children
 
 This file imports no other file of this folder. Losses, and torch with them, are imported only to
@@ -18,7 +20,7 @@ import functools
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
 
@@ -35,6 +37,12 @@ IMPORT_PATH = "prime_composer.upstream.loss_fn"
 """Value of ``[trainer.loss] import_path`` that names our loss."""
 
 EXAMPLE = f"""{SWITCH}='{{"loss": {{"type": "topk_reverse_kl", "k": 32}}}}'"""
+
+SET_SWITCH = (
+    f"Set {SWITCH} for every process of the run, and check that prime-composer is installed in the "
+    "orchestrator's environment."
+)
+"""Remedy for an orchestrator without the adapter."""
 
 FILE_KEY = "adapter"
 """Key of a loss table in a file; ``adapter = true`` sets ``AdapterSettings.teachers_mixed``."""
@@ -53,6 +61,11 @@ class AdapterSettings(BaseModel):
 
     teachers_mixed: bool = False
     """The adapter mixes or routes this run's teachers, so the orchestrator cannot do without it."""
+
+    rewards: Literal["in_loss", "beside"] | None = None
+    """What the rewards of rollouts do that a teacher scores, from prime-rl v0.7 on. "in_loss": our
+    loss reads them. "beside": prime-rl's own rl loss reads them, for the same tokens. None:
+    nothing. A process derives "in_loss" from the loss."""
 
     @model_validator(mode="before")
     @classmethod
@@ -78,6 +91,29 @@ class AdapterSettings(BaseModel):
         if self.loss is None and self.k is None:
             return {SWITCH: "1"}
         return {SWITCH: json.dumps(self.model_dump(mode="json"))}
+
+    def derived(self, loss: Any) -> "AdapterSettings":
+        """Return the settings with what follows from the loss: K, and what its rewards do.
+
+        Args:
+            loss: the ``LossConfig`` of the loss table.
+
+        Raises:
+            ValueError: the loss asks for the full vocabulary, or ``rewards`` does not fit it.
+        """
+        reads_both = loss.reads_rewards_and_teacher
+        if self.rewards == "in_loss" and not reads_both:
+            raise ValueError(
+                f'{SWITCH}: rewards = "in_loss" is for a loss that reads rewards and a teacher, '
+                f"and {loss.type!r} is none. Leave rewards out: it follows from the loss."
+            )
+        if self.rewards == "beside" and (reads_both or not loss.compares_with_teacher):
+            raise ValueError(
+                f'{SWITCH}: rewards = "beside" is for a loss that reads a teacher and no rewards, '
+                f"and {loss.type!r} is none. Leave rewards out."
+            )
+        rewards = "in_loss" if reads_both else self.rewards
+        return self.model_copy(update={"k": wire_support_size(loss), "rewards": rewards})
 
     def support_size(self) -> int:
         """Return K for the orchestrator's requests; 0 where the loss has no support.
@@ -122,8 +158,9 @@ def _parse(value: str) -> AdapterSettings | None:
         raise ValueError(f"{SWITCH}: {key}: {first['msg']}. Example: {EXAMPLE}") from None
     if settings.k is not None or "loss" not in given:
         return settings
-    k = 0 if settings.loss is None else wire_support_size(parse_loss_table(settings.loss))
-    return settings.model_copy(update={"k": k})
+    if settings.loss is None:
+        return settings.model_copy(update={"k": 0})
+    return settings.derived(parse_loss_table(settings.loss))
 
 
 def split_table(table: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

@@ -26,6 +26,18 @@ default. For v0.6, which has one teacher for all environments, it is a table of 
 environment.
 """
 
+HINT_KEYS = {
+    "reference": "answer",
+    "sibling": "prime_composer:sibling",
+    "feedback": "prime_composer:feedback",
+}
+"""Hint of a ``[teacher.policy]`` -> ``demo_key`` of prime-rl's algorithm ``opsd``.
+
+prime-rl looks a key up in the rollout's ``info`` and in its task. Our environment's tasks have the
+solution as "answer". The adapter writes the other two into ``info``. Without it prime-rl ends the
+run at the first rollout and names the key.
+"""
+
 API_KEY_VAR = "VLLM_API_KEY"
 """prime-rl's default for ``api_key_var`` of a client."""
 
@@ -45,9 +57,7 @@ def teacher_of_the_run(
         client["headers"] = {HEADER: json.dumps(first if alike else mixtures)}
     orchestrator["training_mode"] = "opd"
     orchestrator["teacher"] = {"model": {"name": first[0]["model"]}, "client": client}
-    # The default filters drop each group whose rollouts earn the same reward. Distillation learns
-    # from those groups as well.
-    orchestrator["post_batch_filters"] = [{"type": "gibberish"}, {"type": "repetition"}]
+    no_advantage_filter(orchestrator)  # distillation learns from groups of equal rewards as well
 
 
 def teacher_of_each_environment(
@@ -66,6 +76,19 @@ def teacher_of_each_environment(
         return
     for environment in environments:
         environment["algo"] = algorithms[environment["name"]]
+
+
+def no_advantage_filter(orchestrator: Table) -> None:
+    """Write the default filters without the one that drops rollouts of zero advantage (to v0.8).
+
+    It is the only one of them that drops anything.
+    """
+    orchestrator["post_batch_filters"] = [{"type": "gibberish"}, {"type": "repetition"}]
+
+
+def no_advantage_pruning(orchestrator: Table) -> None:
+    """Turn the removal of rl tokens of zero advantage off (head)."""
+    orchestrator["train"]["filter_zero_advantages"] = False
 
 
 def _common(mixtures: Mixtures) -> tuple[Sequence[Mapping[str, Any]], bool]:

@@ -15,7 +15,7 @@ version of prime-rl", shows how to add a record.
     environment       [[orchestrator.train.env]]  = (taskset, harness)      [[...source]]  =
     its own teacher   header of the one client    its own algo.teacher      =              =
     several mixed     header of the one client    header of the teacher     =              =
-    zero advantages   filter off                  never fires               =              no filter
+    zero advantages   post_batch_filters          =                         =              train
     evaluation        [[orchestrator.eval.env]]   =                         [[...source]]  =
     vLLM's arguments  [inference], vllm_extra     =                         =              vllm
     W&B               [wandb]                     =                         =              monitors
@@ -40,6 +40,8 @@ from prime_composer.upstream.toml_shapes import (
     environment_with_taskset,
     inference_by_vllm_name,
     inference_with_extra,
+    no_advantage_filter,
+    no_advantage_pruning,
     output_dir_and_name,
     output_dir_itself,
     resume_newest_step,
@@ -70,7 +72,7 @@ class LossContract:
         inputs: fields of LossInputs.
         compute_loss: parameters of compute_loss.
         separates_kinds: a run may have both rl and distillation tokens. Each kind has its own loss,
-            and distillation tokens have no advantages.
+            and prime-rl gives advantages to rl tokens alone.
         distillation_key: the TOML setting that produces distillation tokens.
         rl_key: the TOML setting that produces rl tokens.
     """
@@ -85,15 +87,27 @@ class LossContract:
     distillation_key: str
     rl_key: str
 
-    def provides(self, compares_with_teacher: bool, adapter: bool) -> frozenset[str]:
+    def distils(self, loss: Any) -> bool:
+        """Return whether a loss is called on distillation tokens; else it is called on rl tokens.
+
+        Where the kinds are separate, a loss of rewards and a teacher is called on rl tokens, to
+        which the adapter's orchestrator gives a teacher's scores.
+
+        Args:
+            loss: its ``LossConfig``.
+        """
+        on_rl_tokens = self.separates_kinds and loss.reads_rewards_and_teacher
+        return bool(loss.compares_with_teacher and not on_rl_tokens)
+
+    def provides(self, loss: Any, adapter: bool) -> frozenset[str]:
         """Return the inputs that the trainer provides to a loss.
 
         Args:
-            compares_with_teacher: the loss is called on distillation tokens; else on rl tokens.
+            loss: its ``LossConfig``.
             adapter: the hooks of the whole-run adapter are active.
         """
         inputs = {"ref_logprobs"}
-        if not (compares_with_teacher and self.separates_kinds):
+        if adapter or not (self.separates_kinds and loss.compares_with_teacher):
             inputs.add("advantages")
         if adapter:
             inputs |= {"support", "token_ids"}
@@ -146,10 +160,8 @@ REMEDIES = {
     "replay": _PAIRS,
     "segment_ids": _PAIRS,
     "advantages": (
-        "From v0.7 on prime-rl sends a token either to the rl loss or to distillation, and "
-        'distillation tokens have no advantages. For sampled_reverse_kl set dialect = "v0_7". '
-        "To mix in rewards use prime-rl's own per-environment algorithms or prime-rl v0.6, "
-        f"{_ENGINE_LOCAL}"
+        "From v0.7 on prime-rl gives no advantages to tokens that a teacher scores. The adapter "
+        f'does. {_ADAPTER} For sampled_reverse_kl alone, dialect = "v0_7" needs none.'
     ),
 }
 """Input that a loss needs and prime-rl does not provide -> what to do."""
@@ -170,6 +182,7 @@ class Version:
         environment: writes an environment from a module, its settings, and its name and ratio.
         teachers: writes the teachers into [orchestrator] or its environments.
         teacher_by_environment: each environment may have a teacher of its own, without the adapter.
+        keep_zero_advantages: changes [orchestrator] so that rollouts without an advantage train.
         url_is_list: base_url is a list of URLs.
         self_distillation: it has the algorithm ``opsd``.
         student_client: table of [orchestrator] that holds the policy's client.
@@ -196,6 +209,7 @@ class Version:
     environment: Callable[[str, Table, Table], Table]
     teachers: Callable[[Table, list[Table], Mixtures, BaseUrl], None]
     teacher_by_environment: bool
+    keep_zero_advantages: Callable[[Table], None]
     url_is_list: bool
     self_distillation: bool
     student_client: str
@@ -227,6 +241,7 @@ _V0_6 = Version(
     environment=environment_with_args,
     teachers=teacher_of_the_run,
     teacher_by_environment=False,
+    keep_zero_advantages=no_advantage_filter,
     url_is_list=True,
     self_distillation=False,
     student_client="student",
@@ -252,6 +267,7 @@ _V0_7 = Version(
     environment=environment_with_taskset,
     teachers=teacher_of_each_environment,
     teacher_by_environment=True,
+    keep_zero_advantages=no_advantage_filter,
     url_is_list=True,
     self_distillation=True,
     student_client="model",
@@ -278,6 +294,7 @@ _V0_8 = Version(
     environment=source_with_agent,
     teachers=teacher_of_each_environment,
     teacher_by_environment=True,
+    keep_zero_advantages=no_advantage_filter,
     url_is_list=True,
     self_distillation=True,
     student_client="model",
@@ -303,6 +320,7 @@ _HEAD = Version(
     environment=source_with_agent,
     teachers=teacher_of_each_environment,
     teacher_by_environment=True,
+    keep_zero_advantages=no_advantage_pruning,
     url_is_list=False,
     self_distillation=True,
     student_client="model",

@@ -92,6 +92,18 @@ TOUCHED = [
         "assign_reference_logprobs",
         "branch values",
     ),
+    *(
+        (versions, SRC + f"orchestrator/algo/{file}.py", f"{cls}.score_group", parameters)
+        for versions, parameters in ((("v0.7", "v0.8"), "self group"), (("head",), "self episodes"))
+        for file, cls in (("base", "Algorithm"), ("grpo", "GRPOAlgorithm"))
+    ),
+    (NEWER, SRC + "orchestrator/algo/grpo.py", "GRPOAlgorithm.__init__", "self config policy_pool"),
+    (
+        NEWER,
+        SRC + "orchestrator/algo/routing.py",
+        "stamp_loss_routing",
+        "sample action_loss_type",
+    ),
     (
         NEWER,
         SRC + "orchestrator/trajectories.py",
@@ -118,13 +130,13 @@ HAS = [
         ("v0.7", "v0.8"),
         SRC + "transport/types.py",
         "TrainingSample",
-        "token_ids ref_logprobs routed_experts",
+        "token_ids ref_logprobs routed_experts rl_weights",
     ),
     (
         ("head",),
         SRC + "transports/rollouts/types.py",
         "TrainingSample",
-        "token_ids ref_logprobs routed_experts",
+        "token_ids ref_logprobs routed_experts rl_weights",
     ),
     (
         ALL,
@@ -143,6 +155,9 @@ IMPORTED = [
     (("head",), SRC + "orchestrator/algo/opd.py", "assign_reference_logprobs"),
     (("head",), SRC + "orchestrator/algo/opsd.py", "assign_reference_logprobs"),
     (NEWER, SRC + "orchestrator/train_sink.py", "trace_to_samples"),
+    (("v0.7", "v0.8"), SRC + "orchestrator/algo/base.py", "stamp_loss_routing"),
+    (("head",), SRC + "orchestrator/train_sink.py", "stamp_loss_routing"),
+    (NEWER, SRC + "orchestrator/algo/grpo.py", "GRPOAlgoConfig"),
     (ALL, SRC + "trainer/rl/train.py", "compute_loss"),
     (ALL, SRC + "trainer/rl/train.py", "setup_cp_params"),
     (ALL, SRC + "trainer/rl/train.py", "DataLoader"),

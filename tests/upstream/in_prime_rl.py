@@ -47,10 +47,13 @@ def environment_of(version, trees, folder, rig=False, **more):
 
 
 class Interpreter:
-    """One process that imports a version of prime-rl once and runs code for several tests."""
+    """One process that imports a version of prime-rl once and runs code for several tests.
 
-    def __init__(self, version, trees, folder):
-        env = environment_of(version, trees, folder, rig=True)
+    ``more`` are variables of its environment.
+    """
+
+    def __init__(self, version, trees, folder, **more):
+        env = environment_of(version, trees, folder, rig=True, **more)
         self.log = folder / f"{version}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

@@ -120,14 +120,54 @@ def test_export_refuses_what_prime_rl_cannot_do(changes, message):
         export_recipe(recipe(**changes), "head")
 
 
-def test_export_advantages_beside_a_teacher_only_in_v0_6():
-    """A per-version fact that is on the loss contract's record."""
-    loss = {"type": "sampled_reverse_kl", "dialect": "v0_6"}
-    parsed = parse_recipe({**tables(), "loss": loss})
-    assert export_recipe(parsed, "v0.6").table["trainer"]["loss"]["kwargs"] == loss
-    for version in NEWER:
-        with pytest.raises(RecipeError, match=f"advantages, which prime-rl {version}.*v0_7"):
-            export_recipe(parsed, version)
+REWARDED = {
+    "type": "compose",
+    "distillation": {"top": {"weight": 0.5, "loss": {"type": "topk_reverse_kl", "k": 8}}},
+}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        REWARDED,
+        {"type": "topk_reverse_kl", "k": 8, "rl_mix": {"kd": 0.5}},
+        {"type": "sampled_reverse_kl", "dialect": "v0_6"},
+    ],
+    ids=lambda loss: loss["type"],
+)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_export_rewards_and_teacher_keep_zero_advantages(version, loss):
+    """The loss is one of rl tokens; a rollout of zero advantage is worth its distillation."""
+    table = export_recipe(parse_recipe({**tables(), "loss": loss}), version).table
+    assert table["trainer"]["loss"]["kwargs"] == loss
+    orchestrator = table["orchestrator"]
+    if version == "v0.6":
+        assert orchestrator["training_mode"] == "opd"
+    else:
+        assert orchestrator["algo"]["type"] == "opd"
+    filters = [entry["type"] for entry in orchestrator.get("post_batch_filters", [])]
+    prunes = orchestrator["train"].get("filter_zero_advantages")
+    newest = version == "head"
+    assert (filters, prunes) == (([], False) if newest else (["gibberish", "repetition"], None))
+
+
+@pytest.mark.parametrize("version", NEWER)
+@pytest.mark.parametrize("loss", [{"type": "topk_reverse_kl"}, {"type": "default"}])
+def test_export_of_rewards_or_teacher_keeps_the_filters(version, loss):
+    orchestrator = export_recipe(parse_recipe({**tables(), "loss": loss}), version).table[
+        "orchestrator"
+    ]
+    assert "post_batch_filters" not in orchestrator
+    assert "filter_zero_advantages" not in orchestrator["train"]
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_export_self_distillation_with_rewards_keeps_zero_advantages(version):
+    raw = {**tables(), "teacher": {"policy": {"update": "live"}}, "loss": REWARDED}
+    orchestrator = export_recipe(parse_recipe(raw), version).table["orchestrator"]
+    assert orchestrator["algo"]["type"] == "opsd"
+    assert ("post_batch_filters" in orchestrator) is (version != "head")
+    assert ("filter_zero_advantages" in orchestrator["train"]) is (version == "head")
 
 
 def policy_teacher(**policy):
@@ -135,16 +175,24 @@ def policy_teacher(**policy):
     return parse_recipe({**tables(), "teacher": {"policy": policy}})
 
 
+@pytest.mark.parametrize(
+    "hint,algorithm",
+    [
+        ("reference", {"demo_key": "answer"}),
+        ("sibling", {"demo_key": "prime_composer:sibling"}),
+        ("feedback", {"demo_key": "prime_composer:feedback", "template": "{demonstration}"}),
+    ],
+)
 @pytest.mark.parametrize("version", NEWER)
-def test_export_self_distillation_is_opsd(version):
-    table = export_recipe(policy_teacher(update="live"), version).table
-    assert table["orchestrator"]["algo"] == {"type": "opsd", "demo_key": "answer"}
+def test_export_self_distillation_is_opsd(version, hint, algorithm):
+    """The adapter writes what the last two keys name."""
+    table = export_recipe(policy_teacher(update="live", hint=hint), version).table
+    assert table["orchestrator"]["algo"] == {"type": "opsd", **algorithm}
 
 
 @pytest.mark.parametrize(
     "policy,key",
     [
-        ({"update": "live", "hint": "feedback"}, "teacher.policy.hint"),
         ({"update": "ema"}, "teacher.policy.update"),
         ({"update": "live", "template": "{question} {hint}"}, "teacher.policy.template"),
     ],

@@ -167,6 +167,33 @@ def test_policy_that_scores_itself_has_a_server_for_k(prime_rl, tmp_path, versio
     assert [answer["vllm"]["max_logprobs"] for answer in answers] == [32, None]
 
 
+@pytest.mark.parametrize("version", ["v0.7", "v0.8", "head"])
+def test_prime_rl_reads_the_hint_and_what_keeps_zero_advantages(prime_rl, tmp_path, version):
+    raw = {**qwen3_tables(), "loss": {"type": "topk_reverse_kl", "k": 8}}
+    commands = []
+    for hint in ("sibling", "feedback"):
+        raw["teacher"] = {"policy": {"update": "live", "hint": hint}}
+        commands.append(rl(tmp_path, hint, version, raw))
+    raw["teacher"] = {"policy": {"update": "live"}}
+    raw["loss"]["rl_mix"] = {"kd": 0.5}
+    commands.append(rl(tmp_path, "mixed", version, raw))
+    answers = prime_rl(version).run(READ, commands=commands)
+    sibling, feedback, mixed = (answer["config"]["orchestrator"] for answer in answers)
+    assert sibling["algo"]["demo_key"] == "prime_composer:sibling"
+    assert "{demonstration}" in sibling["algo"]["template"]
+    assert feedback["algo"]["demo_key"] == "prime_composer:feedback"
+    assert feedback["algo"]["template"] == "{demonstration}"
+
+    def drops(orchestrator):
+        """Return whether rollouts of zero advantage are left out."""
+        if version == "head":
+            return orchestrator["train"]["filter_zero_advantages"]
+        filters = orchestrator["pre_batch_filters"] + orchestrator["post_batch_filters"]
+        return any(entry["enforce"] for entry in filters if entry["type"] == "zero_advantage")
+
+    assert drops(sibling) and not drops(mixed)
+
+
 def commands_of(path):
     """Yield the commands in the comments of a recipe: GPUs, and the list of words."""
     comments = [line for line in path.read_text().splitlines(keepends=True) if line[:1] == "#"]

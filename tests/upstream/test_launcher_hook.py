@@ -22,14 +22,47 @@ def switched_on(monkeypatch):
     monkeypatch.setenv(SWITCH, "1")
 
 
-def launcher_config(table=None, replay=False, path=IMPORT_PATH):
+def launcher_config(table=None, replay=False, path=IMPORT_PATH, **orchestrator):
     """Return prime-rl's config with a loss table in [trainer.loss.kwargs]."""
     loss = types.SimpleNamespace()
     if table is not None:
         loss = types.SimpleNamespace(import_path=path, kwargs=table)
     model = types.SimpleNamespace(name="a/model")
     trainer = types.SimpleNamespace(loss=loss, enable_router_replay=replay, model=model)
-    return types.SimpleNamespace(trainer=trainer)
+    return types.SimpleNamespace(
+        trainer=trainer, orchestrator=types.SimpleNamespace(**orchestrator)
+    )
+
+
+BOTH = {"type": "topk_reverse_kl", "k": 2, "rl_mix": {"kd": 0.5}}
+V0_6, NEWER = {"training_mode": "opd"}, {"algo": {"type": "opd"}}
+
+
+@pytest.mark.parametrize("orchestrator", [V0_6, NEWER])
+def test_resolve_passes_on_that_the_loss_reads_rewards(orchestrator):
+    launcher_hook.resolve(launcher_config(BOTH, **orchestrator))
+    assert AdapterSettings.from_env() == AdapterSettings(loss=BOTH, k=2, rewards="in_loss")
+
+
+def test_resolve_refuses_rewards_and_teacher_outside_the_file(monkeypatch):
+    """From v0.7 on its tokens are rl tokens, which [trainer.loss] is called on."""
+    monkeypatch.setenv(SWITCH, json.dumps({"loss": BOTH}))
+    with pytest.raises(ValueError, match="reads rewards and a teacher.*into .trainer.loss."):
+        launcher_hook.resolve(launcher_config(**NEWER))
+    launcher_hook.resolve(launcher_config(**V0_6))
+    assert AdapterSettings.from_env().loss == BOTH
+
+
+def test_resolve_passes_two_streams_on(monkeypatch):
+    """prime-rl's own rl loss beside ours, for the same tokens."""
+    table = {"type": "topk_reverse_kl", "k": 2}
+    monkeypatch.setenv(SWITCH, json.dumps({"loss": table, "rewards": "beside"}))
+    launcher_hook.resolve(launcher_config(**NEWER))
+    assert AdapterSettings.from_env() == AdapterSettings(loss=table, k=2, rewards="beside")
+    with pytest.raises(ValueError, match="and this run has one loss for all"):
+        launcher_hook.resolve(launcher_config(**V0_6))
+    with pytest.raises(ValueError, match="and this run names ours there"):
+        launcher_hook.resolve(launcher_config(table, **NEWER))
 
 
 def test_resolve_passes_the_files_loss_and_k_on():
@@ -38,6 +71,7 @@ def test_resolve_passes_the_files_loss_and_k_on():
         "loss": {"type": "topk_reverse_kl", "k": "16"},
         "k": 16,
         "teachers_mixed": False,
+        "rewards": None,
     }
 
 

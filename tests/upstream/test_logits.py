@@ -325,6 +325,26 @@ def test_unscored_token_of_another_loss_is_no_error(state):
     assert not state.micro_batch.lacks_scores
 
 
+def test_unscored_rl_token_is_an_error_where_rl_reads_a_teacher(state):
+    """The loss of rewards and a teacher has no distillation tokens; rl weights say what it gets."""
+    state.loss = types.SimpleNamespace(compares=True, distils=False)
+    micro_batch, _ = batch(masked=0)
+    micro_batch["routed_experts"][0, 3, 1] = torch.tensor(float("nan")).view(torch.int32)
+    micro_batch["ref_kl_weights"] = None
+    weights = torch.ones(1, N)
+    weights[0, 3] = 0
+    masked = micro_batch["loss_mask"].clone()
+    masked[0, 3] = False
+    for rl_weights, mask, refused in (
+        (None, micro_batch["loss_mask"], True),
+        (weights, micro_batch["loss_mask"], False),
+        (None, masked, False),
+        (torch.ones(1, N), masked, False),
+    ):
+        state.begin({**micro_batch, "rl_weights": rl_weights, "loss_mask": mask})
+        assert state.micro_batch.lacks_scores is refused
+
+
 def test_unscored_token_is_refused_and_an_impossible_one_is_not(head, state):
     """A row of NaN is a token without a score, -inf an id that the teacher rules out."""
     type(head).softcap = None

@@ -36,8 +36,8 @@ OWN = [0.0, -9.0, -9.0]
 def switch(monkeypatch):
     """Return a function that sets this process's settings; at first a loss with K = 2."""
 
-    def set_to(loss, k=0, teachers_mixed=False):
-        settings = AdapterSettings(loss=loss, k=k, teachers_mixed=teachers_mixed)
+    def set_to(loss, k=0, teachers_mixed=False, rewards=None):
+        settings = AdapterSettings(loss=loss, k=k, teachers_mixed=teachers_mixed, rewards=rewards)
         for name, value in settings.to_env().items():
             monkeypatch.setenv(name, value)
 
@@ -306,7 +306,14 @@ def compute(module, headers, samples):
 
 
 @pytest.mark.parametrize(
-    "hook", [hooks.hook_teacher_logprobs, hooks.hook_client, hooks.hook_routing, hooks.hook_samples]
+    "hook",
+    [
+        hooks.hook_teacher_logprobs,
+        hooks.hook_client,
+        hooks.hook_routing,
+        hooks.hook_stamps,
+        hooks.hook_samples,
+    ],
 )
 def test_hook_of_another_version_leaves_a_module_alone(hook):
     """Versions share names of modules, not what they hold."""
@@ -332,6 +339,9 @@ def test_v0_7_hook_attaches_the_support_after_scoring():
     algo = types.ModuleType("prime_rl.orchestrator.algo.opd")
 
     class OPDAlgorithm:
+        async def score_group(self, group):
+            pass
+
         async def score_rollout(self, rollout):
             for sample in rollout.samples:
                 token_ids = list(sample.token_ids)
@@ -370,6 +380,41 @@ def test_head_hook_keeps_the_support_behind_a_hint():
     branch = types.SimpleNamespace(nodes=nodes, token_ids=TOKENS[1:])
     routing_module().assign_reference_logprobs(branch, scores)
     assert nodes[0].routed_experts[:, 0].tolist() == [[1, 2], [9, 1]]
+
+
+@pytest.mark.parametrize(
+    "rewards,algorithm,rl,ref_kl,scored",
+    [
+        (None, "ref_kl", [0.0] * 3, [1.0] * 3, True),
+        ("in_loss", "ref_kl", None, None, True),
+        ("beside", "ref_kl", None, [1.0] * 3, True),
+        (None, "rl", None, None, False),
+        ("in_loss", "rl", None, None, False),
+        ("beside", "rl", None, None, False),
+    ],
+)
+def test_stamps_send_scored_tokens_to_the_rl_loss(switch, rewards, algorithm, rl, ref_kl, scored):
+    """Where rewards are in the loss, a sample without a teacher is marked with NaN."""
+    switch(TOP_2, 2, rewards=rewards)
+    module = types.ModuleType("prime_rl.orchestrator.algo.routing")
+
+    def stamp_loss_routing(sample, action_loss_type):
+        if action_loss_type == "ref_kl":
+            sample.rl_weights, sample.ref_kl_weights = [0.0] * 3, [1.0] * 3
+
+    module.stamp_loss_routing = stamp_loss_routing
+    hooks.hook_stamps(module)
+    sample = Sample()
+    sample.rl_weights = sample.ref_kl_weights = None
+    sample.ref_logprobs = list(OWN) if scored else None
+    module.stamp_loss_routing(sample, algorithm)
+    assert (sample.rl_weights, sample.ref_kl_weights) == (rl, ref_kl)
+    if scored:
+        assert sample.ref_logprobs == OWN
+    elif rewards == "in_loss":
+        assert len(sample.ref_logprobs) == 3 and all(map(math.isnan, sample.ref_logprobs))
+    else:
+        assert sample.ref_logprobs is None
 
 
 def test_router_replay_in_the_rollouts_is_refused():
@@ -565,14 +610,127 @@ def test_teacher_of_opd_is_frozen_and_of_opsd_is_not(monkeypatch, method, name, 
     async def score(self, rollout):
         await asyncio.gather(*[clients.prefill_logprobs(client, "teacher", LONG)])
 
+    async def score_group(self, group):
+        pass
+
+    async def score_groups(self, episodes):
+        pass
+
+    of_groups = score_group if method == "score_rollout" else score_groups
+    members = {method: score, "score_group": of_groups, "demo_key": "answer"}
     algo = types.ModuleType("prime_rl.orchestrator.algo")
-    setattr(algo, name, type(name, (), {method: score}))
+    setattr(algo, name, type(name, (), members))
     hooks.hook_algorithm(algo)
     asyncio.run(getattr(getattr(algo, name)(), method)(types.SimpleNamespace(samples=[])))
     assert len(client.requests) == 1
     client.retries = 1
     asyncio.run(getattr(getattr(algo, name)(), method)(types.SimpleNamespace(samples=[])))
     assert len(client.requests) == (3 if frozen else 2)
+
+
+class Trace(types.SimpleNamespace):
+    """A rollout of prime-rl's; head has it within an episode."""
+
+    def __init__(self, reply, reward):
+        data = types.SimpleNamespace(question="1+1?", answer="#### 2")
+        super().__init__(
+            last_reply=reply,
+            reward=reward,
+            info={},
+            samples=[Sample()],
+            task=types.SimpleNamespace(data=data),
+        )
+
+
+class Episode(types.SimpleNamespace):
+    def model_copy(self, update):
+        return Episode(**{**vars(self), **update})
+
+
+@pytest.fixture(params=["v0.7", "head"])
+def opsd(request, monkeypatch):
+    """Return a function: (demo_key, traces) -> what the hooked algorithm has scored, in order.
+
+    Rollouts arrive one by one; then their group is complete.
+    """
+    newest = request.param == "head"
+    scored = []
+
+    def note(self, trace):
+        scored.append((trace.last_reply, trace.info.get(self.demo_key)))
+
+    class Old:
+        async def score_rollout(self, rollout):
+            note(self, rollout)
+
+        async def score_group(self, group):
+            scored.append("group")
+
+    class New:
+        async def score_episode(self, episode):
+            for trace in episode.traces:
+                note(self, trace)
+
+        async def score_group(self, episodes):
+            scored.append("group")
+
+    base = types.ModuleType("prime_rl.orchestrator.algo.base")
+    base.iter_trainable_traces = lambda episodes: [(e, t) for e in episodes for t in e.traces]
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    module = types.ModuleType("prime_rl.orchestrator.algo.opsd")
+    module.OPSDAlgorithm = New if newest else Old
+    hooks.hook_algorithm(module)
+
+    def run(demo_key, traces):
+        algorithm = module.OPSDAlgorithm()
+        algorithm.demo_key = demo_key
+        rollouts = [Episode(traces=[trace]) for trace in traces] if newest else traces
+
+        async def both_phases():
+            for rollout in rollouts:
+                name = "score_episode" if newest else "score_rollout"
+                await getattr(algorithm, name)(rollout)
+            await algorithm.score_group(rollouts)
+
+        asyncio.run(both_phases())
+        return scored
+
+    return run
+
+
+def test_hint_of_a_sibling_is_another_right_answer_of_the_group(opsd):
+    """The first one, and never the rollout itself. Scored once the group is complete."""
+    traces = [Trace("a", 0.0), Trace(" b ", 1.0), Trace("c", 1.0)]
+    scored = opsd("prime_composer:sibling", traces)
+    assert scored == [("a", "b"), (" b ", "c"), ("c", "b"), "group"]
+
+
+def test_rollout_without_a_right_sibling_is_not_trained(opsd, request):
+    traces = [Trace("a", 0.0), Trace("b", 1.0), Trace("c", -1.0)]
+    assert opsd("prime_composer:sibling", traces) == [("a", "b"), ("c", "b"), "group"]
+    if "v0.7" in request.node.name:
+        assert [len(trace.samples) for trace in traces] == [1, 0, 1]
+        return
+    module = types.ModuleType("prime_rl.orchestrator.trajectories")
+
+    def trace_to_samples(trace, *, env_name="", mm_token_type_ids_mapping=None):
+        return [Sample()]
+
+    module.trace_to_samples = trace_to_samples
+    hooks.hook_samples(module)
+    assert [len(module.trace_to_samples(trace)) for trace in traces] == [1, 0, 1]
+
+
+def test_hint_of_feedback_is_the_attempt_and_its_verdict(opsd):
+    """At once, for it needs no other rollout."""
+    scored = opsd("prime_composer:feedback", [Trace("one", 0.0), Trace("2", 1.0)])
+    wrong = "An earlier attempt: one\nIts verdict: This is wrong; the right answer is 2."
+    right = "An earlier attempt: 2\nIts verdict: This is correct."
+    assert scored == [("one", wrong), ("2", right), "group"]
+
+
+def test_hint_of_the_data_is_left_to_prime_rl(opsd):
+    assert opsd("answer", [Trace("a", 0.0)]) == [("a", None), "group"]
 
 
 def test_mixed_teachers_are_asked_again_each(switch, monkeypatch, servers):

@@ -187,13 +187,64 @@ def test_plain_launcher_refuses_inputs_it_cannot_provide(trainer, table, need):
         trainer.setup(**table)
 
 
-def test_advantages_with_a_teacher_are_refused_from_v0_7_on(trainer):
-    """From v0.7 on a token is sent to the rl loss or to distillation, which has no advantages."""
+def test_plain_launcher_refuses_rewards_and_teacher_from_v0_7_on(trainer):
+    """From v0.7 on only the adapter's orchestrator gives one token both."""
     if trainer.contract is LOSS_V0_6:
         trainer.setup(**SAMPLED, dialect="v0_6")
         return
-    with pytest.raises(ValueError, match='needs advantages.*dialect = "v0_7"'):
+    with pytest.raises(ValueError, match='needs advantages.*PRIME_COMPOSER=1.*dialect = "v0_7"'):
         trainer.setup(**SAMPLED, dialect="v0_6")
+
+
+BOTH = {**SAMPLED, "dialect": "v0_7", "rl_mix": {"form": "add", "kd": 0.5}}
+
+
+def test_rewards_and_teacher_are_a_loss_of_rl_tokens(newer_trainer, capfd):
+    """Its value on one sequence is -A rho of the rl loss, minus half of log q - log p times rho."""
+    newer_trainer.hook({"loss": BOTH})
+    rl_loss = newer_trainer.setup(**BOTH)
+    newer_trainer.next_batch()
+    inputs = newer_trainer.inputs()
+    inputs.trainer_logprobs = (inputs.inference_logprobs + 0.01).requires_grad_()
+    p, q = inputs.trainer_logprobs.detach(), inputs.ref_logprobs
+    rho, tau = math.exp(0.01), 1e-3 * 0.01**2
+    per_token = -rho + tau + 0.5 * (-(q - p) * rho + tau)
+    out = rl_loss(inputs)
+    assert out.loss.item() == pytest.approx(per_token[inputs.loss_mask].sum().item(), rel=1e-5)
+    newer_trainer.next_batch()
+    assert "sampled_reverse_kl was called 1 times on 4 tokens" in capfd.readouterr().err
+
+
+def test_rewards_and_teacher_refuse_distillation_tokens(newer_trainer):
+    """They show that the orchestrator has no adapter, which would have made them rl tokens."""
+    newer_trainer.hook({"loss": BOTH})
+    newer_trainer.setup(**BOTH)
+    with pytest.raises(ValueError, match="rewards and a teacher .* runs without the adapter. Set"):
+        newer_trainer.slot(newer_trainer.inputs())
+
+
+def test_rewards_and_teacher_refuse_tokens_that_no_teacher_scored(newer_trainer):
+    """The orchestrator marks them with NaN. Padding has NaN as well, and trains nothing."""
+    newer_trainer.hook({"loss": BOTH})
+    rl_loss = newer_trainer.setup(**BOTH)
+    inputs = newer_trainer.inputs()
+    inputs.ref_logprobs = torch.full((6,), math.nan)
+    with pytest.raises(ValueError, match=r'no teacher has scored .* position 1 .*type = "opd"'):
+        rl_loss(inputs)
+    inputs.loss_mask = torch.zeros(6, dtype=torch.bool)
+    assert rl_loss(inputs).loss.item() == 0
+
+
+@pytest.mark.parametrize("in_file,patience", [(True, 10), (False, 1)])
+def test_rewards_and_teacher_that_are_never_called_stop_the_run(newer_trainer, in_file, patience):
+    """Without [trainer.loss] no token can come. With it, a batch may be of another algorithm's."""
+    newer_trainer.hook({"loss": BOTH})
+    if in_file:
+        newer_trainer.setup(**BOTH)
+    for _ in range(patience):
+        newer_trainer.next_batch()
+    with pytest.raises(RuntimeError, match="no token was sent to the rl loss.*trainer.loss. names"):
+        newer_trainer.next_batch()
 
 
 @pytest.mark.parametrize("value", [True, "true"])  # the command line makes strings of it
@@ -333,7 +384,7 @@ def test_missing_teacher_names_the_need(trainer):
         trainer.slot(trainer.inputs(ref=False))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.3, -9999.0])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 0.3, -9999.0])
 def test_wrong_log_prob_of_the_teacher_is_not_trained(trainer, value):
     """On the plain launcher too, where nobody of ours has seen the server's answer."""
     trainer.setup(**SAMPLED)

@@ -96,6 +96,38 @@ def test_support_size_asks_for_a_loss_where_none_is_named():
         AdapterSettings().support_size()
 
 
+BOTH = {"type": "topk_reverse_kl", "k": 4, "rl_mix": {"kd": 0.5}}
+
+
+@pytest.mark.parametrize(
+    "given,rewards",
+    [
+        ({"loss": BOTH}, "in_loss"),
+        ({"loss": TOP_K}, None),
+        ({"loss": TOP_K, "rewards": "beside"}, "beside"),
+    ],
+)
+def test_from_env_derives_what_the_rewards_do(monkeypatch, given, rewards):
+    monkeypatch.setenv(SWITCH, json.dumps(given))
+    settings = AdapterSettings.from_env()
+    assert (settings.rewards, settings.k) == (rewards, 4)
+
+
+@pytest.mark.parametrize(
+    "loss,rewards,message",
+    [
+        (TOP_K, "in_loss", "reads rewards and a teacher, and 'topk_reverse_kl' is none"),
+        (BOTH, "beside", "reads a teacher and no rewards, and 'topk_reverse_kl' is none"),
+        ({"type": "default"}, "beside", "'default' is none"),
+        (TOP_K, "both", "rewards: Input should be 'in_loss' or 'beside'"),
+    ],
+)
+def test_from_env_refuses_rewards_that_do_not_fit(monkeypatch, loss, rewards, message):
+    monkeypatch.setenv(SWITCH, json.dumps({"loss": loss, "rewards": rewards}))
+    with pytest.raises(ValueError, match=message):
+        AdapterSettings.from_env()
+
+
 @pytest.mark.parametrize(
     "value,mixed", [(True, True), ("True", True), (False, False), (None, False)]
 )

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from prime_composer.losses import parse_loss
 from prime_composer.upstream.versions import (
     ALGORITHM_CONFIGS,
     ORCHESTRATOR_CONFIGS,
@@ -16,6 +17,10 @@ from prime_composer.upstream.versions import (
     probe_version,
 )
 from tests.upstream import fake_prime_rl
+
+RL = {"type": "default"}
+SAMPLED = {"type": "sampled_reverse_kl", "dialect": "v0_7"}
+BOTH = {**SAMPLED, "rl_mix": {"kd": 0.5}}
 
 
 @pytest.mark.parametrize("contract", ["v0.6", "v0.7"])
@@ -104,13 +109,29 @@ def test_versions_are_keyed_by_their_names():
 
 
 @pytest.mark.parametrize(
-    "contract,teacher,adapter,expected",
+    "contract,loss,adapter,expected",
     [
-        ("v0.6", True, False, {"ref_logprobs", "advantages"}),
-        ("head", True, False, {"ref_logprobs"}),
-        ("head", False, False, {"ref_logprobs", "advantages"}),
-        ("head", True, True, {"ref_logprobs", "support", "token_ids"}),
+        ("v0.6", SAMPLED, False, {"ref_logprobs", "advantages"}),
+        ("head", SAMPLED, False, {"ref_logprobs"}),
+        ("head", BOTH, False, {"ref_logprobs"}),
+        ("head", RL, False, {"ref_logprobs", "advantages"}),
+        ("head", BOTH, True, {"ref_logprobs", "advantages", "support", "token_ids"}),
     ],
 )
-def test_contract_provides_by_kind_of_token(contract, teacher, adapter, expected):
-    assert VERSIONS[contract].contract.provides(teacher, adapter) == expected
+def test_contract_provides_by_kind_of_token(contract, loss, adapter, expected):
+    assert VERSIONS[contract].contract.provides(parse_loss(loss), adapter) == expected
+
+
+@pytest.mark.parametrize(
+    "contract,loss,distils",
+    [
+        ("v0.6", SAMPLED, True),
+        ("v0.6", BOTH, True),
+        ("v0.6", RL, False),
+        ("v0.7", SAMPLED, True),
+        ("v0.7", BOTH, False),
+        ("head", RL, False),
+    ],
+)
+def test_contract_says_which_tokens_a_loss_gets(contract, loss, distils):
+    assert VERSIONS[contract].contract.distils(parse_loss(loss)) is distils

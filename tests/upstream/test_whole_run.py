@@ -23,7 +23,9 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
+from tokenizers import Tokenizer
 
 from prime_composer.scoring.wire import SCORE_PATH
 from tests.upstream.e2e import cpu_recipe, launch_run
@@ -77,6 +79,7 @@ def run(
     tied=False,
     switch="1",
     several=False,
+    words=False,
     modules=(),
     unhooked=(),
     meanwhile=None,
@@ -90,6 +93,7 @@ def run(
         tied: one matrix for embedding and head.
         switch: value of PRIME_COMPOSER, None for the plain launcher.
         several: two teachers, and two environments with mixtures of them.
+        words: the student's answers are of letters, of different lengths.
         modules: folders for PYTHONPATH.
         unhooked: processes that start without PRIME_COMPOSER.
         meanwhile: called with the servers by role, beside the run.
@@ -103,7 +107,12 @@ def run(
     roles = ("student", "teacher", *(["other"] if several else []))
     if vllm is None:
         servers = {
-            role: launch_run.Server(python, model_folder / role, folder / f"{role}.jsonl")
+            role: launch_run.Server(
+                python,
+                model_folder / role,
+                folder / f"{role}.jsonl",
+                *(["--words"] if words and role == "student" else []),
+            )
             for role in roles
         }
     else:
@@ -351,6 +360,129 @@ def test_whole_run_beside_rl_keeps_prime_rls_rl_loss(trees, models, tmp_path):
     assert expected["moved"] > 1e-3 and not update["missing"]
 
 
+REWARDED = {
+    "type": "compose",
+    "distillation": {"teacher": {"weight": 0.5, "loss": TOP_K}},
+}
+
+
+def trained_steps(result):
+    """Return what float64 needs of each step (reference_mixed.py).
+
+    prime-rl's files, of one micro-batch per step, say which rollouts these are. All else is what
+    the student's server saw. The advantage is the reward of tiny_lengths minus the group's mean.
+    """
+    tokenizer = json.loads((result["models"] / "student" / "tokenizer.json").read_text())
+    letters = tokenizer["model"]["vocab"]
+    even = [[letters[letter] for letter in f"{i}+{i}="] for i in range(0, 8, 2)]
+    sampled = {}
+    for request in generate_requests(result, "student"):
+        sampled.setdefault(json.dumps(request["in"] + request["out"]), []).append(request)
+    files = (result["folder"] / "outputs").rglob("step_*/rank_0.bin")
+    steps = []
+    for version, file in enumerate(sorted(files, key=lambda file: step_of(file.parent))):
+        (micro_batch,) = msgspec.msgpack.decode(file.read_bytes())
+        rollouts = [sampled[json.dumps(tokens)].pop(0) for tokens in sequences(micro_batch)]
+        by_prompt = {}
+        for request in rollouts:
+            constant = any(contains(request["in"], part) for part in even)
+            request["reward"] = 1.0 if constant else len(request["out"]) / 12
+            by_prompt.setdefault(json.dumps(request["in"]), []).append(request["reward"])
+        assert [len(rewards) for rewards in by_prompt.values()] == [4, 4]
+        steps.append(
+            {
+                "weights": weights_of(result, version),
+                "rollouts": [
+                    {
+                        "tokens": r["in"] + r["out"],
+                        "prompt": len(r["in"]),
+                        "logprobs": r["logprobs"],
+                        "advantage": r["reward"] - mean(by_prompt[json.dumps(r["in"])]),
+                    }
+                    for r in rollouts
+                ],
+            }
+        )
+    return steps
+
+
+def trained_tokens(result):
+    """Yield the tokens of each sequence that the trainer read."""
+    for file in (result["folder"] / "outputs").rglob("step_*/rank_0.bin"):
+        for micro_batch in msgspec.msgpack.decode(file.read_bytes()):
+            yield from sequences(micro_batch)
+
+
+def sequences(micro_batch):
+    """Return the tokens of each packed sequence, up to the last one that trains."""
+    tokens, mask, *_ = micro_batch
+    start = 0
+    for length in micro_batch[5]:
+        last = max(t for t in range(start, start + length) if mask[t])
+        yield tokens[start : last + 1]
+        start += length
+
+
+def mixed_reference(result, steps, weight):
+    """Return float64's losses of the steps: (rl + weight * kl) per token."""
+    file = result["folder"] / "steps.json"
+    file.write_text(json.dumps(steps))
+    folders = [str(result["models"] / role) for role in ("student", "teacher")]
+    command = [result["python"], str(E2E / "reference_mixed.py"), *folders, str(K), str(file)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=cpu_env())
+    return [(sums["rl"] + weight * sums["kl"]) / sums["tokens"] for sums in json.loads(done.stdout)]
+
+
+def contains(tokens, part):
+    return any(tokens[i : i + len(part)] == part for i in range(len(tokens)))
+
+
+def weights_of(result, version):
+    """Return the folder of a version of the student's weights, None for the initial ones."""
+    if version == 0:
+        return None
+    kept = result["folder"] / "student.weights" / f"step_{version}"
+    if kept.exists():
+        return str(kept)
+    # prime-rl has ended before the server took them.
+    (folder,) = (result["folder"] / "outputs").rglob(f"broadcasts/step_{version}")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        pytest.param("head", marks=newest),
+        *(pytest.param(version, marks=other) for version in ("v0.7", "v0.8")),
+    ],
+)
+def test_whole_run_trains_on_rewards_and_a_teacher(trees, models, tmp_path, version):
+    """One loss over one denominator: each step's is the one that float64 gives.
+
+    Half of the groups earn equal rewards, and are worth their distillation.
+    """
+    result = run(
+        version,
+        trees,
+        models,
+        tmp_path,
+        REWARDED,
+        words=True,
+        group_size=4,
+        taskset="tiny-lengths",
+        seq_len=512,  # the whole batch fits one micro-batch, so that loss/mean is the step's
+    )
+    assert "compose registered for rl tokens" in result["trainer"]
+    steps = trained_steps(result)
+    advantages = [r["advantage"] for step in steps for r in step["rollouts"]]
+    assert any(advantages) and not all(advantages)
+    expected = mixed_reference(result, steps, 0.5)
+    rows = metric_rows(result, version)
+    losses = [row["loss/mean"] for row in rows if "loss/mean" in row]
+    # bfloat16 models: the logits of both sides are rounded to 8 bits.
+    assert losses == pytest.approx(expected, abs=1e-2)
+
+
 @other
 @pytest.mark.vllm
 @pytest.mark.parametrize("plugin", [False, True], ids=["json", "plugin"])
@@ -425,7 +557,7 @@ def test_whole_run_ends_when_the_teacher_turns_bad(trees, models, tmp_path):
 @other
 def test_whole_run_of_self_distillation_scores_with_the_hint(trees, models, tmp_path):
     """The newest version scores with the policy itself, which is given the answer as a hint."""
-    result = run("head", trees, models, tmp_path, TOP_K, hinted=True)
+    result = run("head", trees, models, tmp_path, TOP_K, hint="reference")
     requests = generate_requests(result, "student")
     scored = [r for r in requests if "prompt_logprobs" in r["params"]]
     sampled = [r["in"] + r["out"] for r in requests]
@@ -440,6 +572,60 @@ def test_whole_run_of_self_distillation_scores_with_the_hint(trees, models, tmp_
     assert "topk_reverse_kl was called" in result["trainer"]
     assert first_value(rows, "topk_reverse_kl/kl/mean") > 0
     assert first_value(rows, "optim/grad_norm") > 0
+
+
+@other
+@pytest.mark.parametrize("hint", ["sibling", "feedback"])
+@pytest.mark.parametrize("version", ["v0.7", "v0.8", "head"])
+def test_whole_run_gives_the_policy_a_hint(trees, models, tmp_path, version, hint):
+    """The hint, token for token, comes before the tokens that the policy has sampled."""
+    result = run(
+        version,
+        trees,
+        models,
+        tmp_path,
+        TOP_K,
+        hint=hint,
+        words=True,
+        group_size=4,
+        taskset="tiny-dice",
+    )
+    tokenizer = Tokenizer.from_file(str(result["models"] / "student" / "tokenizer.json"))
+    requests = generate_requests(result, "student")
+    scored = [r["in"] for r in requests if "prompt_logprobs" in r["params"]]
+    sampled = [r for r in requests if "prompt_logprobs" not in r["params"]]
+    assert scored
+
+    def with_hint(request, reply):
+        """Return what the policy scores of a sampled rollout, given a hint's reply."""
+        odd = len(tokenizer.decode(request["out"])) % 2
+        verdict = "This is correct." if odd else "This is wrong; the right answer is 0."
+        text = {
+            "sibling": "Here is an example of an expert response:\n"
+            f"<demonstration>\n{reply}\n</demonstration>",
+            "feedback": f"An earlier attempt: {reply}\nIts verdict: {verdict}",
+        }[hint]
+        block = tokenizer.encode(f"<|im_start|>system\n{text}<|im_end|>\n").ids
+        return block + request["in"] + request["out"]
+
+    possible = set()
+    for request in sampled:
+        # A reply of odd length is right. Others of the same prompt are siblings.
+        siblings = [r for r in sampled if r is not request and r["in"] == request["in"]]
+        of = siblings if hint == "sibling" else [request]
+        replies = [tokenizer.decode(r["out"]) for r in of]
+        possible |= {
+            json.dumps(with_hint(request, reply))
+            for reply in replies
+            if hint == "feedback" or len(reply) % 2
+        }
+    assert {json.dumps(tokens) for tokens in scored} <= possible
+    rows = metric_rows(result, version)
+    assert "topk_reverse_kl was called" in result["trainer"]
+    assert first_value(rows, "topk_reverse_kl/kl/mean") > 0
+    # What has no right sibling is not sent to the trainer.
+    trained = list(trained_tokens(result))
+    assert trained and all(any(tokens[-len(own) :] == own for tokens in scored) for own in trained)
 
 
 @other

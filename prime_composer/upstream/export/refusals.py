@@ -38,7 +38,7 @@ def refuse(recipe: Recipe, version: Version) -> None:
         raise RecipeError(f"{str(error).removesuffix('.')}, {RUN_LOCALLY}") from None
     if policy is not None:
         refuse_policy_teacher(policy, version)
-    provided = version.contract.provides(recipe.loss.compares_with_teacher, adapter=True)
+    provided = version.contract.provides(recipe.loss, adapter=True)
     try:
         require(recipe.loss, provided, REMEDIES, provider=f"prime-rl {version.name}")
     except ValueError as error:
@@ -63,7 +63,7 @@ def refuse_two_credentials(recipe: Recipe) -> None:
 def refuse_policy_teacher(policy: PolicyTeacherConfig, version: Version) -> None:
     """Check that prime-rl's algorithm ``opsd`` covers a hint-conditioned teacher.
 
-    ``opsd`` scores with the live policy, which reads the data's solution as a hint.
+    ``opsd`` scores with the live policy, which reads a hint in a system message.
 
     Raises:
         RecipeError: it does not; the message names the key.
@@ -74,10 +74,8 @@ def refuse_policy_teacher(policy: PolicyTeacherConfig, version: Version) -> None
             f"teacher.policy: prime-rl {version.name} has no self-distillation. Use one of {able}, "
             f"{RUN_LOCALLY}"
         )
-    hint = "its opsd has the data's solution only, no verdict and no other rollout"
     template = "its opsd writes the hint into a system message before the question"
     for key, value, supported, why in (
-        ("hint", policy.hint, "reference", hint),
         ("update", policy.update, "live", "its opsd scores with the policy's current weights"),
         ("template", policy.template, None, template),
     ):

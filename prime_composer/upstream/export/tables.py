@@ -4,11 +4,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from prime_composer.recipe.schema import Recipe
+from prime_composer.recipe.schema import Recipe, TeacherConfig
 from prime_composer.upstream.environment import NAME, data_settings
 from prime_composer.upstream.export.plan import Environment, Plan, api_key, v1_url
 from prime_composer.upstream.export.toml import merge, plain
 from prime_composer.upstream.settings import FILE_KEY, IMPORT_PATH
+from prime_composer.upstream.toml_shapes import HINT_KEYS
 from prime_composer.upstream.versions import Version
 
 VLLM_LOGPROBS = 20
@@ -61,14 +62,24 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
             }
             version.teachers(table, environments, mixtures, version.base_url)
         else:
-            # The policy is its own teacher. Our environment stores the solution as "answer".
-            table["algo"] = {"type": "opsd", "demo_key": "answer"}
+            table["algo"] = self_distillation(recipe.teacher)
+    if recipe.loss.reads_rewards_and_teacher:
+        version.keep_zero_advantages(table)  # worth their distillation
     if recipe.rollout.url is not None:
         url = version.base_url(v1_url(recipe.rollout.url))
         client = {"base_url": url} | api_key(recipe.rollout)
         merge(table, {version.student_client: {"client": client}})
     if "eval" in recipe.model_fields_set:
         table["eval"] = evaluation(recipe, version)
+    return table
+
+
+def self_distillation(teacher: TeacherConfig | None) -> dict[str, str]:
+    """Return the algorithm of a policy that is its own teacher, given a hint."""
+    assert teacher is not None and teacher.policy is not None, "a loss without a teacher"
+    table = {"type": "opsd", "demo_key": HINT_KEYS[teacher.policy.hint]}
+    if teacher.policy.hint == "feedback":
+        table["template"] = "{demonstration}"  # prime-rl's own calls it an expert's response
     return table
 
 

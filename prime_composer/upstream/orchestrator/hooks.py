@@ -7,6 +7,9 @@ Versions score in three places. The request and its answer are the same everywhe
     head        prefill_logprobs is replaced; assign_reference_logprobs copies the support to the
                 nodes of the episode's graph
 
+Where rewards train the tokens that a teacher scores, from v0.7 on: the distilling algorithms assign
+GRPO's advantages, and stamp_loss_routing sends their tokens to the rl loss.
+
 The settings are read when a score is asked for, never at import: the launcher loads some of these
 modules too, before it has read its config.
 """
@@ -14,18 +17,24 @@ modules too, before it has read its config.
 import asyncio
 import functools
 import importlib
-from collections.abc import Awaitable
+import math
+from collections.abc import Awaitable, Sequence
 from contextvars import ContextVar
 from itertools import cycle
 from typing import Any, NoReturn
 
+from prime_composer.problems.answers import verdict
+from prime_composer.problems.config import Problem
 from prime_composer.recipe.urls import public_url
 from prime_composer.upstream import wire
 from prime_composer.upstream.log import log
 from prime_composer.upstream.orchestrator.client import Requests, Scores
 from prime_composer.upstream.orchestrator.teachers import HEADER, score_by_each, teachers_of
 from prime_composer.upstream.settings import AdapterSettings
+from prime_composer.upstream.toml_shapes import HINT_KEYS
 from prime_composer.upstream.versions import UnknownSurface, expect
+
+SIBLING, FEEDBACK = HINT_KEYS["sibling"], HINT_KEYS["feedback"]
 
 REQUESTS = Requests()
 
@@ -124,6 +133,107 @@ def hook_algorithm(module: Any) -> None:
             source = f"prime_rl/orchestrator/algo of {name}"
             original = expect(cls, "score_rollout", ("self", "rollout"), source)
             cls.score_rollout = _then_attach(original)
+        if cls is not None:
+            cls.score_group = _as_grpo(cls)
+        if cls is not None and name == "OPSDAlgorithm":
+            _give_hints(cls)
+
+
+def _give_hints(cls: Any) -> None:
+    """Let ``opsd`` give two more hints: another rollout of the group, and the verifier's verdict.
+
+    They are written to ``info`` of the rollout, where upstream reads its hint: d334ea52 and
+    60bc2954 orchestrator/algo/opsd.py:53, 559b4477 :63. Siblings are known once the group is
+    complete, so that its rollouts are scored then. A rollout without a hint is not trained.
+    TODO(prime-rl): remove once opsd has hints of the group and of the verifier.
+    """
+    by_rollout = hasattr(cls, "score_rollout")
+    name = "score_rollout" if by_rollout else "score_episode"
+    score = getattr(cls, name)
+    score_group = expect(
+        cls,
+        "score_group",
+        ("self", "group" if by_rollout else "episodes"),
+        "prime_rl/orchestrator/algo/base.py",
+    )
+
+    @functools.wraps(score)
+    async def score_one(self: Any, rollout: Any) -> None:
+        if self.demo_key == SIBLING:
+            return
+        if self.demo_key == FEEDBACK:
+            for trace in _traces([rollout]):
+                trace.info[FEEDBACK] = _feedback(trace)
+        await score(self, rollout)
+
+    @functools.wraps(score_group)
+    async def score_all(self: Any, rollouts: Any) -> None:
+        if self.demo_key == SIBLING:
+            _write_siblings(_traces(rollouts))
+            hinted = filter(None, map(_hinted, rollouts))
+            await asyncio.gather(*(score(self, rollout) for rollout in hinted))
+        await score_group(self, rollouts)
+
+    setattr(cls, name, score_one)
+    cls.score_group = score_all
+
+
+def _traces(rollouts: Sequence[Any]) -> list[Any]:
+    """Return the rollouts that train. Head's episodes contain them, older ones are rollouts."""
+    if not all(hasattr(rollout, "traces") for rollout in rollouts):
+        return list(rollouts)
+    base = importlib.import_module("prime_rl.orchestrator.algo.base")
+    return [trace for _, trace in base.iter_trainable_traces(rollouts)]
+
+
+def _write_siblings(traces: Sequence[Any]) -> None:
+    """Write the first other right answer of the group into each rollout, None if there is none."""
+    for trace in traces:
+        replies = (
+            other.last_reply.strip() for other in traces if other is not trace and other.reward > 0
+        )
+        trace.info[SIBLING] = next(replies, None)
+
+
+def _hinted(rollout: Any) -> Any:
+    """Return a rollout, or the part of an episode that has hints. None: nothing has."""
+    if hasattr(rollout, "traces"):
+        traces = [trace for trace in rollout.traces if trace.info.get(SIBLING) is not None]
+        return rollout.model_copy(update={"traces": traces}) if traces else None
+    if rollout.info[SIBLING] is not None:
+        return rollout
+    rollout.samples = []
+    return None
+
+
+def _feedback(trace: Any) -> str:
+    """Return a rollout's answer, and the verdict on it."""
+    data = trace.task.data
+    problem = Problem(getattr(data, "question", ""), data.answer)
+    reply = trace.last_reply.strip()
+    return f"An earlier attempt: {reply}\nIts verdict: {verdict(problem, trace.reward)}"
+
+
+def _as_grpo(cls: Any) -> Any:
+    """Let a distilling algorithm assign advantages as GRPO does, where rewards count.
+
+    Upstream's ``score_group`` of these algorithms does nothing: d334ea52 and 60bc2954
+    orchestrator/algo/base.py:147, 559b4477 :71. GRPO's is in grpo.py:24, or :25.
+    TODO(prime-rl): remove once an algorithm both assigns credit and asks for reference scores.
+    """
+    parameters = ("self", "group" if hasattr(cls, "score_rollout") else "episodes")
+    original = expect(cls, "score_group", parameters, "prime_rl/orchestrator/algo/base.py")
+
+    @functools.wraps(original)
+    async def score_group(self: Any, group: Any) -> None:
+        if _settings().rewards is None:
+            await original(self, group)
+            return
+        grpo = importlib.import_module("prime_rl.orchestrator.algo.grpo")
+        expect(grpo.GRPOAlgorithm, "score_group", parameters, "prime_rl/orchestrator/algo/grpo.py")
+        await grpo.GRPOAlgorithm(grpo.GRPOAlgoConfig(), self.policy_pool).score_group(group)
+
+    return score_group
 
 
 def _frozen(original: Any) -> Any:
@@ -184,8 +294,41 @@ def hook_routing(module: Any) -> None:
     module.assign_reference_logprobs = assign_reference_logprobs
 
 
+def hook_stamps(module: Any) -> None:
+    """Let ``stamp_loss_routing`` send scored tokens to the rl loss, where rewards count.
+
+    d334ea52 and 60bc2954, orchestrator/algo/routing.py:23; 559b4477, :67. Upstream sends a token
+    to one loss, and sets its rl weight to 0 if that is distillation. A sample without rl weights
+    is trained by the rl loss, whose denominator is the number of trained tokens.
+
+    A sample that no teacher has scored gets NaN in the place of its scores. prime-rl would pack it
+    as 0.0, which is a probability of 1.
+    TODO(prime-rl): remove with ``_as_grpo``.
+    """
+    if not hasattr(module, "stamp_loss_routing"):
+        return
+    original = expect(
+        module,
+        "stamp_loss_routing",
+        ("sample", "action_loss_type"),
+        "prime_rl/orchestrator/algo/routing.py",
+    )
+
+    @functools.wraps(original)
+    def stamp_loss_routing(sample: Any, action_loss_type: str) -> None:
+        rewards, distilled = _settings().rewards, action_loss_type == "ref_kl"
+        original(sample, "rl" if rewards == "in_loss" and distilled else action_loss_type)
+        if rewards == "beside" and distilled:
+            sample.rl_weights = None
+        if rewards == "in_loss" and sample.ref_logprobs is None:
+            sample.ref_logprobs = [math.nan] * len(sample.token_ids)
+
+    module.stamp_loss_routing = stamp_loss_routing
+
+
 def hook_samples(module: Any) -> None:
-    """Let ``trace_to_samples`` mark the samples that have teacher scores (head).
+    """Let ``trace_to_samples`` mark the samples that have teacher scores, and leave out those that
+    a hint-conditioned teacher had no hint for (head).
 
     559b4477, orchestrator/trajectories.py:111. This version keeps scores of sampled tokens only, so
     the mark of ``prefill_logprobs`` is lost. In v0.7 and v0.8 samples are made before they are
@@ -203,6 +346,9 @@ def hook_samples(module: Any) -> None:
 
     @functools.wraps(original)
     def trace_to_samples(*args: Any, **kwargs: Any) -> Any:
+        trace = args[0] if args else kwargs["trace"]
+        if getattr(trace, "info", {}).get(SIBLING, "") is None:
+            return []  # no hint
         samples = original(*args, **kwargs)
         for sample in samples:
             if sample.ref_logprobs is not None:

@@ -88,7 +88,9 @@ class Adapter:
 
         A loss that compares with a teacher gets the distillation tokens. Another one gets the rl
         tokens where ``[trainer.loss] import_path`` names ``prime_composer.upstream.loss_fn``, and
-        leaves prime-rl's own distillation alone.
+        leaves prime-rl's own distillation alone. From v0.7 on a loss of rewards and a teacher gets
+        the rl tokens as well. The adapter's orchestrator makes its tokens rl tokens, so that
+        distillation tokens are refused.
 
         Replaces ``prime_rl.trainer.rl.loss.opd_loss_fn`` (38494ccb, loss.py:201) or
         ``ref_kl_loss_fn`` (559b4477, loss.py:186); prime-rl resolves both names later.
@@ -129,7 +131,7 @@ class Adapter:
             registered.in_file |= in_file
             registered.teachers_mixed |= mixed
             return registered
-        available = contract.provides(config.compares_with_teacher, self.whole_run)
+        available = contract.provides(config, self.whole_run)
         require(config, available, REMEDIES, section, provider="prime-rl's trainer")
         if self.whole_run:
             self.k = wire_support_size(config, section)
@@ -141,14 +143,15 @@ class Adapter:
             in_file,
             mixed,
         )
-        if registered.distils:
+        if registered.compares:
             expect(
                 module,
                 contract.slot,
                 ("inputs",),
                 f"prime_rl/trainer/rl/loss.py of {contract.name}",
             )
-            setattr(module, contract.slot, registered)
+            in_slot = registered if registered.distils else registered.no_distillation_tokens
+            setattr(module, contract.slot, in_slot)
         tokens = f"distillation tokens ({contract.slot})" if registered.distils else "rl tokens"
         log(f"{config.type} registered for {tokens}, {contract.name} contract")
         self.loss = registered
@@ -186,7 +189,9 @@ class Adapter:
 
     def begin(self, tensors: dict[str, Any]) -> None:
         """Set the micro-batch in flight."""
-        self.micro_batch = MicroBatch(tensors, self.k)
+        loss = self.loss
+        on_rl_tokens = loss is not None and loss.compares and not loss.distils
+        self.micro_batch = MicroBatch(tensors, self.k, on_rl_tokens)
 
     def warn_of_temperature(self) -> None:
         """Say once that rollouts were sampled at a temperature at which the teacher is not."""

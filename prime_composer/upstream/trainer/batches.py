@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from prime_composer.contract import Support
-from prime_composer.upstream.settings import SWITCH
+from prime_composer.upstream.settings import SET_SWITCH
 from prime_composer.upstream.trainer.validity import check_support
 from prime_composer.upstream.wire import Payload, unpack
 
@@ -22,6 +22,7 @@ class MicroBatch:
     Args:
         tensors: prime-rl's micro-batch, a dict of tensors [1, seq].
         k: size of the support, 0 for none.
+        on_rl_tokens: the loss compares rl tokens with a teacher, not distillation tokens.
 
     Attributes:
         student: log p of the support's ids minus log p of the label, [seq, k], by token. None until
@@ -30,8 +31,9 @@ class MicroBatch:
             ``id``.
     """
 
-    def __init__(self, tensors: dict[str, Any], k: int):
+    def __init__(self, tensors: dict[str, Any], k: int, on_rl_tokens: bool = False):
         self.k = k
+        self.on_rl_tokens = on_rl_tokens
         self.student: Tensor | None = None
         self.slices: dict[int, slice] = {}
         self._tensors = tensors
@@ -81,7 +83,10 @@ class MicroBatch:
         if self.payload is None:
             return False
         distilled = self._tensors["loss_mask"][0]
-        if "ref_kl_weights" in self._tensors:  # from v0.7 on each loss has its own weights
+        if self.on_rl_tokens:  # from v0.7 on each loss has its own weights
+            weights = self._row("rl_weights")
+            distilled = distilled if weights is None else distilled & (weights != 0)
+        elif "ref_kl_weights" in self._tensors:
             weights = self._row("ref_kl_weights")
             distilled = torch.zeros_like(distilled) if weights is None else weights != 0
         return bool(self.payload.teacher_logprobs[distilled].isnan().any())
@@ -123,9 +128,7 @@ class MicroBatch:
             if self.k:
                 raise ValueError(
                     f"No teacher support arrived with this batch (top-{self.k} was expected): the "
-                    f"orchestrator runs without the adapter. Set {SWITCH} for every process of the "
-                    "run, and check that prime-composer is installed in the orchestrator's "
-                    "environment."
+                    f"orchestrator runs without the adapter. {SET_SWITCH}"
                 )
             return token_ids, None
         if self.lacks_scores:

@@ -10,7 +10,7 @@ from prime_composer.contract import LossInputs, Support
 from prime_composer.losses.bound import Objective
 from prime_composer.losses.shared.reductions import summed_over_ranks
 from prime_composer.upstream.log import log
-from prime_composer.upstream.settings import EXAMPLE, SWITCH
+from prime_composer.upstream.settings import EXAMPLE, SET_SWITCH
 from prime_composer.upstream.trainer.validity import check_own
 from prime_composer.upstream.versions import LossContract
 from prime_composer.upstream.wire import MARK
@@ -36,8 +36,8 @@ class RegisteredLoss:
         teachers_mixed: the orchestrator has to run with the adapter too, whatever the loss reads.
 
     Attributes:
-        distils: the loss compares with a teacher. It is called on distillation tokens, not on rl
-            tokens.
+        compares: the loss compares with a teacher.
+        distils: it is called on distillation tokens, not on rl tokens.
         calls: number of calls since the last step.
         seen: a token of this loss has come, on any rank.
     """
@@ -55,7 +55,8 @@ class RegisteredLoss:
         self.contract = contract
         self.in_file = in_file
         self.teachers_mixed = teachers_mixed
-        self.distils = objective.config.compares_with_teacher
+        self.compares = objective.config.compares_with_teacher
+        self.distils = contract.distils(objective.config)
         self.calls = 0
         self.seen = False
         self._outputs = outputs
@@ -75,7 +76,7 @@ class RegisteredLoss:
             ValueError: the teacher's log-prob of a token that trains is none.
         """
         ref_logprobs = getattr(inputs, self.contract.ref_field)
-        if self.distils and ref_logprobs is not None:
+        if self.compares and ref_logprobs is not None:
             check_own(self.label, ref_logprobs, inputs.loss_mask)
         token_ids, support = None, None
         if self._aligned is not None:
@@ -118,6 +119,18 @@ class RegisteredLoss:
             )
         return self(inputs)
 
+    def no_distillation_tokens(self, inputs: Any) -> Any:
+        """Refuse distillation tokens, where the loss reads a teacher for rl tokens.
+
+        Raises:
+            ValueError: the orchestrator runs without the adapter.
+        """
+        raise ValueError(
+            f"{self.label} reads rewards and a teacher for the same tokens, and the orchestrator "
+            "sends tokens for prime-rl's own distillation: it runs without the adapter. "
+            f"{SET_SWITCH}"
+        )
+
     def end_step(self, step: int) -> None:
         """Close a step: check the first one with tokens, advance a schedule. All ranks call it.
 
@@ -144,16 +157,13 @@ class RegisteredLoss:
                 raise RuntimeError(
                     f"prime_composer: [{self.objective.section}] adapter = true: this run's "
                     "teachers are mixed or routed by the adapter, and the orchestrator runs "
-                    f"without it: prime-rl has asked one of them for all. Set {SWITCH} for every "
-                    "process of the run, and check that prime-composer is installed in the "
-                    "orchestrator's environment."
+                    f"without it: prime-rl has asked one of them for all. {SET_SWITCH}"
                 )
             self.seen = True
             when = "the first step" if step == 1 else f"step {step}, the first with tokens for it"
             log(f"{name} was called {calls} times on {tokens} tokens in {when}, on all ranks")
             return
-        has_other_tokens = not self.in_file or (self.contract.separates_kinds and not self.distils)
-        patience = PATIENCE if has_other_tokens else 1
+        patience = PATIENCE if self._has_other_tokens() else 1
         if step < patience:
             log(
                 f"{name} was not called in step {step}: no token for it in the batch (the run ends "
@@ -161,15 +171,20 @@ class RegisteredLoss:
             )
             return
         steps = "the first optimizer step" if patience == 1 else f"the first {patience} steps"
-        kind, key = (
-            ("distillation", self.contract.distillation_key)
-            if self.distils
-            else ("rl", self.contract.rl_key)
-        )
+        kind = "distillation" if self.distils else "rl"
+        key = self.contract.distillation_key if self.compares else self.contract.rl_key
+        if self.compares and not self.distils:
+            key += f", and [trainer.loss] names this loss. {SET_SWITCH}".rstrip(".")
         raise RuntimeError(
             f"prime_composer: {self.label} was registered with prime-rl and never called in "
             f"{steps}: no token was sent to the {kind} loss. These tokens come from {key}."
         )
+
+    def _has_other_tokens(self) -> bool:
+        """Return whether a batch may have tokens for other losses alone."""
+        if self.compares and not self.distils:
+            return self.in_file  # [trainer.loss] has to name a loss of rewards and a teacher
+        return not self.in_file or (self.contract.separates_kinds and not self.distils)
 
     def _global_counts(self) -> tuple[int, int, int, int]:
         """Return this step's calls, tokens, sequences with teacher scores, and marked sequences.

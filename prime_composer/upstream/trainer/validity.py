@@ -15,6 +15,8 @@ LOGPROB_TOLERANCE, MASS_TOLERANCE, IMPOSSIBLE = 1e-4, 1e-3, -9999.0
 def check_own(label: str, ref_logprobs: Float[Tensor, " seq"], mask: Bool[Tensor, " seq"]) -> None:
     """Check the teacher's log-probs of the tokens that train, at the price of one synchronization.
 
+    NaN is the orchestrator's mark of a sequence that no teacher scored (``hooks.hook_stamps``).
+
     Args:
         label: the loss, for the message.
         ref_logprobs: log q of each token.
@@ -26,6 +28,12 @@ def check_own(label: str, ref_logprobs: Float[Tensor, " seq"], mask: Bool[Tensor
     wrong = mask & ~((ref_logprobs > IMPOSSIBLE) & (ref_logprobs <= LOGPROB_TOLERANCE))
     if wrong.any():
         position = int(wrong.nonzero()[0])
+        if ref_logprobs[position].isnan():
+            raise ValueError(
+                f"{label}: no teacher has scored the token at position {position} of a sequence: "
+                "its log-prob is nan. Each environment whose tokens reach this loss needs a "
+                'teacher, algo.type = "opd" or "opsd"; or the teacher\'s server answers nan.'
+            )
         raise ValueError(
             f"{label}: the teacher's log-prob of the token at position {position} of a sequence is "
             f"{float(ref_logprobs[position]):.6g}, where a finite number of at most 0 was "

@@ -25,10 +25,12 @@ def native(
     fused=True,
     seq_len=128,
     steps=STEPS,
-    hinted=False,
+    hint=None,
     other=None,
     resume=None,
     rl=False,
+    group_size=1,
+    taskset="tiny-taskset",
 ):
     """Return the native TOML of a version: a tiny student and teacher, eight sums, three steps.
 
@@ -42,10 +44,12 @@ def native(
         fused: use prime-rl's fused output head.
         seq_len: longest sequence.
         steps: optimizer steps.
-        hinted: the policy, with the answer as a hint, is its own teacher.
+        hint: the policy is its own teacher, with this hint.
         other: URL of a second teacher. The environments are then the recipe's own "one" and "more",
             each with its own mixture of the two.
         resume: False keeps a checkpoint of each step, True also resumes from the newest one.
+        group_size: rollouts of one prompt.
+        taskset: the taskset, from v0.7 on.
         rl: adds an environment with prime-rl's own rl loss (head). Our loss is not in the file
             then, but in PRIME_COMPOSER.
     """
@@ -59,6 +63,7 @@ def native(
             "url": student,
             "max_tokens": 12,
             "max_model_len": seq_len,
+            "group_size": group_size,
         },
         "data": {},
         "trainer": {"steps": steps, "batch_size": BATCH, "lr": 1e-2},
@@ -91,11 +96,11 @@ def native(
     elif version == "v0.7":
         harness = {"id": "tiny-harness", "runtime": {"type": "subprocess"}}
         prime_rl["orchestrator"]["train"]["env"] = [
-            {"name": "sums", "taskset": {"id": "tiny-taskset"}, "harness": harness}
+            {"name": "sums", "taskset": {"id": taskset}, "harness": harness}
         ]
     else:
         agent = {"harness": {"id": "tiny-harness"}, "runtime": {"type": "subprocess"}}
-        env = {"taskset": {"id": "tiny-taskset"}, "agent": agent}
+        env = {"taskset": {"id": taskset}, "agent": agent}
         prime_rl["orchestrator"]["train"]["source"] = [{"name": "sums", "env": env}]
     if newer:
         prime_rl["rollout_transport"] = {"type": "filesystem"}
@@ -109,8 +114,8 @@ def native(
     else:
         for part in ("trainer", "orchestrator"):
             prime_rl[part]["wandb"] = {"project": "test", "name": part, "offline": True}
-    if hinted:
-        recipe["teacher"] = {"policy": {"update": "live"}}
+    if hint is not None:
+        recipe["teacher"] = {"policy": {"update": "live", "hint": hint}}
         prime_rl["orchestrator"]["algo"] = {"renderer": {"name": "qwen3"}}
     if other is not None:
         recipe["teachers"] = {

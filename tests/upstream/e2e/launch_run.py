@@ -56,7 +56,8 @@ def environment(python, tree, folder, unhooked=(), **more):
     """Return the environment of the launcher, and write the scripts that it starts."""
     path = os.pathsep.join(
         str(part)
-        for part in (RIG, HERE, tree / "src", tree / "packages" / "prime-rl-configs" / "src")
+        # This repository comes before the one that make_venvs.py has installed.
+        for part in (RIG, HERE, REPO, tree / "src", tree / "packages/prime-rl-configs/src")
     )
     bins = f"{command_folder(python, folder / 'bin', unhooked)}{os.pathsep}{Path(python).parent}"
     clean = {
@@ -74,13 +75,14 @@ def environment(python, tree, folder, unhooked=(), **more):
 
 
 class Server:
-    """The stand-in for vLLM (server.py)."""
+    """The stand-in for vLLM (server.py), with its options."""
 
-    def __init__(self, python, model, log):
+    def __init__(self, python, model, log, *options):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self.log = Path(log)
         self.command = [python, str(HERE / "server.py"), str(model), str(self.port), str(log)]
+        self.command += options
         self.output = open(self.log.with_suffix(".out"), "w")  # noqa: SIM115
         self.processes = []
         self.process = self.start()

@@ -1,12 +1,16 @@
 """Serve a Hugging Face model on a CPU, with the part of vLLM's HTTP interface that prime-rl uses.
 
-usage: server.py MODEL PORT LOG.jsonl
+usage: server.py MODEL PORT LOG.jsonl [--words]
 
-Every request is logged; for /inference/v1/generate with the tokens of request and answer. Sampling
-is seeded. Once the file LOG.spoiled exists, log-probs of prompts are 3 nats too high.
+Every request is logged; for /inference/v1/generate with the tokens of request and answer, and the
+log-probs of the answer. Sampling is seeded. Once the file LOG.spoiled exists, log-probs of prompts
+are 3 nats too high. With --words, answers are of the letters a to z, and end after each with
+probability 1/6; the log-probs stay the model's. New weights are kept in LOG.weights.
 """
 
 import json
+import shutil
+import string
 import sys
 import threading
 import time
@@ -23,12 +27,16 @@ MAX_NEW = 12
 class Engine:
     """The model, and the log of its requests."""
 
-    def __init__(self, path, log):
+    def __init__(self, path, log, words=False):
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
         self.lock = threading.Lock()
         self.generator = torch.Generator().manual_seed(0)
+        self.words = words
+        vocabulary = json.loads((Path(path) / "tokenizer.json").read_text())["model"]["vocab"]
+        self.letters = torch.tensor([vocabulary[letter] for letter in string.ascii_lowercase])
         self.log = open(log, "a", buffering=1)  # noqa: SIM115
+        self.kept = Path(log).with_suffix(".weights")
         self.spoiled = Path(log).with_suffix(".spoiled")
 
     def logprobs(self, ids, temperature=1.0):
@@ -49,13 +57,19 @@ class Engine:
             out, content, reason = [], [], "length"
             for _ in range(min(params.get("max_tokens") or 16, MAX_NEW)):
                 row = self.logprobs(prompt + out, temperature)[-1]
-                token = int(torch.multinomial(row.exp(), 1, generator=self.generator))
+                if self.words:
+                    choice = torch.multinomial(row[self.letters].exp(), 1, generator=self.generator)
+                    token = int(self.letters[choice])
+                else:
+                    token = int(torch.multinomial(row.exp(), 1, generator=self.generator))
                 out.append(token)
                 content.append(
                     {"token": f"token_id:{token}", "logprob": row[token].item(), "top_logprobs": []}
                 )
                 if token in stop:
                     reason = "stop"
+                    break
+                if self.words and torch.rand(1, generator=self.generator) < 1 / 6:
                     break
         choice = {
             "index": 0,
@@ -91,6 +105,8 @@ class Engine:
     @torch.no_grad()
     def update(self, folder):
         state = {}
+        # The trainer deletes it soon; the tests compute with each step's weights.
+        shutil.copytree(folder, self.kept / Path(folder).name, dirs_exist_ok=True)
         for file in sorted(Path(folder).glob("*.safetensors")):
             state.update(load_file(file))
         with self.lock:
@@ -140,6 +156,9 @@ def handler(engine, name):
                 note |= {
                     "in": body["token_ids"],
                     "out": answer["choices"][0]["token_ids"],
+                    "logprobs": [
+                        entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]
+                    ],
                     "params": params,
                 }
                 note["top_p"] = body.get("top_p")
@@ -162,6 +181,6 @@ def listen(port, requests):
 
 if __name__ == "__main__":
     path, port, log = sys.argv[1:4]
-    requests = handler(Engine(path, log), path)
+    requests = handler(Engine(path, log, "--words" in sys.argv), path)
     print("loaded", flush=True)
     listen(int(port), requests).serve_forever()

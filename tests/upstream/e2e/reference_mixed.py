@@ -1,0 +1,70 @@
+"""Compute the sums of an RL and a distillation loss in float64, step by step.
+
+usage: reference_mixed.py STUDENT TEACHER K STEPS.json
+
+Imports nothing of this package. STUDENT and TEACHER are folders of models. STEPS is a list of
+{"weights": folder of the student's weights in that step or null for its own, "rollouts": list of
+{"tokens", "prompt": its length, "logprobs": log mu of the rest, "advantage"}}. Prints JSON, per
+step:
+
+    rl       sum of -keep A rho + 1e-3 (log rho)^2, with rho = p / mu and DPPO's trust region 0.2
+    kl       sum of the reverse KL of student against teacher on the teacher's top-K, plus one
+             bucket for the rest
+    tokens   number of completion tokens
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+
+def load(path, weights=None):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    if weights is not None:
+        files = list(Path(weights).glob("*.safetensors"))
+        assert files, f"no weights in {weights}"
+        for file in files:
+            model.load_state_dict(load_file(file), strict=False)
+    return model
+
+
+def rl_term(p, mu, advantage):
+    keep = p - mu <= 0.2 if advantage > 0 else p - mu >= -0.2
+    return -keep * advantage * p / mu + 1e-3 * math.log(p / mu) ** 2
+
+
+def tail_kl(p, q, k):
+    top = q.topk(k).indices
+    pairs = [(float(p[v]), float(q[v])) for v in top]
+    pairs.append((1 - sum(a for a, _ in pairs), 1 - sum(b for _, b in pairs)))
+    return sum(a * math.log(a / b) for a, b in pairs)
+
+
+@torch.no_grad()
+def main(student, teacher, k, steps):
+    q_model, sums = load(teacher), []
+    for step in json.loads(Path(steps).read_text()):
+        p_model = load(student, step["weights"])
+        rl, kl, tokens = 0.0, 0.0, 0
+        for rollout in step["rollouts"]:
+            ids, prompt = rollout["tokens"], rollout["prompt"]
+            p, q = (
+                torch.softmax(model(torch.tensor([ids])).logits[0], dim=-1)
+                for model in (p_model, q_model)
+            )
+            for t, log_mu in enumerate(rollout["logprobs"], prompt):
+                own = float(p[t - 1, ids[t]])
+                rl += rl_term(own, math.exp(log_mu), rollout["advantage"])
+                kl += tail_kl(p[t - 1], q[t - 1], k)
+                tokens += 1
+        sums.append({"rl": rl, "kl": kl, "tokens": tokens})
+    print(json.dumps(sums))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,365 @@
+"""What groups give to distillation in prime-rl's own orchestrator and loss, from v0.7 on.
+
+An exported recipe is read by prime-rl's parser. Its algorithm scores eight rollouts with our hooks
+and its sink makes a batch of them. Its packer packs it, and its ``compute_loss`` calls our loss.
+"""
+
+import json
+import math
+
+import pytest
+
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.upstream.export import export_recipe
+from tests.upstream.export_recipes import tables
+from tests.upstream.in_prime_rl import Interpreter
+
+# It starts no server: the whole runs need not wait for it.
+pytestmark = pytest.mark.xdist_group("prime-rl's orchestrator")
+
+NEWER = (
+    pytest.param("head", marks=pytest.mark.upstream),
+    *(pytest.param(version, marks=pytest.mark.slow) for version in ("v0.7", "v0.8")),
+)
+KD = 0.25
+SAMPLED = {"type": "sampled_reverse_kl", "dialect": "v0_7"}
+LOSS = {"type": "compose", "distillation": {"teacher": {"weight": KD, "loss": SAMPLED}}}
+PROMPT = 2
+REWARDS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
+"""Of two groups. The advantages of the second one are 0."""
+SHIFT = 0.02
+"""log p - log mu of every token: both trust regions keep it."""
+
+
+def rollouts():
+    """Return eight rollouts by group, of different lengths."""
+    groups = []
+    for g, rewards in enumerate(REWARDS):
+        group = []
+        for i, reward in enumerate(rewards):
+            n = 2 + i + g
+            log_mu = [-1.0 - 0.1 * ((t + i) % 4) for t in range(n)]
+            group.append(
+                {
+                    "token_ids": [
+                        10 * g + 1,
+                        10 * g + 2,
+                        *(100 + 20 * g + 5 * i + t for t in range(n)),
+                    ],
+                    "log_mu": log_mu,
+                    "log_p": [value + SHIFT for value in log_mu],
+                    "log_q": [-0.5 - 0.2 * ((t + g) % 3) for t in range(n)],
+                    "reward": reward,
+                    "text": f"answer {i}",
+                }
+            )
+        groups.append(group)
+    return groups
+
+
+def advantages(groups):
+    """Return reward minus the group's mean, per rollout."""
+    for group in groups:
+        mean = sum(rollout["reward"] for rollout in group) / len(group)
+        yield from ((rollout, rollout["reward"] - mean) for rollout in group)
+
+
+def rl_sum(rollout, advantage):
+    rho, tau = math.exp(SHIFT), 1e-3 * SHIFT**2
+    return len(rollout["log_p"]) * (-advantage * rho + tau)
+
+
+def kd_sum(rollout):
+    rho, tau = math.exp(SHIFT), 1e-3 * SHIFT**2
+    pairs = zip(rollout["log_q"], rollout["log_p"], strict=True)
+    return sum(-(q - p) * rho + tau for q, p in pairs)
+
+
+MAKE_BATCH = """
+import asyncio, os, sys, uuid
+from types import SimpleNamespace as Names
+
+os.environ["PRIME_COMPOSER"] = switch
+from prime_rl.configs.rl import RLConfig
+from prime_rl.utils.config import cli
+
+sys.argv = ["rl", "@", path]
+config = cli(RLConfig)  # hooked: it resolves the settings
+
+import torch
+import verifiers.v1 as vf
+from verifiers.v1.graph import MessageNode
+from verifiers.v1.types import AssistantMessage, UserMessage
+from prime_rl.configs.algorithm import GRPOAlgoConfig
+from prime_rl.orchestrator import train_sink
+from prime_rl.orchestrator.algo import build_algorithm
+from prime_rl.trainer import batch as packing
+from prime_rl.trainer.rl import loss as losses
+
+newest = version == "head"
+orchestrator = config.orchestrator
+(source,) = orchestrator.train.env if version == "v0.7" else orchestrator.train.source
+every = [rollout for group in groups for rollout in group]
+scores = {tuple(r["token_ids"]): [0.0] * prompt + r["log_q"] for r in every}
+
+
+asked = []
+
+
+class Pool:
+    async def score(self, token_ids):
+        asked.append(list(token_ids))
+        return list(scores.get(tuple(token_ids), [-1.0] * len(token_ids)))
+
+
+class Renderer:
+    def render_ids(self, messages, add_generation_prompt):
+        (message,) = messages
+        assert message["role"] == "system" and not add_generation_prompt
+        return [1000 + ord(letter) for letter in message["content"]]
+
+
+class Data(vf.TaskData):
+    question: str = "1+1?"
+    answer: str = "#### 2"
+
+
+def algorithm_of(algo):
+    algorithm = build_algorithm(algo, Pool())
+    algorithm.teacher_pool, algorithm.renderer = Pool(), Renderer()
+    return algorithm
+
+
+def trace_of(rollout, index):
+    completion = rollout["token_ids"][prompt:]
+    nodes = [
+        MessageNode(
+            message=UserMessage(content="U"),
+            token_ids=rollout["token_ids"][:prompt],
+            mask=[False] * prompt,
+        ),
+        MessageNode(
+            parent=0,
+            message=AssistantMessage(content=rollout["text"]),
+            sampled=True,
+            token_ids=completion,
+            mask=[True] * len(completion),
+            logprobs=rollout["log_mu"],
+        ),
+    ]
+    task = vf.TraceTask(type="Task", data=Data(idx=index, prompt=None))
+    reward = rollout["reward"] if version == "v0.7" else vf.Reward(score=rollout["reward"])
+    fields = dict(task=task, nodes=nodes, rewards={"r": reward})
+    if version != "v0.7":
+        fields |= {"agent": vf.AgentInfo(config=vf.AgentConfig()), "ok": True}
+    return fields
+
+
+env = Names(
+    algorithm=algorithm_of(source.algo),
+    config=Names(group_size=4),
+    sampling_args={"temperature": 1.0},
+    requires_group_scoring=False,
+)
+grpo = build_algorithm(GRPOAlgoConfig(), Pool())
+environments = {"scored": env, "plain": Names(**{**vars(env), "algorithm": grpo})}
+common = dict(
+    tokenizer=None,
+    train_envs=Names(get=environments.__getitem__),
+    mm_token_type_ids_mapping=None,
+    batch_size=batch_size,
+    token_batch_size=None,
+)
+if newest:
+    sink = train_sink.TrainSink(orchestrator, progress=Names(step=1), **common)
+else:
+    from prime_rl.orchestrator.filters import setup_filters
+    from prime_rl.orchestrator.types import Rollout
+
+    filters = {
+        f"{kind}_filters": setup_filters(
+            getattr(orchestrator, f"{kind}_batch_filters"), vocab_size=1000, kind=kind
+        )
+        for kind in ("pre", "post")
+    }
+    sink = train_sink.TrainSink(orchestrator, **filters, **common)
+
+
+async def make_batch():
+    batch = None
+    for index, group in enumerate(groups):
+        for rollout in group:
+            fields = trace_of(rollout, index)
+            name = "plain" if index in without_teacher else "scored"
+            if newest:
+                trace = vf.Trace(**fields)
+                item = vf.Episode(
+                    env=vf.EnvInfo(id=name, name=name),
+                    task=trace.task,
+                    group=vf.GroupInfo(id=str(index)),
+                    traces=[trace],
+                )
+                batch = await sink.add(item)
+            else:
+                item = Rollout(**fields, env_name=name, group_id=uuid.UUID(int=index))
+                batch = await sink.add([item] if version == "v0.8" else item)
+    return batch
+
+
+batch = asyncio.run(make_batch())
+result = {"asked": asked, "sent": [list(sample.token_ids) for sample in batch.samples]}
+"""
+COMPUTE_LOSS = """
+arguments = {} if newest else {"idxs": [0] * len(batch.samples), "num_loras": 1}
+((micro_batch,),) = packing.prepare_batch(
+    batch.samples, seq_len=512, num_train_workers=1, bin_cost=sum, **arguments
+)
+log_p = {tuple(r["token_ids"]): [0.0] * prompt + r["log_p"] for r in every}
+lengths = micro_batch.sequence_lengths
+
+
+def split(values, dtype=torch.float32):
+    return None if values is None else list(torch.tensor(values, dtype=dtype).split(lengths))
+
+
+sequences = [tuple(ids.tolist()) for ids in split(micro_batch.input_ids, torch.long)]
+mask = split(micro_batch.loss_mask, torch.bool)
+rl_weights, ref_kl_weights = split(micro_batch.rl_weights), split(micro_batch.ref_kl_weights)
+
+
+def count(rows):
+    return max(sum(int(row.sum()) for row in rows), 1)
+
+
+# As its train loop does.
+rl_scale = count(mask if rl_weights is None else [m & (w != 0) for m, w in zip(mask, rl_weights)])
+ref_kl_scale = 1 if ref_kl_weights is None else count([w != 0 for w in ref_kl_weights])
+value, _ = losses.compute_loss(
+    trainer_logprobs=[torch.tensor(log_p[ids], requires_grad=True) for ids in sequences],
+    inference_logprobs=split(micro_batch.inference_logprobs),
+    ref_logprobs=split(micro_batch.ref_logprobs),
+    advantages=split(micro_batch.advantages),
+    loss_mask=mask,
+    rl_weights=rl_weights,
+    ce_weights=None,
+    ref_kl_weights=ref_kl_weights,
+    rl_loss_fn=losses.setup_rl_loss_fn(config.trainer.loss),
+    rl_scale=rl_scale,
+    ce_scale=1,
+    ref_kl_scale=ref_kl_scale,
+)
+result = {"loss": value.item(), "rl_scale": rl_scale, "ref_kl_scale": ref_kl_scale}
+"""
+
+
+@pytest.fixture
+def run(trees, tmp_path):
+    """Return a function that trains one step in a new process with a version's prime-rl.
+
+    With ``policy``, the policy is its own teacher, and a batch is made and not trained.
+    """
+
+    def start(
+        version, loss, rewards=None, without_teacher=(), policy=None, batch_size=8, **prime_rl
+    ):
+        raw = tables(student={"model": "Qwen/Qwen3-0.6B"}, rollout={"group_size": 4})
+        raw["loss"] = loss
+        if policy is not None:
+            raw["teacher"] = {"policy": policy}
+        raw["prime_rl"] = prime_rl
+        export = export_recipe(parse_recipe(raw), version)
+        switch = {"PRIME_COMPOSER": "1"}
+        if rewards is not None:
+            del export.table["trainer"]["loss"]
+            switch = {"PRIME_COMPOSER": json.dumps({"loss": loss, "rewards": rewards})}
+        path = tmp_path / "run.toml"
+        path.write_text(export.text())
+        interpreter = Interpreter(version, trees, tmp_path, **switch)
+        try:
+            return interpreter.run(
+                MAKE_BATCH + (COMPUTE_LOSS if policy is None else ""),
+                version=version,
+                path=str(path),
+                groups=rollouts(),
+                prompt=PROMPT,
+                without_teacher=without_teacher,
+                batch_size=batch_size,
+                switch=switch["PRIME_COMPOSER"],
+            )
+        finally:
+            interpreter.close()
+
+    return start
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_rewards_and_teacher_are_one_loss_over_all_tokens(run, version):
+    """Rollouts of zero advantage are among them."""
+    actual = run(version, LOSS)
+    scored = list(advantages(rollouts()))
+    tokens = sum(len(rollout["log_p"]) for rollout, _ in scored)
+    total = sum(rl_sum(rollout, advantage) + KD * kd_sum(rollout) for rollout, advantage in scored)
+    assert actual["rl_scale"] == tokens and actual["ref_kl_scale"] == 1
+    assert actual["loss"] == pytest.approx(total / tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_rewards_and_teacher_refuse_a_group_without_a_teacher(run, version):
+    """Its rollouts are packed with scored ones, where prime-rl fills 0.0 in for no score."""
+    with pytest.raises(AssertionError, match="no teacher has scored the token at position 2 of"):
+        run(version, LOSS, without_teacher=[0])
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_rewards_beside_a_teacher_have_a_denominator_each(run, version):
+    """prime-rl's own rl loss, over tokens with an advantage alone; ours over all."""
+    kept = {} if version == "head" else {"orchestrator": {"post_batch_filters": []}}
+    actual = run(version, SAMPLED, rewards="beside", **kept)
+    scored = list(advantages(rollouts()))
+    tokens = sum(len(rollout["log_p"]) for rollout, _ in scored)
+    signalled = [pair for pair in scored if pair[1] != 0]
+    rl = signalled if version == "head" else scored
+    rl_tokens = sum(len(rollout["log_p"]) for rollout, _ in rl)
+    assert (actual["rl_scale"], actual["ref_kl_scale"]) == (rl_tokens, tokens)
+    total = sum(rl_sum(*pair) for pair in rl) / rl_tokens
+    total += sum(kd_sum(rollout) for rollout, _ in scored) / tokens
+    assert actual["loss"] == pytest.approx(total, rel=1e-5)
+
+
+def system_message(text):
+    """Return the tokens that ``Renderer`` makes of a hint."""
+    return [1000 + ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_policy_is_given_a_right_sibling_of_the_group(run, version):
+    """The only right rollout of the first group has none, and is not sent to the trainer."""
+    policy = {"update": "live", "hint": "sibling"}
+    # Head counts what trains, older versions count rollouts.
+    actual = run(version, SAMPLED, policy=policy, batch_size=7 if version == "head" else 8)
+    first, second = rollouts()
+    pairs = [(first[0], rollout) for rollout in first[1:]]
+    pairs += [(second[1], second[0]), *((second[0], rollout) for rollout in second[1:])]
+    template = "Here is an example of an expert response:\n<demonstration>\n{}\n</demonstration>"
+    expected = [
+        system_message(template.format(hint["text"])) + rollout["token_ids"]
+        for hint, rollout in pairs
+    ]
+    assert sorted(actual["asked"]) == sorted(expected)
+    assert sorted(actual["sent"]) == sorted(rollout["token_ids"] for _, rollout in pairs)
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_policy_is_given_the_verdict_on_its_own_answer(run, version):
+    actual = run(version, SAMPLED, policy={"update": "live", "hint": "feedback"})
+    every = [rollout for group in rollouts() for rollout in group]
+    verdicts = {0.0: "This is wrong; the right answer is 2.", 1.0: "This is correct."}
+    expected = [
+        system_message(
+            f"An earlier attempt: {rollout['text']}\nIts verdict: {verdicts[rollout['reward']]}"
+        )
+        + rollout["token_ids"]
+        for rollout in every
+    ]
+    assert sorted(actual["asked"]) == sorted(expected)
+    assert sorted(actual["sent"]) == sorted(rollout["token_ids"] for rollout in every)
