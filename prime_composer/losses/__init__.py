@@ -2,7 +2,8 @@
 
 Distillation, on a support of the teacher's top-K tokens or of the whole vocabulary:
     topk_reverse_kl, topk_forward_kl, generalized_jsd, head_tail_reverse_kl, taid,
-    entropy_aware_opd, self_distillation
+    entropy_aware_opd, self_distillation, alpha_beta, skewed_kl, total_variation, todi, amid,
+    adaptive_kl
 On the sampled token alone:
     sampled_reverse_kl, sft
 RL on rewards: default, ipo. Preference pairs: dpo, simpo. Weighted sum of channels: compose.
@@ -41,6 +42,12 @@ from prime_composer.losses.head_tail_reverse_kl import HeadTailReverseKLLossConf
 from prime_composer.losses.taid import TAIDLossConfig
 from prime_composer.losses.entropy_aware_opd import EntropyAwareOPDLossConfig
 from prime_composer.losses.self_distillation import SelfDistillationLossConfig
+from prime_composer.losses.alpha_beta import AlphaBetaLossConfig
+from prime_composer.losses.skewed_kl import SkewedKLLossConfig
+from prime_composer.losses.total_variation import TotalVariationLossConfig
+from prime_composer.losses.todi import ToDiLossConfig
+from prime_composer.losses.amid import AMiDLossConfig
+from prime_composer.losses.adaptive_kl import AdaptiveKLLossConfig
 from prime_composer.losses.sft import SFTLossConfig
 from prime_composer.losses.default import DefaultLossConfig
 from prime_composer.losses.ipo import IPOLossConfig
@@ -58,6 +65,9 @@ LOSS_TYPES: dict[str, type[LossConfig]] = registry.LOSS_TYPES
 __all__ = [
     "LOSS_FNS",
     "LOSS_TYPES",
+    "AMiDLossConfig",
+    "AdaptiveKLLossConfig",
+    "AlphaBetaLossConfig",
     "AnyLoss",
     "BoundLoss",
     "ComposeLossConfig",
@@ -74,10 +84,13 @@ __all__ = [
     "SampledReverseKLLossConfig",
     "SelfDistillationLossConfig",
     "SimPOLossConfig",
+    "SkewedKLLossConfig",
     "SupportLossConfig",
     "SupportRequest",
     "TAIDLossConfig",
+    "ToDiLossConfig",
     "TopKForwardKLLossConfig",
+    "TotalVariationLossConfig",
     "TopKReverseKLLossConfig",
     "Unmet",
     "WeightedSum",

@@ -23,13 +23,16 @@ def table(links: str = "") -> str:
     """Return one row per loss of the package: type, first line of its docstring, needs.
 
     Args:
-        links: prefix of the links to the losses' files.
+        links: prefix of the links to the losses' files. With one, the row has what is before the
+            first colon: the page is an overview.
     """
     rows = ["| `type` | loss | needs |", "|---|---|---|"]
     for name, config in LOSS_TYPES.items():
         if ":" not in name:  # a loss from outside may be registered in this process
             doc = (sys.modules[config.__module__].__doc__ or "").splitlines()[0]
             summary = doc.rstrip(".").replace("||", "‖")
+            if links:
+                summary = summary.partition(":")[0]
             rows.append(f"| [`{name}`]({links}{name}.py) | {summary} | {_needs(config)} |")
     return "\n".join(rows) + "\n"
 

@@ -1,4 +1,4 @@
-"""TAID: distill from an intermediate teacher that moves from the student to the teacher.
+"""Distill from an intermediate teacher that moves from the student to the teacher (TAID).
 
     L = sum over the mask of  -sum p_t log p,    p_t = softmax((1 - t) sg z_s + t z_t)
 

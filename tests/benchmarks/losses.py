@@ -33,6 +33,12 @@ LOSSES = {
     "taid": {"k": K, "total_steps": 10},
     "entropy_aware_opd": {"k": K, "tau": 1.0, "alpha": 0.5},
     "self_distillation": {"k": K},
+    "alpha_beta": {"k": K},
+    "skewed_kl": {"k": K},
+    "total_variation": {"k": K},
+    "todi": {"k": K},
+    "amid": {"k": K},
+    "adaptive_kl": {"k": K},
     "topk_reverse_kl all modifiers": {
         "k": K,
         "special_tokens": {"ids": [1, 2, 3]},

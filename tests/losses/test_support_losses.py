@@ -168,6 +168,54 @@ def test_a_loss_reads_the_first_k_of_a_larger_support():
     assert full > got
 
 
+RECENT = ("alpha_beta", "skewed_kl", "total_variation", "todi", "amid", "adaptive_kl")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        *(({"type": name, "normalization": "generalized"}, "normalization") for name in RECENT),
+        ({"type": "skewed_kl", "skew": 1.0}, "skew"),
+        ({"type": "skewed_kl", "direction": "both"}, "direction"),
+        ({"type": "alpha_beta", "alpha": math.inf}, "alpha"),
+        ({"type": "amid", "alpha": 1.5}, "alpha"),
+        ({"type": "amid", "skew": 1.5}, "skew"),
+        ({"type": "amid", "divergence": "q|r"}, "divergence"),
+        ({"type": "amid", "skew": 1.0}, "makes r = q, and q..r is identically 0"),
+        ({"type": "adaptive_kl", "head_mass": 1.0}, "head_mass"),
+    ],
+    ids=lambda value: value.get("type") if isinstance(value, dict) else None,
+)
+def test_recent_loss_with_a_bad_knob_is_refused(knobs, message):
+    """A knob outside the divergence's domain is refused when the recipe is read."""
+    with pytest.raises(ValidationError, match=message):
+        LOSS_TYPES[knobs["type"]](**knobs)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "expected"),
+    [
+        ({"type": "alpha_beta", "alpha": 1.0, "beta": 0.0}, {"type": "topk_forward_kl"}),
+        ({"type": "skewed_kl", "skew": 0.0}, {"type": "topk_forward_kl"}),
+        ({"type": "skewed_kl", "skew": 0.0, "direction": "reverse"}, {"type": "topk_reverse_kl"}),
+        ({"type": "amid", "skew": 0.0, "divergence": "r||q"}, {"type": "topk_reverse_kl"}),
+        (
+            {"type": "amid", "alpha": -1.0, "skew": 0.3, "divergence": "q||r"},
+            {"type": "skewed_kl", "skew": 0.3},
+        ),
+    ],
+    ids=["alpha_beta", "skewed forward", "skewed reverse", "amid, r is p", "amid, skewed"],
+)
+@pytest.mark.parametrize("normalization", ["tail", "renorm"])
+def test_recent_loss_passes_its_knobs_on(knobs, expected, normalization):
+    """At knobs with which two losses are one, their sums are the same."""
+    found = []
+    for table in (knobs, expected):
+        config = LOSS_TYPES[table["type"]](**table, k=2, normalization=normalization)
+        found.append(setup_loss_fn(config)(sdpo_inputs()).loss.item())
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
 def test_a_normalization_that_does_not_fit_k_is_refused():
     """A normalization that k does not allow is refused when the recipe is read."""
     for name in (
@@ -177,6 +225,7 @@ def test_a_normalization_that_does_not_fit_k_is_refused():
         "taid",
         "self_distillation",
         "entropy_aware_opd",
+        *RECENT,
     ):
         more = {"taid": {"total_steps": 1}, "entropy_aware_opd": {"tau": 1, "alpha": 1}}.get(
             name, {}

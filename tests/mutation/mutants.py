@@ -10,7 +10,12 @@ from tests.mutation.tree import Edit
 
 LOSSES = "tests/losses/"
 TESTS = {
-    "divergences.py": ["tests/test_divergences.py"],
+    "divergences/base.py": ["tests/test_divergences.py"],
+    "divergences/kl.py": ["tests/test_divergences.py"],
+    "divergences/estimators.py": ["tests/test_divergences.py"],
+    "divergences/alpha_beta.py": ["tests/test_divergences_recent.py"],
+    "divergences/skewed.py": ["tests/test_divergences_recent.py"],
+    "divergences/adaptive.py": ["tests/test_divergences_recent.py"],
     "contract.py": ["tests/test_contract.py"],
     "losses/shared/reductions.py": [
         LOSSES + "test_support_losses.py", LOSSES + "test_preferences.py"
@@ -63,7 +68,9 @@ def mutant(file: str, function: str, *edits: tuple[str, str]) -> Mutant:
     return Mutant(file, function, tuple(Edit(*edit) for edit in edits))
 
 
-D = "divergences.py"
+BASE, KL = "divergences/base.py", "divergences/kl.py"
+ESTIMATORS, AB = "divergences/estimators.py", "divergences/alpha_beta.py"
+SKEWED, ADAPTIVE = "divergences/skewed.py", "divergences/adaptive.py"
 TAIL = ("p, q = with_tail(p), with_tail(q)", "pass")
 REDUCTIONS = "losses/shared/reductions.py"
 REGION = "losses/shared/trust_region.py"
@@ -75,83 +82,198 @@ RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
 
 MUTANTS: dict[str, Mutant] = {
     # divergences
-    "reverse tail dropped": mutant(D, "reverse_kl", TAIL),
-    "forward tail dropped": mutant(D, "forward_kl", TAIL),
+    "reverse tail dropped": mutant(KL, "reverse_kl", TAIL),
+    "forward tail dropped": mutant(KL, "forward_kl", TAIL),
     "reverse renorm is forward": mutant(
-        D, "reverse_kl",
+        KL, "reverse_kl",
         ("kl_terms(renormalized(p), renormalized(q))",
          "kl_terms(renormalized(q), renormalized(p))"),
     ),
     "renorm renormalizes the student only": mutant(
-        D, "reverse_kl",
+        KL, "reverse_kl",
         ("kl_terms(renormalized(p), renormalized(q))", "kl_terms(renormalized(p), q)"),
     ),
     "generalised correction has the wrong sign": mutant(
-        D, "reverse_kl",
+        KL, "reverse_kl",
         ("kl_terms(p, q) - torch.exp(p) + torch.exp(q)",
          "kl_terms(p, q) + torch.exp(p) - torch.exp(q)"),
     ),
     "generalised correction forgotten": mutant(
-        D, "forward_kl", ("kl_terms(q, p) - torch.exp(q) + torch.exp(p)", "kl_terms(q, p)")
+        KL, "forward_kl", ("kl_terms(q, p) - torch.exp(q) + torch.exp(p)", "kl_terms(q, p)")
     ),
     "stop-gradient removed": mutant(
-        D, "reverse_kl", ("torch.where(_C, 0.0, p - q).detach()", "torch.where(_C, 0.0, p - q)")
+        KL, "reverse_kl", ("torch.where(_C, 0.0, p - q).detach()", "torch.where(_C, 0.0, p - q)")
     ),
-    "raw allowed in silence": mutant(D, "_refuse_biased", ("not allow_biased", "False")),
+    "raw allowed in silence": mutant(KL, "_refuse_biased", ("not allow_biased", "False")),
     "jsd mixture fixed at one half": mutant(
-        D, "generalized_jsd",
+        KL, "generalized_jsd",
         ("torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))",
          "torch.logaddexp(p + math.log(0.5), q + math.log(0.5))"),
     ),
     "jsd beta swapped in the mixture": mutant(
-        D, "generalized_jsd",
+        KL, "generalized_jsd",
         ("torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))",
          "torch.logaddexp(p + math.log(beta), q + math.log1p(-beta))"),
     ),
     "jsd coefficients swapped": mutant(
-        D, "generalized_jsd",
+        KL, "generalized_jsd",
         ("beta * kl_terms(q, m) + (1 - beta) * kl_terms(p, m)",
          "(1 - beta) * kl_terms(q, m) + beta * kl_terms(p, m)"),
     ),
     "jsd labels of the ends swapped": mutant(
-        D, "generalized_jsd", ("beta == 0", "beta == 1"), ("beta == 1", "beta == 0")
+        KL, "generalized_jsd", ("beta == 0", "beta == 1"), ("beta == 1", "beta == 0")
     ),
     "jsd of two impossible tokens is NaN": mutant(
-        D, "generalized_jsd",
+        KL, "generalized_jsd",
         ("(p == -math.inf) & (q == -math.inf)", "torch.zeros_like(p, dtype=torch.bool)"),
     ),
     "taid mixes probabilities": mutant(
-        D, "taid_target",
+        KL, "taid_target",
         ("torch.log_softmax((1 - t) * p + t * q, dim=-1)",
          "torch.log((1 - t) * p.exp() + t * q.exp())"),
     ),
     "taid anchor keeps its gradient": mutant(
-        D, "taid_target", ("student_logprobs.detach()", "student_logprobs")
+        KL, "taid_target", ("student_logprobs.detach()", "student_logprobs")
     ),
     "taid t swapped": mutant(
-        D, "taid_target", ("(1 - t) * p + t * q", "t * p + (1 - t) * q")
+        KL, "taid_target", ("(1 - t) * p + t * q", "t * p + (1 - t) * q")
     ),
-    "k3 without its linear term": mutant(D, "k3", ("torch.expm1(_D) - _D", "torch.expm1(_D)")),
+    "k3 without its linear term": mutant(
+        ESTIMATORS, "k3", ("torch.expm1(_D) - _D", "torch.expm1(_D)")
+    ),
     "k1 backpropagated in silence": mutant(
-        D, "k1", ("student_logprobs.requires_grad and torch.is_grad_enabled()", "False")
+        ESTIMATORS, "k1", ("student_logprobs.requires_grad and torch.is_grad_enabled()", "False")
     ),
     "importance ratio fixed at one": mutant(
-        D, "weighted_k1", (RATIO, "torch.exp(p - p.detach()) * (p - q).detach()")
+        ESTIMATORS, "weighted_k1", (RATIO, "torch.exp(p - p.detach()) * (p - q).detach()")
     ),
     "log-ratio against the sampler": mutant(
-        D, "weighted_k1", (RATIO, "torch.exp(p - mu.detach()) * (mu - q).detach()")
+        ESTIMATORS, "weighted_k1", (RATIO, "torch.exp(p - mu.detach()) * (mu - q).detach()")
     ),
     "log1mexp branches swapped": mutant(
-        D, "log1mexp", ("x > -math.log(2)", "x < -math.log(2)")
+        BASE, "log1mexp", ("x > -math.log(2)", "x < -math.log(2)")
     ),
     "mass on the support not clamped": mutant(
-        D, "log_tail_mass", ("_M.clamp(max=MAX_LOG_MASS)", "_M")
+        BASE, "log_tail_mass", ("_M.clamp(max=MAX_LOG_MASS)", "_M")
     ),
-    "0 log 0 is NaN": mutant(D, "kl_terms", ("a == -math.inf", "a == math.inf")),
+    "0 log 0 is NaN": mutant(BASE, "kl_terms", ("a == -math.inf", "a == math.inf")),
     "teacher keeps its gradient": mutant(
-        D, "reverse_kl", ("upcast(teacher_logprobs).detach()", "upcast(teacher_logprobs)")
+        KL, "reverse_kl", ("upcast(teacher_logprobs).detach()", "upcast(teacher_logprobs)")
     ),
-    "bf16 computed in bf16": mutant(D, "upcast", ("logprobs.float()", "logprobs")),
+    "bf16 computed in bf16": mutant(BASE, "upcast", ("logprobs.float()", "logprobs")),
+    # recent divergences
+    "alpha-beta exponents swapped": mutant(
+        AB, "alpha_beta_divergence",
+        ("_alpha_beta_terms(p.detach(), q, alpha, beta)",
+         "_alpha_beta_terms(p.detach(), q, beta, alpha)"),
+    ),
+    "alpha-beta far branch for close arguments": mutant(
+        AB, "_alpha_beta_terms", ("gap.abs() * width < 1", "gap.abs() * width < 0")
+    ),
+    "alpha-beta series off its center": mutant(
+        AB, "_alpha_beta_terms", ("(low + middle + high) / 3", "middle")
+    ),
+    "alpha-beta derivative with the other exponent": mutant(
+        AB, "_alpha_beta_terms",
+        ("-_difference(total * log_p, beta * log_p + alpha * log_q, alpha, gap)",
+         "-_difference(total * log_p, beta * log_p + alpha * log_q, beta, gap)"),
+    ),
+    "alpha-beta of an impossible token is 0": mutant(
+        AB, "_alpha_beta_terms",
+        ("torch.where(no_p, without_p, torch.where(no_q, without_q, values))", "values"),
+    ),
+    "total variation without its half": mutant(
+        AB, "total_variation", ("(torch.exp(p) - torch.exp(q)).abs().sum(-1) / 2",
+                                "(torch.exp(p) - torch.exp(q)).abs().sum(-1)"),
+    ),
+    "total variation without the absolute value": mutant(
+        AB, "total_variation", ("(torch.exp(p) - torch.exp(q)).abs().sum(-1) / 2",
+                                "(torch.exp(p) - torch.exp(q)).sum(-1) / 2"),
+    ),
+    "total variation of log-probs": mutant(
+        AB, "total_variation", ("torch.exp(p) - torch.exp(q)", "p - q")
+    ),
+    "skewed forward mixes the other way": mutant(
+        SKEWED, "skewed_forward_kl", ("_mixture(log_p, q, skew)", "_mixture(q, log_p, skew)")
+    ),
+    "skewed forward clamps its ratio early": mutant(
+        SKEWED, "skewed_forward_kl",
+        ("(log_p - q).clamp(max=80.0)", "(log_p - q).clamp(max=1.0)"),
+    ),
+    "skewed forward derivative of one factor": mutant(
+        SKEWED, "skewed_forward_kl",
+        ("(1 - skew) ** 2 * torch.exp(log_p - m)", "(1 - skew) * torch.exp(log_p - m)"),
+    ),
+    "skewed forward at 0 is reverse": mutant(
+        SKEWED, "skewed_forward_kl",
+        ("forward_kl(student_logprobs, teacher_logprobs, normalization)",
+         "reverse_kl(student_logprobs, teacher_logprobs, normalization)"),
+    ),
+    "skewed reverse mixes the other way": mutant(
+        SKEWED, "skewed_reverse_kl", ("_mixture(q, log_p, skew)", "_mixture(log_p, q, skew)")
+    ),
+    "skewed reverse holds the mixture fixed": mutant(
+        SKEWED, "skewed_reverse_kl",
+        ("probs * ((1 - skew) * u - excess(u))", "probs * u"),
+        ("probs * (log_ratio + skew - torch.exp(log_ratio + math.log(skew)))",
+         "probs * log_ratio"),
+    ),
+    "skewed reverse derivative cancels": mutant(
+        SKEWED, "skewed_reverse_kl", ("(1 - skew) * u - excess(u)", "u - excess(u)")
+    ),
+    "skewed reverse without its correction": mutant(
+        SKEWED, "skewed_reverse_kl",
+        ("kl_terms(log_p, m) + (1 - skew) * difference", "kl_terms(log_p, m)"),
+    ),
+    "skew of one allowed": mutant(SKEWED, "_refuse_skew", ("0 <= skew < 1", "0 <= skew <= 1")),
+    "amid shares swapped": mutant(
+        SKEWED, "assistant",
+        ("p + step / g", "q + step / g"),
+        ("_mixture(g * p, g * q, skew)", "_mixture(g * q, g * p, skew)"),
+    ),
+    "amid exponent without its half": mutant(SKEWED, "assistant", ("(1 - alpha) / 2", "1 - alpha")),
+    "amid holds the assistant fixed": mutant(
+        SKEWED, "amid", ("assistant(p, q, alpha, skew)", "assistant(p, q, alpha, skew).detach()")
+    ),
+    "amid orders swapped": mutant(
+        SKEWED, "amid", ("(r, q)", "(q, r)"), ("(p, r)", "(r, p)")
+    ),
+    "amid not normalized": mutant(
+        SKEWED, "assistant",
+        ("torch.log_softmax(with_slope(student_logprobs, values, slope), dim=-1)",
+         "with_slope(student_logprobs, values, slope)"),
+    ),
+    "todi weights keep their gradient": mutant(
+        ADAPTIVE, "todi",
+        ("torch.where(p == q, 0.0, q - p).detach()", "torch.where(p == q, 0.0, q - p)"),
+    ),
+    "todi weights swapped": mutant(
+        ADAPTIVE, "todi",
+        ("forward * kl_terms(q, p) + reverse * kl_terms(p, q)",
+         "reverse * kl_terms(q, p) + forward * kl_terms(p, q)"),
+    ),
+    "todi of two impossible tokens is NaN": mutant(
+        ADAPTIVE, "todi", ("torch.where(p == q, 0.0, q - p)", "q - p")
+    ),
+    "adaptive weight on the other KL": mutant(
+        ADAPTIVE, "adaptive_kl",
+        ("weight * forward + (1 - weight) * reverse", "(1 - weight) * forward + weight * reverse"),
+    ),
+    "adaptive weight keeps its gradient": mutant(
+        ADAPTIVE, "adaptive_kl",
+        ("_head_share(p.detach(), q, head_mass, has_tail=_T)",
+         "_head_share(p, q, head_mass, has_tail=_T)"),
+    ),
+    "adaptive head may be empty": mutant(
+        ADAPTIVE, "_head_share", ("in_head[..., 0] = True", "pass")
+    ),
+    "adaptive head may have the tail": mutant(
+        ADAPTIVE, "_head_share", ("q, gaps = q[..., :-1], gaps[..., :-1]", "pass")
+    ),
+    "adaptive head of the least probable": mutant(
+        ADAPTIVE, "_head_share",
+        ("q.sort(dim=-1, descending=True, stable=True)", "q.sort(dim=-1, stable=True)"),
+    ),
     # reductions and the contract
     "mean for sum": mutant(
         REDUCTIONS, "masked_sum",

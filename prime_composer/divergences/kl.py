@@ -1,0 +1,207 @@
+"""KL divergences in both directions, their generalized Jensen-Shannon mixture, and TAID."""
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from prime_composer.divergences.base import (
+    Normalization,
+    kl_terms,
+    outcomes,
+    renormalized,
+    unknown_normalization,
+    upcast,
+    with_tail,
+)
+
+
+def reverse_kl(
+    student_logprobs: Float[Tensor, "*pos k"],
+    teacher_logprobs: Float[Tensor, "*pos k"],
+    normalization: Normalization = "tail",
+    allow_biased: bool = False,
+) -> Float[Tensor, "*pos"]:
+    """Return KL(student || teacher) per position, by a row of the module's table.
+
+    Raises:
+        ValueError: 'raw' without ``allow_biased``, or 'renorm' with K = 1.
+    """
+    p, q = upcast(student_logprobs), upcast(teacher_logprobs).detach()
+    match normalization:
+        case "full":
+            return kl_terms(p, q).sum(-1)
+        case "tail":
+            p, q = with_tail(p), with_tail(q)
+            return kl_terms(p, q).sum(-1)
+        case "renorm":
+            return kl_terms(renormalized(p), renormalized(q)).sum(-1)
+        case "generalized":
+            return (kl_terms(p, q) - torch.exp(p) + torch.exp(q)).sum(-1)
+        case "stop_gradient":
+            return (torch.exp(p) * torch.where(p == -math.inf, 0.0, p - q).detach()).sum(-1)
+        case "raw":
+            _refuse_biased(allow_biased)
+            return kl_terms(p, q).sum(-1)
+    raise ValueError(
+        unknown_normalization(normalization, "full, tail, renorm, generalized, stop_gradient, raw")
+    )
+
+
+def forward_kl(
+    student_logprobs: Float[Tensor, "*pos k"],
+    teacher_logprobs: Float[Tensor, "*pos k"],
+    normalization: Normalization = "tail",
+    allow_biased: bool = False,
+) -> Float[Tensor, "*pos"]:
+    """Return KL(teacher || student) per position, the mirror image of ``reverse_kl``.
+
+    Gradient for z_j:
+
+        full           p_j - q_j
+        tail           S: p_j - q_j, off S: p_j (1 - q_tail/p_tail)
+        renorm         S: p^_j - q^_j, off S: 0
+        generalized    1_S (p_j - q_j) + p_j (Q - P)
+        raw            Q p_j - 1_S q_j, which is not 0 at p = q
+
+    Raises:
+        ValueError: 'stop_gradient' (the gradient would be 0), 'raw' without ``allow_biased``, or
+            'renorm' with K = 1.
+    """
+    p, q = upcast(student_logprobs), upcast(teacher_logprobs).detach()
+    match normalization:
+        case "full":
+            return kl_terms(q, p).sum(-1)
+        case "tail":
+            p, q = with_tail(p), with_tail(q)
+            return kl_terms(q, p).sum(-1)
+        case "renorm":
+            return kl_terms(renormalized(q), renormalized(p)).sum(-1)
+        case "generalized":
+            return (kl_terms(q, p) - torch.exp(q) + torch.exp(p)).sum(-1)
+        case "raw":
+            _refuse_biased(allow_biased)
+            return kl_terms(q, p).sum(-1)
+    raise ValueError(unknown_normalization(normalization, "full, tail, renorm, generalized, raw"))
+
+
+def _refuse_biased(allow_biased: bool) -> None:
+    if not allow_biased:
+        raise ValueError(
+            "normalization 'raw' is biased: at p = q its gradient is not 0 but pushes the mass on "
+            "the support, and its value can be negative. Use 'tail' or 'generalized', or set "
+            "allow_biased = true to run it all the same."
+        )
+
+
+def generalized_jsd(
+    student_logprobs: Float[Tensor, "*pos k"],
+    teacher_logprobs: Float[Tensor, "*pos k"],
+    beta: float,
+    normalization: Normalization = "tail",
+) -> Float[Tensor, "*pos"]:
+    """Return JSD_beta(p, q) per position.
+
+        JSD_beta(p, q) = beta KL(q || m) + (1 - beta) KL(p || m),    m = beta q + (1 - beta) p
+
+    ``beta`` is the teacher's weight in the mixture m. By convention beta = 0 is forward KL and
+    beta = 1 is reverse KL. The *scale* jumps there: JSD_beta / beta -> forward KL as beta -> 0, and
+    JSD_beta / (1 - beta) -> reverse KL as beta -> 1. A learning rate for 0.5 does not fit 0.01.
+    Gradient for z_j on the full vocabulary: (1 - beta) p_j (log p_j/m_j - KL(p || m)).
+
+    ``generalized`` is the sum over S of the raw terms. The corrections -a + b of its two KLs
+    cancel, so that the raw sum is non-negative and stationary at p = q, unlike in a KL.
+
+    Source: GKD, "On-Policy Distillation of Language Models" (2023),
+    https://arxiv.org/abs/2306.13649, Eq. 1. The ends are those of trl's
+    GKDTrainer.generalized_jsd_loss and lasgroup/SDPO.
+
+    Raises:
+        ValueError: beta outside [0, 1], a normalization other than full, tail, renorm and
+            generalized, or 'renorm' with K = 1.
+    """
+    if not 0 <= beta <= 1:
+        raise ValueError(
+            f"beta = {beta} is the teacher's weight in the mixture: it has to be in [0, 1]."
+        )
+    choices = "full, tail, renorm, generalized"
+    if normalization not in choices.split(", "):
+        raise ValueError(unknown_normalization(normalization, choices))
+    if beta == 0:
+        return forward_kl(student_logprobs, teacher_logprobs, normalization)
+    if beta == 1:
+        return reverse_kl(student_logprobs, teacher_logprobs, normalization)
+    p, q = outcomes(student_logprobs, teacher_logprobs, normalization, choices)
+    # A token impossible for both has no mixture: logaddexp(-inf, -inf) has NaN in its backward.
+    absent = (p == -math.inf) & (q == -math.inf)
+    p, q = torch.where(absent, 0.0, p), torch.where(absent, 0.0, q)
+    m = torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))
+    terms = beta * kl_terms(q, m) + (1 - beta) * kl_terms(p, m)
+    return torch.where(absent, 0.0, terms).sum(-1)
+
+
+def taid_target(
+    student_logprobs: Float[Tensor, "*pos k"],
+    teacher_logprobs: Float[Tensor, "*pos k"],
+    t: float,
+    normalization: Normalization = "tail",
+) -> Float[Tensor, "*pos n"]:
+    """Return log p_t of TAID's intermediate teacher, over K outcomes (``tail``: K + 1).
+
+        p_t = softmax((1 - t) sg z_s + t z_t)
+
+    It mixes *logits*, a geometric mean. Log-probs give the same, since they differ from logits by
+    a constant per position. The anchor is the *current* student, detached. Mixing probabilities
+    gives the same at t = 0 and t = 1, and another distribution in between. With ``tail`` the tails
+    are mixed as one outcome, which is the target of that coarser problem.
+
+    Source: "TAID" (2025), https://arxiv.org/abs/2501.16937, Eq. 3, and SakanaAI/TAID a062892,
+    src/distil_losses/taid.py.
+
+    Raises:
+        ValueError: t outside [0, 1], or a normalization other than full, tail and renorm.
+    """
+    if not 0 <= t <= 1:
+        raise ValueError(
+            f"t = {t} is the teacher's share of the intermediate distribution: "
+            "it has to be in [0, 1]."
+        )
+    p, q = outcomes(student_logprobs.detach(), teacher_logprobs, normalization)
+    if t in (0, 1):  # 0 * -inf is NaN
+        return torch.log_softmax(q if t == 1 else p, dim=-1)
+    return torch.log_softmax((1 - t) * p + t * q, dim=-1)
+
+
+def taid(
+    student_logprobs: Float[Tensor, "*pos k"],
+    teacher_logprobs: Float[Tensor, "*pos k"],
+    t: float,
+    normalization: Normalization = "tail",
+    form: Literal["cross_entropy", "kl"] = "cross_entropy",
+) -> Float[Tensor, "*pos"]:
+    """Return TAID per position: -sum p_t log p (``cross_entropy``) or KL(p_t || p) (``kl``).
+
+    Public code returns the first. Both have the same gradient, p_j - p_t,j for z_j on the full
+    vocabulary. They differ by the entropy of p_t.
+    """
+    target = taid_target(student_logprobs, teacher_logprobs, t, normalization)
+    log_p, _ = outcomes(student_logprobs, teacher_logprobs, normalization)
+    if form == "kl":
+        return kl_terms(target, log_p).sum(-1)
+    impossible = target == -math.inf
+    return -torch.where(
+        impossible, 0.0, torch.exp(target) * torch.where(impossible, 0.0, log_p)
+    ).sum(-1)
+
+
+def entropy(
+    logprobs: Float[Tensor, "*pos k"], normalization: Normalization = "tail"
+) -> Float[Tensor, "*pos"]:
+    """Return the entropy of the outcomes, in nats.
+
+    On K < V with ``tail`` it is a lower bound of the full entropy, since the tail is one outcome.
+    """
+    x, _ = outcomes(logprobs, logprobs, normalization)
+    return -kl_terms(x, torch.zeros_like(x)).sum(-1)
