@@ -51,7 +51,10 @@ def test_loading_a_recipe_imports_no_engine(torch_forks: ForkServer) -> None:
 
 def test_libraries_use_their_own_compiled_files() -> None:
     """None that a module of ours imports is compiled again, under the name of jaxtyping's hook."""
-    cached = {name: vars(module).get("__cached__") or "" for name, module in sys.modules.items()}
+    cached = {
+        name: getattr(module, "__dict__", {}).get("__cached__") or ""
+        for name, module in sys.modules.items()
+    }
     assert cached["torch"]
     assert [name for name, file in cached.items() if ".opt-jaxtyping" in file] == []
 
