@@ -24,6 +24,7 @@ from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.http import Connection, Refused, ServerError
 from prime_composer.backends.protocols import TeacherScores
 from prime_composer.backends.vllm_logprobs import asked_for
+from prime_composer.scoring.head import DTYPE_NAMES, bits_of
 from prime_composer.scoring.wire import (
     DTYPES,
     ENVELOPE_BYTES,
@@ -50,10 +51,7 @@ HEAD_ROWS = 4096
 MOST_HEAD_ENTRIES = 2**33
 """More than any model has."""
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-INTEGERS = {2: torch.int16, 4: torch.int32}
-"""Integers of the bytes per entry; NumPy has no bfloat16."""
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class PluginGone(ServerError):
@@ -77,12 +75,8 @@ class OutputHead:
     @property
     def sha256(self) -> str:
         """Of the rows' own digests, in hexadecimal digits."""
-        weight, bias = (
-            None if tensor is None else tensor.view(INTEGERS[tensor.dtype.itemsize]).numpy()
-            for tensor in (self.weight, self.bias)
-        )
-        assert weight is not None
-        return hashlib.sha256(row_digests(weight, bias)).hexdigest()
+        bias = None if self.bias is None else bits_of(self.bias)
+        return hashlib.sha256(row_digests(bits_of(self.weight), bias)).hexdigest()
 
     def logits(self, hidden: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
         """Return the logits of hidden states, in the dtype that the server computes in."""

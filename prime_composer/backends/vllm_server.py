@@ -67,7 +67,7 @@ from prime_composer.backends.vllm_logprobs import (
     read_completions,
     top_k_of,
 )
-from prime_composer.scoring.wire import SCORE_PATH
+from prime_composer.scoring.wire import SCORE_PATH, WITHOUT_PLUGIN
 
 T = TypeVar("T")
 
@@ -678,10 +678,7 @@ class ServerScorer(Server):
         """Ask in JSON from now on, until the server is lost and back again."""
         lost = "lost its" if self._client is not None else "has no"
         self._client = None
-        self._connection.show(
-            f"{self._connection.name} {lost} scoring plugin and answers in JSON, which is several "
-            "times slower for K of 8 and more; `prime-rl teacher` starts a server with it"
-        )
+        self._connection.show(f"{self._connection.name} {lost} {WITHOUT_PLUGIN}")
 
     def close(self) -> None:
         """Close the connections, those of ``sampler`` too. Closing twice is harmless."""

@@ -131,8 +131,7 @@ def print_report(runs: Sequence[str | Path]) -> None:
         )
     console().print(table)
     if len(runs) == 1:
-        measured = [record["step"] for record in read_metrics(runs[0]) if ACCURACY in record]
-        print_answers(Path(runs[0]), measured)
+        print_answers(Path(runs[0]), [record["step"] for record in evaluated])
 
 
 def draw_report(runs: Sequence[str | Path], output: Path) -> None:

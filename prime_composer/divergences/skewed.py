@@ -1,7 +1,7 @@
 """Divergences from a mixture of student and teacher: skewed KL, and AMiD's assistant."""
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -195,10 +195,9 @@ def refuse_amid(alpha: float, skew: float, divergence: str) -> None:
         )
     if not 0 <= skew <= 1:
         raise ValueError(f"skew = {skew} is the teacher's share in r: it has to be in [0, 1].")
-    if divergence not in ("q||r", "p||r", "r||q", "r||p"):
-        raise ValueError(
-            f"divergence {divergence!r} is not defined here; choose one of q||r, p||r, r||q, r||p."
-        )
+    if divergence not in get_args(AMiDDivergence):
+        choices = ", ".join(get_args(AMiDDivergence))
+        raise ValueError(f"divergence {divergence!r} is not defined here; choose one of {choices}.")
     if skew in (0, 1) and ("q" if skew else "p") in divergence:
         same = "q" if skew else "p"
         raise ValueError(

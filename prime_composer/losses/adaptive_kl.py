@@ -10,7 +10,6 @@ Reference: "Rethinking Kullback-Leibler Divergence in Knowledge Distillation for
 Models" (2024), https://arxiv.org/abs/2404.02657, and wutaiqiang/LLM_KD_AKL ff278be.
 """
 
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -42,7 +41,4 @@ class AdaptiveKLLossConfig(SupportDivergenceConfig):
 @register(AdaptiveKLLossConfig)
 def adaptive_kl_loss_fn(inputs: LossInputs, config: AdaptiveKLLossConfig) -> LossOutputs:
     """Return sum_mask w of the adaptive KL."""
-    return support_divergence(
-        inputs,
-        partial(adaptive_kl, head_mass=config.head_mass, normalization=config.normalization),
-    )
+    return support_divergence(inputs, config, adaptive_kl, head_mass=config.head_mass)

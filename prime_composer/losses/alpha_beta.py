@@ -12,7 +12,6 @@ script for GPT-2 has these defaults. It differs at the limits, see
 ``divergences.alpha_beta_divergence``.
 """
 
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 from prime_composer.contract import LossInputs, LossOutputs
@@ -46,11 +45,5 @@ class AlphaBetaLossConfig(SupportDivergenceConfig):
 def alpha_beta_loss_fn(inputs: LossInputs, config: AlphaBetaLossConfig) -> LossOutputs:
     """Return sum_mask w D(p, q) for the alpha-beta divergence."""
     return support_divergence(
-        inputs,
-        partial(
-            alpha_beta_divergence,
-            alpha=config.alpha,
-            beta=config.beta,
-            normalization=config.normalization,
-        ),
+        inputs, config, alpha_beta_divergence, alpha=config.alpha, beta=config.beta
     )

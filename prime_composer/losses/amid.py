@@ -11,7 +11,6 @@ Reference: AMiD (2025), https://arxiv.org/abs/2510.15982, and aailab-kaist/AMiD 
 "q||r" here, because its p is the teacher. The defaults are that code's.
 """
 
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -56,11 +55,9 @@ def amid_loss_fn(inputs: LossInputs, config: AMiDLossConfig) -> LossOutputs:
     """Return sum_mask w of the KL between student or teacher and the assistant."""
     return support_divergence(
         inputs,
-        partial(
-            amid,
-            alpha=config.alpha,
-            skew=config.skew,
-            divergence=config.divergence,
-            normalization=config.normalization,
-        ),
+        config,
+        amid,
+        alpha=config.alpha,
+        skew=config.skew,
+        divergence=config.divergence,
     )

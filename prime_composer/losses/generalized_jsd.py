@@ -17,15 +17,13 @@ https://arxiv.org/abs/2306.13649, Eq. 1-2, Alg. 1.
 
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import Field
 
-from prime_composer.contract import LossInputs, LossOutputs, given
+from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import generalized_jsd
 from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.registry import register
-from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
-from prime_composer.losses.shared.reductions import masked_sum
+from prime_composer.losses.shared.support_divergence import support_divergence
 
 
 class GeneralizedJSDLossConfig(SupportLossConfig):
@@ -50,17 +48,4 @@ class GeneralizedJSDLossConfig(SupportLossConfig):
 @register(GeneralizedJSDLossConfig)
 def generalized_jsd_loss_fn(inputs: LossInputs, config: GeneralizedJSDLossConfig) -> LossOutputs:
     """Return sum_mask w JSD_beta(p, q) on the support."""
-    mask = inputs.loss_mask
-    support = given(inputs.support).masked(mask)
-    per_token = generalized_jsd(
-        support.student_logprobs, support.teacher_logprobs, config.beta, config.normalization
-    )
-    loss = masked_sum(per_token, mask, inputs.loss_weights)
-
-    with torch.no_grad():
-        metrics = {
-            "jsd": token_mean(per_token, mask),
-            "signal_top1pct": top_share(per_token, mask),
-            **support_metrics(support, mask),
-        }
-    return LossOutputs(loss=loss, metrics=metrics)
+    return support_divergence(inputs, config, generalized_jsd, metric="jsd", beta=config.beta)

@@ -12,7 +12,6 @@ Reference: DistiLLM (2024), https://arxiv.org/abs/2402.03898, and jongwooko/dist
 default is 0.1.
 """
 
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -48,6 +47,4 @@ class SkewedKLLossConfig(SupportDivergenceConfig):
 def skewed_kl_loss_fn(inputs: LossInputs, config: SkewedKLLossConfig) -> LossOutputs:
     """Return sum_mask w of the skewed KL in its direction."""
     divergence = skewed_forward_kl if config.direction == "forward" else skewed_reverse_kl
-    return support_divergence(
-        inputs, partial(divergence, skew=config.skew, normalization=config.normalization)
-    )
+    return support_divergence(inputs, config, divergence, skew=config.skew)

@@ -8,7 +8,6 @@ The value is forward KL plus reverse KL. The gradient is not, because the weight
 Reference: ToDi (2025), https://arxiv.org/abs/2505.16297, and jungseongryong/ToDi 45f1f8b.
 """
 
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 from prime_composer.contract import LossInputs, LossOutputs
@@ -35,4 +34,4 @@ class ToDiLossConfig(SupportDivergenceConfig):
 @register(ToDiLossConfig)
 def todi_loss_fn(inputs: LossInputs, config: ToDiLossConfig) -> LossOutputs:
     """Return sum_mask w of ToDi's divergence."""
-    return support_divergence(inputs, partial(todi, normalization=config.normalization))
+    return support_divergence(inputs, config, todi)

@@ -14,15 +14,13 @@ over each sequence first. This loss is a sum over tokens.
 
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import model_validator
 
-from prime_composer.contract import LossInputs, LossOutputs, given
+from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import forward_kl
 from prime_composer.losses.config import SupportLossConfig, SupportSize, refuse_biased
 from prime_composer.losses.registry import register
-from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
-from prime_composer.losses.shared.reductions import masked_sum
+from prime_composer.losses.shared.support_divergence import support_divergence
 
 
 class TopKForwardKLLossConfig(SupportLossConfig):
@@ -57,20 +55,11 @@ class TopKForwardKLLossConfig(SupportLossConfig):
 @register(TopKForwardKLLossConfig)
 def topk_forward_kl_loss_fn(inputs: LossInputs, config: TopKForwardKLLossConfig) -> LossOutputs:
     """Return sum_mask w KL(q || p) on the support."""
-    mask = inputs.loss_mask
-    support = given(inputs.support).masked(mask)
-    per_token = forward_kl(
-        support.student_logprobs,
-        support.teacher_logprobs,
-        config.normalization,
+    return support_divergence(
+        inputs,
+        config,
+        forward_kl,
+        metric="kl",
+        reverse=False,
         allow_biased=config.allow_biased,
     )
-    loss = masked_sum(per_token, mask, inputs.loss_weights)
-
-    with torch.no_grad():
-        metrics = {
-            "kl": token_mean(per_token, mask),
-            "signal_top1pct": top_share(per_token, mask),
-            **support_metrics(support, mask, reverse=False),
-        }
-    return LossOutputs(loss=loss, metrics=metrics)

@@ -18,15 +18,13 @@ References: "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/26
 
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import model_validator
 
-from prime_composer.contract import LossInputs, LossOutputs, given
+from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import reverse_kl
 from prime_composer.losses.config import SupportLossConfig, refuse_biased
 from prime_composer.losses.registry import register
-from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
-from prime_composer.losses.shared.reductions import masked_sum
+from prime_composer.losses.shared.support_divergence import support_divergence
 
 
 class TopKReverseKLLossConfig(SupportLossConfig):
@@ -59,20 +57,6 @@ class TopKReverseKLLossConfig(SupportLossConfig):
 @register(TopKReverseKLLossConfig)
 def topk_reverse_kl_loss_fn(inputs: LossInputs, config: TopKReverseKLLossConfig) -> LossOutputs:
     """Return sum_mask w KL(p || q) on the support."""
-    mask = inputs.loss_mask
-    support = given(inputs.support).masked(mask)
-    per_token = reverse_kl(
-        support.student_logprobs,
-        support.teacher_logprobs,
-        config.normalization,
-        allow_biased=config.allow_biased,
+    return support_divergence(
+        inputs, config, reverse_kl, metric="kl", allow_biased=config.allow_biased
     )
-    loss = masked_sum(per_token, mask, inputs.loss_weights)
-
-    with torch.no_grad():
-        metrics = {
-            "kl": token_mean(per_token, mask),
-            "signal_top1pct": top_share(per_token, mask),
-            **support_metrics(support, mask),
-        }
-    return LossOutputs(loss=loss, metrics=metrics)

@@ -9,7 +9,6 @@ Reference: "f-Divergence Minimization for Sequence-Level Knowledge Distillation"
 https://arxiv.org/abs/2307.15190.
 """
 
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 from prime_composer.contract import LossInputs, LossOutputs
@@ -35,4 +34,4 @@ class TotalVariationLossConfig(SupportDivergenceConfig):
 @register(TotalVariationLossConfig)
 def total_variation_loss_fn(inputs: LossInputs, config: TotalVariationLossConfig) -> LossOutputs:
     """Return sum_mask w of the total variation distance."""
-    return support_divergence(inputs, partial(total_variation, normalization=config.normalization))
+    return support_divergence(inputs, config, total_variation)

@@ -105,12 +105,16 @@ def read_head(worker: Any, first: int, last: int) -> dict[str, Any]:
         head = find_head(worker.get_model())
     except Exception as error:  # of whatever a model of vLLM may be; its engine goes on
         return {"error": str(error) or type(error).__name__}
+
+    def bits(rows: slice) -> tuple[Any, Any]:
+        bias = None if head.bias is None else bits_of(head.bias[rows].to(head.weight.dtype))
+        return bits_of(head.weight[rows]), bias
+
     if first == last:
-        digests = []
-        for begin in range(0, len(head.weight), HASHED_ROWS):
-            rows = slice(begin, begin + HASHED_ROWS)
-            bias = None if head.bias is None else bits_of(head.bias[rows].to(head.weight.dtype))
-            digests.append(row_digests(bits_of(head.weight[rows]), bias))
+        digests = [
+            row_digests(*bits(slice(begin, begin + HASHED_ROWS)))
+            for begin in range(0, len(head.weight), HASHED_ROWS)
+        ]
         return {
             "first": head.first,
             "rows": len(head.weight),
@@ -122,14 +126,12 @@ def read_head(worker: Any, first: int, last: int) -> dict[str, Any]:
             "bias": head.bias is not None,
             "computed_in": DTYPE_NAMES[head.computed_in],
         }
-    rows = slice(max(0, first - head.first), max(0, last - head.first))
+    weight, bias = bits(slice(max(0, first - head.first), max(0, last - head.first)))
     return {
         "first": max(first, head.first),
         "dtype": DTYPE_NAMES[head.weight.dtype],
-        "weight": bits_of(head.weight[rows]).tobytes(),
-        "bias": b""
-        if head.bias is None
-        else bits_of(head.bias[rows].to(head.weight.dtype)).tobytes(),
+        "weight": weight.tobytes(),
+        "bias": b"" if bias is None else bias.tobytes(),
     }
 
 

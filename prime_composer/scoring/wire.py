@@ -33,6 +33,12 @@ ENVELOPE_BYTES = 2**14
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
+WITHOUT_PLUGIN = (
+    "scoring plugin and answers in JSON, which is several times slower for K of 8 and more; "
+    "`prime-rl teacher` starts a server with it"
+)
+"""End of the sentence in which a client says that a server has or had no plugin."""
+
 
 class WireError(ValueError):
     """Bytes that are no question or no answer of this version.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from prime_composer.lm_head import matmul
 from prime_composer.two_heads.divergence import Divergence
-from prime_composer.two_heads.heads import Logits, Table
+from prime_composer.two_heads.heads import Logits, Table, TwoHeads
 
 EXCLUDED = -1e30
 """Logit of an excluded id on both sides: its probability is 0, and its log-ratio finite."""
@@ -22,11 +22,7 @@ the elementwise passes over it take little next to the matrix products."""
 class Plan:
     """All inputs of ``CompareHeads`` but those with a gradient. See ``compare.compare``."""
 
-    student: Logits
-    teachers: tuple[Logits | Table, ...]
-    teacher_weights: Tensor | None
-    temperature: float
-    excluded_ids: tuple[int, ...]
+    heads: TwoHeads
     dtype: torch.dtype
     reverse: bool
     forward: bool
@@ -39,17 +35,17 @@ class Plan:
     @property
     def n(self) -> int:
         """Number of rows."""
-        return self.student.row_count
+        return self.heads.student.row_count
 
     @property
     def common(self) -> int:
         """Number of ids that every head has."""
-        return min(self.student.size, *(teacher.size for teacher in self.teachers))
+        return min(side.size for side in self.heads.sides)
 
     @property
     def has_bucket(self) -> bool:
         """Whether some head has more ids than another."""
-        return any(side.size > self.common for side in (self.student, *self.teachers))
+        return any(side.size > self.common for side in self.heads.sides)
 
     def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the first id of each chunk, and the one after its last."""
@@ -78,7 +74,9 @@ class Buffer:
         if self.memory is None:
             plan = self.plan
             size = min(plan.token_block, plan.n) * plan.chunk
-            self.memory = torch.empty(size, dtype=plan.dtype, device=plan.student.hidden.device)
+            self.memory = torch.empty(
+                size, dtype=plan.dtype, device=plan.heads.student.hidden.device
+            )
         return self.memory[: height * width].view(height, width)
 
     def like(self, block: Tensor) -> Tensor:
@@ -109,7 +107,7 @@ class Side:
 
     def excluded_columns(self, start: int, width: int) -> list[int]:
         """Return the columns of a chunk whose ids are excluded."""
-        return [i - start for i in self.plan.excluded_ids if start <= i < start + width]
+        return [i - start for i in self.plan.heads.excluded_ids if start <= i < start + width]
 
     def exclude(self, logits: Tensor, start: int) -> Tensor:
         """Give the excluded ids of a chunk no probability, in place."""
@@ -135,7 +133,7 @@ class HeadSide(Side):
         super().__init__(plan)
         self.settings, self.size = logits, logits.size
         self.hidden = _operand(logits.hidden)
-        self.factor = logits.scale / plan.temperature
+        self.factor = logits.scale / plan.heads.temperature
 
     def keep(self, rows: Tensor) -> None:
         """Replace all other rows, which may hold NaN."""
@@ -192,7 +190,7 @@ class TableSide(Side):
         """Return the logits of a block. The next block overwrites them."""
         logits = self.buffer.block(rows.stop - rows.start, chunk.shape[1])
         # log 0 = -inf has no difference to another logit.
-        logits.copy_(chunk[rows]).clamp_(min=EXCLUDED).div_(self.plan.temperature)
+        logits.copy_(chunk[rows]).clamp_(min=EXCLUDED).div_(self.plan.heads.temperature)
         return self.exclude(logits, start)
 
 
@@ -203,12 +201,13 @@ class Teachers:
         self.plan = plan
         self.sides = [
             TableSide(teacher, plan) if isinstance(teacher, Table) else HeadSide(teacher, plan)
-            for teacher in plan.teachers
+            for teacher in plan.heads.teachers
         ]
         # Highest logit and log of the sum below it over the weight, [n, 1] each.
         self.log_totals: list[tuple[Tensor, Tensor]] = []
-        if plan.teacher_weights is not None:
-            for side, weights in zip(self.sides, plan.teacher_weights.double().T, strict=True):
+        weights_of_rows = plan.heads.teacher_weights
+        if weights_of_rows is not None:
+            for side, weights in zip(self.sides, weights_of_rows.double().T, strict=True):
                 side.keep(weights > 0)
                 total = side.sums(0, side.size)
                 log_total = total.sums[0].log() - weights.log()
@@ -246,7 +245,7 @@ class Running:
     """Running maximum of z, and sums of exp(z - maximum) times some factors, in float64."""
 
     def __init__(self, plan: Plan, sums: int):
-        device = plan.student.hidden.device
+        device = plan.heads.student.hidden.device
         self.sums = torch.zeros((sums, plan.n), dtype=torch.float64, device=device)
         self.highest = torch.full_like(self.sums[0], -torch.inf)
         self.exponentials, self.products = Buffer(plan), Buffer(plan)

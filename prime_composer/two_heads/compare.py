@@ -85,22 +85,12 @@ def compare(
     index = None
     if heads.mask is not None:
         index = heads.mask.nonzero().squeeze(1)
-        heads = TwoHeads(
-            student.at(index),
-            tuple(teacher.at(index) for teacher in heads.teachers),
-            None if heads.teacher_weights is None else heads.teacher_weights[index],
-            heads.temperature,
-            excluded_ids=heads.excluded_ids,
-        )
+        heads = heads.at(index)
         t = None if t is None else t[index]
         rows, selected = [value[index] for value in rows], selected[index]
     default_block, default_chunk = BLOCKS.get(device.type, BLOCKS["cuda"])
     plan = Plan(
-        student=heads.student,
-        teachers=heads.teachers,
-        teacher_weights=heads.teacher_weights,
-        temperature=heads.temperature,
-        excluded_ids=heads.excluded_ids,
+        heads=heads,
         dtype=dtype,
         reverse=reverse,
         forward=forward,

@@ -104,6 +104,22 @@ class TwoHeads:
     mask: Bool[Tensor, " n"] | None = None
     excluded_ids: tuple[int, ...] = ()
 
+    @property
+    def sides(self) -> tuple[Logits | Table, ...]:
+        """The student, then the teachers."""
+        return (self.student, *self.teachers)
+
+    def at(self, index: Int[Tensor, " m"]) -> "TwoHeads":
+        """Return some of the rows, all of which count."""
+        weights = self.teacher_weights
+        return replace(
+            self,
+            student=self.student.at(index),
+            teachers=tuple(teacher.at(index) for teacher in self.teachers),
+            teacher_weights=None if weights is None else weights[index],
+            mask=None,
+        )
+
     def masked(self, mask: Bool[Tensor, " n"]) -> "TwoHeads":
         """Return the same heads, with the rows of ``mask`` only."""
         return replace(self, mask=mask if self.mask is None else self.mask & mask)
@@ -117,8 +133,7 @@ def check(
     if not teachers:
         raise ValueError("there is no teacher to compare the student with.")
     names = ["teacher"] if len(teachers) == 1 else [f"teacher {i}" for i in range(len(teachers))]
-    sides: tuple[Logits | Table, ...] = (student, *teachers)
-    for name, logits in zip(["student", *names], sides, strict=True):
+    for name, logits in zip(["student", *names], heads.sides, strict=True):
         if logits.row_count != size:
             raise ValueError(
                 f"The {name} has {logits.row_count} rows and the student {size}; "
@@ -155,7 +170,7 @@ def check(
         raise ValueError(
             f"chunk is {chunk} and token_block is {token_block}; both need at least 1."
         )
-    vocab = min(logits.size for logits in (student, *teachers))
+    vocab = min(logits.size for logits in heads.sides)
     outside = [i for i in heads.excluded_ids if not 0 <= i < vocab]
     if outside:
         raise ValueError(f"excluded_ids has {outside}, outside the common vocabulary of {vocab}.")

@@ -82,7 +82,9 @@ class CompareHeads(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Return the fields of ``Comparison``, with log-probs of no id where none was asked for."""
-        student = HeadSide(replace(plan.student, hidden=hidden, weight=weight, bias=bias), plan)
+        student = HeadSide(
+            replace(plan.heads.student, hidden=hidden, weight=weight, bias=bias), plan
+        )
         with torch.autocast(hidden.device.type, enabled=False):
             results, rows = _forward(plan, student, Teachers(plan), parameters)
         ctx.plan = plan
@@ -99,7 +101,9 @@ class CompareHeads(torch.autograd.Function):
         plan = ctx.plan
         hidden, weight, bias, *rest = ctx.saved_tensors
         parameters, rows = rest[: -len(_Rows._fields)], _Rows(*rest[-len(_Rows._fields) :])
-        student = HeadSide(replace(plan.student, hidden=hidden, weight=weight, bias=bias), plan)
+        student = HeadSide(
+            replace(plan.heads.student, hidden=hidden, weight=weight, bias=bias), plan
+        )
         reverse, forward, _, value, selected, _ = grads
         with torch.autocast(hidden.device.type, enabled=False):
             return None, *_backward(

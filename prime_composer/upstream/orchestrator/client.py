@@ -25,6 +25,7 @@ from prime_composer.scoring.wire import (
     ENVELOPE_BYTES,
     SCORE_PATH,
     VERSION,
+    WITHOUT_PLUGIN,
     Answer,
     Facts,
     WireError,
@@ -45,11 +46,6 @@ that servers do not run idle.
 
 ABSENT = (400, 404, 405, 422, 501)
 """Statuses of a server that does not know the plugin's route."""
-
-WITHOUT_PLUGIN = (
-    "and answers in JSON, which is several times slower for K of 8 and more; `prime-rl teacher` "
-    "starts a server with it"
-)
 
 ASKED_EVERY = 256
 """Requests to a teacher between two questions whose answer is known."""
@@ -311,7 +307,7 @@ class Requests:
         if key not in self._plugins:
             found = await discover(client, base, origin, question)
             if found is None and key not in self._plugins:  # the first one to know
-                log(f"{origin} has no scoring plugin {WITHOUT_PLUGIN}")
+                log(f"{origin} has no {WITHOUT_PLUGIN}")
             self._plugins.setdefault(key, found)
         facts = self._plugins[key]
         if facts is None:
@@ -329,7 +325,7 @@ class Requests:
                 raise
             if self._plugins[key] is not None:  # the first one to see it
                 self._plugins[key] = None
-                log(f"{origin} lost its scoring plugin {WITHOUT_PLUGIN}")
+                log(f"{origin} lost its {WITHOUT_PLUGIN}")
             return None
         scores = await asyncio.get_running_loop().run_in_executor(
             self._thread, parse_binary, token_ids, content, k, origin, facts

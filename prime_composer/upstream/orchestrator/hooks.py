@@ -129,13 +129,14 @@ def hook_algorithm(module: Any) -> None:
             setattr(opd, method, _frozen(getattr(opd, method)))
     for name in ("OPDAlgorithm", "OPSDAlgorithm"):
         cls = module.__dict__.get(name)
-        if cls is not None and hasattr(cls, "score_rollout"):
+        if cls is None:
+            continue
+        if hasattr(cls, "score_rollout"):
             source = f"prime_rl/orchestrator/algo of {name}"
             original = expect(cls, "score_rollout", ("self", "rollout"), source)
             cls.score_rollout = _then_attach(original)
-        if cls is not None:
-            cls.score_group = _as_grpo(cls)
-        if cls is not None and name == "OPSDAlgorithm":
+        cls.score_group = _as_grpo(cls)
+        if name == "OPSDAlgorithm":
             _give_hints(cls)
 
 
