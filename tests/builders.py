@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from prime_composer.contract import LossInputs, Support
 from prime_composer.losses import LOSS_TYPES, LossConfig
@@ -134,3 +135,18 @@ def with_garbage(inputs: LossInputs, garbage: float) -> LossInputs:
         ),
         replay=inputs.replay and with_garbage(inputs.replay, garbage),
     )
+
+
+class LargestTensor(TorchDispatchMode):
+    """Within the block, notes the entries of the largest tensor that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple) else (out,):
+            if isinstance(tensor, Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return out

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from prime_composer.lm_head import _check, selected_logprobs, selected_logprobs_and_entropy
+from tests.builders import LargestTensor
 
 
 def problem(dtype=torch.float64, seed=0, n=13, d=5, v=37, m=4):
@@ -136,25 +137,14 @@ def test_no_tokens_or_no_ids_give_a_zero_gradient(n, m):
 
 
 def test_the_logits_of_a_batch_never_exist_at_once():
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple) else (out,):
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.numel())
-            return out
-
     hidden, weight, ids, upstream = problem(n=64, d=2, v=1000)
-    with Watch():
+    with LargestTensor() as watch:
         torch.autograd.grad(
             selected_logprobs(hidden, weight, ids, chunk=100, token_block=16),
             (hidden, weight),
             upstream,
         )
-    assert largest <= 2000  # the weight's gradient, against 64,000 logits
+    assert watch.largest <= 2000  # the weight's gradient, against 64,000 logits
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from prime_composer.two_heads import (
     taid,
 )
 from prime_composer.two_heads.heads import check
+from tests.builders import LargestTensor
 
 N, D, D_TEACHER, V = 7, 5, 3, 37
 BLOCKS = [(1, 1), (10, 3), (37, 7), (1000, 1000)]
@@ -578,25 +579,14 @@ def test_the_teacher_gets_no_gradient():
 
 
 def test_the_logits_of_a_batch_never_exist_at_once():
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, tuple) else (out,):
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.numel())
-            return out
-
     two = heads(logits(0, n=32, d=1, v=500), logits(1, n=32, d=1, v=500))
-    with Watch():
+    with LargestTensor() as watch:
         results = compare(
             two, reverse=True, forward=True, divergence=GeneralizedJSD(), parameters=(0.5,),
             chunk=60, token_block=8,
         )  # fmt: skip
         torch.autograd.grad(results.reverse_kl.sum() + results.divergence.sum(), leaves(two))
-    assert largest <= 500  # the weight's gradient, against 16,000 logits
+    assert watch.largest <= 500  # the weight's gradient, against 16,000 logits
 
 
 @pytest.mark.parametrize(
