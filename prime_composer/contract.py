@@ -5,8 +5,8 @@ convention after its shift to the right): ``trainer_logprobs[t] = log p(token_id
 token_ids[:t])``.
 
 Source: ``LossInputs`` and ``LossOutputs`` of prime_rl/trainer/rl/loss.py,
-https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``, ``token_ids``,
-``segment_ids``, ``replay`` and the metric types are additions.
+https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``,
+``hidden_states``, ``token_ids``, ``segment_ids``, ``replay`` and the metric types are additions.
 """
 
 import math
@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from prime_composer.two_heads.heads import TwoHeads
 
 T = TypeVar("T")
 
@@ -68,6 +70,9 @@ class LossInputs:
             contain anything, NaN included.
         loss_weights: factor of each token's loss, [seq]. None means 1.
         support: log-probs of teacher and student at the support. None without a support.
+        hidden_states: hidden states and output heads of student and teachers, from which a loss
+            compares whole vocabularies. Row t belongs to token t: it is the state after the tokens
+            before t. None without them.
         token_ids: the tokens themselves, [seq]. Token-wise modifiers read them.
         segment_ids: index of each token's sequence, [seq], non-decreasing. None means one sequence.
         replay: inputs of the replay channel, a pack of preference pairs. Segment 2i is the chosen
@@ -81,6 +86,7 @@ class LossInputs:
     loss_mask: Bool[Tensor, " seq"]
     loss_weights: Float[Tensor, " seq"] | None = None
     support: Support | None = None
+    hidden_states: TwoHeads | None = None
     token_ids: Int[Tensor, " seq"] | None = None
     segment_ids: Int[Tensor, " seq"] | None = None
     replay: "LossInputs | None" = None

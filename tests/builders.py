@@ -1,6 +1,7 @@
 """Builders of test inputs, shared by the rooms."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prime_composer.contract import LossInputs, Support
 from prime_composer.losses import LOSS_TYPES, LossConfig
+from prime_composer.two_heads import Logits, TwoHeads
 
 # Losses ---------------------------------------------------------------------------------------
 
@@ -25,6 +27,8 @@ def packed_inputs(
     mask: Tensor | None = None,
 ) -> LossInputs:
     """Return all inputs that a loss may read, random, for a pack of four sequences.
+
+    In ``hidden_states`` the heads are identities, so that hidden states are logits.
 
     Every tensor that may carry a gradient is a leaf with one.
 
@@ -58,6 +62,10 @@ def packed_inputs(
         loss_mask=torch.rand(seq, generator=g) > 0.25 if mask is None else mask,
         loss_weights=leaf(torch.rand(seq, generator=g, dtype=torch.float64) + 0.5),
         support=Support(ids, leaf(log_q.gather(-1, ids)), leaf(log_p.gather(-1, ids))),
+        hidden_states=TwoHeads(
+            Logits(leaf(student), torch.eye(VOCAB, dtype=dtype)),
+            (Logits(teacher.to(dtype), torch.eye(VOCAB, dtype=dtype)),),
+        ),
         token_ids=tokens,
         segment_ids=first_segment + torch.arange(seq) * 4 // seq,
         replay=packed_inputs(LOSS_TYPES["dpo"](), seq, seed + 50, dtype, first_segment, mask)
@@ -68,8 +76,12 @@ def packed_inputs(
 
 def student_leaves(inputs: LossInputs) -> list[Tensor]:
     """Return the tensors that a loss may send a gradient to."""
-    assert inputs.support is not None
-    leaves = [inputs.trainer_logprobs, inputs.support.student_logprobs]
+    assert inputs.support is not None and inputs.hidden_states is not None
+    leaves = [
+        inputs.trainer_logprobs,
+        inputs.support.student_logprobs,
+        inputs.hidden_states.student.hidden,
+    ]
     return leaves + (student_leaves(inputs.replay) if inputs.replay else [])
 
 
@@ -85,8 +97,19 @@ def rows(inputs: LossInputs, index: Tensor, **changed: Any) -> LossInputs:
     values["support"] = inputs.support and Support(
         *(take(getattr(inputs.support, f.name)) for f in dataclasses.fields(Support))
     )
+    values["hidden_states"] = with_hidden(inputs.hidden_states, take)
     values["replay"] = inputs.replay and rows(inputs.replay, index, **changed)
     return LossInputs(**{**values, **changed})
+
+
+def with_hidden(heads: TwoHeads | None, change: Callable[[Tensor], Tensor]) -> TwoHeads | None:
+    """Return two heads with changed hidden states, the student's first."""
+    if heads is None:
+        return None
+    student, *teachers = (
+        dataclasses.replace(side, hidden=change(side.hidden)) for side in heads.sides
+    )
+    return TwoHeads(student, tuple(teachers))
 
 
 def concatenated(a: LossInputs, b: LossInputs) -> LossInputs:
@@ -106,6 +129,8 @@ def concatenated(a: LossInputs, b: LossInputs) -> LossInputs:
             for f in dataclasses.fields(Support)
         )
     )
+    others = iter(b.hidden_states.sides if b.hidden_states else ())
+    values["hidden_states"] = with_hidden(a.hidden_states, lambda x: cat(x, next(others).hidden))
     values["replay"] = a.replay and concatenated(a.replay, b.replay)
     return LossInputs(**values)
 
@@ -133,6 +158,7 @@ def with_garbage(inputs: LossInputs, garbage: float) -> LossInputs:
             spoiled(inputs.support.teacher_logprobs),
             spoiled(inputs.support.student_logprobs),
         ),
+        hidden_states=with_hidden(inputs.hidden_states, spoiled),
         replay=inputs.replay and with_garbage(inputs.replay, garbage),
     )
 

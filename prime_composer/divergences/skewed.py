@@ -126,20 +126,20 @@ def _mixture(
     return torch.logaddexp(a + math.log1p(-share), b + math.log(share))
 
 
-def assistant(
-    student_logprobs: Float[Tensor, "*pos n"],
-    teacher_logprobs: Float[Tensor, "*pos n"],
+def unnormalized_assistant(
+    student_logprobs: Float[Tensor, "*pos"],
+    teacher_logprobs: Float[Tensor, "*pos"],
     alpha: float,
     skew: float,
-) -> Float[Tensor, "*pos n"]:
-    """Return log r of AMiD's assistant distribution over given outcomes, with its gradient.
+) -> Float[Tensor, "*pos"]:
+    """Return log r of AMiD's assistant up to its normalization, per outcome, with the gradient.
 
         r ∝ (skew q^g + (1 - skew) p^g)^(1/g),    g = (1 - alpha)/2,    alpha = 1: q^skew p^(1-skew)
 
-    The derivative of the unnormalized log r_j for log p_j is the student's share of the sum.
+    Its derivative for log p_j is the student's share of the sum.
     """
     if skew in (0, 1):  # log 0
-        return torch.log_softmax(teacher_logprobs if skew else student_logprobs, dim=-1)
+        return teacher_logprobs if skew else student_logprobs
     p, q = student_logprobs.detach(), teacher_logprobs
     g = (1 - alpha) / 2
     gap = g * torch.where(p == q, 0.0, q - p)  # -inf - -inf is NaN
@@ -150,7 +150,19 @@ def assistant(
         step = torch.log1p(skew * torch.expm1(torch.where(close, gap, 0.0)))
         values = torch.where(close, p + step / g, _mixture(g * p, g * q, skew) / g)
     slope = torch.sigmoid(math.log1p(-skew) - math.log(skew) - gap)
-    return torch.log_softmax(with_slope(student_logprobs, values, slope), dim=-1)
+    return with_slope(student_logprobs, values, slope)
+
+
+def assistant_kl_terms(
+    student_logprobs: Float[Tensor, "*pos n"],
+    teacher_logprobs: Float[Tensor, "*pos n"],
+    assistant_logprobs: Float[Tensor, "*pos n"],
+    divergence: AMiDDivergence,
+) -> Float[Tensor, "*pos n"]:
+    """Return the terms of AMiD's KL divergence, one per outcome."""
+    p, q, r = student_logprobs, teacher_logprobs, assistant_logprobs
+    pairs = {"q||r": (q, r), "p||r": (p, r), "r||q": (r, q), "r||p": (r, p)}
+    return kl_terms(*pairs[divergence])
 
 
 def amid(
@@ -164,9 +176,9 @@ def amid(
 ) -> Float[Tensor, "*pos"]:
     """Return a KL divergence per position between one of the two and AMiD's assistant r.
 
-    ``assistant`` has the formula of r. ``divergence`` is the order: "q||r", "p||r", "r||q" or
-    "r||p". The gradient flows through r too. alpha = -1 mixes probabilities, as the skewed KLs do,
-    and alpha = 1 mixes log-probs, as TAID does. p = q is stationary.
+    ``unnormalized_assistant`` has the formula of r. ``divergence`` is the order: "q||r", "p||r",
+    "r||q" or "r||p". The gradient flows through r too. alpha = -1 mixes probabilities, as the
+    skewed KLs do, and alpha = 1 mixes log-probs, as TAID does. p = q is stationary.
 
     Source: AMiD (2025), https://arxiv.org/abs/2510.15982. Its p is the teacher and its q the
     student, so that its "pr" is "q||r" here.
@@ -177,9 +189,8 @@ def amid(
     """
     refuse_amid(alpha, skew, divergence)
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
-    r = assistant(p, q, alpha, skew)
-    pairs = {"q||r": (q, r), "p||r": (p, r), "r||q": (r, q), "r||p": (r, p)}
-    return kl_terms(*pairs[divergence]).sum(-1)
+    r = torch.log_softmax(unnormalized_assistant(p, q, alpha, skew), dim=-1)
+    return assistant_kl_terms(p, q, r, divergence).sum(-1)
 
 
 def refuse_amid(alpha: float, skew: float, divergence: str) -> None:

@@ -4,7 +4,8 @@
     w = sg (sum_head |q - p| / sum |q - p|)
 
 The head is the teacher's most probable tokens up to a mass of ``head_mass``, the first one always.
-A tail bucket never belongs to it. w is one number per position.
+A tail bucket never belongs to it. w is one number per position. Left out: k = "full" by way of
+hidden states, because the head needs the teacher's whole vocabulary in order.
 
 Reference: "Rethinking Kullback-Leibler Divergence in Knowledge Distillation for Large Language
 Models" (2024), https://arxiv.org/abs/2404.02657, and wutaiqiang/LLM_KD_AKL ff278be.
@@ -33,6 +34,8 @@ class AdaptiveKLLossConfig(SupportDivergenceConfig):
         {"head_mass": 0.8, "normalization": "renorm", "k": 8},
     )
     surrogate: ClassVar[bool] = True
+    whole_by_heads: ClassVar[bool] = False
+    """The head needs the teacher's vocabulary in order."""
 
     head_mass: float = Field(0.5, gt=0, lt=1)
     """Cumulated mass of the teacher up to which a token belongs to the head."""

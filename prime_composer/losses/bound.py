@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, Support, given
-from prime_composer.losses.config import LossConfig, loss_type
+from prime_composer.losses.config import LossConfig, SupportRequest, loss_type
 from prime_composer.losses.needs import require
 from prime_composer.losses.registry import LOSS_FNS
 from prime_composer.losses.shared.modifiers import PositionWeights, SpecialTokenMask
@@ -18,6 +18,10 @@ from prime_composer.losses.shared.reductions import summed_over_ranks
 REMEDIES = {
     "ref_logprobs": "Configure a [teacher] that scores the student's tokens.",
     "support": "Configure a [teacher]: its scorer returns the top-K support of each position.",
+    "hidden_states": (
+        "Configure a [teacher] on this machine, or one that prime-rl teacher serves; or set k to a "
+        "number."
+    ),
     "advantages": (
         "Configure rewards: [rollout] group_size of at least 2 and a dataset with answers."
     ),
@@ -117,7 +121,7 @@ class BoundLoss:
             ValueError: an input that the loss needs is missing, or advantages carry a graph.
         """
         _check(inputs, self.config, self.section)
-        support = _first_k(inputs.support, self.config.support_size)
+        support = _requested(inputs.support, self.config.support)
         inputs = dataclasses.replace(inputs, support=support)
         step_mask = inputs.loss_mask  # as a trainer counts: a removed token is one of weight 0
         inputs, modifier_metrics = _modified(inputs, self.config.modifiers)
@@ -313,14 +317,23 @@ def _modified(
     return inputs, metrics
 
 
-def _first_k(support: Support | None, k: int | Literal["full"]) -> Support | None:
-    """Return the K most probable ids of a support that another loss made larger."""
-    if support is None or k == "full" or k == 0 or support.token_ids.shape[-1] <= k:
+def _requested(support: Support | None, request: SupportRequest | None) -> Support | None:
+    """Return the K ids that a loss asks for, of a support that another loss made larger."""
+    if support is None or request is None or request.k == "full":
         return support
+    if support.token_ids.shape[-1] <= request.k:
+        return support
+    if request.chosen_by == "student":
+        index = support.student_logprobs.detach().topk(request.k, dim=-1).indices
+        return Support(
+            support.token_ids.gather(-1, index),
+            support.teacher_logprobs.gather(-1, index),
+            support.student_logprobs.gather(-1, index),
+        )
     return Support(
-        support.token_ids[:, :k],
-        support.teacher_logprobs[:, :k],
-        support.student_logprobs[:, :k],
+        support.token_ids[:, : request.k],
+        support.teacher_logprobs[:, : request.k],
+        support.student_logprobs[:, : request.k],
     )
 
 

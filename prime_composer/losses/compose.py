@@ -132,11 +132,15 @@ class ComposeLossConfig(LossConfig):
     @property
     def support(self) -> SupportRequest | None:
         """The largest support of all channels. Each channel reads its own K of it."""
-        sizes = [part.loss.support_size for part in self.parts if not part.on_pairs]
-        numbers = [size for size in sizes if size != "full"]
-        if len(numbers) < len(sizes):
+        requests = [part.loss.support for part in self.parts if not part.on_pairs]
+        given = [request for request in requests if request is not None]
+        choosers = {request.chosen_by for request in given}
+        numbers = [request.k for request in given if request.k != "full"]
+        if not given:
+            return None
+        if len(numbers) < len(given) or len(choosers) > 1:
             return SupportRequest("full")
-        return SupportRequest(max(numbers)) if any(numbers) else None
+        return SupportRequest(max(numbers), choosers.pop())
 
     @property
     def reads_sampler(self) -> bool:

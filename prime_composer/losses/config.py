@@ -19,6 +19,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    PositiveFloat,
     PositiveInt,
     SerializeAsAny,
     model_validator,
@@ -28,7 +29,15 @@ from prime_composer.divergences import Normalization
 from prime_composer.losses import registry
 from prime_composer.losses.shared.modifiers import Modifier, PositionWeights, SpecialTokenMask
 
-Need = Literal["ref_logprobs", "support", "advantages", "token_ids", "segment_ids", "replay"]
+Need = Literal[
+    "ref_logprobs",
+    "support",
+    "hidden_states",
+    "advantages",
+    "token_ids",
+    "segment_ids",
+    "replay",
+]
 """Inputs that a trainer provides beyond trainer_logprobs, inference_logprobs and loss_mask."""
 
 ChannelName = Literal["rl", "distillation", "replay"]
@@ -184,8 +193,8 @@ class LossConfig(BaseModel):
 
     @property
     def compares_with_teacher(self) -> bool:
-        """Whether the loss reads a teacher's log-probs."""
-        return bool(self.needs & {"ref_logprobs", "support"})
+        """Whether the loss reads a teacher's log-probs or hidden states."""
+        return bool(self.needs & {"ref_logprobs", "support", "hidden_states"})
 
     @property
     def reads_rewards_and_teacher(self) -> bool:
@@ -312,16 +321,50 @@ def require_channel(config: LossConfig, channel: ChannelName, key: str) -> None:
         )
 
 
-class SupportLossConfig(LossConfig):
-    """Knobs of a loss on the K most probable tokens of the teacher, or on the whole vocabulary.
+class TopKLossConfig(LossConfig):
+    """Knobs of a loss on K tokens per position, or on the whole vocabulary.
+
+    Attributes:
+        whole_by_heads: k = "full" reads ``LossInputs.hidden_states``. Otherwise it reads a support
+            of the whole vocabulary, which only small vocabularies have the memory for.
+    """
+
+    needs_inputs: ClassVar[frozenset[str]] = frozenset({"support"})
+    whole_by_heads: ClassVar[bool] = False
+
+    k: SupportSize = 32
+    """Tokens per position. "full" is the whole vocabulary."""
+
+    chosen_by: Literal["teacher", "student"] = "teacher"
+    """Whose K most probable tokens are compared. "student" works on one machine."""
+
+    @property
+    def comparison_need(self) -> Need:
+        """The input in which student and teacher are compared: the support or hidden states."""
+        return "hidden_states" if self.k == "full" and self.whole_by_heads else "support"
+
+    @property
+    def own_needs(self) -> frozenset[str]:
+        """The inputs that the class names, with hidden states in the place of a whole support."""
+        return frozenset(
+            self.comparison_need if need == "support" else need for need in self.needs_inputs
+        )
+
+    @property
+    def support(self) -> SupportRequest | None:
+        """The k most probable tokens of the teacher or of the student."""
+        return SupportRequest(self.k, self.chosen_by) if "support" in self.needs else None
+
+
+class SupportLossConfig(TopKLossConfig):
+    """Knobs of a divergence on K tokens per position, or on the whole vocabulary.
 
     A subclass narrows ``normalization`` to the values that its divergence defines.
     """
 
-    needs_inputs: ClassVar[frozenset[str]] = frozenset({"support"})
-
-    k: SupportSize = 32
-    """Teacher tokens per position. "full" is the whole vocabulary."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits of student and teacher, with k = "full" or normalization = "renorm". The
+    loss is not multiplied by its square."""
 
     normalization: Normalization = "tail"
     """How the vocabulary outside the support enters the divergence."""
@@ -340,10 +383,15 @@ class SupportLossConfig(LossConfig):
             )
         return self
 
-    @property
-    def support(self) -> SupportRequest | None:
-        """The teacher's k most probable tokens."""
-        return SupportRequest(self.k) if "support" in self.needs else None
+    @model_validator(mode="after")
+    def _temperature_has_logits(self) -> "SupportLossConfig":
+        if self.temperature != 1 and self.k != "full" and self.normalization != "renorm":
+            raise ValueError(
+                f"temperature = {self.temperature} divides logits, and normalization = "
+                f"{self.normalization!r} compares masses of the teacher's own distribution: set "
+                "k = 'full' or normalization = 'renorm', or temperature = 1."
+            )
+        return self
 
 
 def refuse_biased(normalization: Normalization, allow_biased: bool) -> None:

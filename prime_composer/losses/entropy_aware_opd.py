@@ -19,27 +19,34 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import NonNegativeFloat
 
-from prime_composer.contract import LossInputs, LossOutputs, given
+from prime_composer import two_heads
+from prime_composer.contract import LossInputs, LossOutputs, Support, given
 from prime_composer.divergences import entropy, forward_kl, reverse_kl
 from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
+from prime_composer.losses.shared.support_divergence import tempered
 from prime_composer.losses.shared.trust_region import (
     importance_ratios,
     policy_gradient_sum,
     signed_region,
 )
+from prime_composer.losses.shared.whole_vocabulary import whole_vocabulary
 
 
 class EntropyAwareOPDLossConfig(SupportLossConfig):
     """Knobs of ``entropy_aware_opd_loss_fn``."""
+
+    whole_by_heads: ClassVar[bool] = True
 
     type: Literal["entropy_aware_opd"] = "entropy_aware_opd"
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {"tau": 1.5, "alpha": 0.5},
         {"tau": 1.5, "alpha": 0.5, "reverse": "topk", "k": 8},
+        {"tau": 1.5, "alpha": 0.5, "k": "full"},
+        {"tau": 1.5, "alpha": 0.5, "reverse": "topk", "k": "full", "temperature": 2.0},
     )
     surrogate: ClassVar[bool] = True
 
@@ -63,24 +70,31 @@ class EntropyAwareOPDLossConfig(SupportLossConfig):
 
     @property
     def own_needs(self) -> frozenset[str]:
-        """The support, and the sampled token's log-prob for the sampled reverse KL."""
-        return frozenset({"support"} | ({"ref_logprobs"} if self.reverse == "sampled" else set()))
+        """The comparison, and the sampled token's log-prob for the sampled reverse KL."""
+        return super().own_needs | ({"ref_logprobs"} if self.reverse == "sampled" else set())
 
 
 @register(EntropyAwareOPDLossConfig)
 def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossConfig) -> LossOutputs:
     """Return sum_mask w (R + alpha 1[H(q) > tau] KL(q || p))."""
     mask = inputs.loss_mask
-    support = given(inputs.support).masked(mask)
-    p, q = support.student_logprobs, support.teacher_logprobs
-    with torch.no_grad():
-        teacher_entropy = entropy(q, config.normalization)
-        # Negated, so that a missing log-prob (NaN) counts as unsure and makes the sum NaN.
-        unsure = mask & ~(teacher_entropy <= config.tau)
-    forward = forward_kl(p, q, config.normalization)
+    on_all_tokens = config.reverse == "topk"
+    support: Support | None = None
+    if config.comparison_need == "hidden_states":
+        heads = whole_vocabulary(inputs, config)
+        whole = two_heads.compare(heads, reverse=on_all_tokens, forward=True)
+        teacher_entropy, forward = given(whole.target_entropy), given(whole.forward_kl)
+        reverse = given(whole.reverse_kl) if on_all_tokens else None
+    else:
+        support = given(inputs.support).masked(mask)
+        p, q = tempered(support, config)
+        teacher_entropy = entropy(q, config.normalization).detach()
+        forward = forward_kl(p, q, config.normalization)
+        reverse = reverse_kl(p, q, config.normalization) if on_all_tokens else None
+    # Negated, so that a missing log-prob (NaN) counts as unsure and makes the sum NaN.
+    unsure = mask & ~(teacher_entropy <= config.tau)
     forward_sum = config.alpha * masked_sum(forward, unsure, inputs.loss_weights)
-    if config.reverse == "topk":
-        reverse = reverse_kl(p, q, config.normalization)
+    if reverse is not None:
         loss = masked_sum(reverse, mask, inputs.loss_weights) + forward_sum
         dropped = torch.zeros_like(mask)
     else:
@@ -105,6 +119,7 @@ def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossCon
             "unsure": token_mean(unsure, mask),
             "is_masked": token_mean(dropped, mask),
             "signal_top1pct": top_share(reverse, mask),
-            **support_metrics(support, mask),
         }
+        if support is not None:
+            metrics |= support_metrics(support, mask)
     return LossOutputs(loss=loss, metrics=metrics)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from prime_composer import two_heads
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import generalized_jsd
 from prime_composer.losses.config import SupportLossConfig
@@ -28,6 +29,8 @@ from prime_composer.losses.shared.support_divergence import support_divergence
 
 class GeneralizedJSDLossConfig(SupportLossConfig):
     """Knobs of ``generalized_jsd_loss_fn``."""
+
+    whole_by_heads: ClassVar[bool] = True
 
     type: Literal["generalized_jsd"] = "generalized_jsd"
 
@@ -47,5 +50,12 @@ class GeneralizedJSDLossConfig(SupportLossConfig):
 
 @register(GeneralizedJSDLossConfig)
 def generalized_jsd_loss_fn(inputs: LossInputs, config: GeneralizedJSDLossConfig) -> LossOutputs:
-    """Return sum_mask w JSD_beta(p, q) on the support."""
-    return support_divergence(inputs, config, generalized_jsd, metric="jsd", beta=config.beta)
+    """Return sum_mask w JSD_beta(p, q)."""
+    return support_divergence(
+        inputs,
+        config,
+        generalized_jsd,
+        whole=lambda heads: two_heads.generalized_jsd(heads, config.beta),
+        metric="jsd",
+        beta=config.beta,
+    )

@@ -28,33 +28,42 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import PositiveFloat
 
+from prime_composer import two_heads
 from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import reverse_kl, upcast, weighted_k1
-from prime_composer.losses.config import LossConfig, SupportRequest, SupportSize
+from prime_composer.losses.config import SupportSize, TopKLossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
+from prime_composer.losses.shared.whole_vocabulary import whole_vocabulary
 
 
-class HeadTailReverseKLLossConfig(LossConfig):
+class HeadTailReverseKLLossConfig(TopKLossConfig):
     """Knobs of ``head_tail_reverse_kl_loss_fn``."""
 
     type: Literal["head_tail_reverse_kl"] = "head_tail_reverse_kl"
 
     needs_inputs: ClassVar[frozenset[str]] = frozenset({"support", "ref_logprobs", "token_ids"})
-    examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"k": 8}, {"k": 8, "max_ratio": 1.0})
+    whole_by_heads: ClassVar[bool] = True
+    examples: ClassVar[tuple[dict[str, Any], ...]] = (
+        {},
+        {"k": 8},
+        {"k": 8, "max_ratio": 1.0},
+        {"k": "full"},
+    )
     surrogate: ClassVar[bool] = True
 
     k: SupportSize = 32
-    """Teacher tokens per position. "full" is the whole vocabulary, and leaves nothing to sample."""
+    """Tokens per position. "full" is the whole vocabulary, and leaves nothing to sample."""
 
     max_ratio: PositiveFloat | None = None
     """Bound of rho of a token outside the support, where its gradient stops. None is unbiased."""
 
     @property
-    def support(self) -> SupportRequest:
-        """The teacher's k most probable tokens."""
-        return SupportRequest(self.k)
+    def own_needs(self) -> frozenset[str]:
+        """The class's, or hidden states alone where nothing is left to sample."""
+        whole = self.comparison_need == "hidden_states"
+        return frozenset({"hidden_states"}) if whole else super().own_needs
 
 
 @register(HeadTailReverseKLLossConfig)
@@ -62,6 +71,8 @@ def head_tail_reverse_kl_loss_fn(
     inputs: LossInputs, config: HeadTailReverseKLLossConfig
 ) -> LossOutputs:
     """Return sum_mask w (sum_S p sg(log p/q) + 1[y not in S] rho sg(log p(y)/q(y)))."""
+    if config.comparison_need == "hidden_states":
+        return _whole(inputs, config)
     mask = inputs.loss_mask
     support = given(inputs.support).masked(mask)
     sampled = given(inputs.token_ids).unsqueeze(-1)
@@ -90,3 +101,14 @@ def head_tail_reverse_kl_loss_fn(
             **support_metrics(support, mask),
         }
     return LossOutputs(loss=loss, metrics=metrics)
+
+
+def _whole(inputs: LossInputs, config: HeadTailReverseKLLossConfig) -> LossOutputs:
+    mask = inputs.loss_mask
+    per_token = two_heads.reverse_kl(whole_vocabulary(inputs, config))
+    with torch.no_grad():
+        metrics = {
+            "kl": token_mean(per_token, mask),
+            "signal_top1pct": top_share(per_token, mask),
+        }
+    return LossOutputs(masked_sum(per_token, mask, inputs.loss_weights), metrics)

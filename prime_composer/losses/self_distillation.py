@@ -23,21 +23,28 @@ https://arxiv.org/abs/2601.19897 (skips the first tokens).
 from typing import Any, ClassVar, Literal
 
 import torch
+from jaxtyping import Float
 from pydantic import Field, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
-from prime_composer.contract import LossInputs, LossOutputs, Support, given
+from prime_composer import two_heads
+from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import forward_kl, generalized_jsd, reverse_kl, upcast
-from prime_composer.losses.config import SupportLossConfig, SupportRequest
+from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.modifiers import position_in_segment
 from prime_composer.losses.shared.reductions import masked_sum
+from prime_composer.losses.shared.support_divergence import tempered
 from prime_composer.losses.shared.trust_region import importance_ratios
+from prime_composer.losses.shared.whole_vocabulary import whole_vocabulary
+from prime_composer.two_heads import TwoHeads
 
 
 class SelfDistillationLossConfig(SupportLossConfig):
     """Knobs of ``self_distillation_loss_fn``."""
+
+    whole_by_heads: ClassVar[bool] = True
 
     type: Literal["self_distillation"] = "self_distillation"
 
@@ -46,6 +53,7 @@ class SelfDistillationLossConfig(SupportLossConfig):
         {"chosen_by": "student", "k": 8, "divergence": "reverse_kl"},
         {"divergence": "sampled_reverse_kl", "skip_first": 1, "max_ratio": "off"},
         {"divergence": "forward_kl", "normalization": "renorm", "skip_first": 2},
+        {"k": "full", "normalization": "full", "skip_first": 1},
     )
     surrogate: ClassVar[bool] = True
 
@@ -56,9 +64,6 @@ class SelfDistillationLossConfig(SupportLossConfig):
 
     beta: float = Field(0.5, ge=0, le=1)
     """``generalized_jsd``: the teacher's weight in the mixture."""
-
-    chosen_by: Literal["teacher", "student"] = "teacher"
-    """Whose K most probable tokens are the support."""
 
     normalization: Literal["full", "tail", "renorm"] = "tail"
     """How the vocabulary outside the support enters the divergence."""
@@ -73,17 +78,12 @@ class SelfDistillationLossConfig(SupportLossConfig):
     def own_needs(self) -> frozenset[str]:
         """The sampled token's log-prob for ``sampled_reverse_kl``, otherwise the support."""
         sampled = self.divergence == "sampled_reverse_kl"
-        return frozenset({"ref_logprobs" if sampled else "support"})
+        return frozenset({"ref_logprobs" if sampled else self.comparison_need})
 
     @property
     def reads_sampler(self) -> bool:
         """Whether ``inference_logprobs`` matter: rho reads them."""
         return super().reads_sampler or self.max_ratio != "off"
-
-    @property
-    def support(self) -> SupportRequest | None:
-        """The k most probable tokens of the teacher or of the student."""
-        return SupportRequest(self.k, self.chosen_by) if "support" in self.needs else None
 
 
 @register(SelfDistillationLossConfig)
@@ -101,17 +101,14 @@ def self_distillation_loss_fn(
         signal = (student - teacher).detach()
         per_token = signal * student
     else:
-        support = _chosen(given(inputs.support), config).masked(mask)
-        p, q = support.student_logprobs, support.teacher_logprobs
-        if config.divergence == "reverse_kl":
-            per_token = reverse_kl(p, q, config.normalization)
-        elif config.divergence == "forward_kl":
-            per_token = forward_kl(p, q, config.normalization)
+        if config.comparison_need == "hidden_states":
+            per_token = _whole(whole_vocabulary(inputs, config, mask), config)
         else:
-            per_token = generalized_jsd(p, q, config.beta, config.normalization)
+            support = given(inputs.support).masked(mask)
+            per_token = _divergence(*tempered(support, config), config)
+            with torch.no_grad():
+                metrics = support_metrics(support, mask, reverse=config.divergence != "forward_kl")
         signal = per_token
-        with torch.no_grad():
-            metrics = support_metrics(support, mask, reverse=config.divergence != "forward_kl")
     if config.max_ratio == "off":
         ratio, bound = torch.ones_like(per_token), torch.inf
         weighted = per_token
@@ -134,17 +131,19 @@ def self_distillation_loss_fn(
     return LossOutputs(loss=loss, metrics=metrics)
 
 
-def _chosen(support: Support, config: SelfDistillationLossConfig) -> Support:
-    """Return the student's K most probable tokens of the support, where the student chooses."""
-    if (
-        config.chosen_by == "teacher"
-        or config.k == "full"
-        or support.token_ids.shape[-1] <= config.k
-    ):
-        return support
-    index = support.student_logprobs.detach().topk(config.k, dim=-1).indices
-    return Support(
-        token_ids=support.token_ids.gather(-1, index),
-        teacher_logprobs=support.teacher_logprobs.gather(-1, index),
-        student_logprobs=support.student_logprobs.gather(-1, index),
-    )
+def _divergence(
+    p: Float[Tensor, "seq k"], q: Float[Tensor, "seq k"], config: SelfDistillationLossConfig
+) -> Float[Tensor, " seq"]:
+    if config.divergence == "reverse_kl":
+        return reverse_kl(p, q, config.normalization)
+    if config.divergence == "forward_kl":
+        return forward_kl(p, q, config.normalization)
+    return generalized_jsd(p, q, config.beta, config.normalization)
+
+
+def _whole(heads: TwoHeads, config: SelfDistillationLossConfig) -> Float[Tensor, " seq"]:
+    if config.divergence == "reverse_kl":
+        return two_heads.reverse_kl(heads)
+    if config.divergence == "forward_kl":
+        return two_heads.forward_kl(heads)
+    return two_heads.generalized_jsd(heads, config.beta)

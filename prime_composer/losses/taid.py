@@ -25,16 +25,21 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
-from prime_composer.contract import LossInputs, LossOutputs, given
-from prime_composer.divergences import taid, upcast
+from prime_composer import two_heads
+from prime_composer.contract import LossInputs, LossOutputs, Support, given
+from prime_composer.divergences import taid
 from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
+from prime_composer.losses.shared.support_divergence import tempered
+from prime_composer.losses.shared.whole_vocabulary import whole_vocabulary
 
 
 class TAIDLossConfig(SupportLossConfig):
     """Knobs of ``taid_loss_fn`` and of its schedule."""
+
+    whole_by_heads: ClassVar[bool] = True
 
     type: Literal["taid"] = "taid"
 
@@ -126,21 +131,21 @@ class TAIDScheduler:
 def taid_loss_fn(inputs: LossInputs, config: TAIDLossConfig, state: TAIDScheduler) -> LossOutputs:
     """Return sum_mask w (-sum p_t log p), or sum_mask w KL(p_t || p)."""
     mask = inputs.loss_mask
-    support = given(inputs.support).masked(mask)
-    per_token = taid(
-        support.student_logprobs,
-        support.teacher_logprobs,
-        state.t,
-        config.normalization,
-        config.form,
-    )
+    support: Support | None = None
+    if config.comparison_need == "hidden_states":
+        per_token = two_heads.taid(whole_vocabulary(inputs, config), state.t, config.form)
+    else:
+        support = given(inputs.support).masked(mask)
+        p, q = tempered(support, config)
+        per_token = taid(p, q, state.t, config.normalization, config.form)
     loss = masked_sum(per_token, mask, inputs.loss_weights)
 
     with torch.no_grad():
         metrics = {
             config.form: token_mean(per_token, mask),
-            "t": upcast(support.student_logprobs).new_tensor(state.t),
+            "t": loss.new_tensor(state.t).detach(),
             "signal_top1pct": top_share(per_token, mask),
-            **support_metrics(support, mask, reverse=False),
         }
+        if support is not None:
+            metrics |= support_metrics(support, mask, reverse=False)
     return LossOutputs(loss=loss, metrics=metrics)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
+from prime_composer import two_heads
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import forward_kl
 from prime_composer.losses.config import SupportLossConfig, SupportSize, refuse_biased
@@ -25,6 +26,8 @@ from prime_composer.losses.shared.support_divergence import support_divergence
 
 class TopKForwardKLLossConfig(SupportLossConfig):
     """Knobs of ``topk_forward_kl_loss_fn``."""
+
+    whole_by_heads: ClassVar[bool] = True
 
     type: Literal["topk_forward_kl"] = "topk_forward_kl"
 
@@ -54,11 +57,12 @@ class TopKForwardKLLossConfig(SupportLossConfig):
 
 @register(TopKForwardKLLossConfig)
 def topk_forward_kl_loss_fn(inputs: LossInputs, config: TopKForwardKLLossConfig) -> LossOutputs:
-    """Return sum_mask w KL(q || p) on the support."""
+    """Return sum_mask w KL(q || p)."""
     return support_divergence(
         inputs,
         config,
         forward_kl,
+        whole=two_heads.forward_kl,
         metric="kl",
         reverse=False,
         allow_biased=config.allow_biased,

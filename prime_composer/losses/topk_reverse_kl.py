@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
+from prime_composer import two_heads
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import reverse_kl
 from prime_composer.losses.config import SupportLossConfig, refuse_biased
@@ -29,6 +30,8 @@ from prime_composer.losses.shared.support_divergence import support_divergence
 
 class TopKReverseKLLossConfig(SupportLossConfig):
     """Knobs of ``topk_reverse_kl_loss_fn``."""
+
+    whole_by_heads: ClassVar[bool] = True
 
     type: Literal["topk_reverse_kl"] = "topk_reverse_kl"
 
@@ -56,7 +59,12 @@ class TopKReverseKLLossConfig(SupportLossConfig):
 
 @register(TopKReverseKLLossConfig)
 def topk_reverse_kl_loss_fn(inputs: LossInputs, config: TopKReverseKLLossConfig) -> LossOutputs:
-    """Return sum_mask w KL(p || q) on the support."""
+    """Return sum_mask w KL(p || q)."""
     return support_divergence(
-        inputs, config, reverse_kl, metric="kl", allow_biased=config.allow_biased
+        inputs,
+        config,
+        reverse_kl,
+        whole=two_heads.reverse_kl,
+        metric="kl",
+        allow_biased=config.allow_biased,
     )

@@ -227,19 +227,21 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "skew of one allowed": mutant(SKEWED, "_refuse_skew", ("0 <= skew < 1", "0 <= skew <= 1")),
     "amid shares swapped": mutant(
-        SKEWED, "assistant",
+        SKEWED, "unnormalized_assistant",
         ("p + step / g", "q + step / g"),
         ("_mixture(g * p, g * q, skew)", "_mixture(g * q, g * p, skew)"),
     ),
-    "amid exponent without its half": mutant(SKEWED, "assistant", ("(1 - alpha) / 2", "1 - alpha")),
+    "amid exponent without its half": mutant(
+        SKEWED, "unnormalized_assistant", ("(1 - alpha) / 2", "1 - alpha")
+    ),
     "amid holds the assistant fixed": mutant(
-        SKEWED, "amid", ("assistant(p, q, alpha, skew)", "assistant(p, q, alpha, skew).detach()")
+        SKEWED, "amid", ("alpha, skew), dim=-1)", "alpha, skew), dim=-1).detach()")
     ),
     "amid orders swapped": mutant(
         SKEWED, "amid", ("(r, q)", "(q, r)"), ("(p, r)", "(r, p)")
     ),
     "amid not normalized": mutant(
-        SKEWED, "assistant",
+        SKEWED, "unnormalized_assistant",
         ("torch.log_softmax(with_slope(student_logprobs, values, slope), dim=-1)",
          "with_slope(student_logprobs, values, slope)"),
     ),

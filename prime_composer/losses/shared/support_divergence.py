@@ -1,19 +1,24 @@
-"""The function of losses that are one divergence on the support, and the config of most."""
+"""The function of losses that are one divergence per token, and the config of most."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from prime_composer.contract import LossInputs, LossOutputs, given
+from prime_composer.contract import LossInputs, LossOutputs, Support, given
+from prime_composer.divergences.base import renormalized, upcast
 from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
+from prime_composer.losses.shared.whole_vocabulary import separable, whole_vocabulary
+from prime_composer.two_heads import TwoHeads
 
 
 class SupportDivergenceConfig(SupportLossConfig):
-    """Knobs of a loss that is one divergence on the support."""
+    """Knobs of a loss that is one divergence per token."""
+
+    whole_by_heads: ClassVar[bool] = True
 
     normalization: Literal["full", "tail", "renorm"] = "tail"
     """How the vocabulary outside the support enters the divergence."""
@@ -24,34 +29,52 @@ def support_divergence(
     config: SupportLossConfig,
     divergence: Callable[..., Tensor],
     /,
+    whole: Callable[[TwoHeads], Tensor] | None = None,
     metric: str = "divergence",
     reverse: bool = True,
     **knobs: Any,
 ) -> LossOutputs:
-    """Return sum_mask w D(p, q) on the support, with the metrics of a support.
+    """Return sum_mask w D(p, q), on the support or over the whole vocabulary.
 
     Args:
         inputs: the loss's inputs.
-        config: its ``normalization`` is read.
+        config: its ``normalization`` and ``temperature`` are read.
         divergence: D of student's and teacher's log-probs [seq, k], per position.
+        whole: D over two heads. None for one that is a sum of one term per token.
         metric: name of D's token mean.
         reverse: the direction of the KL in ``support_metrics``.
         knobs: further arguments of the divergence.
     """
     mask = inputs.loss_mask
-    support = given(inputs.support).masked(mask)
-    per_token = divergence(
-        support.student_logprobs,
-        support.teacher_logprobs,
-        normalization=config.normalization,
-        **knobs,
-    )
+    support: Support | None = None
+    if config.comparison_need == "hidden_states":
+        heads = whole_vocabulary(inputs, config)
+        per_token = separable(heads, divergence, **knobs) if whole is None else whole(heads)
+    else:
+        support = given(inputs.support).masked(mask)
+        per_token = divergence(
+            *tempered(support, config), normalization=config.normalization, **knobs
+        )
     loss = masked_sum(per_token, mask, inputs.loss_weights)
 
     with torch.no_grad():
         metrics = {
             metric: token_mean(per_token, mask),
             "signal_top1pct": top_share(per_token, mask),
-            **support_metrics(support, mask, reverse),
         }
+        if support is not None:
+            metrics |= support_metrics(support, mask, reverse)
     return LossOutputs(loss=loss, metrics=metrics)
+
+
+def tempered(support: Support, config: SupportLossConfig) -> tuple[Tensor, Tensor]:
+    """Return the log-probs of student and teacher on the support, at the config's temperature.
+
+    At another one than 1 they are those within the support, which is renorm's or the vocabulary.
+    """
+    p, q = support.student_logprobs, support.teacher_logprobs
+    if config.temperature == 1:
+        return p, q
+    return renormalized(upcast(p) / config.temperature), renormalized(
+        upcast(q) / config.temperature
+    )
