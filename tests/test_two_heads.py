@@ -164,7 +164,7 @@ SETTINGS = {
         logits(0, v=V + 2),
         logits(1, d=2, v=V + 5),
         logits(2),
-        teacher_weights=torch.tensor([[0.3, 0.7]] * (N - 1) + [[1.0, 0.0]], dtype=torch.float64),
+        teacher_weights=torch.tensor([[0.3, 0.7]] * (N - 1) + [[0.9, 0.1]], dtype=torch.float64),
     ),
 }  # fmt: skip
 
@@ -628,3 +628,41 @@ def test_a_call_that_cannot_be_right_says_what_to_change(change, message):
     ids = torch.tensor(change["token_ids"]) if "token_ids" in change else None
     with pytest.raises(ValueError, match=message):
         check(two, ids, change.get("chunk"), None)
+
+
+def test_rows_of_one_teacher_are_those_of_that_teacher_alone():
+    """A teacher without a weight in a row changes nothing there, not even the bucket's ids."""
+    student, small, large = logits(0, v=V + 5), logits(1), logits(2, d=2, v=V + 2)
+    one, other = TwoHeads(student, (small,)), TwoHeads(student, (large,))
+    weights = torch.zeros(N, 2, dtype=torch.float64)
+    weights[:, 0] = torch.arange(N) % 2
+    weights[:, 1] = 1 - weights[:, 0]
+    mask = torch.arange(N) != 3
+    both = TwoHeads(student, (small, large), teacher_weights=weights, mask=mask)
+    beta = torch.linspace(0.1, 0.9, N, dtype=torch.float64)
+    ids = torch.arange(2 * N).reshape(N, 2) % V
+
+    def results(two):
+        options = {"divergence": GeneralizedJSD(), "parameters": [beta], "token_ids": ids}
+        return compare(two, reverse=True, forward=True, interpolation=0.3, **options)
+
+    expected = zip(results(one), results(other), strict=True)
+    for mixed, (first, second) in zip(results(both), expected, strict=True):
+        shape = (N, *[1] * (mixed.dim() - 1))
+        wanted = torch.where(weights[:, 0].bool().view(shape), first, second)
+        wanted = torch.where(mask.view(shape), wanted, 0.0)
+        torch.testing.assert_close(mixed, wanted, rtol=0, atol=1e-14)
+    grads = torch.autograd.grad(results(both).reverse_kl.sum(), [student.hidden, student.weight])
+    rows = results(one).reverse_kl[(weights[:, 0] > 0) & mask].sum()
+    rows = rows + results(other).reverse_kl[(weights[:, 1] > 0) & mask].sum()
+    for grad, wanted in zip(
+        grads, torch.autograd.grad(rows, [student.hidden, student.weight]), strict=True
+    ):
+        torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-13)
+
+
+def test_all_rows_masked_with_several_teachers_give_zero():
+    weights = torch.full((N, 2), 0.5, dtype=torch.float64)
+    mask = torch.zeros(N, dtype=torch.bool)
+    two = TwoHeads(logits(0), (logits(1), logits(2)), teacher_weights=weights, mask=mask)
+    assert torch.equal(reverse_kl(two), torch.zeros(N, dtype=torch.float64))

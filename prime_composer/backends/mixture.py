@@ -3,8 +3,8 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -33,6 +33,8 @@ class Teachers:
         rollouts: Sequence[Rollout],
         problems: Sequence[Problem],
         support_size: int | Literal["full"],
+        candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
+        hidden: bool = False,
     ) -> list[TeacherScores]:
         """Return one ``TeacherScores`` per rollout, in order.
 
@@ -42,13 +44,21 @@ class Teachers:
             rollouts: what to score.
             problems: the problem of each rollout.
             support_size: K; 0 for the sampled token only, "full" for the whole vocabulary (K = V).
+            candidate_ids: ids to score instead of the teachers' own top K, one [n, K] tensor per
+                rollout from ``Rollout.start`` on.
+            hidden: return hidden states too.
         """
         weights = [self.routing.of(problem) for problem in problems]
         scores: list[dict[TeacherId, TeacherScores]] = [{} for _ in rollouts]
         for teacher, scorer in self.scorers.items():
             indices = [index for index, shares in enumerate(weights) if teacher in shares]
             if indices:
-                teacher_scores = scorer.score([rollouts[index] for index in indices], support_size)
+                more: dict[str, Any] = {"hidden": True} if hidden else {}
+                if candidate_ids is not None:
+                    more["candidate_ids"] = [candidate_ids[index] for index in indices]
+                teacher_scores = scorer.score(
+                    [rollouts[index] for index in indices], support_size, **more
+                )
                 for index, rollout_scores in zip(indices, teacher_scores, strict=True):
                     scores[index][teacher] = rollout_scores
         return [
@@ -58,6 +68,7 @@ class Teachers:
                 [shares[teacher] for teacher in by_teacher],
                 sequence=index,
                 start=rollout.start,
+                same_ids=candidate_ids is not None,
             )
             for index, (rollout, shares, by_teacher) in enumerate(
                 zip(rollouts, weights, scores, strict=True)
@@ -78,6 +89,7 @@ def mix(
     sequence: int | None = None,
     start: int = 0,
     trained: bool = True,
+    same_ids: bool = False,
 ) -> TeacherScores:
     """Return the mixture q(v) = sum_i w_i q_i(v) of several teachers' scores of the same tokens.
 
@@ -104,10 +116,12 @@ def mix(
         sequence: index of the sequence in its batch, for messages.
         start: position of the first of these tokens in the sequence, for messages.
         trained: all of these tokens train (``answers.check_scores``).
+        same_ids: the teachers scored the same ids, in one order, which the result keeps. Its
+            log-probs are then exact.
 
     Returns:
-        Scores of the same n and K, in the dtype of the teachers'. A single teacher's are returned
-        as they are.
+        Scores of the same n and K, in the dtype of the teachers', with the hidden states of all. A
+        single teacher's are returned as they are.
 
     Raises:
         InvalidAnswer: the teachers' scores do not mix to log-probs of one distribution.
@@ -132,9 +146,20 @@ def mix(
         trained=trained,
         ranked=False,  # the sampled token's q is whole, that of other ids a lower bound
     )
+    hidden = tuple(
+        replace(share, weight=share.weight * weight)
+        for one, weight in zip(scores, weights, strict=True)
+        for share in one.hidden
+    )
     ids = torch.cat([s.token_ids for s in scores], dim=1)
     if k == 0:
-        return mixture(ids, scores[0].teacher_logprobs)
+        return replace(mixture(ids, scores[0].teacher_logprobs), hidden=hidden)
+    if same_ids:
+        shares = [
+            s.teacher_logprobs.double() + log for s, log in zip(scores, log_weights, strict=True)
+        ]
+        total = torch.stack(shares).logsumexp(dim=0)
+        return replace(mixture(scores[0].token_ids, total.to(dtype)), hidden=hidden)
     logprobs = torch.cat(
         [s.teacher_logprobs.double() + log for s, log in zip(scores, log_weights, strict=True)],
         dim=1,
@@ -155,4 +180,5 @@ def mix(
     lowest = torch.finfo(total.dtype).min
     ranked = total.clamp(min=lowest).masked_fill(~first, float("-inf"))
     chosen = ranked.topk(k, dim=1).indices
-    return mixture(ids.gather(1, chosen), total.gather(1, chosen).to(dtype))
+    mixed = mixture(ids.gather(1, chosen), total.gather(1, chosen).to(dtype))
+    return replace(mixed, hidden=hidden)

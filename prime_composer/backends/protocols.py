@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+
+from prime_composer.two_heads import Logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +43,60 @@ class Rollout:
 
 
 @dataclass(frozen=True, eq=False)
+class TeacherHead:
+    """A teacher's output head, in the dtype that the teacher multiplies in.
+
+    Attributes:
+        weight: [V, d].
+        bias: [V]; None without one.
+        scale: factor of the logits.
+        softcap: bound of the logits; None for none.
+        tolerance: how far log q of a sampled token, computed from hidden state and head, may be
+            from the teacher's own number, in nats. None: the numbers are not compared, since both
+            come from one model in this process.
+        origin: the teacher in words, for messages.
+    """
+
+    weight: Float[Tensor, "v d"]
+    bias: Float[Tensor, " v"] | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    tolerance: float | None = None
+    origin: str = "The teacher"
+
+    def over(self, hidden: Float[Tensor, "n d"]) -> Logits:
+        """Return the teacher's logits over hidden states, as the teacher rounds them.
+
+        A head in half precision rounds each logit to its dtype, as vLLM's does.
+        """
+        dtype = self.weight.dtype
+        half = dtype in (torch.bfloat16, torch.float16)
+        return Logits(
+            hidden.to(dtype),
+            self.weight,
+            self.bias,
+            self.softcap,
+            self.scale,
+            dtype if half else None,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenStates:
+    """The last hidden states of one teacher for one rollout, after the final norm.
+
+    Attributes:
+        states: row i predicts ``token_ids[start + i]`` of the rollout, [n, d], on the CPU.
+        head: turns them into logits. One object for all answers of a teacher.
+        weight: the teacher's share in a mixture.
+    """
+
+    states: Float[Tensor, "n d"]
+    head: TeacherHead
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
 class TeacherScores:
     """A teacher's log-probs for one rollout from ``Rollout.start`` on. All tensors are on the CPU.
 
@@ -51,11 +108,13 @@ class TeacherScores:
         ref_logprobs: log q of the sampled token, [n].
         token_ids: the teacher's top-K ids, distinct, most probable first, [n, k]; k may be 0.
         teacher_logprobs: log q of these ids, [n, k].
+        hidden: the hidden states of each teacher, where they were asked for.
     """
 
     ref_logprobs: Float[Tensor, " n"]
     token_ids: Int[Tensor, "n k"]
     teacher_logprobs: Float[Tensor, "n k"]
+    hidden: tuple[HiddenStates, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,6 +201,9 @@ class Scorer(Protocol):
         rollouts: Sequence[Rollout],
         support_size: int | Literal["full"],
         prompts: Sequence[Sequence[int]] | None = None,
+        *,
+        candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
+        hidden: bool = False,
     ) -> list[TeacherScores]:
         """Return one ``TeacherScores`` per rollout, in order.
 
@@ -149,6 +211,9 @@ class Scorer(Protocol):
             rollouts: what to score.
             support_size: K; 0 for the sampled token only, "full" for the whole vocabulary (K = V).
             prompts: token ids that the teacher reads instead of each rollout's own prompt.
+            candidate_ids: ids to score instead of the teacher's own top K, one [n, K] tensor per
+                rollout from ``Rollout.start`` on. They are returned in the order given.
+            hidden: return hidden states too.
         """
         ...
 

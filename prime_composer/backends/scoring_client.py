@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from prime_composer.backends.alignment import SequenceToScore, make_scores
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.http import Connection, Refused, ServerError
-from prime_composer.backends.protocols import TeacherScores
+from prime_composer.backends.protocols import TeacherHead, TeacherScores
 from prime_composer.backends.vllm_logprobs import asked_for
 from prime_composer.scoring.head import DTYPE_NAMES, bits_of
 from prime_composer.scoring.wire import (
@@ -47,6 +48,17 @@ from prime_composer.scoring.wire import (
 
 HEAD_ROWS = 4096
 """Rows of the output head per request."""
+
+TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.5}
+"""How far log q of a token by hidden state and head may be from the server's own, in nats, by the
+dtype of the head's products.
+
+The sums are the same up to their order. In half precision each logit is rounded, so that another
+order moves it by one unit in the last place: 0.0625 in bfloat16 for logits of 8 to 16.
+"""
+
+HEAD_PARTS = ("lm_head.weight", "lm_head.bias", "embed_tokens.weight")
+"""How the names of a checkpoint's output head end."""
 
 MOST_HEAD_ENTRIES = 2**33
 """More than any model has."""
@@ -78,6 +90,22 @@ class OutputHead:
         bias = None if self.bias is None else bits_of(self.bias)
         return hashlib.sha256(row_digests(bits_of(self.weight), bias)).hexdigest()
 
+    def of_teacher(self, origin: str) -> TeacherHead:
+        """Return the head in the dtype that the server multiplies in.
+
+        Args:
+            origin: the server in words, for messages.
+        """
+        dtype = TORCH_DTYPES[self.facts.computed_in]
+        return TeacherHead(
+            self.weight.to(dtype),
+            None if self.bias is None else self.bias.to(dtype),
+            self.facts.scale,
+            self.facts.softcap,
+            TOLERANCES[self.facts.computed_in],
+            origin,
+        )
+
     def logits(self, hidden: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
         """Return the logits of hidden states, in the dtype that the server computes in."""
         dtype = TORCH_DTYPES[self.facts.computed_in]
@@ -86,6 +114,44 @@ class OutputHead:
         if self.facts.softcap is not None:
             logits = self.facts.softcap * torch.tanh(logits / self.facts.softcap)
         return logits * self.facts.scale
+
+
+def read_head(folder: Path, rows: int) -> tuple[Float[Tensor, "v d"], Float[Tensor, " v"] | None]:
+    """Return weight and bias of a checkpoint's output head, from its safetensors files.
+
+    Embeddings stand for a head that is tied to them.
+
+    Args:
+        folder: of the checkpoint.
+        rows: number of rows to read; a padded vocabulary may have more.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # no mapping
+                part = next((part for part in HEAD_PARTS if name.endswith(part)), None)
+                if part is not None:
+                    found[part] = tensors.get_tensor(name)
+    weight = found.get("lm_head.weight", found.get("embed_tokens.weight"))
+    if weight is None:
+        raise ValueError(
+            f"{folder} has no safetensors file with lm_head.weight or embed_tokens.weight; leave "
+            "`head` out of the teacher's table to read the server's own."
+        )
+    bias = found.get("lm_head.bias")
+    return weight[:rows], None if bias is None else bias[:rows]
+
+
+def available_bytes() -> int:
+    """Return the memory that new programs can have, by the kernel's own estimate."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    except OSError:  # another system
+        return 2**63
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 class ScoringClient:
@@ -148,104 +214,63 @@ class ScoringClient:
                 "start it as it was, or start a new run."
             )
 
-    async def score(self, index: int, sequence: SequenceToScore, k: int) -> TeacherScores:
-        """Return the scores of one sequence, with the teacher's own top K.
+    async def score(
+        self,
+        index: int,
+        sequence: SequenceToScore,
+        k: int,
+        candidates: Int[Tensor, "n k"] | None = None,
+    ) -> TeacherScores:
+        """Return the scores of one sequence.
 
         Args:
             index: of the sequence, for messages.
             sequence: what to score.
             k: K; 0 for the sampled token only.
+            candidates: ids to score instead of the teacher's own top K.
 
         Raises:
             ServerError: the server is gone, refuses, or serves another model.
             PluginGone: the server has the plugin no more.
             InvalidAnswer: an answer that no model can have given.
         """
-        asked = asked_for(k)
-        n = len(sequence.token_ids) - sequence.start
-        arrays = await self._ask(index, sequence, ["sampled", "top_k"], n * (4 + 8 * asked), asked)
-        own, ids, logprobs = (
-            self._array(arrays, name, shape, dtype, index)
-            for name, shape, dtype in (
-                ("sampled", (n,), np.float32),
-                ("top_ids", (n, asked), np.int32),
-                ("top_logprobs", (n, asked), np.float32),
-            )
-        )
-        scores = make_scores(
-            torch.from_numpy(own.copy()),
-            torch.from_numpy(ids.astype(np.int64)),
-            torch.from_numpy(logprobs.copy()),
-            sampled=torch.tensor(sequence.token_ids[sequence.start :]),
-            k=asked,
-            vocab_size=self.facts.vocab_size,
-            origin=self.origin,
-            sequence=index,
-            start=sequence.start,
-        )
-        return replace(
-            scores,
-            token_ids=scores.token_ids[:, :k],
-            teacher_logprobs=scores.teacher_logprobs[:, :k],
-        )
+        arrays = await self._ask(index, sequence, k, candidates)
+        return self._scores(index, sequence, arrays, k, candidates)
 
-    async def given(
-        self, index: int, sequence: SequenceToScore, ids: Int[Tensor, "n m"]
-    ) -> tuple[Float[Tensor, " n"], Float[Tensor, "n m"]]:
-        """Return log q of the sampled tokens, and of ids that the caller chose.
+    async def score_with_hidden(
+        self,
+        index: int,
+        sequence: SequenceToScore,
+        k: int = 0,
+        candidates: Int[Tensor, "n k"] | None = None,
+    ) -> tuple[TeacherScores, Float[Tensor, "n d"]]:
+        """Return the scores of one sequence, and the last hidden states behind them.
+
+        The states are those after the final norm, in the teacher's dtype. Row i predicts token
+        ``start + i``. The scores hold no hidden states, whose head is another request.
 
         Args:
             index: of the sequence, for messages.
             sequence: what to score.
-            ids: of the caller's choice.
+            k: K; 0 for the sampled token only.
+            candidates: ids to score instead of the teacher's own top K.
 
         Raises:
             ServerError: the server is gone, refuses, or serves another model.
             PluginGone: the server has the plugin no more.
-            InvalidAnswer: an answer that no model can have given.
+            InvalidAnswer: an answer that no model can have given, or hidden states of another shape
+                or dtype, or not finite.
         """
-        n, m = ids.shape
-        size = n * (4 + 4 * m)
-        arrays = await self._ask(index, sequence, ["sampled", "given"], size, given=ids.numpy())
-        own = self._array(arrays, "sampled", (n,), np.float32, index)
-        logprobs = self._array(arrays, "given", (n, m), np.float32, index)
-        scores = make_scores(
-            torch.from_numpy(own.copy()),
-            ids,
-            torch.from_numpy(logprobs.copy()),
-            sampled=torch.tensor(sequence.token_ids[sequence.start :]),
-            k=m,
-            vocab_size=self.facts.vocab_size,
-            origin=self.origin,
-            sequence=index,
-            start=sequence.start,
-            ranked=False,
-        )
-        return scores.ref_logprobs, scores.teacher_logprobs
-
-    async def hidden_states(self, index: int, sequence: SequenceToScore) -> Float[Tensor, "n d"]:
-        """Return the last hidden states that predict the tokens from ``start`` on.
-
-        They are those after the final norm, in the teacher's dtype.
-
-        Args:
-            index: of the sequence, for messages.
-            sequence: what to read.
-
-        Raises:
-            ServerError: the server is gone, refuses, or serves another model.
-            PluginGone: the server has the plugin no more.
-            InvalidAnswer: hidden states of another shape or dtype, or not finite.
-        """
-        n, d = len(sequence.token_ids) - sequence.start, self.facts.hidden_size
         dtype = TORCH_DTYPES.get(self.facts.dtype)
         if dtype is None:
             raise self._connection.error(
                 f"{self._connection.name} computes in {self.facts.dtype}, and hidden states are "
                 f"read in {', '.join(TORCH_DTYPES)}; start it with --dtype bfloat16."
             )
-        arrays = await self._ask(index, sequence, ["hidden"], n * d * dtype.itemsize)
-        bits = self._array(arrays, "hidden", (n, d), np.dtype(DTYPES[self.facts.dtype]), index)
+        arrays = await self._ask(index, sequence, k, candidates, hidden=True)
+        scores = self._scores(index, sequence, arrays, k, candidates)
+        shape = (len(sequence.token_ids) - sequence.start, self.facts.hidden_size)
+        bits = self._array(arrays, "hidden", shape, np.dtype(DTYPES[self.facts.dtype]), index)
         hidden = torch.from_numpy(bits.copy()).view(dtype)
         wrong = (~hidden.isfinite()).any(dim=1).nonzero()
         if len(wrong):
@@ -254,7 +279,43 @@ class ScoringClient:
                 f"{self.origin} gave hidden states at sequence {index}, position {position} that "
                 "are not finite."
             )
-        return hidden
+        return scores, hidden
+
+    def _scores(
+        self,
+        index: int,
+        sequence: SequenceToScore,
+        arrays: dict[str, NDArray[Any]],
+        k: int,
+        candidates: Int[Tensor, "n k"] | None,
+    ) -> TeacherScores:
+        n, asked = len(sequence.token_ids) - sequence.start, asked_for(k)
+        own = self._array(arrays, "sampled", (n,), np.float32, index)
+        if candidates is None:
+            ids = self._array(arrays, "top_ids", (n, asked), np.int32, index).astype(np.int64)
+            logprobs = self._array(arrays, "top_logprobs", (n, asked), np.float32, index)
+            token_ids = torch.from_numpy(ids)
+        else:
+            asked = k
+            logprobs = self._array(arrays, "given", (n, k), np.float32, index)
+            token_ids = candidates
+        scores = make_scores(
+            torch.from_numpy(own.copy()),
+            token_ids,
+            torch.from_numpy(logprobs.copy()),
+            sampled=torch.tensor(sequence.token_ids[sequence.start :]),
+            k=asked,
+            vocab_size=self.facts.vocab_size,
+            origin=self.origin,
+            sequence=index,
+            start=sequence.start,
+            ranked=candidates is None,
+        )
+        return replace(
+            scores,
+            token_ids=scores.token_ids[:, :k],
+            teacher_logprobs=scores.teacher_logprobs[:, :k],
+        )
 
     def head(self, folder: Path | None = None) -> OutputHead:
         """Return the teacher's output head.
@@ -265,14 +326,7 @@ class ScoringClient:
         Raises:
             ServerError: the server is gone or cannot read it, or it changed meanwhile.
         """
-        facts = self.head_facts()
-        rows, columns = self.facts.vocab_size, self.facts.hidden_size
-        fits = (facts.rows, facts.columns) == (rows, columns) and rows * columns < MOST_HEAD_ENTRIES
-        if facts.dtype not in TORCH_DTYPES or not fits:
-            raise self._head_error(
-                f"is {facts.rows} x {facts.columns} in {facts.dtype}, where {rows} x {columns} in "
-                f"{', '.join(TORCH_DTYPES)} was expected"
-            )
+        facts = self._checked_facts()
         path = None if folder is None else folder / f"{facts.sha256}.safetensors"
         if path is not None and path.exists():
             tensors = load_file(path)
@@ -287,6 +341,46 @@ class ScoringClient:
             unfinished = path.with_suffix(f".{os.getpid()}")
             save_file(tensors, unfinished)
             unfinished.replace(path)
+        return head
+
+    def _checked_facts(self) -> HeadFacts:
+        """Return the head's facts, if they fit what the server says of its model."""
+        facts = self.head_facts()
+        rows, columns = self.facts.vocab_size, self.facts.hidden_size
+        fits = (facts.rows, facts.columns) == (rows, columns) and rows * columns < MOST_HEAD_ENTRIES
+        if facts.dtype not in TORCH_DTYPES or not fits:
+            raise self._head_error(
+                f"is {facts.rows} x {facts.columns} in {facts.dtype}, where {rows} x {columns} in "
+                f"{', '.join(TORCH_DTYPES)} was expected"
+            )
+        if available_bytes() < facts.rows * facts.columns * TORCH_DTYPES[facts.dtype].itemsize:
+            raise self._head_error(
+                f"is {facts.rows} x {facts.columns} in {facts.dtype}, and this machine has "
+                f"{available_bytes() / 1e9:.1f} GB of free memory; set k to a number"
+            )
+        return facts
+
+    def head_of_files(self, folder: Path) -> OutputHead:
+        """Return the output head of a checkpoint on this machine, if it is the server's.
+
+        Args:
+            folder: of the checkpoint.
+
+        Raises:
+            ServerError: the head is another one, or the server cannot read its own.
+            ValueError: the folder has no head.
+        """
+        facts = self._checked_facts()
+        weight, bias = read_head(folder, facts.rows)
+        dtype = TORCH_DTYPES[facts.dtype]
+        head = OutputHead(weight.to(dtype), None if bias is None else bias.to(dtype), facts)
+        if head.sha256 != facts.sha256:
+            rows, columns = weight.shape
+            raise self._head_error(
+                f"({facts.rows} x {facts.columns} in {facts.dtype}) is not the one of {folder} "
+                f"({rows} x {columns}): it may be quantized, adapted, or of another checkpoint. "
+                "Leave `head` out of the teacher's table to read the server's own"
+            )
         return head
 
     def head_facts(self) -> HeadFacts:
@@ -342,14 +436,22 @@ class ScoringClient:
         self,
         index: int,
         sequence: SequenceToScore,
-        kinds: list[str],
-        size: int,
-        k: int = 0,
-        given: NDArray[Any] | None = None,
+        k: int,
+        candidates: Int[Tensor, "n k"] | None,
+        hidden: bool = False,
     ) -> dict[str, NDArray[Any]]:
         tokens, start = sequence.token_ids, sequence.start
-        one = SequenceToAnswer(tokens, start, "" if given is None else encode_ids(given))
-        question = msgspec.to_builtins(Question(VERSION, [one], kinds, k, self._model))
+        kinds, asked, given = ["sampled"], 0, ""
+        size = 4 + 8 * max(k, asked_for(k)) + (4 * self.facts.hidden_size if hidden else 0)
+        if candidates is None:
+            kinds, asked = [*kinds, "top_k"], asked_for(k)
+        else:
+            kinds, given = [*kinds, "given"], encode_ids(candidates.numpy())
+        if hidden:
+            kinds.append("hidden")
+        one = SequenceToAnswer(tokens, start, given)
+        question = msgspec.to_builtins(Question(VERSION, [one], kinds, asked, self._model))
+        size *= len(tokens) - start
         try:
             content = await self._connection.request(
                 "POST", SCORE_PATH, question, max_bytes=ENVELOPE_BYTES + size

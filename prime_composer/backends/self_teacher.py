@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 
 from prime_composer.backends.protocols import Rollout, TeacherScores
 from prime_composer.backends.transformers import TransformersScorer
@@ -107,6 +108,7 @@ class PolicyTeacher:
         prompts: Sequence[Sequence[int]],
         support_size: int | Literal["full"],
         chosen_by_student: bool = False,
+        hidden: bool = False,
     ) -> list[TeacherScores]:
         """Return the hint-conditioned policy's scores of the rollouts' own tokens.
 
@@ -116,13 +118,13 @@ class PolicyTeacher:
             support_size: K.
             chosen_by_student: use the K most probable ids of the policy without the hint, instead
                 of the teacher's.
+            hidden: return hidden states too, with the policy's head.
         """
         candidates = None
         if chosen_by_student:
-            student_scores = TransformersScorer(self.policy).score(rollouts, support_size)
-            candidates = [scores.token_ids for scores in student_scores]
+            candidates = students_choice(self.policy, rollouts, support_size)
         return TransformersScorer(self.model).score(
-            rollouts, support_size, prompts=prompts, candidate_ids=candidates
+            rollouts, support_size, prompts=prompts, candidate_ids=candidates, hidden=hidden
         )
 
     @torch.no_grad()
@@ -143,3 +145,11 @@ class PolicyTeacher:
         """Load what ``state_dict`` returned."""
         if self.config.update != "live":
             self.model.load_state_dict(state)
+
+
+def students_choice(
+    student: nn.Module, rollouts: Sequence[Rollout], support_size: int | Literal["full"]
+) -> list[Int[Tensor, "_ _k"]]:
+    """Return the student's K most probable ids at each token of each rollout, [n, K]."""
+    scores = TransformersScorer(student).score(rollouts, support_size)
+    return [one.token_ids for one in scores]

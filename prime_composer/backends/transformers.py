@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,14 @@ from prime_composer.backends.hf_model import (
     read_eos_token_ids,
     token_batches,
 )
-from prime_composer.backends.protocols import Limits, Rollout, SamplingParams, TeacherScores
+from prime_composer.backends.protocols import (
+    HiddenStates,
+    Limits,
+    Rollout,
+    SamplingParams,
+    TeacherHead,
+    TeacherScores,
+)
 from prime_composer.lm_head import selected_logprobs
 from prime_composer.scoring.kinds import largest
 
@@ -266,7 +274,9 @@ class TransformersScorer(LoadedModel):
         rollouts: Sequence[Rollout],
         support_size: int | Literal["full"],
         prompts: Sequence[Sequence[int]] | None = None,
+        *,
         candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
+        hidden: bool = False,
     ) -> list[TeacherScores]:
         """Return one ``TeacherScores`` per rollout, in order.
 
@@ -276,6 +286,7 @@ class TransformersScorer(LoadedModel):
             prompts: token ids that the teacher reads instead of each rollout's own prompt.
             candidate_ids: ids to score instead of the teacher's own top K, one [n, K] tensor per
                 rollout from ``Rollout.start`` on. They are returned in the order given.
+            hidden: return hidden states too. Their head is the model's own weight.
 
         Raises:
             ValueError: K above the vocabulary, candidates of another shape, or a sequence too long
@@ -294,14 +305,15 @@ class TransformersScorer(LoadedModel):
                 )
         sequences = sequences_to_score(rollouts, prompts)
         check_lengths([s.token_ids for s in sequences], 0, self.limits.max_model_len)
-        weight = lm_head_weight(self.model)
+        weight = lm_head_weight(self.model).detach()
+        head = TeacherHead(weight, origin=self.origin)
         scores: dict[int, TeacherScores] = {}
         for batch in token_batches([len(s.token_ids) for s in sequences], self.batch_tokens):
             tokens, mask = pad([sequences[index].token_ids for index in batch], weight.device)
-            hidden = hidden_states(self.model, tokens, mask)
-            # hidden[t] predicts token t + 1, so [start, end) is scored from [start - 1, end - 1).
+            all_states = hidden_states(self.model, tokens, mask)
+            # State t predicts token t + 1, so [start, end) is scored from [start - 1, end - 1).
             spans = [(sequences[index].start, len(sequences[index].token_ids)) for index in batch]
-            states = torch.cat([hidden[row, a - 1 : b - 1] for row, (a, b) in enumerate(spans)])
+            states = torch.cat([all_states[row, a - 1 : b - 1] for row, (a, b) in enumerate(spans)])
             labels = torch.cat([tokens[row, a:b] for row, (a, b) in enumerate(spans)])
             if candidate_ids is None:
                 ids, logprobs = top_logprobs(states, weight, labels, k)
@@ -310,10 +322,14 @@ class TransformersScorer(LoadedModel):
                 ids = torch.cat([labels[:, None], candidates], dim=1)
                 logprobs = selected_logprobs(states, weight, ids)
             sizes = [b - a for a, b in spans]
-            for index, sequence_ids, sequence_logprobs in zip(
-                batch, ids.cpu().split(sizes), logprobs.float().cpu().split(sizes), strict=True
+            for index, sequence_ids, sequence_logprobs, own_states in zip(
+                batch,
+                ids.cpu().split(sizes),
+                logprobs.float().cpu().split(sizes),
+                states.cpu().split(sizes),
+                strict=True,
             ):
-                scores[index] = make_scores(
+                one = make_scores(
                     sequence_logprobs[:, 0],
                     sequence_ids[:, 1:],
                     sequence_logprobs[:, 1:],
@@ -325,6 +341,8 @@ class TransformersScorer(LoadedModel):
                     start=sequences[index].start,
                     ranked=candidate_ids is None,
                 )
+                shares = (HiddenStates(own_states, head),) if hidden else ()
+                scores[index] = replace(one, hidden=shares)
         return [scores[index] for index in range(len(rollouts))]
 
 

@@ -16,11 +16,13 @@ import gc
 import random
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 
 from prime_composer.backends.alignment import (
     SequenceToScore,
@@ -38,8 +40,16 @@ from prime_composer.backends.cpu_guard import (
     return_freed_memory,
 )
 from prime_composer.backends.hf_model import read_config, read_eos_token_ids
-from prime_composer.backends.protocols import Limits, Rollout, SamplingParams, TeacherScores
+from prime_composer.backends.protocols import (
+    HiddenStates,
+    Limits,
+    Rollout,
+    SamplingParams,
+    TeacherHead,
+    TeacherScores,
+)
 from prime_composer.scoring import patches
+from prime_composer.scoring.head import Head, find_head
 from prime_composer.scoring.worker import Wish, read_payload
 
 GPU_MEMORY_SHARE = 0.3
@@ -274,6 +284,9 @@ class VLLMScorer:
         rollouts: Sequence[Rollout],
         support_size: int | Literal["full"],
         prompts: Sequence[Sequence[int]] | None = None,
+        *,
+        candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
+        hidden: bool = False,
     ) -> list[TeacherScores]:
         """Return one ``TeacherScores`` per rollout, in order.
 
@@ -281,6 +294,9 @@ class VLLMScorer:
             rollouts: what to score.
             support_size: K; 0 for the sampled token only, "full" for the whole vocabulary (K = V).
             prompts: token ids that the teacher reads instead of each rollout's own prompt.
+            candidate_ids: ids to score instead of the teacher's own top K, one [n, K] tensor per
+                rollout from ``Rollout.start`` on.
+            hidden: return hidden states too, with the engine's own head.
 
         Raises:
             ValueError: K above the engine's limit or the vocabulary, or a sequence too long for the
@@ -297,38 +313,91 @@ class VLLMScorer:
         if not sequences:
             return []
         check_lengths([s.token_ids for s in sequences], 1, engine.limits.max_model_len)
-        kinds = ("sampled", "top_k") if k else ("sampled",)
+        kinds = ["sampled", *(["hidden"] if hidden else [])]
+        if k:
+            kinds.append("top_k" if candidate_ids is None else "given")
         requests = [
             engine._vllm.SamplingParams(
                 max_tokens=1,
                 temperature=0.0,
                 prompt_logprobs=0,
                 detokenize=False,
-                extra_args=Wish(sequence.start, kinds, k).mark(),
+                extra_args=Wish(
+                    sequence.start,
+                    tuple(kinds),
+                    k if candidate_ids is None else 0,
+                    b"" if candidate_ids is None else candidate_ids[index].int().numpy().tobytes(),
+                ).mark(),
             )
-            for sequence in sequences
+            for index, sequence in enumerate(sequences)
         ]
         outputs = engine._run([s.token_ids for s in sequences], requests)
+        head = self._head() if hidden else None
         return [
-            self._read(index, sequence, output.prompt_logprobs[-1], k)
+            self._read(
+                index,
+                sequence,
+                output.prompt_logprobs[-1],
+                k,
+                None if candidate_ids is None else candidate_ids[index],
+                head,
+            )
             for index, (sequence, output) in enumerate(zip(sequences, outputs, strict=True))
         ]
 
-    def _read(self, index: int, sequence: SequenceToScore, payload: Any, k: int) -> TeacherScores:
+    def _head(self) -> TeacherHead:
+        """Return the engine's output head, which shares its memory."""
+        heads: list[Head] = self._engine.llm.collective_rpc(
+            lambda worker: find_head(worker.get_model())
+        )
+        if len(heads) > 1:
+            raise ValueError(
+                f"The engine of {self._engine.model} has its output head in {len(heads)} parts; "
+                'serve it with `prime-rl teacher`, or set k to a number instead of "full".'
+            )
+        (head,) = heads
+        dtype = head.computed_in
+        return TeacherHead(
+            head.weight.to(dtype),
+            None if head.bias is None else head.bias.to(dtype),
+            head.scale,
+            head.softcap,
+            origin=f"The engine of {self._engine.model}",
+        )
+
+    def _read(
+        self,
+        index: int,
+        sequence: SequenceToScore,
+        payload: Any,
+        k: int,
+        candidates: Int[Tensor, "n k"] | None,
+        head: TeacherHead | None,
+    ) -> TeacherScores:
         sampled = torch.tensor(sequence.token_ids[sequence.start :])
         description, data = payload[:2]
         arrays = read_payload(description, data, len(sampled))
-        return make_scores(
+        if not k:
+            ids, logprobs = sampled.new_empty(len(sampled), 0), torch.empty(len(sampled), 0)
+        elif candidates is None:
+            ids, logprobs = arrays["top_ids"].long(), arrays["top_logprobs"]
+        else:
+            ids, logprobs = candidates, arrays["given"]
+        scores = make_scores(
             arrays["sampled"],
-            arrays["top_ids"].long() if k else sampled.new_empty(len(sampled), 0),
-            arrays["top_logprobs"] if k else torch.empty(len(sampled), 0),
+            ids,
+            logprobs,
             sampled=sampled,
             k=k,
             vocab_size=self.limits.vocab_size,
             origin=f"The engine of {self._engine.model}",
             sequence=index,
             start=sequence.start,
+            ranked=candidates is None,
         )
+        if head is None:
+            return scores
+        return replace(scores, hidden=(HiddenStates(arrays["hidden"], head),))
 
     def close(self) -> None:
         """Close the engine. Closing twice is harmless."""

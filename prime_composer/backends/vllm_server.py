@@ -38,7 +38,8 @@ from typing import Annotated, Any, Literal, TypeVar, Unpack
 
 import msgspec
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 
 from prime_composer.backends.alignment import (
     SequenceToScore,
@@ -58,7 +59,14 @@ from prime_composer.backends.http import (
     ServerError,
     excerpt,
 )
-from prime_composer.backends.protocols import Limits, Rollout, SamplingParams, TeacherScores
+from prime_composer.backends.protocols import (
+    HiddenStates,
+    Limits,
+    Rollout,
+    SamplingParams,
+    TeacherHead,
+    TeacherScores,
+)
 from prime_composer.backends.scoring_client import PluginGone, ScoringClient
 from prime_composer.backends.vllm_logprobs import (
     answer_bytes,
@@ -549,7 +557,15 @@ class ServerSampler(Server):
 
 
 class ServerScorer(Server):
-    """Teacher scores of a running vLLM server (``protocols.Scorer``); see ``Server``."""
+    """Teacher scores of a running vLLM server (``protocols.Scorer``); see ``Server``.
+
+    Args:
+        heads: folder where output heads are kept, by their hash. None: nowhere.
+        head: folder of a checkpoint whose output head is read instead of the server's. It has to be
+            the same.
+    """
+
+    _head: TeacherHead | None
 
     def __init__(
         self,
@@ -558,8 +574,11 @@ class ServerScorer(Server):
         *,
         section: str = "[teacher]",
         max_logprobs: int | None = None,
+        heads: Path | None = None,
+        head: Path | None = None,
         **connection: Unpack[ConnectionOptions],
     ):
+        self._heads, self._head_files, self._head = heads, head, None
         self._sampler: ServerSampler | None = None  # the base class may call close()
         self._client: ScoringClient | None = None
         self._first: ScoringClient | None = None
@@ -580,6 +599,8 @@ class ServerScorer(Server):
         support_size: int | Literal["full"],
         prompts: Sequence[Sequence[int]] | None = None,
         *,
+        candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
+        hidden: bool = False,
         binary: bool = True,
     ) -> list[TeacherScores]:
         """Return one ``TeacherScores`` per rollout, in order.
@@ -588,6 +609,9 @@ class ServerScorer(Server):
             rollouts: what to score.
             support_size: K; 0 for the sampled token only, "full" for the whole vocabulary (K = V).
             prompts: token ids that the teacher reads instead of each rollout's own prompt.
+            candidate_ids: ids to score instead of the teacher's own top K, one [n, K] tensor per
+                rollout from ``Rollout.start`` on. Needs the scoring plugin.
+            hidden: return hidden states too. Needs the scoring plugin.
             binary: use the scoring plugin where the server has it. False: always JSON.
 
         Raises:
@@ -615,13 +639,32 @@ class ServerScorer(Server):
         check_lengths([s.token_ids for s in sequences], 1, self.limits.max_model_len)
 
         client = self.plugin() if binary else None
+        needs_plugin = hidden or candidate_ids is not None
+        if client is None and needs_plugin:
+            what = "hidden states" if hidden else "log-probs of given ids"
+            raise self._connection.error(
+                f"{self._connection.name} has no scoring plugin, which {what} need; start it with "
+                'prime-rl teacher, or set k to a number and chosen_by = "teacher".'
+            )
         if client is not None:
+            plugin = client
+            head = self._teacher_head(plugin) if hidden else None
+
+            async def ask(index: int, sequence: SequenceToScore) -> TeacherScores:
+                candidates = None if candidate_ids is None else candidate_ids[index]
+                if head is None:
+                    return await plugin.score(index, sequence, k, candidates)
+                scores, states = await plugin.score_with_hidden(index, sequence, k, candidates)
+                return replace(scores, hidden=(HiddenStates(states, head),))
+
             try:
                 return self._connection.map(
-                    lambda numbered: client.score(*numbered, k), list(enumerate(sequences))
+                    lambda numbered: ask(*numbered), list(enumerate(sequences))
                 )
-            except PluginGone:  # JSON has the same numbers
-                self._without_plugin()
+            except PluginGone:
+                if needs_plugin:
+                    raise
+                self._without_plugin()  # JSON has the same numbers
 
         async def score_one(numbered: tuple[int, SequenceToScore]) -> TeacherScores:
             index, sequence = numbered
@@ -648,6 +691,16 @@ class ServerScorer(Server):
             )
 
         return self._connection.map(score_one, list(enumerate(sequences)))
+
+    def _teacher_head(self, client: ScoringClient) -> TeacherHead:
+        """Return the teacher's output head, from the server or from a checkpoint's files."""
+        if self._head is None:
+            if self._head_files is None:
+                head = client.head(self._heads)
+            else:
+                head = client.head_of_files(self._head_files)
+            self._head = head.of_teacher(self.origin)
+        return self._head
 
     def plugin(self) -> ScoringClient | None:
         """Return the client of the scoring plugin; None where the server has none.

@@ -17,7 +17,7 @@ from prime_composer.backends.hf_model import (
 )
 from prime_composer.backends.mixture import Teachers
 from prime_composer.backends.protocols import Sampler, Scorer, TeacherScores
-from prime_composer.backends.self_teacher import PolicyTeacher
+from prime_composer.backends.self_teacher import PolicyTeacher, students_choice
 from prime_composer.local.batch import Pair, Sample
 from prime_composer.local.model_check import in_table
 from prime_composer.local.overflow import Rule, fit
@@ -27,6 +27,7 @@ from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, TeacherConfig
+from prime_composer.tiny_models.cache import cache_root
 
 BackendName = Literal["vllm", "transformers", "server"]
 
@@ -50,6 +51,7 @@ class BackendSpec:
         section: the recipe's table that describes the model, in brackets.
         weights_dir: directory through which a server receives new weights; None is the system's
             own.
+        head: directory of a checkpoint with a served teacher's output head; None asks the server.
     """
 
     backend: BackendName
@@ -65,6 +67,7 @@ class BackendSpec:
     timeout: float
     section: str
     weights_dir: Path | None
+    head: Path | None = None
 
     def connection(self, status: Callable[[str], None] | None) -> dict[str, Any]:
         """Return how its server is asked: ``backends.http.ConnectionOptions``.
@@ -127,6 +130,7 @@ def teacher_spec(
         timeout=teacher.timeout,
         section=f"[{table}]",
         weights_dir=None,
+        head=teacher.head,
     )
 
 
@@ -205,7 +209,12 @@ def open_scorer(spec: BackendSpec, status: Callable[[str], None] | None = None) 
 
         assert spec.url is not None
         return ServerScorer(
-            spec.url, str(spec.model), section=spec.section, **spec.connection(status)
+            spec.url,
+            str(spec.model),
+            section=spec.section,
+            heads=cache_root() / "heads",
+            head=spec.head,
+            **spec.connection(status),
         )
     if spec.backend == "vllm":
         from prime_composer.backends.vllm import VLLMScorer
@@ -287,6 +296,19 @@ class Engine:
         """Entries of the student's output head."""
         return lm_head_weight(self.model).shape[0]
 
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether the loss compares whole vocabularies by the teachers' hidden states."""
+        return "hidden_states" in self.loss.needs
+
+    @property
+    def _support(self) -> tuple[int | Literal["full"], bool]:
+        """Return the K that the teachers are asked for, and whether the student chooses the ids."""
+        support = self.loss.support
+        if support is not None and support.chosen_by == "student" and support.k != "full":
+            return support.k, True
+        return self.loss.support_size, False
+
     def score(self, samples: Sequence[Sample]) -> Scored:
         """Return the samples with their teacher's scores; unchanged where the loss needs no
         teacher.
@@ -300,10 +322,14 @@ class Engine:
         if self.teachers is not None:
             fitted = self.fit(samples)
             kept = [sample for sample in fitted if sample is not None]
+            rollouts = [sample.rollout for sample in kept]
+            size, by_student = self._support
             scores = self.teachers.score(
-                [sample.rollout for sample in kept],
+                rollouts,
                 [sample.problem for sample in kept],
-                self.loss.support_size,
+                size,
+                students_choice(self.model, rollouts, size) if by_student else None,
+                self.reads_hidden_states,
             )
             self._check_ids(scores)
             scored = [replace(sample, scores=own) for sample, own in zip(kept, scores, strict=True)]
@@ -364,15 +390,13 @@ class Engine:
         without_hint = len(samples) - len(hinted)
         if not kept:
             return Scored([], without_hint=without_hint, **counts)
-        size, by_student = self.loss.support_size, False
-        support = self.loss.support
-        if support is not None and support.chosen_by == "student" and support.k != "full":
-            size, by_student = support.k, True
+        size, by_student = self._support
         scores = teacher.score(
             [sample.rollout for sample, _ in kept],
             [prompt for _, prompt in kept],
             size,
             chosen_by_student=by_student,
+            hidden=self.reads_hidden_states,
         )
         scored = [
             replace(sample, scores=own) for (sample, _), own in zip(kept, scores, strict=True)

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from prime_composer import two_heads
 from prime_composer.backends.hf_model import token_batches
 from prime_composer.backends.mixture import Teachers
 from prime_composer.backends.protocols import Sampler, SamplingParams
@@ -216,22 +217,30 @@ class Evaluator:
         )
         places = [index for index, sample in enumerate(fitted) if sample is not None]
         kept = [sample for sample in fitted if sample is not None]
+        # A support of K = V is exact and simple; large vocabularies lack the memory for one.
+        vocab_size = self.engine.vocab_size
+        hidden = self.kl_support == "full" and vocab_size > FULL_VOCABULARY_UP_TO
         scores = teachers.score(
             [sample.rollout for sample in kept],
             [sample.problem for sample in kept],
-            self.kl_support,
+            0 if hidden else self.kl_support,
+            hidden=hidden,
         )
         samples = [replace(sample, scores=own) for sample, own in zip(kept, scores, strict=True)]
         sums, tokens = torch.zeros(2, len(problems), dtype=torch.float64)
         lengths = [sample.length for sample in samples]
         for indices in token_batches(lengths, self.micro_batch_tokens):
             inputs = student_inputs(self.engine.model, [samples[i] for i in indices])
-            support, segments = given(inputs.support), given(inputs.segment_ids)
-            kl = reverse_kl(
-                support.student_logprobs,
-                support.teacher_logprobs,
-                normalization="full" if self.kl_support == "full" else "tail",
-            )
+            segments = given(inputs.segment_ids)
+            if hidden:
+                kl = two_heads.reverse_kl(given(inputs.hidden_states))
+            else:
+                support = given(inputs.support)
+                kl = reverse_kl(
+                    support.student_logprobs,
+                    support.teacher_logprobs,
+                    normalization="full" if self.kl_support == "full" else "tail",
+                )
             rows = torch.tensor([places[i] for i in indices])[segments.cpu()]
             sums.index_add_(0, rows, kl.double().cpu())
             tokens.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64))
@@ -252,12 +261,14 @@ class Evaluator:
 def kl_support(recipe: Recipe, engine: Engine) -> int | Literal["full"]:
     """Return the K of the measured KL.
 
-    With ``kl_support = "auto"`` a server is asked for as many ids as the loss needs, or for vLLM's
-    default of 20.
+    With ``kl_support = "auto"`` it is the whole vocabulary where the loss compares that, or where
+    it is small. A server is asked for as many ids as the loss needs, or for vLLM's default of 20.
     """
     size = recipe.eval.kl_support
     if size != "auto":
         return size
+    if engine.reads_hidden_states:
+        return "full"
     if any(spec.backend == "server" for spec in engine.teacher_specs.values()):
         return recipe.loss.support_size or 20
     return "full" if engine.vocab_size <= FULL_VOCABULARY_UP_TO else 64

@@ -72,6 +72,7 @@ def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
         *(f"{table}: {describe_model(model, folders[table])}" for table, model in models.items()),
         *describe_policy_teacher(recipe),
         *describe_loss(recipe),
+        *describe_hidden_states(recipe, routing, folders),
         *describe_data(recipe, problems, routing),
         *describe_steps(recipe),
         *check_sequences(recipe, problems, routing, folders),
@@ -139,6 +140,33 @@ def describe_loss(recipe: Recipe) -> list[str]:
     if support is not None:
         size = "the whole vocabulary" if support.k == "full" else f"K = {support.k}"
         lines.append(f"support: {size}, chosen by the {support.chosen_by}")
+    return lines
+
+
+def describe_hidden_states(
+    recipe: Recipe, routing: Routing, folders: Mapping[str, Path | None]
+) -> list[str]:
+    """Return one line per teacher on the size of its hidden states and head.
+
+    Empty for a loss that reads none, and for a teacher whose directory is not on this machine.
+    """
+    if "hidden_states" not in recipe.loss.needs:
+        return []
+    lines = []
+    for teacher, config in routing.teachers.items():
+        folder = folders[teacher.table]
+        if folder is None:
+            continue
+        sizes = read_config(folder).get_text_config()
+        bytes_each = 4 if (config.dtype or recipe.trainer.dtype) == "float32" else 2
+        per_token = sizes.hidden_size * bytes_each
+        head = per_token * sizes.vocab_size
+        step = per_token * recipe.trainer.batch_size * recipe.rollout.max_tokens
+        lines.append(
+            f"[{teacher.table}] hidden states: {per_token:,} bytes per token, at most "
+            f"{step / 1e6:,.1f} MB per step; output head {sizes.vocab_size:,} x "
+            f"{sizes.hidden_size:,}, {head / 1e6:,.1f} MB"
+        )
     return lines
 
 

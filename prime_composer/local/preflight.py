@@ -194,7 +194,8 @@ def preflight_checks(
         with naming(teacher, among=scorers):
             for problem in scored_problems[teacher][:1]:
                 (rollout,) = engine.sampler.generate([tokenized.prompt(problem)], probe, seed=0)
-                (scores,) = scorer.score([rollout], recipe.loss.support_size)
+                hidden: dict[str, Any] = {"hidden": True} if engine.reads_hidden_states else {}
+                (scores,) = scorer.score([rollout], recipe.loss.support_size, **hidden)
                 check_ids(scores, engine.vocab_size)
                 result.probes[teacher] = Probe(rollout, scores)
 
@@ -523,7 +524,7 @@ def check_vocabularies(
         warnings.append(
             f"The student's head has {vocab_size} entries and the teacher's {teacher_size} for "
             f"{tokens} tokens: the rest is padding. A run stops if the teacher ever puts a padding "
-            "id of its own into the support."
+            "id of its own into the support. A whole vocabulary counts padding as one token."
         )
     k = teacher_size if support_size == "full" else support_size
     if limits.max_logprobs is not None and k is not None and k > limits.max_logprobs:

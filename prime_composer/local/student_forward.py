@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from prime_composer.backends.answers import IMPOSSIBLE, InvalidAnswer
 from prime_composer.backends.hf_model import hidden_states, lm_head_weight
+from prime_composer.backends.protocols import HiddenStates, TeacherHead
 from prime_composer.contract import LossInputs, Support, given
 from prime_composer.lm_head import selected_logprobs
 from prime_composer.local.batch import Sample
+from prime_composer.two_heads import Logits, TwoHeads, compare
 
 
 def autocast(model: nn.Module, dtype: str) -> torch.autocast:
@@ -33,6 +37,7 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
 
     Raises:
         ValueError: a rollout trains on its first token, which no context predicts.
+        InvalidAnswer: a server's hidden states do not belong to its head (``check_answers``).
     """
     head = lm_head_weight(model)
     device = head.device
@@ -62,7 +67,16 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
             torch.cat(parts) for parts in zip(*scores, strict=True)
         )
         selected_ids = torch.cat([selected_ids, support_ids], dim=-1)
-    logprobs = selected_logprobs(hidden, head.to(hidden.dtype), selected_ids.to(device))
+    student = Logits(hidden, head.to(hidden.dtype))
+    heads = heads_of(samples)
+    both = compared(student, heads, samples) if heads else None
+    if both is not None and any(head.tolerance is not None for head in heads):
+        comparison = compare(both, token_ids=selected_ids.to(device))
+        logprobs = given(comparison.student_logprobs)
+        computed = given(comparison.teacher_logprobs)[:, 0]
+        check_answers(computed, given(ref_logprobs), heads, samples)
+    else:
+        logprobs = selected_logprobs(student.hidden, student.weight, selected_ids.to(device))
     if selected_ids.shape[-1] > 1:
         support = Support(
             token_ids=support_ids.to(device),
@@ -85,9 +99,85 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
         else None,
         loss_mask=torch.ones(labels.shape[0], dtype=torch.bool, device=device),
         support=support,
+        hidden_states=both,
         token_ids=labels.to(device),
         segment_ids=torch.arange(len(samples)).repeat_interleave(counts).to(device),
     )
+
+
+def heads_of(samples: Sequence[Sample]) -> list[TeacherHead]:
+    """Return the output heads of the teachers that were asked for hidden states, once each."""
+    heads = {id(share.head): share.head for sample in samples for share in _hidden(sample)}
+    return list(heads.values())
+
+
+def compared(student: Logits, heads: Sequence[TeacherHead], samples: Sequence[Sample]) -> TwoHeads:
+    """Return the student's and the teachers' logits of the trained tokens, by their hidden states.
+
+    Args:
+        student: the student's.
+        heads: the teachers'.
+        samples: the rollouts with their scores.
+    """
+    device = student.hidden.device
+    teachers, weights = [], []
+    for head in heads:
+        states, shares = [], []
+        for sample in samples:
+            mask = sample.rollout.loss_mask[sample.rollout.start :]
+            own = next((share for share in _hidden(sample) if share.head is head), None)
+            if own is None:  # a weight of 0, beside which the states may be anything
+                states.append(torch.zeros(int(mask.sum()), head.weight.shape[1]))
+            else:
+                states.append(own.states[mask].to(head.weight.dtype))
+            shares.append(torch.full((len(states[-1]),), 0.0 if own is None else own.weight))
+        teachers.append(head.over(torch.cat(states).to(device)))
+        weights.append(torch.cat(shares).to(device))
+    mixed = len(teachers) > 1
+    return TwoHeads(student, tuple(teachers), torch.stack(weights, dim=1) if mixed else None)
+
+
+def check_answers(
+    computed: Float[Tensor, " n"],
+    own: Float[Tensor, " n"],
+    heads: Sequence[TeacherHead],
+    samples: Sequence[Sample],
+) -> None:
+    """Check hidden states and heads against the servers' own log-probs of the sampled tokens.
+
+    Args:
+        computed: log q of the trained tokens, by hidden states and heads.
+        own: the servers' own.
+        heads: the teachers' heads.
+        samples: the rollouts.
+
+    Raises:
+        InvalidAnswer: they differ by more than the rounding of the heads' dtype explains.
+    """
+    limit = max(head.tolerance or 0.0 for head in heads)
+    # Below this vLLM's own numbers are those of an impossible token.
+    gaps = (computed.clamp(min=IMPOSSIBLE) - own.to(computed.device).clamp(min=IMPOSSIBLE)).abs()
+    wrong = (~(gaps <= limit)).nonzero()
+    if not len(wrong):
+        return
+    row = int(wrong[0])
+    places = [
+        (index, int(position))
+        for index, sample in enumerate(samples)
+        for position in sample.rollout.loss_mask.nonzero()
+    ]
+    index, place = places[row]
+    origins = " and ".join(head.origin for head in heads if head.tolerance is not None)
+    raise InvalidAnswer(
+        f"{origins} gave hidden states for rollout {index}, position {place}, whose log-prob of "
+        f"the sampled token is {float(computed[row]):.6g} with the output head, and the server's "
+        f"own is {float(own[row]):.6g} (at most {limit:g} apart). States and head are not of one "
+        "model. Start the server anew, and leave `head` out of the teacher's table."
+    )
+
+
+def _hidden(sample: Sample) -> Sequence[HiddenStates]:
+    return () if sample.scores is None else sample.scores.hidden
 
 
 def _trained_scores(sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,6 +194,7 @@ def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossI
     """
     none = like.trainer_logprobs[:0]
     detached = none.detach()
+    no_logits = Logits(detached.unsqueeze(-1), detached.new_zeros(1, 1))
     wide = detached.unsqueeze(-1).expand(0, 1 if support_size == "full" else max(1, support_size))
     return LossInputs(
         trainer_logprobs=none,
@@ -112,6 +203,7 @@ def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossI
         advantages=detached,
         loss_mask=like.loss_mask[:0],
         support=Support(token_ids=wide.long(), teacher_logprobs=wide, student_logprobs=wide),
+        hidden_states=TwoHeads(no_logits, (no_logits,)),
         token_ids=given(like.token_ids)[:0],
         segment_ids=given(like.segment_ids)[:0],
     )

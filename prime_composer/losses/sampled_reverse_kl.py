@@ -38,6 +38,7 @@ from jaxtyping import Float
 from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
+from prime_composer import two_heads
 from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import reverse_kl
 from prime_composer.losses.config import LossConfig, SupportRequest, SupportSize
@@ -63,6 +64,7 @@ class SampledReverseKLLossConfig(LossConfig):
         {"dialect": "v0_6"},
         {"mode": "signed", "delta_low": 0.02, "delta_high": 0.02},
         {"mode": "signed", "clip": 1.0, "top_d": 0.9, "baseline": "topk_kl", "k": 8},
+        {"mode": "signed", "baseline": "topk_kl", "k": "full"},
         {"rl_mix": {"form": "add", "kd": 2.0, "loss": {"type": "ipo"}}},
     )
     surrogate: ClassVar[bool] = True
@@ -108,17 +110,18 @@ class SampledReverseKLLossConfig(LossConfig):
 
     @property
     def own_needs(self) -> frozenset[str]:
-        """The teacher's log-prob, the advantages of v0_6, and the support of the baseline."""
+        """The teacher's log-prob, the advantages of v0_6, and the comparison of the baseline."""
         by_advantage = self.mode == "prime_rl" and self.dialect == "v0_6"
         needs = {"ref_logprobs"}
         needs |= {"advantages"} if by_advantage else set()
-        needs |= {"support"} if self.baseline else set()
+        if self.baseline:
+            needs.add("hidden_states" if self.k == "full" else "support")
         return frozenset(needs)
 
     @property
     def support(self) -> SupportRequest | None:
         """The teacher's k most probable tokens, for the baseline."""
-        return SupportRequest(self.k) if self.baseline else None
+        return SupportRequest(self.k) if "support" in self.needs else None
 
 
 @register(SampledReverseKLLossConfig)
@@ -189,8 +192,11 @@ def _signed(
         signal = signal.clamp(-config.clip, config.clip)
     metrics = {"ref_kl": token_mean(log_teacher_ratio, mask)}
     if config.baseline is not None:
-        support = given(inputs.support).masked(mask)
-        baseline = reverse_kl(support.student_logprobs, support.teacher_logprobs, "tail")
+        if config.k == "full":
+            baseline = two_heads.reverse_kl(given(inputs.hidden_states).masked(mask))
+        else:
+            support = given(inputs.support).masked(mask)
+            baseline = reverse_kl(support.student_logprobs, support.teacher_logprobs, "tail")
         baseline = baseline.to(signal.dtype)
         signal = signal + baseline
         metrics["baseline"] = token_mean(baseline, mask)

@@ -20,7 +20,8 @@ from prime_composer.recipe.urls import Url, public_url
 
 REMEDIES = {
     **dict.fromkeys(
-        ("ref_logprobs", "support"), "Remedy: add a [teacher] table, or several [teachers.*]."
+        ("ref_logprobs", "support", "hidden_states"),
+        "Remedy: add a [teacher] table, or several [teachers.*].",
     ),
     "advantages": "It compares the rollouts of a group: set rollout.group_size to 2 or more.",
     "replay": "It pairs the rollouts of a group: set rollout.group_size to 2 or more, "
@@ -169,6 +170,14 @@ class TeacherConfig(ModelConfig):
     api_key_var: str = Field(default="VLLM_API_KEY", json_schema_extra=CARRIED)
     """Environment variable with the API key of the server at `url`, if it needs one."""
 
+    head: Path | None = Field(
+        default=None,
+        json_schema_extra=prime_rl(not_carried("inside prime-rl the server gives its own head")),
+    )
+    """Directory of a checkpoint whose output head is read instead of that of the server at `url`,
+    for a loss with `k = "full"`. It has to be the same: a quantized or adapted model has another
+    one."""
+
     wait: float = Field(default=600.0, ge=0, allow_inf_nan=False, json_schema_extra=WAIT)
     """Seconds to wait for the server at `url` while it is away or overloaded, for example
     restarted. Then the run ends with a checkpoint. 0: it ends at once. A server that never answered
@@ -210,6 +219,8 @@ class TeacherConfig(ModelConfig):
             )
         if self.url is not None and self.backend not in (None, "server"):
             raise ValueError(f"`url` goes with backend = 'server', not {self.backend!r}")
+        if self.head is not None and self.url is None:
+            raise ValueError("`head` is for a teacher at a `url`; another one has its own head")
         return self
 
 
@@ -623,7 +634,7 @@ class Recipe(Section):
         """Return the inputs that a trainer can give a loss under this recipe."""
         provided = {"token_ids", "segment_ids"}
         if self.has_teacher:
-            provided |= {"ref_logprobs", "support"}
+            provided |= {"ref_logprobs", "support", "hidden_states"}
         if self.rollout.group_size > 1:
             provided |= {"advantages", "replay"}
         if self.replay.source == "jsonl":

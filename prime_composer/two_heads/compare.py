@@ -1,6 +1,7 @@
 """Divergences over two heads, per row: the functions that a loss calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -66,6 +67,23 @@ def compare(
         ValueError: shapes, dtypes, sizes or ids that do not fit.
     """
     check(heads, token_ids, chunk, token_block)
+    groups = _rows_by_teachers(heads)
+    if any(len(teachers) < len(heads.teachers) for teachers, _ in groups):
+        return _group_by_group(
+            heads,
+            groups,
+            lambda group, index: compare(
+                group,
+                reverse=reverse,
+                forward=forward,
+                interpolation=_at(interpolation, index),
+                divergence=divergence,
+                parameters=[_at(value, index) for value in parameters],
+                token_ids=None if token_ids is None else token_ids[index],
+                chunk=chunk,
+                token_block=token_block,
+            ),
+        )
     student = heads.student
     dtype, device = accumulation_dtype(student.hidden), student.hidden.device
     size = student.row_count
@@ -112,6 +130,58 @@ def compare(
     if token_ids is None:
         student_logprobs = teacher_logprobs = None
     return Comparison(reverse_kl, forward_kl, entropy, value, student_logprobs, teacher_logprobs)
+
+
+def _rows_by_teachers(heads: TwoHeads) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Return the rows of each set of teachers that have a weight there; [] with one teacher.
+
+    Rows outside the mask are left out.
+    """
+    if heads.teacher_weights is None:
+        return []
+    counted = heads.teacher_weights > 0
+    if heads.mask is not None:
+        counted = counted & heads.mask.unsqueeze(1)
+    patterns, place = counted.unique(dim=0, return_inverse=True)
+    sets = [tuple(pattern.nonzero().squeeze(1).tolist()) for pattern in patterns]
+    return [
+        (teachers, (place == i).nonzero().squeeze(1)) for i, teachers in enumerate(sets) if teachers
+    ]
+
+
+def _group_by_group(
+    heads: TwoHeads,
+    groups: Sequence[tuple[tuple[int, ...], Tensor]],
+    compared: Callable[[TwoHeads, Tensor], Comparison],
+) -> Comparison:
+    """Compare the rows of each set of teachers with that set alone, and put them in order."""
+    parts: list[Comparison] = []
+    rows: list[Tensor] = []
+    weights = heads.teacher_weights
+    assert weights is not None
+    for teachers, index in groups:
+        group = heads.at(index)
+        group = replace(
+            group,
+            teachers=tuple(group.teachers[i] for i in teachers),
+            teacher_weights=weights[index][:, list(teachers)] if len(teachers) > 1 else None,
+        )
+        parts.append(compared(group, index))
+        rows.append(index)
+    order, n = torch.cat(rows), heads.student.row_count
+
+    def whole(values: tuple[Tensor | None, ...]) -> Tensor | None:
+        given = [value for value in values if value is not None]
+        if not given:
+            return None
+        joined = torch.cat(given)
+        return joined.new_zeros((n, *joined.shape[1:])).index_copy(0, order, joined)
+
+    return Comparison(*(whole(values) for values in zip(*parts, strict=True)))
+
+
+def _at(value: float | Tensor, index: Tensor) -> float | Tensor:
+    return value[index] if isinstance(value, Tensor) else value
 
 
 def reverse_kl(heads: TwoHeads) -> Float[Tensor, " n"]:

@@ -80,15 +80,16 @@ class TwoHeads:
 
     Each side is normalized over the rows of its own head, as its server does. Where the heads have
     different sizes (padded vocabularies), the ids beyond the smallest are one outcome on each side,
-    the bucket. Its mass is at least 1e-7: a side without such rows has mass 0 there, and a KL would
-    be infinite. Whether two vocabularies are the same is for the caller to check.
+    the bucket. The smallest is that of the student and of the row's own teachers. The bucket's mass
+    is at least 1e-7: a side without such rows has mass 0 there, and a KL would be infinite. Whether
+    two vocabularies are the same is for the caller to check.
 
     Attributes:
         student: the student's logits, with the gradient.
-        teachers: one or more, all for the same rows. For teachers that score different rows, call
-            once per teacher.
+        teachers: one or more.
         teacher_weights: weight of each teacher in q = sum_i w_i q_i, [n, teachers]. Rows add up to
-            1. A teacher of weight 0 may hold anything there. None with one teacher.
+            1. A teacher of weight 0 may hold anything there, and costs nothing. None with one
+            teacher.
         temperature: divides the logits of both sides. No factor T^2 compensates it.
         mask: True at the rows that count, [n]. Other rows may hold anything, NaN included. Their
             results are 0, and so are their gradients. Only the rows of the mask are computed, which

@@ -118,7 +118,7 @@ def compare(server: VllmProcess, options: argparse.Namespace) -> None:
 
     def hidden(rollouts: list[Any]) -> object:
         numbered = list(enumerate(sequences_to_score(rollouts)))
-        return scorer._connection.map(lambda one: client.hidden_states(*one), numbered)
+        return scorer._connection.map(lambda one: client.score_with_hidden(*one), numbered)
 
     most, half = options.ks[-1], options.tokens // 2
     cases: dict[str, tuple[int, Work]] = {}
