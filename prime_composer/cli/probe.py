@@ -223,6 +223,7 @@ def step_table(report: ProbeReport) -> Table:
     add_row(table, "cut off at max_tokens", percent(student.truncated))
     add_row(table, "sampling", seconds(step.sample_seconds))
     column = "" if step.column is None else f" at K = {step.column}"
+    column = " with hidden states" if step.column == "states" else column
     add_row(table, f"scoring{column}", seconds(step.score_seconds))
     add_row(table, "forward and backward", seconds(step.train_seconds))
     add_row(table, "all steps, without evaluations", seconds(step.run_seconds))
@@ -360,7 +361,8 @@ def road_cell(plugin: PluginReport | None) -> str:
     if plugin is None:
         return MISSING
     binary, plain = count(plugin.tokens_per_second), count(plugin.json_tokens_per_second)
-    return f"K = {plugin.column}: {binary} in binary, {plain} in JSON"
+    asked = "hidden states" if plugin.column == "states" else f"K = {plugin.column}"
+    return f"{asked}: {binary} in binary, {plain} in JSON"
 
 
 def fallback_cell(plugin: PluginReport | None) -> str:

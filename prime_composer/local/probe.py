@@ -15,7 +15,7 @@ import torch
 
 from prime_composer.backends.cpu_guard import all_cores
 from prime_composer.backends.hf_model import sequence_logprobs, token_batches
-from prime_composer.backends.protocols import Limits
+from prime_composer.backends.protocols import Limits, Rollout, Scorer, TeacherScores
 from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.local.batch import Batch, Sample
 from prime_composer.local.collect import grade, pairs_of_step, problems_of_step, sample_rollouts
@@ -286,11 +286,13 @@ def columns_of(recipe: Recipe) -> list[SupportSize]:
     """Return the values of K to measure: the table's own, and the recipe's."""
     own = recipe_column(recipe)
     sizes: list[SupportSize] = [*sorted({*COLUMNS, *([own] if isinstance(own, int) else [])})]
-    return [*sizes, "full"] if own == "full" else sizes
+    return sizes if isinstance(own, int) else [*sizes, own]
 
 
 def recipe_column(recipe: Recipe) -> SupportSize:
-    """Return the K that a step of the recipe asks its teachers for."""
+    """Return what a step of the recipe asks its teachers for."""
+    if "hidden_states" in recipe.loss.needs:
+        return "states"
     support = recipe.loss.support
     policy = recipe.teacher is not None and recipe.teacher.policy is not None
     if policy and support is not None:
@@ -314,7 +316,7 @@ def targets_of(engine: Engine, recipe: Recipe, samples: Sequence[Sample]) -> lis
                 facts=facts_of(spec),
                 limits=scorer.limits,
                 scorer=scorer,
-                score_rollouts=scorer.score,
+                score_rollouts=partial(score_rollouts, scorer),
                 samples=[s for s in samples if teacher in engine.teachers.routing.of(s.problem)],
                 prompts=None,
                 share=shares[teacher],
@@ -322,6 +324,18 @@ def targets_of(engine: Engine, recipe: Recipe, samples: Sequence[Sample]) -> lis
             )
         )
     return targets
+
+
+def score_rollouts(
+    scorer: Scorer,
+    rollouts: Sequence[Rollout],
+    k: SupportSize,
+    prompts: Sequence[Sequence[int]] | None,
+) -> list[TeacherScores]:
+    """Return a teacher's answers to one column of the table of speeds."""
+    if k == "states":
+        return scorer.score(rollouts, 0, prompts, hidden=True)
+    return scorer.score(rollouts, k, prompts)
 
 
 def policy_target(engine: Engine, policy: PolicyTeacher, samples: Sequence[Sample]) -> Target:
@@ -340,7 +354,11 @@ def policy_target(engine: Engine, policy: PolicyTeacher, samples: Sequence[Sampl
         facts=ModelFacts(f"the policy, hint {policy.config.hint!r}", "transformers", "float32"),
         limits=Limits(config.get_text_config().max_position_embeddings, vocab_size, vocab_size),
         scorer=None,
-        score_rollouts=lambda rollouts, k, prompts: policy.score(rollouts, prompts or [], k),
+        score_rollouts=lambda rollouts, k, prompts: (
+            policy.score(rollouts, prompts or [], 0, hidden=True)
+            if k == "states"
+            else policy.score(rollouts, prompts or [], k)
+        ),
         samples=[sample for sample, _ in hinted],
         prompts=[policy.prompt(s.problem, hint, s.text.strip()) for s, hint in hinted],
         share=len(hinted) / len(samples) if samples else 0.0,

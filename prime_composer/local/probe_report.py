@@ -159,7 +159,7 @@ class Throughput:
     """Speed of scoring in one column of the table.
 
     Attributes:
-        column: a number K, or "full" for the whole vocabulary.
+        column: a number K, "full" for the whole vocabulary, or "states" for hidden states.
         tokens_per_second: rollout tokens (without prompts); None where it was refused.
         seconds_per_step: what this teacher's share of a step of the recipe takes.
         refused: the teacher's reason.

@@ -75,7 +75,8 @@ CHECKPOINT_TOKENS = 512
 
 NO_ROLLOUT = "there is no rollout for it"
 
-SupportSize = int | Literal["full"]
+SupportSize = int | Literal["full", "states"]
+"""What a teacher is asked for: K ids, the whole vocabulary, or hidden states instead of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -462,7 +463,7 @@ def plugin_report(
         json_tokens_per_second=found.attempt(
             "JSON", lambda: tokens_per_second(plain, own_column, count, seconds)
         )
-        if count
+        if count and own_column != "states"
         else None,
         falls_back=[],
     )
@@ -539,7 +540,7 @@ def support_facts(compared: Compared, columns: Sequence[SupportSize]) -> Support
     largest = teacher.shape[1]
     if not largest:
         raise NotMeasured("the teacher gives no log-probs beside the sampled token's")
-    sizes = sorted({k for k in columns if k != "full" and 0 < k <= largest} | {largest})
+    sizes = sorted({k for k in columns if isinstance(k, int) and 0 < k <= largest} | {largest})
     return SupportFacts(
         positions=len(teacher),
         largest_k=largest,

@@ -130,7 +130,8 @@ def compared(student: Logits, heads: Sequence[TeacherHead], samples: Sequence[Sa
                 states.append(torch.zeros(int(mask.sum()), head.weight.shape[1]))
             else:
                 states.append(own.states[mask].to(head.weight.dtype))
-            shares.append(torch.full((len(states[-1]),), 0.0 if own is None else own.weight))
+            share = 0.0 if own is None else own.weight
+            shares.append(torch.full((len(states[-1]),), share, dtype=torch.float64))
         teachers.append(head.over(torch.cat(states).to(device)))
         weights.append(torch.cat(shares).to(device))
     mixed = len(teachers) > 1

@@ -166,8 +166,22 @@ def test_given_prompts_replace_the_rollouts_own(scorer, rollouts, models, plain_
             )
 
 
-def test_candidate_ids_are_scored_in_their_own_order(rollouts, models, plain_logprobs):
-    scorer = TransformersScorer(models.untied_model)
+def test_hidden_states_and_head_give_the_whole_distribution(
+    scorer, rollouts, models, plain_logprobs
+):
+    """Row i predicts token start + i, and one head serves all rollouts."""
+    scores = scorer.score(rollouts, 3, hidden=True)
+    for score, rollout in zip(scores, rollouts, strict=True):
+        (hidden,) = score.hidden
+        assert hidden.head is scores[0].hidden[0].head and hidden.head.tolerance is None
+        logits = hidden.head.over(hidden.states)
+        found = (logits.hidden @ logits.weight.T).log_softmax(-1)
+        rows = plain_logprobs(models.untied_model, rollout.token_ids)[rollout.start :]
+        torch.testing.assert_close(found, rows, atol=1e-4, rtol=0)
+        assert score.token_ids.shape[1] == 3
+
+
+def test_candidate_ids_are_scored_in_their_own_order(scorer, rollouts, models, plain_logprobs):
     g = torch.Generator().manual_seed(0)
     candidates = [
         torch.stack([torch.randperm(VOCAB, generator=g)[:5] for _ in r.completion_ids])
@@ -179,8 +193,12 @@ def test_candidate_ids_are_scored_in_their_own_order(rollouts, models, plain_log
         rows = plain_logprobs(models.untied_model, rollout.token_ids)[rollout.start :]
         assert torch.equal(score.token_ids, ids)
         torch.testing.assert_close(score.teacher_logprobs, rows.gather(1, ids), atol=1e-4, rtol=0)
+
+
+def test_candidate_ids_of_another_width_are_refused(rollouts, models):
+    candidates = [torch.zeros(len(r.completion_ids), 5, dtype=torch.long) for r in rollouts]
     with pytest.raises(ValueError, match="widths other than 4"):
-        scorer.score(rollouts, 4, candidate_ids=candidates)
+        TransformersScorer(models.untied_model).score(rollouts, 4, candidate_ids=candidates)
 
 
 def test_teacher_given_as_a_model_is_read_live(rollouts, tied_model, plain_logprobs):

@@ -427,6 +427,22 @@ PACKED: dict[str, PackedMode] = {
 }
 """For the binary road. Each array has 4 bytes per entry."""
 
+PACKED_STATES: dict[str, PackedMode] = {
+    "states_nan": array("hidden", at_last(math.nan)),
+    "states_rows_swapped": array("hidden", lambda values: np.roll(values, 1, axis=0)),
+    "states_scaled": array("hidden", lambda values: 1.1 * values),
+    "states_of_the_wrong_width": sequence(
+        lambda one: one | {
+            "fields": [
+                [*field[:2], field[2] - 1 if field[0] == "hidden" else field[2]]
+                for field in one["fields"]
+            ],
+            "data": one["data"][: -4 * one["n"]],
+        }
+    ),
+}  # fmt: skip
+"""The same, where hidden states were asked for. They come last."""
+
 PACKED_BODIES: dict[str, Callable[[bytes], bytes]] = {
     "packed_truncated": lambda content: content[: len(content) // 2],
     "packed_last_byte": lambda content: content[:-1],
@@ -470,7 +486,7 @@ def road_of(mode: str) -> str | None:
     """
     if mode in ROWS or mode in ANSWERS or mode in MODELS or mode == "stale":
         return "scoring"
-    if mode in PACKED or mode in PACKED_BODIES:
+    if mode in PACKED or mode in PACKED_STATES or mode in PACKED_BODIES:
         return "binary"
     if mode in SAMPLES:
         return "sampling"

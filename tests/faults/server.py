@@ -484,7 +484,14 @@ class SpoilingServer:
             for t in range(1, len(rows)) if row is None else [row]:
                 rows[t] = modes.ROWS[mode](rows[t], next(iter(rows[t])), self._right.vocab_size)
             return answer
-        for table in (modes.ANSWERS, modes.CHOICES, modes.SAMPLES, modes.CARDS, modes.PACKED):
+        for table in (
+            modes.ANSWERS,
+            modes.CHOICES,
+            modes.SAMPLES,
+            modes.CARDS,
+            modes.PACKED,
+            modes.PACKED_STATES,
+        ):
             if mode in table:
                 return table[mode](answer)
         if mode == "stale":

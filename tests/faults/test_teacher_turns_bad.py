@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from prime_composer.backends.http import ServerError
 from prime_composer.local.checkpoint import Checkpoint
 from prime_composer.local.train import RunStopped, train
 from prime_composer.problems.loading import load_problem_set
@@ -206,6 +207,39 @@ def test_teacher_wrong_binary_answers_end_the_run(mode: str, rig: Rig, tmp_path:
     # Another model is the server's fault alone, and rows of another order are the canary's find.
     others = ("packed_vocab_size", "packed_model", "packed_rows_swapped")
     assert "sequence " in message or mode in others
+
+
+@pytest.fixture(scope="module")
+def by_hidden_states(shared: Rig) -> tuple[dict[str, Any], Path]:
+    """A recipe that compares whole vocabularies, and its undisturbed run."""
+    raw = shared.recipe | {"loss": {"type": "topk_reverse_kl", "k": "full"}}
+    folder = shared.whole.parent / "whole_by_hidden_states"
+    shared.teacher.plugin = True
+    run(raw, folder)
+    shared.heal()
+    return raw, folder
+
+
+@pytest.mark.parametrize("mode", some(("states_rows_swapped",), modes.PACKED_STATES))
+def test_teacher_wrong_hidden_states_end_the_run_untrained(
+    mode: str, rig: Rig, by_hidden_states: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    """States that do not belong to the server's own log-probs are refused, as others are."""
+    raw, whole = by_hidden_states
+    rig.teacher.plugin = True
+    message = expect_stop(
+        rig, lambda: rig.teacher.spoil(mode), tmp_path / "run", raw, whole, goes_on=False
+    )
+    assert rig.teacher.url in message and ("rollout 0" in message or "sequence " in message)
+
+
+def test_teacher_without_the_plugin_is_refused_for_states(
+    rig: Rig, by_hidden_states: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    """JSON has no hidden states: nothing is trained, and the remedy is named."""
+    with pytest.raises(ServerError, match="no scoring plugin, which hidden") as refused:
+        run(by_hidden_states[0], tmp_path / "run")
+    assert rig.teacher.url in str(refused.value) and "prime-rl teacher" in str(refused.value)
 
 
 @pytest.mark.slow

@@ -335,6 +335,28 @@ def test_a_policy_teacher_has_a_column_of_its_own(tiny_recipe):
     assert teacher.support.largest_k == 64 and "4" in [e.column for e in teacher.throughput]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": {"type": "topk_reverse_kl", "k": "full"}},
+        {
+            "loss": {"type": "self_distillation", "k": "full"},
+            "teacher": {"policy": {"hint": "reference", "update": "live"}},
+            "rollout__max_model_len": 256,
+        },
+    ],
+    ids=["a model", "the policy"],
+)
+def test_hidden_states_are_a_column_of_their_own(tiny_recipe, changes):
+    """A step's scoring is forecast by what it asks for."""
+    report = probed(tiny_recipe(**changes))
+    assert report.passed, report.checks
+    entries = {entry.column: entry for entry in report.teachers["teacher"].throughput}
+    assert report.step.column == "states"
+    expected = report.step.tokens / entries["states"].tokens_per_second
+    assert report.step.score_seconds == pytest.approx(expected)
+
+
 def test_a_recipe_without_a_teacher_is_a_student_alone(tiny_recipe):
     raw = tiny_recipe(loss={"type": "default"}, rollout__group_size=2)
     del raw["teacher"]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from prime_composer.backends.alignment import make_rollout, sequences_to_score
-from prime_composer.backends.http import Connection, Refused
+from prime_composer.backends.alignment import make_rollout
+from prime_composer.backends.http import Connection, Refused, ServerError
 from prime_composer.backends.vllm_server import ServerScorer
 from prime_composer.scoring.wire import HEAD_PATH, SCORE_PATH, VERSION, Question, SequenceToAnswer
 from tests.backends.conftest import VOCAB, make_model
@@ -104,14 +104,6 @@ def test_scores_equal_vllms_json(scorer, rollouts):
                 )
 
 
-def ask(scorer, method, *arguments):
-    """Call a method of the plugin's client for numbered arguments, many at once."""
-    client = scorer.plugin()
-    return scorer._connection.map(
-        lambda one: getattr(client, method)(*one), list(zip(*arguments, strict=True))
-    )
-
-
 def test_given_ids_get_their_log_probs(scorer, rollouts, exact):
     generator = np.random.default_rng(1)
     given = [
@@ -120,12 +112,12 @@ def test_given_ids_get_their_log_probs(scorer, rollouts, exact):
         )
         for logprobs in exact
     ]
-    answers = ask(scorer, "given", range(len(given)), sequences_to_score(rollouts), given)
-    for (sampled, logprobs), ids, expected, rollout in zip(
-        answers, given, exact, rollouts, strict=True
-    ):
-        torch.testing.assert_close(logprobs.double(), expected.gather(1, ids), atol=1e-4, rtol=0)
-        torch.testing.assert_close(sampled.double(), own(expected, rollout), atol=1e-4, rtol=0)
+    scores = scorer.score(rollouts, 16, candidate_ids=given)
+    for one, ids, expected, rollout in zip(scores, given, exact, rollouts, strict=True):
+        assert torch.equal(one.token_ids, ids)
+        logprobs, sampled = one.teacher_logprobs.double(), one.ref_logprobs.double()
+        torch.testing.assert_close(logprobs, expected.gather(1, ids), atol=1e-4, rtol=0)
+        torch.testing.assert_close(sampled, own(expected, rollout), atol=1e-4, rtol=0)
 
 
 def test_hidden_states_and_head_give_the_same_log_probs(scorer, rollouts, exact, model, tmp_path):
@@ -139,11 +131,25 @@ def test_hidden_states_and_head_give_the_same_log_probs(scorer, rollouts, exact,
     stamp = kept.stat().st_mtime_ns
     assert torch.equal(client.head(tmp_path).weight, head.weight)
     assert kept.stat().st_mtime_ns == stamp
-    states = ask(scorer, "hidden_states", range(len(exact)), sequences_to_score(rollouts))
-    for hidden, expected in zip(states, exact, strict=True):
-        assert hidden.dtype == torch.float32
-        logprobs = head.logits(hidden).double().log_softmax(-1)
+    scores = scorer.score(rollouts, 0, hidden=True)
+    for one, rollout, expected in zip(scores, rollouts, exact, strict=True):
+        (hidden,) = one.hidden
+        assert hidden.states.dtype == torch.float32 and hidden.head is scores[0].hidden[0].head
+        logprobs = head.logits(hidden.states).double().log_softmax(-1)
         torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+        sampled = one.ref_logprobs.double()
+        torch.testing.assert_close(sampled, own(expected, rollout), atol=1e-4, rtol=0)
+
+
+def test_head_of_a_checkpoint_has_to_be_the_servers(server, scorer, model, tmp_path):
+    client = scorer.plugin()
+    assert torch.equal(client.head_of_files(server.directory).weight, model.lm_head.weight)
+    make_model(tied=False, seed=4).save_pretrained(tmp_path)
+    with pytest.raises(ServerError, match="is not the one of .* of another checkpoint"):
+        client.head_of_files(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="has no safetensors file with lm_head.weight"):
+        client.head_of_files(tmp_path)
 
 
 def test_group_of_rollouts_has_the_scores_of_each_alone(scorer, exact, rollouts):

@@ -1,0 +1,252 @@
+"""Losses with k = "full": hidden states and heads from the scorers to the gradient."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from prime_composer.backends.answers import InvalidAnswer
+from prime_composer.backends.hf_model import load_student
+from prime_composer.backends.protocols import HiddenStates, TeacherHead, TeacherScores
+from prime_composer.local import evaluate as evaluate_module
+from prime_composer.local.batch import Batch, Pair, Sample
+from prime_composer.local.evaluate import Evaluator
+from prime_composer.local.gradients import accumulate_gradients
+from prime_composer.local.plan import plan
+from prime_composer.local.student_forward import student_inputs
+from prime_composer.local.tracker import read_metrics
+from prime_composer.losses import parse_loss, setup_loss_fn
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.schema import RecipeError, TrainerConfig
+from tests.conftest import TINY_RECIPE
+from tests.local.helpers import VOCAB, random_samples, run, sample, tiny_models
+from tests.local.test_several_teachers import open_run, raw
+
+Raw = Callable[..., dict[str, Any]]
+LENGTHS = [(3, 5), (7, 2), (2, 9), (4, 1)]
+FULL = {"loss__k": "full", "loss__normalization": "full"}
+
+
+@pytest.fixture(scope="module")
+def student() -> torch.nn.Module:
+    model, _ = load_student(tiny_models(TINY_RECIPE)["student"])
+    return model.double()
+
+
+def heads() -> list[TeacherHead]:
+    """Two heads of other widths, in float64."""
+    g = torch.Generator().manual_seed(3)
+    return [
+        TeacherHead(torch.randn(VOCAB, width, generator=g, dtype=torch.float64), origin=f"T{width}")
+        for width in (5, 8)
+    ]
+
+
+def with_states(samples: list[Sample], shares: list[list[float]]) -> list[Sample]:
+    """Give each sample the hidden states of the teachers with a share in it, and log q of both."""
+    g, teachers = torch.Generator().manual_seed(4), heads()
+    scored = []
+    for one, weights in zip(samples, shares, strict=True):
+        n = len(one.rollout.token_ids) - one.rollout.start
+        states = [
+            torch.randn(n, head.weight.shape[1], generator=g, dtype=torch.float64)
+            for head in teachers
+        ]
+        given = [
+            HiddenStates(own, head, weight)
+            for own, head, weight in zip(states, teachers, weights, strict=True)
+            if weight
+        ]
+        own = mixture(given).gather(-1, one.rollout.token_ids[one.rollout.start :, None])[:, 0]
+        none = torch.empty(n, 0)
+        scores = TeacherScores(own.log(), none.long(), none.double(), tuple(given))
+        scored.append(replace(one, scores=scores))
+    return scored
+
+
+def mixture(hidden: list[HiddenStates] | tuple[HiddenStates, ...]) -> Tensor:
+    """Return q of the whole vocabulary, [n, V], written out."""
+    return sum(
+        one.weight * (one.states.double() @ one.head.weight.double().T).softmax(-1)
+        for one in hidden
+    )
+
+
+def gradients(model: torch.nn.Module, samples: list[Sample], loss: dict[str, Any], **config: Any):
+    model.zero_grad()
+    batch = Batch(samples, config.pop("pairs", ()))
+    bound = setup_loss_fn(parse_loss(loss))
+    measured = accumulate_gradients(model, bound, batch, TrainerConfig(steps=1, **config), step=1)
+    return measured, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def plain(model: torch.nn.Module, samples: list[Sample], temperature: float = 1.0):
+    """Return KL(p || q) per token and its gradients, by a plain forward and softmax."""
+    model.zero_grad()
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for one in samples:
+        start = one.rollout.start
+        logits = model(one.rollout.token_ids[None]).logits[0, start - 1 : -1]
+        p = (logits / temperature).softmax(-1)
+        q = mixture(one.scores.hidden).log().div(temperature).softmax(-1)
+        total = total + (p * (p / q).log()).sum()
+        tokens += len(p)
+    (total / tokens).backward()
+    return total.item() / tokens, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [[[1.0, 0.0]] * 4, [[0.0, 1.0], [1.0, 0.0], [0.3, 0.7], [0.5, 0.5]]],
+    ids=["one teacher", "several"],
+)
+def test_gradient_is_that_of_the_kl_over_whole_softmaxes(
+    student: torch.nn.Module, shares: list[list[float]]
+) -> None:
+    """One teacher, or rollouts of each of two and of their mixtures, in several micro-batches."""
+    samples = with_states(random_samples(LENGTHS, k=1), shares)
+    expected, expected_gradients = plain(student, samples)
+    for budget in (1000, 20):
+        loss = {"type": "topk_reverse_kl", "k": "full"}
+        measured, found = gradients(student, samples, loss, micro_batch_tokens=budget)
+        assert measured["loss"] == pytest.approx(expected, rel=1e-6)
+        for name, gradient in expected_gradients.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-7, atol=1e-11)
+
+
+def test_temperature_divides_the_logits_of_both(student: torch.nn.Module) -> None:
+    samples = with_states(random_samples(LENGTHS, k=1), [[1.0, 0.0]] * 4)
+    expected, expected_gradients = plain(student, samples, temperature=2.5)
+    loss = {"type": "topk_reverse_kl", "k": "full", "temperature": 2.5}
+    measured, found = gradients(student, samples, loss)
+    assert measured["loss"] == pytest.approx(expected, rel=1e-6)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-7, atol=1e-11)
+
+
+def test_pairs_train_beside_hidden_states(student: torch.nn.Module) -> None:
+    """A micro-batch of preference pairs alone has no hidden states to compare."""
+    samples = with_states(random_samples(LENGTHS, k=1), [[1.0, 0.0]] * 4)
+    pairs = [Pair(sample(0), sample(1, ids=(5, 6, 9)))]
+    loss = {
+        "type": "compose",
+        "rl": {"weight": 0},
+        "distillation": {"kd": {"loss": {"type": "topk_reverse_kl", "k": "full"}}},
+        "replay": {"weight": 1.0, "loss": {"type": "simpo"}},
+    }
+    _, both = gradients(student, samples, loss, pairs=pairs)
+    _, alone = plain(student, samples)
+    differs = [not torch.allclose(both[name], alone[name]) for name in alone]
+    assert any(differs) and all(gradient.isfinite().all() for gradient in both.values())
+
+
+def test_states_of_another_head_are_refused(student: torch.nn.Module) -> None:
+    """A server's own log-prob of one token is not that of hidden state and head."""
+    samples = with_states(random_samples(LENGTHS, k=1), [[0.0, 1.0]] * 4)
+
+    def served(one: Sample) -> Sample:
+        (hidden,) = one.scores.hidden
+        return replace(one, scores=replace(one.scores, hidden=(replace(hidden, head=head),)))
+
+    head = replace(samples[0].scores.hidden[0].head, tolerance=1e-3, origin="The server at U")
+    samples = [served(one) for one in samples]
+    assert student_inputs(student, samples).hidden_states is not None
+    samples[2].scores.hidden[0].states[4] += 0.01
+    message = r"The server at U gave hidden states for rollout 2, position 6"
+    with pytest.raises(InvalidAnswer, match=message):
+        student_inputs(student, samples)
+    samples[2].scores.hidden[0].states[4] = torch.nan
+    with pytest.raises(InvalidAnswer, match=message):
+        student_inputs(student, samples)
+
+
+def test_half_precision_head_rounds_each_logit(student: torch.nn.Module) -> None:
+    """What a bfloat16 server calls its distribution is that of rounded logits."""
+    samples = with_states(random_samples(LENGTHS, k=1), [[0.0, 1.0]] * 4)
+    weight = samples[0].scores.hidden[0].head.weight.bfloat16()
+    logits = TeacherHead(weight).over(samples[0].scores.hidden[0].states)
+    assert logits.rounded_to == torch.bfloat16 and logits.hidden.dtype == torch.bfloat16
+    assert TeacherHead(weight.float()).over(samples[0].scores.hidden[0].states).rounded_to is None
+
+
+def test_run_by_hidden_states_equals_a_run_on_all_ids(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same losses, step by step, as by log-probs of every id."""
+    table = tiny_recipe(**FULL)
+    run(table, tmp_path / "states")
+    config = type(parse_recipe(table).loss)
+    monkeypatch.setattr(config, "whole_by_heads", False)
+    run(table, tmp_path / "ids")
+    states, ids = (read_metrics(tmp_path / name) for name in ("states", "ids"))
+    key = "topk_reverse_kl/kl"
+    assert [row[key] for row in states if key in row] == pytest.approx(
+        [row[key] for row in ids if key in row], rel=1e-4
+    )
+    assert "topk_reverse_kl/student_mass" in ids[-1]
+    assert "topk_reverse_kl/student_mass" not in states[-1]
+
+
+def test_mixture_by_hidden_states_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its KL by hidden states is the one by the log-probs of every id, per rollout."""
+    table = raw(**FULL, environments__sums__teacher={"short": 1, "long": 3}, eval__kl_size=6)
+    recipe, engine = open_run(table)
+    with engine:
+        evaluator = Evaluator(engine, recipe.eval, 8, 200, "full")
+        problems = engine.problems.problem_set.held_out[:6]
+        assert len({len(engine.teachers.routing.of(problem)) for problem in problems}) == 2
+        by_ids = evaluator._reverse_kl_sums(engine.teachers, problems)
+        monkeypatch.setattr(evaluate_module, "FULL_VOCABULARY_UP_TO", 1)
+        by_states = evaluator._reverse_kl_sums(engine.teachers, problems)
+    assert by_states[1] == by_ids[1]
+    assert by_states[0] == pytest.approx(by_ids[0], abs=1e-4)
+
+
+def test_students_choice_is_what_the_teacher_scores(tiny_recipe: Raw) -> None:
+    """With chosen_by = "student" the support has the student's most probable ids."""
+    recipe, engine = open_run(tiny_recipe(loss__k=4, loss__chosen_by="student"))
+    with engine, torch.no_grad():
+        ids = (5, 6, 7, 8)
+        scored = engine.score([replace(sample(0, ids=ids), problem=first_problem(engine))])
+        (one,) = scored.samples
+        p = engine.model(torch.tensor([ids])).logits[0, 1:-1].log_softmax(-1)
+        assert torch.equal(one.scores.token_ids, p.topk(4).indices)
+        scorer = next(iter(engine.teachers.scorers.values()))
+        (whole,) = scorer.score([one.rollout], "full")
+        order = whole.token_ids.argsort(-1)
+        q = whole.teacher_logprobs.gather(-1, order)
+        torch.testing.assert_close(one.scores.teacher_logprobs, q.gather(-1, one.scores.token_ids))
+    assert recipe.loss.support.chosen_by == "student"
+
+
+def first_problem(engine: Any) -> Any:
+    return engine.problems.problem_set.practice[0]
+
+
+def test_plan_says_the_sizes_of_states_and_head(tiny_recipe: Raw) -> None:
+    table = tiny_recipe(**FULL)
+    tiny_models(table)
+    recipe = parse_recipe(table)
+    lines = plan(recipe, load_problem_set(recipe.sources))
+    (line,) = (line for line in lines if "hidden states:" in line)
+    width = TINY_RECIPE["teacher"]["prepare"]["hidden_size"]
+    assert f"{4 * width:,} bytes per token" in line and f"output head {VOCAB} x {width}" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss__temperature": 2.0}, "set k = 'full' or normalization = 'renorm'"),
+        ({"teacher__head": "folder"}, "`head` is for a teacher at a `url`"),
+    ],
+)
+def test_knobs_without_their_road_are_refused(
+    tiny_recipe: Raw, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((RecipeError, ValueError), match=message):
+        parse_recipe(tiny_recipe(**change))
