@@ -62,16 +62,19 @@ def packed_inputs(
         loss_mask=torch.rand(seq, generator=g) > 0.25 if mask is None else mask,
         loss_weights=leaf(torch.rand(seq, generator=g, dtype=torch.float64) + 0.5),
         support=Support(ids, leaf(log_q.gather(-1, ids)), leaf(log_p.gather(-1, ids))),
-        hidden_states=TwoHeads(
-            Logits(leaf(student), torch.eye(VOCAB, dtype=dtype)),
-            (Logits(teacher.to(dtype), torch.eye(VOCAB, dtype=dtype)),),
-        ),
+        hidden_states=identity_heads(leaf(student), teacher.to(dtype)),
         token_ids=tokens,
         segment_ids=first_segment + torch.arange(seq) * 4 // seq,
         replay=packed_inputs(LOSS_TYPES["dpo"](), seq, seed + 50, dtype, first_segment, mask)
         if "replay" in config.needs
         else None,
     )
+
+
+def identity_heads(student_logits: Tensor, teacher_logits: Tensor) -> TwoHeads:
+    """Return two heads that are identities: their hidden states are logits, or log-probs."""
+    identity = torch.eye(student_logits.shape[-1], dtype=student_logits.dtype)
+    return TwoHeads(Logits(student_logits, identity), (Logits(teacher_logits, identity),))
 
 
 def student_leaves(inputs: LossInputs) -> list[Tensor]:

@@ -84,10 +84,8 @@ def test_needs_are_the_union_and_k_the_largest_of_the_channels():
         "token_ids",
     }
     everything = {"weight": 1, "loss": {"type": "generalized_jsd", "k": "full"}}
-    assert (
-        compose(distillation={"a": everything, "b": CHANNELS["distillation"]["tail"]}).support_size
-        == "full"
-    )
+    both = compose(distillation={"a": everything, "b": CHANNELS["distillation"]["tail"]})
+    assert both.support_size == 4 and both.needs == {"advantages", "support", "hidden_states"}
 
 
 @pytest.mark.parametrize(

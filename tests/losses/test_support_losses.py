@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from prime_composer.contract import LossInputs, Support
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.losses.shared.metrics import support_metrics, top_share, topk_overlap_min
+from tests.builders import identity_heads
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -33,6 +34,7 @@ def full_inputs(student_logits, teacher_logits, mask, tokens, log_ratio=None) ->
         advantages=None,
         loss_mask=torch.tensor(mask),
         support=Support(torch.arange(vocab).expand(len(tokens), vocab), log_q, log_p),
+        hidden_states=identity_heads(log_p, log_q),
         token_ids=torch.tensor(tokens),
     )
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from prime_composer.contract import LossInputs, LossOutputs, Support
 from prime_composer.losses import LOSS_TYPES, BoundLoss, setup_loss_fn
+from tests.builders import identity_heads
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "taid.json").read_text())
 
@@ -24,10 +25,9 @@ def inputs_of(seq=3, seed=0) -> LossInputs:
     z, t = torch.randn(2, seq, 5, generator=g, dtype=torch.float64)
     log_p, ids = z.log_softmax(-1).requires_grad_(), torch.arange(5).expand(seq, 5)
     zeros = torch.zeros(seq, dtype=torch.float64)
-    support = Support(ids, t.log_softmax(-1), log_p)
-    return LossInputs(
-        log_p[:, 0], zeros, None, zeros.clone(), torch.ones(seq, dtype=torch.bool), support=support
-    )
+    mask = torch.ones(seq, dtype=torch.bool)
+    support, heads = Support(ids, t.log_softmax(-1), log_p), identity_heads(log_p, t)
+    return LossInputs(log_p[:, 0], zeros, None, zeros.clone(), mask, None, support, heads)
 
 
 @pytest.mark.parametrize("case", GOLDEN["scheduler"])
