@@ -6,7 +6,7 @@ Everything here changes the whole process, so each change is one function with a
 - ``set_vllm_environment``, ``use_one_thread``: before vLLM is imported
 - ``inspect_models_in_process``, ``keep_process_groups``: after vLLM is imported
 - ``all_cores``: around the steps of a large model
-- ``return_freed_memory``: after a large model's weights were sent to an engine
+- ``return_freed_memory``: after a large model's weights were sent to an engine, and before a step
 
 ``import_vllm`` calls the first five in that order. On a CUDA build only ``set_vllm_environment``
 and ``keep_process_groups`` have an effect.
@@ -129,8 +129,8 @@ def all_cores(model: nn.Module) -> Iterator[None]:
 def return_freed_memory(model: nn.Module) -> None:
     """Give the memory that a large model's tensors have left back to the system, where it is glibc.
 
-    A weight sync copies the engine's weights, and glibc keeps what they leave in pieces that the
-    trainer's tensors do not fit into.
+    A weight sync copies the engine's weights, and rollouts and scores leave activations behind.
+    glibc keeps what is free in pieces that the trainer's tensors do not fit into.
     """
     libc: Any = ctypes.CDLL(None)
     if _is_large(model) and built_for_cpu() and hasattr(libc, "malloc_trim"):

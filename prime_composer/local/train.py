@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from prime_composer.backends.cpu_guard import all_cores
+from prime_composer.backends.cpu_guard import all_cores, return_freed_memory
 from prime_composer.local.answers import write_answers
 from prime_composer.local.batch import Batch
 from prime_composer.local.canary import Canary, CanaryChanged
@@ -287,6 +287,7 @@ class TrainingState:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         mismatch = None if self.sampler_check is None else Mismatch(self.sampler_check)
+        return_freed_memory(engine.model)
         metrics = accumulate_gradients(
             engine.model, self.loss, batch, config, step, engine.reference, mismatch
         )

@@ -339,3 +339,56 @@ def test_a_missing_score_of_a_trained_token_makes_the_sum_nan():
         LOSS_TYPES["taid"](total_steps=9),
     ):
         assert setup_loss_fn(config)(inputs).loss.isfinite()
+
+
+TEMPERED = {
+    "topk_reverse_kl": lambda p, q: (p * (p / q).log()).sum(-1),
+    "topk_forward_kl": lambda p, q: (q * (q / p).log()).sum(-1),
+    "total_variation": lambda p, q: (p - q).abs().sum(-1) / 2,
+}
+
+
+@pytest.mark.parametrize("name", TEMPERED)
+@pytest.mark.parametrize("normalization", ["renorm", "full"])
+def test_temperature_divides_both_logits(name, normalization):
+    """Within the support or over the whole vocabulary, written out with softmaxes of z / T."""
+    g = torch.Generator().manual_seed(5)
+    student, teacher = torch.randn(2, 6, 7, generator=g, dtype=torch.float64)
+    student.requires_grad_()
+    k = 7 if normalization == "full" else 3
+    ids = teacher.topk(k).indices
+    log_p, log_q = student.log_softmax(-1), teacher.log_softmax(-1)
+    inputs = LossInputs(
+        trainer_logprobs=log_p[:, 0],
+        inference_logprobs=log_p[:, 0].detach(),
+        ref_logprobs=log_q[:, 0],
+        advantages=None,
+        loss_mask=torch.arange(6) != 2,
+        support=Support(ids, log_q.gather(-1, ids), log_p.gather(-1, ids)),
+        hidden_states=identity_heads(student, teacher),
+    )
+    knobs = {"k": "full" if normalization == "full" else k, "normalization": normalization}
+    loss = setup_loss_fn(LOSS_TYPES[name](**knobs, temperature=1.7))(inputs).loss
+    p, q = ((z.gather(-1, ids) / 1.7).softmax(-1) for z in (student, teacher))
+    expected = TEMPERED[name](p, q)[inputs.loss_mask].sum()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    gradients = (torch.autograd.grad(x, student, retain_graph=True)[0] for x in (loss, expected))
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
+
+
+def test_a_loss_reads_the_students_choice_of_a_larger_support():
+    """As where another loss of the same run reads the whole vocabulary's log-probs."""
+    log_p = double([[0.1, 0.2, 0.3, 0.4]]).log().requires_grad_()
+    log_q = double([[0.4, 0.3, 0.2, 0.1]]).log()
+    inputs = LossInputs(
+        trainer_logprobs=log_p[:, 0],
+        inference_logprobs=log_p[:, 0].detach(),
+        ref_logprobs=log_q[:, 0],
+        advantages=None,
+        loss_mask=torch.tensor([True]),
+        support=Support(torch.arange(4)[None], log_q, log_p),
+    )
+    config = LOSS_TYPES["topk_reverse_kl"](k=2, chosen_by="student", normalization="renorm")
+    p, q = double([4 / 7, 3 / 7]), double([1 / 3, 2 / 3])
+    expected = (p * (p / q).log()).sum()
+    torch.testing.assert_close(setup_loss_fn(config)(inputs).loss, expected, rtol=1e-12, atol=0)
