@@ -13,7 +13,6 @@ from prime_composer.two_heads import (
     GeneralizedJSD,
     Logits,
     ReverseKL,
-    Table,
     TwoHeads,
     compare,
     forward_kl,
@@ -41,7 +40,7 @@ def logits(
     return Logits(hidden, weight, **settings)
 
 
-def heads(student: Logits | None = None, *teachers: Logits | Table, **settings) -> TwoHeads:
+def heads(student: Logits | None = None, *teachers: Logits, **settings) -> TwoHeads:
     return TwoHeads(student or logits(0), teachers or (logits(1, d=D_TEACHER),), **settings)
 
 
@@ -50,9 +49,7 @@ def leaves(two: TwoHeads) -> list[Tensor]:
     return [x for x in (student.hidden, student.weight, student.bias) if x is not None]
 
 
-def whole_logits(side: Logits | Table, temperature: float) -> Tensor:
-    if isinstance(side, Table):
-        return side.logits / temperature
+def whole_logits(side: Logits, temperature: float) -> Tensor:
     z = side.hidden @ side.weight.T
     if side.bias is not None:
         z = z + side.bias
@@ -65,15 +62,13 @@ def log_outcomes(two: TwoHeads) -> tuple[Tensor, Tensor]:
     """Return log p and log q over the common ids, and over the bucket where sizes differ."""
     sizes = {side.size for side in (two.student, *two.teachers)}
     common = min(sizes)
-    kept = [i for i in range(common) if i not in two.excluded_ids]
 
-    def log_probs(side: Logits | Table) -> Tensor:
+    def log_probs(side: Logits) -> Tensor:
         z = whole_logits(side, two.temperature)
-        ids = torch.tensor(kept + list(range(common, z.shape[1])))
-        log_p = z[:, ids].log_softmax(-1)
+        log_p = z.log_softmax(-1)
         if len(sizes) == 1:
             return log_p
-        ids, beyond = log_p[:, : len(kept)], log_p[:, len(kept) :]
+        ids, beyond = log_p[:, :common], log_p[:, common:]
         # No entry at all: logsumexp is -inf.
         bucket = beyond.logsumexp(-1, keepdim=True)
         return torch.cat([ids, bucket], -1)
@@ -144,21 +139,12 @@ SETTINGS = {
         temperature=1.7,
     ),
     "temperature": lambda: heads(temperature=0.6),
-    "excluded ids": lambda: heads(excluded_ids=(0, 11, 36)),
     "three teachers": lambda: heads(
         None,
         *(logits(seed, d=d) for seed, d in ((1, 2), (2, 3), (3, 4))),
         teacher_weights=torch.rand(
             N, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
         ).softmax(-1),
-    ),
-    "a head and a table": lambda: heads(
-        None,
-        Table(torch.randn(N, V + 3, generator=torch.Generator().manual_seed(1)).double()),
-        logits(1, d=2),
-        teacher_weights=torch.tensor([[0.4, 0.6]] * N, dtype=torch.float64),
-        temperature=1.3,
-        excluded_ids=(2,),
     ),
     "two teachers of other sizes": lambda: heads(
         logits(0, v=V + 2),
@@ -486,24 +472,6 @@ def test_half_precision_is_the_head_that_it_names(dtype, rounded):
         torch.testing.assert_close(grad, wanted.to(dtype), rtol=2**-7, atol=1e-4)
 
 
-def test_a_teacher_may_be_a_table_of_log_probs():
-    """A table equals the head that it came from. An id of probability 0 is one that p leaves."""
-    two = heads()
-    table = Table(whole_logits(two.teachers[0], 1.0).log_softmax(-1).detach())
-    by_table = dataclasses.replace(two, teachers=(table,))
-    for name in ("reverse", "jsd 0.1", "taid 0.4 cross_entropy"):
-        ours, _ = OBJECTIVES[name]
-        assert_equal_values_and_gradients(ours, lambda _, ours=ours: ours(by_table), two)
-    zero = table.logits.clone()
-    zero[:, 3] = -math.inf
-    without = dataclasses.replace(two, teachers=(Table(zero),))
-    log_p = whole_logits(two.student, 1.0).log_softmax(-1)
-    kept = torch.arange(V) != 3
-    log_q = zero[:, kept].log_softmax(-1)
-    expected = (log_q.exp() * (log_q - log_p[:, kept])).sum(-1)
-    torch.testing.assert_close(forward_kl(without), expected)
-
-
 def test_the_two_heads_may_have_different_dtypes():
     student, teacher = logits(0, dtype=torch.float32), logits(1, dtype=torch.bfloat16)
     value = reverse_kl(TwoHeads(student, (teacher,)))
@@ -554,20 +522,6 @@ def test_only_the_wanted_gradients_are_computed():
     assert not reverse_kl(dataclasses.replace(two, student=frozen)).requires_grad
 
 
-def test_an_excluded_id_gets_no_gradient_of_its_own():
-    """Its logit is a constant. The others share the gradient of the normalizer."""
-    two = heads(excluded_ids=(2,))
-    ids = torch.full((N, 1), 2)
-    logprobs = compare(two, token_ids=ids).student_logprobs
-    outside = torch.arange(V) == 2
-    expected = whole_logits(two.student, 1.0).masked_fill(outside, -1e30).log_softmax(-1)
-    grads = torch.autograd.grad(logprobs.sum(), leaves(two))
-    for grad, wanted in zip(
-        grads, torch.autograd.grad(expected.gather(1, ids).sum(), leaves(two)), strict=True
-    ):
-        torch.testing.assert_close(grad, wanted)
-
-
 def test_the_teacher_gets_no_gradient():
     two = heads()
     result = compare(two, forward=True, token_ids=torch.zeros(N, 1).long())
@@ -599,7 +553,6 @@ def test_the_logits_of_a_batch_never_exist_at_once():
         ({"weights": (4, 1)}, r"1 teacher\(s\) with weights of shape \(4, 1\)"),
         ({"dtype": torch.float32}, "torch.float64 and its head is torch.float32"),
         ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"excluded_ids": (3, 9)}, r"excluded_ids has \[9\], outside the common vocabulary of 9"),
         ({"token_ids": [[9]] * 4}, "reach from 9 to 9, and the smallest head .* of 9"),
         ({"token_ids": [[1]]}, "1 rows for 4 hidden states"),
         ({"chunk": 0}, "chunk is 0"),
@@ -622,7 +575,6 @@ def test_a_call_that_cannot_be_right_says_what_to_change(change, message):
                                               change.get("dtype", torch.float64)),)),
         teacher_weights=torch.zeros(change["weights"]) if "weights" in change else None,
         temperature=change.get("temperature", 1.0),
-        excluded_ids=change.get("excluded_ids", ()),
         mask=None,
     )  # fmt: skip
     ids = torch.tensor(change["token_ids"]) if "token_ids" in change else None

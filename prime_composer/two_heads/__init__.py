@@ -38,7 +38,7 @@ from prime_composer.two_heads.compare import (
     taid,
 )
 from prime_composer.two_heads.divergence import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
-from prime_composer.two_heads.heads import Logits, Table, TwoHeads
+from prime_composer.two_heads.heads import Logits, TwoHeads
 
 __all__ = [
     "Comparison",
@@ -47,7 +47,6 @@ __all__ = [
     "GeneralizedJSD",
     "Logits",
     "ReverseKL",
-    "Table",
     "TwoHeads",
     "compare",
     "forward_kl",

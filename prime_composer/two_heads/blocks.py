@@ -8,10 +8,7 @@ from torch import Tensor
 
 from prime_composer.lm_head import matmul
 from prime_composer.two_heads.divergence import Divergence
-from prime_composer.two_heads.heads import Logits, Table, TwoHeads
-
-EXCLUDED = -1e30
-"""Logit of an excluded id on both sides: its probability is 0, and its log-ratio finite."""
+from prime_composer.two_heads.heads import Logits, TwoHeads
 
 BLOCKS = {"cpu": (256, 512), "cuda": (1024, 8192)}
 """Rows and vocabulary entries of a block, per device type. On a CPU a block fits the cache, so that
@@ -85,52 +82,10 @@ class Buffer:
 
 
 class Side:
-    """The logits of one model, block by block."""
-
-    size: int
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        self.buffer = Buffer(plan)
-
-    def keep(self, rows: Tensor) -> None:
-        """Replace all other rows, which may hold NaN."""
-        raise NotImplementedError
-
-    def chunk(self, start: int, stop: int) -> Tensor:
-        """Return what ``logits`` needs of the ids of a chunk."""
-        raise NotImplementedError
-
-    def logits(self, rows: slice, chunk: Tensor, start: int) -> Tensor:
-        """Return the logits of a block. The next block overwrites them."""
-        raise NotImplementedError
-
-    def excluded_columns(self, start: int, width: int) -> list[int]:
-        """Return the columns of a chunk whose ids are excluded."""
-        return [i - start for i in self.plan.heads.excluded_ids if start <= i < start + width]
-
-    def exclude(self, logits: Tensor, start: int) -> Tensor:
-        """Give the excluded ids of a chunk no probability, in place."""
-        for column in self.excluded_columns(start, logits.shape[1]):
-            logits[:, column] = EXCLUDED
-        return logits
-
-    def sums(self, start: int, stop: int) -> "Running":
-        """Return the sum of exp(z) over some ids."""
-        running = Running(self.plan, 1)
-        for first, last in self.plan.chunks(start, stop):
-            chunk = self.chunk(first, last)
-            for rows in self.plan.row_blocks():
-                logits = self.logits(rows, chunk, first)
-                running.add(rows, centered_in_place(logits), logits)
-        return running
-
-
-class HeadSide(Side):
-    """Hidden states times a head. A chunk is rows of the head."""
+    """The logits of one model, block by block: hidden states times a head."""
 
     def __init__(self, logits: Logits, plan: Plan):
-        super().__init__(plan)
+        self.plan, self.buffer = plan, Buffer(plan)
         self.settings, self.size = logits, logits.size
         self.hidden = _operand(logits.hidden)
         self.factor = logits.scale / plan.heads.temperature
@@ -144,7 +99,13 @@ class HeadSide(Side):
         return _operand(self.settings.weight[start:stop].to(self.hidden.device))
 
     def logits(self, rows: slice, chunk: Tensor, start: int) -> Tensor:
-        """Return the logits of a block. The next block overwrites them."""
+        """Return the logits of a block. The next block overwrites them.
+
+        Args:
+            rows: of the hidden states.
+            chunk: rows of the head.
+            start: the first one's id.
+        """
         return self.logits_and_slope(rows, chunk, start)[0]
 
     def logits_and_slope(
@@ -168,30 +129,17 @@ class HeadSide(Side):
             logits.mul_(settings.softcap)
         if self.factor != 1:
             logits.mul_(self.factor)
-        return self.exclude(logits, start), slope
+        return logits, slope
 
-
-class TableSide(Side):
-    """Logits that are there already. A chunk is columns of them."""
-
-    def __init__(self, table: Table, plan: Plan):
-        super().__init__(plan)
-        self.table, self.size = table.logits, table.size
-
-    def keep(self, rows: Tensor) -> None:
-        """Replace all other rows, which may hold NaN."""
-        self.table = torch.where(rows.to(self.table.device).unsqueeze(1), self.table, 0)
-
-    def chunk(self, start: int, stop: int) -> Tensor:
-        """Return columns of the table."""
-        return self.table[:, start:stop]
-
-    def logits(self, rows: slice, chunk: Tensor, start: int) -> Tensor:
-        """Return the logits of a block. The next block overwrites them."""
-        logits = self.buffer.block(rows.stop - rows.start, chunk.shape[1])
-        # log 0 = -inf has no difference to another logit.
-        logits.copy_(chunk[rows]).clamp_(min=EXCLUDED).div_(self.plan.heads.temperature)
-        return self.exclude(logits, start)
+    def sums(self, start: int, stop: int) -> "Running":
+        """Return the sum of exp(z) over some ids."""
+        running = Running(self.plan, 1)
+        for first, last in self.plan.chunks(start, stop):
+            chunk = self.chunk(first, last)
+            for rows in self.plan.row_blocks():
+                logits = self.logits(rows, chunk, first)
+                running.add(rows, centered_in_place(logits), logits)
+        return running
 
 
 class Teachers:
@@ -199,10 +147,7 @@ class Teachers:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self.sides = [
-            TableSide(teacher, plan) if isinstance(teacher, Table) else HeadSide(teacher, plan)
-            for teacher in plan.heads.teachers
-        ]
+        self.sides = [Side(teacher, plan) for teacher in plan.heads.teachers]
         # Highest logit and log of the sum below it over the weight, [n, 1] each.
         self.log_totals: list[tuple[Tensor, Tensor]] = []
         weights_of_rows = plan.heads.teacher_weights
@@ -305,7 +250,7 @@ def _operand(x: Tensor) -> Tensor:
 class GradientSums:
     """The student's gradients, added up from the blocks of the logits' gradient."""
 
-    def __init__(self, plan: Plan, student: HeadSide, needs: Sequence[bool]):
+    def __init__(self, plan: Plan, student: Side, needs: Sequence[bool]):
         self.plan, self.student, settings = plan, student, student.settings
         self.hidden = self.bias = None
         if needs[0]:
@@ -332,8 +277,6 @@ class GradientSums:
             grad.mul_(cap_slope)
         if self.student.factor != 1:
             grad.mul_(self.student.factor)
-        for column in self.student.excluded_columns(self.ids.start, grad.shape[1]):
-            grad[:, column] = 0
         if self.hidden is not None:
             _add_product(self.hidden[rows], grad, weight, add=True)
         if self.weight is not None:

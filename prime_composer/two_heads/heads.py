@@ -50,31 +50,6 @@ class Logits:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
-    """Logits or log-probs that a teacher answered as a whole, for a small vocabulary.
-
-    Attributes:
-        logits: up to a constant per row, [n, V].
-    """
-
-    logits: Float[Tensor, "n v"]
-
-    @property
-    def size(self) -> int:
-        """Number of ids."""
-        return self.logits.shape[1]
-
-    @property
-    def row_count(self) -> int:
-        """Number of rows."""
-        return self.logits.shape[0]
-
-    def at(self, index: Int[Tensor, " m"]) -> "Table":
-        """Return some of the rows."""
-        return Table(self.logits[index.to(self.logits.device)])
-
-
-@dataclass(frozen=True, eq=False)
 class TwoHeads:
     """Student and teachers over one vocabulary, row by row.
 
@@ -94,19 +69,16 @@ class TwoHeads:
         mask: True at the rows that count, [n]. Other rows may hold anything, NaN included. Their
             results are 0, and so are their gradients. Only the rows of the mask are computed, which
             needs their number on the host. None means all rows.
-        excluded_ids: ids without a probability on either side. Both distributions are renormalized
-            over the others.
     """
 
     student: Logits
-    teachers: tuple[Logits | Table, ...]
+    teachers: tuple[Logits, ...]
     teacher_weights: Float[Tensor, "n k"] | None = None
     temperature: float = 1.0
     mask: Bool[Tensor, " n"] | None = None
-    excluded_ids: tuple[int, ...] = ()
 
     @property
-    def sides(self) -> tuple[Logits | Table, ...]:
+    def sides(self) -> tuple[Logits, ...]:
         """The student, then the teachers."""
         return (self.student, *self.teachers)
 
@@ -140,8 +112,6 @@ def check(
                 f"The {name} has {logits.row_count} rows and the student {size}; "
                 "row t of both belongs to the same token."
             )
-        if isinstance(logits, Table):
-            continue
         if logits.hidden.shape[1] != logits.weight.shape[1]:
             raise ValueError(
                 f"The {name}'s hidden states have width {logits.hidden.shape[1]} and its head "
@@ -172,9 +142,6 @@ def check(
             f"chunk is {chunk} and token_block is {token_block}; both need at least 1."
         )
     vocab = min(logits.size for logits in heads.sides)
-    outside = [i for i in heads.excluded_ids if not 0 <= i < vocab]
-    if outside:
-        raise ValueError(f"excluded_ids has {outside}, outside the common vocabulary of {vocab}.")
     if token_ids is not None and token_ids.numel():
         if token_ids.shape[0] != size:
             raise ValueError(f"token_ids has {token_ids.shape[0]} rows for {size} hidden states.")

@@ -14,9 +14,9 @@ from prime_composer.lm_head import columns_in_chunk
 from prime_composer.two_heads.blocks import (
     Buffer,
     GradientSums,
-    HeadSide,
     Plan,
     Running,
+    Side,
     Teachers,
     centered_in_place,
 )
@@ -82,9 +82,7 @@ class CompareHeads(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Return the fields of ``Comparison``, with log-probs of no id where none was asked for."""
-        student = HeadSide(
-            replace(plan.heads.student, hidden=hidden, weight=weight, bias=bias), plan
-        )
+        student = Side(replace(plan.heads.student, hidden=hidden, weight=weight, bias=bias), plan)
         with torch.autocast(hidden.device.type, enabled=False):
             results, rows = _forward(plan, student, Teachers(plan), parameters)
         ctx.plan = plan
@@ -101,9 +99,7 @@ class CompareHeads(torch.autograd.Function):
         plan = ctx.plan
         hidden, weight, bias, *rest = ctx.saved_tensors
         parameters, rows = rest[: -len(_Rows._fields)], _Rows(*rest[-len(_Rows._fields) :])
-        student = HeadSide(
-            replace(plan.heads.student, hidden=hidden, weight=weight, bias=bias), plan
-        )
+        student = Side(replace(plan.heads.student, hidden=hidden, weight=weight, bias=bias), plan)
         reverse, forward, _, value, selected, _ = grads
         with torch.autocast(hidden.device.type, enabled=False):
             return None, *_backward(
@@ -118,7 +114,7 @@ class CompareHeads(torch.autograd.Function):
 
 
 def _forward(
-    plan: Plan, student: HeadSide, teachers: Teachers, parameters: Sequence[Tensor]
+    plan: Plan, student: Side, teachers: Teachers, parameters: Sequence[Tensor]
 ) -> tuple[tuple[Tensor | None, ...], _Rows]:
     """Return the results, and what the backward needs of each row."""
     sums = _FirstPass(plan, student, teachers)
@@ -186,7 +182,7 @@ class _FirstPass:
         selected_q: the teacher's.
     """
 
-    def __init__(self, plan: Plan, student: HeadSide, teachers: Teachers):
+    def __init__(self, plan: Plan, student: Side, teachers: Teachers):
         t, own = plan.interpolation, plan.forward and plan.interpolation is None
         self.p, self.q = Running(plan, 1 + plan.reverse), Running(plan, 3 if own else 1)
         self.target = self.q if t is None else Running(plan, 3)
@@ -232,7 +228,7 @@ class _Outcomes:
             at the floor. None where all heads have one size.
     """
 
-    def __init__(self, plan: Plan, student: HeadSide, teachers: Teachers, sums: _FirstPass):
+    def __init__(self, plan: Plan, student: Side, teachers: Teachers, sums: _FirstPass):
         log_p_ids, log_q_ids = sums.p.log_sum(), sums.q.log_sum()
         self.log_p_all, self.log_q_all = log_p_ids, log_q_ids
         self.p_mass = self.q_mass = torch.ones_like(log_p_ids)
@@ -294,7 +290,7 @@ def _forward_to_target(
 
 def _backward(
     plan: Plan,
-    student: HeadSide,
+    student: Side,
     teachers: Teachers,
     parameters: Sequence[Tensor],
     row: _Rows,
