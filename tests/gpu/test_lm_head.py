@@ -1,4 +1,4 @@
-"""The head kernels in half precision on a GPU, against float64 on the CPU."""
+"""The head kernels in half precision on a GPU, against plain float64."""
 
 import pytest
 import torch
@@ -6,60 +6,59 @@ import torch
 from prime_composer.lm_head import selected_logprobs, selected_logprobs_and_entropy
 from prime_composer.upstream.trainer.logits import folded, rows_of, support_logits
 
-N, D, V, K = 257, 128, 5003, 8
+K = 8
 
 
-def problem(device, dtype):
+def problem(device, dtype, sizes):
     """Return hidden states, weight, ids and an incoming gradient, the first two of ``dtype``."""
     g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(N, D, generator=g).mul(0.3).to(dtype)
-    weight = torch.randn(V, D, generator=g).to(dtype)
-    ids = torch.stack([torch.randperm(V, generator=g)[:K] for _ in range(N)])
-    incoming = torch.randn(N, K, generator=g)
+    scale = 0.3 * (128 / sizes.width) ** 0.5  # the same logits at any width
+    hidden = torch.randn(sizes.tokens, sizes.width, generator=g).mul(scale).to(dtype)
+    weight = torch.randn(sizes.vocab, sizes.width, generator=g).to(dtype)
+    ids = torch.stack([torch.randperm(sizes.vocab, generator=g)[:K] for _ in range(sizes.tokens)])
+    incoming = torch.randn(sizes.tokens, K, generator=g)
     leaves = hidden.to(device).requires_grad_(), weight.to(device).requires_grad_()
     return *leaves, ids.to(device), incoming.to(device)
 
 
 def in_float64(hidden, weight, ids, incoming):
-    """Return log-probs, entropy and gradients from the plain formula, on the CPU."""
-    h, w = (x.detach().cpu().double().requires_grad_() for x in (hidden, weight))
+    """Return log-probs, entropy and gradients from the plain formula."""
+    h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
     table = (h @ w.T).log_softmax(-1)
-    logprobs = table.gather(1, ids.cpu())
-    grads = torch.autograd.grad(logprobs, (h, w), incoming.cpu().double())
+    logprobs = table.gather(1, ids)
+    grads = torch.autograd.grad(logprobs, (h, w), incoming.double())
     return logprobs.detach(), -(table.exp() * table).sum(-1).detach(), grads
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_selected_logprobs_on_a_gpu_equal_float64(device, dtype):
-    """Operands are exact in dtype and sums are float32: a logit is known to D 2^-24 of its terms.
+def test_selected_logprobs_on_a_gpu_equal_float64(device, dtype, sizes):
+    """Operands are exact in dtype and sums are float32: a logit is known to d 2^-24 of its terms.
 
     float32 operands may go through TF32 only if the caller allows it; PyTorch's default does not.
     """
-    hidden, weight, ids, incoming = problem(device, dtype)
+    hidden, weight, ids, incoming = problem(device, dtype, sizes)
     logprobs, entropies, grads = in_float64(hidden, weight, ids, incoming)
-    result = selected_logprobs_and_entropy(hidden, weight, ids, chunk=1024, token_block=100)
+    result = selected_logprobs_and_entropy(hidden, weight, ids, **sizes.blocks)
     assert result.logprobs.dtype == torch.float32
-    torch.testing.assert_close(result.logprobs.cpu().double(), logprobs, rtol=0, atol=1e-4)
-    torch.testing.assert_close(result.entropy.cpu().double(), entropies, rtol=0, atol=1e-4)
+    torch.testing.assert_close(result.logprobs.double(), logprobs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(result.entropy.double(), entropies, rtol=0, atol=1e-4)
     ours = torch.autograd.grad(
-        selected_logprobs(hidden, weight, ids, chunk=1024, token_block=100),
-        (hidden, weight),
-        incoming,
+        selected_logprobs(hidden, weight, ids, **sizes.blocks), (hidden, weight), incoming
     )
     for gradient, expected in zip(ours, grads, strict=True):
         assert gradient.dtype == dtype
         scale = expected.abs().max().item()
         torch.testing.assert_close(
-            gradient.cpu().double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3 * scale
+            gradient.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3 * scale
         )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_support_logits_beside_a_head_equal_float64_on_a_gpu(device, dtype):
+def test_support_logits_beside_a_head_equal_float64_on_a_gpu(device, dtype, sizes):
     """The head computes log p(label); the support's logits relative to it give log p(id)."""
-    hidden, weight, ids, incoming = problem(device, dtype)
+    hidden, weight, ids, incoming = problem(device, dtype, sizes)
     labels = ids[:, 0].clone()
-    scored = torch.ones(N, dtype=torch.bool, device=device)
+    scored = torch.ones(sizes.tokens, dtype=torch.bool, device=device)
     rows = rows_of(ids, labels, scored, None)
     assert rows is not None
     head_weight, token = folded(weight, rows)
@@ -69,11 +68,11 @@ def test_support_logits_beside_a_head_equal_float64_on_a_gpu(device, dtype):
     expected, _, expected_grads = in_float64(hidden, weight, ids, incoming)
     # The stand-in head rounds its logits to dtype. The label's log-prob has that error, once.
     atol = 1e-4 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
-    torch.testing.assert_close(student.detach().cpu().double(), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(student.detach().double(), expected, rtol=0, atol=atol)
     grads = torch.autograd.grad(student, (hidden, weight), incoming)
     for gradient, reference in zip(grads, expected_grads, strict=True):
         scale = reference.abs().max().item()
         torch.testing.assert_close(
-            gradient.cpu().double(), reference,
+            gradient.double(), reference,
             rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps * scale + 1e-5 * scale,
         )  # fmt: skip
