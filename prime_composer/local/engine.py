@@ -29,6 +29,10 @@ from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, TeacherConfig
 from prime_composer.tiny_models.cache import cache_root
 
+SCORED_AT_ONCE = 4
+"""Sequences that a CPU's scorer has cache for. Prefill takes both cores with one already, and the
+cache of a large model takes memory."""
+
 BackendName = Literal["vllm", "transformers", "server"]
 
 
@@ -223,7 +227,7 @@ def open_scorer(spec: BackendSpec, status: Callable[[str], None] | None = None) 
             spec.model,
             dtype=spec.dtype,
             max_model_len=spec.max_model_len,
-            sequences=spec.sequences,
+            sequences=min(spec.sequences, SCORED_AT_ONCE),
             max_logprobs="full",
             gpu_memory_utilization=spec.gpu_memory_utilization,
         )
