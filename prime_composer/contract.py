@@ -6,7 +6,8 @@ token_ids[:t])``.
 
 Source: ``LossInputs`` and ``LossOutputs`` of prime_rl/trainer/rl/loss.py,
 https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``,
-``hidden_states``, ``token_ids``, ``segment_ids``, ``replay`` and the metric types are additions.
+``hidden_states``, ``token_ids``, ``segment_ids``, ``by_teacher``, ``replay`` and the metric types
+are additions.
 """
 
 import math
@@ -63,7 +64,8 @@ class LossInputs:
     Attributes:
         trainer_logprobs: log p of each token under the policy in training, [seq], with the
             gradient.
-        inference_logprobs: log mu of each token under the policy that sampled it, [seq].
+        inference_logprobs: log mu of each token under the student's policy that sampled it, [seq].
+            NaN where something else wrote the token: the data, or the teacher.
         ref_logprobs: log q of each token under the teacher, [seq]. None without a teacher.
         advantages: RL advantage of each token, [seq]. None without a reward.
         loss_mask: True at the tokens that train, [seq]. Other positions of every tensor may
@@ -75,6 +77,8 @@ class LossInputs:
             before t. None without them.
         token_ids: the tokens themselves, [seq]. Token-wise modifiers read them.
         segment_ids: index of each token's sequence, [seq], non-decreasing. None means one sequence.
+        by_teacher: True at the tokens of sequences that the teacher sampled, [seq]. None where the
+            trainer does not say.
         replay: inputs of the replay channel, a pack of preference pairs. Segment 2i is the chosen
             and 2i + 1 the rejected response of pair i. None without pairs.
     """
@@ -89,6 +93,7 @@ class LossInputs:
     hidden_states: TwoHeads | None = None
     token_ids: Int[Tensor, " seq"] | None = None
     segment_ids: Int[Tensor, " seq"] | None = None
+    by_teacher: Bool[Tensor, " seq"] | None = None
     replay: "LossInputs | None" = None
 
 

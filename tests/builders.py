@@ -65,6 +65,7 @@ def packed_inputs(
         hidden_states=identity_heads(leaf(student), teacher.to(dtype)),
         token_ids=tokens,
         segment_ids=first_segment + torch.arange(seq) * 4 // seq,
+        by_teacher=torch.arange(seq) * 4 // seq % 2 == 0,
         replay=packed_inputs(LOSS_TYPES["dpo"](), seq, seed + 50, dtype, first_segment, mask)
         if "replay" in config.needs
         else None,
@@ -156,6 +157,7 @@ def with_garbage(inputs: LossInputs, garbage: float) -> LossInputs:
         advantages=spoiled(inputs.advantages),
         loss_weights=spoiled(inputs.loss_weights),
         token_ids=inputs.token_ids.masked_fill(outside, 1),
+        by_teacher=inputs.by_teacher ^ outside,
         support=Support(
             inputs.support.token_ids.masked_fill(outside.unsqueeze(-1), -1),
             spoiled(inputs.support.teacher_logprobs),

@@ -22,6 +22,7 @@ class Rollout:
             distribution that the token was sampled from, after temperature and top-p.
         finish_reason: "stop" at EOS or a stop token, "length" at the end of the token budget.
         prompt_index: index of the prompt in the ``generate`` call; a group's rollouts share it.
+        by_teacher: the teacher sampled it, and not the student.
     """
 
     token_ids: Int[Tensor, " seq"]
@@ -29,6 +30,7 @@ class Rollout:
     inference_logprobs: Float[Tensor, " seq"]
     finish_reason: Literal["stop", "length"]
     prompt_index: int
+    by_teacher: bool = False
 
     @property
     def start(self) -> int:

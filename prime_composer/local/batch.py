@@ -12,7 +12,8 @@ class Sample:
     """One rollout of a step, with everything that is computed from it.
 
     Attributes:
-        rollout: sampled by the student, or a solution of the data (GKD's lambda below 1).
+        rollout: sampled by the student. With GKD's lambda below 1 also a solution of the data, or
+            sampled by the teacher.
         problem: the problem that the rollout answers.
         text: the completion as text, without special tokens.
         reward: 1.0 for a correct answer, 0.0 for a wrong one.

@@ -5,6 +5,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
+from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.local.batch import Batch, Pair, Sample
 from prime_composer.local.clock import Clock
@@ -15,6 +18,7 @@ from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.order import environment_batches, prompt_batches
+from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe, ReplayConfig, RolloutConfig
 
 
@@ -76,9 +80,11 @@ def sample_rollouts(
 ) -> list[Rollout]:
     """Sample ``group_size`` rollouts for each problem.
 
-    With ``student_fraction`` lambda below 1 (GKD, https://arxiv.org/abs/2306.13649, Alg. 1) each
-    sequence is sampled with probability lambda. Otherwise it is the data's solution. The paper
-    draws once per step. Drawing once per sequence has the same mean and less variance.
+    With ``student_fraction`` lambda below 1 (GKD, https://arxiv.org/abs/2306.13649, Alg. 1) the
+    student samples each sequence with probability lambda. Otherwise it is the data's solution, or
+    the teacher samples it. The paper draws once per step. Drawing once per sequence has the same
+    mean and less variance. For a loss of answer pairs the student samples the first half of each
+    group.
     """
     prompts = [engine.problems.prompt(problem) for problem in problems]
     params = SamplingParams(
@@ -91,22 +97,84 @@ def sample_rollouts(
     if config.student_fraction == 1:
         return engine.sampler.generate(prompts, params, seed=rollouts_seed)
     coin = random.Random(derive_seed(seed, "student_fraction", step))
+    pairs, half = engine.loss.answer_pairs, config.group_size // 2
     sequences = [
-        (index, coin.random() < config.student_fraction)
+        (index, member < half if pairs else coin.random() < config.student_fraction)
         for index in range(len(prompts))
-        for _ in range(config.group_size)
+        for member in range(config.group_size)
     ]
     sampled_prompts = [prompts[index] for index, is_sampled in sequences if is_sampled]
     sampled: list[Rollout] = []
+    params = replace(params, n=1)
     if sampled_prompts:
-        params = replace(params, n=1)
         sampled = engine.sampler.generate(sampled_prompts, params, seed=rollouts_seed)
-    remaining = iter(sampled)
+    other_indices = [index for index, is_sampled in sequences if not is_sampled]
+    if config.teacher_samples:
+        others = teacher_rollouts(engine, params, problems, other_indices, seed, step)
+    else:
+        others = [engine.problems.solution(problems[index], index) for index in other_indices]
+    remaining, remaining_others = iter(sampled), iter(others)
     return [
-        replace(next(remaining), prompt_index=index)
-        if is_sampled
-        else engine.problems.solution(problems[index], index)
+        replace(next(remaining), prompt_index=index) if is_sampled else next(remaining_others)
         for index, is_sampled in sequences
+    ]
+
+
+def teacher_rollouts(
+    engine: Engine,
+    params: SamplingParams,
+    problems: Sequence[Problem],
+    indices: Sequence[int],
+    seed: int,
+    step: int,
+) -> list[Rollout]:
+    """Let the teachers sample answers. A mixture's are each of one teacher, drawn by its weight.
+
+    Their log mu is NaN, as that of the data's solutions: no ratio of p to it is one of two
+    policies.
+
+    Args:
+        engine: the open models.
+        params: how to sample, one answer per prompt.
+        problems: the step's problems.
+        indices: the problem of each answer.
+        seed: the run's.
+        step: from 1.
+
+    Raises:
+        InvalidAnswer: an answer has a token that the student's head does not have.
+    """
+    assert engine.teachers is not None, "the recipe has a teacher that samples"
+    draw = random.Random(derive_seed(seed, "teacher_of_rollout", step))
+    writers: list[TeacherId] = []
+    for index in indices:
+        shares = engine.teachers.routing.of(problems[index])
+        writers += draw.choices([*shares], [*shares.values()])
+    answers: dict[int, Rollout] = {}
+    for teacher in dict.fromkeys(writers):
+        places = [place for place, writer in enumerate(writers) if writer == teacher]
+        sampler = engine.teachers.scorers[teacher].sampler
+        assert sampler is not None, "a teacher of its own can sample"
+        rollouts = sampler.generate(
+            [engine.problems.prompt(problems[indices[place]]) for place in places],
+            params,
+            seed=derive_seed(seed, f"rollouts of {teacher.table}", step),
+        )
+        largest = max(int(rollout.token_ids.max()) for rollout in rollouts)
+        if largest >= engine.vocab_size:
+            raise InvalidAnswer(
+                f"[{teacher.table}] sampled id {largest}, and the student's head has "
+                f"{engine.vocab_size} entries; choose a teacher with the student's vocabulary"
+            )
+        answers |= zip(places, rollouts, strict=True)
+    return [
+        replace(
+            answers[place],
+            prompt_index=index,
+            inference_logprobs=torch.full_like(answers[place].inference_logprobs, torch.nan),
+            by_teacher=True,
+        )
+        for place, index in enumerate(indices)
     ]
 
 

@@ -30,8 +30,8 @@ from prime_composer.recipe.schema import ModelConfig, Recipe, TeacherConfig
 from prime_composer.tiny_models.cache import cache_root
 
 SCORED_AT_ONCE = 4
-"""Sequences that a CPU's scorer has cache for. Prefill takes both cores with one already, and the
-cache of a large model takes memory."""
+"""Sequences that a teacher that only scores has cache for, on a CPU. Prefill takes all cores with
+one already, and the cache of a large model takes memory."""
 
 BackendName = Literal["vllm", "transformers", "server"]
 
@@ -125,7 +125,9 @@ def teacher_spec(
         model=model,
         dtype=teacher.dtype or recipe.trainer.dtype,
         max_model_len=recipe.rollout.max_model_len,
-        sequences=largest_call(recipe),
+        sequences=largest_call(recipe)
+        if recipe.rollout.teacher_samples
+        else min(largest_call(recipe), SCORED_AT_ONCE),
         gpu_memory_utilization=teacher.gpu_memory_utilization,
         url=teacher.url,
         api_key_var=teacher.api_key_var,
@@ -227,7 +229,7 @@ def open_scorer(spec: BackendSpec, status: Callable[[str], None] | None = None) 
             spec.model,
             dtype=spec.dtype,
             max_model_len=spec.max_model_len,
-            sequences=min(spec.sequences, SCORED_AT_ONCE),
+            sequences=spec.sequences,
             max_logprobs="full",
             gpu_memory_utilization=spec.gpu_memory_utilization,
         )
@@ -274,7 +276,8 @@ class Engine:
         loss: the recipe's loss, which decides what the teachers score.
         model: the student that trains, in float32.
         sampler: samples the student's rollouts.
-        teachers: score rollouts with models of their own; None where the loss needs none.
+        teachers: score rollouts with models of their own, and may sample; None where neither the
+            loss nor ``[rollout]`` needs one.
         policy_teacher: scores with the policy itself; None without ``[teacher.policy]``.
         policy_overflow: what to do with a rollout that its hint makes too long.
         policy_room: tokens that a policy teacher may read.
@@ -323,7 +326,7 @@ class Engine:
             InvalidAnswer: a teacher lists an id that the student's head does not have.
             ValueError: a sample does not fit into its teacher's window, and its rule is "error".
         """
-        if self.teachers is not None:
+        if self.teachers is not None and self.loss.compares_with_teacher:
             fitted = self.fit(samples)
             kept = [sample for sample in fitted if sample is not None]
             rollouts = [sample.rollout for sample in kept]
@@ -487,7 +490,7 @@ def open_engine(
         config: Any = model.config
         positions = config.get_text_config().max_position_embeddings
         engine.policy_room = min(recipe.rollout.max_model_len, positions)
-    elif recipe.loss.compares_with_teacher:
+    elif recipe.asks_teacher:
         routing = Routing.of_recipe(recipe)
         engine.teacher_specs = {
             teacher: teacher_spec(

@@ -49,8 +49,9 @@ def accumulate_gradients(
 ) -> dict[str, float]:
     """Run the backward pass of the step's loss.
 
-    With N tokens in the step, the gradient is that of (1/N) sum_t loss_t. Preference pairs
-    contribute their mean times the weight of their channel.
+    With N tokens in the step, the gradient is that of (1/N) sum_t loss_t. N is the number of pairs
+    for a loss of answer pairs. Preference pairs contribute their mean times the weight of their
+    channel.
 
     Args:
         model: the student; gradients are added to its parameters' ``grad``.
@@ -62,13 +63,13 @@ def accumulate_gradients(
         mismatch: collects how far the sampler's log-probs are from the student's.
 
     Returns:
-        "loss", the loss per token of the step, and the loss's own metrics, averaged by their type.
-        Empty where there is nothing to train on.
+        "loss", the step's loss per token or per pair of answers, and the loss's own metrics,
+        averaged by their type. Empty where there is nothing to train on.
 
     Raises:
         NonFiniteLoss: raised before the backward pass of that micro-batch.
     """
-    total_tokens = batch.tokens or 1
+    divisor = (len(batch.samples) / 2 if loss.config.answer_pairs else batch.tokens) or 1
     loss_sum = torch.zeros(())
     averages = MetricAverages()
     for micro_batch in prepare_micro_batches(model, loss, batch, config, reference):
@@ -77,12 +78,12 @@ def accumulate_gradients(
         outputs = loss(micro_batch.inputs)
         if not torch.isfinite(outputs.loss):
             raise NonFiniteLoss(describe_non_finite(loss, micro_batch, outputs, step))
-        (outputs.loss / total_tokens).backward()
+        (outputs.loss / divisor).backward()
         loss_sum = loss_sum + outputs.loss.detach()
         averages.add(outputs.metrics, micro_batch.tokens, micro_batch.pairs)
     if averages.empty:
         return {}
-    return {"loss": float(loss_sum) / total_tokens} | averages.result()
+    return {"loss": float(loss_sum) / divisor} | averages.result()
 
 
 class MetricAverages:

@@ -88,7 +88,7 @@ def why_unfit(model: str, table: str, hub: bool) -> str | None:
 def local_models(recipe: Recipe) -> Iterator[LocalModel]:
     """Yield the student, and the teachers that are no servers."""
     yield LocalModel("student", recipe.student, recipe.rollout.backend)
-    if not recipe.loss.compares_with_teacher:
+    if not recipe.asks_teacher:
         return
     for teacher, config in Routing.of_recipe(recipe).teachers.items():
         backend = config.backend or recipe.rollout.backend

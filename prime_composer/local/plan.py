@@ -88,7 +88,7 @@ def require_libraries(recipe: Recipe, routing: Routing) -> None:
         ValueError: W&B is missing.
     """
     backends: set[BackendName] = {recipe.rollout.backend}
-    if recipe.loss.compares_with_teacher:
+    if recipe.asks_teacher:
         backends |= {
             teacher_backend(teacher, recipe.rollout.backend)
             for teacher in routing.teachers.values()
@@ -177,7 +177,7 @@ def describe_data(recipe: Recipe, problems: ProblemSet, routing: Routing) -> lis
     lines = []
     for name, data in problems.sources.items():
         line = f"{name}: {practice[name]} problems to train on, {held_out[name]} held out"
-        if recipe.teachers and recipe.loss.compares_with_teacher:
+        if recipe.teachers and recipe.asks_teacher:
             shares = routing.of_environment(name).items()
             line += f"; scored by {' + '.join(f'{w:g} {t.name}' for t, w in shares)}"
             if data.teacher_key is not None:
@@ -239,7 +239,7 @@ def check_sequences(
         f"the context is {rollout.max_model_len}"
     ]
     scored_problems = route(routing, problems.practice)
-    for teacher, config in routing.teachers.items() if recipe.loss.compares_with_teacher else ():
+    for teacher, config in routing.teachers.items() if recipe.asks_teacher else ():
         limits = context(teacher_backend(config, rollout.backend), rollout)
         limits = binding(limits, config.on_overflow)
         with naming(teacher, among=routing.teachers):

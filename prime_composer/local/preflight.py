@@ -259,7 +259,8 @@ def check_objective(recipe: Recipe) -> None:
             raise PreflightError(
                 f"[{section}] type = 'sft' on the student's own samples has an expected gradient "
                 "of 0, since nothing tells a good sample from a bad one; set "
-                "rollout.student_fraction = 0 to train on the data's solutions."
+                "rollout.student_fraction = 0 to train on the data's solutions, or with "
+                "rollout.other_source = 'teacher' on the teacher's answers."
             )
 
 
@@ -332,7 +333,7 @@ def check_lengths(
     if not problems:
         return
     limit = limits.max_model_len
-    if config.student_fraction < 1 and limit is not None:
+    if config.student_fraction < 1 and not config.teacher_samples and limit is not None:
         longest = max(len(tokenized.solution(problem).token_ids) for problem in problems)
         if longest >= limit:
             raise PreflightError(

@@ -102,6 +102,9 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
         hidden_states=both,
         token_ids=labels.to(device),
         segment_ids=torch.arange(len(samples)).repeat_interleave(counts).to(device),
+        by_teacher=torch.tensor([rollout.by_teacher for rollout in rollouts])
+        .repeat_interleave(counts)
+        .to(device),
     )
 
 
@@ -207,4 +210,5 @@ def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossI
         hidden_states=TwoHeads(no_logits, (no_logits,)),
         token_ids=given(like.token_ids)[:0],
         segment_ids=given(like.segment_ids)[:0],
+        by_teacher=given(like.by_teacher)[:0],
     )

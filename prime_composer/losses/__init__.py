@@ -3,7 +3,7 @@
 Distillation, on a support of the teacher's top-K tokens or of the whole vocabulary:
     topk_reverse_kl, topk_forward_kl, generalized_jsd, head_tail_reverse_kl, taid,
     entropy_aware_opd, self_distillation, alpha_beta, skewed_kl, total_variation, todi, amid,
-    adaptive_kl
+    adaptive_kl, distillm2
 On the sampled token alone:
     sampled_reverse_kl, sft
 RL on rewards: default, ipo. Preference pairs: dpo, simpo. Weighted sum of channels: compose.
@@ -48,6 +48,7 @@ from prime_composer.losses.total_variation import TotalVariationLossConfig
 from prime_composer.losses.todi import ToDiLossConfig
 from prime_composer.losses.amid import AMiDLossConfig
 from prime_composer.losses.adaptive_kl import AdaptiveKLLossConfig
+from prime_composer.losses.distillm2 import DistiLLM2LossConfig
 from prime_composer.losses.sft import SFTLossConfig
 from prime_composer.losses.default import DefaultLossConfig
 from prime_composer.losses.ipo import IPOLossConfig
@@ -73,6 +74,7 @@ __all__ = [
     "ComposeLossConfig",
     "DPOLossConfig",
     "DefaultLossConfig",
+    "DistiLLM2LossConfig",
     "EntropyAwareOPDLossConfig",
     "GeneralizedJSDLossConfig",
     "HeadTailReverseKLLossConfig",

@@ -30,6 +30,7 @@ REMEDIES = {
         "Preference losses read pairs of sequences: pass LossInputs.segment_ids "
         "(2i chosen, 2i + 1 rejected)."
     ),
+    "by_teacher": "Pass LossInputs.by_teacher: which tokens are the teacher's.",
     "replay": (
         "Configure a source of preference pairs, or set the weight of the replay channel to 0."
     ),

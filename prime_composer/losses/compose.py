@@ -88,6 +88,11 @@ class ComposeLossConfig(LossConfig):
         require_channel(self.rl.loss, "rl", "rl.loss")
         for name, channel in self.distillation.items():
             require_channel(channel.loss, "distillation", f"distillation.{name}.loss")
+            if channel.loss.answer_pairs:
+                raise ValueError(
+                    f"distillation.{name}.loss: type = {channel.loss.type!r} is a mean over pairs "
+                    "of answers, and the other channels over tokens: make it the only loss, [loss]."
+                )
             if channel.loss.parts:
                 raise ValueError(
                     f"distillation.{name}.loss: compose does not nest; name its channels here."

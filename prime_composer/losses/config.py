@@ -36,6 +36,7 @@ Need = Literal[
     "advantages",
     "token_ids",
     "segment_ids",
+    "by_teacher",
     "replay",
 ]
 """Inputs that a trainer provides beyond trainer_logprobs, inference_logprobs and loss_mask."""
@@ -105,6 +106,8 @@ class LossConfig(BaseModel):
         examples: knobs of the configs that the contract tests run, one table each.
         surrogate: True where the loss contains a stop-gradient, so that its gradient is not the
             derivative of its value.
+        answer_pairs: the loss is a sum over pairs of answers to one prompt, the teacher's and the
+            student's. A trainer samples both, and divides by the pairs instead of the tokens.
     """
 
     model_config = ConfigDict(
@@ -115,6 +118,7 @@ class LossConfig(BaseModel):
     channel: ClassVar[ChannelName] = "distillation"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     surrogate: ClassVar[bool] = False
+    answer_pairs: ClassVar[bool] = False
 
     type: str
     """Name of the loss."""
@@ -147,6 +151,15 @@ class LossConfig(BaseModel):
                 f"{cls.__name__}.needs_inputs names {', '.join(unknown)}; "
                 f"a loss may need: {', '.join(get_args(Need))}."
             )
+
+    @model_validator(mode="after")
+    def _mix_has_one_divisor(self) -> "LossConfig":
+        if self.answer_pairs and self.rl_mix is not None:
+            raise ValueError(
+                f"rl_mix: type = {self.type!r} is a mean over pairs of answers, and an RL loss one "
+                "over tokens: leave rl_mix out."
+            )
+        return self
 
     @property
     def own_needs(self) -> frozenset[str]:

@@ -23,6 +23,8 @@ REMEDIES = {
         ("ref_logprobs", "support", "hidden_states"),
         "Remedy: add a [teacher] table, or several [teachers.*].",
     ),
+    "by_teacher": "It tells the teacher's sequences from the student's: set rollout.other_source = "
+    "'teacher', and rollout.student_fraction below 1.",
     "advantages": "It compares the rollouts of a group: set rollout.group_size to 2 or more.",
     "replay": "It pairs the rollouts of a group: set rollout.group_size to 2 or more, "
     'or name a file of pairs with [replay] source = "jsonl" and path.',
@@ -293,7 +295,15 @@ class RolloutConfig(Section):
     """Context of the engines in tokens: prompt and completion."""
 
     student_fraction: float = Field(default=1.0, ge=0, le=1, json_schema_extra=CARRIED)
-    """GKD's lambda: probability that a sequence is sampled. The others are the data's solutions."""
+    """GKD's lambda: probability that the student samples a sequence. `other_source` has the
+    others."""
+
+    other_source: Literal["data", "teacher"] = Field(
+        default="data", json_schema_extra=prime_rl(only_refused())
+    )
+    """Where the other sequences come from: the data's solutions, or answers that the teacher
+    samples. Of several teachers it is the problem's, and of a mixture one that is drawn by
+    weight."""
 
     gpu_memory_utilization: float = Field(default=0.3, gt=0, le=1, json_schema_extra=CARRIED)
     """Share of the GPU's memory for the student's engine."""
@@ -303,6 +313,20 @@ class RolloutConfig(Section):
         if (self.backend == "server") != (self.url is not None):
             raise ValueError("backend = 'server' and `url` go together")
         return self
+
+    @model_validator(mode="after")
+    def _check_other_source(self) -> "RolloutConfig":
+        if self.teacher_samples and self.student_fraction == 1:
+            raise ValueError(
+                "other_source = 'teacher' with student_fraction = 1: the student samples every "
+                "sequence; set student_fraction below 1, or leave other_source out"
+            )
+        return self
+
+    @property
+    def teacher_samples(self) -> bool:
+        """Whether the teacher samples the sequences that the student does not."""
+        return self.other_source == "teacher"
 
 
 class ReplayConfig(Section):
@@ -559,6 +583,11 @@ class Recipe(Section):
         """Whether something scores the student's tokens."""
         return self.teacher is not None or bool(self.teachers)
 
+    @property
+    def asks_teacher(self) -> bool:
+        """Whether a run asks its teacher: for scores, or for answers to train on."""
+        return self.loss.compares_with_teacher or self.rollout.teacher_samples
+
     @model_validator(mode="after")
     def _check_alternatives(self) -> "Recipe":
         if self.teachers and self.teacher is not None:
@@ -622,12 +651,46 @@ class Recipe(Section):
             )
         require(self.loss, self._provided_inputs(), REMEDIES, provider="this recipe")
         if self.rollout.student_fraction < 1 and self.loss.reads_sampler:
+            others = "teacher's answers" if self.rollout.teacher_samples else "data's solutions"
             raise ValueError(
                 f"[loss] type = {self.loss.type!r} reads the sampler's probabilities, and the "
-                "data's solutions have none: with rollout.student_fraction below 1 use a loss on a "
+                f"{others} have none: with rollout.student_fraction below 1 use a loss on a "
                 "support, such as generalized_jsd (self_distillation with max_ratio = 'off'), or "
                 "sft; in a sum, for every channel"
             )
+        if self.loss.answer_pairs and (
+            self.rollout.student_fraction != 0.5 or self.rollout.group_size % 2
+        ):
+            raise ValueError(
+                f"[loss] type = {self.loss.type!r} compares pairs of answers to one prompt, the "
+                "teacher's and the student's, and these would have unequal prompts: set "
+                "rollout.student_fraction = 0.5, and an even rollout.group_size, so that each "
+                "writes half of a group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_teacher_samples(self) -> "Recipe":
+        if not self.rollout.teacher_samples:
+            return self
+        if not self.has_teacher:
+            raise ValueError(
+                "rollout.other_source = 'teacher': there is none; add a [teacher] table"
+            )
+        if self.teacher is not None and self.teacher.policy is not None:
+            raise ValueError(
+                "rollout.other_source = 'teacher': [teacher.policy] is the student with a hint, "
+                "which samples no answers; name a teacher of its own"
+            )
+        tables: dict[str, TeacherConfig | None] = {"teacher": self.teacher}
+        tables |= {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
+        for table, teacher in tables.items():
+            if teacher is not None and teacher.on_overflow != "error":
+                raise ValueError(
+                    f"{table}.on_overflow = {teacher.on_overflow!r}: a teacher that samples "
+                    "(rollout.other_source) needs room for every prompt with a full answer; set "
+                    "it to 'error'"
+                )
         return self
 
     def _provided_inputs(self) -> set[str]:
@@ -639,6 +702,8 @@ class Recipe(Section):
             provided |= {"advantages", "replay"}
         if self.replay.source == "jsonl":
             provided.add("replay")
+        if self.rollout.teacher_samples:
+            provided.add("by_teacher")
         return provided
 
     @model_validator(mode="after")

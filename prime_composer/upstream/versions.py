@@ -155,6 +155,7 @@ _ADAPTER = (
     "PRIME_COMPOSER=1 in front of prime-rl's own `rl @ FILE`."
 )
 REMEDIES = {
+    "by_teacher": f"Its rollouts are all the student's: choose another loss, {_ENGINE_LOCAL}",
     "support": _ADAPTER,
     "token_ids": _ADAPTER,
     "replay": _PAIRS,

@@ -25,7 +25,9 @@ KNOBS = {
     "taid": {"k": 8, "total_steps": 2},
     "entropy_aware_opd": {"tau": 0.5, "alpha": 1.0, "k": 8},
     "self_distillation": {"k": 8},
+    "distillm2": {"k": 8, "beta_steps": 2},
 }
+PAIRS = {"other_source": "teacher", "student_fraction": 0.5, "group_size": 2}
 DISTILLATION = [
     name
     for name, config in LOSS_TYPES.items()
@@ -45,6 +47,7 @@ def test_distillation_loss_trains_and_logs_at_every_step(
     """Each loss has a finite value, a gradient, and the same metrics at every step."""
     raw = tiny_recipe(loss={"type": name, **KNOBS.get(name, {})}, trainer__steps=2)
     raw["eval"] = {"every": 0, "size": 2, "kl_size": 2}
+    raw["rollout"] |= PAIRS if LOSS_TYPES[name].answer_pairs else {}
     _, *steps = records(raw, tmp_path / "run")
     keys = [{key for key in record if key.startswith(f"{name}/")} for record in steps]
     assert keys[0] == keys[1] and keys[0]
@@ -63,6 +66,24 @@ def test_taid_schedule_moves_and_survives_a_resume(tiny_recipe: Raw, tmp_path: P
     copy_first_half(tmp_path / "whole", tmp_path / "cut")
     resumed = records(raw, tmp_path / "cut", resume=True)
     assert [record["taid/t"] for record in resumed[1:]] == whole
+
+
+def test_distillm2_resumes_with_its_schedule(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """A resumed run has the same beta, anchors and answers, so that its losses are the same."""
+    raw = tiny_recipe(
+        loss={"type": "distillm2", "k": 8, "beta_steps": 4, "adapt_skew_after": 1},
+        trainer={"steps": 4, "batch_size": 6, "lr": 1e-3},
+        checkpoint={"every": 2},
+    )
+    raw["rollout"] |= PAIRS
+    whole = records(raw, tmp_path / "whole")[1:]
+    assert [step["distillm2/beta"] for step in whole] == [1.0, 1.125, 1.25, 1.375]
+    assert whole[0]["distillm2/skew"] == pytest.approx(0.1)
+    assert all(0.01 <= step["distillm2/skew"] < 0.0999 for step in whole[1:])
+    copy_first_half(tmp_path / "whole", tmp_path / "cut")
+    resumed = records(raw, tmp_path / "cut", resume=True)[1:]
+    for name in ("loss", "distillm2/skew", "distillm2/beta"):
+        assert [step[name] for step in resumed] == [step[name] for step in whole]
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,8 @@ def distil(name: str) -> tuple[float, float]:
             loss_mask=torch.ones(POSITIONS, dtype=torch.bool),
             support=Support(ids, teacher, log_p.gather(-1, ids)),
             token_ids=tokens.squeeze(-1),
+            segment_ids=torch.arange(POSITIONS),
+            by_teacher=torch.arange(POSITIONS) % 2 == 0,
         )
         out = loss(inputs)
         (out.loss / POSITIONS).backward()

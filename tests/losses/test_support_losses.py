@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from prime_composer.contract import LossInputs, Support
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.losses.shared.metrics import support_metrics, top_share, topk_overlap_min
-from tests.builders import identity_heads
+from tests.builders import VOCAB, identity_heads, packed_inputs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -227,11 +227,14 @@ def test_a_normalization_that_does_not_fit_k_is_refused():
         "taid",
         "self_distillation",
         "entropy_aware_opd",
+        "distillm2",
         *RECENT,
     ):
-        more = {"taid": {"total_steps": 1}, "entropy_aware_opd": {"tau": 1, "alpha": 1}}.get(
-            name, {}
-        )
+        more = {
+            "taid": {"total_steps": 1},
+            "entropy_aware_opd": {"tau": 1, "alpha": 1},
+            "distillm2": {"beta_steps": 1},
+        }.get(name, {})
         with pytest.raises(ValidationError, match="k = 'full'"):
             LOSS_TYPES[name](normalization="full", **more)
         with pytest.raises(ValidationError, match="identically 0"):
@@ -392,3 +395,44 @@ def test_a_loss_reads_the_students_choice_of_a_larger_support():
     p, q = double([4 / 7, 3 / 7]), double([1 / 3, 2 / 3])
     expected = (p * (p / q).log()).sum()
     torch.testing.assert_close(setup_loss_fn(config)(inputs).loss, expected, rtol=1e-12, atol=0)
+
+
+WHOLE = {
+    "entropy_aware_opd": {"tau": 1.5, "alpha": 0.5, "reverse": "topk"},
+    "taid": {"total_steps": 10},
+    "distillm2": {"beta_steps": 10},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name, cls in LOSS_TYPES.items() if getattr(cls, "whole_by_heads", False)],
+)
+def test_two_heads_give_the_loss_of_a_support_of_all_ids(name, monkeypatch):
+    """Loss and gradient for each logit, with every knob of the examples that fits."""
+    cls = LOSS_TYPES[name]
+    base = WHOLE.get(name, {})
+    knobs = [base, *(example for example in cls.examples if example.get("k") == "full")]
+    if name == "amid":
+        knobs += [{"divergence": d, "alpha": a} for d in ("q||r", "p||r", "r||q") for a in (-1, 1)]
+    if name == "self_distillation":
+        knobs += [{"divergence": d} for d in ("reverse_kl", "forward_kl")]
+    for example in knobs:
+        config = cls(**{**example, "k": "full"})
+        by_heads = packed_inputs(config)
+        student = by_heads.hidden_states.student.hidden
+        (found,) = torch.autograd.grad(
+            (loss := setup_loss_fn(config)(by_heads).loss), student, allow_unused=True
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(cls, "whole_by_heads", False)
+            all_ids = cls(**{**example, "k": "full"})
+            log_p = student.log_softmax(-1)
+            teacher = by_heads.hidden_states.teachers[0].hidden.detach()
+            support = Support(
+                torch.arange(VOCAB).expand(len(log_p), VOCAB), teacher.log_softmax(-1), log_p
+            )
+            expected = setup_loss_fn(all_ids)(dataclasses.replace(by_heads, support=support)).loss
+        (wanted,) = torch.autograd.grad(expected, student, allow_unused=True)
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-8)

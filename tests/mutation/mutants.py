@@ -24,6 +24,9 @@ TESTS = {
         LOSSES + "test_sampled_reverse_kl.py", LOSSES + "test_rl_losses.py",
         "tests/parity/test_recorded.py", "tests/test_contract.py",
     ],
+    "losses/shared/support_divergence.py": [LOSSES + "test_support_losses.py"],
+    "losses/shared/whole_vocabulary.py": [LOSSES + "test_support_losses.py"],
+    "losses/amid.py": [LOSSES + "test_support_losses.py"],
     "losses/shared/metrics.py": [LOSSES + "test_support_losses.py"],
     "losses/shared/pairs.py": [LOSSES + "test_preferences.py"],
     "losses/shared/modifiers.py": [LOSSES + "test_modifiers.py"],
@@ -32,6 +35,7 @@ TESTS = {
     ],
     "losses/head_tail_reverse_kl.py": [LOSSES + "test_expectations.py"],
     "losses/taid.py": [LOSSES + "test_taid.py"],
+    "losses/distillm2.py": [LOSSES + "test_distillm2.py"],
     "losses/entropy_aware_opd.py": [LOSSES + "test_support_losses.py"],
     "losses/self_distillation.py": [LOSSES + "test_support_losses.py"],
     "losses/default.py": [LOSSES + "test_rl_losses.py", "tests/parity/test_recorded.py"],
@@ -76,6 +80,7 @@ REDUCTIONS = "losses/shared/reductions.py"
 REGION = "losses/shared/trust_region.py"
 MODIFIERS = "losses/shared/modifiers.py"
 SAMPLED = "losses/sampled_reverse_kl.py"
+DISTILLM2 = "losses/distillm2.py"
 HEAD_TAIL = "losses/head_tail_reverse_kl.py"
 TAID, EOPD, SELF = "losses/taid.py", "losses/entropy_aware_opd.py", "losses/self_distillation.py"
 RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
@@ -215,8 +220,17 @@ MUTANTS: dict[str, Mutant] = {
     "skewed reverse holds the mixture fixed": mutant(
         SKEWED, "skewed_reverse_kl",
         ("probs * ((1 - skew) * u - excess(u))", "probs * u"),
-        ("probs * (log_ratio + skew - torch.exp(log_ratio + math.log(skew)))",
+        ("probs * (log_ratio + skew - torch.exp(log_ratio + _log_shares(skew)[0]))",
          "probs * log_ratio"),
+    ),
+    "skewed reverse moves a mixture that is held": mutant(
+        SKEWED, "skewed_reverse_kl",
+        ("torch.where(close, u - excess(u), log_ratio)",
+         "torch.where(close, (1 - skew) * u - excess(u), log_ratio)"),
+    ),
+    "skew per position in the other log": mutant(
+        SKEWED, "_log_shares", ("(share.log(), torch.log1p(-share))",
+                                "(torch.log1p(-share), share.log())"),
     ),
     "skewed reverse derivative cancels": mutant(
         SKEWED, "skewed_reverse_kl", ("(1 - skew) * u - excess(u)", "u - excess(u)")
@@ -235,15 +249,17 @@ MUTANTS: dict[str, Mutant] = {
         SKEWED, "unnormalized_assistant", ("(1 - alpha) / 2", "1 - alpha")
     ),
     "amid holds the assistant fixed": mutant(
-        SKEWED, "amid", ("alpha, skew), dim=-1)", "alpha, skew), dim=-1).detach()")
+        SKEWED, "amid",
+        ("torch.log_softmax(unnormalized_assistant(p, q, alpha, skew), dim=-1)",
+         "torch.log_softmax(unnormalized_assistant(p, q, alpha, skew), dim=-1).detach()"),
     ),
     "amid orders swapped": mutant(
-        SKEWED, "amid", ("(r, q)", "(q, r)"), ("(p, r)", "(r, p)")
+        SKEWED, "assistant_kl_terms", ("(r, q)", "(q, r)"), ("(p, r)", "(r, p)")
     ),
     "amid not normalized": mutant(
-        SKEWED, "unnormalized_assistant",
-        ("torch.log_softmax(with_slope(student_logprobs, values, slope), dim=-1)",
-         "with_slope(student_logprobs, values, slope)"),
+        SKEWED, "amid",
+        ("torch.log_softmax(unnormalized_assistant(p, q, alpha, skew), dim=-1)",
+         "unnormalized_assistant(p, q, alpha, skew)"),
     ),
     "todi weights keep their gradient": mutant(
         ADAPTIVE, "todi",
@@ -368,6 +384,43 @@ MUTANTS: dict[str, Mutant] = {
     "schedule within a sum reads the sum": mutant(
         "losses/bound.py", "WeightedSum.end_step", ("term.objective.end_step()", "None")
     ),
+    # DistiLLM-2
+    "distillm2 weights swapped": mutant(
+        DISTILLM2, "distillm2_loss_fn",
+        ("torch.where(by_teacher, (2 - beta) * forward, beta * reverse)",
+         "torch.where(by_teacher, beta * forward, (2 - beta) * reverse)"),
+    ),
+    "distillm2 sums over an answer's tokens": mutant(
+        DISTILLM2, "distillm2_loss_fn",
+        ("torch.where(by_teacher, (2 - beta) * forward, beta * reverse) / lengths",
+         "torch.where(by_teacher, (2 - beta) * forward, beta * reverse)"),
+    ),
+    "distillm2 moves the mixture": mutant(
+        DISTILLM2, "distillm2_loss_fn",
+        ("divergence_per_token(_A, _B, skewed_reverse_kl, _C, skew=skew, hold_mixture=True)",
+         "divergence_per_token(_A, _B, skewed_reverse_kl, _C, skew=skew)"),
+    ),
+    "distillm2 reverse on the teacher's answers": mutant(
+        DISTILLM2, "distillm2_loss_fn",
+        ("(mask & by_teacher, mask & ~by_teacher)", "(mask & ~by_teacher, mask & by_teacher)"),
+    ),
+    "distillm2 gaps of one sign": mutant(
+        DISTILLM2, "answer_gaps", ("torch.where(given(inputs.by_teacher), gap, -gap)", "gap")
+    ),
+    "distillm2 anchors swapped": mutant(
+        DISTILLM2, "own_skew",
+        ("torch.where(by_teacher, of_teacher, of_student)",
+         "torch.where(by_teacher, of_student, of_teacher)"),
+    ),
+    "distillm2 measures gaps in evaluations": mutant(
+        DISTILLM2, "distillm2_loss_fn",
+        ("gaps is not None and state.measures and loss.requires_grad",
+         "gaps is not None and state.measures"),
+    ),
+    "distillm2 beta falls": mutant(
+        DISTILLM2, "DistiLLM2Schedule.beta",
+        ("config.beta_end - config.beta_start", "config.beta_start - config.beta_end"),
+    ),
     # entropy-aware, self-distillation
     "forward KL where the teacher is sure": mutant(
         EOPD, "entropy_aware_opd_loss_fn",
@@ -383,7 +436,8 @@ MUTANTS: dict[str, Mutant] = {
         ("ratio.clamp(max=bound) * per_token", "ratio * per_token"),
     ),
     "teacher chooses for the student": mutant(
-        SELF, "_chosen", ("support.student_logprobs.detach()", "support.teacher_logprobs.detach()")
+        "losses/bound.py", "_requested",
+        ("support.student_logprobs.detach()", "support.teacher_logprobs.detach()"),
     ),
     "one token too many skipped": mutant(
         SELF, "self_distillation_loss_fn", ("_T >= config.skip_first", "_T > config.skip_first")
@@ -452,7 +506,18 @@ MUTANTS: dict[str, Mutant] = {
         ("Term(rl_objective, rl_weight)", "Term(rl_objective, kd_weight)"),
     ),
     "wider support taken whole": mutant(
-        "losses/bound.py", "_first_k", ("support.token_ids.shape[-1] <= k", "True")
+        "losses/bound.py", "_requested", ("support.token_ids.shape[-1] <= request.k", "True")
+    ),
+    # k = "full" and temperature
+    "temperature of the support left out": mutant(
+        "losses/shared/support_divergence.py", "tempered", ("config.temperature == 1", "True")
+    ),
+    "temperature of the heads left out": mutant(
+        "losses/shared/whole_vocabulary.py", "whole_vocabulary",
+        ("heads.temperature * config.temperature", "heads.temperature"),
+    ),
+    "amid over two heads not normalized": mutant(
+        "losses/amid.py", "_whole", ("log_r(log_p, log_q) - log_total", "log_r(log_p, log_q)")
     ),
     # metrics
     "top percent of the whole pack": mutant(

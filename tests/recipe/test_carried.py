@@ -13,6 +13,7 @@ NOT_CARRIED = {
     "teacher.timeout", "rollout.timeout", "teacher.on_overflow",
 }  # fmt: skip
 ONLY_REFUSED = {
+    "rollout.other_source",
     "teacher.policy.ema_rate", "teacher.policy.sync_every",
     "replay.source", "replay.path", "replay.pairs_per_step",
 }  # fmt: skip

@@ -209,6 +209,68 @@ def test_recipe_unmet_need_names_section_and_remedy(changes: dict[str, Any], mes
     assert f"r.toml: {message}" in refusal(raw)
 
 
+SAMPLES = {"other_source": "teacher", "student_fraction": 0.5, "group_size": 2}
+PAIRS = {"type": "distillm2", "beta_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rollout": {**SAMPLES, "student_fraction": 1.0}},
+            "other_source = 'teacher' with student_fraction = 1: the student samples every",
+        ),
+        (
+            {"rollout": SAMPLES, "teacher": None, "loss": {"type": "sft"}},
+            "rollout.other_source = 'teacher': there is none; add a [teacher] table",
+        ),
+        (
+            {"rollout": SAMPLES, "teacher": {"policy": {}}},
+            "[teacher.policy] is the student with a hint, which samples no answers",
+        ),
+        (
+            {"rollout": SAMPLES, "teacher": {"model": "t", "on_overflow": "drop"}},
+            "teacher.on_overflow = 'drop': a teacher that samples (rollout.other_source)",
+        ),
+        (
+            {"rollout": SAMPLES, "loss": {"type": "sampled_reverse_kl"}},
+            "reads the sampler's probabilities, and the teacher's answers have none",
+        ),
+        (
+            {"rollout": {"student_fraction": 0.5}, "loss": {"type": "sampled_reverse_kl"}},
+            "reads the sampler's probabilities, and the data's solutions have none",
+        ),
+        (
+            {"rollout": {"student_fraction": 0.5, "group_size": 2}, "loss": PAIRS},
+            "[loss] type = 'distillm2' needs by_teacher, which this recipe does not provide. It "
+            "tells the teacher's sequences from the student's: set rollout.other_source = "
+            "'teacher', and rollout.student_fraction below 1.",
+        ),
+        (
+            {"rollout": {**SAMPLES, "group_size": 1}, "loss": PAIRS},
+            "the teacher's and the student's, and these would have unequal prompts: set "
+            "rollout.student_fraction = 0.5, and an even rollout.group_size",
+        ),
+        (
+            {"rollout": {**SAMPLES, "student_fraction": 0.25}, "loss": PAIRS},
+            "these would have unequal prompts",
+        ),
+    ],
+)
+def test_teacher_that_samples_what_does_not_fit(changes: dict[str, Any], message: str) -> None:
+    """A teacher's answers that nobody can sample or train on are refused with the remedy."""
+    raw = {key: value for key, value in {**SMALL, **changes}.items() if value is not None}
+    raw = {**raw, "trainer": {"steps": 3, "batch_size": 8}}
+    assert message in refusal(raw)
+
+
+def test_recipe_of_answer_pairs_is_valid() -> None:
+    """Half of an even group is the teacher's; other losses take any share."""
+    for rollout, loss in ((SAMPLES, PAIRS), ({**SAMPLES, "student_fraction": 0.0}, SMALL["loss"])):
+        raw = {**SMALL, "rollout": rollout, "loss": loss, "trainer": {"steps": 3, "batch_size": 8}}
+        assert parse_recipe(raw).asks_teacher
+
+
 OUTSIDE = """
 from typing import Literal
 from prime_composer import LossInputs, LossOutputs

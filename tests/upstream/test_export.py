@@ -85,6 +85,22 @@ def test_export_v0_6_keeps_groups_with_equal_rewards():
     assert "post_batch_filters" not in export_table("head")["orchestrator"]
 
 
+@pytest.mark.parametrize(
+    "version,message",
+    [
+        ("v0.6", r"from one model \(orchestrator.training_mode\)"),
+        ("v0.7", "asks no scores for sequences that a teacher samples"),
+        ("v0.8", "asks no scores for sequences that a teacher samples"),
+        ("head", r'apart from the student.s \(algo.type = "sft"; compute_loss'),
+    ],
+)
+def test_export_refuses_a_teacher_that_samples(version, message):
+    """The refusal names the key and what of prime-rl stands against it."""
+    raw = recipe(rollout={"other_source": "teacher", "student_fraction": 0.5})
+    with pytest.raises(RecipeError, match=f"rollout.student_fraction = 0.5: .*{message}.* local"):
+        export_recipe(raw, version)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_export_top_p_is_in_the_request_body(version):
     sampling = export_table(version, rollout={"top_p": 0.9})["orchestrator"]["train"]["sampling"]

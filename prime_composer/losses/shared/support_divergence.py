@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from prime_composer.contract import LossInputs, LossOutputs, Support, given
@@ -46,15 +47,7 @@ def support_divergence(
         knobs: further arguments of the divergence.
     """
     mask = inputs.loss_mask
-    support: Support | None = None
-    if config.comparison_need == "hidden_states":
-        heads = whole_vocabulary(inputs, config)
-        per_token = separable(heads, divergence, **knobs) if whole is None else whole(heads)
-    else:
-        support = given(inputs.support).masked(mask)
-        per_token = divergence(
-            *tempered(support, config), normalization=config.normalization, **knobs
-        )
+    per_token = divergence_per_token(inputs, config, divergence, mask, whole=whole, **knobs)
     loss = masked_sum(per_token, mask, inputs.loss_weights)
 
     with torch.no_grad():
@@ -62,9 +55,35 @@ def support_divergence(
             metric: token_mean(per_token, mask),
             "signal_top1pct": top_share(per_token, mask),
         }
-        if support is not None:
-            metrics |= support_metrics(support, mask, reverse)
+        if config.comparison_need == "support":
+            metrics |= support_metrics(given(inputs.support).masked(mask), mask, reverse)
     return LossOutputs(loss=loss, metrics=metrics)
+
+
+def divergence_per_token(
+    inputs: LossInputs,
+    config: SupportLossConfig,
+    divergence: Callable[..., Tensor],
+    mask: Bool[Tensor, " seq"],
+    /,
+    whole: Callable[[TwoHeads], Tensor] | None = None,
+    **knobs: Any,
+) -> Float[Tensor, " seq"]:
+    """Return D(p, q) per token, and 0 outside ``mask``.
+
+    Args:
+        inputs: the loss's inputs.
+        config: its ``normalization`` and ``temperature`` are read.
+        divergence: D of student's and teacher's log-probs [seq, k], per position.
+        mask: True at the tokens that are compared.
+        whole: D over two heads. None for one that is a sum of one term per token.
+        knobs: further arguments of the divergence.
+    """
+    if config.comparison_need == "hidden_states":
+        heads = whole_vocabulary(inputs, config, mask)
+        return separable(heads, divergence, **knobs) if whole is None else whole(heads)
+    support = given(inputs.support).masked(mask)
+    return divergence(*tempered(support, config), normalization=config.normalization, **knobs)
 
 
 def tempered(support: Support, config: SupportLossConfig) -> tuple[Tensor, Tensor]:

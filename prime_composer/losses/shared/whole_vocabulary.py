@@ -60,10 +60,17 @@ def separable(
 ) -> Float[Tensor, " n"]:
     """Return a function of ``prime_composer.divergences`` over the whole vocabulary, per row.
 
-    It has to be a sum of one term per token.
+    It has to be a sum of one term per token. A knob is a constant, or a tensor with one number per
+    row, [n].
     """
+    per_row = {name: knob for name, knob in knobs.items() if isinstance(knob, Tensor)}
 
-    def terms(log_p: Tensor, log_q: Tensor) -> Tensor:
-        return divergence(log_p.unsqueeze(-1), log_q.unsqueeze(-1), normalization="full", **knobs)
+    def terms(log_p: Tensor, log_q: Tensor, *values: Tensor) -> Tensor:
+        return divergence(
+            log_p.unsqueeze(-1),
+            log_q.unsqueeze(-1),
+            normalization="full",
+            **{**knobs, **dict(zip(per_row, values, strict=True))},
+        )
 
-    return sum_over_vocabulary(heads, terms)
+    return sum_over_vocabulary(heads, terms, *per_row.values())

@@ -27,8 +27,8 @@ def refuse(recipe: Recipe, version: Version) -> None:
     fraction = recipe.rollout.student_fraction
     if fraction != 1:
         raise RecipeError(
-            f"rollout.student_fraction = {fraction}: prime-rl samples every sequence from the "
-            f"student. Set it to 1, {RUN_LOCALLY}"
+            f"rollout.student_fraction = {fraction}: {of_other_sources(recipe, version)}. "
+            f"Set it to 1, {RUN_LOCALLY}"
         )
     refuse_two_credentials(recipe)
     policy = None if recipe.teacher is None else recipe.teacher.policy
@@ -85,3 +85,21 @@ def refuse_policy_teacher(policy: PolicyTeacherConfig, version: Version) -> None
                 f"teacher.policy.{key} = {value!r}: prime-rl cannot do that ({why}). {remedy}, "
                 f"{RUN_LOCALLY}"
             )
+
+
+def of_other_sources(recipe: Recipe, version: Version) -> str:
+    """Return why prime-rl cannot train on sequences that the student did not sample.
+
+    From v0.7 on an environment of ``type = "sft"`` samples from a teacher. Its tokens are not
+    scored (559b4477 orchestrator/algo/sft.py:6), and ``compute_loss`` divides their loss by their
+    own number (loss.py:394), while GKD's is one mean over the tokens of both kinds. In v0.6 a run
+    has one kind.
+    """
+    if not recipe.rollout.teacher_samples:
+        return "prime-rl trains on sampled sequences alone, not on the data's solutions"
+    if not version.contract.separates_kinds:
+        return "prime-rl samples all sequences of a run from one model (orchestrator.training_mode)"
+    return (
+        "prime-rl asks no scores for sequences that a teacher samples, and averages their loss "
+        'apart from the student\'s (algo.type = "sft"; compute_loss: ce_loss / ce_scale)'
+    )

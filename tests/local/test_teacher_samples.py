@@ -1,0 +1,238 @@
+"""Answers that the teacher samples: whose they are, and what they train."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from prime_composer.backends.answers import InvalidAnswer
+from prime_composer.backends.mixture import Teachers
+from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
+from prime_composer.local.batch import Batch
+from prime_composer.local.collect import sample_rollouts
+from prime_composer.local.engine import Engine, open_engine
+from prime_composer.local.gradients import accumulate_gradients
+from prime_composer.local.mismatch import METRIC
+from prime_composer.local.preflight import preflight
+from prime_composer.local.tokenized_problems import TokenizedProblems
+from prime_composer.local.tracker import read_metrics
+from prime_composer.losses import LOSS_TYPES, setup_loss_fn
+from prime_composer.problems.config import Problem
+from prime_composer.problems.loading import ProblemSet, load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.routing import Routing, TeacherId
+from prime_composer.recipe.schema import RolloutConfig, TrainerConfig
+from tests.local.helpers import random_samples, run, tiny_models
+
+Raw = Callable[..., dict[str, Any]]
+STUDENT, SUMS, CHAINS = 100, 200, 300
+"""Tokens that only one model writes."""
+
+
+class Writer:
+    """A sampler and scorer that always writes its own token after the prompt."""
+
+    limits = Limits()
+
+    def __init__(self, token: int):
+        self.token = token
+        self.sampler = self
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
+    ) -> list[Rollout]:
+        return [
+            Rollout(
+                torch.tensor([*prompt, self.token]),
+                torch.tensor([False, True]),
+                torch.tensor([math.nan, -0.5]),
+                "stop",
+                index,
+            )
+            for index, prompt in enumerate(prompts)
+            for _ in range(params.n)
+        ]
+
+    def score(self, *_: Any) -> Any: ...
+
+    def update_weights(self, model: nn.Module) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Head(nn.Module):
+    """A model that is a head alone."""
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.head = nn.Linear(1, vocab_size, bias=False)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+
+def writers(
+    problems: Sequence[Problem],
+    shares: dict[str, dict[TeacherId, float]],
+    loss: str = "topk_forward_kl",
+    vocab_size: int = 1000,
+) -> Engine:
+    """Return an engine whose models are writers. A prompt is the problem's number."""
+    knobs = {"beta_steps": 1} if loss == "distillm2" else {}
+    tokenized = TokenizedProblems(
+        ProblemSet([], [], {}), None, {problem: [int(problem.question)] for problem in problems}
+    )
+    teachers = Teachers(
+        {TeacherId("sums"): Writer(SUMS), TeacherId("chains"): Writer(CHAINS)},
+        Routing({}, shares),
+    )
+    config = LOSS_TYPES[loss](**knobs)
+    return Engine(tokenized, config, Head(vocab_size), Writer(STUDENT), teachers)
+
+
+def numbered(count: int, environment: Callable[[int], str]) -> list[Problem]:
+    return [Problem(str(i), "#### 1", environment=environment(i)) for i in range(count)]
+
+
+OWN = {"sums": {TeacherId("sums"): 1.0}, "chains": {TeacherId("chains"): 1.0}}
+
+
+def config(**changes: Any) -> RolloutConfig:
+    return RolloutConfig(**{"other_source": "teacher", "student_fraction": 0.5, **changes})
+
+
+def test_teacher_samples_what_the_student_does_not() -> None:
+    """Each other sequence is of the problem's own teacher, without a log mu."""
+    problems = numbered(200, lambda i: "sums" if i % 2 else "chains")
+    engine = writers(problems, OWN)
+    rollouts = sample_rollouts(engine, config(group_size=2), problems, 0, 1)
+    assert [one.prompt_index for one in rollouts] == [i // 2 for i in range(400)]
+    for one in rollouts:
+        number, token = one.token_ids.tolist()
+        assert number == one.prompt_index
+        if one.by_teacher:
+            assert token == (SUMS if number % 2 else CHAINS)
+            assert one.inference_logprobs.isnan().all()
+        else:
+            assert token == STUDENT and one.inference_logprobs[1] == -0.5
+    assert 160 < sum(one.by_teacher for one in rollouts) < 240  # 4 standard deviations
+    again = sample_rollouts(engine, config(group_size=2), problems, 0, 1)
+    assert [a.by_teacher for a in again] == [b.by_teacher for b in rollouts]
+
+
+def test_teacher_alone_samples_every_sequence() -> None:
+    """With a fraction of 0 every sequence is the teacher's."""
+    problems = numbered(2, lambda i: "sums")
+    settings = config(student_fraction=0.0, group_size=3)
+    rollouts = sample_rollouts(writers(problems, OWN), settings, problems, 0, 1)
+    assert all(one.by_teacher for one in rollouts) and len(rollouts) == 6
+
+
+def test_mixture_samples_with_one_teacher_by_weight() -> None:
+    """Of a mixture each answer is of one teacher, drawn by its weight."""
+    shares = {"both": {TeacherId("sums"): 0.25, TeacherId("chains"): 0.75}}
+    problems = numbered(400, lambda i: "both")
+    settings = config(student_fraction=0.0)
+    rollouts = sample_rollouts(writers(problems, shares), settings, problems, 0, 1)
+    assert 65 < sum(int(one.token_ids[1]) == SUMS for one in rollouts) < 135
+
+
+def test_answer_pairs_are_half_the_teachers_in_each_group() -> None:
+    """A loss of answer pairs gets as many answers of both to each prompt."""
+    problems = numbered(3, lambda i: "sums")
+    engine = writers(problems, OWN, "distillm2")
+    rollouts = sample_rollouts(engine, config(group_size=4), problems, 0, 1)
+    assert [one.by_teacher for one in rollouts] == [False, False, True, True] * 3
+    assert [one.prompt_index for one in rollouts] == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_teachers_token_beyond_the_students_head_is_refused() -> None:
+    """A larger teacher's id has no row in the student's head."""
+    problems = numbered(9, lambda i: "sums")
+    engine = writers(problems, OWN, vocab_size=SUMS)
+    with pytest.raises(InvalidAnswer, match=r"\[teachers.sums\] sampled id 200, .* 200 entries"):
+        sample_rollouts(engine, config(), problems, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": {"type": "generalized_jsd", "k": 8}},
+        {"loss": {"type": "sft"}, "rollout__student_fraction": 0.0},
+    ],
+    ids=["gkd", "sft"],
+)
+def test_train_on_the_teachers_answers(
+    changes: dict[str, Any], tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """Steps train, and the sampler's check leaves the teacher's answers out."""
+    raw = tiny_recipe(
+        trainer__steps=2,
+        rollout__other_source="teacher",
+        rollout__student_fraction=0.5,
+        rollout__group_size=2,
+        eval__every=0,
+    )
+    for key, value in changes.items():
+        table, _, name = key.partition("__")
+        raw[table] = {**raw[table], name: value} if name else value
+    run(raw, tmp_path / "run")
+    first, *steps = read_metrics(tmp_path / "run")
+    assert first["eval/reverse_kl"] > 0  # the teacher is asked, whatever the loss reads
+    assert all(math.isfinite(step["loss"]) and step["grad_norm"] > 0 for step in steps)
+    mismatches = [step.get(METRIC) for step in steps]
+    if raw["loss"]["type"] == "sft":
+        assert mismatches == [None, None]
+    else:
+        assert all(0 <= kl < 1e-9 for kl in mismatches)
+
+
+def test_answer_pairs_divide_by_their_number(student: tuple[Any, Any]) -> None:
+    """The step's loss is the mean over pairs of the answers' own means, in any micro-batches."""
+    model, _ = student
+    samples = [
+        replace(one, rollout=replace(one.rollout, by_teacher=index % 2 == 1))
+        for index, one in enumerate(random_samples([(3, 2), (2, 5), (3, 4), (2, 1)], k=3))
+    ]
+    expected = 0.0
+    for one in samples:
+        alone = setup_loss_fn(LOSS_TYPES["distillm2"](beta_steps=4, k=3, beta_start=1.25))
+        metrics = accumulate_gradients(model, alone, Batch([one]), TrainerConfig(steps=1), step=1)
+        part = "forward" if one.rollout.by_teacher else "reverse"
+        mean = metrics[f"distillm2/{part}"]  # per token of the only answer
+        assert metrics["distillm2/teacher_share"] == one.rollout.by_teacher and mean > 0
+        expected += (0.75 if one.rollout.by_teacher else 1.25) * mean / 2
+    gradients = []
+    for budget in (1, 16, 1000):
+        loss = setup_loss_fn(LOSS_TYPES["distillm2"](beta_steps=4, k=3, beta_start=1.25))
+        model.zero_grad()
+        trainer = TrainerConfig(steps=1, micro_batch_tokens=budget)
+        metrics = accumulate_gradients(model, loss, Batch(samples), trainer, step=1)
+        assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    model.zero_grad()
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-4, atol=1e-7)
+
+
+def test_preflight_of_a_teacher_that_samples_reads_no_solution(tiny_recipe: Raw) -> None:
+    """The data's solutions may be longer than the window: nobody trains on them."""
+    raw = tiny_recipe(loss={"type": "generalized_jsd", "k": 8}, rollout__student_fraction=0.5)
+    paths = tiny_models(raw)
+    for source, passes in (("teacher", True), ("data", False)):
+        raw["rollout"]["other_source"] = source
+        recipe = parse_recipe(raw)
+        problems = load_problem_set(recipe.sources)
+        for index, problem in enumerate(problems.practice):
+            problems.practice[index] = Problem(problem.question, "2 " * 300 + problem.answer)
+        with open_engine(recipe, problems, paths, lambda text: None) as engine:
+            if passes:
+                preflight(engine, recipe, lambda text: None)
+            else:
+                with pytest.raises(ValueError, match="longest solution of the data"):
+                    preflight(engine, recipe, lambda text: None)
