@@ -6,8 +6,8 @@ token_ids[:t])``.
 
 Source: ``LossInputs`` and ``LossOutputs`` of prime_rl/trainer/rl/loss.py,
 https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``,
-``hidden_states``, ``token_ids``, ``segment_ids``, ``by_teacher``, ``replay`` and the metric types
-are additions.
+``hidden_states``, ``credit``, ``contrast_logprobs``, ``token_ids``, ``segment_ids``,
+``by_teacher``, ``replay`` and the metric types are additions.
 """
 
 import math
@@ -68,6 +68,10 @@ class LossInputs:
             NaN where something else wrote the token: the data, or the teacher.
         ref_logprobs: log q of each token under the teacher, [seq]. None without a teacher.
         advantages: RL advantage of each token, [seq]. None without a reward.
+        credit: credit of each token that depends on the other rollouts of its group, [seq]
+            (``LossConfig.credit``). None where nobody computes it.
+        contrast_logprobs: log of the mean probability of each token under the teacher with wrong
+            hints, [seq]. None without wrong hints.
         loss_mask: True at the tokens that train, [seq]. Other positions of every tensor may
             contain anything, NaN included.
         loss_weights: factor of each token's loss, [seq]. None means 1.
@@ -91,6 +95,8 @@ class LossInputs:
     loss_weights: Float[Tensor, " seq"] | None = None
     support: Support | None = None
     hidden_states: TwoHeads | None = None
+    credit: Float[Tensor, " seq"] | None = None
+    contrast_logprobs: Float[Tensor, " seq"] | None = None
     token_ids: Int[Tensor, " seq"] | None = None
     segment_ids: Int[Tensor, " seq"] | None = None
     by_teacher: Bool[Tensor, " seq"] | None = None

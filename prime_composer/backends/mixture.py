@@ -13,7 +13,7 @@ from torch import Tensor
 from prime_composer.backends.alignment import make_scores
 from prime_composer.backends.protocols import Rollout, Scorer, TeacherScores
 from prime_composer.problems.config import Problem
-from prime_composer.recipe.routing import Routing, TeacherId
+from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,47 @@ class Teachers:
             )
         ]
 
+    def extrapolate(
+        self, rollouts: Sequence[Rollout], scores: Sequence[TeacherScores], scale: float
+    ) -> list[TeacherScores]:
+        """Return the scores with the sampled token's log q extrapolated from the reference's log r.
+
+        Args:
+            rollouts: what was scored.
+            scores: the teachers' scores of these rollouts.
+            scale: lambda.
+        """
+        own = self.scorers[REFERENCE].score(rollouts, 0)
+        return [
+            extrapolate(one, reference, scale) for one, reference in zip(scores, own, strict=True)
+        ]
+
     def close(self) -> None:
         """Close every scorer."""
         for scorer in self.scorers.values():
             scorer.close()
+
+
+def extrapolate(scores: TeacherScores, reference: TeacherScores, scale: float) -> TeacherScores:
+    """Return scores with lambda log q + (1 - lambda) log r in place of the sampled token's log q.
+
+    With them the advantage of ``sampled_reverse_kl`` is that of G-OPD,
+
+        A = lambda (log q - log r) - (log p - log r)
+
+    The result belongs to no distribution: it may exceed 0, and the support is the teacher's still.
+    Where q = r, it is log q for every lambda, also for a token that both exclude.
+
+    Source: G-OPD (2026), https://arxiv.org/abs/2602.12125.
+
+    Args:
+        scores: the teacher's.
+        reference: the reference's, of the same tokens.
+        scale: lambda.
+    """
+    log_q, log_r = scores.ref_logprobs, reference.ref_logprobs.to(scores.ref_logprobs.dtype)
+    extrapolated = scale * log_q + (1 - scale) * log_r
+    return replace(scores, ref_logprobs=torch.where(log_q == log_r, log_q, extrapolated))
 
 
 def mix(

@@ -1,13 +1,14 @@
 """Self-distillation: the teacher is the policy itself, given privileged information (a hint)."""
 
 import copy
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from prime_composer.backends.protocols import Rollout, TeacherScores
@@ -96,6 +97,55 @@ class PolicyTeacher:
             )
             hints.append(next(correct_siblings, None))
         return hints
+
+    def wrong_hints(
+        self, rollouts: Sequence[Rollout], texts: Sequence[str], rewards: Sequence[float]
+    ) -> list[list[str]]:
+        """Return the first wrong rollouts of each rollout's group, at most ``wrong_hints`` of them.
+
+        A rollout is no hint for itself.
+
+        Args:
+            rollouts: a batch; rollouts of one group share their ``prompt_index``.
+            texts: each rollout's completion.
+            rewards: each rollout's reward.
+        """
+        wrong: dict[int, list[int]] = {}
+        for index, (rollout, reward) in enumerate(zip(rollouts, rewards, strict=True)):
+            if reward <= 0:
+                wrong.setdefault(rollout.prompt_index, []).append(index)
+        hints = []
+        for index, rollout in enumerate(rollouts):
+            others = [other for other in wrong.get(rollout.prompt_index, []) if other != index]
+            hints.append([texts[other].strip() for other in others[: self.config.wrong_hints]])
+        return hints
+
+    def contrast(
+        self, rollouts: Sequence[Rollout], prompts: Sequence[Sequence[Sequence[int]]]
+    ) -> list[Float[Tensor, " n"] | None]:
+        """Return log((1/K) sum_k q_k(y)) of each trained token, None without a wrong hint.
+
+        Args:
+            rollouts: what to score.
+            prompts: K prompts with wrong hints for each rollout, as token ids; K may be 0.
+        """
+        pairs = [(index, prompt) for index, own in enumerate(prompts) for prompt in own]
+        if not pairs:
+            return [None] * len(rollouts)
+        scores = TransformersScorer(self.model).score(
+            [rollouts[index] for index, _ in pairs], 0, prompts=[prompt for _, prompt in pairs]
+        )
+        logprobs: dict[int, list[Tensor]] = {}
+        for (index, _), own in zip(pairs, scores, strict=True):
+            rollout = rollouts[index]
+            trained = own.ref_logprobs[rollout.loss_mask[rollout.start :]]
+            logprobs.setdefault(index, []).append(trained)
+        return [
+            torch.stack(logprobs[index]).logsumexp(dim=0) - math.log(len(logprobs[index]))
+            if index in logprobs
+            else None
+            for index in range(len(rollouts))
+        ]
 
     def best_prompt(self, problem: Problem) -> list[int]:
         """Return a prompt with the full hint: the solution, or the verdict on a wrong attempt."""

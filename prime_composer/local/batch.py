@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxtyping import Float
+from torch import Tensor
+
 from prime_composer.backends.protocols import Rollout, TeacherScores
+from prime_composer.contract import given
 from prime_composer.problems.config import Problem
 
 
@@ -19,6 +23,9 @@ class Sample:
         reward: 1.0 for a correct answer, 0.0 for a wrong one.
         advantage: reward minus the mean reward of the rollout's group; None where no loss reads it.
         scores: the teacher's log-probs; None where the loss needs no teacher.
+        credit: credit of each trained token within the group; None where no loss reads it.
+        contrast: log of each trained token's mean probability under the teacher with wrong hints;
+            None where no loss reads it.
     """
 
     rollout: Rollout
@@ -27,11 +34,19 @@ class Sample:
     reward: float = 0.0
     advantage: float | None = None
     scores: TeacherScores | None = None
+    credit: Float[Tensor, " n"] | None = None
+    contrast: Float[Tensor, " n"] | None = None
 
     @property
     def length(self) -> int:
         """Tokens of prompt and completion."""
         return self.rollout.token_ids.shape[0]
+
+
+def trained_logprobs(sample: Sample) -> Float[Tensor, " n"]:
+    """Return the teacher's log q of each trained token of a scored sample."""
+    rollout = sample.rollout
+    return given(sample.scores).ref_logprobs[rollout.loss_mask[rollout.start :]]
 
 
 @dataclass(frozen=True, eq=False)

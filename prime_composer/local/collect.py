@@ -9,11 +9,12 @@ import torch
 
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.protocols import Rollout, SamplingParams
-from prime_composer.local.batch import Batch, Pair, Sample
+from prime_composer.local.batch import Batch, Pair, Sample, trained_logprobs
 from prime_composer.local.clock import Clock
 from prime_composer.local.engine import Engine
 from prime_composer.local.replay import pairs_of_rollouts
 from prime_composer.local.tokenized_problems import TokenizedProblems
+from prime_composer.losses.config import GroupCredit
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget
@@ -52,6 +53,8 @@ def collect(
         metrics["rollout/answer_timeouts"] = float(budget.timeouts)
     clock.lap("reward")
     scored = engine.score(samples)
+    if recipe.loss.credit is not None:
+        scored = replace(scored, samples=with_credit(scored.samples, recipe.loss.credit))
     clock.lap("score")
     if scored.without_hint:
         metrics["rollout/without_hint"] = scored.without_hint / len(samples)
@@ -213,6 +216,24 @@ def with_advantages(samples: Sequence[Sample]) -> list[Sample]:
         replace(sample, advantage=sample.reward - means[sample.rollout.prompt_index])
         for sample in samples
     ]
+
+
+def with_credit(samples: Sequence[Sample], credit: GroupCredit) -> list[Sample]:
+    """Set the credit of each trained token, from the teacher's scores of its whole group.
+
+    A rollout that the teacher left out is not part of its group.
+    """
+    groups: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(sample.rollout.prompt_index, []).append(index)
+    credited = list(samples)
+    for indices in groups.values():
+        rollouts = [samples[index].rollout for index in indices]
+        ref_logprobs = [trained_logprobs(samples[index]) for index in indices]
+        inference_logprobs = [rollout.inference_logprobs[rollout.loss_mask] for rollout in rollouts]
+        for index, own in zip(indices, credit(ref_logprobs, inference_logprobs), strict=True):
+            credited[index] = replace(samples[index], credit=own)
+    return credited
 
 
 def pairs_of_step(

@@ -18,7 +18,7 @@ from prime_composer.backends.hf_model import (
 from prime_composer.backends.mixture import Teachers
 from prime_composer.backends.protocols import Sampler, Scorer, TeacherScores
 from prime_composer.backends.self_teacher import PolicyTeacher, students_choice
-from prime_composer.local.batch import Pair, Sample
+from prime_composer.local.batch import Pair, Sample, trained_logprobs
 from prime_composer.local.model_check import in_table
 from prime_composer.local.overflow import Rule, fit
 from prime_composer.local.replay import read_pairs
@@ -278,6 +278,8 @@ class Engine:
         sampler: samples the student's rollouts.
         teachers: score rollouts with models of their own, and may sample; None where neither the
             loss nor ``[rollout]`` needs one.
+        reward_scale: lambda of G-OPD, with which the teachers' scores are extrapolated from the
+            reference's; None without a ``[reference]``.
         policy_teacher: scores with the policy itself; None without ``[teacher.policy]``.
         policy_overflow: what to do with a rollout that its hint makes too long.
         policy_room: tokens that a policy teacher may read.
@@ -291,6 +293,7 @@ class Engine:
     model: nn.Module
     sampler: Sampler
     teachers: Teachers | None = None
+    reward_scale: float | None = None
     policy_teacher: PolicyTeacher | None = None
     policy_overflow: Rule = "error"
     policy_room: int = 0
@@ -339,6 +342,8 @@ class Engine:
                 self.reads_hidden_states,
             )
             self._check_ids(scores)
+            if self.reward_scale is not None:
+                scores = self.teachers.extrapolate(rollouts, scores, self.reward_scale)
             scored = [replace(sample, scores=own) for sample, own in zip(kept, scores, strict=True)]
             return Scored(scored, **overflow(samples, fitted))
         if self.policy_teacher is not None:
@@ -352,7 +357,7 @@ class Engine:
         fitted: list[Sample | None] = []
         for sample in samples:
             left: Sample | None = sample
-            for teacher in routing.of(sample.problem):
+            for teacher in routing.readers(sample.problem):
                 rule = routing.teachers[teacher].on_overflow
                 limit = None if rule == "error" else scorers[teacher].limits.max_model_len
                 if left is not None and limit is not None:
@@ -408,7 +413,35 @@ class Engine:
         scored = [
             replace(sample, scores=own) for (sample, _), own in zip(kept, scores, strict=True)
         ]
+        if "contrast_logprobs" in self.loss.needs:
+            scored = self._with_contrast(teacher, scored)
         return Scored(scored, without_hint=without_hint, **counts)
+
+    def _with_contrast(self, teacher: PolicyTeacher, samples: Sequence[Sample]) -> list[Sample]:
+        """Set each sample's log-probs under wrong hints.
+
+        A wrong hint that does not fit into the teacher's window is left out. A rollout without any
+        has no contrast: the right hint's own log-probs take their place.
+        """
+        rollouts = [sample.rollout for sample in samples]
+        hints = teacher.wrong_hints(
+            rollouts, [sample.text for sample in samples], [sample.reward for sample in samples]
+        )
+        prompts = [
+            [
+                prompt
+                for prompt in (
+                    teacher.prompt(sample.problem, hint, sample.text.strip()) for hint in own
+                )
+                if len(prompt) + sample.length - sample.rollout.start <= self.policy_room
+            ]
+            for sample, own in zip(samples, hints, strict=True)
+        ]
+        contrasts = teacher.contrast(rollouts, prompts)
+        return [
+            replace(sample, contrast=trained_logprobs(sample) if own is None else own)
+            for sample, own in zip(samples, contrasts, strict=True)
+        ]
 
     def end_step(self, step: int) -> None:
         """Send the new weights to a teacher that follows the policy, and to the sampler.
@@ -506,6 +539,8 @@ def open_engine(
                     replace(spec, starting=spec.starting or resumes), status
                 )
         engine.teachers = Teachers(scorers, routing)
+        if recipe.reference is not None:
+            engine.reward_scale = recipe.reference.reward_scale
     if "replay" in recipe.loss.needs:
         if replay_needs_reference(recipe.loss):
             engine.reference = load_student(origin, dtype="float32")[0].requires_grad_(False)

@@ -219,9 +219,9 @@ def preflight_checks(
 
 def route(routing: Routing, problems: Sequence[Problem]) -> dict[TeacherId, list[Problem]]:
     """Return the problems whose rollouts each teacher scores."""
-    shares = [(problem, routing.of(problem)) for problem in problems]
+    readers = [(problem, routing.readers(problem)) for problem in problems]
     return {
-        teacher: [problem for problem, share in shares if teacher in share]
+        teacher: [problem for problem, scored_by in readers if teacher in scored_by]
         for teacher in routing.teachers
     }
 

@@ -308,6 +308,7 @@ def targets_of(engine: Engine, recipe: Recipe, samples: Sequence[Sample]) -> lis
         return []
     shares = teacher_shares(engine, recipe, engine.teachers.routing)
     targets = []
+    readers = engine.teachers.routing.readers
     for teacher, scorer in engine.teachers.scorers.items():
         spec = engine.teacher_specs[teacher]
         targets.append(
@@ -317,7 +318,7 @@ def targets_of(engine: Engine, recipe: Recipe, samples: Sequence[Sample]) -> lis
                 limits=scorer.limits,
                 scorer=scorer,
                 score_rollouts=partial(score_rollouts, scorer),
-                samples=[s for s in samples if teacher in engine.teachers.routing.of(s.problem)],
+                samples=[s for s in samples if teacher in readers(s.problem)],
                 prompts=None,
                 share=shares[teacher],
                 load_tokenizer=partial(tokenizer_of, spec),

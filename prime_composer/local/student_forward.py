@@ -33,7 +33,7 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
         model: a causal language model of transformers' shape. ``model.base_model`` returns hidden
             states, and the weight of the output embeddings turns them into logits.
         samples: the rollouts. Either all of them have scores or none has, and the same holds for
-            advantages. A value that no sample has is None in the result.
+            advantages and credits. A value that no sample has is None in the result.
 
     Raises:
         ValueError: a rollout trains on its first token, which no context predicts.
@@ -86,6 +86,8 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
 
     counts = trained.sum(dim=1)
     advantages = [sample.advantage for sample in samples if sample.advantage is not None]
+    contrasts = [sample.contrast for sample in samples if sample.contrast is not None]
+    credits = [sample.credit for sample in samples if sample.credit is not None]
     return LossInputs(
         trainer_logprobs=logprobs[:, 0],
         inference_logprobs=torch.cat(
@@ -97,6 +99,8 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
         .to(device)
         if advantages
         else None,
+        credit=torch.cat(credits).to(device) if credits else None,
+        contrast_logprobs=torch.cat(contrasts).to(device) if contrasts else None,
         loss_mask=torch.ones(labels.shape[0], dtype=torch.bool, device=device),
         support=support,
         hidden_states=both,
@@ -205,6 +209,8 @@ def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossI
         inference_logprobs=detached,
         ref_logprobs=detached,
         advantages=detached,
+        credit=detached,
+        contrast_logprobs=detached,
         loss_mask=like.loss_mask[:0],
         support=Support(token_ids=wide.long(), teacher_logprobs=wide, student_logprobs=wide),
         hidden_states=TwoHeads(no_logits, (no_logits,)),

@@ -5,8 +5,9 @@ Distillation, on a support of the teacher's top-K tokens or of the whole vocabul
     entropy_aware_opd, self_distillation, alpha_beta, skewed_kl, total_variation, todi, amid,
     adaptive_kl, distillm2
 On the sampled token alone:
-    sampled_reverse_kl, sft
-RL on rewards: default, ipo. Preference pairs: dpo, simpo. Weighted sum of channels: compose.
+    sampled_reverse_kl, topd, sdar, sft
+RL on rewards: default, ipo; with credit that a teacher shares out: rlsd, rlrt, rlcsd.
+Preference pairs: dpo, simpo. Weighted sum of channels: compose.
 
 Modifiers work with all of them: ``[loss.special_tokens]``, ``[loss.position_weights]``,
 ``[loss.rl_mix]``.
@@ -35,6 +36,7 @@ from prime_composer.losses.registry import register
 # Each import registers a loss, and this is the order of the table.
 # isort: off
 from prime_composer.losses.sampled_reverse_kl import SampledReverseKLLossConfig
+from prime_composer.losses.topd import TopDLossConfig
 from prime_composer.losses.topk_reverse_kl import TopKReverseKLLossConfig
 from prime_composer.losses.topk_forward_kl import TopKForwardKLLossConfig
 from prime_composer.losses.generalized_jsd import GeneralizedJSDLossConfig
@@ -49,9 +51,13 @@ from prime_composer.losses.todi import ToDiLossConfig
 from prime_composer.losses.amid import AMiDLossConfig
 from prime_composer.losses.adaptive_kl import AdaptiveKLLossConfig
 from prime_composer.losses.distillm2 import DistiLLM2LossConfig
+from prime_composer.losses.sdar import SDARLossConfig
 from prime_composer.losses.sft import SFTLossConfig
 from prime_composer.losses.default import DefaultLossConfig
 from prime_composer.losses.ipo import IPOLossConfig
+from prime_composer.losses.rlsd import RLSDLossConfig
+from prime_composer.losses.rlrt import RLRTLossConfig
+from prime_composer.losses.rlcsd import RLCSDLossConfig
 from prime_composer.losses.dpo import DPOLossConfig
 from prime_composer.losses.simpo import SimPOLossConfig
 from prime_composer.losses.compose import ComposeLossConfig
@@ -82,6 +88,10 @@ __all__ = [
     "LossConfig",
     "LossState",
     "Objective",
+    "RLCSDLossConfig",
+    "RLRTLossConfig",
+    "RLSDLossConfig",
+    "SDARLossConfig",
     "SFTLossConfig",
     "SampledReverseKLLossConfig",
     "SelfDistillationLossConfig",
@@ -91,6 +101,7 @@ __all__ = [
     "SupportRequest",
     "TAIDLossConfig",
     "ToDiLossConfig",
+    "TopDLossConfig",
     "TopKForwardKLLossConfig",
     "TotalVariationLossConfig",
     "TopKReverseKLLossConfig",

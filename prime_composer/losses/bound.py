@@ -25,6 +25,10 @@ REMEDIES = {
     "advantages": (
         "Configure rewards: [rollout] group_size of at least 2 and a dataset with answers."
     ),
+    "credit": "Pass LossInputs.credit, computed from whole groups by the loss's config.credit.",
+    "contrast_logprobs": (
+        "Configure [teacher.policy], whose wrong hints are wrong rollouts of the same group."
+    ),
     "token_ids": "Pass LossInputs.token_ids.",
     "segment_ids": (
         "Preference losses read pairs of sequences: pass LossInputs.segment_ids "

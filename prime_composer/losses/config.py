@@ -1,5 +1,6 @@
 """Configs of losses: the knobs, what a loss needs, and which part of a recipe it belongs to."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import (
     Annotated,
@@ -24,6 +25,7 @@ from pydantic import (
     SerializeAsAny,
     model_validator,
 )
+from torch import Tensor
 
 from prime_composer.divergences import Normalization
 from prime_composer.losses import registry
@@ -34,6 +36,8 @@ Need = Literal[
     "support",
     "hidden_states",
     "advantages",
+    "credit",
+    "contrast_logprobs",
     "token_ids",
     "segment_ids",
     "by_teacher",
@@ -78,6 +82,25 @@ class Part:
     weight: float
     loss: "LossConfig"
     on_pairs: bool = False
+
+
+@runtime_checkable
+class GroupCredit(Protocol):
+    """Credit of each token of a group's rollouts, from the log-probs of all of them.
+
+    A loss reads it in ``LossInputs.credit``. A micro-batch does not contain whole groups, so that
+    no loss function can compute it. Two of them with the same knobs are equal.
+    """
+
+    def __call__(
+        self, ref_logprobs: Sequence[Tensor], inference_logprobs: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return the credit of each trained token, one tensor per rollout of the group.
+
+        Args:
+            ref_logprobs: log q of each rollout's trained tokens.
+            inference_logprobs: log mu of the same tokens.
+        """
 
 
 @runtime_checkable
@@ -144,6 +167,11 @@ class LossConfig(BaseModel):
             raise TypeError(
                 f"{cls.__name__} needs the support without naming the number of ids: derive it "
                 "from prime_composer.losses.SupportLossConfig, or override `support`."
+            )
+        if "credit" in cls.needs_inputs and cls.own_credit is LossConfig.own_credit:
+            raise TypeError(
+                f"{cls.__name__} needs credit without saying how it is computed: override "
+                "`own_credit`."
             )
         unknown = sorted(cls.needs_inputs - set(get_args(Need)))
         if unknown:
@@ -240,6 +268,30 @@ class LossConfig(BaseModel):
         if request is None:
             return 0
         return "full" if request.chosen_by == "student" else request.k
+
+    @property
+    def own_credit(self) -> GroupCredit | None:
+        """How the loss itself wants the tokens' credit of a group computed, None for not at all."""
+        return None
+
+    @property
+    @final
+    def credit(self) -> GroupCredit | None:
+        """How the credit of a group is computed, for the loss and for those within it.
+
+        Raises:
+            ValueError: two of them want different ones.
+        """
+        losses = [part.loss for part in self.parts if not part.on_pairs]
+        losses += [self.rl_mix.loss] if self.rl_mix else []
+        wanted = [self.own_credit, *(loss.credit for loss in losses)]
+        given = {credit for credit in wanted if credit is not None}
+        if len(given) > 1:
+            raise ValueError(
+                f"[loss] type = {self.type!r} has losses that compute the credit of a token in "
+                "different ways: give them the same knobs, or keep one of them."
+            )
+        return next(iter(given), None)
 
     @property
     def reads_sampler(self) -> bool:

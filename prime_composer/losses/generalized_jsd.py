@@ -1,4 +1,4 @@
-"""Generalized Jensen-Shannon divergence between student and teacher, between covering and seeking.
+"""Generalized Jensen-Shannon divergence between student and teacher: between covering and seeking.
 
     L = sum over the mask of  beta KL(q || m) + (1 - beta) KL(p || m),    m = beta q + (1 - beta) p
 

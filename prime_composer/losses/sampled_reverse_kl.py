@@ -19,6 +19,11 @@ and may reshape A first, in this order:
     baseline       A <- A + sg KL_topK(p || q), the vOPD control variate. E_p[A] = -KL(p || q), so
                    that the expected gradient stays and the variance falls
 
+With ``[reference]`` in a recipe, q is not the teacher alone: its log-prob is lambda log q +
+(1 - lambda) log r with a reference model r, so that A = lambda (log q - log r) - (log p - log r).
+That is G-OPD, and with lambda above 1 ExOPD. The sum is formed where the rollouts are scored
+(``backends.mixture.extrapolate``), and the loss receives it as ``ref_logprobs``.
+
 The letters: p is the current student (``trainer_logprobs``), mu the sampler, q the teacher. A sum
 over future tokens is left out on purpose, as upstream does (discount 0).
 
@@ -27,7 +32,8 @@ https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/
 "On-Policy Distillation" (Thinking Machines, 2025),
 https://thinkingmachines.ai/blog/on-policy-distillation/. DPPO (2026),
 https://arxiv.org/abs/2602.04879. TOP-D (2026), https://arxiv.org/abs/2607.04751, and prime-rl's
-pull request 2966. vOPD (2026), https://arxiv.org/abs/2605.07865.
+pull request 2966. vOPD (2026), https://arxiv.org/abs/2605.07865. G-OPD (2026),
+https://arxiv.org/abs/2602.12125.
 """
 
 import math

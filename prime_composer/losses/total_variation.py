@@ -1,4 +1,4 @@
-"""Total variation distance, half the sum of absolute differences.
+"""Total variation distance: half the sum of absolute differences.
 
     L = sum over the mask of  1/2 sum |p - q|
 

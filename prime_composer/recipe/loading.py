@@ -166,8 +166,8 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
             raise RecipeError(
                 f"{shown}: {abridged(name, 80)} is a value in the recipe, not a table"
             )
-    if names[0] in ("student", "teacher", "teachers") and names[-1] == "model":
-        for origin in ("prepare", "policy"):
+    if names[0] in ("student", "teacher", "teachers", "reference") and names[-1] == "model":
+        for origin in ("prepare", "policy", "start"):
             table.pop(origin, None)
     table[names[-1]] = value
 

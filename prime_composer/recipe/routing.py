@@ -11,26 +11,35 @@ from prime_composer.recipe.schema import Recipe, RecipeError, TeacherConfig
 @total_ordering
 @dataclass(frozen=True)
 class TeacherId:
-    """A teacher of a recipe.
+    """A teacher of a recipe, or the reference that it is extrapolated from.
 
     Attributes:
         name: its name under ``[teachers]``, or None for the single ``[teacher]``.
+        is_reference: it is ``[reference]``, which has no name.
     """
 
     name: str | None = None
+    is_reference: bool = False
 
     @property
     def table(self) -> str:
-        """The recipe's table: "teacher" or "teachers.NAME"."""
+        """The recipe's table: "teacher", "teachers.NAME" or "reference"."""
+        if self.is_reference:
+            return "reference"
         return "teacher" if self.name is None else f"teachers.{self.name}"
 
     @property
     def display(self) -> str:
-        """The name for messages: "teacher" or "teacher NAME"."""
+        """The name for messages: "teacher", "teacher NAME" or "reference"."""
+        if self.is_reference:
+            return "reference"
         return "teacher" if self.name is None else f"teacher {self.name}"
 
     def __lt__(self, other: "TeacherId") -> bool:
         return self.table < other.table
+
+
+REFERENCE = TeacherId(is_reference=True)
 
 
 @dataclass(frozen=True)
@@ -38,8 +47,8 @@ class Routing:
     """The teachers of a recipe, and who scores what.
 
     Attributes:
-        teachers: the teachers that are models of their own. Empty for a policy teacher, and for a
-            recipe without a teacher.
+        teachers: the teachers that are models of their own, and the reference behind them. Empty
+            for a policy teacher, and for a recipe without a teacher.
         shares: weight of each teacher by environment, where a row names none.
     """
 
@@ -54,6 +63,9 @@ class Routing:
         }
         if recipe.teacher is not None and recipe.teacher.policy is None:
             teachers[TeacherId()] = recipe.teacher
+        scorers = dict(teachers)
+        if recipe.reference is not None:
+            scorers[REFERENCE] = recipe.reference.resolved(recipe.student)
         own_weights = {name: config.weight for name, config in recipe.teachers.items()}
         shares: dict[str, Mapping[TeacherId, float]] = {}
         for environment, data in recipe.sources.items():
@@ -66,7 +78,7 @@ class Routing:
             shares[environment] = {
                 TeacherId(name): weight / total for name, weight in weights.items()
             }
-        return cls(teachers, shares)
+        return cls(scorers, shares)
 
     def of(self, problem: Problem) -> dict[TeacherId, float]:
         """Return the teachers that score a problem's rollouts, with weights that add up to 1.
@@ -83,6 +95,14 @@ class Routing:
                 f"[teachers] has {', '.join(named)}"
             )
         return {TeacherId(problem.teacher): 1.0}
+
+    def readers(self, problem: Problem) -> list[TeacherId]:
+        """Return all that score a problem's rollouts: its teachers, and the reference.
+
+        Raises:
+            RecipeError: as ``of``.
+        """
+        return [*self.of(problem), *([REFERENCE] if REFERENCE in self.teachers else [])]
 
     def of_environment(self, name: str) -> dict[TeacherId, float]:
         """Return the teachers that score an environment's rollouts, where no row names one."""

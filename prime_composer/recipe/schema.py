@@ -20,12 +20,14 @@ from prime_composer.recipe.urls import Url, public_url
 
 REMEDIES = {
     **dict.fromkeys(
-        ("ref_logprobs", "support", "hidden_states"),
+        ("ref_logprobs", "support", "hidden_states", "credit"),
         "Remedy: add a [teacher] table, or several [teachers.*].",
     ),
     "by_teacher": "It tells the teacher's sequences from the student's: set rollout.other_source = "
     "'teacher', and rollout.student_fraction below 1.",
     "advantages": "It compares the rollouts of a group: set rollout.group_size to 2 or more.",
+    "contrast_logprobs": "Its wrong hints are wrong rollouts of the same group: add "
+    '[teacher.policy] with hint = "reference", and set rollout.group_size to 2 or more.',
     "replay": "It pairs the rollouts of a group: set rollout.group_size to 2 or more, "
     'or name a file of pairs with [replay] source = "jsonl" and path.',
 }
@@ -122,6 +124,12 @@ class PolicyTeacherConfig(Section):
     template: str | None = Field(default=None, json_schema_extra=CARRIED)
     """The question in the teacher's prompt. It contains ``{question}``, ``{hint}`` and optionally
     ``{attempt}``, the rollout's own text. Unset: a plain English one for each kind of hint."""
+
+    wrong_hints: int = Field(
+        default=4, ge=1, le=LARGEST_BATCH, json_schema_extra=prime_rl(only_refused())
+    )
+    """For a loss that contrasts hints (`rlcsd`): at most this many wrong rollouts of the same group
+    are wrong hints for a rollout, each scored by its own."""
 
     update: Literal["live", "ema", "sync"] = Field(default="ema", json_schema_extra=CARRIED)
     """The teacher's weights: the current policy's, their moving average, or a copy renewed every
@@ -240,6 +248,59 @@ class OneOfSeveralConfig(TeacherConfig):
                 "`policy` is self-distillation, which has one teacher: use [teacher.policy]"
             )
         return self
+
+
+class ReferenceConfig(TeacherConfig):
+    """The model against which the teacher is extrapolated (G-OPD).
+
+    The teacher's log-prob of a sampled token becomes lambda log q + (1 - lambda) log r.
+    """
+
+    start: bool = Field(default=False, json_schema_extra=prime_rl(only_refused()))
+    """The reference is the student as it is before training, instead of `model` or `prepare`."""
+
+    reward_scale: float = Field(default=1.25, gt=0, json_schema_extra=prime_rl(only_refused()))
+    """lambda. Above 1, the student goes beyond the teacher, away from the reference (ExOPD)."""
+
+    @model_validator(mode="after")
+    def _check_origin(self) -> "ReferenceConfig":
+        origins = [name for name in ("model", "prepare", "start") if getattr(self, name)]
+        if len(origins) != 1:
+            raise ValueError(
+                "give exactly one of `model`, the table `prepare` and `start = true`"
+                + (f", not {' and '.join(origins)}" if origins else "")
+            )
+        if self.policy is not None:
+            raise ValueError("`policy` is a teacher of its own: use [teacher.policy]")
+        if self.start and self.url is not None:
+            raise ValueError(
+                "`start = true` opens the student's weights on this machine, and `url` is a "
+                "server: name the model that it serves in `model`, or leave `url` out"
+            )
+        if self.on_overflow != "error":
+            raise ValueError(
+                f"on_overflow = {self.on_overflow!r} is the teacher's key: a token is either "
+                "scored by both or left out. Leave it out here"
+            )
+        if self.reward_scale == 1:
+            raise ValueError(
+                "reward_scale = 1 is the teacher itself, without the reference: leave [reference] "
+                "out, or set another scale"
+            )
+        return self
+
+    def resolved(self, student: StudentConfig) -> "ReferenceConfig":
+        """Return the table with the student's origin in the place of ``start``."""
+        if not self.start:
+            return self
+        origin = {"model": student.model, "prepare": student.prepare}
+        return self.model_copy(update={**origin, "start": False})
+
+    def is_model_of(self, teacher: TeacherConfig) -> bool:
+        """Whether a teacher is the same model, at the same URL where both have one."""
+        if (self.model, self.prepare) != (teacher.model, teacher.prepare):
+            return False
+        return None in (self.url, teacher.url) or self.url == teacher.url
 
 
 class RolloutConfig(Section):
@@ -535,6 +596,11 @@ class Recipe(Section):
     or ``[environments.NAME]``, names those that score its rollouts. Two or more are mixed in
     probability space."""
 
+    reference: ReferenceConfig | None = Field(
+        default=None, json_schema_extra=prime_rl(only_refused())
+    )
+    """The model against which the teacher is extrapolated (G-OPD), for `sampled_reverse_kl`."""
+
     loss: AnyLoss = Field(json_schema_extra=CARRIED)
     """The objective: ``type`` and its knobs."""
 
@@ -650,6 +716,7 @@ class Recipe(Section):
                 "channel of a compose loss, [loss.replay] weight and [loss.replay.loss]"
             )
         require(self.loss, self._provided_inputs(), REMEDIES, provider="this recipe")
+        _ = self.loss.credit  # raises where two losses want different ones
         if self.rollout.student_fraction < 1 and self.loss.reads_sampler:
             others = "teacher's answers" if self.rollout.teacher_samples else "data's solutions"
             raise ValueError(
@@ -697,14 +764,55 @@ class Recipe(Section):
         """Return the inputs that a trainer can give a loss under this recipe."""
         provided = {"token_ids", "segment_ids"}
         if self.has_teacher:
-            provided |= {"ref_logprobs", "support", "hidden_states"}
+            provided |= {"ref_logprobs", "support", "hidden_states", "credit"}
         if self.rollout.group_size > 1:
             provided |= {"advantages", "replay"}
+            policy = None if self.teacher is None else self.teacher.policy
+            if policy is not None and policy.hint == "reference":
+                provided.add("contrast_logprobs")
         if self.replay.source == "jsonl":
             provided.add("replay")
         if self.rollout.teacher_samples:
             provided.add("by_teacher")
         return provided
+
+    @model_validator(mode="after")
+    def _check_reference(self) -> "Recipe":
+        if self.reference is None:
+            return self
+        teachers: dict[str, TeacherConfig] = {
+            f"teachers.{name}": teacher for name, teacher in self.teachers.items()
+        }
+        if self.teacher is not None and self.teacher.policy is None:
+            teachers["teacher"] = self.teacher
+        if not teachers:
+            raise ValueError(
+                "[reference] extrapolates a teacher that is a model of its own: add a [teacher] "
+                "with model, prepare or url"
+            )
+        reference = self.reference.resolved(self.student)
+        for table, teacher in teachers.items():
+            if reference.is_model_of(teacher):
+                raise ValueError(
+                    f"[reference] is the model of [{table}], and lambda log q + (1 - lambda) log q "
+                    "is log q for every lambda: name the teacher's base or a third model, set "
+                    "start = true, or leave [reference] out"
+                )
+        readers = {
+            section: (name, needs)
+            for section, (name, needs) in self.loss.needs_by_section().items()
+            if needs & {"ref_logprobs", "support", "hidden_states", "credit"}
+        }
+        for section, (name, needs) in readers.items():
+            if name != "sampled_reverse_kl" or "support" in needs:
+                raise ValueError(
+                    f"[reference] changes the teacher's log-prob of the sampled token, which is "
+                    f"then none of a distribution, and [{section}] type = {name!r} reads more than "
+                    "that: use type = 'sampled_reverse_kl' without a baseline"
+                )
+        if not readers:
+            raise ValueError("[reference] goes with a loss of type 'sampled_reverse_kl'")
+        return self
 
     @model_validator(mode="after")
     def _check_hint(self) -> "Recipe":

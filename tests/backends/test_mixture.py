@@ -1,18 +1,23 @@
 """Mixtures of teachers: against dense distributions, and who is asked."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_composer.backends.mixture import Teachers, mix
+from prime_composer.backends.mixture import Teachers, extrapolate, mix
 from prime_composer.backends.protocols import Limits, Rollout, TeacherScores
 from prime_composer.problems.config import Problem
 from prime_composer.recipe.routing import Routing, TeacherId
 
 VOCAB = 12
+AUTHORS = json.loads(
+    (Path(__file__).parents[1] / "golden" / "authors_rl_and_teacher.json").read_text()
+)
 
 
 def dense(count: int, n: int, seed: int) -> torch.Tensor:
@@ -153,3 +158,28 @@ def test_teachers_score_their_own_rollouts_in_order():
     ]
     teachers.close()
     assert first.closed and second.closed and third.closed
+
+
+def recorded(name: str) -> torch.Tensor:
+    return torch.tensor(AUTHORS["inputs"][f"{name}_logprobs"], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("scale", [1.25, 0.5])
+def test_extrapolated_advantage_is_that_of_g_opds_code(scale: float) -> None:
+    """With the scores extrapolated, log q - log p is the recorded advantage."""
+    expected = AUTHORS[f"g_opd {scale}"]["advantages"]
+    for row, (q, r) in enumerate(zip(recorded("teacher"), recorded("reference"), strict=True)):
+        ids, logprobs = torch.zeros((len(q), 1), dtype=torch.long), q.unsqueeze(1)
+        scores = extrapolate(
+            TeacherScores(q, ids, logprobs), TeacherScores(r, ids[:, :0], logprobs[:, :0]), scale
+        )
+        advantage = scores.ref_logprobs - recorded("student")[row]
+        assert advantage.tolist() == pytest.approx(expected[row], rel=1e-12, abs=1e-14)
+        assert scores.token_ids is ids and scores.teacher_logprobs is logprobs
+
+
+def test_extrapolation_of_equal_models_is_the_model() -> None:
+    """lambda drops out where q = r, also for a token that both exclude."""
+    q = torch.tensor([-0.5, -math.inf])
+    scores = TeacherScores(q, torch.zeros((2, 0), dtype=torch.long), torch.zeros((2, 0)))
+    assert extrapolate(scores, scores, 3.0).ref_logprobs.tolist() == q.tolist()

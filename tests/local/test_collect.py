@@ -1,17 +1,26 @@
 """The batch of a step: advantages, the environments' shares, and GKD's lambda."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from prime_composer.backends.protocols import Rollout, TeacherScores
 from prime_composer.local import collect as collecting
 from prime_composer.local import tokenized_problems
 from prime_composer.local.clock import Clock
-from prime_composer.local.collect import mean_by_environment, problems_of_step, with_advantages
+from prime_composer.local.collect import (
+    mean_by_environment,
+    problems_of_step,
+    with_advantages,
+    with_credit,
+)
 from prime_composer.local.engine import Scored
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
@@ -28,6 +37,28 @@ def test_advantage_is_reward_minus_the_groups_mean() -> None:
     rewards = ((0, 1.0), (0, 0.0), (1, 1.0), (1, 1.0))
     samples = with_advantages([sample(group, reward) for group, reward in rewards])
     assert [one.advantage for one in samples] == [0.5, -0.5, 0.0, 0.0]
+
+
+def test_credit_is_computed_within_each_group() -> None:
+    """Groups may be interleaved, and only trained tokens count."""
+
+    def scored(group: int, value: float) -> Any:
+        mask = torch.tensor([False, False, True, False, True])
+        logprobs = torch.where(mask, -1.0, torch.nan)
+        sampled = Rollout(torch.arange(5), mask, logprobs, "stop", group)
+        empty = torch.zeros((3, 0))
+        scores = TeacherScores(torch.tensor([value, math.nan, 2 * value]), empty.long(), empty)
+        return replace(sample(group), rollout=sampled, scores=scores)
+
+    def credit(ref_logprobs: Any, inference_logprobs: Any) -> list[torch.Tensor]:
+        assert all(row.tolist() == [-1.0, -1.0] for row in inference_logprobs)
+        mean = torch.cat(list(ref_logprobs)).mean()
+        return [row - mean for row in ref_logprobs]
+
+    samples = [scored(0, 1.0), scored(1, 5.0), scored(0, 3.0)]
+    credits = [one.credit.tolist() for one in with_credit(samples, credit)]
+    # Group 0: (1 + 2 + 3 + 6)/4 = 3. Group 1: (5 + 10)/2 = 7.5.
+    assert credits == [[-2.0, -1.0], [-2.5, 2.5], [0.0, 3.0]]
 
 
 def test_problems_of_step_follow_the_environments_ratios() -> None:

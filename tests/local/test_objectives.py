@@ -9,6 +9,7 @@ import pytest
 
 from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.local.collect import with_advantages
+from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import LOSS_TYPES
 from prime_composer.recipe.loading import parse_recipe
@@ -52,6 +53,55 @@ def test_distillation_loss_trains_and_logs_at_every_step(
     keys = [{key for key in record if key.startswith(f"{name}/")} for record in steps]
     assert keys[0] == keys[1] and keys[0]
     assert all(record["grad_norm"] > 0 and math.isfinite(record["loss"]) for record in steps)
+
+
+def test_rl_with_a_teacher_trains_on_rewards(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The teacher's scores are there although the loss is one of rewards."""
+    monkeypatch.setattr(
+        TokenizedProblems, "reward", lambda self, text, problem, budget: float(len(text) % 2)
+    )
+    raw = tiny_recipe(
+        loss={"type": "rlsd", "kl_tau": 0.0, "decay_steps": 2},
+        rollout={"backend": "transformers", "max_tokens": 8, "group_size": 3},
+        trainer={"steps": 2, "batch_size": 6},
+        eval={"every": 0, "size": 2, "kl_size": 2},
+    )
+    _, *steps = records(raw, tmp_path / "run")
+    assert all(step["grad_norm"] > 0 and step["rlsd/gap"] != 0 for step in steps)
+    assert [step["rlsd/mix"] for step in steps] == [0.5, 0.25]
+
+
+def test_rlcsd_contrasts_with_wrong_rollouts(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollout without a wrong one beside it has no contrast, and the others have one."""
+    monkeypatch.setattr(
+        TokenizedProblems, "reward", lambda self, text, problem, budget: float(len(text) % 2)
+    )
+    raw = tiny_recipe(
+        teacher={"policy": {"hint": "reference", "wrong_hints": 2}},
+        loss={"type": "rlcsd", "kl_tau": 0.0},
+        rollout={
+            "backend": "transformers", "max_tokens": 8, "max_model_len": 256, "group_size": 3
+        },
+        trainer={"steps": 1, "batch_size": 6},
+        eval={"every": 0, "size": 2, "kl_size": 2},
+    )  # fmt: skip
+    step = records(raw, tmp_path / "run")[1]
+    assert step["grad_norm"] > 0 and step["rlcsd/contrast_abs"] > 0
+
+
+def test_rlcsd_without_wrong_hints_is_refused(tiny_recipe: Raw) -> None:
+    """Wrong hints come from a group, beside the reference solution."""
+    for changes in (
+        {"rollout__group_size": 3},
+        {"teacher": {"policy": {"hint": "reference"}}},
+        {"teacher": {"policy": {"hint": "feedback"}}, "rollout__group_size": 3},
+    ):
+        with pytest.raises(RecipeError, match="needs (contrast_logprobs|advantages)"):
+            parse_recipe(tiny_recipe(loss={"type": "rlcsd"}, **changes))
 
 
 def test_taid_schedule_moves_and_survives_a_resume(tiny_recipe: Raw, tmp_path: Path) -> None:

@@ -40,6 +40,14 @@ TESTS = {
     "losses/self_distillation.py": [LOSSES + "test_support_losses.py"],
     "losses/default.py": [LOSSES + "test_rl_losses.py", "tests/parity/test_recorded.py"],
     "losses/ipo.py": [LOSSES + "test_rl_losses.py", "tests/parity/test_recorded.py"],
+    "losses/shared/reweighting.py": [LOSSES + "test_rl_and_teacher.py"],
+    "losses/rlsd.py": [LOSSES + "test_rl_and_teacher.py"],
+    "losses/rlrt.py": [LOSSES + "test_rl_and_teacher.py"],
+    "losses/sdar.py": [LOSSES + "test_rl_and_teacher.py"],
+    "backends/mixture.py": ["tests/backends/test_mixture.py"],
+    "losses/rlcsd.py": [LOSSES + "test_rl_and_teacher.py"],
+    "backends/self_teacher.py": ["tests/local/test_policy_teacher.py"],
+    "losses/topd.py": [LOSSES + "test_topd.py"],
     "losses/sft.py": [LOSSES + "test_rl_losses.py", "tests/parity/test_recorded.py"],
     "losses/dpo.py": [LOSSES + "test_preferences.py"],
     "losses/simpo.py": [LOSSES + "test_preferences.py"],
@@ -83,6 +91,7 @@ SAMPLED = "losses/sampled_reverse_kl.py"
 DISTILLM2 = "losses/distillm2.py"
 HEAD_TAIL = "losses/head_tail_reverse_kl.py"
 TAID, EOPD, SELF = "losses/taid.py", "losses/entropy_aware_opd.py", "losses/self_distillation.py"
+REWEIGHTING = "losses/shared/reweighting.py"
 RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
 
 MUTANTS: dict[str, Mutant] = {
@@ -491,6 +500,105 @@ MUTANTS: dict[str, Mutant] = {
     "position weights total over the pack": mutant(
         MODIFIERS, "PositionWeights.apply",
         ("segment_totals(gap.double(), inputs.segment_ids)", "segment_totals(gap.double(), None)"),
+    ),
+    # rewards and a teacher
+    "weight clipped above only": mutant(
+        REWEIGHTING, "reweighted_rl", ("evidence.clamp(1 - config.clip, 1 + config.clip)",
+                                       "evidence.clamp(max=1 + config.clip)"),
+    ),
+    "mixture of advantages swapped": mutant(
+        REWEIGHTING, "reweighted_rl", ("(1 - mix) + mix * weights", "mix + (1 - mix) * weights")
+    ),
+    "mean weight over the pack": mutant(
+        REWEIGHTING, "response_means",
+        ("segment_totals(torch.where(mask, values, 0.0).double(), segment_ids)",
+         "segment_totals(torch.where(mask, values, 0.0).double(), None)"),
+        ("segment_totals(mask.double(), segment_ids)", "segment_totals(mask.double(), None)"),
+    ),
+    "region of reweighted RL by the gap": mutant(
+        REWEIGHTING, "reweighted_rl",
+        ("signed_region(_S, _D, _L, _H, _M)", "signed_region(gap, _D, _L, _H, _M)"),
+    ),
+    "mix never decays": mutant(
+        REWEIGHTING, "MixSchedule.mix", ("1 - self.step / self._steps", "1")
+    ),
+    "rlsd ignores the sign": mutant(
+        "losses/rlsd.py", "rlsd_loss_fn", ("torch.sign(a) * gap", "gap")
+    ),
+    "rlsd reversed": mutant(
+        "losses/rlsd.py", "rlsd_loss_fn", ("torch.sign(a) * gap", "-torch.sign(a) * gap")
+    ),
+    "rlsd by the size of the advantage": mutant(
+        "losses/rlsd.py", "rlsd_loss_fn", ("torch.sign(a) * gap", "a * gap")
+    ),
+    "rlrt not reversed": mutant("losses/rlrt.py", "rlrt_loss_fn", ("-gap", "gap")),
+    "rlrt on wrong rollouts too": mutant("losses/rlrt.py", "rlrt_loss_fn", ("a > 0", "a == a")),
+    "rlrt hides a missing score": mutant("losses/rlrt.py", "rlrt_loss_fn", ("0.0 * gap", "0.0")),
+    "credit without the mean of later rewards": mutant(
+        "losses/topd.py", "TopDCredit._returns", ("sums / later.clamp(min=1)", "sums")
+    ),
+    "credit counts a token's own reward twice": mutant(
+        "losses/topd.py", "TopDCredit._returns",
+        ("rewards.flip(0).cumsum(0).flip(0) - rewards", "rewards.flip(0).cumsum(0).flip(0)"),
+    ),
+    "floor of the teacher's weight": mutant(
+        "losses/topd.py", "TopDCredit._returns", ("math.log1p(-self.alpha)", "math.log(self.alpha)")
+    ),
+    "credit not centered": mutant(
+        "losses/topd.py", "TopDCredit.__call__", ("own - tokens.mean()", "own")
+    ),
+    "credit normalized by rollout": mutant(
+        "losses/topd.py", "TopDCredit.__call__", ("own - tokens.mean()", "own - own.mean()")
+    ),
+    "region of topd reversed": mutant(
+        "losses/topd.py", "topd_loss_fn",
+        ("signed_region(credit, _D, _L, _H, _M)", "signed_region(-credit, _D, _L, _H, _M)"),
+    ),
+    "extrapolation toward the reference": mutant(
+        "backends/mixture.py", "extrapolate",
+        ("scale * log_q + (1 - scale) * log_r", "(1 - scale) * log_q + scale * log_r"),
+    ),
+    "extrapolation away from both": mutant(
+        "backends/mixture.py", "extrapolate",
+        ("scale * log_q + (1 - scale) * log_r", "scale * log_q - (1 - scale) * log_r"),
+    ),
+    "impossible for both is not a number": mutant(
+        "backends/mixture.py", "extrapolate",
+        ("torch.where(log_q == log_r, log_q, extrapolated)", "extrapolated"),
+    ),
+    "contrast reversed": mutant(
+        "losses/rlcsd.py", "rlcsd_loss_fn",
+        ("upcast(given(inputs.ref_logprobs)) - upcast(given(inputs.contrast_logprobs))",
+         "upcast(given(inputs.contrast_logprobs)) - upcast(given(inputs.ref_logprobs))"),
+    ),
+    "contrast turns an advantage": mutant(
+        "losses/rlcsd.py", "rlcsd_loss_fn", ("signal.clamp(min=0.0)", "signal")
+    ),
+    "small contrast counts": mutant(
+        "losses/rlcsd.py", "rlcsd_loss_fn",
+        ("~(shift.abs() <= config.threshold)", "torch.ones_like(mask)"),
+    ),
+    "no advantage trains by contrast": mutant(
+        "losses/rlcsd.py", "rlcsd_loss_fn",
+        ("torch.where(advantages == 0, 0.0 * signal, signal)", "signal"),
+    ),
+    "mean of wrong hints in logs": mutant(
+        "backends/self_teacher.py", "PolicyTeacher.contrast",
+        ("torch.stack(logprobs[index]).logsumexp(dim=0) - math.log(len(logprobs[index]))",
+         "torch.stack(logprobs[index]).mean(dim=0)"),
+    ),
+    "a rollout is its own wrong hint": mutant(
+        "backends/self_teacher.py", "PolicyTeacher.wrong_hints", ("other != index", "True")
+    ),
+    "gate in the graph": mutant(
+        "losses/sdar.py", "sdar_loss_fn", ("config.beta * gap.detach()", "config.beta * gap")
+    ),
+    "gate reversed": mutant(
+        "losses/sdar.py", "sdar_loss_fn",
+        ("config.beta * gap.detach()", "-config.beta * gap.detach()"),
+    ),
+    "gate without its steepness": mutant(
+        "losses/sdar.py", "sdar_loss_fn", ("config.beta * gap.detach()", "gap.detach()")
     ),
     # sums of losses
     "channel weight ignored": mutant(

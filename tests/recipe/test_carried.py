@@ -15,7 +15,8 @@ NOT_CARRIED = {
 ONLY_REFUSED = {
     "rollout.other_source",
     "teacher.policy.ema_rate", "teacher.policy.sync_every",
-    "replay.source", "replay.path", "replay.pairs_per_step",
+    "replay.source", "replay.path", "replay.pairs_per_step", "reference",
+    "teacher.policy.wrong_hints",
 }  # fmt: skip
 
 

@@ -136,6 +136,23 @@ def test_export_refuses_what_prime_rl_cannot_do(changes, message):
         export_recipe(recipe(**changes), "head")
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_export_refuses_credit_of_a_group(version):
+    """The message names the loss, what it needs, and the floor that prime-rl can run."""
+    raw = {**tables(), "loss": {"type": "topd"}}
+    message = r"\[loss\] type = 'topd' needs credit.*its floor top_d, or.*--engine local"
+    with pytest.raises(RecipeError, match=message):
+        export_recipe(parse_recipe(raw), version)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_export_refuses_a_reference_model(version):
+    """A second model that the teacher is extrapolated from has no place in prime-rl's config."""
+    raw = {**tables(), "loss": {"type": "sampled_reverse_kl"}, "reference": {"start": True}}
+    with pytest.raises(RecipeError, match=r"^\[reference\].*asks the teacher alone.*local"):
+        export_recipe(parse_recipe(raw), version)
+
+
 REWARDED = {
     "type": "compose",
     "distillation": {"top": {"weight": 0.5, "loss": {"type": "topk_reverse_kl", "k": 8}}},
@@ -148,6 +165,8 @@ REWARDED = {
         REWARDED,
         {"type": "topk_reverse_kl", "k": 8, "rl_mix": {"kd": 0.5}},
         {"type": "sampled_reverse_kl", "dialect": "v0_6"},
+        {"type": "rlsd", "mix": 1.0},
+        {"type": "rlrt", "normalize": "mean_one"},
     ],
     ids=lambda loss: loss["type"],
 )

@@ -17,6 +17,18 @@ from prime_composer.upstream.versions import REMEDIES, VERSIONS, Version
 
 RUN_LOCALLY = "or run the recipe with --engine local."
 
+OWN_REMEDIES = {
+    "credit": (
+        "Its orchestrator does not compute a token's credit from the scores of a group. Use "
+        f"sampled_reverse_kl with mode = 'signed' and its floor top_d, {RUN_LOCALLY}"
+    ),
+    "contrast_logprobs": (
+        "Its opsd scores a rollout with one hint, and not with wrong rollouts of the group. Use "
+        f"rlsd, {RUN_LOCALLY}"
+    ),
+}
+"""Input that a loss needs and prime-rl cannot compute -> what to do."""
+
 
 def refuse(recipe: Recipe, version: Version) -> None:
     """Check that a version of prime-rl can run the recipe.
@@ -30,6 +42,11 @@ def refuse(recipe: Recipe, version: Version) -> None:
             f"rollout.student_fraction = {fraction}: {of_other_sources(recipe, version)}. "
             f"Set it to 1, {RUN_LOCALLY}"
         )
+    if recipe.reference is not None:
+        raise RecipeError(
+            "[reference]: prime-rl's orchestrator asks the teacher alone, and has no second model "
+            f"to extrapolate it from. Leave the table out, {RUN_LOCALLY}"
+        )
     refuse_two_credentials(recipe)
     policy = None if recipe.teacher is None else recipe.teacher.policy
     try:
@@ -40,7 +57,9 @@ def refuse(recipe: Recipe, version: Version) -> None:
         refuse_policy_teacher(policy, version)
     provided = version.contract.provides(recipe.loss, adapter=True)
     try:
-        require(recipe.loss, provided, REMEDIES, provider=f"prime-rl {version.name}")
+        require(
+            recipe.loss, provided, {**REMEDIES, **OWN_REMEDIES}, provider=f"prime-rl {version.name}"
+        )
     except ValueError as error:
         raise RecipeError(str(error)) from None
 

@@ -1,0 +1,82 @@
+"""G-OPD on one machine: the teacher's scores, extrapolated from a reference model's."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_composer.local.engine import open_engine
+from prime_composer.local.plan import plan
+from prime_composer.local.tracker import read_metrics
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.routing import REFERENCE, TeacherId
+from prime_composer.tiny_models.cache import prepare_models
+from tests.conftest import TINY_MODEL
+from tests.local.helpers import copy_first_half, run, sample
+
+Raw = Callable[..., dict[str, Any]]
+THIRD = {"prepare": {**TINY_MODEL, "seed": 3, "sft_steps": 5}}
+
+
+def test_scores_are_extrapolated_from_the_reference(tiny_recipe: Raw) -> None:
+    """lambda log q + (1 - lambda) log r of two open scorers, and the support is the teacher's."""
+    raw = tiny_recipe(loss={"type": "sampled_reverse_kl"}, reference={**THIRD, "reward_scale": 1.5})
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    paths = prepare_models(recipe, problems)
+    assert set(paths) == {"teacher", "student", "reference"}
+    assert any(line.startswith("reference: ") for line in plan(recipe, problems))
+    with open_engine(recipe, problems, paths, lambda text: None) as engine:
+        one = sample(0)
+        (scored,) = engine.score([one]).samples
+        q, r = (
+            engine.teachers.scorers[who].score([one.rollout], 0)[0].ref_logprobs
+            for who in (TeacherId(), REFERENCE)
+        )
+    torch.testing.assert_close(scored.scores.ref_logprobs, 1.5 * q - 0.5 * r)
+    assert not torch.equal(q, r)
+
+
+def test_reference_is_the_start_also_after_a_resume(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """At the first step p = r, so that A is lambda (log q - log p). A resumed run is the same."""
+    changes: dict[str, Any] = dict(
+        loss={"type": "sampled_reverse_kl"},
+        trainer={"steps": 4, "batch_size": 6, "lr": 1e-2},
+        checkpoint={"every": 2, "keep": 2},
+        eval={"every": 0, "size": 2, "kl_size": 2},
+    )
+    runs = {}
+    for name, own in (
+        ("plain", {"trainer": {"steps": 1, "batch_size": 6}}),
+        ("g_opd", {"reference": {"start": True}}),
+    ):
+        run(tiny_recipe(**{**changes, **own}), tmp_path / name)
+        runs[name] = read_metrics(tmp_path / name)
+    key = "sampled_reverse_kl/ref_kl"
+    assert runs["g_opd"][1][key] == pytest.approx(1.25 * runs["plain"][1][key], rel=1e-4)
+    copy_first_half(tmp_path / "g_opd", tmp_path / "cut")
+    run(tiny_recipe(**changes, reference={"start": True}), tmp_path / "cut", resume=True)
+    resumed = read_metrics(tmp_path / "cut")
+    assert [one["loss"] for one in resumed[1:]] == [one["loss"] for one in runs["g_opd"][1:]]
+
+
+def test_reference_of_another_vocabulary_is_refused(tiny_recipe: Raw) -> None:
+    """``check`` names the table."""
+    other = {"prepare": {**THIRD["prepare"], "vocab_size": 310}}
+    raw = tiny_recipe(loss={"type": "sampled_reverse_kl"}, reference=other)
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    prepare_models(recipe, problems)
+    with pytest.raises(ValueError, match=r"^\[reference\]: "):
+        plan(recipe, problems)
+
+
+def test_reference_that_is_missing_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """``check`` names the table and the directory."""
+    missing = {"model": str(tmp_path / "nowhere")}
+    recipe = parse_recipe(tiny_recipe(loss={"type": "sampled_reverse_kl"}, reference=missing))
+    with pytest.raises(ValueError, match=r"reference.*nowhere"):
+        plan(recipe, load_problem_set(recipe.sources))
