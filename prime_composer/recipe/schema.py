@@ -197,6 +197,18 @@ class TeacherConfig(ModelConfig):
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False, json_schema_extra=TIMEOUT)
     """Seconds that one answer of the server at `url` may take. Raise it for a slow server."""
 
+    asked_by: Literal["orchestrator", "trainer"] | None = Field(
+        default=None, json_schema_extra=CARRIED
+    )
+    """Inside prime-rl: which of its processes asks the teacher. The trainer's answers need no room
+    in prime-rl's samples. Unset: the trainer with k = "full", otherwise the orchestrator. One for
+    all teachers. One machine has no such processes."""
+
+    head_on: Literal["device", "cpu"] | None = Field(default=None, json_schema_extra=CARRIED)
+    """Inside prime-rl, with k = "full": where each trainer rank keeps the teacher's output head.
+    "cpu" saves V x d numbers of its device's memory, and copies them to it chunk by chunk, at least
+    twice per sequence. Unset: its device. One for all teachers."""
+
     on_overflow: Literal["error", "score_head", "drop"] = Field(
         default="error",
         json_schema_extra=prime_rl(

@@ -29,6 +29,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "prime_rl.utils.config": (f"{LAUNCHER}:hook_config",),
     "prime_rl.trainer.rl.loss": (f"{TRAINER}:hook_loss",),
     "prime_rl.trainer.rl.data": (f"{TRAINER}:hook_data",),
+    "prime_rl.trainer.model": (f"{TRAINER}:hook_model",),
     "prime_rl.trainer.models.layers.lm_head": (f"{HEAD}:hook_head",),
     "prime_rl.trainer.models.layers.lm_head_gemma": (f"{HEAD}:hook_head",),
     "prime_rl.utils.cp": (f"{TRAINER}:hook_context_parallel",),

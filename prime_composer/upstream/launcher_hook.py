@@ -14,6 +14,7 @@ from prime_composer.upstream.settings import (
     parse_loss_table,
     split_table,
 )
+from prime_composer.upstream.teachers import configured
 
 
 def hook_config(module: Any) -> None:
@@ -42,7 +43,8 @@ def resolve(config: Any) -> None:
 
     Raises:
         ValueError: the loss table is wrong, [trainer.loss] and PRIME_COMPOSER disagree, the loss is
-            in the wrong one of them, or it needs a support and router replay is on.
+            in the wrong one of them, it needs a support on the wire and router replay is on, or the
+            trainer cannot ask the run's teachers.
     """
     trainer = getattr(config, "trainer", None)
     if trainer is None:
@@ -70,7 +72,9 @@ def resolve(config: Any) -> None:
         )
     settings = settings.derived(loss_config)
     _check_rewards(config, settings, loss_config.type, in_file)
-    if settings.k:
+    if settings.trainer_asks and settings.teachers is None:
+        settings = settings.model_copy(update={"teachers": configured(config.orchestrator)})
+    if settings.k and not settings.trainer_asks:
         _refuse_router_replay(config, loss_config.type, settings.k)
     table = _with_token_ids(loss_table, loss_config, trainer.model.name)
     if loss is not None and in_file:
@@ -79,13 +83,14 @@ def resolve(config: Any) -> None:
 
 
 def _with_file(settings: AdapterSettings, kwargs: dict[str, Any]) -> AdapterSettings:
-    table, mixed = split_table(kwargs)
+    table, in_file = split_table(kwargs)
     if settings.loss is not None and parse_loss_table(settings.loss) != parse_loss_table(table):
         raise ValueError(
             f"{SWITCH} holds the loss {settings.loss} and [{SECTION}] {table}: keep one of them."
         )
-    mixed = mixed or settings.teachers_mixed
-    return settings.model_copy(update={"loss": table, "k": None, "teachers_mixed": mixed})
+    given = settings.model_dump(exclude_none=True, exclude={"loss", "k"})
+    mixed = {"teachers_mixed": settings.teachers_mixed or "teachers_mixed" in in_file}
+    return AdapterSettings.model_validate({**given, **in_file, **mixed, "loss": table})
 
 
 def _check_rewards(config: Any, settings: AdapterSettings, name: str, in_file: bool) -> None:
@@ -120,8 +125,8 @@ def _refuse_router_replay(config: Any, name: str, k: int) -> None:
     if active:
         raise ValueError(
             f"[{SECTION}] type = {name!r} needs the teacher's top-{k} support, which is sent in "
-            f"the field of router replay: set {' and '.join(active)} = false, or use a loss "
-            "without a support."
+            f'the field of router replay: set asked_by = "trainer" in [{SECTION}], which sends '
+            f"none, or {' and '.join(active)} = false."
         )
 
 

@@ -8,6 +8,8 @@ They are passed in the environment variable ``PRIME_COMPOSER``, which has these 
     {"loss": {"type": ..., ...}}        on, with this loss table; a process derives K from it
     {"loss": {...}, "rewards": "beside"}
                                         and prime-rl's own rl loss trains the same tokens (v0.7 on)
+    {"loss": {...}, "asked_by": "trainer", "teachers": [{"url": ..., "model": ..., "weight": 1}]}
+                                        and the trainer asks the teachers, not the orchestrator
     {"loss": ..., "k": 32, "teachers_mixed": true, "rewards": "in_loss"}
                                         on, as prime-rl's launcher passes it to its children
 
@@ -22,7 +24,14 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    model_validator,
+)
 
 SWITCH = "PRIME_COMPOSER"
 """Environment variable of the whole-run adapter."""
@@ -47,6 +56,9 @@ SET_SWITCH = (
 FILE_KEY = "adapter"
 """Key of a loss table in a file; ``adapter = true`` sets ``AdapterSettings.teachers_mixed``."""
 
+TEACHER_KEYS = ("asked_by", "head_on")
+"""Further keys of a loss table in a file: settings of the same names."""
+
 
 class AdapterSettings(BaseModel):
     """Settings of one run."""
@@ -67,13 +79,28 @@ class AdapterSettings(BaseModel):
     loss reads them. "beside": prime-rl's own rl loss reads them, for the same tokens. None:
     nothing. A process derives "in_loss" from the loss."""
 
+    asked_by: Literal["orchestrator", "trainer"] | None = None
+    """Who asks the teachers. None: the trainer where the loss reads hidden states, otherwise the
+    orchestrator."""
+
+    head_on: Literal["device", "cpu"] | None = None
+    """Where the trainer keeps the teachers' output heads. None: on its device. On the CPU they are
+    copied to the device chunk by chunk, at each pass of each sequence."""
+
+    teachers: list[dict[str, Any]] | dict[str, list[dict[str, Any]]] | None = Field(
+        default=None, repr=False
+    )
+    """Teachers that the trainer asks, for all environments or by environment: tables of ``url``,
+    ``model``, ``weight``, and maybe ``api_key_var``. The launcher reads them in the orchestrator's
+    config."""
+
     @model_validator(mode="before")
     @classmethod
     def _without_file_key(cls, settings: Any) -> Any:
         if not isinstance(settings, dict) or not isinstance(settings.get("loss"), dict):
             return settings
-        table, mixed = split_table(settings["loss"])
-        return {**settings, "loss": table} | ({"teachers_mixed": True} if mixed else {})
+        table, in_file = split_table(settings["loss"])
+        return {**settings, "loss": table, **in_file}
 
     @classmethod
     def from_env(cls) -> "AdapterSettings | None":
@@ -93,13 +120,16 @@ class AdapterSettings(BaseModel):
         return {SWITCH: json.dumps(self.model_dump(mode="json"))}
 
     def derived(self, loss: Any) -> "AdapterSettings":
-        """Return the settings with what follows from the loss: K, and what its rewards do.
+        """Return the settings with what follows from the loss.
+
+        That is K, what its rewards do, and that the trainer asks for hidden states.
 
         Args:
             loss: the ``LossConfig`` of the loss table.
 
         Raises:
-            ValueError: the loss asks for the full vocabulary, or ``rewards`` does not fit it.
+            ValueError: the loss asks for a support that no server sends, or ``rewards`` or
+                ``asked_by`` does not fit it.
         """
         reads_both = loss.reads_rewards_and_teacher
         if self.rewards == "in_loss" and not reads_both:
@@ -112,8 +142,27 @@ class AdapterSettings(BaseModel):
                 f'{SWITCH}: rewards = "beside" is for a loss that reads a teacher and no rewards, '
                 f"and {loss.type!r} is none. Leave rewards out."
             )
-        rewards = "in_loss" if reads_both else self.rewards
-        return self.model_copy(update={"k": wire_support_size(loss), "rewards": rewards})
+        asked_by = self.asked_by
+        if "hidden_states" in loss.needs:
+            if asked_by == "orchestrator":
+                raise ValueError(
+                    f"[{SECTION}] type = {loss.type!r} reads the teacher's hidden states, which "
+                    "the orchestrator has no room for in a sample: leave asked_by out, or set it "
+                    'to "trainer".'
+                )
+            asked_by = "trainer"
+        return self.model_copy(
+            update={
+                "k": wire_support_size(loss),
+                "rewards": "in_loss" if reads_both else self.rewards,
+                "asked_by": asked_by,
+            }
+        )
+
+    @property
+    def trainer_asks(self) -> bool:
+        """Whether the trainer asks the teachers, and the orchestrator asks none."""
+        return self.asked_by == "trainer"
 
     def support_size(self) -> int:
         """Return K for the orchestrator's requests; 0 where the loss has no support.
@@ -163,13 +212,16 @@ def _parse(value: str) -> AdapterSettings | None:
     return settings.derived(parse_loss_table(settings.loss))
 
 
-def split_table(table: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Split a loss table of a file into the loss's own table and ``teachers_mixed``.
+def split_table(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a loss table of a file into the loss's own table and settings of the adapter.
 
     prime-rl's command line makes strings of values, so "true" counts as true.
     """
-    loss = {key: value for key, value in table.items() if key != FILE_KEY}
-    return loss, str(table.get(FILE_KEY, False)).lower() == "true"
+    loss = {key: value for key, value in table.items() if key not in (FILE_KEY, *TEACHER_KEYS)}
+    settings = {key: table[key] for key in TEACHER_KEYS if key in table}
+    if str(table.get(FILE_KEY, False)).lower() == "true":
+        settings["teachers_mixed"] = True
+    return loss, settings
 
 
 def parse_loss_table(table: Mapping[str, Any], section: str = SECTION) -> Any:
@@ -220,12 +272,18 @@ def wire_support_size(config: Any, section: str = SECTION) -> int:
     """Return K of a ``LossConfig`` inside prime-rl, 0 where the loss has no support.
 
     Raises:
-        ValueError: the loss asks for the full vocabulary.
+        ValueError: the support is the whole vocabulary, or the student chooses it.
     """
-    size = config.support_size
-    if size == "full":
+    request = config.support
+    if request is not None and request.chosen_by == "student":
         raise ValueError(
-            f"[{section}] type = {config.type!r} asks for the full vocabulary; prime-rl's wire "
-            "carries a top-K support: give it a number k."
+            f"[{section}] type = {config.type!r} compares the student's own top {request.k}, which "
+            'prime-rl knows only after the teacher was asked: set k = "full", which compares '
+            'all ids, or chosen_by = "teacher".'
         )
-    return size
+    if config.support_size == "full":
+        raise ValueError(
+            f"[{section}] type = {config.type!r} asks for log-probs of the whole vocabulary, which "
+            "no server sends: give it a number k."
+        )
+    return config.support_size

@@ -110,7 +110,7 @@ class LossContract:
         if adapter or not (self.separates_kinds and loss.compares_with_teacher):
             inputs.add("advantages")
         if adapter:
-            inputs |= {"support", "token_ids"}
+            inputs |= {"support", "hidden_states", "token_ids"}
         return frozenset(inputs)
 
 
@@ -157,6 +157,7 @@ _ADAPTER = (
 REMEDIES = {
     "by_teacher": f"Its rollouts are all the student's: choose another loss, {_ENGINE_LOCAL}",
     "support": _ADAPTER,
+    "hidden_states": _ADAPTER,
     "token_ids": _ADAPTER,
     "replay": _PAIRS,
     "segment_ids": _PAIRS,

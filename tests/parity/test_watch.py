@@ -52,6 +52,21 @@ TOUCHED = [
     (ALL, SRC + "trainer/models/layers/lm_head.py", "VanillaOutputLinear.forward", HEAD),
     (ALL, SRC + "trainer/models/layers/lm_head_gemma.py", "GemmaFusedOutputLinear.forward", HEAD),
     (ALL, SRC + "trainer/models/layers/lm_head_gemma.py", "GemmaVanillaOutputLinear.forward", HEAD),
+    (
+        ("v0.6", "v0.7"),
+        SRC + "trainer/model.py",
+        "forward",
+        "model input_ids position_ids labels temperature routed_experts mm_kwargs "
+        "mm_token_type_ids",
+    ),
+    (
+        ("v0.8", "head"),
+        SRC + "trainer/model.py",
+        "forward",
+        "model input_ids position_ids seq_lens labels temperature routed_experts mm_kwargs "
+        "mm_token_type_ids seq_lens_are_pre_shard",
+    ),
+    (ALL, CONFIGS + "configs/orchestrator.py", "EnvConfig.resolved_name", "self"),
     (ALL, SRC + "utils/utils.py", "import_object", "dotted_path"),
     (
         ("v0.6", "v0.7"),
@@ -142,10 +157,18 @@ HAS = [
         ALL,
         SRC + "trainer/rl/data.py",
         "TensorMicroBatch",
-        "input_ids loss_mask temperatures routed_experts",
+        "input_ids loss_mask temperatures routed_experts env_names sequence_lengths",
     ),
     (NEWER, SRC + "trainer/rl/data.py", "TensorMicroBatch", "rl_weights ref_kl_weights"),
-    (ALL, CONFIGS + "configs/shared.py", "ClientConfig", "headers"),
+    (
+        ALL,
+        CONFIGS + "configs/shared.py",
+        "ClientConfig",
+        "headers headers_from_env base_url api_key_var",
+    ),
+    (NEWER, CONFIGS + "configs/algorithm.py", "FrozenModelConfig", "name"),
+    (NEWER, CONFIGS + "configs/algorithm.py", "OPDAlgoConfig", "type teacher"),
+    (("v0.6",), CONFIGS + "configs/orchestrator.py", "RolloutModelConfig", "model client"),
 ]
 """Fields that hooks read, among others."""
 IMPORTED = [

@@ -18,9 +18,27 @@ from tests.fork_server import REPO, ForkServer
 V, D, K, N = 53, 8, 4, 12
 
 
-def worker(rank: int, port: int, trained: int) -> tuple[float, float]:
-    """Be one of two ranks; return the largest errors of values and gradients."""
+def gathered_states(hidden, local, half) -> tuple[float, float]:
+    """Return the errors of the hidden states of the whole sequence, and of a gradient."""
     from prime_composer.upstream.trainer.adapter import adapter
+
+    whole = adapter().micro_batch.head.hidden
+    weights = torch.arange(1.0, D + 1)
+    (whole * weights).sum().backward()
+    torch.distributed.destroy_process_group()
+    return (
+        (whole - hidden[0]).abs().max().item(),
+        (local.grad - 2 * weights.expand_as(hidden[:, half])).abs().max().item(),
+    )
+
+
+def worker(rank: int, port: int, trained: int, states: int = 0) -> tuple[float, float]:
+    """Be one of two ranks; return the largest errors of values and gradients.
+
+    ``states``: 1 for a loss that reads hidden states instead of a support.
+    """
+    from prime_composer.upstream.trainer.adapter import adapter
+    from prime_composer.upstream.trainer.batches import MicroBatch, Questions
     from prime_composer.upstream.trainer.head import hook_head
     from prime_composer.upstream.trainer.hooks import hook_context_parallel
 
@@ -64,6 +82,10 @@ def worker(rank: int, port: int, trained: int) -> tuple[float, float]:
         "routed_experts": packed,
     }
     adapter().begin(batch)
+    if states:
+        adapter().k = 0
+        questions = Questions(types.SimpleNamespace(hidden=True), list)
+        adapter().micro_batch = MicroBatch(batch, 0, questions=questions)
     labels = torch.cat([ids[:, 1:], torch.zeros(1, 1, dtype=torch.long)], dim=1)
     cp.setup_cp_params(
         ids,
@@ -76,6 +98,8 @@ def worker(rank: int, port: int, trained: int) -> tuple[float, float]:
     half = slice(rank * N // 2, (rank + 1) * N // 2)
     local = hidden[:, half].clone().requires_grad_()
     head(local, labels[:, half], temperature=torch.ones(1, N // 2))
+    if states:
+        return gathered_states(hidden, local, half)
     gathered = adapter().micro_batch.student
     (gathered * torch.arange(1.0, K + 1)).sum().backward()
     z = hidden[0] @ head.weight.t()
@@ -103,15 +127,19 @@ print("\\n" + json.dumps(worker(*map(int, sys.argv[1:]))))
 
 
 @pytest.mark.parametrize(
-    "trained", [pytest.param(1, marks=pytest.mark.slow), N // 2 + 1]
+    "trained,states", [pytest.param(1, 0, marks=pytest.mark.slow), (N // 2 + 1, 0), (1, 1)]
 )  # from this token on; a first shard of prompt alone trains none
-def test_context_parallel_ranks_agree_with_one_rank(trained: int, torch_forks: ForkServer) -> None:
+def test_context_parallel_ranks_agree_with_one_rank(
+    trained: int, states: int, torch_forks: ForkServer
+) -> None:
     if not torch.distributed.is_available():
         pytest.skip("this torch has no distributed package")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = [torch_forks.start("-c", RANK, rank, port, trained, cwd=REPO) for rank in (0, 1)]
+    ranks = [
+        torch_forks.start("-c", RANK, rank, port, trained, states, cwd=REPO) for rank in (0, 1)
+    ]
     for rank in ranks:
         out, err = rank.communicate(timeout=120)
         assert rank.returncode == 0, err

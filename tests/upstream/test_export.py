@@ -128,7 +128,15 @@ def test_export_native_settings_win():
     "changes,message",
     [
         ({"rollout": {"student_fraction": 0.5}}, "rollout.student_fraction"),
-        ({"loss": {"k": "full"}}, r"\[loss\].*full vocabulary.*--engine local"),
+        ({"loss": {"chosen_by": "student"}}, r'set k = "full".*--engine local'),
+        (
+            {"loss": {"type": "adaptive_kl", "k": "full"}},
+            r"\[loss\].*the whole vocabulary.*--engine local",
+        ),
+        (
+            {"loss": {"k": "full"}, "teacher": {"asked_by": "orchestrator"}},
+            "teacher.asked_by = .orchestrator.: the loss reads .*hidden states",
+        ),
     ],
 )
 def test_export_refuses_what_prime_rl_cannot_do(changes, message):
@@ -203,6 +211,54 @@ def test_export_self_distillation_with_rewards_keeps_zero_advantages(version):
     assert orchestrator["algo"]["type"] == "opsd"
     assert ("post_batch_filters" in orchestrator) is (version != "head")
     assert ("filter_zero_advantages" in orchestrator["train"]) is (version == "head")
+
+
+WHOLE = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_export_of_the_whole_vocabulary_names_the_server(version):
+    """Its scores need the plugin, which prime-rl's own server command does not start."""
+    export = export_recipe(recipe(loss=WHOLE, teacher={"head_on": "cpu"}), version)
+    kwargs = export.table["trainer"]["loss"]["kwargs"]
+    assert kwargs == {**WHOLE, "head_on": "cpu"}
+    head = "\n".join(export.head)
+    assert 'k = "full" reads hidden states' in head
+    assert "prime-rl teacher --model a/teacher --port 8001" in head
+    assert ("teacher/bin/prime-rl" in head) is (version in ("v0.6", "v0.7"))
+    assert "    inference " not in head and "max-logprobs" not in head
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_export_of_the_large_recipe_takes_full(version):
+    """As the README says it: two settings on the command line."""
+    overrides = ["loss.k=full", "loss.normalization=full"]
+    loaded = load_recipe(REPO / "recipes" / "gsm8k_opd_qwen3.toml", overrides)
+    export = export_recipe(loaded, version)
+    assert export.table["trainer"]["loss"]["kwargs"]["k"] == "full"
+    assert any("prime-rl teacher --model" in line for line in export.head)
+
+
+def test_export_writes_who_asks_the_teachers():
+    teachers = {name: {**table, "asked_by": "trainer"} for name, table in TWO.items()}
+    table = export_two("head", teachers=teachers)
+    assert table["trainer"]["loss"]["kwargs"]["asked_by"] == "trainer"
+    teachers["a"]["asked_by"] = "orchestrator"
+    with pytest.raises(RecipeError, match="asked_by is 'orchestrator' and 'trainer'"):
+        export_two("head", teachers=teachers)
+
+
+@pytest.mark.parametrize(
+    "changes,what",
+    [
+        ({"loss": WHOLE}, 'loss.k = "full"'),
+        ({"teacher": {"policy": {"update": "live"}, "asked_by": "trainer"}}, "teacher.asked_by"),
+    ],
+)
+def test_export_keeps_hints_with_the_orchestrator(changes, what):
+    raw = {**tables(), "teacher": {"policy": {"update": "live"}}, **changes}
+    with pytest.raises(RecipeError, match=f"^{re.escape(what)}.*alone has the hints"):
+        export_recipe(parse_recipe(raw), "head")
 
 
 def policy_teacher(**policy):
@@ -473,6 +529,8 @@ OTHER_VALUES = {
         "prepare": {},
         "url": "http://other:1",
         "api_key_var": "A_KEY",
+        "asked_by": "trainer",
+        "head_on": "cpu",
         "weight": 2.0,
         "policy.hint": "feedback",
         "policy.update": "ema",

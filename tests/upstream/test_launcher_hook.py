@@ -14,6 +14,7 @@ from prime_composer.upstream.settings import (
     AdapterSettings,
     parse_loss_table,
 )
+from prime_composer.upstream.toml_shapes import HEADER
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,9 @@ def test_resolve_passes_the_files_loss_and_k_on():
         "k": 16,
         "teachers_mixed": False,
         "rewards": None,
+        "asked_by": None,
+        "head_on": None,
+        "teachers": None,
     }
 
 
@@ -154,14 +158,88 @@ def test_resolve_refuses_two_tables_that_disagree():
 
 
 def test_resolve_refuses_router_replay_with_a_support():
-    with pytest.raises(ValueError, match="enable_router_replay = false"):
+    with pytest.raises(ValueError, match='asked_by = "trainer".*enable_router_replay = false'):
         launcher_hook.resolve(launcher_config({"type": "topk_reverse_kl", "k": 2}, replay=True))
     launcher_hook.resolve(launcher_config({"type": "sampled_reverse_kl"}, replay=True))
 
 
-def test_resolve_refuses_the_full_vocabulary():
+def test_resolve_refuses_a_support_of_the_full_vocabulary():
     with pytest.raises(ValueError, match="give it a number k"):
-        launcher_hook.resolve(launcher_config({"type": "topk_reverse_kl", "k": "full"}))
+        launcher_hook.resolve(launcher_config({"type": "adaptive_kl", "k": "full"}))
+
+
+FULL = {"type": "topk_reverse_kl", "k": "full"}
+OTHERS = [
+    {"url": "http://a", "model": "a", "weight": 1.0},
+    {"url": "http://b", "model": "b", "weight": 3.0},
+]
+
+
+def client(url="http://host:8001/v1", headers=(), **changes):
+    """Return prime-rl's config of a teacher's client."""
+    fields = {"base_url": url, "api_key_var": "KEY", "headers": dict(headers), **changes}
+    return types.SimpleNamespace(**fields)
+
+
+def older(of_client):
+    """Return v0.6's orchestrator, with one teacher for all."""
+    teacher = types.SimpleNamespace(model=types.SimpleNamespace(name="t"), client=of_client)
+    return {"training_mode": "opd", "teacher": teacher}
+
+
+def newer(key="source", kind="opd", **clients):
+    """Return a later version's orchestrator: a teacher for each environment."""
+    environments = []
+    for name, of_client in clients.items():
+        of_client.name = "t"
+        algorithm = types.SimpleNamespace(type=kind, teacher=of_client)
+        environments.append(types.SimpleNamespace(resolved_name=name, algo=algorithm))
+    rl = types.SimpleNamespace(resolved_name="rl", algo=types.SimpleNamespace(type="grpo"))
+    return {"algo": None, "train": types.SimpleNamespace(**{key: [*environments, rl]})}
+
+
+ONE = [{"url": "http://host:8001/v1", "model": "t", "weight": 1.0, "api_key_var": "KEY"}]
+MIXED = {HEADER: json.dumps(OTHERS)}
+
+
+@pytest.mark.parametrize(
+    "orchestrator,teachers",
+    [
+        (older(client(["http://host:8001/v1"])), ONE),
+        (older(client(headers=MIXED)), OTHERS),
+        (older(client(headers={HEADER: json.dumps({"x": OTHERS})})), {"x": OTHERS}),
+        (newer("env", x=client(["http://host:8001/v1"])), {"x": ONE}),
+        (newer(x=client(), y=client(headers=MIXED)), {"x": ONE, "y": OTHERS}),
+    ],
+)
+def test_resolve_reads_the_teachers_for_the_trainer(orchestrator, teachers):
+    """Of each version's config, with the adapter's header in the place of one client."""
+    launcher_hook.resolve(launcher_config(FULL, **orchestrator))
+    settings = AdapterSettings.from_env()
+    assert settings.asked_by == "trainer" and settings.teachers == teachers
+
+
+@pytest.mark.parametrize(
+    "orchestrator,message",
+    [
+        (older(client(["http://a", "http://b"])), r"client. has 2 URLs.*a router"),
+        (older(client(elastic=object())), "has an elastic pool"),
+        (newer(x=client(headers={"X-Team": "1"})), "the teacher of 'x' has the headers X-Team"),
+        (newer(x=client(headers_from_env={"A": "B"})), "has the headers A"),
+        (newer(kind="opsd", x=client()), "'x' has the algorithm opsd.*a number k"),
+    ],
+)
+def test_resolve_refuses_teachers_the_trainer_cannot_ask(orchestrator, message):
+    with pytest.raises(ValueError, match=message):
+        launcher_hook.resolve(launcher_config(FULL, **orchestrator))
+
+
+def test_resolve_lets_router_replay_be_where_the_trainer_asks():
+    """The answers are not sent in its field."""
+    table = {"type": "topk_reverse_kl", "k": 2, "asked_by": "trainer"}
+    launcher_hook.resolve(launcher_config(table, replay=True, **newer(x=client())))
+    settings = AdapterSettings.from_env()
+    assert (settings.k, settings.asked_by, settings.teachers) == (2, "trainer", {"x": ONE})
 
 
 def test_hook_config_resolves_what_cli_returns():

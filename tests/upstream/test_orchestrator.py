@@ -36,8 +36,8 @@ OWN = [0.0, -9.0, -9.0]
 def switch(monkeypatch):
     """Return a function that sets this process's settings; at first a loss with K = 2."""
 
-    def set_to(loss, k=0, teachers_mixed=False, rewards=None):
-        settings = AdapterSettings(loss=loss, k=k, teachers_mixed=teachers_mixed, rewards=rewards)
+    def set_to(loss, k=0, teachers_mixed=False, **more):
+        settings = AdapterSettings(loss=loss, k=k, teachers_mixed=teachers_mixed, **more)
         for name, value in settings.to_env().items():
             monkeypatch.setenv(name, value)
 
@@ -321,6 +321,24 @@ def test_hook_of_another_version_leaves_a_module_alone(hook):
     before = dict(vars(module))
     hook(module)
     assert vars(module) == before
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_orchestrator_sends_nan_where_the_trainer_asks(switch, mixed):
+    """It makes no request. 0.0, prime-rl's own filling, would be a probability of 1."""
+    switch(TOP_2, 2, asked_by="trainer", teachers_mixed=mixed)
+    client, samples = Client(), [Sample(), Sample()]
+    rows = compute(v0_6_module(client), {}, samples)
+    token = hooks.FROZEN.set(True)
+    rows.append(prefill(client))
+    hooks.FROZEN.reset(token)
+    rows.append(prefill(Client(header=json.dumps([]))))
+    assert not client.requests and not any(sample.routed_experts for sample in samples)
+    for row in rows:
+        assert len(row) == 3 and all(map(math.isnan, row[1:]))
+        assert row[0] == wire.MARK if mixed else math.isnan(row[0])
+    prefill(client)  # the policy itself, which has the hint
+    assert len(client.requests) == 1
 
 
 def test_v0_6_hook_attaches_the_support_to_samples():

@@ -254,11 +254,23 @@ def test_plain_launcher_refuses_mixed_teachers(trainer, value):
     trainer.setup(**SAMPLED, adapter=False)
 
 
-def test_full_vocabulary_is_refused_in_the_trainer_too(newer_trainer):
+def test_whole_support_is_refused_in_the_trainer_too(newer_trainer):
     """A trainer that was started by hand, without prime-rl's launcher."""
-    settings = {"loss": {"type": "topk_reverse_kl", "k": "full"}, "k": 4}
+    settings = {"loss": {"type": "adaptive_kl", "k": "full"}, "k": 4}
     with pytest.raises(ValueError, match="give it a number k"):
         newer_trainer.hook(settings)
+
+
+def test_trainer_that_asks_has_to_know_the_teachers(newer_trainer):
+    """A trainer that was started by hand."""
+    newer_trainer.hook({"loss": {"type": "topk_reverse_kl", "k": "full"}})
+    with pytest.raises(ValueError, match=r"does not know them.*\"teachers\": \[\{\"url\""):
+        newer_trainer.next_batch()
+
+
+def test_plain_launcher_refuses_to_ask_the_teacher(trainer):
+    with pytest.raises(ValueError, match="asked_by = .trainer. is a setting of the adapter"):
+        trainer.setup(**SAMPLED, asked_by="trainer")
 
 
 def test_uncalled_loss_stops_the_run_at_the_second_batch(trainer):

@@ -19,6 +19,14 @@ from tests.prime_rl_checkout import REPO
 
 TOP_K = {"type": "topk_reverse_kl", "k": 4}
 SAMPLED = {"type": "sampled_reverse_kl"}
+FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
+BOTH_KINDS = {
+    "type": "compose",
+    "distillation": {
+        "some": {"weight": 1.0, "loss": TOP_K},
+        "all": {"weight": 1.0, "loss": FULL},
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +141,9 @@ def test_from_env_refuses_rewards_that_do_not_fit(monkeypatch, loss, rewards, me
 )
 def test_split_table_takes_the_file_key_out(value, mixed):
     table = dict(TOP_K) if value is None else {**TOP_K, "adapter": value}
-    assert split_table(table) == (TOP_K, mixed)
+    assert split_table(table) == (TOP_K, {"teachers_mixed": True} if mixed else {})
+    table["head_on"] = "cpu"
+    assert split_table(table)[1]["head_on"] == "cpu"
 
 
 def test_parse_loss_table_reads_numbers_written_as_strings():
@@ -161,9 +171,51 @@ def test_parse_loss_table_names_the_section_and_key_of_a_value():
         parse_loss_table({"type": "topk_reverse_kl", "k": 0}, section="here")
 
 
-def test_wire_support_size_refuses_the_full_vocabulary():
-    full = parse_loss_table({"type": "topk_reverse_kl", "k": "full"})
-    with pytest.raises(ValueError, match="give it a number k"):
-        wire_support_size(full)
-    assert wire_support_size(parse_loss_table(TOP_K)) == 4
-    assert wire_support_size(parse_loss_table(SAMPLED)) == 0
+@pytest.mark.parametrize(
+    "table,size",
+    [(TOP_K, 4), (SAMPLED, 0), (FULL, 0), ({"type": "topk_reverse_kl", "k": "full"}, 0)],
+)
+def test_wire_support_size_is_zero_without_a_support(table, size):
+    """Hidden states are no support."""
+    assert wire_support_size(parse_loss_table(table)) == size
+
+
+@pytest.mark.parametrize(
+    "table,message",
+    [
+        ({"type": "adaptive_kl", "k": "full"}, "log-probs of the whole vocabulary.*a number k"),
+        ({**TOP_K, "chosen_by": "student"}, 'own top 4,.* set k = "full"'),
+    ],
+)
+def test_wire_support_size_refuses_what_no_server_sends(table, message):
+    with pytest.raises(ValueError, match=message):
+        wire_support_size(parse_loss_table(table))
+
+
+@pytest.mark.parametrize(
+    "given,asked_by",
+    [
+        ({"loss": TOP_K}, None),
+        ({"loss": {**TOP_K, "asked_by": "trainer"}}, "trainer"),
+        ({"loss": FULL}, "trainer"),
+        ({"loss": BOTH_KINDS}, "trainer"),
+    ],
+)
+def test_from_env_derives_who_asks_the_teacher(monkeypatch, given, asked_by):
+    """The trainer where hidden states are read."""
+    monkeypatch.setenv(SWITCH, json.dumps(given))
+    settings = AdapterSettings.from_env()
+    assert settings.asked_by == asked_by and settings.trainer_asks is (asked_by == "trainer")
+    assert "asked_by" not in settings.loss
+
+
+def test_from_env_refuses_hidden_states_by_the_orchestrator(monkeypatch):
+    monkeypatch.setenv(SWITCH, json.dumps({"loss": FULL, "asked_by": "orchestrator"}))
+    with pytest.raises(ValueError, match="no room for in a sample: leave asked_by out"):
+        AdapterSettings.from_env()
+
+
+def test_teachers_are_not_in_the_settings_repr():
+    """A url may have a password."""
+    teachers = [{"url": "http://u:secret@host", "model": "m", "weight": 1}]
+    assert "secret" not in repr(AdapterSettings(loss=FULL, teachers=teachers))

@@ -115,7 +115,10 @@ def test_versions_are_keyed_by_their_names():
         ("head", SAMPLED, False, {"ref_logprobs"}),
         ("head", BOTH, False, {"ref_logprobs"}),
         ("head", RL, False, {"ref_logprobs", "advantages"}),
-        ("head", BOTH, True, {"ref_logprobs", "advantages", "support", "token_ids"}),
+        (
+            *("head", BOTH, True),
+            {"ref_logprobs", "advantages", "support", "hidden_states", "token_ids"},
+        ),
     ],
 )
 def test_contract_provides_by_kind_of_token(contract, loss, adapter, expected):

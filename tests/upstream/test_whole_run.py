@@ -15,6 +15,7 @@ processes of a test only.
 
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -89,7 +90,7 @@ def run(
 
     Args:
         vllm: Python of real vLLM servers; None for the stand-in.
-        plugin: the teacher's vLLM has the scoring plugin.
+        plugin: the teacher's server has the scoring plugin.
         tied: one matrix for embedding and head.
         switch: value of PRIME_COMPOSER, None for the plain launcher.
         several: two teachers, and two environments with mixtures of them.
@@ -112,6 +113,7 @@ def run(
                 model_folder / role,
                 folder / f"{role}.jsonl",
                 *(["--words"] if words and role == "student" else []),
+                *(["--plugin"] if plugin and role != "student" else []),
             )
             for role in roles
         }
@@ -279,6 +281,20 @@ def test_whole_run_distils_on_the_teachers_top_k(trees, models, tmp_path, versio
 def test_whole_run_mixes_teachers_by_environment(trees, models, tmp_path, version):
     """Two environments of the recipe, each with its own mixture of two teachers."""
     result = run(version, trees, models, tmp_path, TOP_K, several=True)
+    mixture = mixture_of(result)
+    scored = [[r["in"] for r in generate_requests(result, role)] for role in ("teacher", "other")]
+    assert sorted(scored[0]) == sorted(scored[1])
+    rows = metric_rows(result, version)
+    expected, update = reference(result, mixture)
+    unmixed, _ = reference(result)
+    mixed_kl, unmixed_kl = mean(expected["tail_kl"]), mean(unmixed["tail_kl"])
+    assert first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(mixed_kl, abs=5e-3)
+    assert abs(mixed_kl - unmixed_kl) > 2e-2  # prime-rl's one teacher would differ by this
+    assert expected["moved"] > 1e-3 and not update["missing"]
+
+
+def mixture_of(result):
+    """Return a function that returns the weights of a sequence's teachers by role."""
     tokenizer = json.loads((result["models"] / "student" / "tokenizer.json").read_text())
     letters = tokenizer["model"]["vocab"]
     names = {name: [letters[letter] for letter in name] for name in cpu_recipe.MIXTURES}
@@ -292,15 +308,7 @@ def test_whole_run_mixes_teachers_by_environment(trees, models, tmp_path, versio
         ]
         return cpu_recipe.MIXTURES[name]
 
-    scored = [[r["in"] for r in generate_requests(result, role)] for role in ("teacher", "other")]
-    assert sorted(scored[0]) == sorted(scored[1])
-    rows = metric_rows(result, version)
-    expected, update = reference(result, mixture)
-    unmixed, _ = reference(result)
-    mixed_kl, unmixed_kl = mean(expected["tail_kl"]), mean(unmixed["tail_kl"])
-    assert first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(mixed_kl, abs=5e-3)
-    assert abs(mixed_kl - unmixed_kl) > 2e-2  # prime-rl's one teacher would differ by this
-    assert expected["moved"] > 1e-3 and not update["missing"]
+    return mixture
 
 
 @newest
@@ -414,12 +422,17 @@ def trained_tokens(result):
 
 
 def sequences(micro_batch):
-    """Return the tokens of each packed sequence, up to the last one that trains."""
+    """Return the tokens of each packed sequence, up to the last one that trains.
+
+    v0.6 pads with a sequence that trains none, and has the lengths behind the environments' names.
+    """
     tokens, mask, *_ = micro_batch
     start = 0
-    for length in micro_batch[5]:
-        last = max(t for t in range(start, start + length) if mask[t])
-        yield tokens[start : last + 1]
+    lengths = micro_batch[5] if isinstance(micro_batch[5][0], int) else micro_batch[7]
+    for length in lengths:
+        trained = [t for t in range(start, start + length) if mask[t]]
+        if trained:
+            yield tokens[start : trained[-1] + 1]
         start += length
 
 
@@ -481,6 +494,121 @@ def test_whole_run_trains_on_rewards_and_a_teacher(trees, models, tmp_path, vers
     losses = [row["loss/mean"] for row in rows if "loss/mean" in row]
     # bfloat16 models: the logits of both sides are rounded to 8 bits.
     assert losses == pytest.approx(expected, abs=1e-2)
+
+
+@other
+@pytest.mark.parametrize("version", ["v0.6", "head"])
+def test_whole_run_has_a_top_k_that_the_trainer_asks_for(trees, models, tmp_path, version):
+    """The same divergence as by the orchestrator, and prime-rl's field for experts is empty."""
+    asked = {"asked_by": "trainer", "plugin": True, "seq_len": 512}
+    result = run(version, trees, models, tmp_path, TOP_K, **asked)
+    requests = [r for r in result["teacher"] if "in" in r]
+    assert all(r["kinds"] == ["sampled", "top_k"] and r["k"] == K for r in requests)
+    expected, update = reference(result)
+    rows = metric_rows(result, version)
+    assert first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(
+        mean(expected["tail_kl"]), abs=5e-3
+    )
+    for file in (result["folder"] / "outputs").rglob("step_*/rank_0.bin"):
+        (micro_batch,) = msgspec.msgpack.decode(file.read_bytes())
+        payloads = [field for field in micro_batch if isinstance(field, list) and is_packed(field)]
+        assert not payloads
+        assert all(math.isnan(score) for score in scores_sent(micro_batch))
+    check_update(expected, update)
+
+
+def is_packed(field):
+    """Return whether a field of a micro-batch is an array of data, shape and dtype."""
+    return len(field) == 3 and isinstance(field[0], bytes)
+
+
+def scores_sent(micro_batch):
+    """Return what the orchestrator sent in the place of scores, of the tokens that train."""
+    tokens, mask, *_ = micro_batch
+    field = next(
+        field
+        for field in micro_batch[2:]
+        if isinstance(field, list) and any(isinstance(x, float) and math.isnan(x) for x in field)
+    )
+    return [score for score, trains in zip(field, mask, strict=True) if trains]
+
+
+FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
+FULL_RUNS = [
+    pytest.param("head", {}, marks=newest),
+    pytest.param("v0.6", {"fused": False}, marks=other),
+    pytest.param("v0.7", {}, marks=other),
+    pytest.param("v0.8", {}, marks=other),
+    pytest.param("head", {"tied": True, "fused": False}, marks=other),
+    pytest.param("head", {"tied": True, "ranks": 2}, marks=other),
+    pytest.param("head", {"several": True}, marks=other),
+]
+
+
+def full_reference(result, mixture=lambda tokens: {"teacher": 1.0}):
+    """Return float64's numbers of the steps, by the files that the trainer's ranks read.
+
+    Args:
+        mixture: weights of the teachers by role, of a sequence.
+    """
+    prompts = {
+        json.dumps(r["in"] + r["out"]): len(r["in"]) for r in generate_requests(result, "student")
+    }
+    files = (result["folder"] / "outputs").rglob("step_*/rank_0.bin")
+    steps = []
+    for version, file in enumerate(sorted(files, key=lambda file: step_of(file.parent))):
+        ranks = [msgspec.msgpack.decode(rank.read_bytes()) for rank in file.parent.glob("rank_*")]
+        assert all(len(micro_batches) == 1 for micro_batches in ranks)
+        rollouts = [
+            {
+                "tokens": tokens,
+                "prompt": prompts[json.dumps(tokens)],
+                "teachers": {
+                    str(result["models"] / role): w for role, w in mixture(tokens).items()
+                },
+            }
+            for (micro_batch,) in ranks
+            for tokens in sequences(micro_batch)
+        ]
+        steps.append({"weights": weights_of(result, version), "rollouts": rollouts})
+    file = result["folder"] / "steps.json"
+    file.write_text(json.dumps(steps))
+    script, student = str(E2E / "reference_full.py"), str(result["models"] / "student")
+    command = [result["python"], script, student, str(file)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=cpu_env())
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "version,how", FULL_RUNS, ids=lambda value: value if isinstance(value, str) else "-".join(value)
+)
+def test_whole_run_compares_the_whole_vocabulary(trees, models, tmp_path, version, how):
+    """The trainer asks for hidden states: each step's loss is the one that float64 gives.
+
+    So is the direction in which the first update moves each weight, head and embeddings included.
+    """
+    # The whole batch fits one micro-batch, so that prime-rl's loss/mean is the step's.
+    result = run(version, trees, models, tmp_path, FULL, plugin=True, seq_len=512, **how)
+    assert "topk_reverse_kl was called" in result["trainer"]
+    assert {r["path"] for r in result["teacher"] if "in" in r} == {SCORE_PATH}
+    assert all("hidden" in r["kinds"] for r in result["teacher"] if "in" in r)
+    mixture = mixture_of(result) if "several" in how else lambda tokens: {"teacher": 1.0}
+    expected = full_reference(result, mixture)
+    rows = metric_rows(result, version)
+    losses, values = (
+        [row[name] for row in rows if name in row]
+        for name in ("loss/mean", "topk_reverse_kl/kl/mean")
+    )
+    assert len(losses) == cpu_recipe.STEPS
+    # bfloat16 models, whose activations are rounded to 8 bits.
+    steps = expected["steps"]
+    assert values == pytest.approx([mean(step["rollouts"]) for step in steps], abs=5e-3)
+    per_token = [step["mean"] for step in steps]
+    if "ranks" not in how:  # prime-rl averages the ranks' parts of the loss
+        assert losses == pytest.approx(per_token, abs=5e-3)
+    assert max(per_token) - min(per_token) > 1e-2  # the policy that is compared moves
+    # Adam's first step has its gradient's sign.
+    assert min(expected["agreement"].values()) > 0.95, expected["agreement"]
 
 
 @other

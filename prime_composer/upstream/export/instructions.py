@@ -55,6 +55,7 @@ def servers(plan: Plan) -> list[str]:
     if not recipe.loss.compares_with_teacher:
         return []
     more, k = needs_more_logprobs(recipe), recipe.loss.support_size
+    states = "hidden_states" in recipe.loss.needs
     if not plan.teachers:
         if recipe.rollout.url is None:
             return []
@@ -69,23 +70,29 @@ def servers(plan: Plan) -> list[str]:
         port = urlsplit(server["url"]).port
         if port is None:  # behind a gateway, so prime-rl's command cannot start it
             also = f", with max_logprobs = {k}" if more else ""
+            also += ", started by prime-rl teacher" if states else ""
             lines.append(f"    {server['model']} at {public_url(server['url'])}{also}")
             continue
         also = f" {version.vllm_option}max-logprobs {k}" if more else ""
         name = shlex.quote(server["model"])
-        lines.append(f"    inference {version.model_option} {name} --server.port {port}{also}")
-        if k:
+        if not states:
+            lines.append(f"    inference {version.model_option} {name} --server.port {port}{also}")
+        if k or states:
             faster.append(f"    prime-rl teacher --model {name} --port {port} --host 0.0.0.0")
+    why = "Several times faster with"
+    if states:
+        why = 'k = "full" reads hidden states, which the trainer asks for. They need'
     if faster and version.vllm_without_plugins:
         lines += [
-            "Several times faster with prime_composer's plugin for vLLM 0.26 to 0.32. prime-rl "
+            f"{why} prime_composer's plugin for vLLM 0.26 to 0.32. prime-rl "
             f"{version.name} pins vLLM {version.vllm_without_plugins},",
             "so that this server needs an environment of its own:",
             *TEACHERS_ENVIRONMENT,
         ]
         faster = [line.replace("    prime-rl", "    teacher/bin/prime-rl") for line in faster]
     elif faster:
-        lines += ["Several times faster, with prime_composer's plugin in the same environment:"]
+        why = why if states else "Several times faster, with"
+        lines += [f"{why} prime_composer's plugin in the same environment:"]
     return [*lines, *faster, *logits_dtype(plan)]
 
 

@@ -12,7 +12,7 @@ from prime_composer.recipe.schema import (
     TeacherConfig,
 )
 from prime_composer.recipe.urls import has_credentials, two_credentials
-from prime_composer.upstream.settings import wire_support_size
+from prime_composer.upstream.settings import TEACHER_KEYS, wire_support_size
 from prime_composer.upstream.versions import REMEDIES, VERSIONS, Version
 
 RUN_LOCALLY = "or run the recipe with --engine local."
@@ -55,6 +55,7 @@ def refuse(recipe: Recipe, version: Version) -> None:
         raise RecipeError(f"{str(error).removesuffix('.')}, {RUN_LOCALLY}") from None
     if policy is not None:
         refuse_policy_teacher(policy, version)
+    refuse_asker(recipe)
     provided = version.contract.provides(recipe.loss, adapter=True)
     try:
         require(
@@ -62,6 +63,41 @@ def refuse(recipe: Recipe, version: Version) -> None:
         )
     except ValueError as error:
         raise RecipeError(str(error)) from None
+
+
+def refuse_asker(recipe: Recipe) -> None:
+    """Check that the process that has to ask the teachers can ask all of them.
+
+    Raises:
+        RecipeError: it cannot, or the teachers' tables disagree; the message names the key.
+    """
+    reads_states = "hidden_states" in recipe.loss.needs
+    for key in TEACHER_KEYS:
+        values = asker_settings(recipe, key)
+        if len(values) > 1:
+            raise RecipeError(
+                f"teachers: {key} is {' and '.join(map(repr, sorted(values)))}, and prime-rl's "
+                "processes treat all teachers of a run alike. Set the same in each table."
+            )
+    asked_by = next(iter(asker_settings(recipe, "asked_by")), None)
+    if reads_states and asked_by == "orchestrator":
+        raise RecipeError(
+            'teacher.asked_by = "orchestrator": the loss reads the teacher\'s hidden states, which '
+            'prime-rl has no room for in a sample. Leave it out, or set it to "trainer".'
+        )
+    policy = recipe.teacher is not None and recipe.teacher.policy is not None
+    if policy and (reads_states or asked_by == "trainer"):
+        what = 'loss.k = "full"' if reads_states else 'teacher.asked_by = "trainer"'
+        raise RecipeError(
+            f"{what}: with [teacher.policy] prime-rl's orchestrator asks, which alone has the "
+            f"hints. Leave asked_by out and set k to a number, {RUN_LOCALLY}"
+        )
+
+
+def asker_settings(recipe: Recipe, key: str) -> set[str]:
+    """Return the values that the teachers' tables set for a key of ``TEACHER_KEYS``."""
+    tables = [*recipe.teachers.values(), *([recipe.teacher] if recipe.teacher else [])]
+    return {getattr(table, key) for table in tables} - {None}
 
 
 def refuse_two_credentials(recipe: Recipe) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 from prime_composer.recipe.schema import Recipe, TeacherConfig
 from prime_composer.upstream.environment import NAME, data_settings
 from prime_composer.upstream.export.plan import Environment, Plan, api_key, v1_url
+from prime_composer.upstream.export.refusals import asker_settings
 from prime_composer.upstream.export.toml import merge, plain
-from prime_composer.upstream.settings import FILE_KEY, IMPORT_PATH
+from prime_composer.upstream.settings import FILE_KEY, IMPORT_PATH, TEACHER_KEYS
 from prime_composer.upstream.toml_shapes import HINT_KEYS
 from prime_composer.upstream.versions import Version
 
@@ -151,6 +152,10 @@ def loss_table(plan: Plan) -> dict[str, Any]:
     table = {"type": loss.type, **plain(set_by_recipe)}
     if plan.teachers_mixed:
         table[FILE_KEY] = True  # prime-rl alone would query the wrong teacher without any error
+    if loss.compares_with_teacher:
+        for key in TEACHER_KEYS:
+            for value in asker_settings(plan.recipe, key):
+                table[key] = value
     if "dialect" in type(loss).model_fields and "dialect" not in loss.model_fields_set:
         table["dialect"] = plan.version.loss_dialect
     return table

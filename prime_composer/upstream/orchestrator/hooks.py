@@ -7,6 +7,9 @@ Versions score in three places. The request and its answer are the same everywhe
     head        prefill_logprobs is replaced; assign_reference_logprobs copies the support to the
                 nodes of the episode's graph
 
+Where the trainer asks the teachers, no request is made here, and NaN is sent in the place of
+scores.
+
 Where rewards train the tokens that a teacher scores, from v0.7 on: the distilling algorithms assign
 GRPO's advantages, and stamp_loss_routing sends their tokens to the rl loss.
 
@@ -69,6 +72,8 @@ def hook_teacher_logprobs(module: Any) -> None:
     @functools.wraps(original)
     async def compute_teacher_logprobs(clients: Any, model_name: str, samples: Any) -> Any:
         k = _settings().support_size()
+        if _settings().trainer_asks:
+            return [unscored(len(s.prompt_ids) + len(s.completion_ids)) for s in samples]
 
         async def score(config: Any, sample: Any) -> list[float]:
             token_ids = list(sample.prompt_ids) + list(sample.completion_ids)
@@ -105,6 +110,8 @@ def hook_client(module: Any) -> None:
     async def prefill_logprobs(openai: Any, model: str, token_ids: list[int]) -> list[float]:
         k = _settings().support_size()
         header = openai.default_headers.get(HEADER)
+        if _settings().trainer_asks and (header is not None or FROZEN.get()):
+            return unscored(len(token_ids))
         if header is not None:
             request = score_by_each(REQUESTS, teachers_of(header), token_ids, k)
         else:
@@ -371,6 +378,11 @@ async def said(request: Awaitable[Scores]) -> Scores:
     except Exception as error:
         log(f"a rollout got no scores, and the run ends: {public_url(str(error))}", level="error")
         raise
+
+
+def unscored(length: int) -> list[float]:
+    """Return what is sent for a sequence that the trainer asks for: NaN, never a probability."""
+    return marked([math.nan] * length)
 
 
 def marked(scores: list[float]) -> list[float]:

@@ -3,24 +3,15 @@
 import asyncio
 import functools
 import json
-import math
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
 from prime_composer.upstream.orchestrator.client import Requests, Scores
-from prime_composer.upstream.toml_shapes import API_KEY_VAR, HEADER
-
-
-class Teacher(NamedTuple):
-    """One teacher of a mixture."""
-
-    url: str
-    model: str
-    weight: float
-    api_key_var: str = API_KEY_VAR
+from prime_composer.upstream.teachers import Teacher, read_entries
+from prime_composer.upstream.toml_shapes import HEADER
 
 
 def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
@@ -30,21 +21,7 @@ def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
         ValueError: the header is no such JSON, or its table lacks the environment.
     """
     try:
-        entries = json.loads(header)
-        if isinstance(entries, dict):
-            entries = entries[environment]
-        teachers = [
-            Teacher(
-                url=str(entry["url"]),
-                model=str(entry["model"]),
-                weight=float(entry["weight"]),
-                api_key_var=str(entry.get("api_key_var", API_KEY_VAR)),
-            )
-            for entry in entries
-        ]
-        total = sum(teacher.weight for teacher in teachers)
-        if not teachers or not all(0 < teacher.weight < math.inf for teacher in teachers):
-            raise ValueError("weights are above 0")
+        return read_entries(json.loads(header), environment)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"The header {HEADER} of the teacher's client must be a JSON list of {{url, model, "
@@ -52,7 +29,6 @@ def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
             f"{environment!r} ({public_url(repr(error))}). Its value is not shown: it may have "
             "passwords."
         ) from None
-    return [teacher._replace(weight=teacher.weight / total) for teacher in teachers]
 
 
 @functools.cache

@@ -3,16 +3,16 @@
 import functools
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from prime_composer.contract import Support
 from prime_composer.losses import require, setup_loss_fn
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import (
+    EXAMPLE,
     SECTION,
     SWITCH,
     AdapterSettings,
@@ -20,7 +20,7 @@ from prime_composer.upstream.settings import (
     split_table,
     wire_support_size,
 )
-from prime_composer.upstream.trainer.batches import MicroBatch
+from prime_composer.upstream.trainer.batches import Aligned, MicroBatch, Questions, distilled_of
 from prime_composer.upstream.trainer.binding import RegisteredLoss
 from prime_composer.upstream.trainer.journal import Journal
 from prime_composer.upstream.versions import (
@@ -29,6 +29,9 @@ from prime_composer.upstream.versions import (
     expect,
     probe_contract,
 )
+
+if TYPE_CHECKING:  # needs what the plain launcher's trainer may lack
+    from prime_composer.upstream.trainer.teachers import StepAnswers, Teachers
 
 
 class Shard(NamedTuple):
@@ -65,6 +68,7 @@ class Adapter:
         loss: the registered loss.
         micro_batch: the micro-batch in flight.
         shard: this rank's shard, None without context parallelism.
+        model: prime-rl's model, once it has run.
         steps: number of batches that were asked for.
         journal: keeps the loss's state for a resume; None for a loss without a state.
     """
@@ -76,10 +80,14 @@ class Adapter:
         self.loss: RegisteredLoss | None = None
         self.micro_batch: MicroBatch | None = None
         self.shard: Shard | None = None
+        self.model: Any = None
         self.steps = 0
         self.journal: Journal | None = None
         self._asked = False
         self._warned_of_temperature = False
+        self._teachers: Teachers | None = None
+        self._answers: StepAnswers | None = None
+        self._numbers: dict[int, int] = {}
 
     def register(
         self, table: Mapping[str, Any], section: str = SECTION, in_file: bool = False
@@ -109,13 +117,20 @@ class Adapter:
         """
         module = sys.modules.get(LOSS_MODULE) or importlib.import_module(LOSS_MODULE)
         contract = probe_contract(module)
-        own_table, mixed_in_file = split_table(table)
-        mixed = mixed_in_file or (self.settings is not None and self.settings.teachers_mixed)
+        own_table, in_file_too = split_table(table)
+        mixed = "teachers_mixed" in in_file_too or (
+            self.settings is not None and self.settings.teachers_mixed
+        )
         config = parse_loss_table(own_table, section)
         if self.loss is not None and self.loss.objective.config != config:
             raise ValueError(
                 f"Two losses for one trainer: {self.loss.objective.config!r} is registered "
                 f"already, and [{section}] has {config!r}. Keep one of {SWITCH} and [trainer.loss]."
+            )
+        if in_file_too.get("asked_by") == "trainer" and not self.whole_run:
+            raise ValueError(
+                f'[{section}] asked_by = "trainer" is a setting of the adapter. '
+                f"{REMEDIES['support']}"
             )
         if mixed and not self.whole_run:
             raise ValueError(
@@ -183,15 +198,60 @@ class Adapter:
                 self.journal.keep(step, self.loss.objective)
         self.steps += 1
 
-    def batch_came(self) -> None:
-        """Note that the batch is there, so that the next call of ``ask_for_batch`` counts."""
+    def batch_came(self, batches: Sequence[dict[str, Any]] = ()) -> None:
+        """Note that the batch is there, so that the next call of ``ask_for_batch`` counts.
+
+        Where the trainer asks the teachers, the first questions are sent.
+
+        Args:
+            batches: the micro-batches.
+
+        Raises:
+            ValueError: the teachers are not known, or cannot be asked.
+        """
         self._asked = False
+        needs = frozenset() if self.loss is None else self.loss.objective.config.needs
+        hidden = "hidden_states" in needs
+        asks = hidden or (self.settings is not None and self.settings.trainer_asks)
+        if not self.whole_run or self.loss is None or not self.loss.compares or not asks:
+            return
+        from prime_composer.upstream.trainer.teachers import StepAnswers, wanted_of
+
+        self._teachers = self._teachers or self._open_teachers(hidden)
+        entries, on_rl_tokens = self._teachers.entries, self._on_rl_tokens
+        self._numbers = {id(tensors): number for number, tensors in enumerate(batches)}
+        self._answers = StepAnswers(
+            self._teachers,
+            [
+                wanted_of(tensors, distilled_of(tensors, on_rl_tokens), entries)
+                for tensors in batches
+            ],
+        )
+
+    def _open_teachers(self, hidden: bool) -> "Teachers":
+        from prime_composer.upstream.trainer.teachers import Teachers
+
+        settings = self.settings or AdapterSettings()
+        if settings.teachers is None:
+            example = '"teachers": [{"url": "http://host:8001/v1", "model": "NAME", "weight": 1}]'
+            raise ValueError(
+                f"{SWITCH}: the trainer asks the teachers and does not know them. prime-rl's "
+                "launcher `rl` fills them in. Where processes are started one by one, add "
+                f"{example} to the JSON object: {EXAMPLE}"
+            )
+        return Teachers(settings.teachers, self.k, hidden, settings.head_on or "device")
+
+    @property
+    def _on_rl_tokens(self) -> bool:
+        return self.loss is not None and self.loss.compares and not self.loss.distils
 
     def begin(self, tensors: dict[str, Any]) -> None:
         """Set the micro-batch in flight."""
-        loss = self.loss
-        on_rl_tokens = loss is not None and loss.compares and not loss.distils
-        self.micro_batch = MicroBatch(tensors, self.k, on_rl_tokens)
+        questions = None
+        if self._answers is not None and self._teachers is not None:
+            take, number = self._answers.take, self._numbers[id(tensors)]
+            questions = Questions(self._teachers, lambda: take(number))
+        self.micro_batch = MicroBatch(tensors, self.k, self._on_rl_tokens, questions)
 
     def warn_of_temperature(self) -> None:
         """Say once that rollouts were sampled at a temperature at which the teacher is not."""
@@ -204,14 +264,14 @@ class Adapter:
             "temperature and the teacher scores at 1, so the divergence compares two temperatures"
         )
 
-    def aligned(self, trainer_logprobs: Tensor) -> tuple[Tensor | None, Support | None]:
-        """Return token ids and support of a sequence of the micro-batch in flight.
+    def aligned(self, trainer_logprobs: Tensor) -> Aligned:
+        """Return what belongs to a sequence of the micro-batch in flight.
 
         Raises:
-            ValueError: a support was expected and none came.
+            ValueError: see ``MicroBatch.aligned``.
         """
         if self.micro_batch is None:
-            return None, None
+            return Aligned()
         return self.micro_batch.aligned(trainer_logprobs)
 
 

@@ -1,16 +1,50 @@
 """Micro-batches of prime-rl's trainer, with the teacher's support of their tokens."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from prime_composer.contract import Support
+from prime_composer.two_heads import Logits, TwoHeads
 from prime_composer.upstream.settings import SET_SWITCH
 from prime_composer.upstream.trainer.validity import check_support
 from prime_composer.upstream.wire import Payload, unpack
+
+if TYPE_CHECKING:  # needs what the plain launcher's trainer may lack
+    from prime_composer.upstream.trainer.teachers import Answer, Teachers
+
+
+class Aligned(NamedTuple):
+    """What belongs to one sequence of a micro-batch beside prime-rl's own inputs.
+
+    Attributes:
+        token_ids: the tokens.
+        support: log-probs at the teacher's top K.
+        hidden_states: student and teachers over the whole vocabulary.
+        ref_logprobs: log q of the tokens, where the trainer has asked for them.
+    """
+
+    token_ids: Int[Tensor, " seq"] | None = None
+    support: Support | None = None
+    hidden_states: TwoHeads | None = None
+    ref_logprobs: Float[Tensor, " seq"] | None = None
+
+
+class Questions(NamedTuple):
+    """The answers that the trainer itself asked for, of one micro-batch.
+
+    Attributes:
+        teachers: who was asked.
+        wait: waits for the answers, once.
+    """
+
+    teachers: "Teachers"
+    wait: Callable[[], "list[Answer]"]
 
 
 class MicroBatch:
@@ -23,18 +57,28 @@ class MicroBatch:
         tensors: prime-rl's micro-batch, a dict of tensors [1, seq].
         k: size of the support, 0 for none.
         on_rl_tokens: the loss compares rl tokens with a teacher, not distillation tokens.
+        questions: what the trainer has asked; None where the orchestrator asks.
 
     Attributes:
         student: log p of the support's ids minus log p of the label, [seq, k], by token. None until
             the head has run.
+        head: the student's logits, row t for token t + 1. None until the head has run.
         slices: place in the packed sequence of each tensor that ``compute_loss`` works on, by its
             ``id``.
     """
 
-    def __init__(self, tensors: dict[str, Any], k: int, on_rl_tokens: bool = False):
+    def __init__(
+        self,
+        tensors: dict[str, Any],
+        k: int,
+        on_rl_tokens: bool = False,
+        questions: Questions | None = None,
+    ):
         self.k = k
         self.on_rl_tokens = on_rl_tokens
+        self.questions = questions
         self.student: Tensor | None = None
+        self.head: Logits | None = None
         self.slices: dict[int, slice] = {}
         self._tensors = tensors
         self._checked = False
@@ -53,15 +97,47 @@ class MicroBatch:
         """Sampling temperatures, [seq]; None where prime-rl has none."""
         return self._row("temperatures")
 
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether the loss compares whole vocabularies."""
+        return self.questions is not None and self.questions.teachers.hidden
+
+    @cached_property
+    def answers(self) -> "dict[int, Answer]":
+        """The trainer's answers, by the place where their sequence begins. Waits for them."""
+        if self.questions is None:
+            return {}
+        return {answer.place.start: answer for answer in self.questions.wait()}
+
+    @cached_property
+    def ref_logprobs(self) -> Tensor | None:
+        """log q of each token by the trainer's answers, NaN without one; None if it asks none."""
+        if self.questions is None:
+            return None
+        whole = torch.full(self.input_ids.shape, torch.nan)
+        for answer in self.answers.values():
+            whole[answer.first : answer.last] = answer.scores.ref_logprobs.float()
+        return whole
+
     @cached_property
     def payload(self) -> Payload | None:
-        """The teacher's top-K of each token; None where none was sent or none is read."""
-        packed = self._row("routed_experts") if self.k else None
-        return None if packed is None else unpack(packed, self.k)
+        """The teacher's top-K of each token; None where there is none or none is read."""
+        if not self.k:
+            return None
+        if self.questions is None:
+            packed = self._row("routed_experts")
+            return None if packed is None else unpack(packed, self.k)
+        shape = (*self.input_ids.shape, self.k)
+        token_ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.full(shape, torch.nan)
+        for answer in self.answers.values():
+            part = slice(answer.first, answer.last)
+            token_ids[part] = answer.scores.token_ids
+            logprobs[part] = answer.scores.teacher_logprobs.float()
+        return Payload(token_ids, logprobs)
 
     @cached_property
     def scored(self) -> Tensor:
-        """Whether a token trains and has a teacher score, bool [seq]."""
+        """Whether a token trains and has a support of the teacher, bool [seq]."""
         trained = self._tensors["loss_mask"][0]
         for stream in ("ref_kl_weights", "rl_weights"):
             weights = self._row(stream)
@@ -82,13 +158,7 @@ class MicroBatch:
         """Whether a distilled token came without a teacher score."""
         if self.payload is None:
             return False
-        distilled = self._tensors["loss_mask"][0]
-        if self.on_rl_tokens:  # from v0.7 on each loss has its own weights
-            weights = self._row("rl_weights")
-            distilled = distilled if weights is None else distilled & (weights != 0)
-        elif "ref_kl_weights" in self._tensors:
-            weights = self._row("ref_kl_weights")
-            distilled = torch.zeros_like(distilled) if weights is None else weights != 0
+        distilled = distilled_of(self._tensors, self.on_rl_tokens)
         return bool(self.payload.teacher_logprobs[distilled].isnan().any())
 
     def check_support(self, vocab_size: int) -> None:
@@ -112,39 +182,82 @@ class MicroBatch:
             self.slices[id(sequence)] = slice(start, start + sequence.shape[0])
             start += sequence.shape[0]
 
-    def aligned(self, trainer_logprobs: Tensor) -> tuple[Tensor | None, Support | None]:
-        """Return token ids and support of one of the sequences that ``place`` noted.
+    def aligned(self, trainer_logprobs: Tensor) -> Aligned:
+        """Return what belongs to one of the sequences that ``place`` noted.
 
         Raises:
             ValueError: a support was expected and this micro-batch, or one of its distilled tokens,
-                has none.
+                has none. Or a teacher's hidden states do not belong to its head.
         """
         part = self.slices.get(id(trainer_logprobs))
         if part is None:
-            return None, None
+            return Aligned()
         device = trainer_logprobs.device
-        token_ids = self.input_ids[part].to(device)
+        own = self.ref_logprobs
+        return Aligned(
+            token_ids=self.input_ids[part].to(device),
+            support=self._support(part, trainer_logprobs),
+            hidden_states=self._two_heads(part),
+            ref_logprobs=None if own is None else own[part].to(device),
+        )
+
+    def _two_heads(self, part: slice) -> TwoHeads | None:
+        """Return student and teachers of a sequence, where the loss compares heads."""
+        if self.questions is None or self.head is None:
+            return None
+        states = self.head.hidden
+        before = states[part.start - 1 : part.stop - 1]
+        if part.start == 0:  # nothing predicts the first token
+            before = torch.cat([states.new_zeros(1, states.shape[1]), states[: part.stop - 1]])
+        student = replace(self.head, hidden=before)
+        answer = self.answers.get(part.start)
+        if answer is None:  # none of its tokens trains, so that anything may be compared
+            detached = replace(student, hidden=before.detach(), weight=student.weight.detach())
+            return TwoHeads(student, (detached,))
+        from prime_composer.upstream.trainer.teachers import two_heads_of
+
+        return two_heads_of(answer, student, self.questions.teachers)
+
+    def _support(self, part: slice, trainer_logprobs: Tensor) -> Support | None:
+        device = trainer_logprobs.device
         if self.payload is None:
             if self.k:
                 raise ValueError(
                     f"No teacher support arrived with this batch (top-{self.k} was expected): the "
                     f"orchestrator runs without the adapter. {SET_SWITCH}"
                 )
-            return token_ids, None
+            return None
         if self.lacks_scores:
             raise ValueError(
                 "A token that trains came without a teacher score: the loss has nothing to compare "
                 "it to."
             )
         if self.student is None:
-            student = trainer_logprobs.new_zeros((token_ids.shape[0], self.k))
+            student = trainer_logprobs.new_zeros((trainer_logprobs.shape[0], self.k))
         else:
             student = self.student[part]
-        return token_ids, Support(
+        return Support(
             token_ids=self.payload.token_ids[part].to(device),
             teacher_logprobs=self.payload.teacher_logprobs[part].to(device),
             student_logprobs=student + trainer_logprobs.unsqueeze(1),
         )
+
+
+def distilled_of(tensors: Mapping[str, Any], on_rl_tokens: bool) -> Bool[Tensor, " seq"]:
+    """Return which tokens of a micro-batch the loss compares with a teacher.
+
+    Args:
+        tensors: prime-rl's micro-batch.
+        on_rl_tokens: the loss is called on rl tokens.
+    """
+    trained: Tensor = tensors["loss_mask"][0]
+    if not on_rl_tokens and "ref_kl_weights" not in tensors:
+        return trained
+    # From v0.7 on each loss has its own weights.
+    weights = tensors.get("rl_weights" if on_rl_tokens else "ref_kl_weights")
+    if on_rl_tokens:
+        return trained if weights is None else trained & (weights[0] != 0)
+    return torch.zeros_like(trained) if weights is None else weights[0] != 0
 
 
 class TrackedBatches(list[dict[str, Any]]):

@@ -6,20 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prime_composer.contract import LossInputs, Support
+from prime_composer.contract import LossInputs
 from prime_composer.losses.bound import Objective
 from prime_composer.losses.shared.reductions import summed_over_ranks
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import EXAMPLE, SET_SWITCH
+from prime_composer.upstream.trainer.batches import Aligned
 from prime_composer.upstream.trainer.validity import check_own
 from prime_composer.upstream.versions import LossContract
 from prime_composer.upstream.wire import MARK
 
 PATIENCE = 10
 """Steps without a token of the loss, in a run that may have other tokens, before it is an error."""
-
-Aligned = Callable[[Tensor], tuple[Tensor | None, Support | None]]
-"""Returns token ids and support of a sequence, given its ``trainer_logprobs``."""
 
 
 class RegisteredLoss:
@@ -31,7 +29,8 @@ class RegisteredLoss:
         objective: the bound loss.
         contract: prime-rl's loss contract.
         outputs: prime-rl's ``LossOutputs``.
-        aligned: finds token ids and supports; None without the whole-run adapter.
+        aligned: returns what belongs to a sequence, given its ``trainer_logprobs``; None without
+            the whole-run adapter.
         in_file: ``[trainer.loss]`` names this loss; else rl tokens have a loss of their own.
         teachers_mixed: the orchestrator has to run with the adapter too, whatever the loss reads.
 
@@ -47,7 +46,7 @@ class RegisteredLoss:
         objective: Objective,
         contract: LossContract,
         outputs: type,
-        aligned: Aligned | None = None,
+        aligned: Callable[[Tensor], Aligned] | None = None,
         in_file: bool = False,
         teachers_mixed: bool = False,
     ):
@@ -75,12 +74,12 @@ class RegisteredLoss:
         Raises:
             ValueError: the teacher's log-prob of a token that trains is none.
         """
-        ref_logprobs = getattr(inputs, self.contract.ref_field)
+        sent = ref_logprobs = getattr(inputs, self.contract.ref_field)
+        found = Aligned() if self._aligned is None else self._aligned(inputs.trainer_logprobs)
+        if found.ref_logprobs is not None:
+            ref_logprobs = found.ref_logprobs
         if self.compares and ref_logprobs is not None:
             check_own(self.label, ref_logprobs, inputs.loss_mask)
-        token_ids, support = None, None
-        if self._aligned is not None:
-            token_ids, support = self._aligned(inputs.trainer_logprobs)
         out = self.objective(
             LossInputs(
                 trainer_logprobs=inputs.trainer_logprobs,
@@ -89,15 +88,16 @@ class RegisteredLoss:
                 advantages=inputs.advantages,
                 loss_mask=inputs.loss_mask,
                 loss_weights=getattr(inputs, "loss_weights", None),
-                support=support,
-                token_ids=token_ids,
+                support=found.support,
+                hidden_states=found.hidden_states,
+                token_ids=found.token_ids,
             )
         )
         self.calls += 1
         if not self.seen:
             self._token_counts.append(inputs.loss_mask.sum())
-            if ref_logprobs is not None:
-                self._first_scores.append(ref_logprobs[:1])
+            if sent is not None:
+                self._first_scores.append(sent[:1])
         # prime-rl averages all metrics alike: how ours are averaged is no use to it.
         metrics = {name: value.as_subclass(Tensor) for name, value in out.metrics.items()}
         return self._outputs(loss=out.loss, metrics=metrics)

@@ -1,4 +1,8 @@
-"""Student log-probs on the teacher's support, beside prime-rl's output heads."""
+"""What losses need of the student beside prime-rl's output heads.
+
+Log-probs on the teacher's support are computed in the head's own forward. For whole vocabularies
+the hidden states are kept, and the loss multiplies them with the head's weight.
+"""
 
 import functools
 from typing import Any
@@ -6,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prime_composer.upstream.trainer.adapter import Adapter, adapter
+from prime_composer.two_heads import Logits
+from prime_composer.upstream.trainer.adapter import Adapter, Shard, adapter
 from prime_composer.upstream.trainer.batches import MicroBatch
 from prime_composer.upstream.trainer.logits import Rows, folded, rows_of, support_logits
 from prime_composer.upstream.versions import UnknownSurface, expect
@@ -18,8 +23,9 @@ HEADS = (
     "GemmaVanillaOutputLinear",
 )
 PARAMETERS = ("self", "hidden_states", "labels", "temperature")
-KEY = "prime_composer_support"
-"""Key of our tensor in a head's output."""
+KEY, STATES = "prime_composer_support", "prime_composer_states"
+"""Keys of our tensors in a head's output. FSDP finds them there, and gathers the weight before
+their backward runs."""
 
 
 def hook_head(module: Any) -> None:
@@ -44,8 +50,27 @@ def _beside(original: Any, fused: bool) -> Any:
     ) -> Any:
         state = adapter()
         batch = state.micro_batch
-        if batch is None or batch.payload is None or labels is None:
+        if batch is None or labels is None:
             return original(self, hidden_states, labels, temperature=temperature)
+        if batch.payload is None:
+            out = original(self, hidden_states, labels, temperature=temperature)
+        else:
+            out = with_support(self, state, batch, hidden_states, labels, temperature)
+        if batch.reads_hidden_states:
+            out[STATES] = _gathered(state, batch, hidden_states[0])
+            # Both sides at temperature 1, whatever the rollouts were sampled at.
+            states = out[STATES].to(self.weight.dtype)
+            batch.head = Logits(states, self.weight, softcap=getattr(self, "softcap", None))
+        return out
+
+    def with_support(
+        self: Any,
+        state: Adapter,
+        batch: MicroBatch,
+        hidden_states: Tensor,
+        labels: Tensor,
+        temperature: Tensor | None,
+    ) -> Any:
         state.warn_of_temperature()
         batch.check_support(self.weight.shape[0])
         # The fused head divides by the temperature that it is given, which FSDP has rounded to the
@@ -66,7 +91,6 @@ def _beside(original: Any, fused: bool) -> Any:
                 del self.__dict__["weight"]
             softcap = getattr(self, "softcap", None)
             local = support_logits(hidden_states[0], token, weight, rows, softcap)
-        # FSDP finds it in the module's output, and gathers the weight before its backward runs.
         out[KEY] = local
         batch.student = _whole(state, batch, local)
         return out
@@ -99,13 +123,7 @@ def _rows(
     scored[-1] = False
     temperatures = batch.temperatures if temperature is None else temperature
     if hidden_states.shape[1] != length:
-        if state.shard is None:
-            raise UnknownSurface(
-                f"The head sees {hidden_states.shape[1]} of {length} tokens and setup_cp_params "
-                "was not called: this prime-rl shards sequences in a way that prime_composer does "
-                "not support."
-            )
-        rank, size, _ = state.shard
+        rank, size, _ = _shard(state, hidden_states.shape[1], length)
         ids, scored = ids.chunk(size)[rank], scored.chunk(size)[rank]
         if temperatures is not None and temperature is None:
             temperatures = temperatures.chunk(size)[rank]
@@ -117,12 +135,55 @@ def _whole(state: Adapter, batch: MicroBatch, local: Tensor) -> Tensor:
 
     They are shifted right, as prime-rl shifts its log-probs.
     """
-    if local.shape[0] != batch.input_ids.shape[0]:
-        assert state.shard is not None
-        from torch.distributed.nn import all_gather
+    whole = _gathered(state, batch, local)
+    return torch.cat([whole.new_zeros((1, whole.shape[1])), whole[:-1]])
 
-        if not local.requires_grad:
-            # The backward is a collective too: a rank whose shard trains no token takes part.
-            local.requires_grad_(torch.is_grad_enabled())
-        local = torch.cat(all_gather(local.contiguous(), group=state.shard.group))
-    return torch.cat([local.new_zeros((1, local.shape[1])), local[:-1]])
+
+def _gathered(state: Adapter, batch: MicroBatch, local: Tensor) -> Tensor:
+    """Return the rows of all context-parallel ranks, [n, columns]."""
+    length = batch.input_ids.shape[0]
+    if local.shape[0] == length:
+        return local
+    group = _shard(state, local.shape[0], length).group
+    from torch.distributed.nn import all_gather
+
+    if not local.requires_grad:
+        # The backward is a collective too: a rank whose shard trains no token takes part.
+        local.requires_grad_(torch.is_grad_enabled())
+    return torch.cat(all_gather(local.contiguous(), group=group))
+
+
+def _shard(state: Adapter, tokens: int, length: int) -> Shard:
+    """Return this rank's shard, of which the head sees ``tokens`` of ``length``."""
+    if state.shard is None:
+        raise UnknownSurface(
+            f"The head sees {tokens} of {length} tokens and setup_cp_params was not called: this "
+            "prime-rl shards sequences in a way that prime_composer does not support."
+        )
+    return state.shard
+
+
+def gather_head(state: Adapter) -> None:
+    """Let FSDP gather the head's weight again, for the loss, where it has freed it.
+
+    It frees the parameters of its root, which a head that is tied to the embeddings belongs to.
+    The backward, which comes next, needs them too.
+
+    Raises:
+        UnknownSurface: the weight is not the root's.
+    """
+    batch = state.micro_batch
+    if batch is None or batch.head is None or _is_there(batch.head.weight):
+        return
+    if hasattr(state.model, "unshard"):
+        state.model.unshard()
+    if not _is_there(batch.head.weight):
+        raise UnknownSurface(
+            "FSDP has freed the output head's weight before the loss, and it is no parameter of "
+            "the model's root: this prime-rl shards models in a way that prime_composer does not "
+            "support. Set k to a number."
+        )
+
+
+def _is_there(weight: Tensor) -> bool:
+    return weight.untyped_storage().size() > 0

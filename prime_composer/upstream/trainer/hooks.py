@@ -12,6 +12,7 @@ from typing import Any
 
 from prime_composer.upstream.trainer.adapter import Shard, adapter
 from prime_composer.upstream.trainer.batches import TrackedBatches
+from prime_composer.upstream.trainer.head import gather_head
 from prime_composer.upstream.versions import UnknownSurface, expect, probe_contract
 
 DATA_MODULE = "prime_rl.trainer.rl.data"
@@ -34,6 +35,7 @@ def hook_loss(module: Any) -> None:
         if batch is None:
             return compute_loss(*args, **kwargs)
         batch.place(kwargs["trainer_logprobs"] if "trainer_logprobs" in kwargs else args[0])
+        gather_head(adapter())
         try:
             return compute_loss(*args, **kwargs)
         finally:
@@ -71,7 +73,7 @@ def hook_data(module: Any) -> None:
     def tracked(self: Any) -> Any:
         adapter().ask_for_batch()
         batches = get_batch(self)
-        adapter().batch_came()
+        adapter().batch_came(batches)
         return TrackedBatches(batches, adapter().begin) if adapter().whole_run else batches
 
     @functools.wraps(init)
@@ -84,6 +86,22 @@ def hook_data(module: Any) -> None:
     loader.get_batch = tracked
     loader.wait_for_batch = waited
     loader.__init__ = journalled
+
+
+def hook_model(module: Any) -> None:
+    """Note the model that ``forward`` runs (38494ccb model.py:1167, 559b4477 model.py:1431).
+
+    TODO(prime-rl): remove once the loss can read the output head.
+    """
+    forward = module.forward
+    names = _signature(forward, {"model", "input_ids"}, "forward")
+
+    @functools.wraps(forward)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        adapter().model = names.bind(*args, **kwargs).arguments["model"]
+        return forward(*args, **kwargs)
+
+    module.forward = noted
 
 
 def hook_context_parallel(module: Any) -> None:

@@ -31,6 +31,7 @@ def native(
     rl=False,
     group_size=1,
     taskset="tiny-taskset",
+    asked_by=None,
 ):
     """Return the native TOML of a version: a tiny student and teacher, eight sums, three steps.
 
@@ -50,6 +51,7 @@ def native(
         resume: False keeps a checkpoint of each step, True also resumes from the newest one.
         group_size: rollouts of one prompt.
         taskset: the taskset, from v0.7 on.
+        asked_by: who asks the teacher; None: what follows from the loss.
         rl: adds an environment with prime-rl's own rl loss (head). Our loss is not in the file
             then, but in PRIME_COMPOSER.
     """
@@ -70,6 +72,8 @@ def native(
         "checkpoint": {"every": 0 if resume is None else 1},
         "output_dir": "outputs",
     }
+    if asked_by is not None:
+        recipe["teacher"]["asked_by"] = asked_by
     model = {
         "attn": "sdpa",
         "impl": "hf",

@@ -1,13 +1,15 @@
 """Serve a Hugging Face model on a CPU, with the part of vLLM's HTTP interface that prime-rl uses.
 
-usage: server.py MODEL PORT LOG.jsonl [--words]
+usage: server.py MODEL PORT LOG.jsonl [--words] [--plugin]
 
 Every request is logged; for /inference/v1/generate with the tokens of request and answer, and the
 log-probs of the answer. Sampling is seeded. Once the file LOG.spoiled exists, log-probs of prompts
 are 3 nats too high. With --words, answers are of the letters a to z, and end after each with
-probability 1/6; the log-probs stay the model's. New weights are kept in LOG.weights.
+probability 1/6; the log-probs stay the model's. New weights are kept in LOG.weights. With --plugin
+there are the routes of the scoring plugin, with a head that multiplies in float32.
 """
 
+import hashlib
 import json
 import shutil
 import string
@@ -17,11 +19,13 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 MAX_NEW = 12
+SCORE, HEAD = "/v1/prime_composer/score", "/v1/prime_composer/head"
 
 
 class Engine:
@@ -33,6 +37,7 @@ class Engine:
         self.lock = threading.Lock()
         self.generator = torch.Generator().manual_seed(0)
         self.words = words
+        self.name = path
         vocabulary = json.loads((Path(path) / "tokenizer.json").read_text())["model"]["vocab"]
         self.letters = torch.tensor([vocabulary[letter] for letter in string.ascii_lowercase])
         self.log = open(log, "a", buffering=1)  # noqa: SIM115
@@ -103,6 +108,62 @@ class Engine:
         return rows
 
     @torch.no_grad()
+    def plugin_scores(self, body):
+        """Return the answer of the scoring plugin, as bytes."""
+        head, sequences = self.model.lm_head.weight, []
+        for sequence in body["sequences"]:
+            ids, start = sequence["token_ids"], sequence["start"]
+            with self.lock:
+                hidden = self.model.model(torch.tensor([ids])).last_hidden_state[0]
+            hidden = hidden[start - 1 : len(ids) - 1]
+            table = (hidden.float() @ head.float().T).log_softmax(-1)
+            top, best = table.topk(max(1, body.get("k", 0)))
+            own = table.gather(1, torch.tensor(ids[start:]).unsqueeze(1))
+            arrays = {
+                "sampled": [("sampled", "float32", 0, own)],
+                "top_k": [
+                    ("top_ids", "int32", best.shape[1], best.int()),
+                    ("top_logprobs", "float32", top.shape[1], top),
+                ],
+                "hidden": [("hidden", "bfloat16", hidden.shape[1], hidden.view(torch.int16))],
+            }
+            chosen = [field for kind in body["kinds"] for field in arrays[kind]]
+            fields = [field[:3] for field in chosen]
+            data = b"".join(field[3].contiguous().numpy().tobytes() for field in chosen)
+            sequences.append({"n": len(hidden), "fields": fields, "data": data})
+        facts = {
+            "model": self.name,
+            "vocab_size": head.shape[0],
+            "hidden_size": head.shape[1],
+            "max_model_len": 512,
+            "dtype": "bfloat16",
+            "kinds": list(("sampled", "top_k", "hidden")),
+            "vllm": "none",
+        }
+        return packed(facts=facts, sequences=sequences)
+
+    def plugin_head(self, body):
+        """Return the output head, or what it is, as bytes."""
+        rows = self.model.lm_head.weight.detach().view(torch.int16).numpy()
+        first, last = body["first"], body["last"]
+        if first == last:
+            digests = b"".join(hashlib.sha256(row.tobytes()).digest() for row in rows)
+            facts = {
+                "rows": rows.shape[0],
+                "columns": rows.shape[1],
+                "dtype": "bfloat16",
+                "sha256": hashlib.sha256(digests).hexdigest(),
+                "scale": 1.0,
+                "softcap": None,
+                "bias": False,
+                "computed_in": "float32",
+            }
+            return packed(facts=facts)
+        part = rows[first:last]
+        fields = [("weight", "bfloat16", rows.shape[1])]
+        return packed(rows={"n": len(part), "fields": fields, "data": part.tobytes()})
+
+    @torch.no_grad()
     def update(self, folder):
         state = {}
         # The trainer deletes it soon; the tests compute with each step's weights.
@@ -117,7 +178,11 @@ class Engine:
         }
 
 
-def handler(engine, name):
+def packed(**content):
+    return msgspec.msgpack.encode({"plugin": "prime_composer", "version": 1, **content})
+
+
+def handler(engine, name, plugin):
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -125,7 +190,7 @@ def handler(engine, name):
             pass
 
         def reply(self, value, code=200):
-            data = json.dumps(value).encode()
+            data = value if isinstance(value, bytes) else json.dumps(value).encode()
             self.send_response(code)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(data)))
@@ -162,6 +227,13 @@ def handler(engine, name):
                     "params": params,
                 }
                 note["top_p"] = body.get("top_p")
+            elif plugin and path == SCORE:
+                answer = engine.plugin_scores(body)
+                note |= {"kinds": body.get("kinds", []), "k": body.get("k", 0)}
+                for sequence in body["sequences"]:
+                    note |= {"in": sequence["token_ids"], "start": sequence["start"]}
+            elif plugin and path == HEAD:
+                answer = engine.plugin_head(body)
             elif path == "/update_weights" and body.get("weight_dir"):
                 note |= engine.update(body["weight_dir"]) | {"weight_dir": body["weight_dir"]}
             engine.log.write(json.dumps(note) + "\n")
@@ -181,6 +253,6 @@ def listen(port, requests):
 
 if __name__ == "__main__":
     path, port, log = sys.argv[1:4]
-    requests = handler(Engine(path, log, "--words" in sys.argv), path)
+    requests = handler(Engine(path, log, "--words" in sys.argv), path, "--plugin" in sys.argv)
     print("loaded", flush=True)
     listen(int(port), requests).serve_forever()

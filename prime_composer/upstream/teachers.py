@@ -1,0 +1,96 @@
+"""The teachers of a run, as settings, headers and prime-rl's own configs describe them."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from prime_composer.upstream.toml_shapes import API_KEY_VAR, HEADER
+
+Entries = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]]
+"""Tables of ``url``, ``model``, ``weight``, and maybe ``api_key_var``: for all environments, or by
+environment."""
+
+
+class Teacher(NamedTuple):
+    """One teacher of a mixture."""
+
+    url: str
+    model: str
+    weight: float
+    api_key_var: str = API_KEY_VAR
+
+
+def read_entries(entries: Entries, environment: str | None = None) -> list[Teacher]:
+    """Return the teachers of an environment, with weights that add up to 1.
+
+    Raises:
+        ValueError: there are none, or a weight is not above 0.
+        TypeError: the entries are no tables.
+        KeyError: the environment, or a key, is missing.
+    """
+    if isinstance(entries, Mapping):
+        entries = entries[str(environment)]
+    teachers = [
+        Teacher(
+            url=str(entry["url"]),
+            model=str(entry["model"]),
+            weight=float(entry["weight"]),
+            api_key_var=str(entry.get("api_key_var", API_KEY_VAR)),
+        )
+        for entry in entries
+    ]
+    total = sum(teacher.weight for teacher in teachers)
+    if not teachers or not all(0 < teacher.weight < math.inf for teacher in teachers):
+        raise ValueError("weights are above 0")
+    return [teacher._replace(weight=teacher.weight / total) for teacher in teachers]
+
+
+def configured(orchestrator: Any) -> Entries:
+    """Return the teachers of the orchestrator's config, for the trainer to ask.
+
+    v0.6 has one client for all environments (38494ccb configs/orchestrator.py:505), later versions
+    one per environment (559b4477 configs/algorithm.py:307).
+
+    Raises:
+        ValueError: the trainer cannot ask one of them as the orchestrator would.
+    """
+    teacher = getattr(orchestrator, "teacher", None)
+    if teacher is not None:
+        return _entries(teacher.client, teacher.model.name, "[orchestrator.teacher.client]")
+    train = orchestrator.train
+    entries = {}
+    for environment in train.source if hasattr(train, "source") else train.env:
+        name, algorithm = environment.resolved_name, environment.algo
+        if algorithm.type == "opsd":
+            raise ValueError(
+                f'asked_by = "trainer": the environment {name!r} has the algorithm opsd, whose '
+                "teacher reads a hint that the orchestrator alone has. Leave asked_by out, and "
+                "give the loss a number k."
+            )
+        if algorithm.type == "opd":
+            client = algorithm.teacher
+            entries[name] = _entries(client, client.name, f"the teacher of {name!r}")
+    return entries
+
+
+def _entries(client: Any, model: str, place: str) -> Any:
+    header = client.headers.get(HEADER)
+    if header is not None:
+        return json.loads(header)
+    urls = client.base_url if isinstance(client.base_url, list) else [client.base_url]
+    others = [*client.headers, *getattr(client, "headers_from_env", {})]
+    found = None
+    if getattr(client, "elastic", None) is not None:
+        found = "an elastic pool"
+    elif len(urls) != 1:
+        found = f"{len(urls)} URLs"
+    elif others:
+        found = f"the headers {', '.join(others)}"
+    if found is not None:
+        raise ValueError(
+            f'asked_by = "trainer": {place} has {found}, and the trainer asks one URL with an API '
+            "key alone. Put a router in front of the servers."
+        )
+    key_var = client.api_key_var
+    return [{"url": urls[0], "model": model, "weight": 1.0, "api_key_var": key_var}]

@@ -1,0 +1,362 @@
+"""The trainer's questions to the teachers: they work while the student's forward does.
+
+After a batch has come, the sequences of its first micro-batches are asked for at once. The head of
+a micro-batch waits for its own answers. Meanwhile later ones are asked, so that a teacher never
+waits for the student. Each rank asks for the micro-batches that it trains. Under context
+parallelism all ranks of a group ask the same.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from prime_composer.backends.answers import InvalidAnswer
+from prime_composer.backends.mixture import mix
+from prime_composer.backends.protocols import HiddenStates, Rollout, TeacherHead, TeacherScores
+from prime_composer.backends.vllm_server import ServerScorer
+from prime_composer.tiny_models.cache import cache_root
+from prime_composer.two_heads import Logits, TwoHeads, compare
+from prime_composer.upstream.log import log
+from prime_composer.upstream.settings import SWITCH
+from prime_composer.upstream.teachers import Entries, Teacher, read_entries
+
+AHEAD_TOKENS = 65_536
+"""Tokens of later micro-batches that are asked for while one is awaited; at least one micro-batch.
+
+Several of a vLLM's prefill steps, so that it does not run idle. At 8 kB per hidden state they are
+0.5 GB of this machine's memory."""
+
+CHECKED_EVERY = 16
+"""Rows of a sequence per row whose log-prob is computed again, from hidden state and head."""
+
+PADDING = 1024
+"""Most ids by which padding makes one head larger than another of the same tokenizer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """A sequence of a micro-batch that a teacher has to score.
+
+    Attributes:
+        place: its place in the packed micro-batch.
+        rollout: its tokens, up to the last one that trains.
+        teachers: who scores it.
+    """
+
+    place: slice
+    rollout: Rollout
+    teachers: Sequence[Teacher]
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The scores of a sequence from its first trained token on.
+
+    Attributes:
+        place: the sequence's place in the packed micro-batch.
+        first: place of the first scored token there.
+        labels: the scored tokens, [n].
+        scores: of the mixture.
+        parts: of each teacher.
+    """
+
+    place: slice
+    first: int
+    labels: Tensor
+    scores: TeacherScores
+    parts: Sequence[TeacherScores]
+
+    @property
+    def last(self) -> int:
+        """Place after the last scored token."""
+        return self.first + len(self.labels)
+
+
+def wanted_of(
+    tensors: Mapping[str, Any], trained: Bool[Tensor, " seq"], entries: Entries
+) -> list[Wanted]:
+    """Return the sequences of a packed micro-batch that train a token of ours.
+
+    Padding is a sequence of its own (v0.6), or the end of the last one (later). Neither trains.
+
+    Args:
+        tensors: prime-rl's micro-batch; ``sequence_lengths`` has the boundaries, and ``env_names``
+            the environment of each token.
+        trained: True at the tokens that the loss compares with a teacher.
+        entries: the teachers.
+
+    Raises:
+        ValueError: an environment has no teacher.
+    """
+    tokens, start = tensors["input_ids"][0], 0
+    wanted: list[Wanted] = []
+    for length in tensors["sequence_lengths"]:
+        mask = trained[start : start + length]
+        positions = mask.nonzero()
+        if len(positions):
+            end = int(positions[-1]) + 1
+            own = tokens[start : start + end]
+            rollout = Rollout(own, mask[:end], torch.full((end,), torch.nan), "length", len(wanted))
+            environment = tensors["env_names"][start]
+            try:
+                teachers = read_entries(entries, environment)
+            except (ValueError, TypeError, KeyError):
+                raise ValueError(
+                    f"{SWITCH}: `teachers` names none for the environment {environment!r}. Each "
+                    "environment whose tokens the loss compares needs a list of {url, model, "
+                    "weight}."
+                ) from None
+            wanted.append(Wanted(slice(start, start + length), rollout, teachers))
+        start += length
+    return wanted
+
+
+class Teachers:
+    """Connections to the teachers' servers, and their output heads.
+
+    Args:
+        entries: the teachers.
+        k: size of the support, 0 for none.
+        hidden: ask for hidden states too.
+        head_on: device of the heads: "device" is that of the student.
+    """
+
+    def __init__(self, entries: Entries, k: int, hidden: bool, head_on: str = "device"):
+        self.entries = entries
+        self.k = k
+        self.hidden = hidden
+        self._head_on = head_on
+        self._scorers: dict[tuple[str, str], ServerScorer] = {}
+        self._heads: dict[int, tuple[TeacherHead, TeacherHead]] = {}
+
+    def scorer_of(self, teacher: Teacher) -> ServerScorer:
+        """Return the connection to a teacher; the first time, open it and load its head.
+
+        Raises:
+            ServerError: the server cannot be used, or has no plugin, which hidden states need.
+        """
+        key = teacher.url, teacher.model
+        if key not in self._scorers:
+            scorer = ServerScorer(
+                teacher.url,
+                teacher.model,
+                starting=True,
+                status=log,
+                api_key=os.environ.get(teacher.api_key_var),
+                api_key_var=teacher.api_key_var,
+                heads=cache_root() / "heads",
+            )
+            if self.hidden:
+                scorer.score([], 0, hidden=True)  # finds the plugin, and loads the head
+            self._scorers[key] = scorer
+        return self._scorers[key]
+
+    def ask(self, wanted: Sequence[Wanted]) -> Callable[[], list[Answer]]:
+        """Send the questions of a micro-batch, and return a function that waits for the answers."""
+        asked: dict[tuple[str, str], tuple[ServerScorer, list[Wanted]]] = {
+            teacher[:2]: (self.scorer_of(teacher), [])
+            for sequence in wanted
+            for teacher in sequence.teachers
+        }
+        for sequence in wanted:
+            for teacher in sequence.teachers:
+                asked[teacher[:2]][1].append(sequence)
+        pending = {
+            key: in_background(
+                scorer.score,
+                [sequence.rollout for sequence in sequences],
+                self.k,
+                **({"hidden": True} if self.hidden else {}),
+            )
+            for key, (scorer, sequences) in asked.items()
+        }
+
+        def answers() -> list[Answer]:
+            scores = {key: iter(future.result()) for key, future in pending.items()}
+            return [
+                answer_of(sequence, [next(scores[t[:2]]) for t in sequence.teachers])
+                for sequence in wanted
+            ]
+
+        return answers
+
+    def logits(self, share: HiddenStates, states: Tensor, student: Logits) -> Logits:
+        """Return a teacher's logits over hidden states on the student's device.
+
+        Raises:
+            ValueError: the vocabularies differ by more than padding, or the device has no memory
+                for the head.
+        """
+        if id(share.head) not in self._heads:
+            head, size = share.head, student.size
+            if abs(head.weight.shape[0] - size) > PADDING:
+                raise ValueError(
+                    f"{head.origin} has an output head of {head.weight.shape[0]} ids and the "
+                    f"student one of {size}. Padding explains at most {PADDING}: student and "
+                    "teacher must share one tokenizer."
+                )
+            if self._head_on == "device":
+                try:
+                    head = on_device(head, student.hidden.device)
+                except torch.OutOfMemoryError as error:
+                    gigabytes = head.weight.numel() * head.weight.itemsize / 1e9
+                    raise ValueError(
+                        f"{head.origin} has an output head of {tuple(head.weight.shape)} in "
+                        f"{head.weight.dtype}, {gigabytes:.1f} GB, for which the student's device "
+                        'has no memory: set head_on = "cpu" in the teacher\'s table.'
+                    ) from error
+            # The server's own is kept too, so that its id stays its own.
+            self._heads[id(share.head)] = share.head, head
+        return self._heads[id(share.head)][1].over(states)
+
+
+def on_device(head: TeacherHead, device: torch.device) -> TeacherHead:
+    """Return a head on another device."""
+    bias = None if head.bias is None else head.bias.to(device)
+    return replace(head, weight=head.weight.to(device), bias=bias)
+
+
+@dataclass(eq=False)
+class StepAnswers:
+    """The answers for the micro-batches of one step, which are taken in order.
+
+    Args:
+        teachers: whom to ask.
+        wanted: the sequences of each micro-batch.
+    """
+
+    teachers: Teachers
+    wanted: Sequence[Sequence[Wanted]]
+    _pending: dict[int, Callable[[], list[Answer]]] = field(default_factory=dict)
+    _next: int = 0
+
+    def __post_init__(self) -> None:
+        """Ask for the first micro-batches."""
+        self._ask_ahead_of(0)
+
+    def take(self, number: int) -> list[Answer]:
+        """Ask for micro-batches behind this one, wait for its answers, and forget them.
+
+        Raises:
+            ServerError: a server is gone for too long, refuses, or serves another model.
+            InvalidAnswer: an answer that no model can have given.
+        """
+        self._ask_ahead_of(number)
+        return self._pending.pop(number)()
+
+    def _ask_ahead_of(self, number: int) -> None:
+        while self._next < len(self.wanted) and (
+            self._next <= number + 1 or self._tokens_behind(number) < AHEAD_TOKENS
+        ):
+            self._pending[self._next] = self.teachers.ask(self.wanted[self._next])
+            self._next += 1
+
+    def _tokens_behind(self, number: int) -> int:
+        return sum(
+            len(sequence.rollout.token_ids)
+            for later in self.wanted[number + 1 : self._next]
+            for sequence in later
+        )
+
+
+def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
+    """Return the future result of a call in a thread, for which the process's end does not wait."""
+    future: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:  # the waiting thread raises it
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True, name="prime_composer_teacher").start()
+    return future
+
+
+def answer_of(wanted: Wanted, parts: Sequence[TeacherScores]) -> Answer:
+    """Return the mixture of the teachers' scores of a sequence, at its place."""
+    rollout, first = wanted.rollout, wanted.place.start + wanted.rollout.start
+    labels = rollout.token_ids[rollout.start :]
+    scores = mix(
+        labels,
+        parts,
+        [teacher.weight for teacher in wanted.teachers],
+        sequence=rollout.prompt_index,
+        start=rollout.start,
+        trained=False,
+    )
+    return Answer(wanted.place, first, labels, scores, parts)
+
+
+def two_heads_of(answer: Answer, student: Logits, teachers: Teachers) -> TwoHeads:
+    """Return student and teachers of a sequence, row t for token t.
+
+    Args:
+        answer: with hidden states.
+        student: of the sequence's tokens.
+        teachers: whose heads these are.
+
+    Raises:
+        InvalidAnswer: the hidden states do not belong to the head.
+        ValueError: the vocabularies differ.
+    """
+    rows = slice(answer.first - answer.place.start, answer.last - answer.place.start)
+    device, compared, weights = student.hidden.device, [], []
+    for share, part in zip(answer.scores.hidden, answer.parts, strict=True):
+        scored = teachers.logits(share, share.states.to(device), student)
+        check_states(scored, share.head, answer, part)
+        states = scored.hidden.new_zeros(student.row_count, scored.hidden.shape[1])
+        states[rows] = scored.hidden
+        compared.append(replace(scored, hidden=states))
+        weights.append(share.weight)
+    mixed = torch.tensor(weights, device=device).expand(student.row_count, -1)
+    return TwoHeads(student, tuple(compared), mixed if len(weights) > 1 else None)
+
+
+def check_states(logits: Logits, head: TeacherHead, answer: Answer, scores: TeacherScores) -> None:
+    """Check a teacher's hidden states and head against its own log-probs of some tokens.
+
+    That costs one synchronization. The products have full float32 precision, whatever the trainer's
+    setting is.
+
+    Args:
+        logits: of the scored tokens.
+        head: as the server gave it.
+        answer: the sequence.
+        scores: the teacher's own.
+
+    Raises:
+        InvalidAnswer: they differ by more than the rounding of the head's dtype explains.
+    """
+    index = torch.arange(0, len(answer.labels), CHECKED_EVERY)
+    device = logits.hidden.device
+    rows = logits.at(index.to(device))
+    labels = answer.labels[index].unsqueeze(1).to(device)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.no_grad():
+            computed = compare(TwoHeads(rows, (rows,)), token_ids=labels).teacher_logprobs
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert computed is not None
+    own, computed = scores.ref_logprobs[index], computed[:, 0].cpu()
+    wrong = (~((computed - own).abs() <= (head.tolerance or 0.0))).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        position = answer.first - answer.place.start + int(index[row])
+        raise InvalidAnswer(
+            f"{head.origin} gave a hidden state at position {position} of the sequence that begins "
+            f"at token {answer.place.start} of a micro-batch. With the server's output head its "
+            f"token has log-prob {float(computed[row]):.6g}, and the server's own is "
+            f"{float(own[row]):.6g} (at most {head.tolerance:g} apart). States and head are not of "
+            "one model, so this step is not trained. Start the server anew with prime-rl teacher, "
+            "and resume."
+        )

@@ -1,0 +1,81 @@
+"""Compute the reverse KL over the whole vocabulary in float64, step by step.
+
+usage: reference_full.py STUDENT STEPS.json
+
+Imports nothing of this package. STUDENT is the folder of a model. STEPS is a list of {"weights":
+folder of the student's weights in that step or null for its own, "rollouts": list of {"tokens",
+"prompt": its length, "teachers": {folder: its weight}}}. Prints JSON:
+
+    steps       per step the mean of KL(p || sum of w q) over all completion tokens, and over those
+                of each rollout
+    agreement   per matrix, the share of its entries that the first update moved against their
+                gradient, among the tenth with the largest gradients
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+
+def load(path, weights=None):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    if weights is not None:
+        files = list(Path(weights).glob("*.safetensors"))
+        assert files, f"no weights in {weights}"
+        for file in files:
+            model.load_state_dict(load_file(file), strict=False)
+    return model
+
+
+def distribution(model, tokens):
+    return torch.softmax(model(torch.tensor([tokens])).logits[0], dim=-1)
+
+
+def divergences(model, teachers, rollouts):
+    """Return the KL of each completion token, one tensor per rollout."""
+    parts = []
+    for rollout in rollouts:
+        tokens, prompt = rollout["tokens"], rollout["prompt"]
+        p = distribution(model, tokens)
+        with torch.no_grad():
+            q = sum(w * distribution(teachers[f], tokens) for f, w in rollout["teachers"].items())
+        parts.append((p * (p.log() - q.log())).sum(-1)[prompt - 1 : -1])
+    return parts
+
+
+def agreement(before, after):
+    shares = {}
+    moved = dict(after.named_parameters())
+    for name, parameter in before.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        grad, change = parameter.grad, moved[name].detach() - parameter.detach()
+        large = grad.abs() >= grad.abs().flatten().quantile(0.9)
+        shares[name] = float((grad.sign() == -change.sign())[large].double().mean())
+    return shares
+
+
+def main(student, steps):
+    steps = json.loads(Path(steps).read_text())
+    folders = {f for step in steps for r in step["rollouts"] for f in r["teachers"]}
+    teachers = {folder: load(folder) for folder in folders}
+    results, first = [], None
+    for step in steps:
+        model = load(student, step["weights"])
+        parts = divergences(model, teachers, step["rollouts"])
+        mean = torch.cat(parts).mean()
+        if first is None:
+            mean.backward()
+            first = model
+        of_rollouts = [float(part.mean()) for part in parts]
+        results.append({"mean": float(mean), "rollouts": of_rollouts})
+    shares = agreement(first, load(student, steps[1]["weights"]))
+    print(json.dumps({"steps": results, "agreement": shares}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,434 @@
+"""The trainer asks the teachers: sequences of a bin, answers in time, and what is made of them."""
+
+import dataclasses
+import json
+import threading
+import types
+
+import pytest
+import torch
+
+from prime_composer.backends.http import ServerError
+from prime_composer.backends.protocols import HiddenStates, TeacherHead, TeacherScores
+from prime_composer.backends.vllm_server import ServerScorer
+from prime_composer.two_heads import Logits, reverse_kl
+from prime_composer.upstream.teachers import Teacher
+from prime_composer.upstream.trainer import head as head_hook
+from prime_composer.upstream.trainer import hooks, teachers
+from prime_composer.upstream.trainer.adapter import adapter
+from tests.upstream import fake_prime_rl
+
+V, D, DT, K = 31, 6, 5, 3
+LENGTHS = [5, 4, 3]
+"""Of the sequences of a bin; the last one is padding."""
+TRAINED = [2, 3, 4, 6, 7]
+"""Tokens that train: the rest of the first sequence, and the middle of the second one."""
+FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
+ONE = [{"url": "http://one:1", "model": "m", "weight": 1.0}]
+TWO = [
+    {"url": "http://one:1", "model": "m", "weight": 0.25},
+    {"url": "http://two:2", "model": "m", "weight": 0.75},
+]
+
+
+def micro_batch(seed=0, **more):
+    """Return prime-rl's micro-batch of v0.7 and later: two sequences, and padding."""
+    n = sum(LENGTHS)
+    trained = torch.zeros(1, n, dtype=torch.bool)
+    trained[0, TRAINED] = True
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "input_ids": torch.randint(0, V, (1, n), generator=generator),
+        "loss_mask": trained,
+        "temperatures": torch.ones(1, n),
+        "ref_kl_weights": trained.float(),
+        "rl_weights": torch.zeros(1, n),
+        "routed_experts": None,
+        "sequence_lengths": LENGTHS,
+        "env_names": ["sums"] * 9 + [""] * 3,
+        **more,
+    }
+
+
+class Scorer(ServerScorer):
+    """A served teacher: its logits are those of fixed states, by token, times its head.
+
+    Attributes:
+        asked: the rollouts of each question.
+        gate: answers wait for it.
+    """
+
+    opened: list["Scorer"] = []
+
+    def __init__(self, url, model, **options):
+        self.options = options
+        generator = torch.Generator().manual_seed(len(url) + ord(url[-1]))
+        self.table = torch.randn(V, DT, generator=generator)
+        weight = torch.randn(V, DT, generator=generator)
+        self.head = TeacherHead(weight, tolerance=1e-4, origin=f"The teacher at {url}")
+        self.asked = []
+        self.gate = threading.Event()
+        self.gate.set()
+        Scorer.opened.append(self)
+
+    def logprobs(self, before):
+        return (self.table[before] @ self.head.weight.T).log_softmax(-1)
+
+    def score(self, rollouts, support_size, hidden=False):
+        self.asked.append(rollouts)
+        assert self.gate.wait(20)
+        scores = []
+        for rollout in rollouts:
+            before = rollout.token_ids[rollout.start - 1 : -1]
+            log_q = self.logprobs(before)
+            top = log_q.topk(support_size)
+            own = log_q.gather(1, rollout.token_ids[rollout.start :, None])[:, 0]
+            shares = (HiddenStates(self.table[before], self.head),) if hidden else ()
+            scores.append(TeacherScores(own, top.indices, top.values, shares))
+        return scores
+
+
+@pytest.fixture(autouse=True)
+def served(monkeypatch):
+    """Put ``Scorer`` in the place of servers, and forget the adapter."""
+    Scorer.opened = []
+    monkeypatch.setattr(teachers, "ServerScorer", Scorer)
+    adapter.cache_clear()
+    yield Scorer
+    adapter.cache_clear()
+
+
+def hook(monkeypatch, loss, entries=ONE, **settings):
+    """Turn the adapter on, as prime-rl's launcher and the finder do, and return its state."""
+    settings = {"loss": loss, "asked_by": "trainer", "teachers": entries, **settings}
+    monkeypatch.setenv("PRIME_COMPOSER", json.dumps(settings))
+    module = fake_prime_rl.loss_module("v0.7")
+    fake_prime_rl.put(monkeypatch, module)
+    hooks.hook_loss(module)
+    return adapter()
+
+
+class Output(torch.nn.Linear):
+    """Stands in for prime-rl's plain head."""
+
+    def __init__(self, softcap=None):
+        super().__init__(D, V, bias=False)
+        self.softcap = softcap
+
+    def forward(self, hidden_states, labels=None, temperature=None):
+        logits = super().forward(hidden_states)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return {"logits": logits}
+
+
+@pytest.fixture
+def output():
+    """Return a hooked class of prime-rl's heads."""
+    cls = type("VanillaOutputLinear", (Output,), {"forward": Output.forward})
+    module = types.ModuleType("prime_rl.trainer.models.layers.lm_head")
+    cls.__module__, module.VanillaOutputLinear = module.__name__, cls
+    head_hook.hook_head(module)
+    torch.manual_seed(0)
+    return cls
+
+
+def step(state, head, hidden, tensors):
+    """Do what prime-rl does with a micro-batch; return what belongs to its first two sequences."""
+    ids = tensors["input_ids"]
+    labels = torch.cat([ids[:, 1:], torch.zeros(1, 1, dtype=torch.long)], dim=1)
+    state.begin(tensors)
+    out = head(hidden, labels, temperature=tensors["temperatures"])
+    logprobs = out["logits"].log_softmax(-1).gather(2, labels.unsqueeze(2))[0, :, 0]
+    parts = torch.cat([torch.full((1,), -1.0), logprobs[:-1]]).split(LENGTHS)
+    state.micro_batch.place(parts)
+    return [state.aligned(part) for part in parts[:2]]
+
+
+def test_wanted_are_the_sequences_that_train():
+    """Boundaries are prime-rl's lengths. What comes behind the last trained token is cut off."""
+    tensors = micro_batch()
+    first, second = teachers.wanted_of(tensors, tensors["loss_mask"][0], {"sums": TWO})
+    ids = tensors["input_ids"][0]
+    assert first.rollout.token_ids.tolist() == ids[:5].tolist() and first.rollout.start == 2
+    assert second.rollout.token_ids.tolist() == ids[5:8].tolist() and second.rollout.start == 1
+    assert (first.place, second.place) == (slice(0, 5), slice(5, 9))
+    one, two = Teacher("http://one:1", "m", 0.25), Teacher("http://two:2", "m", 0.75)
+    assert first.teachers == [one, two]
+
+
+def test_wanted_of_an_environment_without_a_teacher_is_refused():
+    tensors = micro_batch()
+    with pytest.raises(ValueError, match="names none for the environment 'sums'"):
+        teachers.wanted_of(tensors, tensors["loss_mask"][0], {"other": ONE})
+
+
+def test_answers_of_the_next_micro_batch_are_asked_for_ahead(monkeypatch):
+    """Those behind it wait until they fit into the tokens that may be in memory."""
+    monkeypatch.setattr(teachers, "AHEAD_TOKENS", 0)
+    tensors = micro_batch()
+    wanted = [teachers.wanted_of(tensors, tensors["loss_mask"][0], ONE) for _ in range(4)]
+    answers = teachers.StepAnswers(teachers.Teachers(ONE, K, hidden=False), wanted)
+    (scorer,) = Scorer.opened
+
+    def asked_after(number):
+        assert [a.first for a in answers.take(number)] == [2, 6]
+        return len(scorer.asked)
+
+    assert [asked_after(number) for number in range(4)] == [2, 3, 4, 4]
+    monkeypatch.setattr(teachers, "AHEAD_TOKENS", 1000)
+    scorer.asked.clear()
+    teachers.StepAnswers(teachers.Teachers(ONE, K, hidden=False), wanted).take(0)
+    assert len(Scorer.opened[1].asked) == 4
+
+
+def test_student_runs_while_the_teacher_works(monkeypatch, output):
+    """The questions are sent when the batch has come; the loss waits, the forward does not."""
+    state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
+    Scorer.opened = []
+    state.batch_came([tensors])
+    (scorer,) = Scorer.opened
+    scorer.gate.clear()
+    state.batch_came([tensors])
+    labels = tensors["input_ids"]
+    state.begin(tensors)
+    output()(torch.randn(1, 12, D), labels, temperature=tensors["temperatures"])
+    assert state.micro_batch.head is not None
+    scorer.gate.set()
+    assert len(state.micro_batch.answers) == 2
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("entries", [ONE, TWO], ids=["one", "mixture"])
+def test_whole_vocabulary_equals_plain_float64(monkeypatch, output, entries, softcap):
+    """KL(p || sum of w q) of the trained tokens, and its gradients for states and head."""
+    state, tensors = hook(monkeypatch, FULL, entries), micro_batch()
+    state.batch_came([tensors])
+    head = output(softcap).double()
+    hidden = torch.randn(1, 12, D, dtype=torch.float64, requires_grad=True)
+    found = step(state, head, hidden, tensors)
+    masks = tensors["loss_mask"][0].split(LENGTHS)
+    kl = torch.cat(
+        [
+            reverse_kl(one.hidden_states.masked(mask))
+            for one, mask in zip(found, masks, strict=False)
+        ]
+    )
+    factor = torch.arange(1.0, 10.0, dtype=torch.float64)
+    (kl * factor).sum().backward()
+
+    plain, weight = (x.detach().clone().requires_grad_() for x in (hidden, head.weight))
+    z = plain[0] @ weight.T
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    log_p = z.log_softmax(-1)
+    before = tensors["input_ids"][0]
+    weights = {entry["url"][7:10]: entry["weight"] for entry in entries}
+    q = sum(
+        w * scorer.logprobs(before).double().exp()
+        for scorer, w in zip(Scorer.opened, weights.values(), strict=True)
+    )
+    expected = (log_p.exp() * (log_p - q.log())).sum(-1)
+    rows = torch.tensor(TRAINED)
+    (expected[rows - 1] * factor[rows]).sum().backward()
+    torch.testing.assert_close(kl[rows], expected[rows - 1].detach(), atol=1e-6, rtol=1e-6)
+    assert kl.count_nonzero() == len(TRAINED)
+    torch.testing.assert_close(hidden.grad, plain.grad, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(head.weight.grad, weight.grad, atol=1e-6, rtol=1e-6)
+    own = torch.cat([one.ref_logprobs for one in found])[rows].double()
+    labels = before[rows].unsqueeze(1)
+    torch.testing.assert_close(own, q.log()[rows - 1].gather(1, labels)[:, 0], atol=1e-5, rtol=0)
+
+
+def test_whole_vocabulary_of_a_batch_without_tokens_has_no_loss(monkeypatch, output):
+    """prime-rl fills ranks up with such batches. Their backward is a collective too."""
+    tensors = micro_batch()
+    tensors["ref_kl_weights"] = torch.zeros_like(tensors["ref_kl_weights"])
+    state = hook(monkeypatch, FULL, ONE)
+    state.batch_came([tensors])
+    head, hidden = output(), torch.randn(1, 12, D, requires_grad=True)
+    (heads, _) = (one.hidden_states for one in step(state, head, hidden, tensors))
+    reverse_kl(heads.masked(torch.zeros(5, dtype=torch.bool))).sum().backward()
+    assert not Scorer.opened
+    assert not hidden.grad.any() and not head.weight.grad.any()
+
+
+def test_top_k_of_the_trainer_leaves_the_wire_to_router_replay(monkeypatch, output):
+    """The support is the teacher's own; prime-rl's field has the experts and is not read."""
+    experts = torch.randint(0, 4, (1, 12, 2, 2), dtype=torch.int32)
+    tensors = micro_batch(routed_experts=experts)
+    state = hook(monkeypatch, {"type": "topk_reverse_kl", "k": K}, ONE)
+    state.batch_came([tensors])
+    head, hidden = output(), torch.randn(1, 12, D)
+    found = step(state, head, hidden, tensors)
+    (scorer,) = Scorer.opened
+    log_q = scorer.logprobs(tensors["input_ids"][0])
+    log_p = (hidden[0] @ head.weight.T).log_softmax(-1)
+    support = [one.support for one in found]
+    ids = torch.cat([one.token_ids for one in support])
+    for row in TRAINED:
+        top = log_q[row - 1].topk(K)
+        assert ids[row].tolist() == top.indices.tolist()
+        values = torch.cat([one.student_logprobs for one in support])[row]
+        torch.testing.assert_close(values, log_p[row - 1, ids[row]])
+    assert tensors["routed_experts"] is experts
+
+
+def test_sampled_loss_reads_the_trainers_answers(monkeypatch):
+    """log q of the tokens that train; NaN elsewhere, where the orchestrator sent NaN too."""
+    state, tensors = hook(monkeypatch, {"type": "sampled_reverse_kl"}, ONE), micro_batch()
+    state.batch_came([tensors])
+    state.begin(tensors)
+    n = sum(LENGTHS)
+    parts = torch.full((n,), -1.0).split(LENGTHS)
+    state.micro_batch.place(parts)
+    inputs = fake_prime_rl.LossInputsV07(
+        trainer_logprobs=parts[0].requires_grad_(),
+        inference_logprobs=parts[0].detach(),
+        ref_logprobs=torch.full((5,), torch.nan),
+        advantages=torch.zeros(5),
+        loss_mask=tensors["loss_mask"][0][:5],
+        loss_weights=None,
+    )
+    state.micro_batch.slices = {id(inputs.trainer_logprobs): slice(0, 5)}
+    out = state.loss(inputs)
+    assert out.loss.isfinite()
+    assert state.aligned(inputs.trainer_logprobs).ref_logprobs.isnan().tolist() == [1, 1, 0, 0, 0]
+
+
+def wrong_states(scorer):
+    right, weight = scorer.table, scorer.head.weight
+    scorer.logprobs = lambda before: (right[before] @ weight.T).log_softmax(-1)
+    scorer.table = right.flip(0)
+
+
+def wrong_head(scorer):
+    before = scorer.head.weight
+    scorer.logprobs = lambda rows: (scorer.table[rows] @ before.T).log_softmax(-1)
+    scorer.head = dataclasses.replace(scorer.head, weight=before.roll(1, 0))
+
+
+def wrong_scale(scorer):
+    scorer.head = dataclasses.replace(scorer.head, scale=2.0)
+
+
+def rounded(scorer):
+    """The server's head has half precision, and the answer does not say so."""
+    weight = scorer.head.weight
+    scorer.logprobs = lambda rows: (
+        (scorer.table[rows] @ weight.T).bfloat16().float().log_softmax(-1)
+    )
+
+
+@pytest.mark.parametrize("spoil", [wrong_states, wrong_head, wrong_scale, rounded])
+def test_states_that_do_not_belong_to_the_head_are_refused(monkeypatch, output, spoil):
+    """Before the first loss, by the server's own log-probs."""
+    state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
+    original = Scorer.__init__
+
+    def spoiled(self, *args, **options):
+        original(self, *args, **options)
+        spoil(self)
+
+    monkeypatch.setattr(Scorer, "__init__", spoiled)
+    state.batch_came([tensors])
+    message = (
+        r"^The teacher at http://one:1 gave a hidden state at position 2 of the sequence that "
+        r"begins at token 0 .*Start the server anew"
+    )
+    with pytest.raises(ValueError, match=message):
+        step(state, output(), torch.randn(1, 12, D), tensors)
+
+
+def test_other_vocabulary_of_a_teacher_is_refused(monkeypatch, output):
+    """Padding explains a few ids."""
+    monkeypatch.setattr(teachers, "PADDING", 3)
+    state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
+    state.batch_came([tensors])
+    (scorer,) = Scorer.opened
+    wider = torch.cat([scorer.head.weight, scorer.head.weight[:4]])
+    scorer.head = dataclasses.replace(scorer.head, weight=wider)
+    state.batch_came([tensors])
+    with pytest.raises(ValueError, match="output head of 35 ids and the student one of 31"):
+        step(state, output(), torch.randn(1, 12, D), tensors)
+
+
+@pytest.mark.parametrize("head_on", [None, "cpu"])
+def test_teachers_head_is_moved_once_or_not_at_all(monkeypatch, head_on):
+    """``meta`` stands for an accelerator."""
+    known = teachers.Teachers(ONE, 0, hidden=True, head_on=head_on or "device")
+    scorer = known.scorer_of(Teacher("http://one:1", "m", 1.0))
+    share = HiddenStates(torch.zeros(2, DT), scorer.head)
+    student = Logits(*(torch.zeros(rows, D, device="meta") for rows in (2, V)))
+    first, second = (known.logits(share, share.states, student) for _ in range(2))
+    assert first.weight.device.type == ("cpu" if head_on == "cpu" else "meta")
+    assert first.weight is second.weight
+
+
+def test_head_too_large_for_the_device_names_the_remedy(monkeypatch):
+    known = teachers.Teachers(ONE, 0, hidden=True)
+    scorer = known.scorer_of(Teacher("http://one:1", "m", 1.0))
+    share = HiddenStates(torch.zeros(2, DT), scorer.head)
+
+    def full(head, device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(teachers, "on_device", full)
+    message = r"output head of \(31, 5\) in torch.float32, 0.0 GB, .*head_on = .cpu."
+    with pytest.raises(ValueError, match=message):
+        known.logits(share, share.states, Logits(torch.zeros(2, D), torch.zeros(V, D)))
+
+
+def test_server_without_the_plugin_stops_the_first_step(monkeypatch):
+    state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
+
+    def score(self, rollouts, support_size, hidden=False):
+        raise ServerError("The teacher's server at http://one:1 has no scoring plugin")
+
+    monkeypatch.setattr(Scorer, "score", score)
+    with pytest.raises(ServerError, match="no scoring plugin"):
+        state.batch_came([tensors])
+
+
+def test_wrong_answer_is_raised_where_it_is_awaited(monkeypatch, output):
+    """By the step that would train on it, in the trainer's own thread."""
+    state, tensors = hook(monkeypatch, {"type": "topk_reverse_kl", "k": K}, ONE), micro_batch()
+
+    def score(self, rollouts, support_size):
+        raise ServerError("gone")
+
+    monkeypatch.setattr(Scorer, "score", score)
+    state.batch_came([tensors])
+    with pytest.raises(ServerError, match="gone"):
+        step(state, output(), torch.randn(1, 12, D), tensors)
+
+
+class Root:
+    """FSDP's root: ``unshard`` gives its parameters their memory back."""
+
+    def __init__(self, weight, owns=True):
+        self.weight, self.owns, self.values = weight, owns, weight.detach().clone()
+
+    def unshard(self):
+        if self.owns:
+            self.weight.untyped_storage().resize_(self.values.untyped_storage().size())
+            with torch.no_grad():
+                self.weight.copy_(self.values)
+
+
+@pytest.mark.parametrize("owns", [True, False])
+def test_freed_weight_is_gathered_again_for_the_loss(monkeypatch, output, owns):
+    """FSDP has freed a head that is tied to the embeddings, which are the root's."""
+    state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
+    state.batch_came([tensors])
+    head, hidden = output(), torch.randn(1, 12, D)
+    state.model = Root(head.weight, owns)
+    step(state, head, hidden, tensors)
+    head.weight.untyped_storage().resize_(0)
+    if owns:
+        head_hook.gather_head(state)
+        assert torch.equal(head.weight, state.model.values)
+    else:
+        with pytest.raises(RuntimeError, match="has freed the output head's weight"):
+            head_hook.gather_head(state)
+        head.weight.untyped_storage().resize_(state.model.values.untyped_storage().size())
