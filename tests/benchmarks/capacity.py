@@ -27,6 +27,9 @@ WEIGHTS_SHARE = 0.75
 
 JSON_US = (479, 757)
 PLUGIN_US = (4.4, 5.6)
+ALONGSIDE = 12
+"""Bytes per token beside a hidden state: log q of the sampled token, and the most probable id."""
+
 HIDDEN_US, HIDDEN_WIDTH = (16.9, 18.1), 4096
 ORCHESTRATOR_US = (10, 34)
 
@@ -144,8 +147,7 @@ def need(student: Model, teacher: Model, full: bool) -> Need:
 
         student, K      6 N_s + 2 V d_s                  the head's logits are computed twice
         student, full   6 N_s + 2 V (d_s + 2 d_t)        and the teacher's, twice
-        teacher, K      2 N_t
-        teacher, full   2 (N_t - V d_t)                  its server leaves the head out
+        teacher         2 N_t                            its head too, for the sampled token
     """
     own_head, teacher_head = student.head_parameters, student.vocab * teacher.width
     trained = 6 * student.product_parameters + 2 * own_head
@@ -155,8 +157,7 @@ def need(student: Model, teacher: Model, full: bool) -> Need:
     json: tuple[float, float] | None = JSON_US
     if full:
         trained += 4 * teacher_head
-        prefilled -= 2 * teacher.head_parameters
-        size, json = 2 * teacher.width, None
+        size, json = 2 * teacher.width + ALONGSIDE, None
         low, high = (teacher.width / HIDDEN_WIDTH * value for value in HIDDEN_US)
         microseconds = low, high
     tokens = TRAINER_UTILIZATION * PEAK_FLOPS / trained
