@@ -1,4 +1,4 @@
-"""Skewed KL, forward on the teacher's answers and reverse on the student's (DistiLLM-2).
+"""DistiLLM-2: skewed KL, forward on the teacher's answers and reverse on the student's.
 
     L = sum over the answers of  c/n sum over its n tokens of  D
     teacher's:  c = 2 - beta,  D = KL(q || skew q + (1 - skew) p)
