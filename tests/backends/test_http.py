@@ -298,7 +298,7 @@ def test_dripping_answer_ends_at_the_deadline(part, serve, connect):
         ask(connect(server.url, timeout=0.3), seconds=0.1)
     assert "raise timeout = 0.3 in [teacher]" in str(slow.value)
     assert slow.value.key == "teacher.timeout"
-    assert time.monotonic() - started < 10 and len(server.seen) == 1
+    assert time.monotonic() - started < 10 and len(server.seen) <= 1
 
 
 @pytest.mark.parametrize("kind", ["announced", "chunked", "compressed"])

@@ -30,6 +30,7 @@ from tokenizers import Tokenizer
 
 from prime_composer.scoring.wire import SCORE_PATH
 from tests.upstream.e2e import cpu_recipe, launch_run
+from tests.upstream.e2e.launch_run import KEPT
 from tests.upstream.make_venvs import NO_VENV, is_ready, python_of, verifiers_of
 
 HERE = Path(__file__).parent
@@ -454,12 +455,8 @@ def weights_of(result, version):
     """Return the folder of a version of the student's weights, None for the initial ones."""
     if version == 0:
         return None
-    kept = result["folder"] / "student.weights" / f"step_{version}"
-    if kept.exists():
-        return str(kept)
-    # prime-rl has ended before the server took them.
-    (folder,) = (result["folder"] / "outputs").rglob(f"broadcasts/step_{version}")
-    return str(folder)
+    kept = [result["folder"] / name / f"step_{version}" for name in (KEPT, "student.weights")]
+    return str(next(folder for folder in kept if folder.exists()))
 
 
 @pytest.mark.parametrize(

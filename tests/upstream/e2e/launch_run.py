@@ -1,11 +1,13 @@
 """Processes of one whole run of an unmodified prime-rl on a CPU. Uses the standard library only."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import stat
 import subprocess
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -18,6 +20,8 @@ SCRIPTS = {
     "env-server": "prime_rl.entrypoints.env_server",
     "trainer": "prime_rl.entrypoints.trainer",
 }
+KEPT = "kept_weights"
+"""Folder in a run's folder: the weights of each step."""
 CPU = {
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
@@ -224,9 +228,29 @@ class VllmServer:
         self.output.close()
 
 
+def keep_weights(folder, ended):
+    """Link the weights that the trainer sends, until ``ended`` is set.
+
+    It deletes them soon, and on a busy machine the server may skip some.
+    """
+    while not ended.wait(0.05):
+        for mark in (folder / "outputs").rglob("broadcasts/step_*/STABLE"):
+            kept = folder / KEPT / mark.parent.name
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                kept.mkdir(parents=True, exist_ok=True)
+                for file in mark.parent.glob("*.safetensors"):
+                    if not (kept / file.name).exists():
+                        os.link(file, kept / file.name)
+
+
 def run(command, env, folder, timeout):
-    """Run the launcher in a process group of its own, and kill the whole group at the end."""
+    """Run the launcher in a process group of its own, and kill the whole group at the end.
+
+    The weights of every step are kept in ``folder / KEPT``.
+    """
     log = folder / "launcher.log"
+    ended = threading.Event()
+    threading.Thread(target=keep_weights, args=(folder, ended), daemon=True).start()
     with open(log, "w") as out:
         process = subprocess.Popen(
             command, env=env, cwd=folder, stdout=out, stderr=out, start_new_session=True
@@ -236,6 +260,7 @@ def run(command, env, folder, timeout):
         except subprocess.TimeoutExpired:
             code = None
         finally:
+            ended.set()
             try:
                 os.killpg(process.pid, signal.SIGTERM)
                 time.sleep(0.5)
