@@ -25,8 +25,8 @@ PREFILL_UTILIZATION = 0.5
 GPU_BYTES = 80e9
 WEIGHTS_SHARE = 0.75
 
-JSON_US = (479, 757)
-PLUGIN_US = (4.4, 5.6)
+JSON_US = (538, 700)
+PLUGIN_US = (3.9, 4.6)
 ALONGSIDE = 12
 """Bytes per token beside a hidden state: log q of the sampled token, and the most probable id."""
 
