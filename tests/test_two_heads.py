@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from prime_composer.two_heads import (
-    Divergence,
     ForwardKL,
     GeneralizedJSD,
     Logits,
     ReverseKL,
+    Terms,
     TwoHeads,
     compare,
     forward_kl,
@@ -226,13 +226,6 @@ def test_gradient_of_an_objective_equals_finite_differences(objective):
     assert torch.autograd.gradcheck(values, (student.hidden, student.weight, student.bias))
 
 
-class FromTerms(Divergence):
-    """A divergence by its terms alone."""
-
-    def __init__(self, terms):
-        self.terms = terms
-
-
 def test_slopes_and_sums_written_by_hand_equal_autograd():
     g = torch.Generator().manual_seed(0)
     log_p, log_q = (
@@ -242,7 +235,7 @@ def test_slopes_and_sums_written_by_hand_equal_autograd():
     for divergence, parameters in (
         (ReverseKL(), ()), (ForwardKL(), ()), (GeneralizedJSD(), (beta,)),
     ):  # fmt: skip
-        by_autograd = FromTerms(divergence.terms)
+        by_autograd = Terms(divergence.terms)
         expected_slopes = by_autograd.slopes(log_p, log_q, *parameters)
         expected_sums = by_autograd.sums(log_p, log_q, *parameters)
         slopes = divergence.slopes(log_p.clone(), log_q.clone(), *parameters)
@@ -294,7 +287,7 @@ def test_another_divergence_needs_its_terms_alone(terms, parameters, setting):
         return terms(*log_outcomes(two), *parameters).sum(-1)
 
     def ours(two):
-        return compare(two, divergence=FromTerms(terms), parameters=parameters, chunk=8).divergence
+        return compare(two, divergence=Terms(terms), parameters=parameters, chunk=8).divergence
 
     assert_equal_values_and_gradients(ours, plain, SETTINGS[setting]())
 
@@ -313,9 +306,9 @@ def test_a_sum_within_a_divergence_is_a_parameter(setting):
         return log_p.exp() * (log_p - log_mean(log_p, log_q) + log_total)
 
     def ours(two):
-        mass = FromTerms(lambda log_p, log_q: log_mean(log_p, log_q).exp())
+        mass = Terms(lambda log_p, log_q: log_mean(log_p, log_q).exp())
         log_total = compare(two, divergence=mass).divergence.log()
-        return compare(two, divergence=FromTerms(reverse_from), parameters=[log_total]).divergence
+        return compare(two, divergence=Terms(reverse_from), parameters=[log_total]).divergence
 
     def plain(two):
         log_p, log_q = log_outcomes(two)

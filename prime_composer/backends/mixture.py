@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Int
@@ -53,11 +53,11 @@ class Teachers:
         for teacher, scorer in self.scorers.items():
             indices = [index for index, shares in enumerate(weights) if teacher in shares]
             if indices:
-                more: dict[str, Any] = {"hidden": True} if hidden else {}
-                if candidate_ids is not None:
-                    more["candidate_ids"] = [candidate_ids[index] for index in indices]
                 teacher_scores = scorer.score(
-                    [rollouts[index] for index in indices], support_size, **more
+                    [rollouts[index] for index in indices],
+                    support_size,
+                    candidate_ids=candidate_ids and [candidate_ids[index] for index in indices],
+                    hidden=hidden,
                 )
                 for index, rollout_scores in zip(indices, teacher_scores, strict=True):
                     scores[index][teacher] = rollout_scores

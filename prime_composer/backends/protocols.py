@@ -39,6 +39,11 @@ class Rollout:
         return int(trained[0]) if len(trained) else len(self.token_ids)
 
     @property
+    def trained(self) -> Bool[Tensor, " n"]:
+        """Which tokens from ``start`` on are trained."""
+        return self.loss_mask[self.start :]
+
+    @property
     def completion_ids(self) -> list[int]:
         """The trained tokens."""
         return self.token_ids[self.loss_mask].tolist()

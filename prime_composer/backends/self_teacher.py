@@ -137,9 +137,7 @@ class PolicyTeacher:
         )
         logprobs: dict[int, list[Tensor]] = {}
         for (index, _), own in zip(pairs, scores, strict=True):
-            rollout = rollouts[index]
-            trained = own.ref_logprobs[rollout.loss_mask[rollout.start :]]
-            logprobs.setdefault(index, []).append(trained)
+            logprobs.setdefault(index, []).append(own.ref_logprobs[rollouts[index].trained])
         return [
             torch.stack(logprobs[index]).logsumexp(dim=0) - math.log(len(logprobs[index]))
             if index in logprobs

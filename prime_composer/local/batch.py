@@ -45,8 +45,7 @@ class Sample:
 
 def trained_logprobs(sample: Sample) -> Float[Tensor, " n"]:
     """Return the teacher's log q of each trained token of a scored sample."""
-    rollout = sample.rollout
-    return given(sample.scores).ref_logprobs[rollout.loss_mask[rollout.start :]]
+    return given(sample.scores).ref_logprobs[sample.rollout.trained]
 
 
 @dataclass(frozen=True, eq=False)

@@ -194,8 +194,9 @@ def preflight_checks(
         with naming(teacher, among=scorers):
             for problem in scored_problems[teacher][:1]:
                 (rollout,) = engine.sampler.generate([tokenized.prompt(problem)], probe, seed=0)
-                hidden: dict[str, Any] = {"hidden": True} if engine.reads_hidden_states else {}
-                (scores,) = scorer.score([rollout], recipe.loss.support_size, **hidden)
+                (scores,) = scorer.score(
+                    [rollout], recipe.loss.support_size, hidden=engine.reads_hidden_states
+                )
                 check_ids(scores, engine.vocab_size)
                 result.probes[teacher] = Probe(rollout, scores)
 

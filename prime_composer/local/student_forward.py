@@ -131,7 +131,7 @@ def compared(student: Logits, heads: Sequence[TeacherHead], samples: Sequence[Sa
     for head in heads:
         states, shares = [], []
         for sample in samples:
-            mask = sample.rollout.loss_mask[sample.rollout.start :]
+            mask = sample.rollout.trained
             own = next((share for share in _hidden(sample) if share.head is head), None)
             if own is None:  # a weight of 0, beside which the states may be anything
                 states.append(torch.zeros(int(mask.sum()), head.weight.shape[1]))
@@ -191,7 +191,7 @@ def _hidden(sample: Sample) -> Sequence[HiddenStates]:
 def _trained_scores(sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
     """Return log q, support ids and log q on the support at the sample's trained tokens."""
     scores = given(sample.scores)
-    mask = sample.rollout.loss_mask[sample.rollout.start :]
+    mask = sample.rollout.trained
     return scores.ref_logprobs[mask], scores.token_ids[mask], scores.teacher_logprobs[mask]
 
 

@@ -30,11 +30,12 @@ from torch import Tensor
 from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import skewed_forward_kl, skewed_reverse_kl, upcast
 from prime_composer.losses.registry import register
-from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
+from prime_composer.losses.shared.metrics import token_mean, top_share
 from prime_composer.losses.shared.modifiers import segment_totals
 from prime_composer.losses.shared.reductions import masked_sum, summed_over_ranks
 from prime_composer.losses.shared.support_divergence import (
     SupportDivergenceConfig,
+    comparison_metrics,
     divergence_per_token,
 )
 
@@ -190,9 +191,8 @@ def distillm2_loss_fn(
             "skew": token_mean(torch.ones_like(forward) * skew, mask),
             "beta": loss.new_full((), beta),
             "signal_top1pct": top_share(forward + reverse, mask),
+            **comparison_metrics(inputs, config, mask),
         }
-        if config.comparison_need == "support":
-            metrics |= support_metrics(given(inputs.support).masked(mask), mask)
     return LossOutputs(loss=loss, metrics=metrics)
 
 

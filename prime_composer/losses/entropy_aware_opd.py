@@ -20,13 +20,13 @@ import torch
 from pydantic import NonNegativeFloat
 
 from prime_composer import two_heads
-from prime_composer.contract import LossInputs, LossOutputs, Support, given
+from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import entropy, forward_kl, reverse_kl
 from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.registry import register
-from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
+from prime_composer.losses.shared.metrics import token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
-from prime_composer.losses.shared.support_divergence import tempered
+from prime_composer.losses.shared.support_divergence import comparison_metrics, tempered
 from prime_composer.losses.shared.trust_region import (
     importance_ratios,
     policy_gradient_sum,
@@ -79,15 +79,13 @@ def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossCon
     """Return sum_mask w (R + alpha 1[H(q) > tau] KL(q || p))."""
     mask = inputs.loss_mask
     on_all_tokens = config.reverse == "topk"
-    support: Support | None = None
     if config.comparison_need == "hidden_states":
         heads = whole_vocabulary(inputs, config)
         whole = two_heads.compare(heads, reverse=on_all_tokens, forward=True)
         teacher_entropy, forward = given(whole.target_entropy), given(whole.forward_kl)
         reverse = given(whole.reverse_kl) if on_all_tokens else None
     else:
-        support = given(inputs.support).masked(mask)
-        p, q = tempered(support, config)
+        p, q = tempered(given(inputs.support).masked(mask), config)
         teacher_entropy = entropy(q, config.normalization).detach()
         forward = forward_kl(p, q, config.normalization)
         reverse = reverse_kl(p, q, config.normalization) if on_all_tokens else None
@@ -119,7 +117,6 @@ def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossCon
             "unsure": token_mean(unsure, mask),
             "is_masked": token_mean(dropped, mask),
             "signal_top1pct": top_share(reverse, mask),
+            **comparison_metrics(inputs, config, mask),
         }
-        if support is not None:
-            metrics |= support_metrics(support, mask)
     return LossOutputs(loss=loss, metrics=metrics)

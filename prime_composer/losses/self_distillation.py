@@ -20,10 +20,10 @@ verl/trainer/ppo/core_algos.py. OPSD (2026), https://arxiv.org/abs/2601.18734. S
 https://arxiv.org/abs/2601.19897 (skips the first tokens).
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float
 from pydantic import Field, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
@@ -32,12 +32,14 @@ from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import forward_kl, generalized_jsd, reverse_kl, upcast
 from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.registry import register
-from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
+from prime_composer.losses.shared.metrics import token_mean, top_share
 from prime_composer.losses.shared.modifiers import position_in_segment
 from prime_composer.losses.shared.reductions import masked_sum
-from prime_composer.losses.shared.support_divergence import tempered
+from prime_composer.losses.shared.support_divergence import (
+    comparison_metrics,
+    divergence_per_token,
+)
 from prime_composer.losses.shared.trust_region import importance_ratios
-from prime_composer.losses.shared.whole_vocabulary import whole_vocabulary
 from prime_composer.two_heads import TwoHeads
 
 
@@ -101,13 +103,11 @@ def self_distillation_loss_fn(
         signal = (student - teacher).detach()
         per_token = signal * student
     else:
-        if config.comparison_need == "hidden_states":
-            per_token = _whole(whole_vocabulary(inputs, config, mask), config)
-        else:
-            support = given(inputs.support).masked(mask)
-            per_token = _divergence(*tempered(support, config), config)
-            with torch.no_grad():
-                metrics = support_metrics(support, mask, reverse=config.divergence != "forward_kl")
+        divergence, whole, knobs = _divergence(config)
+        per_token = divergence_per_token(inputs, config, divergence, mask, whole=whole, **knobs)
+        with torch.no_grad():
+            reverse = config.divergence != "forward_kl"
+            metrics = comparison_metrics(inputs, config, mask, reverse)
         signal = per_token
     if config.max_ratio == "off":
         ratio, bound = torch.ones_like(per_token), torch.inf
@@ -132,18 +132,15 @@ def self_distillation_loss_fn(
 
 
 def _divergence(
-    p: Float[Tensor, "seq k"], q: Float[Tensor, "seq k"], config: SelfDistillationLossConfig
-) -> Float[Tensor, " seq"]:
+    config: SelfDistillationLossConfig,
+) -> tuple[Callable[..., Tensor], Callable[[TwoHeads], Tensor], dict[str, float]]:
+    """Return D on a support, D over two heads, and the knobs of the former."""
     if config.divergence == "reverse_kl":
-        return reverse_kl(p, q, config.normalization)
+        return reverse_kl, two_heads.reverse_kl, {}
     if config.divergence == "forward_kl":
-        return forward_kl(p, q, config.normalization)
-    return generalized_jsd(p, q, config.beta, config.normalization)
-
-
-def _whole(heads: TwoHeads, config: SelfDistillationLossConfig) -> Float[Tensor, " seq"]:
-    if config.divergence == "reverse_kl":
-        return two_heads.reverse_kl(heads)
-    if config.divergence == "forward_kl":
-        return two_heads.forward_kl(heads)
-    return two_heads.generalized_jsd(heads, config.beta)
+        return forward_kl, two_heads.forward_kl, {}
+    return (
+        generalized_jsd,
+        lambda heads: two_heads.generalized_jsd(heads, config.beta),
+        {"beta": config.beta},
+    )

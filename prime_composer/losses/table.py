@@ -43,11 +43,20 @@ def renewed(page: str, links: str = "") -> str:
     Raises:
         ValueError: the page has no markers.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page needs the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n\n{table(links)}\n{END}{after}"
+    return between_markers(page, BEGIN, END, table(links))
+
+
+def between_markers(page: str, begin: str, end: str, content: str) -> str:
+    """Return a page with other content between two lines.
+
+    Raises:
+        ValueError: the page lacks one of them.
+    """
+    before, found_begin, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"the page needs the lines {begin!r} and {end!r}")
+    return f"{before}{begin}\n\n{content}\n{end}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -26,14 +26,16 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from prime_composer import two_heads
-from prime_composer.contract import LossInputs, LossOutputs, Support, given
+from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import taid
 from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.registry import register
-from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
+from prime_composer.losses.shared.metrics import token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
-from prime_composer.losses.shared.support_divergence import tempered
-from prime_composer.losses.shared.whole_vocabulary import whole_vocabulary
+from prime_composer.losses.shared.support_divergence import (
+    comparison_metrics,
+    divergence_per_token,
+)
 
 
 class TAIDLossConfig(SupportLossConfig):
@@ -131,13 +133,15 @@ class TAIDScheduler:
 def taid_loss_fn(inputs: LossInputs, config: TAIDLossConfig, state: TAIDScheduler) -> LossOutputs:
     """Return sum_mask w (-sum p_t log p), or sum_mask w KL(p_t || p)."""
     mask = inputs.loss_mask
-    support: Support | None = None
-    if config.comparison_need == "hidden_states":
-        per_token = two_heads.taid(whole_vocabulary(inputs, config), state.t, config.form)
-    else:
-        support = given(inputs.support).masked(mask)
-        p, q = tempered(support, config)
-        per_token = taid(p, q, state.t, config.normalization, config.form)
+    per_token = divergence_per_token(
+        inputs,
+        config,
+        taid,
+        mask,
+        whole=lambda heads: two_heads.taid(heads, state.t, config.form),
+        t=state.t,
+        form=config.form,
+    )
     loss = masked_sum(per_token, mask, inputs.loss_weights)
 
     with torch.no_grad():
@@ -145,7 +149,6 @@ def taid_loss_fn(inputs: LossInputs, config: TAIDLossConfig, state: TAIDSchedule
             config.form: token_mean(per_token, mask),
             "t": loss.new_tensor(state.t).detach(),
             "signal_top1pct": top_share(per_token, mask),
+            **comparison_metrics(inputs, config, mask, reverse=False),
         }
-        if support is not None:
-            metrics |= support_metrics(support, mask, reverse=False)
     return LossOutputs(loss=loss, metrics=metrics)

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from prime_composer.losses import LOSS_TYPES, LossConfig
+from prime_composer.losses.table import between_markers
 from prime_composer.recipe.carried import mark_of, models_in
 from prime_composer.recipe.schema import Recipe
 
@@ -209,11 +210,7 @@ def renewed(page: str) -> str:
     Raises:
         ValueError: the page does not have both markers.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page needs the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n\n{reference()}\n{END}{after}"
+    return between_markers(page, BEGIN, END, reference())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -37,7 +37,13 @@ from prime_composer.two_heads.compare import (
     reverse_kl,
     taid,
 )
-from prime_composer.two_heads.divergence import Divergence, ForwardKL, GeneralizedJSD, ReverseKL
+from prime_composer.two_heads.divergence import (
+    Divergence,
+    ForwardKL,
+    GeneralizedJSD,
+    ReverseKL,
+    Terms,
+)
 from prime_composer.two_heads.heads import Logits, TwoHeads
 
 __all__ = [
@@ -47,6 +53,7 @@ __all__ = [
     "GeneralizedJSD",
     "Logits",
     "ReverseKL",
+    "Terms",
     "TwoHeads",
     "compare",
     "forward_kl",

@@ -1,6 +1,6 @@
 """Divergences as sums over the vocabulary, each with its derivative."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -45,6 +45,26 @@ class Divergence:
         """Return the sums of terms and slopes over the ids."""
         values = self.terms(log_p, log_q, *parameters).sum(1)
         return values, self.slopes(log_p, log_q, *parameters).sum(1)
+
+
+class Terms(Divergence):
+    """A divergence that is a function's sum over the vocabulary.
+
+    Args:
+        function: of log p and log q [n, c], and of parameters [n, 1]; returns terms [n, c].
+    """
+
+    def __init__(self, function: Callable[..., Tensor]):
+        self.function = function
+
+    def terms(
+        self,
+        log_p: Float[Tensor, "n c"],
+        log_q: Float[Tensor, "n c"],
+        *parameters: Float[Tensor, "n 1"],
+    ) -> Float[Tensor, "n c"]:
+        """Return the function's terms."""
+        return self.function(log_p, log_q, *parameters)
 
 
 class ReverseKL(Divergence):

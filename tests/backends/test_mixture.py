@@ -131,7 +131,7 @@ class Recorder:
     def __init__(self, logprob: float):
         self.logprob, self.scored, self.closed = logprob, [], False
 
-    def score(self, rollouts, support_size, prompts=None):
+    def score(self, rollouts, support_size, prompts=None, **_):
         self.scored.append([r.token_ids.tolist() for r in rollouts])
         empty = [torch.zeros(len(r.token_ids), 0) for r in rollouts]
         return [TeacherScores(torch.full((len(e),), self.logprob), e.long(), e) for e in empty]

@@ -13,6 +13,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_composer.losses.table import between_markers
+
 BEGIN = "<!-- tables: begin, from python -m tests.benchmarks.capacity --write FILE -->"
 END = "<!-- tables: end -->"
 
@@ -235,11 +237,7 @@ def renewed(page: str) -> str:
     Raises:
         ValueError: the page has no markers.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page needs the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+    return between_markers(page, BEGIN, END, tables())
 
 
 def main() -> None:

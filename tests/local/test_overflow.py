@@ -71,7 +71,7 @@ class Narrow:
         self.sampler = scorer.sampler
         self.lengths: list[int] = []
 
-    def score(self, rollouts: Any, *arguments: Any) -> Any:
+    def score(self, rollouts: Any, *arguments: Any, **_: Any) -> Any:
         self.lengths += [len(rollout.token_ids) for rollout in rollouts]
         if any(length >= self.limits.max_model_len for length in self.lengths):
             raise ValueError("does not fit")

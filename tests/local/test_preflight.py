@@ -52,7 +52,7 @@ class FixedScores:
     def __init__(self, scores):
         self.scores = scores
 
-    def score(self, rollouts, support_size, prompts=None):
+    def score(self, rollouts, support_size, prompts=None, **_):
         return [self.scores]
 
     def close(self): ...

@@ -388,7 +388,7 @@ class AtMost:
     def __init__(self, k: int):
         self.k = k
 
-    def score(self, rollouts, support_size, prompts=None):
+    def score(self, rollouts, support_size, prompts=None, **_):
         if support_size > self.k:
             raise ValueError(f"at most {self.k}")
         none = torch.zeros(1, support_size)

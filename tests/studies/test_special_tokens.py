@@ -15,7 +15,7 @@ class FullScorer:
     limits = Limits()
     sampler = None
 
-    def score(self, rollouts, support_size, prompts=None):
+    def score(self, rollouts, support_size, prompts=None, **_):
         k = Q.shape[1] if support_size == "full" else support_size
         logprobs, ids = Q.log().sort(dim=-1, descending=True)
         ref = Q.log().gather(1, rollouts[0].token_ids[:, None])[:, 0]

@@ -394,7 +394,7 @@ def test_wrong_answer_is_raised_where_it_is_awaited(monkeypatch, output):
     """By the step that would train on it, in the trainer's own thread."""
     state, tensors = hook(monkeypatch, {"type": "topk_reverse_kl", "k": K}, ONE), micro_batch()
 
-    def score(self, rollouts, support_size):
+    def score(self, rollouts, support_size, hidden=False):
         raise ServerError("gone")
 
     monkeypatch.setattr(Scorer, "score", score)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from prime_composer.contract import LossInputs, LossOutputs, Support, given
 from prime_composer.divergences.base import renormalized, upcast
-from prime_composer.losses.config import SupportLossConfig
+from prime_composer.losses.config import SupportLossConfig, TopKLossConfig
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
 from prime_composer.losses.shared.whole_vocabulary import separable, whole_vocabulary
@@ -54,10 +54,18 @@ def support_divergence(
         metrics = {
             metric: token_mean(per_token, mask),
             "signal_top1pct": top_share(per_token, mask),
+            **comparison_metrics(inputs, config, mask, reverse),
         }
-        if config.comparison_need == "support":
-            metrics |= support_metrics(given(inputs.support).masked(mask), mask, reverse)
     return LossOutputs(loss=loss, metrics=metrics)
+
+
+def comparison_metrics(
+    inputs: LossInputs, config: TopKLossConfig, mask: Bool[Tensor, " seq"], reverse: bool = True
+) -> dict[str, Tensor]:
+    """Return ``support_metrics``; none for whole vocabularies, which nothing is outside of."""
+    if config.comparison_need == "hidden_states":
+        return {}
+    return support_metrics(given(inputs.support).masked(mask), mask, reverse)
 
 
 def divergence_per_token(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from prime_composer.contract import LossInputs, given
 from prime_composer.losses.config import SupportLossConfig, TopKLossConfig
-from prime_composer.two_heads import Divergence, TwoHeads, compare
+from prime_composer.two_heads import Terms, TwoHeads, compare
 
 
 def whole_vocabulary(
@@ -26,26 +26,6 @@ def whole_vocabulary(
     if isinstance(config, SupportLossConfig):
         heads = dataclasses.replace(heads, temperature=heads.temperature * config.temperature)
     return heads
-
-
-class Terms(Divergence):
-    """A divergence that is a function's sum over the vocabulary.
-
-    Args:
-        function: of log p and log q [n, c], and of parameters [n, 1]; returns terms [n, c].
-    """
-
-    def __init__(self, function: Callable[..., Tensor]):
-        self.function = function
-
-    def terms(
-        self,
-        log_p: Float[Tensor, "n c"],
-        log_q: Float[Tensor, "n c"],
-        *parameters: Float[Tensor, "n 1"],
-    ) -> Float[Tensor, "n c"]:
-        """Return the function's terms."""
-        return self.function(log_p, log_q, *parameters)
 
 
 def sum_over_vocabulary(

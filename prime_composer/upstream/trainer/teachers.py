@@ -173,7 +173,7 @@ class Teachers:
                 scorer.score,
                 [sequence.rollout for sequence in sequences],
                 self.k,
-                **({"hidden": True} if self.hidden else {}),
+                hidden=self.hidden,
             )
             for key, (scorer, sequences) in asked.items()
         }
