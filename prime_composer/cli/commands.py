@@ -172,6 +172,9 @@ def build_parser() -> argparse.ArgumentParser:
     study.add_argument(
         "--output-dir", metavar="DIR", help="where the runs go; what has finished there is kept"
     )
+    study.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)"
+    )
 
     teacher = add_command(
         "teacher",
@@ -337,7 +340,7 @@ def _study(args: argparse.Namespace) -> int:
         from prime_composer.cli.study import run_study
 
     with stopping_at_once():
-        return run_study(Path(args.config), args.output_dir)
+        return run_study(Path(args.config), args.output_dir, args.jobs)
 
 
 def prepare_configs(recipe: "Recipe") -> dict[str, "AnyPrepare"]:

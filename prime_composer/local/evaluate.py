@@ -1,17 +1,18 @@
-"""Measure held-out problems: greedy accuracy, and the reverse KL on the student's own rollouts."""
+"""Measure held-out problems: greedy accuracy, and divergences on the student's own rollouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from prime_composer import two_heads
 from prime_composer.backends.hf_model import token_batches
 from prime_composer.backends.mixture import Teachers
 from prime_composer.backends.protocols import Sampler, SamplingParams
-from prime_composer.contract import given
-from prime_composer.divergences import reverse_kl
+from prime_composer.contract import Support, given
+from prime_composer.divergences import Normalization, entropy, forward_kl, reverse_kl
 from prime_composer.local.answers import KEPT, Answer
 from prime_composer.local.batch import Sample
 from prime_composer.local.collect import mean_by_environment
@@ -42,6 +43,22 @@ class Graded(NamedTuple):
     correct: list[float]
     truncated: list[float]
     texts: list[str]
+
+
+class DivergenceSums(NamedTuple):
+    """Sums over one rollout of each problem, in nats.
+
+    Attributes:
+        reverse_kl: KL(student || teacher).
+        forward_kl: KL(teacher || student).
+        entropy: the student's. None where only a top K is compared.
+        tokens: how many tokens were summed; 0 where no teacher could read the rollout.
+    """
+
+    reverse_kl: list[float]
+    forward_kl: list[float]
+    entropy: list[float] | None
+    tokens: list[float]
 
 
 @dataclass(frozen=True)
@@ -81,20 +98,21 @@ class Evaluator:
         return self.engine.problems
 
     def student(self) -> dict[str, float]:
-        """Return greedy accuracy, the share of truncated answers, and the reverse KL to the
-        teacher.
+        """Return greedy accuracy, the share of truncated answers, and divergences from the teacher.
 
-        Where there are several environments, accuracy and KL of each are added as
+        Where there are several environments, accuracy and reverse KL of each are added as
         ``eval/accuracy/NAME`` and ``eval/reverse_kl/NAME``.
 
-        The KL is a mean over the N tokens of rollouts sampled from the current student at
+        Divergences are means over the N tokens of rollouts sampled from the current student at
         temperature 1 and top-p 1, in nats:
 
-            (1/N) sum_t sum_v p(v) (log p(v) - log q(v))
+            eval/reverse_kl = (1/N) sum_t sum_v p(v) (log p(v) - log q(v))
+            eval/forward_kl = (1/N) sum_t sum_v q(v) (log q(v) - log p(v))
+            eval/entropy = -(1/N) sum_t sum_v p(v) log p(v)
 
-        With ``kl_support`` = K the sum is over the teacher's top K and one tail bucket, a lower
-        bound. Where teachers are mixed, q is the mixture. On a top K of a mixture the number is no
-        bound (see ``backends.mixture.mix``).
+        With ``kl_support`` = K the sums are over the teacher's top K and one tail bucket, lower
+        bounds, and the entropy is left out. Where teachers are mixed, q is the mixture. On a top K
+        of a mixture the numbers are no bounds (see ``backends.mixture.mix``).
         """
         problems = self.problems.problem_set.held_out[: self.config.size]
         graded = self._greedy_answers(self.engine.sampler, problems)
@@ -111,10 +129,16 @@ class Evaluator:
         measured |= self._by_environment("eval/accuracy", problems, graded.correct)
         if self.engine.teachers is not None and self.config.kl_size:
             problems = self.problems.problem_set.held_out[: self.config.kl_size]
-            sums, tokens = self._reverse_kl_sums(self.engine.teachers, problems)
+            sums = self._divergence_sums(self.engine.teachers, problems)
+            tokens = sums.tokens
             if any(tokens):  # a teacher's window may hold none of them
-                measured["eval/reverse_kl"] = sum(sums) / sum(tokens)
-                measured |= self._by_environment("eval/reverse_kl", problems, sums, tokens)
+                measured["eval/reverse_kl"] = sum(sums.reverse_kl) / sum(tokens)
+                measured["eval/forward_kl"] = sum(sums.forward_kl) / sum(tokens)
+                if sums.entropy is not None:
+                    measured["eval/entropy"] = sum(sums.entropy) / sum(tokens)
+                measured |= self._by_environment(
+                    "eval/reverse_kl", problems, sums.reverse_kl, tokens
+                )
         return measured
 
     def teachers(self) -> dict[str, float]:
@@ -202,11 +226,8 @@ class Evaluator:
         return Graded(correct, truncated, texts)
 
     @torch.no_grad()
-    def _reverse_kl_sums(
-        self, teachers: Teachers, problems: Sequence[Problem]
-    ) -> tuple[list[float], list[float]]:
-        """Return KL(student || teacher) in nats, summed over one rollout of each problem, and its
-        tokens."""
+    def _divergence_sums(self, teachers: Teachers, problems: Sequence[Problem]) -> DivergenceSums:
+        """Compare student and teacher over one rollout of each problem."""
         rollouts = self.engine.sampler.generate(
             [self.problems.prompt(problem) for problem in problems],
             SamplingParams(max_tokens=self.max_tokens),
@@ -227,24 +248,21 @@ class Evaluator:
             hidden=hidden,
         )
         samples = [replace(sample, scores=own) for sample, own in zip(kept, scores, strict=True)]
-        sums, tokens = torch.zeros(2, len(problems), dtype=torch.float64)
+        sums = torch.zeros(4, len(problems), dtype=torch.float64)
         lengths = [sample.length for sample in samples]
+        full = self.kl_support == "full"
         for indices in token_batches(lengths, self.micro_batch_tokens):
             inputs = student_inputs(self.engine.model, [samples[i] for i in indices])
             segments = given(inputs.segment_ids)
             if hidden:
-                kl = two_heads.reverse_kl(given(inputs.hidden_states))
+                values = _compare_heads(given(inputs.hidden_states))
             else:
-                support = given(inputs.support)
-                kl = reverse_kl(
-                    support.student_logprobs,
-                    support.teacher_logprobs,
-                    normalization="full" if self.kl_support == "full" else "tail",
-                )
+                values = _compare_support(given(inputs.support), "full" if full else "tail")
             rows = torch.tensor([places[i] for i in indices])[segments.cpu()]
-            sums.index_add_(0, rows, kl.double().cpu())
-            tokens.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64))
-        return sums.tolist(), tokens.tolist()
+            columns = torch.stack([*values, torch.ones_like(values[0])]).double().cpu()
+            sums.index_add_(1, rows, columns)
+        reverse, forward, entropies, tokens = sums.tolist()
+        return DivergenceSums(reverse, forward, entropies if full else None, tokens)
 
     def _by_environment(
         self,
@@ -256,6 +274,25 @@ class Evaluator:
         return mean_by_environment(
             name, self.problems.problem_set.sources, problems, values, counts
         )
+
+
+def _compare_heads(heads: two_heads.TwoHeads) -> tuple[Tensor, Tensor, Tensor]:
+    """Return KL(p || q), KL(q || p) and the entropy of p per token, over the whole vocabulary."""
+    entropy_of_p = two_heads.Terms(lambda log_p, log_q: torch.special.entr(log_p.exp()))
+    result = two_heads.compare(heads, reverse=True, forward=True, divergence=entropy_of_p)
+    return given(result.reverse_kl), given(result.forward_kl), given(result.divergence)
+
+
+def _compare_support(
+    support: Support, normalization: Normalization
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return KL(p || q), KL(q || p) and the entropy of p per token, over the support."""
+    student, teacher = support.student_logprobs, support.teacher_logprobs
+    return (
+        reverse_kl(student, teacher, normalization=normalization),
+        forward_kl(student, teacher, normalization=normalization),
+        entropy(student, normalization),
+    )
 
 
 def kl_support(recipe: Recipe, engine: Engine) -> int | Literal["full"]:

@@ -16,9 +16,12 @@ import pytest
 
 from prime_composer.cli import study as study_module
 from prime_composer.cli.commands import main
+from prime_composer.cli.study_file import Run
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.signals import Stopped, stopping_at_once
+from prime_composer.recipe.loading import parse_recipe
 from tests.command import CLI, numbers, prime_rl, toml
+from tests.conftest import TINY_RECIPE
 from tests.fork_server import Fork, ForkServer
 
 Raw = Callable[..., dict[str, Any]]
@@ -307,19 +310,29 @@ time.sleep(60)
 """
 
 
-def test_study_passes_a_signal_on_to_its_run_once(tmp_path: Path) -> None:
-    """Only the study gets the signal; it waits for the checkpoint of its run and stops."""
-    log = tmp_path / "run.log"
+def test_study_passes_a_signal_on_to_its_runs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the study gets the signal; it waits for the checkpoints of its runs and stops."""
+    recipe = parse_recipe(TINY_RECIPE)
+    runs = [Run(name, 0, recipe, (), tmp_path, tmp_path / f"{name}-seed0") for name in "abc"]
+    logs = [run.log for run in runs[:2]]
+    monkeypatch.setattr(study_module, "is_finished", lambda run: False)
+    monkeypatch.setattr(
+        study_module, "start", lambda run: study_module.call([sys.executable, "-c", CHILD], run.log)
+    )
 
     def terminate() -> None:
-        while not (log.exists() and "ready" in log.read_text()):
+        while not all(log.exists() and "ready" in log.read_text() for log in logs):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    thread = threading.Thread(target=terminate)
+    thread = threading.Thread(target=terminate, daemon=True)
     thread.start()
     with stopping_at_once(), pytest.raises(Stopped) as caught:
-        study_module.call([sys.executable, "-c", CHILD], log)
+        study_module.run_all(runs, 2, [])
     thread.join()
     assert caught.value.signum == signal.SIGTERM
-    assert log.read_text() == f"ready\ngot {signal.SIGTERM:d}\n"
+    for log in logs:
+        assert log.read_text() == f"ready\ngot {signal.SIGTERM:d}\n"
+    assert not runs[2].log.exists()

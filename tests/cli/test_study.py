@@ -1,6 +1,7 @@
 """Studies: what a study file may contain, how runs are kept and compared, the shipped files."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -11,7 +12,9 @@ import pytest
 
 from prime_composer.cli import study as study_module
 from prime_composer.cli.commands import main
-from prime_composer.cli.study import as_table, load_study, over_seeds, thirds
+from prime_composer.cli.formatting import percent
+from prime_composer.cli.study_file import load_study
+from prime_composer.cli.study_report import QUANTITIES, as_table, over_seeds, thirds
 from prime_composer.recipe.schema import RecipeError
 from tests.command import toml
 
@@ -42,14 +45,24 @@ Raw = Callable[..., dict[str, Any]]
 WriteStudy = Callable[..., Path]
 
 
+class Ended(subprocess.Popen[bytes]):
+    """A process that has ended."""
+
+    def __init__(self, status: int) -> None:
+        self.returncode = status
+
+    def poll(self) -> int:
+        return self.returncode
+
+
 @pytest.fixture
 def in_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Run the study's command lines within this process, which saves seconds for each."""
 
-    def call(command: Sequence[str], log: Path) -> int:
+    def call(command: Sequence[str], log: Path) -> Ended:
         assert list(command[:3]) == [sys.executable, "-m", "prime_composer.cli"]
         with log.open("a") as file, redirect_stdout(file), redirect_stderr(file):
-            return main(command[3:])
+            return Ended(main(command[3:]))
 
     monkeypatch.setattr(study_module, "call", call)
     monkeypatch.chdir(tmp_path)
@@ -73,6 +86,13 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
+def without_times(results: dict[str, Any]) -> dict[str, Any]:
+    for result in results["variants"].values():
+        for series in (result["over_seeds"], *result["seeds"].values()):
+            del series["step_seconds"]
+    return results
+
+
 def records_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
@@ -80,12 +100,12 @@ def records_of(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_shipped_studies_are_valid_and_name_their_command(path: Path) -> None:
     study, runs = load_study(path)
-    assert len(runs) == len(study.variants) * len(study.seeds)
+    assert len(runs) == len(study.items_of) * len(study.seeds)
     assert f"prime-rl study {path.relative_to(ROOT)}" in path.read_text().split("\nbase = ")[0]
 
 
 def test_there_are_studies() -> None:
-    assert {"losses", "flat_teacher"} <= {path.stem for path in STUDIES}
+    assert {"losses", "flat_teacher", "support"} <= {path.stem for path in STUDIES}
 
 
 def test_overrides_of_all_come_before_those_of_a_variant(study_file: WriteStudy) -> None:
@@ -111,7 +131,13 @@ def test_wrong_study_files_are_refused_with_a_remedy(
     assert "seeds: the same seed twice" in refusal(study_file(seeds=[1, 1]))
     assert "seeds: Tuple should have at least 1 item" in refusal(study_file(seeds=[]))
     message = refusal(study_file(variants={"tail": []}))
-    assert "variants: Dictionary should have at least 2 items" in message
+    assert "a study compares at least two variants, in [variants] or [grid.*]: 1" in message
+    both = study_file(grid={"k": {"4": [], "8": []}})
+    assert "[variants] and [grid.*]: keep one of them" in refusal(both)
+    same = {"a": {"b": [], "b-c": []}, "d": {"c-d": [], "d": []}}
+    assert "two variants have the same name" in refusal(study_file(variants={}, grid=same))
+    with_sign = study_file(variants={}, grid={"k": {"4": [], "-8": []}})
+    assert "'-8' names a directory" in refusal(with_sign)
     with_sign = study_file(variants={**VARIANTS, "UP": []})
     with_sign.write_text(with_sign.read_text().replace("UP", "'../up'"))
     assert "'../up' names a directory" in refusal(with_sign)
@@ -120,6 +146,23 @@ def test_wrong_study_files_are_refused_with_a_remedy(
     absent = refusal(tmp_path / "absent.toml")
     assert "base.toml" not in absent and "no such study" in absent
     assert "elsewhere.toml: no such recipe" in refusal(study_file(base="elsewhere.toml"))
+
+
+def test_a_grid_has_a_variant_for_each_combination(study_file: WriteStudy) -> None:
+    """Items apply in the order of the axes, so a later axis may change an earlier one's table."""
+    grid = {
+        "loss": {"reverse": ['loss={type = "topk_reverse_kl", k = 3}'], "own": []},
+        "k": {"4": ["loss.k=4"], "5": ["loss.k=5"]},
+    }
+    study, runs = load_study(study_file(variants={}, grid=grid, seeds=[0]))
+    assert [run.name for run in runs] == [
+        "reverse-4-seed0",
+        "reverse-5-seed0",
+        "own-4-seed0",
+        "own-5-seed0",
+    ]
+    assert [run.recipe.loss.k for run in runs] == [4, 5, 4, 5]
+    assert study.combinations["reverse", "5"] == (*grid["loss"]["reverse"], "loss.k=5")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +194,7 @@ def test_a_study_compares_runs_and_keeps_the_finished_ones(
     table = (folder / "table.md").read_text()
     assert table in capsys.readouterr().out
     assert "| sampled | 2 | " in table and "| tail | 2 | " in table
-    results = json.loads((folder / "results.json").read_text())
+    results = without_times(json.loads((folder / "results.json").read_text()))
     for variant in VARIANTS:
         result = results["variants"][variant]
         assert result["unfinished_seeds"] == []
@@ -187,7 +230,7 @@ def test_a_study_compares_runs_and_keeps_the_finished_ones(
     assert capsys.readouterr().out.count("(kept)") == 2
     assert "resuming after step 2" in (folder / "tail-seed1.log").read_text()
     assert modified() == before
-    assert json.loads((folder / "results.json").read_text()) == results
+    assert without_times(json.loads((folder / "results.json").read_text())) == results
 
     assert main(["study", str(study_file(overrides=["trainer.lr=5e-4"]))]) == 2
     assert "holds a run with another [trainer]; nothing was touched" in capsys.readouterr().err
@@ -252,18 +295,19 @@ def test_a_stopped_or_diverged_study_compares_the_rest(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(study_module, "call", lambda command, log: run_status)
+    monkeypatch.setattr(study_module, "call", lambda command, log: Ended(run_status))
     folder = tmp_path / "runs"
     assert main(["study", str(study_file(seeds=[0])), "--output-dir", str(folder)]) == status
     printed = capsys.readouterr()
     assert text in printed.out + printed.err
-    assert "| tail | 0 of 1 | – | – | – |" in (folder / "table.md").read_text()
+    assert "| tail | 0 of 1 |\n" in (folder / "table.md").read_text()
 
 
 def test_table_has_mean_and_range_and_skips_missing_values() -> None:
     seeds = [[(0, 0.25), (4, 0.5)], [(0, 0.25), (4, 0.75)]]
-    empty: dict[str, Any] = {"accuracy": [], "reverse_kl": [], "top1pct": []}
+    empty: dict[str, Any] = {name: [] for name in QUANTITIES}
     over = {"accuracy": list(over_seeds(seeds)), "reverse_kl": list(over_seeds(seeds))}
+    over["step_seconds"] = list(over_seeds([[(1, 0.5), (2, 0.25)], [(1, 0.75), (2, 0.5)]]))
     results = {
         "variants": {
             "a": {
@@ -281,9 +325,31 @@ def test_table_has_mean_and_range_and_skips_missing_values() -> None:
         }
     }
     assert as_table(results).splitlines()[2:] == [
-        "| a | 2 | 62.5% (50.0% to 75.0%) | 0.625 (0.500 to 0.750) | – |",
+        "| a | 2 | 62.5% (50.0% to 75.0%) | 0.625 (0.500 to 0.750) | 0.50 |",
         "| b | 0 of 2 | – | – | – |",
         "",
         "Before training: accuracy 25.0% (the teacher 87.5%), reverse KL 0.250.",
     ]
-    assert thirds([{"mean": value} for value in (0.1, 0.3, 0.9, 0.9, 0.5, 0.7)]) == "20.0% → 60.0%"
+    assert (
+        thirds([{"mean": value} for value in (0.1, 0.3, 0.9, 0.9, 0.5, 0.7)], percent)
+        == "20.0% → 60.0%"
+    )
+
+
+def test_table_has_the_start_of_each_teacher() -> None:
+    def result(accuracy: float) -> dict[str, Any]:
+        over: dict[str, Any] = {name: [] for name in QUANTITIES}
+        over["accuracy"] = list(over_seeds([[(0, 0.25), (4, 0.5)]]))
+        return {
+            "seeds": {"0": {}},
+            "unfinished_seeds": [],
+            "teacher_accuracy": accuracy,
+            "over_seeds": over,
+        }
+
+    results = {"variants": {"a-1": result(0.5), "a-2": result(0.5), "b-1": result(0.75)}}
+    lines = [line for line in as_table(results).splitlines() if line.startswith("Before")]
+    assert lines == [
+        "Before training, a-1 and those like it: accuracy 25.0% (the teacher 50.0%).",
+        "Before training, b-1 and those like it: accuracy 25.0% (the teacher 75.0%).",
+    ]

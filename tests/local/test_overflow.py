@@ -144,7 +144,8 @@ def test_evaluation_counts_what_was_scored(rule: str, narrow: Any) -> None:
     recipe, engine, scorer = narrow(rule, 10)
     evaluation = Evaluator.of_recipe(engine, recipe)
     problems = engine.problems.problem_set.held_out[:4]
-    sums, tokens = evaluation._reverse_kl_sums(engine.teachers, problems)
+    measured = evaluation._divergence_sums(engine.teachers, problems)
+    sums, tokens = measured.reverse_kl, measured.tokens
     assert len(sums) == len(tokens) == 4 and max(scorer.lengths, default=0) < 10
     assert kl_support(recipe, engine) and all(value >= -1e-6 for value in sums)
     assert all((value == 0) == (count == 0) for value, count in zip(sums, tokens, strict=True))

@@ -11,10 +11,15 @@ from torch import Tensor
 
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import load_student
-from prime_composer.backends.protocols import HiddenStates, TeacherHead, TeacherScores
+from prime_composer.backends.protocols import (
+    HiddenStates,
+    SamplingParams,
+    TeacherHead,
+    TeacherScores,
+)
 from prime_composer.local import evaluate as evaluate_module
 from prime_composer.local.batch import Batch, Pair, Sample
-from prime_composer.local.evaluate import Evaluator
+from prime_composer.local.evaluate import EVALUATION_SEED, Evaluator
 from prime_composer.local.gradients import accumulate_gradients
 from prime_composer.local.plan import plan
 from prime_composer.local.student_forward import student_inputs
@@ -200,11 +205,12 @@ def test_mixture_by_hidden_states_is_exact(monkeypatch: pytest.MonkeyPatch) -> N
         evaluator = Evaluator(engine, recipe.eval, 8, 200, "full")
         problems = engine.problems.problem_set.held_out[:6]
         assert len({len(engine.teachers.routing.of(problem)) for problem in problems}) == 2
-        by_ids = evaluator._reverse_kl_sums(engine.teachers, problems)
+        by_ids = evaluator._divergence_sums(engine.teachers, problems)
         monkeypatch.setattr(evaluate_module, "FULL_VOCABULARY_UP_TO", 1)
-        by_states = evaluator._reverse_kl_sums(engine.teachers, problems)
-    assert by_states[1] == by_ids[1]
-    assert by_states[0] == pytest.approx(by_ids[0], abs=1e-4)
+        by_states = evaluator._divergence_sums(engine.teachers, problems)
+    assert by_states.tokens == by_ids.tokens
+    for of_states, of_ids in zip(by_states[:3], by_ids[:3], strict=True):
+        assert of_states == pytest.approx(of_ids, abs=1e-4)
 
 
 def test_students_choice_is_what_the_teacher_scores(tiny_recipe: Raw) -> None:
@@ -250,3 +256,28 @@ def test_knobs_without_their_road_are_refused(
 ) -> None:
     with pytest.raises((RecipeError, ValueError), match=message):
         parse_recipe(tiny_recipe(**change))
+
+
+def test_evaluation_measures_both_kls_and_entropy(tiny_recipe: Raw) -> None:
+    """Each is the mean over all tokens of the plain sum over the vocabulary."""
+    recipe, engine = open_run(tiny_recipe(eval__kl_size=3, eval__kl_support="full"))
+    with engine, torch.no_grad():
+        problems = [engine.problems.prompt(p) for p in engine.problems.problem_set.held_out[:3]]
+        params = SamplingParams(max_tokens=recipe.rollout.max_tokens)
+        rollouts = engine.sampler.generate(problems, params, seed=EVALUATION_SEED)
+        (scorer,) = engine.teachers.scorers.values()
+        student, teacher = [], []
+        for rollout, scores in zip(rollouts, scorer.score(rollouts, "full"), strict=True):
+            logits = engine.model(rollout.token_ids[None]).logits[0].double()
+            student.append(logits[rollout.start - 1 : -1].log_softmax(-1))
+            teacher.append(scores.teacher_logprobs.gather(-1, scores.token_ids.argsort(-1)))
+        log_p, log_q = torch.cat(student), torch.cat(teacher).double()
+        measured = Evaluator.of_recipe(engine, recipe).student()
+    p, q = log_p.exp(), log_q.exp()
+    expected = {
+        "eval/reverse_kl": (p * (log_p - log_q)).sum(-1).mean(),
+        "eval/forward_kl": (q * (log_q - log_p)).sum(-1).mean(),
+        "eval/entropy": -(p * log_p).sum(-1).mean(),
+    }
+    for name, value in expected.items():
+        assert measured[name] == pytest.approx(float(value), abs=1e-5), name

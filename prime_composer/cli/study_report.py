@@ -1,0 +1,283 @@
+"""Compare the finished runs of a study: numbers, a Markdown table and a figure."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prime_composer.cli.formatting import MISSING, number, percent
+from prime_composer.cli.report import new_figure
+from prime_composer.cli.study_file import Run, StudyConfig, is_finished
+from prime_composer.local.tracker import read_metrics
+
+Series = list[tuple[int, float]]
+"""(step, value) of each measurement of one run."""
+
+
+Text = Callable[[float | None], str]
+"""Formats a value."""
+
+
+def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
+    """Write results.json, table.md and study.png beside the runs, and print the table."""
+    folder = runs[0].run_dir.parent
+    results = compare(study, runs)
+    numbers, figure, markdown = folder / "results.json", folder / "study.png", folder / "table.md"
+    numbers.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    table = as_table(results)
+    markdown.write_text(table, encoding="utf-8")
+    if study.grid:
+        draw_grid(results, list(study.combinations), list(study.grid)[-1], figure)
+    else:
+        draw(results, figure)
+    print(f"\n{table}\nfigure: {figure}\nnumbers: {numbers}, {markdown}")
+
+
+def in_short(run: Run) -> str:
+    """Format a finished run as one line."""
+    values = measured(run)
+    accuracy, reverse_kl = values["accuracy"], values["reverse_kl"]
+    parts = [f"accuracy {percent(accuracy[0][1])} → {percent(accuracy[-1][1])}"]
+    if reverse_kl:
+        parts.append(f"reverse KL {number(reverse_kl[0][1])} → {number(reverse_kl[-1][1])}")
+    return ", ".join(parts)
+
+
+def measured(run: Run) -> dict[str, Series]:
+    """Read the run's series, by the names of ``QUANTITIES``."""
+    records = read_metrics(run.run_dir)
+    return {
+        name: [
+            (record["step"], record[key])
+            for record in records
+            for key in (quantity.metric, f"{run.recipe.loss.type}/{quantity.metric}")
+            if key in record
+        ]
+        for name, quantity in QUANTITIES.items()
+    }
+
+
+def compare(study: StudyConfig, runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the contents of ``results.json``: the series of finished runs, and over the seeds."""
+    variants = {}
+    for variant, items in study.items_of.items():
+        repeats = [run for run in runs if run.variant == variant]
+        finished = [run for run in repeats if is_finished(run)]
+        by_seed = {str(run.seed): measured(run) for run in finished}
+        start_of_run = read_metrics(finished[0].run_dir)[0] if finished else {}
+        variants[variant] = {
+            "overrides": list(items),
+            "loss": repeats[0].recipe.model_dump(mode="json")["loss"],
+            "unfinished_seeds": [run.seed for run in repeats if run not in finished],
+            "teacher_accuracy": start_of_run.get("teacher/accuracy"),
+            "seeds": by_seed,
+            "over_seeds": {
+                name: list(over_seeds([series[name] for series in by_seed.values()]))
+                for name in QUANTITIES
+            },
+        }
+    return {"base": str(study.base), "overrides": list(study.overrides), "variants": variants}
+
+
+def over_seeds(
+    series: Sequence[Sequence[tuple[int, float]]],
+) -> Iterator[dict[str, int | float]]:
+    """Yield mean, min and max at each step that every seed measured."""
+    columns = [dict(points) for points in series]
+    steps = sorted(set.intersection(*(set(column) for column in columns))) if columns else []
+    for step in steps:
+        values = [column[step] for column in columns]
+        yield {
+            "step": step,
+            "mean": sum(values) / len(values),
+            "min": min(values),
+            "max": max(values),
+        }
+
+
+def as_table(results: Mapping[str, Any]) -> str:
+    """Format the comparison as a Markdown table: the mean over the seeds, and (min to max).
+
+    A quantity that no run has measured has no column.
+    """
+    variants = results["variants"]
+    columns = {
+        name: quantity
+        for name, quantity in QUANTITIES.items()
+        if any(result["over_seeds"][name] for result in variants.values())
+    }
+    head = ["variant", "seeds", *(quantity.column for quantity in columns.values())]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    starts: dict[str, str] = {}
+    for variant, result in variants.items():
+        series = result["over_seeds"]
+        finished, unfinished = len(result["seeds"]), len(result["unfinished_seeds"])
+        seeds = f"{finished} of {finished + unfinished}" if unfinished else str(finished)
+        cells = [quantity.cell(series[name], quantity.text) for name, quantity in columns.items()]
+        lines.append(f"| {' | '.join([variant, seeds, *cells])} |")
+        if series["accuracy"]:
+            text = f"accuracy {percent(series['accuracy'][0]['mean'])}"
+            text += f" (the teacher {percent(result['teacher_accuracy'])})"
+            if series["reverse_kl"]:
+                text += f", reverse KL {number(series['reverse_kl'][0]['mean'])}"
+            starts.setdefault(text, variant)
+    for text, variant in starts.items():
+        where = f", {variant} and those like it" if len(starts) > 1 else ""
+        lines += ["", f"Before training{where}: {text}."]
+    return "\n".join(lines) + "\n"
+
+
+def spread(series: Sequence[Mapping[str, int | float]], text: Text) -> str:
+    """Format the last measurement: mean (min to max), or the one value that all seeds have."""
+    if not series:
+        return MISSING
+    last = series[-1]
+    if last["min"] == last["max"]:
+        return text(last["mean"])
+    return f"{text(last['mean'])} ({text(last['min'])} to {text(last['max'])})"
+
+
+def thirds(series: Sequence[Mapping[str, int | float]], text: Text) -> str:
+    """Format the mean over the first third of the steps, and over the last third."""
+    if not series:
+        return MISSING
+    size = max(1, len(series) // 3)
+    means = [
+        sum(point["mean"] for point in part) / size for part in (series[:size], series[-size:])
+    ]
+    return f"{text(means[0])} → {text(means[1])}"
+
+
+def average(series: Sequence[Mapping[str, int | float]], text: Text) -> str:
+    """Format the mean over all steps."""
+    return text(sum(point["mean"] for point in series) / len(series)) if series else MISSING
+
+
+class Quantity(NamedTuple):
+    """What is compared.
+
+    Attributes:
+        metric: name in metrics.jsonl, or after the prefix of the run's loss.
+        column: heading of the table.
+        text: formats a value.
+        cell: formats a series for the table.
+        title: title of its panel in the figure; None has no panel.
+        unit: label of the panel's axis.
+    """
+
+    metric: str
+    column: str
+    text: Text
+    cell: Callable[[Sequence[Mapping[str, int | float]], Text], str] = spread
+    title: str | None = None
+    unit: str = "nats per token"
+
+
+QUANTITIES = {
+    "accuracy": Quantity(
+        "eval/accuracy", "accuracy", percent, title="held-out accuracy, greedy", unit="share"
+    ),
+    "reverse_kl": Quantity(
+        "eval/reverse_kl",
+        "reverse KL, nats/token",
+        number,
+        title="reverse KL to the teacher, held out",
+    ),
+    "forward_kl": Quantity("eval/forward_kl", "forward KL", number),
+    "entropy": Quantity("eval/entropy", "entropy", number),
+    "top1pct": Quantity(
+        "signal_top1pct",
+        "top 1% of tokens hold",
+        percent,
+        thirds,
+        title="share of the loss's signal in its top 1% of tokens",
+        unit="share",
+    ),
+    "step_seconds": Quantity("time/step", "s/step", lambda value: f"{value:.2f}", average),
+}
+"""Name in ``results.json`` -> what it is."""
+
+
+def draw(results: Mapping[str, Any], output: Path) -> None:
+    """Draw each quantity with a title against steps: the mean, and the range over seeds."""
+    figure = new_figure(15, 5)
+    from matplotlib import colormaps
+
+    shown = {name: quantity for name, quantity in QUANTITIES.items() if quantity.title}
+    panels = figure.subplots(1, len(shown))
+    colors = colormaps["tab10" if len(results["variants"]) <= 10 else "tab20"]
+    for axes, (name, quantity) in zip(panels, shown.items(), strict=True):
+        for index, (variant, result) in enumerate(results["variants"].items()):
+            points = result["over_seeds"][name]
+            if not points:
+                continue
+            steps, means, lows, highs = (
+                [point[key] for point in points] for key in ("step", "mean", "min", "max")
+            )
+            axes.plot(steps, means, color=colors(index), label=variant)
+            axes.fill_between(steps, lows, highs, color=colors(index), alpha=0.12, linewidth=0)
+        axes.set_title(quantity.title)
+        axes.set_xlabel("step")
+        axes.set_ylabel(quantity.unit)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    handles, labels = panels[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize="small")
+    figure.savefig(output, dpi=120)
+
+
+def draw_grid(
+    results: Mapping[str, Any], combinations: Sequence[tuple[str, ...]], axis: str, output: Path
+) -> None:
+    """Draw the last measurements: the last axis of the grid on x, a color for each other name.
+
+    The bars are the range over the seeds.
+
+    Args:
+        results: what ``compare`` returns.
+        combinations: names of each variant, one per axis.
+        axis: name of the last axis.
+        output: the figure's file.
+    """
+    figure = new_figure(15, 5)
+    from matplotlib import colormaps
+
+    names = list(dict.fromkeys(one[-1] for one in combinations))
+    groups = list(dict.fromkeys(one[:-1] for one in combinations))
+    colors = colormaps["tab10" if len(groups) <= 10 else "tab20"]
+    measures = ("accuracy", "reverse_kl", "forward_kl")
+    panels = figure.subplots(1, len(measures))
+    for axes, measure in zip(panels, measures, strict=True):
+        for index, group in enumerate(groups):
+            last = {
+                place: series[-1]
+                for place, name in enumerate(names)
+                if (series := results["variants"]["-".join((*group, name))]["over_seeds"][measure])
+            }
+            shift = 0.5 * (index / len(groups) - 0.5)
+            means = [point["mean"] for point in last.values()]
+            ranges = [
+                [point["mean"] - point["min"] for point in last.values()],
+                [point["max"] - point["mean"] for point in last.values()],
+            ]
+            axes.errorbar(
+                [place + shift for place in last],
+                means,
+                ranges,
+                fmt="o",
+                markersize=4,
+                color=colors(index),
+                label="-".join(group),
+            )
+        quantity = QUANTITIES[measure]
+        axes.set_title(quantity.title or quantity.column)
+        axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 8 else 0)
+        axes.set_xlabel(axis)
+        axes.set_ylabel(quantity.unit)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    handles, labels = panels[0].get_legend_handles_labels()
+    if handles and len(groups) > 1:
+        figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize="small")
+    figure.savefig(output, dpi=120)
