@@ -32,18 +32,13 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences.base import upcast
-from prime_composer.losses.config import ChannelName, LossConfig
+from prime_composer.losses.config import ChannelName
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import token_mean, top_share
-from prime_composer.losses.shared.trust_region import (
-    drift_metrics,
-    importance_ratios,
-    policy_gradient_sum,
-    signed_region,
-)
+from prime_composer.losses.shared.signed_rl import SignedRLLossConfig, signed_policy_gradient
 
 
-class RLCSDLossConfig(LossConfig):
+class RLCSDLossConfig(SignedRLLossConfig):
     """Knobs of ``rlcsd_loss_fn``."""
 
     type: Literal["rlcsd"] = "rlcsd"
@@ -69,21 +64,11 @@ class RLCSDLossConfig(LossConfig):
     threshold: NonNegativeFloat = 0.02
     """A token with a smaller |s| keeps its advantage."""
 
-    delta_low: NonNegativeFloat = 0.2
-    """A token with A < 0 is dropped once its probability fell by more than this since sampling."""
-
-    delta_high: NonNegativeFloat = 0.2
-    """A token with A > 0 is dropped once its probability rose by more than this."""
-
-    kl_tau: NonNegativeFloat = 1e-3
-    """Factor of (log rho)^2, which keeps the policy near its sampler."""
-
 
 @register(RLCSDLossConfig)
 def rlcsd_loss_fn(inputs: LossInputs, config: RLCSDLossConfig) -> LossOutputs:
     """Return sum_mask w (-keep A' rho + kl_tau (log rho)^2)."""
     mask = inputs.loss_mask
-    ratios = importance_ratios(inputs)
     with torch.no_grad():
         advantages = torch.where(mask, given(inputs.advantages), 0.0)
         contrast = torch.where(
@@ -96,16 +81,11 @@ def rlcsd_loss_fn(inputs: LossInputs, config: RLCSDLossConfig) -> LossOutputs:
         signal = advantages + torch.where(shifted, shift, 0.0)
         signal = torch.where(advantages > 0, signal.clamp(min=0.0), signal.clamp(max=0.0))
         signal = torch.where(advantages == 0, 0.0 * signal, signal)
-        region = signed_region(
-            advantages, ratios.probs_diff, config.delta_low, config.delta_high, mask
-        )
-    loss = policy_gradient_sum(
-        ratios.log_ratio, signal, mask & ~region.dropped, config.kl_tau, inputs
-    )
+    loss, region_metrics = signed_policy_gradient(inputs, config, advantages, signal)
 
     with torch.no_grad():
         metrics = {
-            **drift_metrics(ratios.log_ratio, region.dropped, mask),
+            **region_metrics,
             "contrast_abs": token_mean(contrast.abs(), mask),
             "shifted": token_mean(shifted, mask),
             "cancelled": token_mean((signal == 0) & (advantages != 0), mask),

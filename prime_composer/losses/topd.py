@@ -32,19 +32,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field
 from torch import Tensor
 
 from prime_composer.contract import LossInputs, LossOutputs, given
-from prime_composer.losses.config import GroupCredit, LossConfig
+from prime_composer.losses.config import GroupCredit
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import token_mean, top_share
-from prime_composer.losses.shared.trust_region import (
-    drift_metrics,
-    importance_ratios,
-    policy_gradient_sum,
-    signed_region,
-)
+from prime_composer.losses.shared.signed_rl import SignedRLLossConfig, signed_policy_gradient
 
 SMALLEST_SPREAD = 1e-6
 """Lower bound of the standard deviation. A group without spread has a credit of 0."""
@@ -91,7 +86,7 @@ class TopDCredit:
         return rewards + sums / later.clamp(min=1)
 
 
-class TopDLossConfig(LossConfig):
+class TopDLossConfig(SignedRLLossConfig):
     """Knobs of ``topd_loss_fn``."""
 
     type: Literal["topd"] = "topd"
@@ -105,15 +100,6 @@ class TopDLossConfig(LossConfig):
     alpha: float = Field(0.2, gt=0, lt=1)
     """The teacher's weight in the target."""
 
-    delta_low: NonNegativeFloat = 0.2
-    """A token with A < 0 is dropped once its probability fell by more than this since sampling."""
-
-    delta_high: NonNegativeFloat = 0.2
-    """A token with A > 0 is dropped once its probability rose by more than this."""
-
-    kl_tau: NonNegativeFloat = 1e-3
-    """Factor of (log rho)^2, which keeps the policy near its sampler."""
-
     @property
     def own_credit(self) -> GroupCredit:
         """The normalized returns."""
@@ -124,17 +110,13 @@ class TopDLossConfig(LossConfig):
 def topd_loss_fn(inputs: LossInputs, config: TopDLossConfig) -> LossOutputs:
     """Return sum_mask w (-keep A rho + kl_tau (log rho)^2)."""
     mask = inputs.loss_mask
-    ratios = importance_ratios(inputs)
     credit = torch.where(mask, given(inputs.credit).detach(), 0.0)
-    region = signed_region(credit, ratios.probs_diff, config.delta_low, config.delta_high, mask)
-    loss = policy_gradient_sum(
-        ratios.log_ratio, credit, mask & ~region.dropped, config.kl_tau, inputs
-    )
+    loss, region_metrics = signed_policy_gradient(inputs, config, credit, credit)
 
     with torch.no_grad():
         gap = torch.where(mask, given(inputs.ref_logprobs) - inputs.trainer_logprobs, 0.0)
         metrics = {
-            **drift_metrics(ratios.log_ratio, region.dropped, mask),
+            **region_metrics,
             "ref_kl": token_mean(gap, mask),
             "credit_abs": token_mean(credit.abs(), mask),
             "signal_top1pct": top_share(credit, mask),

@@ -105,7 +105,7 @@ def test_shipped_studies_are_valid_and_name_their_command(path: Path) -> None:
 
 
 def test_there_are_studies() -> None:
-    assert {"losses", "flat_teacher", "support"} <= {path.stem for path in STUDIES}
+    assert {"losses", "flat_teacher", "support", "objectives", "hints"} <= {path.stem for path in STUDIES}
 
 
 def test_overrides_of_all_come_before_those_of_a_variant(study_file: WriteStudy) -> None:

@@ -517,7 +517,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "region of reweighted RL by the gap": mutant(
         REWEIGHTING, "reweighted_rl",
-        ("signed_region(_S, _D, _L, _H, _M)", "signed_region(gap, _D, _L, _H, _M)"),
+        ("signed_policy_gradient(_I, _C, _A, _S)", "signed_policy_gradient(_I, _C, gap, _S)"),
     ),
     "mix never decays": mutant(
         REWEIGHTING, "MixSchedule.mix", ("1 - self.step / self._steps", "1")
@@ -552,7 +552,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "region of topd reversed": mutant(
         "losses/topd.py", "topd_loss_fn",
-        ("signed_region(credit, _D, _L, _H, _M)", "signed_region(-credit, _D, _L, _H, _M)"),
+        ("signed_policy_gradient(_I, _C, credit, _S)", "signed_policy_gradient(_I, _C, -credit, _S)"),
     ),
     "extrapolation toward the reference": mutant(
         "backends/mixture.py", "extrapolate",

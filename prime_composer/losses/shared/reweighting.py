@@ -5,7 +5,7 @@ Per token of the mask, with the group-relative advantage A of its rollout and a 
     -keep A ((1 - mix) + mix w) rho + kl_tau (log rho)^2,    rho = p(y)/mu(y)
 
 The reward alone decides the sign, the teacher how a rollout's credit is shared among its tokens.
-The trust region ``keep`` is that of ``shared.trust_region.signed_region`` with the sign of A.
+The trust region ``keep`` is that of ``shared.signed_rl`` with the sign of A.
 """
 
 from collections.abc import Callable
@@ -13,26 +13,21 @@ from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences.base import upcast
-from prime_composer.losses.config import ChannelName, LossConfig, LossState
+from prime_composer.losses.config import ChannelName, LossState
 from prime_composer.losses.shared.metrics import token_mean, top_share
 from prime_composer.losses.shared.modifiers import segment_totals
-from prime_composer.losses.shared.trust_region import (
-    drift_metrics,
-    importance_ratios,
-    policy_gradient_sum,
-    signed_region,
-)
+from prime_composer.losses.shared.signed_rl import SignedRLLossConfig, signed_policy_gradient
 
 LARGEST_GAP = 80.0
 """Bound of |log q - log p| before the exp, in nats. The clip range is far within it."""
 
 
-class ReweightedRLLossConfig(LossConfig):
+class ReweightedRLLossConfig(SignedRLLossConfig):
     """Knobs of an RL loss whose advantages a teacher reweights."""
 
     needs_inputs: ClassVar[frozenset[str]] = frozenset({"advantages", "ref_logprobs"})
@@ -51,15 +46,6 @@ class ReweightedRLLossConfig(LossConfig):
     normalize: Literal["none", "mean_one"] = "none"
     """``mean_one``: divide the clipped weights by their mean over the response, so that its total
     credit is that of plain RL."""
-
-    delta_low: NonNegativeFloat = 0.2
-    """A token with A < 0 is dropped once its probability fell by more than this since sampling."""
-
-    delta_high: NonNegativeFloat = 0.2
-    """A token with A > 0 is dropped once its probability rose by more than this."""
-
-    kl_tau: NonNegativeFloat = 1e-3
-    """Factor of (log rho)^2, which keeps the policy near its sampler."""
 
     def make_state(self) -> LossState | None:
         """Return the schedule of ``mix``, or None where it stays."""
@@ -107,7 +93,6 @@ def reweighted_rl(
     """
     mask = inputs.loss_mask
     mix = config.mix if state is None else state.mix
-    ratios = importance_ratios(inputs)
     with torch.no_grad():
         advantages = torch.where(mask, given(inputs.advantages), 0.0)
         gap = torch.where(
@@ -119,16 +104,11 @@ def reweighted_rl(
         if config.normalize == "mean_one":
             weights = weights / response_means(weights, mask, inputs.segment_ids)
         signal = advantages * ((1 - mix) + mix * weights)
-        region = signed_region(
-            advantages, ratios.probs_diff, config.delta_low, config.delta_high, mask
-        )
-    loss = policy_gradient_sum(
-        ratios.log_ratio, signal, mask & ~region.dropped, config.kl_tau, inputs
-    )
+    loss, region_metrics = signed_policy_gradient(inputs, config, advantages, signal)
 
     with torch.no_grad():
         metrics = {
-            **drift_metrics(ratios.log_ratio, region.dropped, mask),
+            **region_metrics,
             "gap": token_mean(gap, mask),
             "weight": token_mean(weights, mask),
             "at_clip": token_mean(at_clip, mask),
