@@ -175,6 +175,7 @@ def build_parser() -> argparse.ArgumentParser:
     study.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)"
     )
+    add_overrides(study)
 
     teacher = add_command(
         "teacher",
@@ -340,7 +341,7 @@ def _study(args: argparse.Namespace) -> int:
         from prime_composer.cli.study import run_study
 
     with stopping_at_once():
-        return run_study(Path(args.config), args.output_dir, args.jobs)
+        return run_study(Path(args.config), args.output_dir, args.jobs, args.overrides)
 
 
 def prepare_configs(recipe: "Recipe") -> dict[str, "AnyPrepare"]:

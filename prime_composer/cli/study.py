@@ -21,7 +21,9 @@ from prime_composer.local.signals import Stopped
 from prime_composer.recipe.schema import RecipeError
 
 
-def run_study(path: Path, output_dir: str | None = None, jobs: int = 1) -> int:
+def run_study(
+    path: Path, output_dir: str | None = None, jobs: int = 1, changes: Sequence[str] = ()
+) -> int:
     """Run what is missing of a study, draw the comparison and print its table.
 
     A run that diverges is named at the end, and the others continue. A wrong set-up stops the
@@ -32,11 +34,12 @@ def run_study(path: Path, output_dir: str | None = None, jobs: int = 1) -> int:
         path: the study file.
         output_dir: replaces the file's own.
         jobs: runs at a time.
+        changes: ``section.key=value`` items for all variants.
 
     Returns:
         The exit status: 0, 1 if a run failed, 128 + n after signal n.
     """
-    study, runs = load_study(path, output_dir)
+    study, runs = load_study(path, output_dir, changes)
     folder = runs[0].run_dir.parent
     print(
         f"study: {len(study.items_of)} variants, {len(study.seeds)} seeds, in {folder}", flush=True

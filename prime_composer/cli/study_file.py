@@ -137,13 +137,14 @@ class Run:
 
 
 def load_study(
-    path: str | os.PathLike[str], output_dir: str | None = None
+    path: str | os.PathLike[str], output_dir: str | None = None, changes: Sequence[str] = ()
 ) -> tuple[StudyConfig, list[Run]]:
     """Read and validate a study file, and the recipe of every variant.
 
     Args:
         path: a TOML file.
         output_dir: replaces the file's own.
+        changes: ``section.key=value`` items for all variants, after their own.
 
     Returns:
         The study, and its runs seed by seed, so that a stopped study has whole seeds to compare.
@@ -154,7 +155,7 @@ def load_study(
     """
     path = Path(path)
     study = parse_tables(StudyConfig, read_tables(path, "study", "recipes/studies/"), str(path))
-    for item in (*study.overrides, *itertools.chain(*study.items_of.values())):
+    for item in (*changes, *study.overrides, *itertools.chain(*study.items_of.values())):
         if item.partition("=")[0].strip() == "trainer.seed":
             raise RecipeError(f"{path}: {item}: the seeds of a study belong in `seeds`")
     base = Path(os.path.relpath(path.parent / study.base))
@@ -163,7 +164,7 @@ def load_study(
     runs = []
     for seed in study.seeds:
         for variant, items in study.items_of.items():
-            overrides = (*study.overrides, *items, f"trainer.seed={seed}")
+            overrides = (*study.overrides, *items, *changes, f"trainer.seed={seed}")
             try:
                 recipe = _with_overrides(tables, overrides, base)
             except RecipeError as error:

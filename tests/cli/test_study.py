@@ -105,7 +105,9 @@ def test_shipped_studies_are_valid_and_name_their_command(path: Path) -> None:
 
 
 def test_there_are_studies() -> None:
-    assert {"losses", "flat_teacher", "support", "objectives", "hints"} <= {path.stem for path in STUDIES}
+    assert {"losses", "flat_teacher", "support", "objectives", "hints"} <= {
+        path.stem for path in STUDIES
+    }
 
 
 def test_overrides_of_all_come_before_those_of_a_variant(study_file: WriteStudy) -> None:
@@ -115,6 +117,14 @@ def test_overrides_of_all_come_before_those_of_a_variant(study_file: WriteStudy)
     last = runs[3].recipe
     assert (last.loss.k, last.trainer.lr, last.trainer.seed) == (4, 5e-4, 1)
     assert runs[0].recipe.loss.type == "sampled_reverse_kl"
+
+
+def test_set_changes_every_variant_after_its_own_items(study_file: WriteStudy) -> None:
+    _, runs = load_study(study_file(), changes=["loss.k=7", "trainer.lr=5e-4"])
+    assert {run.recipe.trainer.lr for run in runs} == {5e-4}
+    assert [run.recipe.loss.k for run in runs if run.variant == "tail"] == [7, 7]
+    with pytest.raises(RecipeError, match="trainer.seed=3: the seeds of a study belong"):
+        load_study(study_file(), changes=["trainer.seed=3"])
 
 
 def test_a_bad_variant_is_named_with_its_key(study_file: WriteStudy) -> None:

@@ -552,7 +552,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "region of topd reversed": mutant(
         "losses/topd.py", "topd_loss_fn",
-        ("signed_policy_gradient(_I, _C, credit, _S)", "signed_policy_gradient(_I, _C, -credit, _S)"),
+        ("signed_policy_gradient(_I, _C, credit, _S)",
+         "signed_policy_gradient(_I, _C, -credit, _S)"),
     ),
     "extrapolation toward the reference": mutant(
         "backends/mixture.py", "extrapolate",
