@@ -731,6 +731,12 @@ class Recipe(Section):
                 "[environments]: all have use = 'eval', and none is left to train on; set it to "
                 "'both' or 'train' in one"
             )
+        nothing = not self.problem_sources and not any(table.evaluates for table in by_id.values())
+        if nothing and "eval" in self.model_fields_set:
+            raise ValueError(
+                "[eval]: all [environments] have use = 'train', and none is left to evaluate; set "
+                "it to 'both' in one, or leave [eval] out"
+            )
         table = f"environments.{next(iter(by_id))}"
         if self.rollout.student_fraction < 1 and not self.rollout.teacher_samples:
             raise ValueError(

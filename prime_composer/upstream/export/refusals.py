@@ -48,6 +48,7 @@ def refuse(recipe: Recipe, version: Version) -> None:
             f"to extrapolate it from. Leave the table out, {RUN_LOCALLY}"
         )
     refuse_two_credentials(recipe)
+    refuse_environments(recipe, version)
     policy = None if recipe.teacher is None else recipe.teacher.policy
     try:
         wire_support_size(recipe.loss, "loss")
@@ -63,6 +64,35 @@ def refuse(recipe: Recipe, version: Version) -> None:
         )
     except ValueError as error:
         raise RecipeError(str(error)) from None
+
+
+def refuse_environments(recipe: Recipe, version: Version) -> None:
+    """Check that the version runs every environment by id.
+
+    Raises:
+        RecipeError: it does not; the message names the key.
+    """
+    policy = None if recipe.teacher is None else recipe.teacher.policy
+    for name, source in recipe.environments_by_id.items():
+        table, api = f"environments.{name}", source.api or version.api
+        if api not in version.environments:
+            able = [other.name for other in VERSIONS.values() if api in other.environments]
+            raise RecipeError(
+                f"{table}.api = {api!r}: prime-rl {version.name} runs environments of verifiers' "
+                f"API {' and '.join(version.environments)}. Export for {' or '.join(able)}, or "
+                "name the environment's other version in id and api"
+            )
+        if api == "v0" and source.max_turns is not None:
+            raise RecipeError(
+                f"{table}.max_turns = {source.max_turns}: an environment of verifiers' API v0, "
+                f"which is prime-rl {version.name}'s default, has its own limit of turns. Leave it "
+                "out and set the environment's argument in args, or set api = 'v1'"
+            )
+        if policy is not None and policy.hint == "feedback":
+            raise RecipeError(
+                f"teacher.policy.hint = 'feedback': it quotes the right answer, and {table} has an "
+                "id, and no answer that this package knows. Set it to 'sibling' or 'reference'"
+            )
 
 
 def refuse_asker(recipe: Recipe) -> None:
