@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.upstream import test_whole_run as whole_run
-from tests.upstream.test_whole_run import K, TOP_K, newest, other
+from tests.upstream.test_whole_run import TOP_K, K, newest, other
 
 models = whole_run.models
 
