@@ -7,10 +7,17 @@ Both appear in the generated reference (``reference.py``).
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from prime_composer.losses import AnyLoss, require
 from prime_composer.problems.config import PROBLEMS, DataConfig
@@ -641,6 +648,13 @@ class Recipe(Section):
 
     prime_rl: OpenTable = Field(default_factory=dict, json_schema_extra=CARRIED)
     """prime-rl's own settings, merged into the export. The one-machine engine ignores them."""
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _check_no_id(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "id" in data:
+            raise ValueError("an environment by id is a table [environments.NAME], of any NAME")
+        return data
 
     @property
     def sources(self) -> dict[str, DataConfig | EnvironmentConfig]:

@@ -16,7 +16,7 @@ from prime_composer.upstream.export import export_recipe
 from prime_composer.upstream.toml_shapes import HEADER
 from prime_composer.upstream.versions import VERSIONS
 from tests.prime_rl_checkout import REPO
-from tests.upstream.export_recipes import TWO, tables
+from tests.upstream.export_recipes import TWO, recipe, tables
 
 ENVIRONMENTS = {"v0.6": "env", "v0.7": "env", "v0.8": "source", "head": "source"}
 AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
@@ -177,17 +177,18 @@ def test_environment_by_id_is_routed_in_v0_6s_header():
             "head",
             {"id": "x", "api": "v0"},
             r"environments.rev.api = 'v0': prime-rl head runs .* API v1. Export for v0.6 or v0.7 "
-            "or v0.8, or name",
+            r"or v0.8\.$",
         ),
         (
             "v0.6",
             {"id": "x", "api": "v1"},
-            r"environments.rev.api = 'v1': prime-rl v0.6 runs .* API v0. Export for v0.7",
+            r"environments.rev.api = 'v1': prime-rl v0.6 runs .* API v0. Export for v0.7 .* "
+            "--engine local",
         ),
         (
             "v0.7",
             {"id": "x", "max_turns": 3},
-            "environments.rev.max_turns = 3: .* has its own limit of turns.*api = 'v1'",
+            "environments.rev.max_turns = 3: .* has its own limit of turns.* --engine local",
         ),
     ],
 )
@@ -202,6 +203,14 @@ def test_verdict_on_an_environment_by_id_is_refused():
     teacher = {"policy": {"update": "live", "hint": "feedback"}}
     with pytest.raises(RecipeError, match="hint = 'feedback': .* environments.rev has an id"):
         exported("head", teacher=teacher)
+
+
+def test_head_names_the_environments_to_install():
+    """Each id once, and nothing where the recipe has problems alone."""
+    head = export_recipe(parse_recipe(raw(USES)), "head").head
+    place = head.index("Environments that have to be installed beside prime-rl:")
+    assert head[place + 1] == "    x, y"
+    assert not any("installed beside" in line for line in export_recipe(recipe(), "head").head)
 
 
 def test_check_and_export_import_no_environment(tmp_path):

@@ -75,18 +75,20 @@ def refuse_environments(recipe: Recipe, version: Version) -> None:
     policy = None if recipe.teacher is None else recipe.teacher.policy
     for name, source in recipe.environments_by_id.items():
         table, api = f"environments.{name}", source.api or version.api
+        # The one-machine engine runs v1, which is also what an unset api means there.
+        otherwise = "." if source.api == "v0" else f", {RUN_LOCALLY}"
         if api not in version.environments:
             able = [other.name for other in VERSIONS.values() if api in other.environments]
             raise RecipeError(
                 f"{table}.api = {api!r}: prime-rl {version.name} runs environments of verifiers' "
-                f"API {' and '.join(version.environments)}. Export for {' or '.join(able)}, or "
-                "name the environment's other version in id and api"
+                f"API {' and '.join(version.environments)}. Export for {' or '.join(able)}"
+                f"{otherwise}"
             )
         if api == "v0" and source.max_turns is not None:
             raise RecipeError(
-                f"{table}.max_turns = {source.max_turns}: an environment of verifiers' API v0, "
-                f"which is prime-rl {version.name}'s default, has its own limit of turns. Leave it "
-                "out and set the environment's argument in args, or set api = 'v1'"
+                f"{table}.max_turns = {source.max_turns}: prime-rl {version.name} runs this "
+                "environment by verifiers' API v0, where it has its own limit of turns. Leave it "
+                f"out and set the environment's own argument in args{otherwise}"
             )
         if policy is not None and policy.hint == "feedback":
             raise RecipeError(
