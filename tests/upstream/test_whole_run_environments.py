@@ -1,7 +1,7 @@
-"""Whole runs of an unmodified prime-rl on environments of verifiers by id, in several turns.
+"""Whole runs of an unmodified prime-rl on an environment of verifiers by id, in several turns.
 
-As in test_whole_run.py, whose functions and stand-ins these are. The environments are a package of
-their own, e2e/tiny_turns.py, which our package does not know: it is named in the recipe alone.
+As in test_whole_run.py, whose functions and stand-ins these are. The environment is a module of its
+own, e2e/tiny_turns.py, which our package does not know: it is named in the recipe alone.
 """
 
 import json
@@ -34,17 +34,16 @@ RUNS = [
 ]
 
 
-def environments(api):
-    """Return two environments by id: one turn of numbers below 10, two turns of larger ones.
+def environment(api):
+    """Return a table of the recipe: numbers from 20 on, of which even ones take two turns.
 
-    With the API v1 the second one would take three turns. The recipe's limit ends it.
+    With the API v1 they would take three turns. The recipe's limit ends them.
     """
-    name = "tiny-turns" if api == "v1" else "tiny-turns-v0"
-    table = {"id": name, "api": api, "timeout": 300, "prime_rl": NATIVE if api == "v1" else {}}
-    limits = {"args": {"turns": 3, "first": 20}, "max_turns": 2}
     if api == "v0":
-        limits = {"args": {"turns": 2, "first": 20}}
-    return {"one": {**table, "args": {"first": 1}}, "two": {**table, **limits}}
+        table = {"id": "tiny-turns-v0", "args": {"turns": 2, "first": 20}}
+    else:
+        table = {"id": "tiny-turns", "args": {"turns": 3, "first": 20}, "max_turns": 2}
+    return {**table, "api": api, "timeout": 300}
 
 
 def trained_sequences(result):
@@ -66,30 +65,33 @@ def trained_sequences(result):
 
 
 def sampled_places(tokens, requests):
-    """Return the places of the tokens that the student's server sampled, and the turns.
+    """Return the places of the tokens that the student's server sampled, and the number of turns.
 
-    Each of a rollout's requests is the beginning of its sequence.
+    Each of a rollout's requests is the beginning of its sequence. Another rollout's answer may be
+    the beginning of this one's, so that of each turn the longest one counts.
     """
-    turns = [
-        range(len(r["in"]), len(r["in"]) + len(r["out"]))
-        for r in requests
-        if tokens[: len(r["in"]) + len(r["out"])] == r["in"] + r["out"]
-    ]
-    distinct = sorted({(turn.start, turn.stop) for turn in turns})
-    return [place for start, stop in distinct for place in range(start, stop)], len(distinct)
+    turns = {}
+    for request in requests:
+        start, seen = len(request["in"]), request["in"] + request["out"]
+        if tokens[: len(seen)] == seen:
+            turns[start] = max(len(seen), turns.get(start, 0))
+    places = [place for start in sorted(turns) for place in range(start, turns[start])]
+    return places, len(turns)
 
 
 @pytest.mark.parametrize("version,api", RUNS)
 def test_whole_run_trains_on_environments_by_id(trees, models, tmp_path, version, api):
     """Only the student's own tokens train, in every turn; their divergence is float64's."""
-    tables = environments(api)
+    table = environment(api)
+    if api == "v1":
+        table["prime_rl"] = NATIVE[version]
     result = whole_run.run(
         version,
         trees,
         models,
         tmp_path,
         TOP_K,
-        environments=tables,
+        environments={"spell": table},
         words=True,
         seq_len=512,
     )
@@ -103,8 +105,8 @@ def test_whole_run_trains_on_environments_by_id(trees, models, tmp_path, version
         assert trained == places, (turns, tokenizer.decode(tokens))
         assert tokens in scored  # the whole context in one request
         text = tokenizer.decode(tokens)
-        large = any(f"spell 2{i}" in text for i in range(8))
-        assert turns == (2 if large else 1) and ("again 1" in text) == large
+        even = any(f"spell 2{i}" in text for i in range(0, 8, 2))
+        assert turns == (2 if even else 1) and ("again 1" in text) == even
         seen.add(turns)
     assert seen == {1, 2}
     check_divergence(result, version, steps[0])

@@ -1,6 +1,6 @@
-"""Numbers to spell in one or several turns, with a harness: one package for verifiers' v1 API.
+"""Numbers to spell, with a harness: one package for verifiers' v1 API. Its id is "tiny-turns".
 
-Its id is "tiny-turns". tiny_turns_v0.py has the same tasks for the API v0.
+Odd numbers take one turn, even ones as many as ``turns`` says. tiny_turns_v0.py is its v0.
 """
 
 import httpx
@@ -27,10 +27,10 @@ class TurnsTaskset(vf.Taskset[TurnsTask, TurnsConfig]):
         config = self.config
         return [
             TurnsTask(
-                TurnsData(idx=i, prompt=f"spell {config.first + i}", turns=config.turns),
+                TurnsData(idx=i, prompt=f"spell {n}", turns=1 if n % 2 else config.turns),
                 config.task,
             )
-            for i in range(8)
+            for i, n in enumerate(range(config.first, config.first + 8))
         ]
 
 
