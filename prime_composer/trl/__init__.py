@@ -1,0 +1,13 @@
+"""TRL as a host: trl's own distillation trainer with the losses of this package.
+
+    objective   reads a loss, and refuses those that trl has no inputs for
+    teacher     opens the teacher: a model in this process, or a server
+    batch       trl's padded batch as rollouts
+    trainer     ``OnPolicyDistillationTrainer``
+
+It needs trl: pip install 'prime-composer[trl]'. See README.md in this folder.
+"""
+
+from prime_composer.trl.trainer import OnPolicyDistillationTrainer
+
+__all__ = ["OnPolicyDistillationTrainer"]

@@ -1,0 +1,101 @@
+"""A tiny student, a tiny teacher, and a trainer over both."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="trl is not installed (it is in the test extra)")
+
+with warnings.catch_warnings():  # trl warns of vLLM's version at the import of each of its modules
+    warnings.simplefilter("ignore")
+    from prime_composer.trl import OnPolicyDistillationTrainer
+    from prime_composer.trl import trainer as _  # noqa: F401
+    from trl import DistillationConfig, DistillationTrainer  # noqa: F401
+
+from datasets import Dataset  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
+
+from tests.backends.conftest import VOCAB, make_model  # noqa: E402
+from tests.vllm_process import save_tokenizer  # noqa: E402
+
+ROWS = 8
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Return a student and a teacher in memory, their folders, and the tokenizer of both."""
+    root = tmp_path_factory.mktemp("trl")
+    folders = {}
+    for name, tied, seed in (("student", True, 0), ("teacher", False, 1)):
+        folders[name] = root / name
+        make_model(tied, seed).save_pretrained(folders[name])
+        save_tokenizer(folders[name], VOCAB)
+    tokenizer = AutoTokenizer.from_pretrained(folders["student"], padding_side="left")
+    return SimpleNamespace(
+        student=make_model(True, 0),
+        teacher=make_model(False, 1),
+        folder=folders["student"],
+        teacher_folder=folders["teacher"],
+        tokenizer=tokenizer,
+    )
+
+
+@pytest.fixture
+def make_trainer(models: SimpleNamespace, tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that makes a trainer of copies of the two models."""
+    prompts = [
+        {"prompt": " ".join(f"w{3 + (7 * row + j) % (VOCAB - 3)}" for j in range(1 + row % 4))}
+        for row in range(ROWS)
+    ]
+
+    def make(
+        loss: Any,
+        teacher: Any = None,
+        student: Any = None,
+        *,
+        double: bool = False,
+        peft_config: Any = None,
+        **settings: Any,
+    ) -> OnPolicyDistillationTrainer:
+        arguments = {
+            "output_dir": str(tmp_path / "run"),
+            "per_device_train_batch_size": ROWS,
+            "per_device_eval_batch_size": 3,
+            "max_steps": 1,
+            "max_completion_length": 6,
+            "learning_rate": 0.5,
+            "lr_scheduler_type": "constant",
+            "optim": "sgd",
+            "max_grad_norm": 0.0,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "bf16": False,
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "gradient_checkpointing": False,
+        }
+        dtype = torch.float64 if double else torch.float32
+        student = copy.deepcopy(models.student if student is None else student).to(dtype)
+        teacher = models.teacher if teacher is None else teacher
+        if isinstance(teacher, torch.nn.Module):
+            teacher = copy.deepcopy(teacher).to(dtype)
+        dataset = Dataset.from_list(prompts)
+        return OnPolicyDistillationTrainer(
+            student,
+            teacher,
+            DistillationConfig(**arguments | settings),
+            train_dataset=dataset,
+            eval_dataset=dataset,
+            processing_class=models.tokenizer,
+            loss=loss,
+            peft_config=peft_config,
+        )
+
+    return make
