@@ -58,7 +58,7 @@ def step_of(trainer, parts) -> tuple[float, dict[str, torch.Tensor]]:
     for part in parts:
         loss = trainer.compute_loss(trainer.model, part)
         loss.backward()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return sum(losses), gradients(trainer.model)
 
 
@@ -176,7 +176,7 @@ def test_whole_vocabulary_losses_are_trls(make_trainer, beta):
     trainer.beta, trainer.teacher_model = beta, trainer.scorer.model
     theirs = DistillationTrainer.compute_loss(trainer, trainer.model, dict(batch))
     theirs.backward()
-    assert value == pytest.approx(float(theirs), rel=1e-4)
+    assert value == pytest.approx(float(theirs.detach()), rel=1e-4)
     assert_close(own, gradients(trainer.model))
 
 
@@ -319,22 +319,34 @@ def test_lora_trains_the_adapter_alone(make_trainer):
     assert own and all("lora_" in name for name in own)
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
 
-    merged = copy.deepcopy(trainer.model).merge_and_unload().eval()
+    merged = copy.deepcopy(trainer.model).merge_and_unload().requires_grad_(True)
     plain = make_trainer(LOSSES["jsd"], student=merged)
     assert step_of(plain, [batch])[0] == pytest.approx(value, rel=1e-4)
     assert value != pytest.approx(step_of(make_trainer(LOSSES["jsd"]), [batch])[0], rel=1e-2)
 
     trainer.train()
     changed = {n for n, weight in trainer.model.state_dict().items() if not weight.equal(before[n])}
-    assert changed == {name.replace(".default", ".default") for name in own}
+    assert changed == own.keys()
 
 
-@pytest.mark.parametrize("loss", [JSD, {"type": "taid", "total_steps": 4, "k": 8}])
-def test_resumed_run_has_the_weights_of_a_whole_one(make_trainer, tmp_path, loss):
-    """Bit for bit, and with the schedule's state."""
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+RESUMED = {
+    "within an epoch": (JSD, {"per_device_train_batch_size": 1}),
+    "in the second epoch": (
+        {"type": "taid", "total_steps": 4, "k": 8},
+        {"per_device_train_batch_size": 2, "shuffle_dataset": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_resumed_run_has_the_weights_of_a_whole_one(make_trainer, tmp_path, case):
+    """Bit for bit, and with the schedule's state.
+
+    From the second epoch on, trl's own shuffling begins anew after a resume.
+    """
+    loss, settings = RESUMED[case]
+    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
     settings |= {"learning_rate": 1e-2, "gradient_accumulation_steps": 2}
-    settings |= {"per_device_train_batch_size": 2}
     whole = make_trainer(loss, **settings)
     whole.train()
     resumed = make_trainer(loss, **settings)
