@@ -1,8 +1,9 @@
 """A tiny student, a tiny teacher, and a trainer over both."""
 
 import copy
-import warnings
-from collections.abc import Callable
+import gc
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,11 @@ import torch
 
 pytest.importorskip("trl", reason="trl is not installed (it is in the test extra)")
 
-with warnings.catch_warnings():  # trl warns of vLLM's version at the import of each of its modules
-    warnings.simplefilter("ignore")
+with pytest.MonkeyPatch.context() as patch:
+    # trl would import all of vLLM, which takes seconds, and warn of its version.
+    if "vllm" not in sys.modules:
+        patch.setitem(sys.modules, "vllm", None)
     from prime_composer.trl import OnPolicyDistillationTrainer
-    from prime_composer.trl import trainer as _  # noqa: F401
     from trl import DistillationConfig, DistillationTrainer  # noqa: F401
 
 from datasets import Dataset  # noqa: E402
@@ -25,6 +27,14 @@ from tests.backends.conftest import VOCAB, make_model  # noqa: E402
 from tests.vllm_process import save_tokenizer  # noqa: E402
 
 ROWS = 8
+
+
+@pytest.fixture(scope="session", autouse=True)
+def frozen_heap() -> Iterator[None]:
+    """Keep the libraries' objects out of the garbage collections of trl's loop."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
