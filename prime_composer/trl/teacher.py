@@ -120,9 +120,7 @@ def check_teacher(
     return warnings
 
 
-def ask(
-    scorer: Scorer, size: int | Literal["full"], by_student: bool, hidden: bool
-) -> None:
+def ask(scorer: Scorer, size: int | Literal["full"], by_student: bool, hidden: bool) -> None:
     """Ask a teacher for the scores of two tokens."""
     question = Rollout(
         token_ids=torch.tensor([0, 1]),

@@ -232,9 +232,7 @@ class _EndOfStep(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Load the schedules of the checkpoint, or those of a new run."""
-        self._trainer.loss_fn.load_state_dict(
-            state.stateful_callbacks.get(LOSS_STATE, self._first)
-        )
+        self._trainer.loss_fn.load_state_dict(state.stateful_callbacks.get(LOSS_STATE, self._first))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the step's metrics, advance, and note the state for the next checkpoint."""

@@ -13,12 +13,16 @@ import torch
 
 pytest.importorskip("trl", reason="trl is not installed (it is in the test extra)")
 
+from prime_composer.backends.cpu_guard import hide_cuda_packages  # noqa: E402
+
+hide_cuda_packages()
 with pytest.MonkeyPatch.context() as patch:
     # trl would import all of vLLM, which takes seconds, and warn of its version.
     if "vllm" not in sys.modules:
         patch.setitem(sys.modules, "vllm", None)
-    from prime_composer.trl import OnPolicyDistillationTrainer
     from trl import DistillationConfig, DistillationTrainer  # noqa: F401
+
+    from prime_composer.trl import OnPolicyDistillationTrainer
 
 from datasets import Dataset  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
