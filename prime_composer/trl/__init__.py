@@ -5,9 +5,18 @@
     batch       trl's padded batch as rollouts
     trainer     ``OnPolicyDistillationTrainer``
 
-It needs trl: pip install 'prime-composer[trl]'. See README.md in this folder.
+It needs trl: pip install 'prime-composer[trl]'. The trainer is imported at first use. See README.md
+in this folder.
 """
 
-from prime_composer.trl.trainer import OnPolicyDistillationTrainer
+from typing import Any
 
 __all__ = ["OnPolicyDistillationTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "OnPolicyDistillationTrainer":
+        from prime_composer.trl.trainer import OnPolicyDistillationTrainer
+
+        return OnPolicyDistillationTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

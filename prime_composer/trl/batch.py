@@ -7,6 +7,9 @@ import torch
 
 from prime_composer.backends.protocols import Rollout
 
+SCORES = "prime_composer_scores"
+"""Key of the teacher's scores in trl's batch: one ``TeacherScores`` per row."""
+
 
 def rollouts_of(batch: Mapping[str, Any], eos_token_ids: Collection[int]) -> list[Rollout]:
     """Return the sequences of a batch without their padding, one per row.

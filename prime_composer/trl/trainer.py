@@ -28,7 +28,7 @@ from prime_composer.local.student_forward import student_inputs
 from prime_composer.losses import LossConfig, setup_loss_fn
 from prime_composer.losses.shared.reductions import summed_over_ranks
 from prime_composer.problems.config import Problem
-from prime_composer.trl.batch import rollouts_of
+from prime_composer.trl.batch import SCORES, rollouts_of
 from prime_composer.trl.objective import check_arguments, read_loss
 from prime_composer.trl.teacher import Teacher, check_teacher, open_teacher
 
@@ -45,9 +45,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 logger = logging.getLogger(__name__)
-
-SCORES = "prime_composer_scores"
-"""Key of the teacher's scores in trl's batch: one ``TeacherScores`` per row."""
 
 LOSS_STATE = "prime_composer_loss"
 """Key of the loss's schedules in ``TrainerState.stateful_callbacks``, which checkpoints contain."""
@@ -99,13 +96,15 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         self.loss_fn = setup_loss_fn(config)
         self.scorer = open_teacher(teacher_model, self.args, self.accelerator.device, logger.info)
         assert teacher_model is not None
-        for warning in check_teacher(
-            teacher_model,
-            self.scorer,
-            self.processing_class,
-            lm_head_weight(student).shape[0],
-            config,
-        ):
+        vocab_size = lm_head_weight(student).shape[0]
+        try:
+            warnings = check_teacher(
+                teacher_model, self.scorer, self.processing_class, vocab_size, config
+            )
+        except BaseException:
+            self.scorer.close()
+            raise
+        for warning in warnings:
             logger.warning(warning)
         self._averages = MetricAverages()
         self._logged: list[dict[str, float]] = []

@@ -11,39 +11,35 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("trl", reason="trl is not installed (it is in the test extra)")
-
-from prime_composer.backends.cpu_guard import hide_cuda_packages  # noqa: E402
-
-hide_cuda_packages()
-with pytest.MonkeyPatch.context() as patch:
-    # trl would import all of vLLM, which takes seconds, and warn of its version.
-    if "vllm" not in sys.modules:
-        patch.setitem(sys.modules, "vllm", None)
-    from trl import DistillationConfig, DistillationTrainer  # noqa: F401
-
-    from prime_composer.trl import OnPolicyDistillationTrainer
-
-from datasets import Dataset  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
-
-from tests.backends.conftest import VOCAB, make_model  # noqa: E402
-from tests.vllm_process import save_tokenizer  # noqa: E402
+from prime_composer.backends.cpu_guard import hide_cuda_packages
+from tests.backends.conftest import VOCAB, make_model
+from tests.vllm_process import save_tokenizer
 
 ROWS = 8
 
 
-@pytest.fixture(scope="session", autouse=True)
-def frozen_heap() -> Iterator[None]:
-    """Keep the libraries' objects out of the garbage collections of trl's loop."""
+@pytest.fixture(scope="session")
+def trl() -> Iterator[Any]:
+    """Return trl, imported without all of vLLM, which takes seconds and warns of its version.
+
+    The libraries' objects are kept out of the garbage collections of trl's loop.
+    """
+    hide_cuda_packages()
+    with pytest.MonkeyPatch.context() as patch:
+        if "vllm" not in sys.modules:
+            patch.setitem(sys.modules, "vllm", None)
+        trl = pytest.importorskip("trl", reason="trl is not installed (it is in the test extra)")
+        assert trl.DistillationTrainer and trl.DistillationConfig  # imported at first use
     gc.freeze()
-    yield
+    yield trl
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def models(trl: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Return a student and a teacher in memory, their folders, and the tokenizer of both."""
+    from transformers import AutoTokenizer
+
     root = tmp_path_factory.mktemp("trl")
     folders = {}
     for name, tied, seed in (("student", True, 0), ("teacher", False, 1)):
@@ -61,8 +57,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 @pytest.fixture
-def make_trainer(models: SimpleNamespace, tmp_path: Path) -> Callable[..., Any]:
+def make_trainer(trl: Any, models: SimpleNamespace, tmp_path: Path) -> Callable[..., Any]:
     """Return a function that makes a trainer of copies of the two models."""
+    from datasets import Dataset
+
+    from prime_composer.trl import OnPolicyDistillationTrainer
+
     # No word has w0 or w1 in it: the tokenizer splits at special tokens.
     prompts = [
         {"prompt": " ".join(f"w{20 + 9 * row + j}" for j in range(1 + row % 4))}
@@ -77,7 +77,7 @@ def make_trainer(models: SimpleNamespace, tmp_path: Path) -> Callable[..., Any]:
         double: bool = False,
         peft_config: Any = None,
         **settings: Any,
-    ) -> OnPolicyDistillationTrainer:
+    ) -> Any:
         arguments = {
             "output_dir": str(tmp_path / "run"),
             "per_device_train_batch_size": ROWS,
@@ -105,7 +105,7 @@ def make_trainer(models: SimpleNamespace, tmp_path: Path) -> Callable[..., Any]:
         return OnPolicyDistillationTrainer(
             student,
             teacher,
-            DistillationConfig(**arguments | settings),
+            trl.DistillationConfig(**arguments | settings),
             train_dataset=dataset,
             eval_dataset=dataset,
             processing_class=models.tokenizer,

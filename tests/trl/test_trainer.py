@@ -15,8 +15,7 @@ from prime_composer.local.gradients import NonFiniteLoss, accumulate_gradients
 from prime_composer.losses import parse_loss, setup_loss_fn
 from prime_composer.problems.config import Problem
 from prime_composer.recipe.schema import TrainerConfig
-from prime_composer.trl.trainer import SCORES
-from tests.trl.conftest import DistillationTrainer
+from prime_composer.trl.batch import SCORES
 
 pytestmark = pytest.mark.xdist_group("trl")
 
@@ -165,7 +164,7 @@ def test_jsd_of_whole_vocabularies_is_its_formula(make_trainer):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-def test_whole_vocabulary_losses_are_trls(make_trainer, beta):
+def test_whole_vocabulary_losses_are_trls(trl, make_trainer, beta):
     """trl's own loss of the same batch, with the same divisor."""
     loss = {"type": "generalized_jsd", "beta": beta, "k": "full", "normalization": "full"}
     trainer = make_trainer(loss)
@@ -174,7 +173,7 @@ def test_whole_vocabulary_losses_are_trls(make_trainer, beta):
 
     trainer.model.zero_grad()
     trainer.beta, trainer.teacher_model = beta, trainer.scorer.model
-    theirs = DistillationTrainer.compute_loss(trainer, trainer.model, dict(batch))
+    theirs = trl.DistillationTrainer.compute_loss(trainer, trainer.model, dict(batch))
     theirs.backward()
     assert value == pytest.approx(float(theirs.detach()), rel=1e-4)
     assert_close(own, gradients(trainer.model))
