@@ -102,7 +102,8 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
                 teacher_model, self.scorer, self.processing_class, vocab_size, config
             )
         except BaseException:
-            self.scorer.close()
+            if self.scorer is not teacher_model:
+                self.scorer.close()
             raise
         for warning in warnings:
             logger.warning(warning)
