@@ -51,12 +51,18 @@ def open_teacher(
 
     Raises:
         ServerError: nothing answers at the URL.
-        ValueError: there is no teacher, or its head is not a plain product.
+        ValueError: there is no teacher, its head is not a plain product, or a setting is for
+            another kind of teacher.
     """
     if teacher is None:
         raise ValueError(
             "teacher_model is missing: pass a model, its directory or hub id, the URL of a vLLM "
             "server, or a prime_composer.backends.vllm_server.ServerScorer."
+        )
+    if args.teacher_model_init_kwargs and not is_folder_or_hub_id(teacher):
+        raise ValueError(
+            "args.teacher_model_init_kwargs is for a teacher that is loaded here: leave it out, or "
+            "pass a directory or hub id as teacher_model."
         )
     if isinstance(teacher, nn.Module):
         return TransformersScorer(teacher.to(device).eval())

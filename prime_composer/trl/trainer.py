@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -242,7 +242,7 @@ class _EndOfStep(TrainerCallback):
 
 
 @contextmanager
-def _in_eval_mode(model: nn.Module) -> Any:
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Within the block, disable dropout and recomputed layers."""
     was_training = model.training
     model.eval()

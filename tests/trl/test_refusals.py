@@ -90,6 +90,19 @@ def test_tempered_sampling_fits_losses_on_the_top_k_alone(make_trainer, setting)
     make_trainer(REVERSE, **setting)
 
 
+@pytest.mark.parametrize("attribute", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_sharded_student_is_refused(make_trainer, attribute):
+    trainer = make_trainer(REVERSE)
+    setattr(trainer, attribute, True)
+    with pytest.raises(ValueError, match="shards the student's output head.*accelerate launch"):
+        trainer._refuse_untested()
+
+
+def test_settings_of_another_kind_of_teacher_are_refused(make_trainer):
+    with pytest.raises(ValueError, match="args.teacher_model_init_kwargs is for a teacher that"):
+        make_trainer(REVERSE, teacher_model_init_kwargs={"dtype": "bfloat16"})
+
+
 def test_teacher_that_is_missing_is_refused(make_trainer, models):
     trainer = make_trainer(REVERSE)
     with pytest.raises(ValueError, match="teacher_model is missing: pass a model"):

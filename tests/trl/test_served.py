@@ -55,15 +55,15 @@ def test_loss_beyond_top_k_needs_the_plugin(make_trainer, server, loss):
             make_trainer(loss, teacher=server.url)
 
 
-def test_completions_of_a_step_are_asked_for_once(make_trainer, server):
+def test_completions_of_a_step_are_asked_for_once(make_trainer, models):
     """Micro-batches share the answers of their step."""
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    trainer = make_trainer(REVERSE, teacher=server.url, **settings)
-    road = SCORE_PATH if server.plugin else "/v1/completions"
-    before = server.requests[road]
-    trainer.train()
-    assert server.requests[road] - before == 8
-    trainer.scorer.close()
+    with SpoilingServer(models.teacher_folder) as server:
+        trainer = make_trainer(REVERSE, teacher=server.url, **settings)
+        before = server.requests["/v1/completions"]
+        trainer.train()
+        assert server.requests["/v1/completions"] - before == 8
+        trainer.scorer.close()
 
 
 def test_scorer_with_settings_of_its_own_is_taken(make_trainer, models):
