@@ -125,7 +125,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
                 "see: pass a text model and its tokenizer."
             )
 
-    def _student(self, model: nn.Module) -> nn.Module:
+    def _student(self, model: Any) -> nn.Module:
         """Return the causal language model within a wrapper or a PEFT model."""
         unwrapped: Any = self.accelerator.unwrap_model(model)
         return unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
@@ -174,7 +174,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
             model, wrapped, self._summed_loss, wrapped, inputs
         )
         self._averages.add(*_over_ranks(metrics, tokens), pairs=0)
-        if self.model.training:
+        if model.training:
             divisor = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
         else:
             divisor = max(1, tokens)
@@ -207,7 +207,8 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         In training they are means over the steps since the last time, of each step's value over its
         tokens. In an evaluation they are values over all its tokens, with ``eval_`` in front.
         """
-        if self.model.training:
+        student: Any = self.model
+        if student.training:
             logs |= _means(self._logged)
             self._logged.clear()
         else:
