@@ -11,6 +11,7 @@ A map, in the order of the imports. No room imports one below it:
 - ``tiny_models``: small models that are trained on the spot, and their cache.
 - ``local``: the one-machine engine.
 - ``upstream``: the same losses inside an unmodified prime-rl. It imports no local engine.
+- ``trl``: the same losses inside trl's own distillation trainer.
 - ``cli``: the command ``prime-rl``.
 
 The public names below are imported at first use, so that ``prime-rl --help`` does not import torch.

@@ -26,6 +26,7 @@ ALLOWED = {
         *("upstream", "problems", "recipe", "losses", "contract", "two_heads", "backends"),
         *("scoring", "tiny_models"),
     },
+    "trl": {"trl", "problems", *MATHS, *ROOMS[:-1]},
     "__init__": {"losses", *MATHS},
 }
 ALLOWED["cli"] |= {"upstream"}
@@ -174,6 +175,10 @@ PLANTED = {
             "prime_composer.losses.b": "def f():\n    from prime_composer.losses.a import y",
         },
         "a circle: prime_composer.losses.a -> prime_composer.losses.b -> prime_composer.losses.a",
+    ),
+    "trl from the engine": ({"prime_composer.local.a": "import prime_composer.trl.b"}, "imports"),
+    "the command line from trl": (
+        {"prime_composer.trl.a": "from prime_composer.cli.b import x"}, "imports"
     ),
     "vLLM from upstream": (
         {"prime_composer.upstream.a": "from prime_composer.backends.vllm import x"}, "imports"

@@ -16,6 +16,7 @@ HEAVY = (
     "matplotlib",
     "tensorboard",
     "datasets",
+    "trl",
 )
 
 

@@ -69,6 +69,9 @@ def hide_cuda_packages() -> None:
             continue
         if name not in modules and not version.endswith("+cpu"):
             modules[name] = None
+            # datasets notes at its import that torchcodec is there.
+            if name == "torchcodec" and "datasets" in modules:
+                modules["datasets"].config.TORCHCODEC_AVAILABLE = False
 
 
 def set_vllm_environment(multiprocessing: bool) -> None:

@@ -311,14 +311,6 @@ class Engine:
         """Whether the loss compares whole vocabularies by the teachers' hidden states."""
         return "hidden_states" in self.loss.needs
 
-    @property
-    def _support(self) -> tuple[int | Literal["full"], bool]:
-        """Return the K that the teachers are asked for, and whether the student chooses the ids."""
-        support = self.loss.support
-        if support is not None and support.chosen_by == "student" and support.k != "full":
-            return support.k, True
-        return self.loss.support_size, False
-
     def score(self, samples: Sequence[Sample]) -> Scored:
         """Return the samples with their teacher's scores; unchanged where the loss needs no
         teacher.
@@ -333,7 +325,7 @@ class Engine:
             fitted = self.fit(samples)
             kept = [sample for sample in fitted if sample is not None]
             rollouts = [sample.rollout for sample in kept]
-            size, by_student = self._support
+            size, by_student = self.loss.asked_of_teacher
             scores = self.teachers.score(
                 rollouts,
                 [sample.problem for sample in kept],
@@ -402,7 +394,7 @@ class Engine:
         without_hint = len(samples) - len(hinted)
         if not kept:
             return Scored([], without_hint=without_hint, **counts)
-        size, by_student = self._support
+        size, by_student = self.loss.asked_of_teacher
         scores = teacher.score(
             [sample.rollout for sample, _ in kept],
             [prompt for _, prompt in kept],

@@ -270,6 +270,18 @@ class LossConfig(BaseModel):
         return "full" if request.chosen_by == "student" else request.k
 
     @property
+    @final
+    def asked_of_teacher(self) -> tuple[int | Literal["full"], bool]:
+        """K that a teacher is asked for which can score given ids, and whether these are given.
+
+        They are the student's most probable ones. Otherwise they are the teacher's own.
+        """
+        request = self.support
+        if request is not None and request.chosen_by == "student" and request.k != "full":
+            return request.k, True
+        return self.support_size, False
+
+    @property
     def own_credit(self) -> GroupCredit | None:
         """How the loss itself wants the tokens' credit of a group computed, None for not at all."""
         return None

@@ -51,6 +51,18 @@ def test_all_cores_leave_a_gpu_build_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert threads_within(LARGE) == torch.get_num_threads()
 
 
+def test_hidden_torchcodec_is_hidden_from_datasets_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that noted it at its own import would import it later, and fail."""
+    datasets = SimpleNamespace(config=SimpleNamespace(TORCHCODEC_AVAILABLE=True))
+    modules = {"datasets": datasets}
+    monkeypatch.setattr(cpu_guard, "sys", SimpleNamespace(modules=modules))
+    monkeypatch.setattr(cpu_guard, "built_for_cpu", lambda: True)
+    monkeypatch.setattr(cpu_guard.metadata, "version", lambda name: "1.0")
+    cpu_guard.hide_cuda_packages()
+    assert modules["torchcodec"] is None
+    assert not datasets.config.TORCHCODEC_AVAILABLE
+
+
 def test_freed_memory_of_large_models_alone_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model's sync takes milliseconds. Another C library has no such function."""
     calls: list[int] = []

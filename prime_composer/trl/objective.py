@@ -1,0 +1,114 @@
+"""Read a loss, and refuse what trl's distillation trainer has no inputs for."""
+
+import os
+from typing import Any
+
+from prime_composer.losses import LossConfig, loss_type, parse_loss, require
+from prime_composer.recipe import RecipeError, load_recipe
+
+AVAILABLE = frozenset({"ref_logprobs", "support", "hidden_states", "token_ids", "segment_ids"})
+"""Inputs of a loss that are computed from trl's batch and a teacher."""
+
+PROVIDER = "trl's DistillationTrainer"
+
+ON_ONE_MACHINE = "prime-rl rl --config RECIPE provides it."
+
+REMEDIES = {
+    "advantages": "It has no rewards: leave rl_mix and RL losses out. " + ON_ONE_MACHINE,
+    "credit": "It samples no groups. " + ON_ONE_MACHINE,
+    "contrast_logprobs": "It gives the teacher no hints. " + ON_ONE_MACHINE,
+    "by_teacher": "The student samples every answer. " + ON_ONE_MACHINE,
+    "replay": "It has no preference pairs: set the weight of the replay channel to 0.",
+}
+"""Remedy of each need that trl's trainer leaves unmet."""
+
+PLAIN_SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "generation_kwargs": None,
+}
+"""Settings of trl with which the student samples from its own distribution."""
+
+
+def read_loss(loss: LossConfig | dict[str, Any] | str | os.PathLike[str]) -> LossConfig:
+    """Return the config of a loss, checked against what trl provides.
+
+    Args:
+        loss: a config, a ``[loss]`` table, or a recipe file. Of a file ``[loss]`` is read. Its
+            models, data and trainer are not.
+
+    Raises:
+        RecipeError: the file is no recipe, or its objective is more than its ``[loss]``.
+        pydantic.ValidationError: wrong fields of a table, with their names.
+        ValueError: an unknown type, or a loss that trl has no inputs for.
+    """
+    if isinstance(loss, (str, os.PathLike)):
+        config = _loss_of_recipe(loss)
+    else:
+        config = parse_loss(loss)
+    for section, (name, _) in config.needs_by_section().items():
+        if loss_type(name).channel == "replay":
+            raise ValueError(
+                f"[{section}] type = {name!r} compares pairs of answers, and {PROVIDER} has none. "
+                "Use trl's DPOTrainer or CPOTrainer, or the replay channel of prime-rl rl."
+            )
+        if name == "sft":
+            raise ValueError(
+                f"[{section}] type = 'sft' on the student's own samples has an expected gradient "
+                "of 0: leave it out, or train on given answers with trl's SFTTrainer."
+            )
+    require(config, AVAILABLE, REMEDIES, provider=PROVIDER)
+    if not config.compares_with_teacher:
+        raise ValueError(
+            f"[loss] type = {config.type!r} reads no teacher, and {PROVIDER} has no other signal. "
+            "Choose a distillation loss."
+        )
+    return config
+
+
+def check_arguments(config: LossConfig, args: Any) -> None:
+    """Refuse settings of trl that the loss would not see, or that it would be wrong with.
+
+    Args:
+        config: the loss.
+        args: trl's ``DistillationConfig``.
+
+    Raises:
+        ValueError: naming the setting and a remedy.
+    """
+    if args.beta != 1.0:
+        raise ValueError(
+            f"args.beta = {args.beta} is the knob of trl's own loss, and `loss` replaces that: "
+            "leave args.beta out, and set loss = {'type': 'generalized_jsd', 'beta': ...}."
+        )
+    if not config.reads_sampler:
+        return
+    for name, plain in PLAIN_SAMPLING.items():
+        value = getattr(args, name)
+        if value != plain and not (name == "generation_kwargs" and not value):
+            raise ValueError(
+                f"args.{name} = {value!r}: [loss] type = {config.type!r} reads the probability "
+                "with which the student sampled a token, which trl does not keep. Set "
+                f"args.{name} = {plain!r}, or choose a loss on the teacher's top K."
+            )
+
+
+def _loss_of_recipe(path: str | os.PathLike[str]) -> LossConfig:
+    recipe = load_recipe(path)
+    extra = {
+        "[teacher.policy]": recipe.teacher is not None and recipe.teacher.policy is not None,
+        "[teachers]": bool(recipe.teachers),
+        "[reference]": recipe.reference is not None,
+        "rollout.student_fraction": recipe.rollout.student_fraction != 1,
+    }
+    for key, is_set in extra.items():
+        if is_set:
+            raise RecipeError(
+                f"{os.fspath(path)}: {key} is a part of this objective, and {PROVIDER} has one "
+                "teacher, and the student's own samples. Run the recipe with prime-rl rl, or pass "
+                "its [loss] table alone."
+            )
+    return recipe.loss

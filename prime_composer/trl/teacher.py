@@ -1,0 +1,139 @@
+"""Open a teacher, and check that it fits the student and the loss."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
+
+import torch
+from torch import nn
+
+from prime_composer.backends.hf_model import import_transformers, load_tokenizer
+from prime_composer.backends.protocols import Rollout, Scorer
+from prime_composer.backends.transformers import TransformersScorer
+from prime_composer.backends.vllm_server import ServerScorer
+from prime_composer.local.preflight import (
+    check_served_tokenizer,
+    check_tokenizers,
+    check_vocabularies,
+)
+from prime_composer.losses import LossConfig
+from prime_composer.tiny_models.cache import cache_root
+
+Teacher = str | Path | nn.Module | Scorer
+"""A URL, a directory or hub id, a model in memory, or a scorer."""
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+
+
+def is_url(teacher: Teacher) -> bool:
+    """Return whether a teacher is the URL of a server."""
+    return isinstance(teacher, str) and teacher.startswith(("http://", "https://"))
+
+
+def is_folder_or_hub_id(teacher: Teacher) -> TypeGuard[str | Path]:
+    """Return whether a teacher is a model to load."""
+    return isinstance(teacher, (str, Path)) and not is_url(teacher)
+
+
+def open_teacher(
+    teacher: Teacher | None, args: Any, device: torch.device, status: Callable[[str], None]
+) -> Scorer:
+    """Return the scorer of a teacher.
+
+    Args:
+        teacher: what the user passed.
+        args: trl's ``DistillationConfig``. Of it ``teacher_model_init_kwargs``,
+            ``teacher_model_revision`` and ``trust_remote_code`` are read, for a teacher that is
+            loaded here.
+        device: where a model in this process runs.
+        status: shown when a server is waited for.
+
+    Raises:
+        ServerError: nothing answers at the URL.
+        ValueError: there is no teacher, its head is not a plain product, or a setting is for
+            another kind of teacher.
+    """
+    if teacher is None:
+        raise ValueError(
+            "teacher_model is missing: pass a model, its directory or hub id, the URL of a vLLM "
+            "server, or a prime_composer.backends.vllm_server.ServerScorer."
+        )
+    if args.teacher_model_init_kwargs and not is_folder_or_hub_id(teacher):
+        raise ValueError(
+            "args.teacher_model_init_kwargs is for a teacher that is loaded here: leave it out, or "
+            "pass a directory or hub id as teacher_model."
+        )
+    if isinstance(teacher, nn.Module):
+        return TransformersScorer(teacher.to(device).eval())
+    if not isinstance(teacher, (str, Path)):
+        return teacher
+    if is_url(teacher):
+        return ServerScorer(
+            str(teacher),
+            section="teacher_model",
+            heads=cache_root() / "heads",
+            status=status,
+            api_key=os.environ.get(API_KEY_VARIABLE),
+            api_key_var=API_KEY_VARIABLE,
+        )
+    settings = {
+        "dtype": "float32",
+        "device_map": {"": device},
+        "trust_remote_code": args.trust_remote_code,
+        **(args.teacher_model_init_kwargs or {}),
+    }
+    if args.teacher_model_revision is not None:
+        settings.setdefault("revision", args.teacher_model_revision)
+    transformers = import_transformers()
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(teacher), **settings)
+    return TransformersScorer(model.eval())
+
+
+def check_teacher(
+    teacher: Teacher, scorer: Scorer, tokenizer: Any, vocab_size: int, config: LossConfig
+) -> list[str]:
+    """Check vocabularies and tokenizers, and ask the teacher one question as the loss will.
+
+    The question finds a server whose --max-logprobs is below K, or that lacks the scoring plugin.
+
+    Args:
+        teacher: what the user passed.
+        scorer: its scorer.
+        tokenizer: the student's.
+        vocab_size: entries of the student's head.
+        config: the loss.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        PreflightError: student and teacher do not fit each other.
+        ServerError: the server cannot answer such a question.
+        ValueError: K is above what the teacher can give.
+    """
+    size, by_student = config.asked_of_teacher
+    warnings = check_vocabularies(vocab_size, scorer.limits, len(tokenizer), config.support_size)
+    own = load_tokenizer(teacher) if is_folder_or_hub_id(teacher) else None
+    if own is not None:
+        warnings += check_tokenizers(tokenizer, own)
+    elif not check_served_tokenizer(tokenizer, scorer):
+        warnings.append(
+            "The teacher's tokenizer is not known, so its token ids were not compared with the "
+            "student's."
+        )
+    ask(scorer, size, by_student, "hidden_states" in config.needs)
+    return warnings
+
+
+def ask(scorer: Scorer, size: int | Literal["full"], by_student: bool, hidden: bool) -> None:
+    """Ask a teacher for the scores of two tokens."""
+    question = Rollout(
+        token_ids=torch.tensor([0, 1]),
+        loss_mask=torch.tensor([False, True]),
+        inference_logprobs=torch.full((2,), torch.nan),
+        finish_reason="length",
+        prompt_index=0,
+    )
+    candidates = [torch.arange(size).unsqueeze(0)] if by_student and size != "full" else None
+    scorer.score([question], size, candidate_ids=candidates, hidden=hidden)

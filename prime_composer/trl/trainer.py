@@ -1,0 +1,279 @@
+"""trl's distillation trainer with the losses of this package, and a teacher of any kind."""
+
+import dataclasses
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prime_composer.backends.cpu_guard import hide_cuda_packages
+from prime_composer.backends.hf_model import check_plain_head, lm_head_weight
+from prime_composer.backends.protocols import TeacherScores
+from prime_composer.backends.self_teacher import students_choice
+from prime_composer.contract import Count
+from prime_composer.local.batch import Sample
+from prime_composer.local.gradients import (
+    MetricAverages,
+    MicroBatch,
+    NonFiniteLoss,
+    describe_non_finite,
+)
+from prime_composer.local.preflight import check_ids
+from prime_composer.local.student_forward import student_inputs
+from prime_composer.losses import LossConfig, setup_loss_fn
+from prime_composer.losses.shared.reductions import summed_over_ranks
+from prime_composer.problems.config import Problem
+from prime_composer.trl.batch import SCORES, rollouts_of
+from prime_composer.trl.objective import check_arguments, read_loss
+from prime_composer.trl.teacher import Teacher, check_teacher, open_teacher
+
+hide_cuda_packages()  # trl imports all of transformers
+try:
+    import trl
+    from accelerate.utils import is_peft_model
+    from transformers import ProcessorMixin, TrainerCallback
+except ModuleNotFoundError as error:
+    if error.name not in ("trl", "transformers"):
+        raise
+    raise ImportError(
+        f"prime_composer.trl needs {error.name}: pip install 'prime-composer[trl]'"
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+LOSS_STATE = "prime_composer_loss"
+"""Key of the loss's schedules in ``TrainerState.stateful_callbacks``, which checkpoints contain."""
+
+
+class OnPolicyDistillationTrainer(trl.DistillationTrainer):
+    """``trl.DistillationTrainer`` with another loss.
+
+    Generation, data, optimizer, checkpoints and logging are trl's. With N trained tokens in an
+    optimizer step, over all micro-batches and ranks, the step's gradient is that of
+    (1/N) sum_t loss_t. Student and teacher are compared at temperature 1: ``args.temperature``
+    decides how the student samples, and not the loss.
+
+    Every step trains on samples of its own weights. So the probability of a sampled token is also
+    that with which it was sampled, and importance ratios are 1.
+
+    Args:
+        model: the student, as for ``trl.DistillationTrainer``.
+        teacher_model: a model, its directory or hub id, the URL of a vLLM server, or any
+            ``backends.protocols.Scorer``. A model in this process is on every rank as a whole. A
+            server at a URL is sent the API key of the environment variable ``VLLM_API_KEY``.
+        loss: a ``LossConfig``, a ``[loss]`` table, or a recipe file, whose ``[loss]`` is read.
+        args, train_dataset, eval_dataset, others: see ``trl.DistillationTrainer``.
+
+    Raises:
+        RecipeError: the recipe file or its objective does not fit.
+        ServerError: the teacher's server does not answer, or not such a question.
+        PreflightError: student and teacher have different tokens, or K is too large.
+        ValueError: trl has no inputs for the loss, or a setting of trl contradicts it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        teacher_model: Teacher | None = None,
+        args: Any = None,
+        *,
+        loss: LossConfig | Mapping[str, Any] | str | os.PathLike[str],
+        **others: Any,
+    ):
+        config = read_loss(dict(loss) if isinstance(loss, Mapping) else loss)
+        super().__init__(model=model, args=args, **others)
+        check_arguments(config, self.args)
+        self._refuse_untested()
+        student = self._student(self.model)
+        with _in_eval_mode(student):
+            check_plain_head(student)
+        self.loss_config = config
+        self.loss_fn = setup_loss_fn(config)
+        self.scorer = open_teacher(teacher_model, self.args, self.accelerator.device, logger.info)
+        assert teacher_model is not None
+        vocab_size = lm_head_weight(student).shape[0]
+        try:
+            warnings = check_teacher(
+                teacher_model, self.scorer, self.processing_class, vocab_size, config
+            )
+        except BaseException:
+            if self.scorer is not teacher_model:
+                self.scorer.close()
+            raise
+        for warning in warnings:
+            logger.warning(warning)
+        self._averages = MetricAverages()
+        self._logged: list[dict[str, float]] = []
+        self.add_callback(_EndOfStep(self))
+
+    def _refuse_untested(self) -> None:
+        sharded = {"FSDP": self.is_fsdp_enabled, "DeepSpeed": self.is_deepspeed_enabled}
+        for name, is_enabled in sharded.items():
+            if is_enabled:
+                raise ValueError(
+                    f"{name} shards the student's output head, which these losses read as a whole: "
+                    "use one process, or several that each have the student (accelerate launch)."
+                )
+        if isinstance(self.processing_class, ProcessorMixin):
+            raise ValueError(
+                f"{type(self.processing_class).__name__} reads images, which the teacher would not "
+                "see: pass a text model and its tokenizer."
+            )
+
+    def _student(self, model: Any) -> nn.Module:
+        """Return the causal language model within a wrapper or a PEFT model."""
+        unwrapped: Any = self.accelerator.unwrap_model(model)
+        return unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Sample completions as trl does, and have all of them scored at once."""
+        batch = super()._generate_and_score_completions(inputs)
+        return batch | {SCORES: self._scores(batch)}
+
+    def _scores(self, batch: Mapping[str, Any]) -> list[TeacherScores]:
+        rollouts = rollouts_of(batch, self.eos_token_ids)
+        student = self._student(self.model)
+        size, by_student = self.loss_config.asked_of_teacher
+        candidates = None
+        if by_student:
+            with _in_eval_mode(student):
+                candidates = students_choice(student, rollouts, size)
+        scores = self.scorer.score(
+            rollouts,
+            size,
+            candidate_ids=candidates,
+            hidden="hidden_states" in self.loss_config.needs,
+        )
+        for one in scores:
+            check_ids(one, lm_head_weight(student).shape[0])
+        return scores
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the micro-batch's part of the step's loss, a sum over tokens divided by N.
+
+        Gradients are averaged over ranks, so that the divisor is N divided by their number. An
+        evaluation divides by the tokens of its own batch.
+
+        Raises:
+            NonFiniteLoss: the loss is NaN or infinite.
+        """
+        # Through the wrapper's forward, where DistributedDataParallel prepares its backward.
+        wrapped = self.accelerator.unwrap_model(model)
+        loss, tokens, metrics = self._forward_redirection(
+            model, wrapped, self._summed_loss, wrapped, inputs
+        )
+        self._averages.add(*_over_ranks(metrics, tokens), pairs=0)
+        if model.training:
+            divisor = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+        else:
+            divisor = max(1, tokens)
+        loss = loss / divisor
+        return (loss, None) if return_outputs else loss
+
+    def _summed_loss(
+        self, model: nn.Module, inputs: Mapping[str, Any]
+    ) -> tuple[Tensor, int, dict[str, Tensor]]:
+        """Return the sum of the loss over the trained tokens, their number, and the metrics."""
+        samples = [
+            Sample(rollout, Problem("", ""), scores=scores)
+            for rollout, scores in zip(
+                rollouts_of(inputs, self.eos_token_ids), inputs[SCORES], strict=True
+            )
+        ]
+        own = student_inputs(self._student(model), samples)
+        own = dataclasses.replace(own, inference_logprobs=own.trainer_logprobs.detach())
+        tokens = own.loss_mask.shape[0]
+        outputs = self.loss_fn(own)
+        if not torch.isfinite(outputs.loss):
+            micro_batch = MicroBatch(own, [f"row {row}" for row in range(len(samples))], tokens)
+            step = self.state.global_step + 1
+            raise NonFiniteLoss(describe_non_finite(self.loss_fn, micro_batch, outputs, step))
+        return outputs.loss, tokens, outputs.metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log trl's metrics and the loss's own, under their names.
+
+        In training they are means over the steps since the last time, of each step's value over its
+        tokens. In an evaluation they are values over all its tokens, with ``eval_`` in front.
+        """
+        student: Any = self.model
+        if student.training:
+            logs |= _means(self._logged)
+            self._logged.clear()
+        else:
+            logs |= {f"eval_{name}": value for name, value in self._take_averages().items()}
+        super().log(logs, start_time)
+
+    def _take_averages(self) -> dict[str, float]:
+        averages, self._averages = self._averages, MetricAverages()
+        return averages.result()
+
+    def _end_step(self) -> None:
+        self._logged.append(self._take_averages())
+        self.loss_fn.end_step()
+
+
+class _EndOfStep(TrainerCallback):
+    """Advances the loss's schedules after each optimizer step, and restores them on resume."""
+
+    def __init__(self, trainer: OnPolicyDistillationTrainer):
+        self._trainer = trainer
+        self._first = trainer.loss_fn.state_dict()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Load the schedules of the checkpoint, or those of a new run."""
+        self._trainer.loss_fn.load_state_dict(state.stateful_callbacks.get(LOSS_STATE, self._first))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the step's metrics, advance, and note the state for the next checkpoint."""
+        self._trainer._end_step()
+        if self._trainer.loss_fn.stateful:
+            state.stateful_callbacks[LOSS_STATE] = self._trainer.loss_fn.state_dict()
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Within the block, disable dropout and recomputed layers."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _over_ranks(metrics: Mapping[str, Tensor], tokens: int) -> tuple[dict[str, Tensor], int]:
+    """Return metrics and number of tokens of a micro-batch over all ranks, by the metrics' types.
+
+    A plain tensor is averaged over tokens, and a ``Count`` is added.
+    """
+    weights = [1 if isinstance(value, Count) else tokens for value in metrics.values()]
+    parts = [
+        weight * value.detach().double()
+        for weight, value in zip(weights, metrics.values(), strict=True)
+    ]
+    count, *totals = summed_over_ranks(
+        torch.stack([torch.tensor(float(tokens), dtype=torch.double), *(p.cpu() for p in parts)])
+    )
+    reduced: dict[str, Tensor] = {}
+    for (name, value), total in zip(metrics.items(), totals, strict=True):
+        is_count = isinstance(value, Count)
+        reduced[name] = Count(total) if is_count else total / count.clamp(min=1)
+    return reduced, int(count)
+
+
+def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    values = {name: [row[name] for row in rows if name in row] for name in names}
+    return {name: math.fsum(own) / len(own) for name, own in values.items()}

@@ -1,0 +1,108 @@
+"""A served teacher, by both of its roads, against the same teacher in this process."""
+
+import importlib
+import warnings
+from pathlib import Path
+
+import pytest
+
+from prime_composer.backends.http import ServerError
+from prime_composer.backends.vllm_server import ServerScorer
+from tests.faults.server import SpoilingServer
+from tests.trl.test_trainer import JSD, assert_close, sampled_batch, step_of
+from tests.vllm_process import TeacherProcess, VllmProcess
+
+pytestmark = pytest.mark.xdist_group("trl")
+
+REVERSE = {"type": "topk_reverse_kl", "k": 8}
+WHOLE = {"type": "generalized_jsd", "beta": 0.5, "k": "full", "normalization": "full"}
+CHOSEN = {"type": "topk_reverse_kl", "k": 8, "chosen_by": "student"}
+SCORE_PATH = "/v1/prime_composer/score"
+
+
+@pytest.fixture(params=["json", "plugin"])
+def server(request, models):
+    with SpoilingServer(models.teacher_folder, plugin=request.param == "plugin") as server:
+        yield server
+
+
+def assert_as_in_process(make_trainer, url, loss, rtol=1e-4):
+    """Compare loss and gradient of one batch, which both teachers score."""
+    expected = make_trainer(loss)
+    batch = sampled_batch(expected)
+    served = make_trainer(loss, teacher=url)
+    value, own = step_of(served, [sampled_batch(served)])
+    reference, gradient = step_of(expected, [batch])
+    assert value == pytest.approx(reference, rel=rtol)
+    assert_close(own, gradient, rtol=rtol)
+    served.scorer.close()
+
+
+@pytest.mark.parametrize("loss", [REVERSE, JSD], ids=["reverse", "jsd"])
+def test_served_top_k_is_that_of_the_model(make_trainer, server, loss):
+    """Reverse KL and JSD with K > 1 from a server, which trl's own server trainer refuses."""
+    assert_as_in_process(make_trainer, server.url, loss)
+    road = SCORE_PATH if server.plugin else "/v1/completions"
+    assert server.requests[road] >= 8
+
+
+@pytest.mark.parametrize("loss", [WHOLE, CHOSEN], ids=["whole", "students_choice"])
+def test_loss_beyond_top_k_needs_the_plugin(make_trainer, server, loss):
+    if server.plugin:
+        assert_as_in_process(make_trainer, server.url, loss)
+    else:
+        with pytest.raises(ServerError, match="no scoring plugin.*prime-rl teacher"):
+            make_trainer(loss, teacher=server.url)
+
+
+def test_completions_of_a_step_are_asked_for_once(make_trainer, models):
+    """Micro-batches share the answers of their step."""
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    with SpoilingServer(models.teacher_folder) as server:
+        trainer = make_trainer(REVERSE, teacher=server.url, **settings)
+        before = server.requests["/v1/completions"]
+        trainer.train()
+        assert server.requests["/v1/completions"] - before == 8
+        trainer.scorer.close()
+
+
+def test_scorer_with_settings_of_its_own_is_taken(make_trainer, models):
+    with SpoilingServer(models.teacher_folder, api_key="secret") as server:
+        scorer = ServerScorer(server.url, section="teacher_model", api_key="secret")
+        trainer = make_trainer(REVERSE, teacher=scorer)
+        assert trainer.scorer is scorer
+        scorer.close()
+        with pytest.raises(ServerError, match="VLLM_API_KEY"):
+            make_trainer(REVERSE, teacher=server.url)
+
+
+def test_server_that_does_not_answer_is_named(make_trainer):
+    with pytest.raises(ServerError, match=r"at http://127.0.0.1:9\b.*url in teacher_model"):
+        make_trainer(REVERSE, teacher="http://127.0.0.1:9")
+
+
+def test_k_above_the_servers_limit_is_refused_at_once(make_trainer, models):
+    with SpoilingServer(models.teacher_folder, max_logprobs=4) as server:
+        with pytest.raises(ServerError, match="--max-logprobs"):
+            make_trainer(REVERSE, teacher=server.url)
+
+
+def test_trls_own_server_trainer_refuses_it(trl):
+    """What this trainer adds: a JSD on 8 tokens of a served teacher."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an experimental module
+        config = importlib.import_module("trl.experimental.server_distillation")
+    settings = {"teacher_model_server_url": "http://127.0.0.1:9", "loss_top_k": 8, "bf16": False}
+    config.ServerDistillationConfig("x", beta=0.0, **settings)
+    with pytest.raises(ValueError, match="loss_top_k must be 1 with beta>0"):
+        config.ServerDistillationConfig("x", beta=0.5, **settings)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", [VllmProcess, TeacherProcess], ids=["json", "plugin"])
+def test_teacher_on_vllm_is_that_of_the_model(make_trainer, models, tmp_path: Path, kind):
+    """A real server in float32. Both of its roads, and hidden states with the plugin."""
+    with kind(models.teacher_folder, tmp_path / "server.log", "--dtype", "float32") as server:
+        assert_as_in_process(make_trainer, server.url, JSD, rtol=1e-3)
+        if kind is TeacherProcess:
+            assert_as_in_process(make_trainer, server.url, WHOLE, rtol=1e-3)
