@@ -355,7 +355,7 @@ def problems_to_prepare(recipe: "Recipe") -> "ProblemSet | None":
     """Load the data that small models are trained on; None where the recipe has no such model."""
     from prime_composer.problems.loading import load_problem_set
 
-    return load_problem_set(recipe.sources) if prepare_configs(recipe) else None
+    return load_problem_set(recipe.problem_sources) if prepare_configs(recipe) else None
 
 
 def prepare_on_screen(

@@ -26,7 +26,7 @@ from prime_composer.local.probe_report import (
     Throughput,
     TokenizerFacts,
 )
-from prime_composer.problems.loading import load_problem_set
+from prime_composer.local.sources import load_sources
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_models
 
@@ -44,7 +44,7 @@ def run_probe(recipe: Recipe, as_json: bool) -> int:
         The exit status: 0, or 1 where a check failed.
     """
     with redirect_stdout(sys.stderr), Screen(total=recipe.trainer.steps) as screen:
-        problems = load_problem_set(recipe.sources)
+        problems = load_sources(recipe)
         paths = prepare_models(recipe, problems, progress=screen.preparing)
         report = probe(recipe, problems, paths, screen.status)
     if as_json:

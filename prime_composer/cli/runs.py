@@ -10,7 +10,8 @@ from prime_composer.cli.run_dirs import REPORT_FILE, RunDir, Wish, choose_run_di
 from prime_composer.local.checkpoint import list_checkpoints
 from prime_composer.local.disk import describe
 from prime_composer.local.model_check import check_models
-from prime_composer.problems.loading import ProblemSet, load_problem_set
+from prime_composer.local.sources import load_sources
+from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_models
@@ -37,7 +38,7 @@ def run_local(wish: Wish) -> int:
 
     check_models(wish.recipe)
     require_libraries(wish.recipe, Routing.of_recipe(wish.recipe))
-    problems = load_problem_set(wish.recipe.sources)
+    problems = load_sources(wish.recipe)
     with claim_run_dir(wish) as claim:
         print(claim.run_dir.describe(), flush=True)
         try:
@@ -124,7 +125,7 @@ def plan_local(wish: Wish) -> int:
     """
     from prime_composer.local.plan import plan
 
-    problems = load_problem_set(wish.recipe.sources)
+    problems = load_sources(wish.recipe)
     run_dir = choose_run_dir(wish)
     for line in (run_dir.describe(), *plan(wish.recipe, problems)):
         print(line)

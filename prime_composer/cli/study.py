@@ -185,7 +185,8 @@ def _value_at(recipe: Recipe, key: str) -> Any:
     """Return a value of the recipe by its dotted key."""
     if key == "data":  # variants may choose other teachers for an environment
         return {
-            name: data.model_copy(update={"teacher": None}) for name, data in recipe.sources.items()
+            name: source.model_copy(update={"teacher": None})
+            for name, source in recipe.sources.items()
         }
     value: Any = recipe
     for part in key.split("."):

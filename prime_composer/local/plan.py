@@ -97,7 +97,7 @@ def require_libraries(recipe: Recipe, routing: Routing) -> None:
     libraries |= {"vllm"} if "vllm" in backends else set()
     libraries |= {"httpx"} if "server" in backends else set()
     libraries |= {"tensorboard"} if recipe.logging.tensorboard else set()
-    if any(data.answer_check == "math_verify" for data in recipe.sources.values()):
+    if any(data.answer_check == "math_verify" for data in recipe.problem_sources.values()):
         libraries.add("math_verify")
     missing = sorted(name for name in libraries if find_spec(name) is None)
     if missing:

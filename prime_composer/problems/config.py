@@ -17,6 +17,21 @@ PROBLEMS = "problems"
 """The environment's name where a recipe has a single ``[data]``."""
 
 
+def checked_weights(
+    teacher: str | dict[str, float] | None,
+) -> str | dict[str, float] | None:
+    """Return an environment's ``teacher`` as it is.
+
+    Raises:
+        ValueError: it is a mixture without a positive weight for each.
+    """
+    if isinstance(teacher, dict) and (
+        not teacher or not all(0 < weight < float("inf") for weight in teacher.values())
+    ):
+        raise ValueError("a mixture is a table of name = weight, each weight above 0")
+    return teacher
+
+
 class DataConfig(BaseModel):
     """The problems to train on and to test on, their prompts, and how answers are checked."""
 
@@ -83,11 +98,7 @@ class DataConfig(BaseModel):
     def _check_weights(
         cls, teacher: str | dict[str, float] | None
     ) -> str | dict[str, float] | None:
-        if isinstance(teacher, dict) and (
-            not teacher or not all(0 < weight < float("inf") for weight in teacher.values())
-        ):
-            raise ValueError("a mixture is a table of name = weight, each weight above 0")
-        return teacher
+        return checked_weights(teacher)
 
     @field_validator("prompt_template")
     @classmethod

@@ -13,7 +13,7 @@ The mark is on the field (``json_schema_extra=prime_rl(...)``). Keys under ``los
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -77,8 +77,15 @@ DATA: Mapping[str, Mark] = {
 """Marks of ``[data]``. Its class belongs to the room ``problems``, which does not refer to
 prime-rl."""
 
-KINDS = {"teachers": "teacher", "environments": "data"}
-"""Tables of tables, and the table whose marks theirs are named after."""
+
+def kind_of(name: str, table: type[BaseModel]) -> str:
+    """Return what the marks of a table of tables are named after, for example "teacher".
+
+    Args:
+        name: the table of tables, for example "teachers".
+        table: one of its tables.
+    """
+    return "data" if table is DataConfig else name.removesuffix("s")
 
 
 class SetKey(NamedTuple):
@@ -110,7 +117,8 @@ def keys_set(table: BaseModel, key: str = "", kind: str = "") -> Iterator[SetKey
             yield from keys_set(value, f"{key}{name}.", f"{kind}{name}.")
         elif isinstance(value, Mapping):
             for child_name, child in value.items():
-                yield from keys_set(child, f"{key}{name}.{child_name}.", f"{KINDS[name]}.")
+                kind_of_child = f"{kind_of(name, type(child))}."
+                yield from keys_set(child, f"{key}{name}.{child_name}.", kind_of_child)
 
 
 def marks(table: type[BaseModel], kind: str = "") -> dict[str, Mark]:
@@ -121,9 +129,10 @@ def marks(table: type[BaseModel], kind: str = "") -> dict[str, Mark]:
         if mark is not None:
             found[f"{kind}{name}"] = mark
             continue
-        child_kind = f"{KINDS.get(name, f'{kind}{name}')}."
+        of_tables = get_origin(field.annotation) is dict
         for child in models_in(field.annotation):
-            found |= marks(child, child_kind)
+            child_kind = kind_of(name, child) if of_tables else f"{kind}{name}"
+            found |= marks(child, f"{child_kind}.")
     return found
 
 

@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from prime_composer.losses import LossConfig, loss_type
+from prime_composer.problems.config import DataConfig
 from prime_composer.recipe.carried import models_in
+from prime_composer.recipe.environment import environment_kind
 from prime_composer.recipe.prepare import PrepareConfig, prepare_kind
 from prime_composer.recipe.schema import Recipe, RecipeError, Section
 from prime_composer.recipe.urls import public_url
@@ -214,4 +216,6 @@ def _fields_at(loc: Sequence[Any], root: type[BaseModel], raw: Any) -> list[str]
             table = loss_type(value["type"])
         elif table is PrepareConfig:
             table = prepare_kind(value)
+    if table is DataConfig and loc[0] == "environments":
+        table = environment_kind(value)
     return [field.alias or name for name, field in table.model_fields.items()]

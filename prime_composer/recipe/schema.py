@@ -7,16 +7,17 @@ Both appear in the generated reference (``reference.py``).
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from prime_composer.losses import AnyLoss, require
 from prime_composer.problems.config import PROBLEMS, DataConfig
 from prime_composer.recipe.carried import CARRIED, not_carried, only_refused, prime_rl
+from prime_composer.recipe.environment import AnyEnvironment, EnvironmentConfig, OpenTable
 from prime_composer.recipe.prepare import LARGEST_SEED, AnyPrepare, PrepareConfig
-from prime_composer.recipe.urls import Url, public_url
+from prime_composer.recipe.urls import Url
 
 REMEDIES = {
     **dict.fromkeys(
@@ -42,15 +43,6 @@ LONGEST_CONTEXT = 100_000_000
 
 MOST_STEPS = 100_000_000
 """Upper bound of steps and intervals."""
-
-
-def without_passwords(value: Any) -> Any:
-    """Return nested tables and lists with the URLs in them as ``public_url`` shows them."""
-    if isinstance(value, dict):
-        return {key: without_passwords(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_passwords(item) for item in value]
-    return public_url(value) if isinstance(value, str) else value
 
 
 WAIT = prime_rl(not_carried("prime-rl has its own rules for servers that are away"))
@@ -622,8 +614,9 @@ class Recipe(Section):
     data: DataConfig | None = None
     """The problems, their prompts, and how answers are checked."""
 
-    environments: dict[str, DataConfig] = Field(default_factory=dict)
-    """Several kinds of problems by name, instead of ``[data]``. Each is a table like it."""
+    environments: dict[str, AnyEnvironment] = Field(default_factory=dict)
+    """Several kinds of problems by name, instead of ``[data]``. Each is a table like it, or names
+    an environment of verifiers by its ``id``."""
 
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
     """Where preference pairs come from."""
@@ -646,15 +639,29 @@ class Recipe(Section):
     output_dir: str | None = Field(default=None, json_schema_extra=CARRIED)
     """Run directory. Unset: outputs/<name of the recipe file>."""
 
-    prime_rl: Annotated[dict[str, Any], PlainSerializer(without_passwords)] = Field(
-        default_factory=dict, json_schema_extra=CARRIED
-    )
+    prime_rl: OpenTable = Field(default_factory=dict, json_schema_extra=CARRIED)
     """prime-rl's own settings, merged into the export. The one-machine engine ignores them."""
 
     @property
-    def sources(self) -> dict[str, DataConfig]:
+    def sources(self) -> dict[str, DataConfig | EnvironmentConfig]:
         """The environments by name. A single ``[data]`` is called "problems"."""
-        return self.environments if self.data is None else {PROBLEMS: self.data}
+        return dict(self.environments) if self.data is None else {PROBLEMS: self.data}
+
+    @property
+    def problem_sources(self) -> dict[str, DataConfig]:
+        """The environments whose problems this package loads."""
+        return {
+            name: source for name, source in self.sources.items() if isinstance(source, DataConfig)
+        }
+
+    @property
+    def environments_by_id(self) -> dict[str, EnvironmentConfig]:
+        """The environments of verifiers."""
+        return {
+            name: source
+            for name, source in self.environments.items()
+            if isinstance(source, EnvironmentConfig)
+        }
 
     @property
     def has_teacher(self) -> bool:
@@ -691,7 +698,8 @@ class Recipe(Section):
         for name, data in self.sources.items():
             table = "data" if self.data is not None else f"environments.{name}"
             named = [data.teacher] if isinstance(data.teacher, str) else list(data.teacher or ())
-            if not self.teachers and (named or data.teacher_key is not None):
+            by_row = isinstance(data, DataConfig) and data.teacher_key is not None
+            if not self.teachers and (named or by_row):
                 key = "teacher" if named else "teacher_key"
                 raise ValueError(f"{table}.{key} chooses among [teachers.*], and there are none")
             for teacher in named:
@@ -710,6 +718,38 @@ class Recipe(Section):
                 if name not in self.environments:
                     raise ValueError(
                         f"{table}: prepare.environments names {name!r}; [environments] has {known}"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _check_environments_by_id(self) -> "Recipe":
+        by_id = self.environments_by_id
+        if not by_id:
+            return self
+        if not self.problem_sources and not any(table.trains for table in by_id.values()):
+            raise ValueError(
+                "[environments]: all have use = 'eval', and none is left to train on; set it to "
+                "'both' or 'train' in one"
+            )
+        table = f"environments.{next(iter(by_id))}"
+        if self.rollout.student_fraction < 1 and not self.rollout.teacher_samples:
+            raise ValueError(
+                "rollout.student_fraction below 1 trains on the data's solutions, and "
+                f"[{table}] has an id, and no solutions: set rollout.other_source = 'teacher', or "
+                "student_fraction = 1"
+            )
+        if self.replay.source == "jsonl" and not self.problem_sources:
+            raise ValueError(
+                "[replay] source = 'jsonl': its questions are asked with the prompt of a [data] "
+                f"table, and [{table}] asks its own: use source = 'rollouts'"
+            )
+        for model, prepare in self._generated_models():
+            for name in self.sources if prepare.environments is None else prepare.environments:
+                if name in by_id:
+                    raise ValueError(
+                        f"{model}.prepare builds a model from worked answers, and "
+                        f"[environments.{name}] has an id, and no worked answers: name an existing "
+                        f"model in {model}.model, or other environments in prepare.environments"
                     )
         return self
 

@@ -1,7 +1,7 @@
 """Check the URLs of servers, and keep the passwords in them out of files and messages."""
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, PlainSerializer
@@ -15,6 +15,15 @@ _CREDENTIALS = re.compile(r"""(?<=://)[^\s'"]*@""")
 def public_url(text: str) -> str:
     """Return a URL, or a text with URLs in it, with ``***`` in the place of user and password."""
     return _CREDENTIALS.sub(f"{MASK}@", text)
+
+
+def without_passwords(value: Any) -> Any:
+    """Return nested tables and lists with the URLs in them as ``public_url`` shows them."""
+    if isinstance(value, dict):
+        return {key: without_passwords(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_passwords(item) for item in value]
+    return public_url(value) if isinstance(value, str) else value
 
 
 def has_credentials(text: str) -> bool:

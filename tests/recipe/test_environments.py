@@ -1,0 +1,112 @@
+"""Environments of verifiers by id: what a recipe may say about one, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from prime_composer.recipe.environment import EnvironmentConfig
+from prime_composer.recipe.loading import parse_recipe
+from tests.recipe.helpers import refusal, with_value
+
+
+def raw(**of_environment: Any) -> dict[str, Any]:
+    """Return a recipe with an environment by id, which has these keys as well."""
+    return {
+        "student": {"model": "s"},
+        "teacher": {"model": "t"},
+        "loss": {"type": "topk_reverse_kl", "k": 4},
+        "environments": {"rev": {"id": "reverse-text", **of_environment}},
+        "trainer": {"steps": 3},
+    }
+
+
+def test_environment_by_id_keeps_what_it_says() -> None:
+    """The keys of the issue's example, beside problems that are loaded here."""
+    table = raw(args={"num_examples": 100}, ratio=3.0, max_turns=4, timeout=60)
+    table["environments"]["sums"] = {"size": 30}
+    recipe = parse_recipe(table)
+    rev = recipe.environments["rev"]
+    assert isinstance(rev, EnvironmentConfig)
+    assert (rev.id, rev.args, rev.ratio) == ("reverse-text", {"num_examples": 100}, 3.0)
+    assert (rev.max_turns, rev.timeout, rev.api) == (4, 60.0, None)
+    assert list(recipe.sources) == ["rev", "sums"]
+    assert list(recipe.problem_sources) == ["sums"]
+    assert list(recipe.environments_by_id) == ["rev"]
+
+
+@pytest.mark.parametrize(
+    "environment_id",
+    ["reverse-text", "primeintellect/gsm8k", "owner/wiki_search@0.1.2", "alphabet-sort-v1"],
+)
+def test_id_of_verifiers_is_taken(environment_id: str) -> None:
+    """The three forms that verifiers and prime-rl name an environment by."""
+    recipe = parse_recipe(raw(id=environment_id))
+    assert recipe.environments_by_id["rev"].id == environment_id
+
+
+@pytest.mark.parametrize("key", ["prompt_template", "answer_check", "path", "size", "teacher_key"])
+def test_key_of_problems_is_refused_with_the_reason(key: str) -> None:
+    """Nothing of a math problem is silently accepted beside an id."""
+    message = refusal(raw(**{key: "x"}))
+    assert message.startswith(f"r.toml: environments.rev: {key} describes problems")
+    assert "keep one of the two" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"id": ""}, "environments.rev.id: '' is no environment's id"),
+        ({"id": "a/b/c"}, "environments.rev.id: 'a/b/c' is no environment's id"),
+        ({"id": "reverse text"}, "write name, owner/name or owner/name@version"),
+        ({"id": 3}, "environments.rev.id: Input should be a valid string"),
+        ({"args": {"id": "x"}}, "environments.rev.args: `id` is written beside args"),
+        ({"args": 3}, "environments.rev.args: Input should be a valid dictionary"),
+        ({"api": "v2"}, "environments.rev.api: Input should be 'v0' or 'v1'"),
+        ({"max_turns": 0}, "environments.rev.max_turns"),
+        ({"timeout": 0}, "environments.rev.timeout"),
+        ({"use": "eval", "ratio": 2.0}, "ratio is a share of the prompts to train on"),
+        ({"use": "eval"}, "none is left to train on"),
+        ({"teacher": {"t": 0}}, "each weight above 0"),
+        ({"teacher": "t"}, r"environments.rev.teacher chooses among [teachers.*]"),
+        ({"arsg": {}}, "unknown key environments.rev.arsg; did you mean args?"),
+    ],
+)
+def test_environment_that_does_not_fit_is_refused(changes: dict[str, Any], expected: str) -> None:
+    """The message names the key, and what to write."""
+    assert expected in refusal(raw(**changes))
+
+
+def test_environment_without_its_id_is_refused() -> None:
+    """A key that only environments by id have makes the table one."""
+    table = raw()
+    table["environments"]["rev"] = {"args": {"split": "train"}}
+    assert "environments.rev.id is missing" in refusal(table)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("rollout.student_fraction", 0.5, "[environments.rev] has an id, and no solutions"),
+        ("replay", {"source": "jsonl", "path": "pairs.jsonl"}, "[environments.rev] asks its own"),
+        ("student", {"prepare": {}}, "student.prepare builds a model from worked answers"),
+    ],
+)
+def test_setting_that_needs_problems_is_refused(key: str, value: Any, expected: str) -> None:
+    """Solutions, questions of pairs, and worked answers are what an id does not have."""
+    assert expected in refusal(with_value(key, value, raw()))
+
+
+def test_prepared_student_learns_from_the_problems() -> None:
+    """Beside an environment by id, the generated model names the environments that it needs."""
+    table = raw()
+    table["environments"]["sums"] = {"size": 30}
+    table["student"] = {"prepare": {"environments": ["sums"]}}
+    assert list(parse_recipe(table).sources) == ["rev", "sums"]
+
+
+def test_passwords_of_environments_are_not_shown() -> None:
+    """A recipe that is saved or printed has no password of a judge's URL."""
+    url = "http://me:secret@judge"
+    recipe = parse_recipe(raw(args={"judge": url}, prime_rl={"serve": {"address": url}}))
+    assert recipe.environments_by_id["rev"].args["judge"] == url
+    assert "secret" not in recipe.model_dump_json()
