@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import verifiers.v1 as vf
+from verifiers.v1.dialects.chat import message_to_wire
 
 ID = "prime_composer_chat"
 """The harness's id. verifiers imports a module of this name."""
@@ -81,7 +82,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         messages = [] if system is None else [{"role": "system", "content": system}]
         if isinstance(prompt, str):
             return [*messages, {"role": "user", "content": prompt}]
-        return [*messages, *(message.model_dump(exclude_none=True) for message in prompt or ())]
+        return [*messages, *map(message_to_wire, prompt or ())]
 
 
 class Tools:

@@ -9,8 +9,8 @@ same rollouts, as long as the environments themselves are deterministic.
 
 import asyncio
 import queue
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams
@@ -43,33 +43,24 @@ class Question:
     answer: "asyncio.Future[Rollout]"
 
 
-@dataclass
-class TokenEndpoint:
-    """The endpoint of one event loop. All methods but ``answer`` belong to the loop's thread.
+class Rounds:
+    """The questions of rollouts that run side by side. All methods belong to the loop's thread.
+
+    Args:
+        count: rollouts, from index 0.
+        limits: of the sampler that answers.
 
     Attributes:
-        limits: of the sampler that answers now.
-        rounds: full rounds; None after the last one.
+        full: full rounds; None after the last one.
         turns: what was sampled, by rollout and in order.
     """
 
-    limits: Limits = field(default_factory=Limits)
-    rounds: "queue.SimpleQueue[list[Question] | None]" = field(default_factory=queue.SimpleQueue)
-    turns: list[list[Rollout]] = field(default_factory=list)
-    _running: set[int] = field(default_factory=set)
-    _waiting: list[Question] = field(default_factory=list)
-    _rollout_of_trace: dict[str, int] = field(default_factory=dict)
-
-    def begin(self, count: int, limits: Limits) -> None:
-        """Expect the questions of ``count`` rollouts, which a sampler of these limits answers."""
-        self.limits, self.rounds = limits, queue.SimpleQueue()
-        self.turns = [[] for _ in range(count)]
-        self._running, self._waiting = set(range(count)), []
-        self._rollout_of_trace = {}
-
-    def follow(self, trace: str, rollout: int) -> None:
-        """Count the questions of a trace as those of a rollout."""
-        self._rollout_of_trace[trace] = rollout
+    def __init__(self, count: int, limits: Limits):
+        self.full: queue.SimpleQueue[list[Question] | None] = queue.SimpleQueue()
+        self.turns: list[list[Rollout]] = [[] for _ in range(count)]
+        self._limits = limits
+        self._running = set(range(count))
+        self._waiting: list[Question] = []
 
     def leave(self, rollout: int) -> None:
         """Expect no more questions of a rollout, and drop those that it left unanswered."""
@@ -80,21 +71,20 @@ class TokenEndpoint:
         self._waiting = [question for question in self._waiting if question.rollout != rollout]
         self._close_round()
 
-    async def ask(self, trace: str, body: dict[str, Any]) -> Rollout:
+    async def ask(self, rollout: int, body: dict[str, Any]) -> Rollout:
         """Return the student's answer to a request.
 
         Raises:
-            Refused: the request names no running rollout, asks for what the sampler does not do, or
+            Refused: the rollout has ended, the request asks for what the sampler does not do, or
                 its prompt does not fit.
         """
-        rollout = self._rollout_of_trace.get(trace)
         if rollout not in self._running:
-            raise Refused(f"no rollout of the trace {trace!r} is running")
+            raise Refused("the rollout has ended")
         params = sampling_params(body.get("sampling_params") or {})
         if body.get("features") or body.get("content_parts"):
             raise Refused("images are not supported on one machine")
         prompt = body["token_ids"]
-        vocab_size, room = self.limits.vocab_size, self.limits.max_model_len
+        vocab_size, room = self._limits.vocab_size, self._limits.max_model_len
         alien = [i for i in prompt if i < 0 or vocab_size is not None and i >= vocab_size]
         if alien:
             raise Refused(
@@ -107,8 +97,7 @@ class TokenEndpoint:
                     f"the conversation has {len(prompt)} tokens, and the context of "
                     f"rollout.max_model_len = {room} leaves no room for an answer"
                 )
-            if len(prompt) + params.max_tokens > room:
-                params = _shortened(params, room - len(prompt))
+            params = replace(params, max_tokens=min(params.max_tokens, room - len(prompt)))
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
         self._waiting.append(Question(rollout, prompt, params, answer))
         self._close_round()
@@ -119,7 +108,7 @@ class TokenEndpoint:
     def _close_round(self) -> None:
         asked = {question.rollout for question in self._waiting}
         if self._waiting and asked == self._running:
-            self.rounds.put(sorted(self._waiting, key=lambda question: question.rollout))
+            self.full.put(sorted(self._waiting, key=lambda question: question.rollout))
             self._waiting = []
 
 
@@ -157,10 +146,6 @@ def sampling_params(asked: dict[str, Any]) -> SamplingParams:
     return SamplingParams(stop_token_ids=stop, **own)
 
 
-def _shortened(params: SamplingParams, room: int) -> SamplingParams:
-    return SamplingParams(params.n, params.temperature, params.top_p, room, params.stop_token_ids)
-
-
 def wire_answer(turn: Rollout) -> dict[str, Any]:
     """Return a turn as the JSON of vLLM's ``/inference/v1/generate``."""
     ids = turn.completion_ids
@@ -173,12 +158,12 @@ def wire_answer(turn: Rollout) -> dict[str, Any]:
     return {"request_id": "", "choices": [choice | {"logprobs": {"content": content}}]}
 
 
-async def serve(endpoint: TokenEndpoint, trace_header: str) -> tuple[Any, str]:
-    """Serve an endpoint on a free port of this machine.
+async def serve(asking: Mapping[str, tuple[Rounds, int]], header: str) -> tuple[Any, str]:
+    """Serve ``/inference/v1/generate`` on a free port of this machine.
 
     Args:
-        endpoint: what answers.
-        trace_header: name of the header in which a request names its trace.
+        asking: the rounds and the rollout of each trace that runs.
+        header: name of the header in which a request names its trace.
 
     Returns:
         The running server (``aiohttp.web.AppRunner``, to be cleaned up by the caller), and its URL.
@@ -186,9 +171,12 @@ async def serve(endpoint: TokenEndpoint, trace_header: str) -> tuple[Any, str]:
     from aiohttp import web
 
     async def generate(request: web.Request) -> web.Response:
+        trace = request.headers.get(header, "")
         try:
-            body = await request.json()
-            turn = await endpoint.ask(request.headers.get(trace_header, ""), body)
+            if trace not in asking:
+                raise Refused(f"no rollout of the trace {trace!r} is running")
+            rounds, rollout = asking[trace]
+            turn = await rounds.ask(rollout, await request.json())
         except Refused as refusal:
             return web.json_response({"error": {"message": str(refusal)}}, status=400)
         return web.json_response(wire_answer(turn))
