@@ -25,7 +25,13 @@ from itertools import islice
 from typing import Any
 
 from prime_composer.backends.protocols import Rollout, Sampler, SamplingParams
-from prime_composer.local.episodes import Episode, Failure, finish_reason, interleave
+from prime_composer.local.episodes import (
+    EnvironmentFailed,
+    Episode,
+    Failure,
+    finish_reason,
+    interleave,
+)
 from prime_composer.local.sources import Task
 from prime_composer.local.token_endpoint import MODEL, Rounds, answer_round, serve
 from prime_composer.recipe.environment import EnvironmentConfig
@@ -41,10 +47,6 @@ ROLLOUT_SECONDS = 600.0
 
 STAGES = 4
 """Stages of a rollout that each may take its seconds: set-up, turns, clean-up, rewards."""
-
-
-class EnvironmentFailed(ValueError):
-    """Environments gave no rollout to train on or to measure."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,7 +357,9 @@ class Environments:
         except BaseException:
             playing.cancel()
             raise
-        return playing.result()
+        outcomes = playing.result()
+        self._name_failures(tasks, outcomes)
+        return outcomes
 
     def close(self) -> None:
         """Stop tool servers and thread. Closing twice is harmless."""
@@ -368,6 +372,18 @@ class Environments:
         self._thread.join(timeout=30)
         if not self._thread.is_alive():
             self._loop.close()
+
+    def _name_failures(self, tasks: Sequence[Task], outcomes: Sequence[Episode | Failure]) -> None:
+        failures = [
+            f"[environments.{task.environment}] task {task.index}: {outcome.reason}"
+            for task, outcome in zip(tasks, outcomes, strict=True)
+            if isinstance(outcome, Failure)
+        ]
+        if failures:
+            self._status(
+                f"warning: {len(failures)} of {len(tasks)} rollouts failed and are left out; the "
+                f"first: {failures[0]}"
+            )
 
     def _next_round(self, full: "queue.SimpleQueue[Any]", patience: float) -> Any:
         try:

@@ -9,6 +9,10 @@ import torch
 from prime_composer.backends.protocols import Rollout
 
 
+class EnvironmentFailed(ValueError):
+    """Environments gave no rollout to train on or to measure."""
+
+
 @dataclass(frozen=True, eq=False)
 class Episode:
     """One run of an environment that ended, and its reward.
