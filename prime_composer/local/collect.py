@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -95,7 +95,7 @@ class Played:
     """
 
     samples: Sequence[Sample] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def play(
@@ -341,7 +341,7 @@ def pairs_of_step(
     return [engine.pairs[index] for index in order]
 
 
-def rollout_metrics(samples: Sequence[Sample], environments: Sequence[str]) -> dict[str, float]:
+def rollout_metrics(samples: Sequence[Sample], environments: Collection[str]) -> dict[str, float]:
     """Return mean reward, share of truncated rollouts and mean length; reward by environment."""
     rollouts = [sample for sample in samples if sample.first]
     count = len(rollouts)
@@ -359,7 +359,7 @@ def rollout_metrics(samples: Sequence[Sample], environments: Sequence[str]) -> d
 
 def mean_by_environment(
     name: str,
-    environments: Sequence[str],
+    environments: Collection[str],
     problems: Sequence[Problem],
     values: Sequence[float],
     counts: Sequence[float] | None = None,

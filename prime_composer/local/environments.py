@@ -10,6 +10,7 @@ The environments live in the event loop of a thread of their own. Sampling stays
 import asyncio
 import contextlib
 import difflib
+import functools
 import json
 import logging
 import math
@@ -24,6 +25,7 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
+from prime_composer.backends.hf_model import import_transformers
 from prime_composer.backends.protocols import Rollout, Sampler, SamplingParams
 from prime_composer.local.episodes import (
     EnvironmentFailed,
@@ -44,6 +46,9 @@ MOST_TASKS = 100_000
 
 ROLLOUT_SECONDS = 600.0
 """Seconds that a rollout may take, where the recipe does not say it."""
+
+CLOSING_SECONDS = 30.0
+"""Seconds that tool servers may take to stop."""
 
 STAGES = 4
 """Stages of a rollout that each may take its seconds: set-up, turns, clean-up, rewards."""
@@ -119,6 +124,7 @@ def open_environment(name: str, config: EnvironmentConfig) -> Environment:
         )
     if find_spec("verifiers") is None:
         raise RecipeError(f"{where} needs the library verifiers: {EXTRA}")
+    import_transformers()  # verifiers would import it beside a torchvision that breaks it
     try:
         import verifiers.v1 as vf
     except ImportError as error:
@@ -315,11 +321,7 @@ class Environments:
         self._status = status
         self._asking: dict[str, tuple[Rounds, int]] = {}
         self._check_rendering(model, renderer)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="environments", daemon=True
-        )
-        self._thread.start()
+        self._loop = event_loop()
         self._stopping = self._on_loop(_make_event())
         ready: asyncio.Future[str] = self._on_loop(_make_future())
         self._serving = asyncio.run_coroutine_threadsafe(self._serve(ready), self._loop)
@@ -362,16 +364,10 @@ class Environments:
         return outcomes
 
     def close(self) -> None:
-        """Stop tool servers and thread. Closing twice is harmless."""
-        if self._loop.is_closed():
-            return
+        """Stop endpoint and tool servers. Closing twice is harmless."""
         self._loop.call_soon_threadsafe(self._stopping.set)
         with contextlib.suppress(Exception):
-            self._serving.result(timeout=30)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=30)
-        if not self._thread.is_alive():
-            self._loop.close()
+            self._serving.result(timeout=CLOSING_SECONDS)
 
     def _name_failures(self, tasks: Sequence[Task], outcomes: Sequence[Episode | Failure]) -> None:
         failures = [
@@ -535,6 +531,18 @@ def outcome(episode: Any, turns: Sequence[Rollout], place: int) -> Episode | Fai
         sum(map(len, calls)),
         trace.stop_condition == "max_turns",
     )
+
+
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process's environments, which runs in a thread of its own.
+
+    There is one, because locks of the library ``renderers`` belong to the loop that first used
+    them.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    return loop
 
 
 ANSWERS = ("7", " 7", "7 \n")

@@ -213,7 +213,8 @@ class Evaluator:
             prompts: what is read instead of each problem's own prompt.
         """
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
-        graded = Graded(*([value] * len(problems) for value in (math.nan, 0.0, "")))
+        count = len(problems)
+        graded = Graded([math.nan] * count, [0.0] * count, [""] * count)
         for place, episode in self._episodes(sampler, problems, params).items():
             truncated = any(one.finish_reason == "length" for one in episode.rollouts)
             graded.set(place, episode.reward, truncated, episode.text)

@@ -70,7 +70,7 @@ def load_sources(recipe: Recipe) -> ProblemSet:
     for problem in problems.held_out:
         held_out[problem.environment].append(problem)
     for name, config in recipe.environments_by_id.items():
-        tasks = list(environments[name].problems)
+        tasks: list[Problem] = list(environments[name].problems)
         practice += tasks if config.trains else []
         held_out[name] = tasks if config.evaluates else []
     in_turn = [

@@ -81,8 +81,10 @@ class Scripted:
             logprobs = torch.full(mask.shape, torch.nan)
             first = 1 + sum(len(one.token_ids) for one in self.sampled)
             logprobs[mask] = -torch.arange(first, first + len(ids)) / 1000
-            rollouts.append(
-                Rollout(torch.tensor([*prompt, *ids]), mask, logprobs, reason, index)
-            )
+            rollouts.append(Rollout(torch.tensor([*prompt, *ids]), mask, logprobs, reason, index))
             self.sampled.append(rollouts[-1])
         return rollouts
+
+    def update_weights(self, model: object) -> None: ...
+
+    def close(self) -> None: ...

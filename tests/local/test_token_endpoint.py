@@ -1,6 +1,7 @@
 """The endpoint that environments ask: rounds, limits, and vLLM's wire format."""
 
 import asyncio
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -130,20 +131,23 @@ class Recorder:
         self.calls.append((prompts, params.max_tokens, seed))
         return [rollout(prompt, [prompt[-1]]) for prompt in prompts]
 
+    def update_weights(self, model: Any) -> None: ...
+
+    def close(self) -> None: ...
+
 
 def test_answer_round_equal_parameters_go_in_one_call() -> None:
     """Questions of two budgets are two calls with a seed each, answered in the round's order."""
     short, long = SamplingParams(max_tokens=2), SamplingParams(max_tokens=3)
-    loop = asyncio.new_event_loop()
-    questions = [
-        Question(index, [index], params, loop.create_future())
-        for index, params in enumerate([long, short, long])
-    ]
-    sampler: Any = Recorder()
+    with closing(asyncio.new_event_loop()) as loop:
+        questions = [
+            Question(index, [index], params, loop.create_future())
+            for index, params in enumerate([long, short, long])
+        ]
+    sampler = Recorder()
     turns = answer_round(questions, sampler, seeds=[11, 12, 13])
     assert sampler.calls == [([[0], [2]], 3, 11), ([[1]], 2, 12)]
     assert [turn.completion_ids for turn in turns] == [[0], [1], [2]]
-    loop.close()
 
 
 def test_wire_answer_is_vllms() -> None:

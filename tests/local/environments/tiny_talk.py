@@ -1,8 +1,8 @@
 """A conversation by script, for the tests of the engine: what is said, and what goes wrong.
 
-``args.script`` is a list of what happens after each answer of the student. A string is said as the
-user. ``{"messages": [...]}`` replaces the whole conversation. ``{"raise": ...}``, ``{"sleep": ...}``
-and ``{"forever": ...}`` are what they say.
+``args.script`` is a list of what happens after each answer of the student. A string is said as
+the user. ``{"messages": [...]}`` replaces the whole conversation. ``{"raise": ...}``,
+``{"sleep": ...}``, ``{"leave": ...}`` and ``{"forever": ...}`` are what they say.
 """
 
 import asyncio
