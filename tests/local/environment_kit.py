@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
+from prime_composer.backends.hf_model import import_transformers
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
@@ -31,14 +32,14 @@ STRIPPING = TEMPLATE.replace("m.content or ''", "(m.content or '') | trim")
 """Strips spaces off earlier answers."""
 
 
-def save_tokenizer(folder: Path, template: str = TEMPLATE) -> PreTrainedTokenizerFast:
-    """Save a tokenizer of single bytes with a chat template; return it as it is loaded again."""
+def save_tokenizer(folder: Path, template: str = TEMPLATE) -> Any:
+    """Save a tokenizer of single bytes with a chat template, and return it."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: index for index, letter in enumerate(alphabet)}
     raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=raw, eos_token="<|im_end|>", additional_special_tokens=SPECIAL
     )
     tokenizer.chat_template = template
@@ -55,9 +56,7 @@ class Scripted:
         sampled: every rollout that was sampled, in order.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, reply: Callable[[str], str], room: int = 4096
-    ):
+    def __init__(self, tokenizer: Any, reply: Callable[[str], str], room: int = 4096):
         self.tokenizer, self.reply = tokenizer, reply
         self.limits = Limits(max_model_len=room, vocab_size=len(tokenizer))
         self.calls: list[list[str]] = []

@@ -21,6 +21,7 @@ from tests.conftest import TINY_RECIPE
 from tests.local.environment_kit import ENVIRONMENTS, STRIPPING, Scripted, save_tokenizer
 from tests.local.helpers import Silent
 
+import_transformers()  # before verifiers, which would import it beside a broken torchvision
 pytest.importorskip("verifiers.v1", reason="environments by id need verifiers: the extra [env]")
 
 from prime_composer.local.environments import Environments, open_environment  # noqa: E402
