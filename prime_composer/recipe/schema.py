@@ -7,10 +7,17 @@ Both appear in the generated reference (``reference.py``).
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from prime_composer.losses import AnyLoss, require
 from prime_composer.problems.config import PROBLEMS, DataConfig
@@ -652,6 +659,13 @@ class Recipe(Section):
     prime_rl: OpenTable = Field(default_factory=dict, json_schema_extra=CARRIED)
     """prime-rl's own settings, merged into the export. The one-machine engine ignores them."""
 
+    @field_validator("data", mode="before")
+    @classmethod
+    def _check_no_id(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "id" in data:
+            raise ValueError("an environment by id is a table [environments.NAME], of any NAME")
+        return data
+
     @property
     def sources(self) -> dict[str, DataConfig | EnvironmentConfig]:
         """The environments by name. A single ``[data]`` is called "problems"."""
@@ -740,6 +754,12 @@ class Recipe(Section):
             raise ValueError(
                 "[environments]: all have use = 'eval', and none is left to train on; set it to "
                 "'both' or 'train' in one"
+            )
+        nothing = not self.problem_sources and not any(table.evaluates for table in by_id.values())
+        if nothing and "eval" in self.model_fields_set:
+            raise ValueError(
+                "[eval]: all [environments] have use = 'train', and none is left to evaluate; set "
+                "it to 'both' in one, or leave [eval] out"
             )
         table = f"environments.{next(iter(by_id))}"
         if self.rollout.student_fraction < 1 and not self.rollout.teacher_samples:

@@ -7,7 +7,7 @@ version uses which. Plain tables go in and out; nothing of the package is import
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Table = dict[str, Any]
 """A TOML table."""
@@ -97,21 +97,70 @@ def _common(mixtures: Mixtures) -> tuple[Sequence[Mapping[str, Any]], bool]:
     return first, all(mixture == first for mixture in mixtures.values())
 
 
-def environment_with_args(module: str, settings: Table, entry: Table) -> Table:
+class Limits(NamedTuple):
+    """Limits of one rollout.
+
+    Attributes:
+        max_turns: turns of the student.
+        timeout: seconds.
+    """
+
+    max_turns: int | None = None
+    timeout: float | None = None
+
+    def table(self) -> Table:
+        """Return them as verifiers' second API writes them."""
+        turns: Table = {} if self.max_turns is None else {"max_turns": self.max_turns}
+        return turns if self.timeout is None else {**turns, "timeout": {"rollout": self.timeout}}
+
+
+NO_LIMITS = Limits()
+
+EnvironmentWriter = Callable[[str, Table, Table, Limits], Table]
+"""Writes an environment from its id, its settings, its name and ratio, and its limits.
+
+The first API of verifiers has no limit of turns: an environment has its own.
+"""
+
+
+def environment_with_args(
+    environment_id: str, settings: Table, entry: Table, limits: Limits = NO_LIMITS
+) -> Table:
     """Write an environment of verifiers' first API (v0.6)."""
-    return {"id": module, "args": settings, **entry}
+    table = {"id": environment_id, "args": settings, **entry}
+    return table if limits.timeout is None else {**table, "timeout": limits.timeout}
 
 
-def environment_with_taskset(module: str, settings: Table, entry: Table) -> Table:
+def environment_of_bridge(
+    environment_id: str, settings: Table, entry: Table, limits: Limits = NO_LIMITS
+) -> Table:
+    """Write an environment of verifiers' first API beside tasksets (v0.7)."""
+    return {"id": environment_id, "args": settings, **entry, **limits.table()}
+
+
+def environment_with_taskset(
+    environment_id: str, settings: Table, entry: Table, limits: Limits = NO_LIMITS
+) -> Table:
     """Write a taskset and its harness, side by side (v0.7)."""
     harness = {"id": "null", "runtime": {"type": "subprocess"}}
-    return {**entry, "taskset": {"id": module, **settings}, "harness": harness}
+    taskset = {"id": environment_id, **settings}
+    return {**entry, "taskset": taskset, "harness": harness, **limits.table()}
 
 
-def source_with_agent(module: str, settings: Table, entry: Table) -> Table:
+def source_of_bridge(
+    environment_id: str, settings: Table, entry: Table, limits: Limits = NO_LIMITS
+) -> Table:
+    """Write a source of verifiers' first API; its time limit is that of an agent (v0.8)."""
+    table = {**entry, "legacy": {"id": environment_id, "args": settings}}
+    return {**table, "env": {"agent": limits.table()}} if limits != NO_LIMITS else table
+
+
+def source_with_agent(
+    environment_id: str, settings: Table, entry: Table, limits: Limits = NO_LIMITS
+) -> Table:
     """Write a source: an ``env`` of a taskset and an agent (v0.8 and newer)."""
-    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-    return {**entry, "env": {"taskset": {"id": module, **settings}, "agent": agent}}
+    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, **limits.table()}
+    return {**entry, "env": {"taskset": {"id": environment_id, **settings}, "agent": agent}}
 
 
 def inference_with_extra(arguments: Table) -> Table:

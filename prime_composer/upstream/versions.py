@@ -13,6 +13,7 @@ version of prime-rl", shows how to add a record.
     distillation      training_mode = "opd"       [orchestrator.algo]       =              =
     teacher           [orchestrator.teacher.*]    algo.teacher, URL list    =              one URL
     environment       [[orchestrator.train.env]]  = (taskset, harness)      [[...source]]  =
+    verifiers' API    v0                          v0, v1                    =              v1
     its own teacher   header of the one client    its own algo.teacher      =              =
     several mixed     header of the one client    header of the teacher     =              =
     zero advantages   post_batch_filters          =                         =              train
@@ -26,7 +27,7 @@ Importing this module imports neither prime-rl nor torch.
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -34,8 +35,10 @@ from typing import Any
 
 from prime_composer.upstream.toml_shapes import (
     BaseUrl,
+    EnvironmentWriter,
     Mixtures,
     Table,
+    environment_of_bridge,
     environment_with_args,
     environment_with_taskset,
     inference_by_vllm_name,
@@ -46,6 +49,7 @@ from prime_composer.upstream.toml_shapes import (
     output_dir_itself,
     resume_newest_step,
     resume_table,
+    source_of_bridge,
     source_with_agent,
     teacher_of_each_environment,
     teacher_of_the_run,
@@ -181,7 +185,8 @@ class Version:
         contract: its interface between trainer and loss.
         loss_dialect: value of the loss knob ``dialect``, where a loss has one.
         environment_key: key of the environments in [orchestrator.train] and [orchestrator.eval].
-        environment: writes an environment from a module, its settings, and its name and ratio.
+        environments: API of verifiers -> what writes an environment of it.
+        api: the API of verifiers that an environment by id has, unless the recipe says another.
         teachers: writes the teachers into [orchestrator] or its environments.
         teacher_by_environment: each environment may have a teacher of its own, without the adapter.
         keep_zero_advantages: changes [orchestrator] so that rollouts without an advantage train.
@@ -208,7 +213,8 @@ class Version:
     contract: LossContract
     loss_dialect: str
     environment_key: str
-    environment: Callable[[str, Table, Table], Table]
+    environments: Mapping[str, EnvironmentWriter]
+    api: str
     teachers: Callable[[Table, list[Table], Mixtures, BaseUrl], None]
     teacher_by_environment: bool
     keep_zero_advantages: Callable[[Table], None]
@@ -227,6 +233,11 @@ class Version:
     verifiers: str | None = None
     vllm_without_plugins: str | None = None
 
+    @property
+    def environment_of_problems(self) -> EnvironmentWriter:
+        """What writes the environment of our own problems, which is of its newest API."""
+        return self.environments[max(self.environments)]
+
     def base_url(self, url: str) -> str | list[str]:
         """Return a URL as this version's clients expect it."""
         return [url] if self.url_is_list else url
@@ -240,7 +251,8 @@ _V0_6 = Version(
     contract=LOSS_V0_6,
     loss_dialect="v0_6",
     environment_key="env",
-    environment=environment_with_args,
+    environments={"v0": environment_with_args},
+    api="v0",
     teachers=teacher_of_the_run,
     teacher_by_environment=False,
     keep_zero_advantages=no_advantage_filter,
@@ -266,7 +278,8 @@ _V0_7 = Version(
     contract=LOSS_V0_7,
     loss_dialect="v0_7",
     environment_key="env",
-    environment=environment_with_taskset,
+    environments={"v0": environment_of_bridge, "v1": environment_with_taskset},
+    api="v0",
     teachers=teacher_of_each_environment,
     teacher_by_environment=True,
     keep_zero_advantages=no_advantage_filter,
@@ -293,7 +306,8 @@ _V0_8 = Version(
     contract=LOSS_V0_7,
     loss_dialect="v0_7",
     environment_key="source",
-    environment=source_with_agent,
+    environments={"v0": source_of_bridge, "v1": source_with_agent},
+    api="v1",
     teachers=teacher_of_each_environment,
     teacher_by_environment=True,
     keep_zero_advantages=no_advantage_filter,
@@ -319,7 +333,8 @@ _HEAD = Version(
     contract=LOSS_V0_7,
     loss_dialect="v0_7",
     environment_key="source",
-    environment=source_with_agent,
+    environments={"v1": source_with_agent},
+    api="v1",
     teachers=teacher_of_each_environment,
     teacher_by_environment=True,
     keep_zero_advantages=no_advantage_pruning,

@@ -87,13 +87,15 @@ def test_environment_without_its_id_is_refused() -> None:
     ("key", "value", "expected"),
     [
         ("rollout.student_fraction", 0.5, "[environments.rev] has an id, and no solutions"),
+        ("data", {"id": "reverse-text"}, "data: an environment by id is a table [environments.N"),
+        ("eval", {"every": 3}, "[eval]: all [environments] have use = 'train'"),
         ("replay", {"source": "jsonl", "path": "pairs.jsonl"}, "[environments.rev] asks its own"),
         ("student", {"prepare": {}}, "student.prepare builds a model from worked answers"),
     ],
 )
 def test_setting_that_needs_problems_is_refused(key: str, value: Any, expected: str) -> None:
     """Solutions, questions of pairs, and worked answers are what an id does not have."""
-    assert expected in refusal(with_value(key, value, raw()))
+    assert expected in refusal(with_value(key, value, raw(use="train")))
 
 
 def test_prepared_student_learns_from_the_problems() -> None:

@@ -14,6 +14,6 @@ def pytest_collection_modifyitems(config, items):
     if os.environ.get("PRIME_COMPOSER_WHOLE_RUNS") != "all" or not default:
         return
     for item in items:
-        if item.path.name == "test_whole_run.py":
+        if item.path.name.startswith("test_whole_run"):
             item.own_markers[:] = [mark for mark in item.own_markers if mark.name not in MARKERS]
             item.add_marker(pytest.mark.xdist_group("servers"))

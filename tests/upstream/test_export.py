@@ -552,6 +552,17 @@ OTHER_VALUES = {
         "ratio": 2.0,
         "teacher": "b",
     },
+    "environment": {
+        "id": "other",
+        "args": {"split": "train"},
+        "api": "v0",
+        "use": "eval",
+        "max_turns": 3,
+        "timeout": 60.0,
+        "ratio": 2.0,
+        "teacher": "b",
+        "prime_rl": {"group_size": 3},
+    },
     "rollout": {
         "url": "http://student:1",
         "api_key_var": "A_KEY",
@@ -592,6 +603,8 @@ COMPANIONS = {
     "data.path": {"data": {"source": "jsonl", "path": "other.jsonl"}},
     "logging.wandb.name": {"logging": {"wandb": {"project": "p"}}},
 }
+WRITTEN = {"teacher.weight": "teachers.a.weight", "environment.": "environments.rev."}
+"""Beginning of a key -> how the recipe writes it, where that is another."""
 """Key -> what a recipe that sets it has to set as well."""
 
 
@@ -600,22 +613,33 @@ def kinds(export):
     return {key for key, mark in marks(Recipe).items() if mark.export == export}
 
 
+def written(key):
+    """Return a key as the recipe of ``with_key`` has it."""
+    for start, replacement in WRITTEN.items():
+        if key.startswith(start):
+            return replacement + key.removeprefix(start)
+    return key
+
+
 def with_key(key, value):
     """Return the tests' recipe without and with one key, each with what that key needs."""
     raw = tables()
-    if key in ("teacher.weight", "data.teacher", "data.teacher_key"):
+    if key in ("teacher.weight", "data.teacher", "data.teacher_key", "environment.teacher"):
         del raw["teacher"]
         raw["teachers"] = copy.deepcopy(TWO)
     if key == "data.teacher_key":
         raw["data"]["source"] = "hub"
     if key.startswith("teacher.policy"):
         raw["teacher"] = {"policy": {"update": "live"}}
+    if key.startswith("environment."):
+        del raw["data"]
+        raw["environments"] = {"rev": {"id": "reverse-text"}, "sums": {}}
     for section, table in COMPANIONS.get(key, {}).items():
         raw.setdefault(section, {}).update(copy.deepcopy(table))
     if key.endswith(".prepare"):
         del raw[key.split(".")[0]]["model"]
     without = copy.deepcopy(raw)
-    *path, name = key.replace("teacher.weight", "teachers.a.weight").split(".")
+    *path, name = written(key).split(".")
     table = raw
     for part in path:
         table = table.setdefault(part, {})
@@ -647,7 +671,7 @@ def test_carried_key_changes_the_export_or_is_refused(key, monkeypatch):
     try:
         table = export_recipe(parse_recipe(changed), "head", MODELS).table
     except RecipeError as error:
-        assert str(error).startswith(f"{key} = ")
+        assert str(error).startswith(f"{written(key)} = ")
         return
     if key.endswith(".prepare"):  # without it the recipe has no model
         return

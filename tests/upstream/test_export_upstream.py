@@ -14,7 +14,13 @@ from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream.export import export_recipe
 from prime_composer.upstream.versions import VERSIONS
 from tests.prime_rl_checkout import REPO
-from tests.upstream.export_recipes import ALL_RECIPES, export_table, tables, write_rows_recipe
+from tests.upstream.export_recipes import (
+    ALL_RECIPES,
+    TWO,
+    export_table,
+    tables,
+    write_rows_recipe,
+)
 from tests.upstream.in_prime_rl import MARK, Interpreter, environment_of
 from tests.upstream.make_venvs import python_of
 
@@ -131,6 +137,63 @@ def test_prime_rl_reads_what_the_recipe_says(prime_rl, tmp_path, version):
     assert settings["split"] == "test"
     model = off["config"]["trainer"]["model"]
     assert model["ac"] is None and model["ac_offloading"] is None
+
+
+BY_ID = [
+    ("v0.6", "v0"),
+    ("v0.7", "v0"),
+    ("v0.7", "v1"),
+    ("v0.8", "v0"),
+    ("v0.8", "v1"),
+    ("head", "v1"),
+]
+
+
+@pytest.mark.parametrize("version,api", BY_ID)
+def test_prime_rl_reads_environments_by_id(prime_rl, tmp_path, version, api):
+    """Id, settings, limits, own settings and teachers, of training and of evaluation.
+
+    From v0.8 on its parser imports the taskset, e2e/tiny_turns.py, and checks the settings.
+    """
+    rev = {"id": "tiny-turns", "api": api, "args": {"first": 3}, "timeout": 60, "ratio": 2.0}
+    if api == "v1":
+        rev["max_turns"] = 4
+    rev |= {"teacher": "a", "prime_rl": {"group_size": 4}}
+    test = {"id": "tiny-turns", "api": api, "args": {"first": 5}, "use": "eval"}
+    raw = qwen3_tables(eval={"every": 2, "size": 50})
+    del raw["data"], raw["teacher"]
+    raw |= {"environments": {"rev": rev, "test": test, "sums": {"teacher": "b"}}, "teachers": TWO}
+    (answer,) = prime_rl(version).run(READ, commands=[rl(tmp_path, "by_id", version, raw)])
+    orchestrator, key = answer["config"]["orchestrator"], VERSIONS[version].environment_key
+    trained = {source["name"]: source for source in orchestrator["train"][key]}
+    assert list(trained) == ["rev", "sums"]
+    source = trained["rev"]
+    assert source["ratio"] == 2.0 and source["group_size"] == 4
+    assert identity(source, version, api) == ("tiny-turns", 3)
+    if version == "v0.6":
+        assert source["timeout"] == source["extra_env_kwargs"]["timeout_seconds"] == 60
+    else:
+        agent = source if version == "v0.7" else source["env"]["agent"]
+        assert agent["timeout"]["rollout"] == 60
+        assert agent["max_turns"] == rev.get("max_turns")
+        assert source["algo"]["teacher"]["name"] == TWO["a"]["model"]
+        assert trained["sums"]["algo"]["teacher"]["name"] == TWO["b"]["model"]
+    if api == "v0" and version != "v0.6":
+        bridge = source if version == "v0.7" else source["legacy"]
+        assert bridge["extra_env_kwargs"]["timeout_seconds"] == 60
+    evaluated = {source["name"]: source for source in orchestrator["eval"][key]}
+    assert list(evaluated) == ["rev", "test", "sums"]
+    assert identity(evaluated["test"], version, api) == ("tiny-turns", 5)
+    assert evaluated["rev"]["group_size"] == 4
+
+
+def identity(source, version, api):
+    """Return the id of an environment as prime-rl has read it, and its setting ``first``."""
+    if api == "v0":
+        table = source["legacy"] if version == "v0.8" else source
+        return table["id"], table["args"]["first"]
+    taskset = (source if version == "v0.7" else source["env"])["taskset"]
+    return taskset["id"], taskset["first"]
 
 
 TRIGGERS = """

@@ -12,7 +12,7 @@ from prime_composer.upstream.export.keys import not_carried
 from prime_composer.upstream.export.plan import Plan
 from prime_composer.upstream.export.refusals import refuse
 from prime_composer.upstream.export.tables import build_tables
-from prime_composer.upstream.export.toml import as_text, merge
+from prime_composer.upstream.export.toml import as_text, merge_native
 from prime_composer.upstream.versions import VERSIONS, Version
 
 
@@ -73,8 +73,6 @@ def export_recipe(
     refuse(recipe, version)
     plan = Plan.of(recipe, version, {} if models is None else models, problems)
     table = build_tables(plan)
-    for_all = {key: value for key, value in recipe.prime_rl.items() if key not in VERSIONS}
-    merge(table, for_all)
-    merge(table, recipe.prime_rl.get(version.name, {}))
+    merge_native(table, recipe.prime_rl, version.name)
     lost = not_carried(recipe)
     return Export(version, table, head_comment(plan, table, lost), lost)

@@ -37,6 +37,7 @@ def head_comment(plan: Plan, table: Mapping[str, Any], not_carried: Mapping[str,
         "    prime-rl rl --config THIS_FILE --engine prime-rl",
         "which is PRIME_COMPOSER=1 in front of prime-rl's own `rl @ THIS_FILE`.",
         *servers(plan),
+        *packages(plan),
     ]
     if not_carried:
         lines += ["", "Not carried to prime-rl:"]
@@ -44,6 +45,14 @@ def head_comment(plan: Plan, table: Mapping[str, Any], not_carried: Mapping[str,
     if isinstance(table.get("slurm"), Mapping):
         lines += ["", *SLURM]
     return lines
+
+
+def packages(plan: Plan) -> list[str]:
+    """Return which environments have to be installed beside prime-rl."""
+    ids = dict.fromkeys(source.id for source in plan.recipe.environments_by_id.values())
+    if not ids:
+        return []
+    return ["", "Environments that have to be installed beside prime-rl:", f"    {', '.join(ids)}"]
 
 
 def servers(plan: Plan) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import ProblemSet, load_problem_set
+from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import Recipe, RecipeError, RolloutConfig, TeacherConfig
 from prime_composer.upstream.toml_shapes import API_KEY_VAR
@@ -22,14 +23,14 @@ class Environment(NamedTuple):
 
     Attributes:
         name: its name in prime-rl.
-        data: the recipe's [data] or [environments.NAME].
+        source: the recipe's [data] or [environments.NAME].
         ratio: its share of the prompts, relative to the others.
         mixture: weights of the teachers that score its rollouts; they add up to 1.
         rows: the teacher that its rows name, "" for rows that name none. None for all rows.
     """
 
     name: str
-    data: DataConfig
+    source: DataConfig | EnvironmentConfig
     ratio: float
     mixture: Mapping[TeacherId, float]
     rows: str | None = None
@@ -44,7 +45,8 @@ class Plan:
         version: the version of prime-rl.
         student: name or directory of the student.
         teachers: served name, URL and maybe ``api_key_var`` of each teacher.
-        environments: prime-rl's environments. Without distillation their mixtures are empty.
+        environments: prime-rl's environments to train on. Without distillation their mixtures are
+            empty.
     """
 
     recipe: Recipe
@@ -135,10 +137,24 @@ def teacher_servers(routing: Routing, models: Mapping[str, Any]) -> dict[Teacher
     return servers
 
 
+def trains(source: DataConfig | EnvironmentConfig) -> bool:
+    """Return whether an environment of the recipe is trained on. Problems always are."""
+    return isinstance(source, DataConfig) or source.trains
+
+
+def evaluated(recipe: Recipe) -> list[Environment]:
+    """Return prime-rl's environments to evaluate."""
+    return [
+        Environment(name, source, source.ratio, {})
+        for name, source in recipe.sources.items()
+        if isinstance(source, DataConfig) or source.evaluates
+    ]
+
+
 def split_environments(
     recipe: Recipe, routing: Routing | None, problems: ProblemSet | None
 ) -> list[Environment]:
-    """Return prime-rl's environments.
+    """Return prime-rl's environments to train on.
 
     prime-rl assigns teachers to environments. So an environment whose rows name teachers becomes
     one environment per teacher.
@@ -152,16 +168,19 @@ def split_environments(
         RecipeError: a row names an unknown teacher, or two environments would have the same name.
         ValueError: the data cannot be read.
     """
+    sources = {name: source for name, source in recipe.sources.items() if trains(source)}
     if routing is None:
-        return [Environment(name, data, data.ratio, {}) for name, data in recipe.sources.items()]
-    by_row = {name: data for name, data in recipe.sources.items() if data.teacher_key is not None}
+        return [Environment(name, source, source.ratio, {}) for name, source in sources.items()]
+    by_row = {
+        name: data for name, data in recipe.problem_sources.items() if data.teacher_key is not None
+    }
     if by_row and problems is None:
         problems = load_problem_set(by_row)
     environments = []
-    for name, data in recipe.sources.items():
+    for name, source in sources.items():
         if name not in by_row or problems is None:
             mixture = routing.of_environment(name)
-            environments.append(Environment(name, data, data.ratio, mixture))
+            environments.append(Environment(name, source, source.ratio, mixture))
             continue
         rows = [problem for problem in problems.practice if problem.environment == name]
         counts = Counter(problem.teacher or "" for problem in rows)
@@ -169,8 +188,8 @@ def split_environments(
         environments += [
             Environment(
                 f"{name}-{teacher or 'others'}",
-                data,
-                data.ratio * counts[teacher] / len(rows),
+                source,
+                source.ratio * counts[teacher] / len(rows),
                 mixtures[teacher],
                 teacher,
             )

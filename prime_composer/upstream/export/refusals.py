@@ -48,6 +48,7 @@ def refuse(recipe: Recipe, version: Version) -> None:
             f"to extrapolate it from. Leave the table out, {RUN_LOCALLY}"
         )
     refuse_two_credentials(recipe)
+    refuse_environments(recipe, version)
     policy = None if recipe.teacher is None else recipe.teacher.policy
     try:
         wire_support_size(recipe.loss, "loss")
@@ -63,6 +64,37 @@ def refuse(recipe: Recipe, version: Version) -> None:
         )
     except ValueError as error:
         raise RecipeError(str(error)) from None
+
+
+def refuse_environments(recipe: Recipe, version: Version) -> None:
+    """Check that the version runs every environment by id.
+
+    Raises:
+        RecipeError: it does not; the message names the key.
+    """
+    policy = None if recipe.teacher is None else recipe.teacher.policy
+    for name, source in recipe.environments_by_id.items():
+        table, api = f"environments.{name}", source.api or version.api
+        # The one-machine engine runs v1, which is also what an unset api means there.
+        otherwise = "." if source.api == "v0" else f", {RUN_LOCALLY}"
+        if api not in version.environments:
+            able = [other.name for other in VERSIONS.values() if api in other.environments]
+            raise RecipeError(
+                f"{table}.api = {api!r}: prime-rl {version.name} runs environments of verifiers' "
+                f"API {' and '.join(version.environments)}. Export for {' or '.join(able)}"
+                f"{otherwise}"
+            )
+        if api == "v0" and source.max_turns is not None:
+            raise RecipeError(
+                f"{table}.max_turns = {source.max_turns}: prime-rl {version.name} runs this "
+                "environment by verifiers' API v0, where it has its own limit of turns. Leave it "
+                f"out and set the environment's own argument in args{otherwise}"
+            )
+        if policy is not None and policy.hint == "feedback":
+            raise RecipeError(
+                f"teacher.policy.hint = 'feedback': it quotes the right answer, and {table} has an "
+                "id, and no answer that this package knows. Set it to 'sibling' or 'reference'"
+            )
 
 
 def refuse_asker(recipe: Recipe) -> None:

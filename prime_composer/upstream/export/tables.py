@@ -4,13 +4,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+from prime_composer.problems.config import DataConfig
 from prime_composer.recipe.schema import Recipe, TeacherConfig
 from prime_composer.upstream.environment import NAME, data_settings
-from prime_composer.upstream.export.plan import Environment, Plan, api_key, v1_url
+from prime_composer.upstream.export.plan import Environment, Plan, api_key, evaluated, v1_url
 from prime_composer.upstream.export.refusals import asker_settings
-from prime_composer.upstream.export.toml import merge, plain
+from prime_composer.upstream.export.toml import merge, merge_native, plain
 from prime_composer.upstream.settings import FILE_KEY, IMPORT_PATH, TEACHER_KEYS
-from prime_composer.upstream.toml_shapes import HINT_KEYS
+from prime_composer.upstream.toml_shapes import HINT_KEYS, NO_LIMITS, Limits
 from prime_composer.upstream.versions import Version
 
 VLLM_LOGPROBS = 20
@@ -64,6 +65,8 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
             version.teachers(table, environments, mixtures, version.base_url)
         else:
             table["algo"] = self_distillation(recipe.teacher)
+    for entry, part in zip(environments, plan.environments, strict=True):
+        merge_own_settings(entry, part, version)
     if recipe.loss.reads_rewards_and_teacher:
         version.keep_zero_advantages(table)  # worth their distillation
     if recipe.rollout.url is not None:
@@ -85,13 +88,24 @@ def self_distillation(teacher: TeacherConfig | None) -> dict[str, str]:
 
 
 def environment(part: Environment, version: Version, split: str = "train") -> dict[str, Any]:
-    """Return an environment that ``prime_composer_problems`` serves."""
-    settings = data_settings(part.data)
+    """Return an environment: one that ``prime_composer_problems`` serves, or one by id."""
+    entry, source = {"name": part.name, "ratio": part.ratio}, part.source
+    if not isinstance(source, DataConfig):
+        write = version.environments[source.api or version.api]
+        limits = Limits(source.max_turns, source.timeout)
+        return write(source.id, plain(source.args), entry, limits)
+    settings = data_settings(source)
     if split != "train":
         settings["split"] = split
     if part.rows is not None:
         settings["rows_of"] = part.rows
-    return version.environment(NAME, settings, {"name": part.name, "ratio": part.ratio})
+    return version.environment_of_problems(NAME, settings, entry, NO_LIMITS)
+
+
+def merge_own_settings(entry: dict[str, Any], part: Environment, version: Version) -> None:
+    """Merge ``[environments.NAME.prime_rl]`` into its environment, in place."""
+    if not isinstance(part.source, DataConfig):
+        merge_native(entry, part.source.prime_rl, version.name)
 
 
 def sampling(recipe: Recipe) -> dict[str, Any]:
@@ -113,12 +127,15 @@ def evaluation(recipe: Recipe, version: Version) -> dict[str, Any]:
     prime-rl evaluates before the first step, and whenever its count of steps is a multiple of the
     interval. ``every = 0`` becomes the count after the last step.
     """
-    sources = [Environment(name, data, data.ratio, {}) for name, data in recipe.sources.items()]
+    parts = evaluated(recipe)
+    entries = [environment(part, version, "test") for part in parts]
+    for entry, part in zip(entries, parts, strict=True):
+        merge_own_settings(entry, part, version)
     return {
         "interval": recipe.eval.every or recipe.trainer.steps + version.first_step,
-        "num_examples": math.ceil(recipe.eval.size / len(sources)),
+        "num_examples": math.ceil(recipe.eval.size / len(parts)),
         "sampling": {"temperature": 0.0, "max_completion_tokens": recipe.rollout.max_tokens},
-        version.environment_key: [environment(source, version, "test") for source in sources],
+        version.environment_key: entries,
     }
 
 

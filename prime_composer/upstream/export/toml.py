@@ -7,6 +7,7 @@ from typing import Any
 
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.recipe.urls import has_credentials
+from prime_composer.upstream.versions import VERSIONS
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
@@ -58,6 +59,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
     return value
+
+
+def merge_native(target: dict[str, Any], native: Mapping[str, Any], version: str) -> None:
+    """Merge a recipe's table of prime-rl's own settings into an exported one, in place.
+
+    Its tables named after a version count for that version alone.
+    """
+    merge(target, {key: value for key, value in native.items() if key not in VERSIONS})
+    merge(target, native.get(version, {}))
 
 
 def merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:

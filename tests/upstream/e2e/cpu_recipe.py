@@ -32,6 +32,7 @@ def native(
     group_size=1,
     taskset="tiny-taskset",
     asked_by=None,
+    environments=None,
 ):
     """Return the native TOML of a version: a tiny student and teacher, eight sums, three steps.
 
@@ -52,6 +53,7 @@ def native(
         group_size: rollouts of one prompt.
         taskset: the taskset, from v0.7 on.
         asked_by: who asks the teacher; None: what follows from the loss.
+        environments: tables of the recipe's [environments], in the place of the sums.
         rl: adds an environment with prime-rl's own rl loss (head). Our loss is not in the file
             then, but in PRIME_COMPOSER.
     """
@@ -132,6 +134,9 @@ def native(
         }
         for name, mixture in MIXTURES.items():
             recipe["environments"][name]["teacher"] = mixture
+        del recipe["data"], prime_rl["orchestrator"]["train"]
+    if environments is not None:
+        recipe["environments"] = environments
         del recipe["data"], prime_rl["orchestrator"]["train"]
     recipe["prime_rl"] = prime_rl
     table = export_recipe(parse_recipe(recipe), version).table

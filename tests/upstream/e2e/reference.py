@@ -3,7 +3,8 @@
 usage: reference.py STUDENT K SEQUENCES.json [BROADCAST_DIR]
 
 Imports nothing of this package. SEQUENCES is a list of [tokens, length of the prompt, {folder of a
-teacher: its weight}]. Prints JSON, from the initial weights:
+teacher: its weight}]. In the place of the prompt's length there may be a list of the completion's
+places in several turns. Prints JSON, from the initial weights:
 
     tail_kl    reverse KL of student against teacher on the teacher's top-K plus one bucket for the
                rest: per sequence the mean over its completion tokens
@@ -56,7 +57,7 @@ def main(student, k, sequences, broadcast=None):
     tail_kl, log_ratio = [], []
     for i, (tokens, prompt, weights) in enumerate(rows):
         divergences, ratios = [], []
-        for t in range(prompt, len(tokens)):
+        for t in prompt if isinstance(prompt, list) else range(prompt, len(tokens)):
             p = p_all[i][t - 1]
             head, sampled_mass = mixed(
                 [(w, q_all[folder][i][t - 1]) for folder, w in weights.items()], k, tokens[t]

@@ -1,0 +1,45 @@
+"""What a recipe trains and tests on is opened in one place, which refuses by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_composer.cli.commands import main
+from prime_composer.local.sources import load_sources
+from prime_composer.recipe.loading import parse_recipe
+from tests.command import toml
+
+REFUSAL = "[environments.rev] id = 'reverse-text': the one-machine engine runs problems alone"
+
+
+def raw(**environments: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe with these environments."""
+    return {
+        "student": {"model": "s"},
+        "teacher": {"model": "t"},
+        "loss": {"type": "topk_reverse_kl", "k": 4},
+        "environments": environments,
+        "trainer": {"steps": 3},
+    }
+
+
+def test_load_sources_loads_the_problems() -> None:
+    """Each environment's, under its name."""
+    problems = load_sources(parse_recipe(raw(sums={"size": 20})))
+    assert {problem.environment for problem in problems.practice} == {"sums"}
+    assert list(problems.sources) == ["sums"]
+
+
+@pytest.mark.parametrize("words", [("rl", "--engine", "local", "--dry-run"), ("probe",)])
+def test_environment_by_id_is_refused_by_name(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is loaded or written, with what runs it."""
+    path = tmp_path / "r.toml"
+    path.write_text(toml(raw(sums={"size": 20}, rev={"id": "reverse-text"})))
+    command, *more = words
+    assert main([command, "--config", str(path), *more]) == 2
+    message = capsys.readouterr().err
+    assert REFUSAL in message and "--engine prime-rl" in message
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,238 @@
+"""Export environments of verifiers by id: each version's shape, and what is refused.
+
+The expected tables are written from prime-rl's own config classes and recipes.
+``test_prime_rl_reads_environments_by_id`` gives them to those classes.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import tomli_w
+
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.schema import RecipeError
+from prime_composer.upstream.export import export_recipe
+from prime_composer.upstream.toml_shapes import HEADER
+from prime_composer.upstream.versions import VERSIONS
+from tests.prime_rl_checkout import REPO
+from tests.upstream.export_recipes import TWO, recipe, tables
+
+ENVIRONMENTS = {"v0.6": "env", "v0.7": "env", "v0.8": "source", "head": "source"}
+AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+
+
+def raw(environments=None, **changes):
+    """Return a recipe with one environment by id, or with others."""
+    table = {**tables(), **changes}
+    del table["data"]
+    rev = {"id": "reverse-text", "args": {"num_examples": 100}}
+    table["environments"] = {"rev": rev} if environments is None else environments
+    return table
+
+
+def exported(version, environments=None, **changes):
+    """Return [orchestrator] of an export."""
+    return export_recipe(parse_recipe(raw(environments, **changes)), version).table["orchestrator"]
+
+
+def trained(version, environments=None, **changes):
+    """Return the environments to train on, by name."""
+    train = exported(version, environments, **changes)["train"]
+    return {entry["name"]: entry for entry in train[ENVIRONMENTS[version]]}
+
+
+@pytest.mark.parametrize(
+    "version,shape",
+    [
+        ("v0.6", {"id": "reverse-text", "args": {"num_examples": 100}}),
+        ("v0.7", {"id": "reverse-text", "args": {"num_examples": 100}}),
+        (
+            "v0.8",
+            {"env": {"taskset": {"id": "reverse-text", "num_examples": 100}, "agent": AGENT}},
+        ),
+        (
+            "head",
+            {"env": {"taskset": {"id": "reverse-text", "num_examples": 100}, "agent": AGENT}},
+        ),
+    ],
+)
+def test_environment_by_id_has_the_versions_shape(version, shape):
+    """Without `api` it is of verifiers' v0 before prime-rl v0.8, of v1 from there on."""
+    assert trained(version) == {"rev": {"name": "rev", "ratio": 1.0, **shape}}
+
+
+@pytest.mark.parametrize(
+    "version,api,shape",
+    [
+        (
+            "v0.7",
+            "v1",
+            {
+                "taskset": {"id": "x", "n": 1},
+                "harness": {"id": "null", "runtime": {"type": "subprocess"}},
+            },
+        ),
+        ("v0.8", "v0", {"legacy": {"id": "x", "args": {"n": 1}}}),
+    ],
+)
+def test_api_chooses_the_shape(version, api, shape):
+    """v0.7 and v0.8 run environments of both."""
+    environment = {"id": "x", "api": api, "args": {"n": 1}}
+    assert trained(version, {"e": environment})["e"] == {"name": "e", "ratio": 1.0, **shape}
+
+
+@pytest.mark.parametrize(
+    "version,api,place",
+    [
+        ("v0.6", "v0", {"timeout": 60.0}),
+        ("v0.7", "v0", {"timeout": {"rollout": 60.0}}),
+        ("v0.7", "v1", {"max_turns": 4, "timeout": {"rollout": 60.0}}),
+        ("v0.8", "v0", {"env": {"agent": {"timeout": {"rollout": 60.0}}}}),
+        ("v0.8", "v1", {"max_turns": 4, "timeout": {"rollout": 60.0}}),
+        ("head", "v1", {"max_turns": 4, "timeout": {"rollout": 60.0}}),
+    ],
+)
+def test_limits_of_a_rollout_are_prime_rls_own(version, api, place):
+    """Turns for v1, seconds for both."""
+    turns = {"max_turns": 4} if api == "v1" else {}
+    environment = {"id": "x", "api": api, "timeout": 60, **turns}
+    entry = trained(version, {"e": environment})["e"]
+    table = entry["env"]["agent"] if version in ("v0.8", "head") and api == "v1" else entry
+    assert {key: table[key] for key in place} == place
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_native_settings_of_an_environment_win(version):
+    """A table named after a version counts for that version alone."""
+    native = {"group_size": 3, "v0.6": {"max_retries": 1}, "head": {"serve": {"max_concurrent": 2}}}
+    entry = trained(version, {"rev": {"id": "x", "ratio": 2.0, "prime_rl": native}})["rev"]
+    assert entry["group_size"] == 3 and entry["ratio"] == 2.0
+    assert ("max_retries" in entry) == (version == "v0.6")
+    assert ("serve" in entry) == (version == "head")
+    assert not entry.keys() & VERSIONS.keys()
+
+
+def test_native_harness_replaces_the_plain_chat():
+    """`[environments.NAME.prime_rl]` is merged table by table."""
+    native = {"env": {"agent": {"harness": {"id": "bash"}}}}
+    entry = trained("head", {"rev": {"id": "x", "prime_rl": native}})["rev"]
+    assert entry["env"]["agent"] == {"harness": {"id": "bash"}, "runtime": {"type": "subprocess"}}
+    assert entry["env"]["taskset"] == {"id": "x"}
+
+
+USES = {
+    "a": {"id": "x", "args": {"split": "train"}, "use": "train"},
+    "b": {"id": "x", "args": {"split": "test"}, "use": "eval"},
+    "c": {"id": "y", "prime_rl": {"group_size": 2}},
+    "sums": {"size": 40},
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_use_divides_training_from_evaluation(version):
+    """Problems are in both, and their share of the evaluation's size counts those evaluated."""
+    orchestrator = exported(version, USES, eval={"every": 2, "size": 90})
+    key = ENVIRONMENTS[version]
+    assert [entry["name"] for entry in orchestrator["train"][key]] == ["a", "c", "sums"]
+    evaluated = {entry["name"]: entry for entry in orchestrator["eval"][key]}
+    assert list(evaluated) == ["b", "c", "sums"]
+    assert orchestrator["eval"]["num_examples"] == 30
+    assert evaluated["c"]["group_size"] == 2
+    b = evaluated["b"]
+    settings = b["env"]["taskset"] if version in ("v0.8", "head") else b["args"]
+    assert settings["split"] == "test"
+
+
+@pytest.mark.parametrize("version", ["v0.7", "v0.8", "head"])
+def test_environment_by_id_has_its_own_teacher(version):
+    """As an environment of problems has. One for evaluation alone has none."""
+    environments = {
+        "rev": {"id": "x", "teacher": "a"},
+        "sums": {"teacher": "b"},
+        "test": {"id": "x", "use": "eval", "teacher": "b"},
+    }
+    changes = {"teachers": TWO, "eval": {"every": 1}}
+    table = raw(environments, **changes)
+    del table["teacher"]
+    orchestrator = export_recipe(parse_recipe(table), version).table["orchestrator"]
+    entries = {entry["name"]: entry for entry in orchestrator["train"][ENVIRONMENTS[version]]}
+    models = {name: entry["algo"]["teacher"]["name"] for name, entry in entries.items()}
+    assert models == {"rev": "a/first", "sums": "a/second"}
+    assert all("algo" not in entry for entry in orchestrator["eval"][ENVIRONMENTS[version]])
+
+
+def test_environment_by_id_is_routed_in_v0_6s_header():
+    """v0.6 has one teacher's client, so the adapter routes by the environment's name."""
+    table = raw({"rev": {"id": "x", "teacher": "a"}, "sums": {"teacher": "b"}}, teachers=TWO)
+    del table["teacher"]
+    client = export_recipe(parse_recipe(table), "v0.6").table["orchestrator"]["teacher"]["client"]
+    assert '"rev": [{"url": "http://a:8001/v1"' in client["headers"][HEADER]
+
+
+@pytest.mark.parametrize(
+    "version,environment,message",
+    [
+        (
+            "head",
+            {"id": "x", "api": "v0"},
+            r"environments.rev.api = 'v0': prime-rl head runs .* API v1. Export for v0.6 or v0.7 "
+            r"or v0.8\.$",
+        ),
+        (
+            "v0.6",
+            {"id": "x", "api": "v1"},
+            r"environments.rev.api = 'v1': prime-rl v0.6 runs .* API v0. Export for v0.7 .* "
+            "--engine local",
+        ),
+        (
+            "v0.7",
+            {"id": "x", "max_turns": 3},
+            "environments.rev.max_turns = 3: .* has its own limit of turns.* --engine local",
+        ),
+    ],
+)
+def test_environment_that_a_version_cannot_run_is_refused(version, environment, message):
+    """The message names the key and a way out."""
+    with pytest.raises(RecipeError, match=message):
+        exported(version, {"rev": environment})
+
+
+def test_verdict_on_an_environment_by_id_is_refused():
+    """The feedback hint quotes the right answer."""
+    teacher = {"policy": {"update": "live", "hint": "feedback"}}
+    with pytest.raises(RecipeError, match="hint = 'feedback': .* environments.rev has an id"):
+        exported("head", teacher=teacher)
+
+
+def test_head_names_the_environments_to_install():
+    """Each id once, and nothing where the recipe has problems alone."""
+    head = export_recipe(parse_recipe(raw(USES)), "head").head
+    place = head.index("Environments that have to be installed beside prime-rl:")
+    assert head[place + 1] == "    x, y"
+    assert not any("installed beside" in line for line in export_recipe(recipe(), "head").head)
+
+
+def test_check_and_export_import_no_environment(tmp_path):
+    """Neither verifiers nor the environment's package is imported, or looked for."""
+    path = tmp_path / "r.toml"
+    path.write_text(tomli_w.dumps(raw({"rev": {"id": "no-such-environment"}})))
+    program = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        assert name.partition(".")[0] not in ("verifiers", "no_such_environment"), name
+sys.meta_path.insert(0, Refuse())
+from prime_composer.cli import main
+for words in (["check", sys.argv[1]], ["export", sys.argv[1], "--dialect", "head"]):
+    assert main(words) in (0, None), words
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert 'id = "no-such-environment"' in done.stdout
