@@ -104,7 +104,7 @@ class Evaluator:
 
     def student(self) -> dict[str, float]:
         """Return greedy accuracy, the share of truncated answers, and the reverse KL to the
-        teacher.
+        teacher; empty where nothing is held out.
 
         Where there are several environments, accuracy and KL of each are added as
         ``eval/accuracy/NAME`` and ``eval/reverse_kl/NAME``.
@@ -119,6 +119,8 @@ class Evaluator:
         bound (see ``backends.mixture.mix``).
         """
         problems = self.problems.problem_set.held_out[: self.config.size]
+        if not problems:
+            return {}
         graded = self._greedy_answers(self.engine.sampler, problems)
         self.answers[:] = [
             Answer(problem.question, problem.answer, text, correct >= 1)
@@ -151,6 +153,8 @@ class Evaluator:
         window does not hold are left out.
         """
         engine, problems = self.engine, self.problems.problem_set.held_out[: self.config.size]
+        if not problems:
+            return {}
         policy = engine.policy_teacher
         if policy is not None:
             room = None if engine.policy_overflow == "error" else engine.policy_room

@@ -34,6 +34,7 @@ pytestmark = [
 ]
 
 TOOLS = {"name": "default", "tool_parser": "qwen3"}
+REPLAY = {"weight": 1.0, "loss": {"type": "dpo", "beta": 0.1}}
 PARAMS = SamplingParams(max_tokens=200)
 
 
@@ -401,8 +402,21 @@ def test_load_sources_use_decides_what_is_trained_on(raw: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": {"type": "distillm2", "k": 4}}, "answers of a group"),
-        ({"rollout": {"student_fraction": 0.5, "other_source": "teacher"}}, "only the student"),
+        (
+            {
+                "loss": {"type": "distillm2", "beta_steps": 4},
+                "rollout": {"student_fraction": 0.5, "other_source": "teacher", "group_size": 2},
+            },
+            "only the student",
+        ),
+        (
+            {
+                "loss": {"type": "compose", "rl": {"weight": 0.0}, "replay": REPLAY},
+                "rollout": {"group_size": 2},
+                "teacher": None,
+            },
+            "answers of a group",
+        ),
     ],
 )
 def test_load_sources_recipe_that_needs_problems_is_refused(
@@ -411,7 +425,9 @@ def test_load_sources_recipe_that_needs_problems_is_refused(
     """What the engine does with problems only is refused by name."""
     own = copy.deepcopy(raw)
     for table, values in changes.items():
-        own[table] = {**(own[table] if table != "loss" else {}), **values}
+        own[table] = {**(own[table] if table == "rollout" else {}), **(values or {})}
+        if values is None:
+            del own[table]
     with pytest.raises(RecipeError, match=message):
         load_sources(parse_recipe(own))
 
