@@ -132,7 +132,7 @@ def open_environment(name: str, config: EnvironmentConfig) -> Environment:
             f"{where} needs verifiers' v1 API, and this one cannot be imported ({error}): {EXTRA}"
         ) from error
     _quiet_logs()
-    taskset_class = _taskset_class(vf, config, where)
+    needs_container = _taskset_class(config, where).task_type().NEEDS_CONTAINER
     try:
         env = vf.load_environment(_env_config(vf, config, where))
         tasks = list(islice(env.taskset, MOST_TASKS))
@@ -143,7 +143,6 @@ def open_environment(name: str, config: EnvironmentConfig) -> Environment:
     if not tasks:
         raise RecipeError(f"{where} has no tasks; look at its args")
     has_tools = _check_servers(env, where)
-    needs_container = taskset_class.task_type().NEEDS_CONTAINER
     for task in tasks:
         if needs_container or task.data.image is not None:
             raise RecipeError(f"{where}: its tasks need a container, which one machine has not")
@@ -159,9 +158,11 @@ def open_environment(name: str, config: EnvironmentConfig) -> Environment:
     return Environment(config, env, tasks, problems, has_tools)
 
 
-def _taskset_class(vf: Any, config: EnvironmentConfig, where: str) -> Any:
+def _taskset_class(config: EnvironmentConfig, where: str) -> Any:
+    from verifiers.v1.utils.loaders import taskset_class
+
     try:
-        return vf.utils.loaders.taskset_class(config.id)
+        return taskset_class(config.id)
     except ModuleNotFoundError as error:
         module = _module_name(config.id)
         if find_spec(module) is not None:
@@ -188,7 +189,7 @@ def _module_name(environment_id: str) -> str:
 
 
 def _installed_environments() -> list[str]:
-    """Return the installed packages that are built on verifiers, and verifiers' own tasksets."""
+    """Return the installed packages that need verifiers, as the names of their modules."""
     names = {
         distribution.metadata["Name"].replace("-", "_").lower()
         for distribution in metadata.distributions()

@@ -40,6 +40,11 @@ class Sources(ProblemSet):
     environments: "Mapping[str, Environment]"
 
     @property
+    def worked(self) -> list[Problem]:
+        """The problems to train on that have worked answers. Tasks have none."""
+        return [problem for problem in self.practice if not isinstance(problem, Task)]
+
+    @property
     def names(self) -> list[str]:
         """The environments that the recipe trains on or evaluates."""
         return [*self.sources, *self.by_id]

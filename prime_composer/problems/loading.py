@@ -32,6 +32,11 @@ class ProblemSet:
         return self.sources[problem.environment]
 
     @property
+    def worked(self) -> list[Problem]:
+        """The problems to train on that have worked answers."""
+        return self.practice
+
+    @property
     def names(self) -> list[str]:
         """The environments."""
         return list(self.sources)

@@ -375,6 +375,17 @@ def test_train_environment_beside_problems(raw: dict[str, Any], tmp_path: Path) 
     assert {"eval/accuracy/talk", "eval/accuracy/sums"} <= records[-1].keys()
 
 
+def test_sources_models_learn_from_problems_alone(raw: dict[str, Any]) -> None:
+    """A prepared model beside an environment by id is that of the recipe without it."""
+    mixed = copy.deepcopy(raw)
+    mixed["environments"]["sums"] = {"source": "generated", "size": 40, "chat_template": True}
+    both = load_sources(parse_recipe(mixed))
+    del mixed["environments"]["talk"]
+    alone = load_sources(parse_recipe(mixed))
+    assert both.worked == alone.worked == alone.practice
+    assert len(both.practice) == len(alone.practice) + 3
+
+
 def test_train_environment_that_always_fails_ends_the_run(
     raw: dict[str, Any], tmp_path: Path
 ) -> None:
