@@ -20,12 +20,14 @@ class Sample:
             sampled by the teacher.
         problem: the problem that the rollout answers.
         text: the completion as text, without special tokens.
-        reward: 1.0 for a correct answer, 0.0 for a wrong one.
+        reward: 1.0 for a correct answer, 0.0 for a wrong one. An environment by id has its own.
         advantage: reward minus the mean reward of the rollout's group; None where no loss reads it.
         scores: the teacher's log-probs; None where the loss needs no teacher.
         credit: credit of each trained token within the group; None where no loss reads it.
         contrast: log of each trained token's mean probability under the teacher with wrong hints;
             None where no loss reads it.
+        first: it is its rollout's first sample. A conversation of an environment that branched has
+            several, with the same reward and advantage.
     """
 
     rollout: Rollout
@@ -36,6 +38,7 @@ class Sample:
     scores: TeacherScores | None = None
     credit: Float[Tensor, " n"] | None = None
     contrast: Float[Tensor, " n"] | None = None
+    first: bool = True
 
     @property
     def length(self) -> int:

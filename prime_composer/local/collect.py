@@ -2,17 +2,20 @@
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.protocols import Rollout, SamplingParams
+from prime_composer.contract import given
 from prime_composer.local.batch import Batch, Pair, Sample, trained_logprobs
 from prime_composer.local.clock import Clock
 from prime_composer.local.engine import Engine
+from prime_composer.local.episodes import EnvironmentFailed, Episode, Failure
 from prime_composer.local.replay import pairs_of_rollouts
+from prime_composer.local.sources import Task
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.losses.config import GroupCredit
 from prime_composer.problems.config import Problem
@@ -40,16 +43,19 @@ def collect(
     seed, group_size = recipe.trainer.seed, recipe.rollout.group_size
     prompts_per_step = recipe.trainer.batch_size // group_size
     problems = problems_of_step(engine.problems.problem_set, prompts_per_step, seed, step)
-    rollouts = sample_rollouts(engine, recipe.rollout, problems, seed, step)
+    own = [problem for problem in problems if not isinstance(problem, Task)]
+    rollouts = sample_rollouts(engine, recipe.rollout, own, seed, step) if own else []
+    tasks = [problem for problem in problems if isinstance(problem, Task)]
+    played = play(engine, recipe.rollout, tasks, seed, step, first_index=len(own))
     clock.lap("sample")
     budget = TimeBudget()
-    samples = grade(engine.problems, rollouts, problems, budget)
+    samples = [*grade(engine.problems, rollouts, own, budget), *played.samples]
     pairs: Sequence[Pair] = ()
     if "replay" in recipe.loss.needs:
         pairs = pairs_of_step(engine, recipe.replay, samples, seed, step)
-    sources = engine.problems.problem_set.sources
-    metrics = rollout_metrics(samples, sources)
-    if any(source.answer_check == "math_verify" for source in sources.values()):
+    problem_set = engine.problems.problem_set
+    metrics = rollout_metrics(samples, problem_set.names) | played.metrics
+    if any(source.answer_check == "math_verify" for source in problem_set.sources.values()):
         metrics["rollout/answer_timeouts"] = float(budget.timeouts)
     clock.lap("reward")
     scored = engine.score(samples)
@@ -69,13 +75,102 @@ def problems_of_step(problems: ProblemSet, count: int, seed: int, step: int) -> 
     """Return the ``count`` problems of a step, shared among the environments by their ratios."""
     sizes = Counter(problem.environment for problem in problems.practice)
     indices = environment_batches(
-        [sizes[name] for name in problems.sources],
-        [source.ratio for source in problems.sources.values()],
+        list(sizes.values()),
+        [problems.ratio(name) for name in sizes],
         count,
         seed,
         step - 1,
     )
     return [problems.practice[index] for index in indices]
+
+
+@dataclass(frozen=True)
+class Played:
+    """A step's rollouts in environments by id.
+
+    Attributes:
+        samples: with reward and advantage. A rollout is several samples where its conversation
+            branched. One that failed has none, and is not part of its group.
+        metrics: means per rollout, and shares of the rollouts.
+    """
+
+    samples: Sequence[Sample] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def play(
+    engine: Engine,
+    config: RolloutConfig,
+    tasks: Sequence[Task],
+    seed: int,
+    step: int,
+    first_index: int = 0,
+) -> Played:
+    """Play ``group_size`` rollouts of each task.
+
+    Args:
+        engine: the open models and environments.
+        config: how the student samples a turn.
+        tasks: what is played.
+        seed: the run's.
+        step: from 1.
+        first_index: ``Rollout.prompt_index`` of the first task.
+
+    Raises:
+        EnvironmentFailed: every rollout failed, and the step has no other.
+    """
+    if not tasks:
+        return Played()
+    params = SamplingParams(
+        temperature=config.temperature, top_p=config.top_p, max_tokens=config.max_tokens
+    )
+    of_rollout = [task for task in tasks for _ in range(config.group_size)]
+    outcomes = given(engine.environments).run(
+        engine.sampler, of_rollout, params, derive_seed(seed, "episodes", step)
+    )
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+    if len(failures) == len(outcomes) and first_index == 0:
+        raise EnvironmentFailed(
+            f"step {step}: every rollout failed; the first, of "
+            f"[environments.{tasks[0].environment}]: {failures[0].reason}"
+        )
+    samples: list[Sample] = []
+    for index, task in enumerate(tasks):
+        first = index * config.group_size
+        group = [
+            outcome
+            for outcome in outcomes[first : first + config.group_size]
+            if isinstance(outcome, Episode)
+        ]
+        for episode in group:
+            advantage = episode.reward - sum(one.reward for one in group) / len(group)
+            samples += [
+                Sample(
+                    replace(rollout, prompt_index=first_index + index),
+                    task,
+                    episode.text,
+                    episode.reward,
+                    advantage,
+                    first=place == 0,
+                )
+                for place, rollout in enumerate(episode.rollouts)
+            ]
+    return Played(samples, episode_metrics(outcomes))
+
+
+def episode_metrics(outcomes: Sequence[Episode | Failure]) -> dict[str, float]:
+    """Return means per rollout that ended, and the share of those that failed."""
+    episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
+    count = len(episodes)
+    failed = {"rollout/failed": 1 - count / len(outcomes)}
+    if not episodes:
+        return failed
+    return failed | {
+        "rollout/turns": sum(one.turns for one in episodes) / count,
+        "rollout/tool_calls": sum(one.tool_calls for one in episodes) / count,
+        "rollout/samples": sum(len(one.rollouts) for one in episodes) / count,
+        "rollout/turn_limit": sum(one.limited for one in episodes) / count,
+    }
 
 
 def sample_rollouts(
@@ -246,26 +341,25 @@ def pairs_of_step(
     return [engine.pairs[index] for index in order]
 
 
-def rollout_metrics(
-    samples: Sequence[Sample], environments: Mapping[str, object]
-) -> dict[str, float]:
+def rollout_metrics(samples: Sequence[Sample], environments: Collection[str]) -> dict[str, float]:
     """Return mean reward, share of truncated rollouts and mean length; reward by environment."""
-    count = len(samples)
-    rewards = [sample.reward for sample in samples]
-    truncated = sum(sample.rollout.finish_reason == "length" for sample in samples)
+    rollouts = [sample for sample in samples if sample.first]
+    count = len(rollouts)
+    rewards = [sample.reward for sample in rollouts]
+    truncated = sum(sample.rollout.finish_reason == "length" for sample in rollouts)
     tokens = Batch(samples).tokens
     metrics = {
         "rollout/reward": sum(rewards) / count,
         "rollout/truncated": truncated / count,
         "rollout/tokens": tokens / count,
     }
-    problems = [sample.problem for sample in samples]
+    problems = [sample.problem for sample in rollouts]
     return metrics | mean_by_environment("rollout/reward", environments, problems, rewards)
 
 
 def mean_by_environment(
     name: str,
-    environments: Mapping[str, object],
+    environments: Collection[str],
     problems: Sequence[Problem],
     values: Sequence[float],
     counts: Sequence[float] | None = None,
@@ -276,7 +370,7 @@ def mean_by_environment(
 
     Args:
         name: of the metric.
-        environments: the recipe's environments by name.
+        environments: the names of the recipe's environments.
         problems: what was measured.
         values: one per problem, a sum over ``counts`` items.
         counts: one per problem; 1 unless given.

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -22,12 +22,16 @@ from prime_composer.local.batch import Pair, Sample, trained_logprobs
 from prime_composer.local.model_check import in_table
 from prime_composer.local.overflow import Rule, fit
 from prime_composer.local.replay import read_pairs
+from prime_composer.local.sources import Sources
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, TeacherConfig
 from prime_composer.tiny_models.cache import cache_root
+
+if TYPE_CHECKING:
+    from prime_composer.local.environments import Environments
 
 SCORED_AT_ONCE = 4
 """Sequences that a teacher that only scores has cache for, on a CPU. Prefill takes all cores with
@@ -286,6 +290,7 @@ class Engine:
         teacher_specs: how the teachers were opened.
         reference: the frozen policy of the replay channel's loss, where that loss needs one.
         pairs: the preference pairs of a file.
+        environments: the environments by id, running; None without one.
     """
 
     problems: TokenizedProblems
@@ -300,6 +305,7 @@ class Engine:
     teacher_specs: Mapping[TeacherId, BackendSpec] = field(default_factory=dict)
     reference: nn.Module | None = None
     pairs: Sequence[Pair] = ()
+    environments: "Environments | None" = None
 
     @property
     def vocab_size(self) -> int:
@@ -457,6 +463,8 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.environments is not None:
+            self.environments.close()
         self.sampler.close()
         if self.teachers is not None:
             self.teachers.close()
@@ -501,13 +509,27 @@ def open_engine(
         raise ModelUnavailable(f"[student] {student_dir or origin} has no tokenizer; add its files")
     if recipe.trainer.gradient_checkpointing:
         checkpoint_layers(model)
+    environments = None
+    if isinstance(problems, Sources):
+        from prime_composer.local.environments import Environments
+
+        status("starting the environments")
+        environments = Environments(
+            problems.environments, str(student_dir or origin), recipe.rollout.renderer, status
+        )
     status(f"opening the {recipe.rollout.backend} sampler")
     resumes = student_dir is not None
     student = student_spec(recipe, origin)
     sampler = open_sampler(replace(student, starting=student.starting or resumes), status)
     if resumes:
         sampler.update_weights(model)
-    engine = Engine(TokenizedProblems(problems, tokenizer), recipe.loss, model, sampler)
+    engine = Engine(
+        TokenizedProblems(problems, tokenizer),
+        recipe.loss,
+        model,
+        sampler,
+        environments=environments,
+    )
     if recipe.teacher is not None and recipe.teacher.policy is not None:
         policy = recipe.teacher.policy
         engine.policy_teacher = PolicyTeacher(policy, problems.sources, model, tokenizer)

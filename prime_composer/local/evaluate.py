@@ -1,5 +1,6 @@
 """Measure held-out problems: greedy accuracy, and divergences on the student's own rollouts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -17,6 +18,8 @@ from prime_composer.local.answers import KEPT, Answer
 from prime_composer.local.batch import Sample
 from prime_composer.local.collect import mean_by_environment
 from prime_composer.local.engine import Engine, open_sampler
+from prime_composer.local.episodes import EnvironmentFailed, Episode
+from prime_composer.local.sources import Task
 from prime_composer.local.student_forward import student_inputs
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
@@ -35,7 +38,8 @@ class Graded(NamedTuple):
     """Greedy answers.
 
     Attributes:
-        correct: 1.0 where the recipe's check accepts the answer, else 0.0.
+        correct: 1.0 where the recipe's check accepts the answer, else 0.0; of a task its reward,
+            NaN where its rollout failed.
         truncated: 1.0 where the answer was cut at ``max_tokens``, else 0.0.
         texts: the answers.
     """
@@ -43,6 +47,24 @@ class Graded(NamedTuple):
     correct: list[float]
     truncated: list[float]
     texts: list[str]
+
+    def set(self, place: int, correct: float, truncated: bool, text: str) -> None:
+        """Set the answer to one problem."""
+        self.correct[place], self.truncated[place] = correct, float(truncated)
+        self.texts[place] = text
+
+    def share(self) -> float:
+        """Return the share of correct answers: the mean reward of tasks.
+
+        Raises:
+            EnvironmentFailed: every rollout failed.
+        """
+        known = [value for value in self.correct if not math.isnan(value)]
+        if not known:
+            raise EnvironmentFailed(
+                "every task of the evaluation failed; the warning before this names the first"
+            )
+        return sum(known) / len(known)
 
 
 class DivergenceSums(NamedTuple):
@@ -100,6 +122,8 @@ class Evaluator:
     def student(self) -> dict[str, float]:
         """Return greedy accuracy, the share of truncated answers, and divergences from the teacher.
 
+        It is empty where nothing is held out.
+
         Where there are several environments, accuracy and reverse KL of each are added as
         ``eval/accuracy/NAME`` and ``eval/reverse_kl/NAME``.
 
@@ -115,17 +139,21 @@ class Evaluator:
         of a mixture the numbers are no bounds (see ``backends.mixture.mix``).
         """
         problems = self.problems.problem_set.held_out[: self.config.size]
+        if not problems:
+            return {}
         graded = self._greedy_answers(self.engine.sampler, problems)
         self.answers[:] = [
-            Answer(problem.question, problem.answer, text, bool(correct))
+            Answer(problem.question, problem.answer, text, correct >= 1)
             for problem, text, correct in zip(
                 problems[:KEPT], graded.texts, graded.correct, strict=False
             )
         ]
         measured = {
-            "eval/accuracy": sum(graded.correct) / len(problems),
+            "eval/accuracy": graded.share(),
             "eval/truncated": sum(graded.truncated) / len(problems),
         }
+        if self.engine.environments is not None:
+            measured["eval/failed"] = sum(map(math.isnan, graded.correct)) / len(problems)
         measured |= self._by_environment("eval/accuracy", problems, graded.correct)
         if self.engine.teachers is not None and self.config.kl_size:
             problems = self.problems.problem_set.held_out[: self.config.kl_size]
@@ -151,6 +179,8 @@ class Evaluator:
         window does not hold are left out.
         """
         engine, problems = self.engine, self.problems.problem_set.held_out[: self.config.size]
+        if not problems:
+            return {}
         policy = engine.policy_teacher
         if policy is not None:
             room = None if engine.policy_overflow == "error" else engine.policy_room
@@ -159,8 +189,8 @@ class Evaluator:
             if not hinted:
                 return {}
             readable, prompts = zip(*hinted, strict=True)
-            answers = self._greedy_answers(engine.sampler, readable, prompts).correct
-            return {"teacher/accuracy": sum(answers) / len(answers)}
+            answers = self._greedy_answers(engine.sampler, readable, prompts)
+            return {"teacher/accuracy": answers.share()}
         if engine.teachers is None:
             return {}
         measured: dict[str, float] = {}
@@ -179,12 +209,12 @@ class Evaluator:
             ]
             if not indices:
                 continue
-            answers = self._greedy_answers(sampler, [problems[i] for i in indices]).correct
-            correct |= zip(indices, answers, strict=True)
+            answers = self._greedy_answers(sampler, [problems[i] for i in indices])
+            correct |= zip(indices, answers.correct, strict=True)
             if teacher.name is not None:
-                measured[f"teacher/{teacher.name}/accuracy"] = sum(answers) / len(answers)
+                measured[f"teacher/{teacher.name}/accuracy"] = answers.share()
         if correct and all(len(share) == 1 for share in shares):
-            measured["teacher/accuracy"] = sum(correct.values()) / len(correct)
+            measured["teacher/accuracy"] = Graded([*correct.values()], [], []).share()
             measured |= self._by_environment(
                 "teacher/accuracy", [problems[i] for i in correct], list(correct.values())
             )
@@ -212,31 +242,58 @@ class Evaluator:
             problems: what is answered.
             prompts: what is read instead of each problem's own prompt.
         """
-        if prompts is None:
-            prompts = [self.problems.prompt(problem) for problem in problems]
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
-        rollouts = sampler.generate(prompts, params, seed=EVALUATION_SEED)
+        count = len(problems)
+        graded = Graded([math.nan] * count, [0.0] * count, [""] * count)
+        for place, episode in self._episodes(sampler, problems, params).items():
+            truncated = any(one.finish_reason == "length" for one in episode.rollouts)
+            graded.set(place, episode.reward, truncated, episode.text)
+        asked = [i for i, problem in enumerate(problems) if not isinstance(problem, Task)]
+        if not asked:
+            return graded
+        read = [self.problems.prompt(problems[i]) if prompts is None else prompts[i] for i in asked]
         budget = TimeBudget()
-        texts = [self.problems.decode(rollout.completion_ids) for rollout in rollouts]
-        correct = [
-            self.problems.reward(text, problem, budget)
-            for text, problem in zip(texts, problems, strict=True)
-        ]
-        truncated = [float(rollout.finish_reason == "length") for rollout in rollouts]
-        return Graded(correct, truncated, texts)
+        rollouts = sampler.generate(read, params, seed=EVALUATION_SEED)
+        for place, rollout in zip(asked, rollouts, strict=True):
+            text = self.problems.decode(rollout.completion_ids)
+            reward = self.problems.reward(text, problems[place], budget)
+            graded.set(place, reward, rollout.finish_reason == "length", text)
+        return graded
+
+    def _episodes(
+        self, sampler: Sampler, problems: Sequence[Problem], params: SamplingParams
+    ) -> dict[int, Episode]:
+        """Play the tasks among the problems; return the rollouts that did not fail, by place."""
+        places = [i for i, problem in enumerate(problems) if isinstance(problem, Task)]
+        if not places:
+            return {}
+        tasks = [problem for problem in problems if isinstance(problem, Task)]
+        outcomes = given(self.engine.environments).run(sampler, tasks, params, EVALUATION_SEED)
+        return {
+            place: outcome
+            for place, outcome in zip(places, outcomes, strict=True)
+            if isinstance(outcome, Episode)
+        }
 
     @torch.no_grad()
     def _divergence_sums(self, teachers: Teachers, problems: Sequence[Problem]) -> DivergenceSums:
         """Compare student and teacher over one rollout of each problem."""
-        rollouts = self.engine.sampler.generate(
-            [self.problems.prompt(problem) for problem in problems],
-            SamplingParams(max_tokens=self.max_tokens),
-            seed=EVALUATION_SEED,
-        )
-        fitted = self.engine.fit(
-            [Sample(rollout, problem) for rollout, problem in zip(rollouts, problems, strict=True)]
-        )
-        places = [index for index, sample in enumerate(fitted) if sample is not None]
+        params = SamplingParams(max_tokens=self.max_tokens)
+        sampler = self.engine.sampler
+        sampled = [
+            (place, rollout)
+            for place, episode in self._episodes(sampler, problems, params).items()
+            for rollout in episode.rollouts
+        ]
+        asked = [i for i, problem in enumerate(problems) if not isinstance(problem, Task)]
+        if asked:
+            read = [self.problems.prompt(problems[i]) for i in asked]
+            rollouts = sampler.generate(read, params, seed=EVALUATION_SEED)
+            sampled += zip(asked, rollouts, strict=True)
+        fitted = self.engine.fit([Sample(rollout, problems[place]) for place, rollout in sampled])
+        places = [
+            place for (place, _), sample in zip(sampled, fitted, strict=True) if sample is not None
+        ]
         kept = [sample for sample in fitted if sample is not None]
         # A support of K = V is exact and simple; large vocabularies lack the memory for one.
         vocab_size = self.engine.vocab_size
@@ -271,8 +328,13 @@ class Evaluator:
         values: Sequence[float],
         counts: Sequence[float] | None = None,
     ) -> dict[str, float]:
+        known = [i for i, value in enumerate(values) if not math.isnan(value)]
         return mean_by_environment(
-            name, self.problems.problem_set.sources, problems, values, counts
+            name,
+            self.problems.problem_set.names,
+            [problems[i] for i in known],
+            [values[i] for i in known],
+            None if counts is None else [counts[i] for i in known],
         )
 
 

@@ -27,6 +27,7 @@ from prime_composer.local.preflight import (
     sampling_warnings,
 )
 from prime_composer.local.replay import read_pairs
+from prime_composer.local.sources import Sources
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import import_wandb
 from prime_composer.losses import setup_loss_fn
@@ -183,6 +184,14 @@ def describe_data(recipe: Recipe, problems: ProblemSet, routing: Routing) -> lis
             if data.teacher_key is not None:
                 line += f", or by the teacher that a row names in {data.teacher_key!r}"
         lines.append(line)
+    if isinstance(problems, Sources):
+        for name, environment in problems.by_id.items():
+            line = f"{name}: {practice[name]} tasks of {environment.id} to train on"
+            line += f", {held_out[name]} to evaluate"
+            if recipe.teachers and recipe.asks_teacher:
+                shares = routing.of_environment(name).items()
+                line += f"; scored by {' + '.join(f'{w:g} {t.name}' for t, w in shares)}"
+            lines.append(line)
     return lines
 
 

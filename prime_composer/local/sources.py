@@ -1,8 +1,57 @@
 """Open what a recipe trains and tests on: problems, and environments of verifiers."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.environment import EnvironmentConfig
-from prime_composer.recipe.schema import Recipe, RecipeError
+from prime_composer.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from prime_composer.local.environments import Environment
+
+
+@dataclass(frozen=True)
+class Task(Problem):
+    """A task of an environment by id. ``question`` is the text of its prompt, ``answer`` is empty.
+
+    Attributes:
+        index: its place among the environment's tasks.
+        messages: the messages that it begins with, as JSON.
+    """
+
+    index: int = 0
+    messages: str = "[]"
+
+
+@dataclass(frozen=True)
+class Sources(ProblemSet):
+    """Problems and tasks of a recipe that has environments by id.
+
+    Attributes:
+        by_id: the tables of the environments by id.
+        environments: the environments by id, open.
+    """
+
+    by_id: Mapping[str, EnvironmentConfig]
+    environments: "Mapping[str, Environment]"
+
+    @property
+    def worked(self) -> list[Problem]:
+        """The problems to train on that have worked answers. Tasks have none."""
+        return [problem for problem in self.practice if not isinstance(problem, Task)]
+
+    @property
+    def names(self) -> list[str]:
+        """The environments that the recipe trains on or evaluates."""
+        return [*self.sources, *self.by_id]
+
+    def ratio(self, name: str) -> float:
+        """Return an environment's share of the prompts."""
+        return self.by_id[name].ratio if name in self.by_id else super().ratio(name)
 
 
 def load_sources(recipe: Recipe) -> ProblemSet:
@@ -12,22 +61,27 @@ def load_sources(recipe: Recipe) -> ProblemSet:
         RecipeError: an environment by id cannot run on this machine.
         ValueError: as ``load_problem_set``.
     """
+    problems = load_problem_set(recipe.problem_sources)
+    if not recipe.environments_by_id:
+        return problems
+    from prime_composer.local.environments import open_environment, refuse_what_needs_problems
+
+    refuse_what_needs_problems(recipe)
+    environments = {
+        name: open_environment(name, config) for name, config in recipe.environments_by_id.items()
+    }
+    practice: list[Problem] = list(problems.practice)
+    held_out: dict[str, list[Problem]] = {name: [] for name in recipe.problem_sources}
+    for problem in problems.held_out:
+        held_out[problem.environment].append(problem)
     for name, config in recipe.environments_by_id.items():
-        open_environment(name, config)
-    return load_problem_set(recipe.problem_sources)
-
-
-def open_environment(name: str, config: EnvironmentConfig) -> None:
-    """Open an environment by id.
-
-    Args:
-        name: its name in the recipe.
-        config: its table.
-
-    Raises:
-        RecipeError: always; the message names the table.
-    """
-    raise RecipeError(
-        f"[environments.{name}] id = {config.id!r}: the one-machine engine runs problems alone, "
-        "not environments of verifiers. Run the recipe with --engine prime-rl"
-    )
+        tasks: list[Problem] = list(environments[name].problems)
+        practice += tasks if config.trains else []
+        held_out[name] = tasks if config.evaluates else []
+    in_turn = [
+        problem
+        for turn in zip_longest(*held_out.values())
+        for problem in turn
+        if problem is not None
+    ]
+    return Sources(practice, in_turn, problems.sources, recipe.environments_by_id, environments)

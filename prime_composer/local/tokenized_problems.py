@@ -1,11 +1,13 @@
 """Convert problems to token ids and completions to text, and grade answers."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prime_composer.backends.protocols import Rollout
 from prime_composer.local.replay import response
+from prime_composer.local.sources import Task
 from prime_composer.problems.answers import is_correct
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
@@ -27,10 +29,23 @@ class TokenizedProblems:
     _prompts: dict[Problem, list[int]] = field(default_factory=dict, repr=False)
 
     def prompt(self, problem: Problem) -> list[int]:
-        """Return the token ids of the problem's prompt."""
+        """Return the token ids of the problem's prompt.
+
+        Of a task they are those of its first messages, without its tools. Sizes and engines are
+        checked with them, and nothing is trained on them.
+        """
         if problem not in self._prompts:
-            config = self.problem_set.config_of(problem)
-            self._prompts[problem] = render_prompt(problem, config, self.tokenizer)
+            if isinstance(problem, Task):
+                ids = self.tokenizer.apply_chat_template(
+                    json.loads(problem.messages),
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_dict=False,
+                )
+                self._prompts[problem] = list(ids)
+            else:
+                config = self.problem_set.config_of(problem)
+                self._prompts[problem] = render_prompt(problem, config, self.tokenizer)
         return self._prompts[problem]
 
     def solution(self, problem: Problem, prompt_index: int = 0) -> Rollout:

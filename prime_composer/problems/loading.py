@@ -31,6 +31,20 @@ class ProblemSet:
         """Return the table that says how the problem is asked and checked."""
         return self.sources[problem.environment]
 
+    @property
+    def worked(self) -> list[Problem]:
+        """The problems to train on that have worked answers."""
+        return self.practice
+
+    @property
+    def names(self) -> list[str]:
+        """The environments."""
+        return list(self.sources)
+
+    def ratio(self, name: str) -> float:
+        """Return an environment's share of the prompts, relative to the others."""
+        return self.sources[name].ratio
+
 
 def load_problem_set(sources: Mapping[str, DataConfig]) -> ProblemSet:
     """Load the problems of all environments.

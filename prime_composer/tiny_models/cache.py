@@ -82,7 +82,7 @@ def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
         return f"rounded-{quantize.bits}bit-{quantize.group}-{digest.hexdigest()[:16]}"
     description = [FORMAT, config.model_dump(mode="json", exclude_none=True)]
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
-    for problem in problems.practice:
+    for problem in problems.worked:
         texts = [prompt_text(problem, problems.config_of(problem)), problem.answer]
         if config.environments is not None:
             texts.append(str(problem.environment in config.environments))

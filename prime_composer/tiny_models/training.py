@@ -52,7 +52,7 @@ def build_model(
     tokenizer = train_tokenizer(problems, config.vocab_size)
     practice = [
         problem
-        for problem in problems.practice
+        for problem in problems.worked
         if config.environments is None or problem.environment in config.environments
     ]
     examples = [
@@ -118,7 +118,7 @@ def train_tokenizer(problems: ProblemSet, vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     # Prompt and answer are separate texts, as they are tokenized: no token may span both.
-    texts = [text for problem in problems.practice for text in _texts(problem, problems)]
+    texts = [text for problem in problems.worked for text in _texts(problem, problems)]
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT

@@ -10,7 +10,7 @@ from prime_composer.local.sources import load_sources
 from prime_composer.recipe.loading import parse_recipe
 from tests.command import toml
 
-REFUSAL = "[environments.rev] id = 'reverse-text': the one-machine engine runs problems alone"
+REFUSAL = "[environments.rev] id = 'reverse-text'"
 
 
 def raw(**environments: dict[str, Any]) -> dict[str, Any]:
@@ -35,11 +35,13 @@ def test_load_sources_loads_the_problems() -> None:
 def test_environment_by_id_is_refused_by_name(
     words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything is loaded or written, with what runs it."""
+    """One that is not installed, before anything is written, with what to install."""
     path = tmp_path / "r.toml"
     path.write_text(toml(raw(sums={"size": 20}, rev={"id": "reverse-text"})))
     command, *more = words
     assert main([command, "--config", str(path), *more]) == 2
     message = capsys.readouterr().err
-    assert REFUSAL in message and "--engine prime-rl" in message
+    # Without verifiers its own pip line, with it that of the environment.
+    assert REFUSAL in message
+    assert "prime-composer[env]" in message or "pip install reverse-text" in message
     assert list(tmp_path.iterdir()) == [path]

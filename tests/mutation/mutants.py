@@ -53,6 +53,7 @@ TESTS = {
     "losses/simpo.py": [LOSSES + "test_preferences.py"],
     "losses/compose.py": [LOSSES + "test_compose.py"],
     "losses/config.py": [LOSSES + "test_compose.py"],
+    "local/episodes.py": ["tests/local/test_episodes.py"],
     "losses/bound.py": [
         LOSSES + "test_compose.py", LOSSES + "test_taid.py", LOSSES + "test_support_losses.py"
     ],
@@ -92,6 +93,7 @@ DISTILLM2 = "losses/distillm2.py"
 HEAD_TAIL = "losses/head_tail_reverse_kl.py"
 TAID, EOPD, SELF = "losses/taid.py", "losses/entropy_aware_opd.py", "losses/self_distillation.py"
 REWEIGHTING = "losses/shared/reweighting.py"
+EPISODES = "local/episodes.py"
 RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
 
 MUTANTS: dict[str, Mutant] = {
@@ -636,5 +638,38 @@ MUTANTS: dict[str, Mutant] = {
     "in-support part not weighted by the mass": mutant(
         "losses/shared/metrics.py", "support_metrics",
         ("torch.exp(log_p_mass) * (log_p_mass - log_q_mass)", "log_p_mass - log_q_mass"),
+    ),
+    # environments by id: which tokens of a conversation train
+    "turns: mask shifted by one": mutant(
+        EPISODES, "_extend",
+        ("return replace(turn, loss_mask=loss_mask, inference_logprobs=_L, prompt_index=_I)",
+         "return replace(turn, loss_mask=loss_mask.roll(1), inference_logprobs=_L, "
+         "prompt_index=_I)"),
+    ),
+    "turns: tool output trained on": mutant(
+        EPISODES, "_extend",
+        ("loss_mask, logprobs = turn.loss_mask.clone(), turn.inference_logprobs.clone()",
+         "loss_mask, logprobs = torch.ones_like(turn.loss_mask), turn.inference_logprobs.clone()"),
+    ),
+    "turns: last turn dropped": mutant(
+        EPISODES, "interleave", ("return joined", "return joined[:-1] or joined"),
+    ),
+    "turns: earlier answers dropped": mutant(
+        EPISODES, "_extend",
+        ("(loss_mask[:seen], logprobs[:seen]) = (earlier.loss_mask, earlier.inference_logprobs)",
+         "pass"),
+    ),
+    "turns: log mu of the next token": mutant(
+        EPISODES, "_extend",
+        ("return replace(turn, loss_mask=_M, inference_logprobs=logprobs, prompt_index=_I)",
+         "return replace(turn, loss_mask=_M, inference_logprobs=logprobs.roll(-1), "
+         "prompt_index=_I)"),
+    ),
+    "turns: rewritten history taken as an extension": mutant(
+        EPISODES, "interleave",
+        ("torch.equal(_A, _B)", "True"),
+    ),
+    "turns: shortest history extended": mutant(
+        EPISODES, "interleave", ("max(extended, key=_K)", "min(extended, key=_K)"),
     ),
 }  # fmt: skip

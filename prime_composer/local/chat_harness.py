@@ -1,0 +1,147 @@
+"""Let the student talk to an environment and its tools, in this process.
+
+verifiers' own harnesses install and start a program per rollout, with uv and a network. This one is
+the same plain chat loop, without a program. It runs until an answer calls no tool.
+
+Importing this module imports verifiers.
+"""
+
+import json
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import verifiers.v1 as vf
+from verifiers.v1.dialects.chat import message_to_wire
+
+ID = "prime_composer_chat"
+"""The harness's id. verifiers imports a module of this name."""
+
+
+class ChatHarnessConfig(vf.HarnessConfig):
+    """The harness has no settings of its own."""
+
+
+class ChatHarness(vf.Harness[ChatHarnessConfig]):
+    """A chat loop with the tools of the environment."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+    ) -> Any:
+        """Run the conversation to its end.
+
+        Returns:
+            A failed program where the model's endpoint refused a turn. verifiers knows why.
+        """
+        async with AsyncExitStack() as stack:
+            # No proxy of the environment variables: both ends are in this process.
+            client = await stack.enter_async_context(
+                httpx.AsyncClient(
+                    base_url=endpoint,
+                    headers={"Authorization": f"Bearer {secret}"},
+                    timeout=None,
+                    verify=False,
+                    trust_env=False,
+                )
+            )
+            tools = await Tools.connect(mcp_urls, stack)
+            messages = self.first_messages(data)
+            while True:
+                body = {"model": ctx.model, "messages": messages}
+                if tools.schemas:
+                    body["tools"] = tools.schemas
+                reply = await client.post("chat/completions", json=body)
+                if reply.status_code != 200:
+                    return vf.ProgramResult(1, "", reply.text[-2000:])
+                message = reply.json()["choices"][0]["message"]
+                messages.append({key: value for key, value in message.items() if value is not None})
+                if not message.get("tool_calls"):
+                    return vf.ProgramResult(0, "", "")
+                for call in message["tool_calls"]:
+                    content = await tools.call(call["function"])
+                    messages.append(
+                        {"role": "tool", "tool_call_id": call["id"], "content": content}
+                    )
+
+    def first_messages(self, data: Any) -> list[dict[str, Any]]:
+        """Return the messages that a task begins with."""
+        system, prompt = self.resolve_prompt(data)
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        if isinstance(prompt, str):
+            return [*messages, {"role": "user", "content": prompt}]
+        return [*messages, *map(message_to_wire, prompt or ())]
+
+
+class Tools:
+    """The tools of a rollout, on the environment's servers.
+
+    Attributes:
+        schemas: as a chat request lists them.
+    """
+
+    def __init__(self) -> None:
+        self.schemas: list[dict[str, Any]] = []
+        self._calls: dict[str, tuple[Any, str]] = {}
+
+    @classmethod
+    async def connect(cls, urls: dict[str, str], stack: AsyncExitStack) -> "Tools":
+        """Open a session with each server; ``stack`` closes them.
+
+        Args:
+            urls: the servers by name. A tool is called ``server_tool``, or ``tool`` where the
+                server's name is empty.
+            stack: of the caller's task.
+        """
+        tools = cls()
+        if not urls:
+            return tools
+        from mcp import ClientSession
+        from mcp.client.streamable_http import streamable_http_client
+
+        for server, url in urls.items():
+            streams = await stack.enter_async_context(streamable_http_client(url))
+            session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
+            await session.initialize()
+            for tool in (await session.list_tools()).tools:
+                name = f"{server}_{tool.name}" if server else tool.name
+                # The names of the fields differ between mcp 1 and 2, those on the wire do not.
+                described = tool.model_dump(by_alias=True)
+                function = {
+                    "name": name,
+                    "description": tool.description or "",
+                    "parameters": described["inputSchema"],
+                }
+                tools.schemas.append({"type": "function", "function": function})
+                tools._calls[name] = session, tool.name
+        return tools
+
+    async def call(self, function: dict[str, Any]) -> str:
+        """Return what a tool answers. A call that no tool understands is told so."""
+        name = function["name"]
+        try:
+            arguments = json.loads(function.get("arguments") or "{}")
+        except json.JSONDecodeError as error:
+            return f"error: the arguments are not JSON ({error})"
+        if not isinstance(arguments, dict):
+            return "error: the arguments are not a JSON object"
+        if name not in self._calls:
+            return f"error: unknown tool {name!r}"
+        session, own_name = self._calls[name]
+        result = await session.call_tool(own_name, arguments)
+        return "\n".join(getattr(block, "text", str(block)) for block in result.content)
+
+
+__all__ = ["ChatHarness"]
