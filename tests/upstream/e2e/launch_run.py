@@ -238,7 +238,7 @@ def keep_weights(folder, ended):
             kept = folder / KEPT / mark.parent.name
             with contextlib.suppress(OSError):  # deleted meanwhile
                 kept.mkdir(parents=True, exist_ok=True)
-                for file in mark.parent.glob("*.safetensors"):
+                for file in mark.parent.iterdir():
                     if not (kept / file.name).exists():
                         os.link(file, kept / file.name)
 
