@@ -523,9 +523,7 @@ OBJECTIVES = {
 
 
 @other
-@pytest.mark.parametrize(
-    "version,name", [("v0.7", "rlsd"), ("v0.8", "rlrt"), ("head", "sdar"), ("head", "rlsd")]
-)
+@pytest.mark.parametrize("version,name", [("v0.7", "rlsd"), ("v0.8", "rlrt"), ("head", "sdar")])
 def test_whole_run_shares_credit_by_a_teacher(trees, models, tmp_path, version, name):
     """Each step's loss is the one that float64 gives, from the formula."""
     channels, difference = OBJECTIVES[name]
