@@ -152,7 +152,7 @@ def run(
         command = [python, "-m", "prime_rl.entrypoints.rl", "@", str(config)]
         if meanwhile is not None:
             threading.Thread(target=meanwhile, args=(servers,), daemon=True).start()
-        code = launch_run.run(command, env, folder, 900)
+        code = launch_run.run(command, env, folder, 1800)
     finally:
         for server in servers.values():
             server.stop()
@@ -507,12 +507,14 @@ def test_whole_run_trains_on_rewards_and_a_teacher(trees, models, tmp_path, vers
     assert losses == pytest.approx(expected, abs=1e-2)
 
 
-RL = {"clip": 0.5, "mix": 1.0, "mean_one": False, "reversed": False}
 OBJECTIVES = {
-    "rlsd": ({"rl": {"loss": {"type": "rlsd", "clip": 0.5, "mix": 1.0}}}, {"rl": RL}),
+    "rlsd": (
+        {"rl": {"loss": {"type": "rlsd", "clip": 0.5, "mix": 1.0}}},
+        {"rl": {"clip": 0.5, "mix": 1.0, "reversed": False}},
+    ),
     "rlrt": (
-        {"rl": {"loss": {"type": "rlrt", "clip": 0.5, "normalize": "mean_one"}}},
-        {"rl": {**RL, "mean_one": True, "reversed": True}},
+        {"rl": {"loss": {"type": "rlrt", "clip": 0.9, "mix": 0.8}}},
+        {"rl": {"clip": 0.9, "mix": 0.8, "reversed": True}},
     ),
     "sdar": (
         {"distillation": {"gated": {"weight": 0.5, "loss": {"type": "sdar", "beta": 2.0}}}},

@@ -3,8 +3,8 @@
 usage: reference_objectives.py STUDENT TEACHER OBJECTIVE.json STEPS.json
 
 Imports nothing of this package. STUDENT, TEACHER and STEPS are those of reference_mixed.py.
-OBJECTIVE is {"rl": {"clip", "mix", "mean_one", "reversed"} or null, "k", "kl": factor, "beta",
-"gate": factor}. Prints JSON, per step the mean over all completion tokens of
+OBJECTIVE is {"rl": {"clip", "mix", "reversed"} or null, "k", "kl": factor, "beta", "gate":
+factor}. Prints JSON, per step the mean over all completion tokens of
 
     -keep A c rho + 1e-3 (log rho)^2 + kl D + gate g (log q - log p)
 
@@ -13,8 +13,7 @@ bucket for the rest, g = sigmoid(beta (log q - log p)), and c = 1 or, by "rl",
 
     c = (1 - mix) + mix w,    w = exp(sign(A) (log q - log p)) within 1 - clip and 1 + clip
 
-"reversed": w = exp(log p - log q) where A > 0, and 1 elsewhere. "mean_one": these w are divided by
-their mean over the rollout.
+"reversed": w = exp(log p - log q) where A > 0, and 1 elsewhere.
 """
 
 import json
@@ -35,9 +34,6 @@ def credits(rl, advantage, gaps):
     if rl["reversed"]:
         sign = -1 if advantage > 0 else 0
     weights = [min(max(math.exp(sign * gap), 1 - rl["clip"]), 1 + rl["clip"]) for gap in gaps]
-    if rl["mean_one"]:
-        mean = sum(weights) / len(weights)
-        weights = [weight / mean for weight in weights]
     return [1 - rl["mix"] + rl["mix"] * weight for weight in weights]
 
 
