@@ -152,7 +152,7 @@ def run(
         command = [python, "-m", "prime_rl.entrypoints.rl", "@", str(config)]
         if meanwhile is not None:
             threading.Thread(target=meanwhile, args=(servers,), daemon=True).start()
-        code = launch_run.run(command, env, folder, 1800)
+        code = launch_run.run(command, env, folder, 900)
     finally:
         for server in servers.values():
             server.stop()

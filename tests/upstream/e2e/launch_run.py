@@ -111,7 +111,7 @@ class Server:
         """Return how many processes have loaded their model."""
         return Path(self.output.name).read_text().count("loaded")
 
-    def wait(self, timeout=600):
+    def wait(self, timeout=300):
         end = time.monotonic() + timeout
         while time.monotonic() < end and self.process.poll() is None:
             try:
