@@ -209,9 +209,9 @@ def reference(result, mixture=lambda tokens: {"teacher": 1.0}):
     """
     sampled = generate_requests(result, "student")
     prompts = {json.dumps(r["in"] + r["out"]): len(r["in"]) for r in sampled}
-    asked = [r["in"] for r in generate_requests(result, "teacher")]
-    # After a lost answer the teacher also scores the beginning of its first sequence again.
-    scored = [tokens for tokens in asked if json.dumps(tokens) in prompts][: cpu_recipe.BATCH]
+    # A teacher is asked for the beginning of its first sequence again, which may be all of it.
+    asked = dict.fromkeys(json.dumps(r["in"]) for r in generate_requests(result, "teacher"))
+    scored = [json.loads(tokens) for tokens in asked if tokens in prompts][: cpu_recipe.BATCH]
     sequences = [
         [
             tokens,
