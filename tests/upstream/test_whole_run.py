@@ -629,7 +629,7 @@ def replayed_steps(result):
 
 
 @other
-@pytest.mark.parametrize("version", ["v0.7", "v0.8", "head"])
+@pytest.mark.parametrize("version", ["head"])
 def test_whole_run_replays_experts_beside_a_top_k(trees, models, tmp_path, version):
     """Both need the same field of a sample: it has the experts, and the trainer asks the teacher.
 
@@ -677,7 +677,6 @@ FULL_RUNS = [
     pytest.param("head", {"tied": True, "ranks": 2}, marks=other),
     pytest.param("head", {"several": True}, marks=other),
     pytest.param("head", {"lora": True}, marks=other),
-    pytest.param("head", {"offload": True, "ranks": 2}, marks=other),
 ]
 
 

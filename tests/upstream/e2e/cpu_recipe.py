@@ -34,7 +34,6 @@ def native(
     asked_by=None,
     replay=False,
     lora=False,
-    offload=False,
 ):
     """Return the native TOML of a version: a tiny student and teacher, eight sums, three steps.
 
@@ -55,9 +54,8 @@ def native(
         group_size: rollouts of one prompt.
         taskset: the taskset, from v0.7 on.
         asked_by: who asks the teacher; None: what follows from the loss.
-        replay: the trainer uses the experts that the student's server has used.
+        replay: the trainer uses the experts that the student's server has used, from v0.8 on.
         lora: the student trains adapters alone.
-        offload: activations and optimizer states go to the CPU, from v0.7 on.
         rl: adds an environment with prime-rl's own rl loss (head). Our loss is not in the file
             then, but in PRIME_COMPOSER.
     """
@@ -92,13 +90,10 @@ def native(
             "compile": "None",
             "optim_cpu_offload": False,
         }
-    if newer or replay:
+    if newer:
         model |= {"attn": "flash_attention_2", "impl": "custom"}
     if lora:
         model["lora"] = {"rank": 8, "alpha": 32.0}
-    if offload:
-        model |= {"ac_offloading": {"pin_memory": False}, "optim_cpu_offload": True}
-        del model["ac"]
     prime_rl = {
         "deployment": {"num_train_gpus": ranks, "num_infer_gpus": 1},
         "trainer": {"model": model, "enable_router_replay": replay},

@@ -229,7 +229,6 @@ def cuda_is_cpu():
     histogram, torch.histc = torch.histc, histc
     torch.Tensor.to = moved(torch.Tensor.to)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
     torch.nn.Module.to = moved(torch.nn.Module.to)
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.to_empty = moved(torch.nn.Module.to_empty)
