@@ -43,8 +43,9 @@ def resolve(config: Any) -> None:
 
     Raises:
         ValueError: the loss table is wrong, [trainer.loss] and PRIME_COMPOSER disagree, the loss is
-            in the wrong one of them, it needs a support on the wire and router replay is on, or the
-            trainer cannot ask the run's teachers.
+            in the wrong one of them, it needs a support on the wire and router replay is on, it
+            compares whole vocabularies and the output head is kept on the CPU, or the trainer
+            cannot ask the run's teachers.
     """
     trainer = getattr(config, "trainer", None)
     if trainer is None:
@@ -74,6 +75,8 @@ def resolve(config: Any) -> None:
     _check_rewards(config, settings, loss_config.type, in_file)
     if settings.trainer_asks and settings.teachers is None:
         settings = settings.model_copy(update={"teachers": configured(config.orchestrator)})
+    if "hidden_states" in loss_config.needs:
+        _refuse_offloading(trainer.model, loss_config.type)
     if settings.k and not settings.trainer_asks:
         _refuse_router_replay(config, loss_config.type, settings.k)
     table = _with_token_ids(loss_table, loss_config, trainer.model.name)
@@ -113,13 +116,34 @@ def _check_rewards(config: Any, settings: AdapterSettings, name: str, in_file: b
         )
 
 
+def _refuse_offloading(model: Any, name: str) -> None:
+    """Check that the output head's weight stays on the trainer's device.
+
+    A loss of whole vocabularies multiplies with it between prime-rl's forward and backward. Two
+    options keep it on the CPU between its uses, and were not run with such a loss:
+    ``fsdp_cpu_offload`` (38494ccb and 559b4477 trainer/model.py, ``setup_fsdp``) and
+    ``full_offload`` (559b4477 trainer/optim/offload.py). Offloading of optimizer states or of
+    activations leaves it where it is.
+
+    Raises:
+        ValueError: it does not; the message names the key.
+    """
+    active = [key for key in ("fsdp_cpu_offload", "full_offload") if getattr(model, key, None)]
+    if active:
+        raise ValueError(
+            f"[{SECTION}] type = {name!r} multiplies with the output head after the forward, and "
+            f"trainer.model.{' and '.join(active)} keeps it on the CPU: set "
+            "trainer.model.optim_cpu_offload = true in its place, or give the loss a number k."
+        )
+
+
 def _refuse_router_replay(config: Any, name: str, k: int) -> None:
     inference = getattr(config, "inference", None)
+    experts = "enable_return_routed_experts"
     replays = {
         "trainer.enable_router_replay": getattr(config.trainer, "enable_router_replay", False),
-        "inference.enable_return_routed_experts": getattr(
-            inference, "enable_return_routed_experts", False
-        ),
+        f"inference.{experts}": getattr(inference, experts, False),
+        f"inference.vllm.{experts}": getattr(getattr(inference, "vllm", None), experts, False),
     }
     active = [key for key, on in replays.items() if on]
     if active:

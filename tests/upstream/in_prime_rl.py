@@ -82,4 +82,4 @@ class Interpreter:
         """End the process."""
         self.process.stdin.close()
         self.process.stdout.close()
-        self.process.wait(30)
+        self.process.wait(120)  # of a busy machine

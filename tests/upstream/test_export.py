@@ -153,6 +153,25 @@ def test_export_refuses_credit_of_a_group(version):
         export_recipe(parse_recipe(raw), version)
 
 
+@pytest.mark.parametrize(
+    "loss,line",
+    [
+        ({"type": "topk_reverse_kl", "k": "full"}, "without it, at the temperature of the loss"),
+        ({"type": "topk_reverse_kl", "k": 8}, "the loss compares two temperatures"),
+        ({"type": "default"}, None),
+    ],
+)
+def test_export_says_which_temperatures_are_compared(loss, line):
+    """The trainer takes log-probs at the rollouts' temperature, and a teacher scores at 1."""
+    raw = {**tables(), "loss": loss}
+    raw["rollout"] = {**raw["rollout"], "temperature": 0.7}
+    head = "\n".join(export_recipe(parse_recipe(raw), "head").head)
+    said = "rollout.temperature = 0.7: prime-rl's trainer takes log-probs at it."
+    assert (said in head) is (line is not None) and (line is None or line in head)
+    raw["rollout"]["temperature"] = 1.0
+    assert "temperature" not in "\n".join(export_recipe(parse_recipe(raw), "head").head)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_export_refuses_a_reference_model(version):
     """A second model that the teacher is extrapolated from has no place in prime-rl's config."""

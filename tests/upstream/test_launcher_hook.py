@@ -168,7 +168,37 @@ def test_resolve_refuses_a_support_of_the_full_vocabulary():
         launcher_hook.resolve(launcher_config({"type": "adaptive_kl", "k": "full"}))
 
 
+def test_resolve_refuses_experts_that_the_server_sends():
+    """head has vLLM's options in a table of their own."""
+    for inference in (
+        types.SimpleNamespace(enable_return_routed_experts=True),
+        types.SimpleNamespace(vllm=types.SimpleNamespace(enable_return_routed_experts=True)),
+    ):
+        config = launcher_config({"type": "topk_reverse_kl", "k": 2})
+        config.inference = inference
+        with pytest.raises(ValueError, match=r"inference\.\S*experts = false"):
+            launcher_hook.resolve(config)
+
+
 FULL = {"type": "topk_reverse_kl", "k": "full"}
+
+
+@pytest.mark.parametrize("key", ["fsdp_cpu_offload", "full_offload"])
+def test_resolve_refuses_a_head_on_the_cpu_for_full(monkeypatch, key):
+    """The loss uses it after the forward. A number k, and other offloading, are fine."""
+    config = launcher_config(FULL, **newer(x=client()))
+    setattr(config.trainer.model, key, True)
+    with pytest.raises(ValueError, match=rf"trainer\.model\.{key} keeps it.*a number k"):
+        launcher_hook.resolve(config)
+    setattr(config.trainer.model, key, False)
+    config.trainer.model.optim_cpu_offload = True
+    launcher_hook.resolve(config)
+    monkeypatch.setenv(SWITCH, "1")
+    top = launcher_config({"type": "topk_reverse_kl", "k": 2})
+    setattr(top.trainer.model, key, True)
+    launcher_hook.resolve(top)
+
+
 OTHERS = [
     {"url": "http://a", "model": "a", "weight": 1.0},
     {"url": "http://b", "model": "b", "weight": 3.0},

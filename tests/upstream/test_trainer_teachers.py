@@ -8,8 +8,9 @@ import types
 import pytest
 import torch
 
+from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.http import ServerError
-from prime_composer.backends.protocols import HiddenStates, TeacherHead, TeacherScores
+from prime_composer.backends.protocols import HiddenStates, Rollout, TeacherHead, TeacherScores
 from prime_composer.backends.vllm_server import ServerScorer
 from prime_composer.two_heads import Logits, reverse_kl
 from prime_composer.upstream.teachers import Teacher
@@ -58,6 +59,8 @@ class Scorer(ServerScorer):
         gate: answers wait for it.
     """
 
+    reconnections = 0
+    origin = "The teacher at http://one:1"
     opened: list["Scorer"] = []
 
     def __init__(self, url, model, **options):
@@ -296,6 +299,84 @@ def test_sampled_loss_reads_the_trainers_answers(monkeypatch):
     assert state.aligned(inputs.trainer_logprobs).ref_logprobs.isnan().tolist() == [1, 1, 0, 0, 0]
 
 
+def long_sequences(n, tokens=40):
+    """Return sequences of n rollouts, as the trainer wants them scored."""
+    rollouts = []
+    for seed in range(n):
+        ids = torch.randint(0, V, (tokens,), generator=torch.Generator().manual_seed(seed))
+        rollouts.append(
+            Rollout(ids, torch.arange(tokens) > 30, torch.full((tokens,), torch.nan), "length", 0)
+        )
+    teacher = [Teacher("http://one:1", "m", 1.0)]
+    return [teachers.Wanted(slice(0, tokens), rollout, teacher) for rollout in rollouts]
+
+
+@pytest.mark.parametrize("loss", [(0, True), (K, False)], ids=["hidden", "top_k"])
+def test_trainer_asks_a_teacher_again_what_it_knows(monkeypatch, loss):
+    """With the first sequence, and every 256: its beginning, whose answer must be the same."""
+    monkeypatch.setattr(teachers, "ASKED_EVERY", 6)
+    known = teachers.Teachers(ONE, *loss)
+    sizes = [len(known.ask(long_sequences(2))()) for _ in range(4)]
+    (scorer,) = Scorer.opened
+    assert sizes == [2] * 4
+    # Loading a head takes a question of its own, without a sequence.
+    assert [len(rollouts) for rollouts in scorer.asked if rollouts] == [3, 2, 2, 3]
+    question = scorer.asked[-1][-1]
+    assert question.token_ids.tolist() == long_sequences(1)[0].rollout.token_ids.tolist()
+    assert question.start == 1
+    scorer.table = scorer.table.flip(0)
+    for _ in range(2):
+        known.ask(long_sequences(2))()
+    with pytest.raises(InvalidAnswer, match="^The teacher at http://one:1 scores the .* another"):
+        known.ask(long_sequences(2))()
+
+
+def test_trainer_asks_a_teacher_that_was_away_at_once():
+    known = teachers.Teachers(ONE, K, hidden=False)
+    known.ask(long_sequences(2))()
+    (scorer,) = Scorer.opened
+    scorer.reconnections = 1
+    known.ask(long_sequences(1))()
+    assert [len(rollouts) for rollouts in scorer.asked] == [3, 1, 1]
+    scorer.reconnections, scorer.table = 2, scorer.table.flip(0)
+    with pytest.raises(InvalidAnswer, match="It serves another model now"):
+        known.ask(long_sequences(1))()
+
+
+@pytest.mark.parametrize("loss", [{}, {"temperature": 2.0}])
+def test_whole_vocabulary_says_which_temperature_it_has(monkeypatch, output, loss, capsys):
+    """The loss's own, for both sides, and not that of the rollouts."""
+    tensors = micro_batch()
+    tensors["temperatures"] = torch.full((1, 12), 0.5)
+    state = hook(monkeypatch, {**FULL, **loss}, ONE)
+    head, hidden = output(), torch.randn(1, 12, D)
+    for _ in range(2):
+        state.batch_came([tensors])
+        found, _ = step(state, head, hidden, tensors)
+    lines = capsys.readouterr().err.splitlines()
+    assert (
+        sum("compares student and teacher at the temperature of the loss" in x for x in lines) == 1
+    )
+    inputs = fake_prime_rl.LossInputsV07(
+        trainer_logprobs=torch.full((5,), -1.0, requires_grad=True),
+        inference_logprobs=torch.full((5,), -1.0),
+        ref_logprobs=torch.full((5,), torch.nan),
+        advantages=torch.zeros(5),
+        loss_mask=tensors["loss_mask"][0][:5],
+        loss_weights=None,
+    )
+    state.batch_came([tensors])
+    step(state, head, hidden, tensors)
+    state.micro_batch.slices[id(inputs.trainer_logprobs)] = slice(0, 5)
+    own = loss.get("temperature", 1.0)
+    before = tensors["input_ids"][0][1:4]
+    log_p = (hidden[0, 1:4] @ head.weight.T / own).log_softmax(-1)
+    (scorer,) = Scorer.opened
+    log_q = (scorer.table[before] @ scorer.head.weight.T / own).log_softmax(-1)
+    expected = (log_p.exp() * (log_p - log_q)).sum()
+    torch.testing.assert_close(state.loss(inputs).loss, expected, atol=1e-4, rtol=1e-4)
+
+
 def wrong_states(scorer):
     right, weight = scorer.table, scorer.head.weight
     scorer.logprobs = lambda before: (right[before] @ weight.T).log_softmax(-1)
@@ -357,7 +438,7 @@ def test_other_vocabulary_of_a_teacher_is_refused(monkeypatch, output):
 def test_teachers_head_is_moved_once_or_not_at_all(monkeypatch, head_on):
     """``meta`` stands for an accelerator."""
     known = teachers.Teachers(ONE, 0, hidden=True, head_on=head_on or "device")
-    scorer = known.scorer_of(Teacher("http://one:1", "m", 1.0))
+    scorer = known.frozen(Teacher("http://one:1", "m", 1.0)).scorer
     share = HiddenStates(torch.zeros(2, DT), scorer.head)
     student = Logits(*(torch.zeros(rows, D, device="meta") for rows in (2, V)))
     first, second = (known.logits(share, share.states, student) for _ in range(2))
@@ -367,7 +448,7 @@ def test_teachers_head_is_moved_once_or_not_at_all(monkeypatch, head_on):
 
 def test_head_too_large_for_the_device_names_the_remedy(monkeypatch):
     known = teachers.Teachers(ONE, 0, hidden=True)
-    scorer = known.scorer_of(Teacher("http://one:1", "m", 1.0))
+    scorer = known.frozen(Teacher("http://one:1", "m", 1.0)).scorer
     share = HiddenStates(torch.zeros(2, DT), scorer.head)
 
     def full(head, device):

@@ -13,6 +13,7 @@ What stands in for a GPU is in rig/, what stands in for vLLM is e2e/server.py. B
 processes of a test only.
 """
 
+import base64
 import importlib.util
 import json
 import math
@@ -25,6 +26,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -47,16 +49,16 @@ SAMPLED = {"type": "sampled_reverse_kl"}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Return a function that makes the tiny models once per kind of embedding."""
+    """Return a function that makes the tiny models once per list of options."""
     folders = {}
 
-    def make(python, tied):
-        if tied not in folders:
+    def make(python, *options):
+        if options not in folders:
             folder = tmp_path_factory.mktemp("models")
-            command = [python, str(E2E / "models.py"), str(folder), *(["--tied"] if tied else [])]
+            command = [python, str(E2E / "models.py"), str(folder), *options]
             subprocess.run(command, check=True, capture_output=True, env=cpu_env())
-            folders[tied] = folder
-        return folders[tied]
+            folders[options] = folder
+        return folders[options]
 
     return make
 
@@ -79,6 +81,7 @@ def run(
     vllm=None,
     plugin=False,
     tied=False,
+    replay=False,
     switch="1",
     several=False,
     words=False,
@@ -93,6 +96,7 @@ def run(
         vllm: Python of real vLLM servers; None for the stand-in.
         plugin: the teacher's server has the scoring plugin.
         tied: one matrix for embedding and head.
+        replay: the student has experts, and the trainer replays those of its server.
         switch: value of PRIME_COMPOSER, None for the plain launcher.
         several: two teachers, and two environments with mixtures of them.
         words: the student's answers are of letters, of different lengths.
@@ -104,7 +108,8 @@ def run(
     if not is_ready(version):
         pytest.skip(NO_VENV)
     python = str(python_of(version))
-    model_folder = models(python, tied)
+    options = [f"--{name}" for name, on in {"tied": tied, "experts": replay}.items() if on]
+    model_folder = models(python, *options)
     folder.mkdir(exist_ok=True)
     roles = ("student", "teacher", *(["other"] if several else []))
     if vllm is None:
@@ -114,6 +119,7 @@ def run(
                 model_folder / role,
                 folder / f"{role}.jsonl",
                 *(["--words"] if words and role == "student" else []),
+                *(["--experts"] if replay and role == "student" else []),
                 *(["--plugin"] if plugin and role != "student" else []),
             )
             for role in roles
@@ -136,7 +142,9 @@ def run(
             recipe["other"] = servers["other"].url
         urls = servers["student"].url, servers["teacher"].url
         config = folder / "run.toml"
-        config.write_text(cpu_recipe.native(version, *urls, model_folder, loss, **recipe))
+        config.write_text(
+            cpu_recipe.native(version, *urls, model_folder, loss, replay=replay, **recipe)
+        )
         switches = {} if switch is None else {"PRIME_COMPOSER": switch}
         env = launch_run.environment(python, trees(version), folder, unhooked, **switches)
         first = [*modules, *([verifiers_of(version)] if verifiers_of(version) else [])]
@@ -201,9 +209,9 @@ def reference(result, mixture=lambda tokens: {"teacher": 1.0}):
     """
     sampled = generate_requests(result, "student")
     prompts = {json.dumps(r["in"] + r["out"]): len(r["in"]) for r in sampled}
-    asked = [r["in"] for r in generate_requests(result, "teacher")]
-    # After a lost answer the teacher also scores the beginning of its first sequence again.
-    scored = [tokens for tokens in asked if json.dumps(tokens) in prompts][: cpu_recipe.BATCH]
+    # A teacher is asked for the beginning of its first sequence again, which may be all of it.
+    asked = dict.fromkeys(json.dumps(r["in"]) for r in generate_requests(result, "teacher"))
+    scored = [json.loads(tokens) for tokens in asked if tokens in prompts][: cpu_recipe.BATCH]
     sequences = [
         [
             tokens,
@@ -439,12 +447,18 @@ def sequences(micro_batch):
 
 def mixed_reference(result, steps, weight):
     """Return float64's losses of the steps: (rl + weight * kl) per token."""
+    every = mixed_sums(result, steps)
+    return [(sums["rl"] + weight * sums["kl"]) / sums["tokens"] for sums in every]
+
+
+def mixed_sums(result, steps):
+    """Return float64's sums of the steps (reference_mixed.py)."""
     file = result["folder"] / "steps.json"
     file.write_text(json.dumps(steps))
     folders = [str(result["models"] / role) for role in ("student", "teacher")]
     command = [result["python"], str(E2E / "reference_mixed.py"), *folders, str(K), str(file)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=cpu_env())
-    return [(sums["rl"] + weight * sums["kl"]) / sums["tokens"] for sums in json.loads(done.stdout)]
+    return json.loads(done.stdout)
 
 
 def contains(tokens, part):
@@ -493,6 +507,64 @@ def test_whole_run_trains_on_rewards_and_a_teacher(trees, models, tmp_path, vers
     assert losses == pytest.approx(expected, abs=1e-2)
 
 
+OBJECTIVES = {
+    "rlsd": (
+        {"rl": {"loss": {"type": "rlsd", "clip": 0.5, "mix": 1.0}}},
+        {"rl": {"clip": 0.5, "mix": 1.0, "reversed": False}},
+    ),
+    "rlrt": (
+        {"rl": {"loss": {"type": "rlrt", "clip": 0.9, "mix": 0.8}}},
+        {"rl": {"clip": 0.9, "mix": 0.8, "reversed": True}},
+    ),
+    "sdar": (
+        {"distillation": {"gated": {"weight": 0.5, "loss": {"type": "sdar", "beta": 2.0}}}},
+        {"gate": 0.5, "beta": 2.0, "kl": 0.0},
+    ),
+}
+"""Channels of ``compose``, and the same for reference_objectives.py."""
+
+
+@other
+@pytest.mark.parametrize("version,name", [("v0.7", "rlsd"), ("v0.8", "rlrt"), ("head", "sdar")])
+def test_whole_run_shares_credit_by_a_teacher(trees, models, tmp_path, version, name):
+    """Each step's loss is the one that float64 gives, from the formula."""
+    channels, difference = OBJECTIVES[name]
+    loss = {**REWARDED, **channels}
+    result = run(
+        version,
+        trees,
+        models,
+        tmp_path,
+        loss,
+        words=True,
+        group_size=4,
+        taskset="tiny-lengths",
+        seq_len=512,
+    )
+    assert "compose registered for rl tokens" in result["trainer"]
+    steps = trained_steps(result)
+    plain = {"rl": None, "k": K, "kl": 0.5, "beta": 1.0, "gate": 0.0}
+    expected = objective_reference(result, steps, {**plain, **difference})
+    rows = metric_rows(result, version)
+    losses = [row["loss/mean"] for row in rows if "loss/mean" in row]
+    # bfloat16 models: the logits of both sides are rounded to 8 bits.
+    assert losses == pytest.approx(expected, abs=1e-2)
+    without = objective_reference(result, steps, plain)
+    assert max(abs(a - b) for a, b in zip(expected, without, strict=True)) > 2e-2
+
+
+def objective_reference(result, steps, objective):
+    """Return float64's losses of the steps (reference_objectives.py)."""
+    files = result["folder"] / "objective.json", result["folder"] / "steps.json"
+    for file, content in zip(files, (objective, steps), strict=True):
+        file.write_text(json.dumps(content))
+    folders = [str(result["models"] / role) for role in ("student", "teacher")]
+    script = str(E2E / "reference_objectives.py")
+    command = [result["python"], script, *folders, *map(str, files)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=cpu_env())
+    return json.loads(done.stdout)
+
+
 @other
 @pytest.mark.parametrize("version", ["v0.6", "head"])
 def test_whole_run_has_a_top_k_that_the_trainer_asks_for(trees, models, tmp_path, version):
@@ -530,6 +602,71 @@ def scores_sent(micro_batch):
     return [score for score, trains in zip(field, mask, strict=True) if trains]
 
 
+def replayed_steps(result):
+    """Return what float64 needs of each step (reference_mixed.py), with the experts to replay."""
+    sampled = {json.dumps(r["in"] + r["out"]): r for r in generate_requests(result, "student")}
+    files = (result["folder"] / "outputs").rglob("step_*/rank_0.bin")
+    steps = []
+    for version, file in enumerate(sorted(files, key=lambda file: step_of(file.parent))):
+        (micro_batch,) = msgspec.msgpack.decode(file.read_bytes())
+        rollouts = []
+        for tokens in sequences(micro_batch):
+            request = sampled[json.dumps(tokens)]
+            packed = request["routed_experts"]
+            experts = np.frombuffer(base64.b64decode(packed["data"]), np.uint8)
+            experts = experts.reshape(packed["shape"]).tolist()
+            rollouts.append(
+                {
+                    "tokens": tokens,
+                    "prompt": len(request["in"]),
+                    "logprobs": request["logprobs"],
+                    "advantage": 0.0,
+                    "experts": [*experts, experts[-1]],  # the last token's have no forward
+                }
+            )
+        steps.append({"weights": weights_of(result, version), "rollouts": rollouts})
+    return steps
+
+
+@other
+@pytest.mark.parametrize("version", ["head"])
+def test_whole_run_replays_experts_beside_a_top_k(trees, models, tmp_path, version):
+    """Both need the same field of a sample: it has the experts, and the trainer asks the teacher.
+
+    The student's server uses each router's least probable experts, so that a trainer with its own
+    choice would have another loss.
+    """
+    asked = {"asked_by": "trainer", "plugin": True, "seq_len": 512}
+    result = run(version, trees, models, tmp_path, TOP_K, replay=True, **asked)
+    steps = replayed_steps(result)
+    assert len(steps) == cpu_recipe.STEPS
+    expected = replay_numbers(result, steps)
+    rows = metric_rows(result, version)
+    actual = [
+        [row[name] for row in rows if name in row]
+        for name in ("loss/mean", "topk_reverse_kl/kl/max")
+    ]
+    # bfloat16 models: the logits of both sides are rounded to 8 bits.
+    assert actual[0] == pytest.approx(expected[0], abs=5e-3)
+    assert actual[1] == pytest.approx(expected[1], abs=1e-2)
+    # With the same experts the trainer's policy is the one that sampled.
+    assert first_value(rows, "mismatch_kl/all/mean") < 2e-3
+    for step in steps:
+        for rollout in step["rollouts"]:
+            del rollout["experts"]
+    own_choice = replay_numbers(result, steps)
+    pairs = zip(sum(expected, []), sum(own_choice, []), strict=True)
+    assert max(abs(a - b) for a, b in pairs) > 3e-2
+
+
+def replay_numbers(result, steps):
+    """Return of each step the mean KL of its tokens, and the largest mean of a rollout."""
+    every = mixed_sums(result, steps)
+    return [sums["kl"] / sums["tokens"] for sums in every], [
+        max(sums["rollouts"]) for sums in every
+    ]
+
+
 FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
 FULL_RUNS = [
     pytest.param("head", {}, marks=newest),
@@ -539,6 +676,7 @@ FULL_RUNS = [
     pytest.param("head", {"tied": True, "fused": False}, marks=other),
     pytest.param("head", {"tied": True, "ranks": 2}, marks=other),
     pytest.param("head", {"several": True}, marks=other),
+    pytest.param("head", {"lora": True}, marks=other),
 ]
 
 

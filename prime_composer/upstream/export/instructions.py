@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from prime_composer.recipe.schema import Recipe
 from prime_composer.recipe.urls import public_url
 from prime_composer.upstream.export.plan import Plan
 from prime_composer.upstream.export.tables import needs_more_logprobs
@@ -38,6 +39,7 @@ def head_comment(plan: Plan, table: Mapping[str, Any], not_carried: Mapping[str,
         "which is PRIME_COMPOSER=1 in front of prime-rl's own `rl @ THIS_FILE`.",
         *servers(plan),
         *packages(plan),
+        *temperatures(plan.recipe),
     ]
     if not_carried:
         lines += ["", "Not carried to prime-rl:"]
@@ -103,6 +105,20 @@ def servers(plan: Plan) -> list[str]:
         why = why if states else "Several times faster, with"
         lines += [f"{why} prime_composer's plugin in the same environment:"]
     return [*lines, *faster, *logits_dtype(plan)]
+
+
+def temperatures(recipe: Recipe) -> list[str]:
+    """Return at which temperatures student and teacher are compared, where that is not plain."""
+    loss, sampled = recipe.loss, recipe.rollout.temperature
+    if sampled == 1 or not loss.compares_with_teacher:
+        return []
+    lines = ["", f"rollout.temperature = {sampled:g}: prime-rl's trainer takes log-probs at it."]
+    if "hidden_states" in loss.needs:
+        return [
+            *lines,
+            'k = "full" compares student and teacher without it, at the temperature of the loss.',
+        ]
+    return [*lines, "The teacher scores at 1, so the loss compares two temperatures."]
 
 
 def logits_dtype(plan: Plan) -> list[str]:

@@ -32,6 +32,7 @@ from prime_composer.scoring.wire import (
     decode_answer,
     unpack_arrays,
 )
+from prime_composer.upstream.frozen import ASKED_EVERY, QUESTION_TOKENS, Numbers, check_again
 from prime_composer.upstream.log import log
 
 IN_FLIGHT = 32
@@ -46,19 +47,6 @@ that servers do not run idle.
 
 ABSENT = (400, 404, 405, 422, 501)
 """Statuses of a server that does not know the plugin's route."""
-
-ASKED_EVERY = 256
-"""Requests to a teacher between two questions whose answer is known."""
-
-QUESTION_TOKENS = range(16, 65)
-"""Tokens of that question: the beginning of the first sequence that is long enough."""
-
-APART = 0.5
-"""Nats by which half precision may move a log-prob."""
-
-SHARE_APART = 0.1
-"""Share of the positions that may be further apart in a right server's two answers. A model with
-experts may choose others at a position, where other requests are in its batch."""
 
 
 class Scores(list[float]):
@@ -182,26 +170,9 @@ class Question:
     requests: int = 0
 
 
-def share_apart(first: Scores, again: Scores) -> float:
-    """Return the share of positions at which two answers are more than ``APART`` nats apart.
-
-    Compared are the sequence's own token, and the first answer's most probable id where there is a
-    support. If the second answer does not list it, the last id that it lists is an upper bound.
-    """
-    apart = np.abs(finite(first[1:]) - finite(again[1:])) > APART
-    if first.token_ids.shape[1]:
-        same = again.token_ids[1:] == first.token_ids[1:, :1]
-        values, best = finite(again.logprobs[1:]), finite(first.logprobs[1:, 0])
-        listed = same.any(axis=1)
-        value = np.where(listed, (values * same).sum(axis=1), values[:, -1])
-        gap = best - value
-        apart |= np.where(listed, np.abs(gap), gap) > APART
-    return float(apart.mean())
-
-
-def finite(logprobs: Any) -> Any:
-    """Return log-probs as an array, with -1000 for less."""
-    return np.maximum(np.asarray(logprobs, np.float64), -1000.0)
+def numbers_of(scores: Scores) -> Numbers:
+    """Return the scores of all tokens but the first, which none predicts."""
+    return Numbers(scores[1:], scores.token_ids[1:], scores.logprobs[1:])
 
 
 class Requests:
@@ -272,15 +243,7 @@ class Requests:
         question.requests += 1
         if retried or question.requests % ASKED_EVERY == 0:
             again, _ = await self._ask(client, base, origin, model, question.token_ids, k)
-            share = share_apart(question.scores, again)
-            if share > SHARE_APART:
-                raise InvalidAnswer(
-                    f"{origin} scores the tokens of the run's start with other numbers than then, "
-                    f"at {share:.0%} of the positions more than {APART:g} nat apart. It serves "
-                    "another model now, or in another way: start it as it was. Steps since its "
-                    f"last right answer, at most {ASKED_EVERY} requests ago, may have trained on "
-                    "wrong numbers."
-                )
+            check_again(numbers_of(question.scores), numbers_of(again), origin)
         return scores
 
     async def _ask(

@@ -259,6 +259,13 @@ class Adapter:
         if self._warned_of_temperature or batch is None or not batch.has_other_temperatures:
             return
         self._warned_of_temperature = True
+        if batch.reads_hidden_states:
+            log(
+                'the rollouts\' temperature is not 1: importance ratios have it, and k = "full" '
+                "compares student and teacher at the temperature of the loss, which is 1 unless "
+                "its table sets `temperature`"
+            )
+            return
         log(
             "the rollouts' temperature is not 1: prime-rl's trainer takes log-probs at that "
             "temperature and the teacher scores at 1, so the divergence compares two temperatures"

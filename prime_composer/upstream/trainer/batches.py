@@ -148,10 +148,13 @@ class MicroBatch:
 
     @cached_property
     def has_other_temperatures(self) -> bool:
-        """Whether a scored token was sampled at another temperature than 1."""
+        """Whether a token that is compared was sampled at another temperature than 1."""
         if self.temperatures is None:
             return False
-        return bool((self.temperatures[self.scored] != 1).any())
+        compared = self.scored
+        if self.reads_hidden_states:
+            compared = distilled_of(self._tensors, self.on_rl_tokens)
+        return bool((self.temperatures[compared] != 1).any())
 
     @cached_property
     def lacks_scores(self) -> bool:

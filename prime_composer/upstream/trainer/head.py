@@ -57,8 +57,9 @@ def _beside(original: Any, fused: bool) -> Any:
         else:
             out = with_support(self, state, batch, hidden_states, labels, temperature)
         if batch.reads_hidden_states:
+            state.warn_of_temperature()
             out[STATES] = _gathered(state, batch, hidden_states[0])
-            # Both sides at temperature 1, whatever the rollouts were sampled at.
+            # Without the rollouts' temperature: the loss has one of its own, for both sides.
             states = out[STATES].to(self.weight.dtype)
             batch.head = Logits(states, self.weight, softcap=getattr(self, "softcap", None))
         return out

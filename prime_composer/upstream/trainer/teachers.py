@@ -23,6 +23,7 @@ from prime_composer.backends.protocols import HiddenStates, Rollout, TeacherHead
 from prime_composer.backends.vllm_server import ServerScorer
 from prime_composer.tiny_models.cache import cache_root
 from prime_composer.two_heads import Logits, TwoHeads, compare
+from prime_composer.upstream.frozen import ASKED_EVERY, QUESTION_TOKENS, Numbers, check_again
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import SWITCH
 from prime_composer.upstream.teachers import Entries, Teacher, read_entries
@@ -118,6 +119,77 @@ def wanted_of(
     return wanted
 
 
+class Frozen:
+    """A served teacher whose weights never change, and a question whose answer is known.
+
+    The question is sent with others, every ``ASKED_EVERY`` sequences. After contact with the server
+    was lost it is sent at once.
+
+    Args:
+        scorer: the connection.
+        k: size of the support, 0 for none.
+        hidden: ask for hidden states too.
+    """
+
+    def __init__(self, scorer: ServerScorer, k: int, hidden: bool):
+        self.scorer = scorer
+        self._k = k
+        self._hidden = hidden
+        self._question: Rollout | None = None
+        self._answer: Numbers | None = None
+        self._since = 0
+        self._reconnections = scorer.reconnections
+
+    def ask(self, rollouts: Sequence[Rollout]) -> Callable[[], list[TeacherScores]]:
+        """Send the questions, and return a function that waits for the answers."""
+        question = self._question_among(rollouts)
+        future = in_background(self._score, [*rollouts, *question])
+
+        def answers() -> list[TeacherScores]:
+            scores = future.result()
+            if question:
+                self._compare(scores.pop())
+            if self._reconnections != self.scorer.reconnections and self._question is not None:
+                self._reconnections = self.scorer.reconnections
+                self._compare(*self._score([self._question]))
+            return scores
+
+        return answers
+
+    def _score(self, rollouts: Sequence[Rollout]) -> list[TeacherScores]:
+        return self.scorer.score(rollouts, self._k, hidden=self._hidden)
+
+    def _question_among(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return the question if it is time for it: the beginning of the first long sequence."""
+        self._since += len(rollouts)
+        if self._question is None:
+            long = (r.token_ids for r in rollouts if len(r.token_ids) >= QUESTION_TOKENS.start)
+            tokens = next(long, None)
+            if tokens is None:
+                return []
+            tokens = tokens[: QUESTION_TOKENS[-1]]
+            scored = torch.arange(len(tokens)) > 0
+            logprobs = torch.full((len(tokens),), torch.nan)
+            self._question = Rollout(tokens, scored, logprobs, "length", len(rollouts))
+        elif self._since < ASKED_EVERY:
+            return []
+        self._since = 0
+        return [self._question]
+
+    def _compare(self, scores: TeacherScores) -> None:
+        """Keep the first answer, and compare later ones with it.
+
+        Raises:
+            InvalidAnswer: it differs.
+        """
+        logprobs = scores.teacher_logprobs.float().numpy()
+        answer = Numbers(scores.ref_logprobs.numpy(), scores.token_ids.numpy(), logprobs)
+        if self._answer is None:
+            self._answer = answer
+        else:
+            check_again(self._answer, answer, self.scorer.origin)
+
+
 class Teachers:
     """Connections to the teachers' servers, and their output heads.
 
@@ -133,17 +205,17 @@ class Teachers:
         self.k = k
         self.hidden = hidden
         self._head_on = head_on
-        self._scorers: dict[tuple[str, str], ServerScorer] = {}
+        self._frozen: dict[tuple[str, str], Frozen] = {}
         self._heads: dict[int, tuple[TeacherHead, TeacherHead]] = {}
 
-    def scorer_of(self, teacher: Teacher) -> ServerScorer:
+    def frozen(self, teacher: Teacher) -> Frozen:
         """Return the connection to a teacher; the first time, open it and load its head.
 
         Raises:
             ServerError: the server cannot be used, or has no plugin, which hidden states need.
         """
         key = teacher.url, teacher.model
-        if key not in self._scorers:
+        if key not in self._frozen:
             scorer = ServerScorer(
                 teacher.url,
                 teacher.model,
@@ -155,31 +227,23 @@ class Teachers:
             )
             if self.hidden:
                 scorer.score([], 0, hidden=True)  # finds the plugin, and loads the head
-            self._scorers[key] = scorer
-        return self._scorers[key]
+            self._frozen[key] = Frozen(scorer, self.k, self.hidden)
+        return self._frozen[key]
 
     def ask(self, wanted: Sequence[Wanted]) -> Callable[[], list[Answer]]:
         """Send the questions of a micro-batch, and return a function that waits for the answers."""
-        asked: dict[tuple[str, str], tuple[ServerScorer, list[Wanted]]] = {
-            teacher[:2]: (self.scorer_of(teacher), [])
+        asked: dict[tuple[str, str], tuple[Frozen, list[Rollout]]] = {
+            teacher[:2]: (self.frozen(teacher), [])
             for sequence in wanted
             for teacher in sequence.teachers
         }
         for sequence in wanted:
             for teacher in sequence.teachers:
-                asked[teacher[:2]][1].append(sequence)
-        pending = {
-            key: in_background(
-                scorer.score,
-                [sequence.rollout for sequence in sequences],
-                self.k,
-                hidden=self.hidden,
-            )
-            for key, (scorer, sequences) in asked.items()
-        }
+                asked[teacher[:2]][1].append(sequence.rollout)
+        pending = {key: frozen.ask(rollouts) for key, (frozen, rollouts) in asked.items()}
 
         def answers() -> list[Answer]:
-            scores = {key: iter(future.result()) for key, future in pending.items()}
+            scores = {key: iter(wait()) for key, wait in pending.items()}
             return [
                 answer_of(sequence, [next(scores[t[:2]]) for t in sequence.teachers])
                 for sequence in wanted

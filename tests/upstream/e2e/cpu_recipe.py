@@ -33,6 +33,8 @@ def native(
     taskset="tiny-taskset",
     asked_by=None,
     environments=None,
+    replay=False,
+    lora=False,
 ):
     """Return the native TOML of a version: a tiny student and teacher, eight sums, three steps.
 
@@ -54,6 +56,8 @@ def native(
         taskset: the taskset, from v0.7 on.
         asked_by: who asks the teacher; None: what follows from the loss.
         environments: tables of the recipe's [environments], in the place of the sums.
+        replay: the trainer uses the experts that the student's server has used, from v0.8 on.
+        lora: the student trains adapters alone.
         rl: adds an environment with prime-rl's own rl loss (head). Our loss is not in the file
             then, but in PRIME_COMPOSER.
     """
@@ -90,9 +94,11 @@ def native(
         }
     if newer:
         model |= {"attn": "flash_attention_2", "impl": "custom"}
+    if lora:
+        model["lora"] = {"rank": 8, "alpha": 32.0}
     prime_rl = {
         "deployment": {"num_train_gpus": ranks, "num_infer_gpus": 1},
-        "trainer": {"model": model},
+        "trainer": {"model": model, "enable_router_replay": replay},
         "weight_broadcast": {"type": "filesystem"},
         "orchestrator": {"renderer": {"name": "qwen3"}, "train": {}},
     }

@@ -111,7 +111,7 @@ class Server:
         """Return how many processes have loaded their model."""
         return Path(self.output.name).read_text().count("loaded")
 
-    def wait(self, timeout=180):
+    def wait(self, timeout=300):
         end = time.monotonic() + timeout
         while time.monotonic() < end and self.process.poll() is None:
             try:
@@ -238,7 +238,7 @@ def keep_weights(folder, ended):
             kept = folder / KEPT / mark.parent.name
             with contextlib.suppress(OSError):  # deleted meanwhile
                 kept.mkdir(parents=True, exist_ok=True)
-                for file in mark.parent.glob("*.safetensors"):
+                for file in mark.parent.iterdir():
                     if not (kept / file.name).exists():
                         os.link(file, kept / file.name)
 

@@ -1,10 +1,12 @@
 """Write three tiny models of Qwen3's architecture, and a byte-level tokenizer, to disk.
 
-The tokenizer has Qwen3's special tokens.
+The tokenizer has Qwen3's special tokens. With --experts the student has four experts per layer, of
+which a token uses two.
 
-usage: models.py TARGET [--tied]
+usage: models.py TARGET [--tied] [--experts]
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -16,6 +18,12 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 
 
 def tokenizer():
@@ -35,15 +43,15 @@ def tokenizer():
     return fast
 
 
-def main(target, tied):
+def main(target, tied, experts):
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tok = tokenizer()
     eos = tok.convert_tokens_to_ids("<|im_end|>")
     for name, layers, seed in (("student", 2, 0), ("teacher", 3, 1), ("other", 2, 2)):
         torch.manual_seed(seed)
-        config = Qwen3Config(
+        shape = dict(
             vocab_size=288,
             hidden_size=64,
             intermediate_size=128,
@@ -59,9 +67,20 @@ def main(target, tied):
             pad_token_id=0,
             dtype=torch.bfloat16,
         )
-        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(target / name)
+        if experts and name == "student":
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **EXPERTS))
+            model.lm_head.weight.data *= 3  # so that the choice of experts matters
+            for layer in model.model.layers:
+                layer.mlp.experts.down_proj.data *= 8
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**shape))
+        model.to(torch.bfloat16).save_pretrained(target / name)
         tok.save_pretrained(target / name)
+        if experts and name == "student":  # the name of published checkpoints, which prime-rl reads
+            file = target / name / "config.json"
+            config = json.loads(file.read_text())
+            file.write_text(json.dumps({**config, "num_experts": EXPERTS["num_experts"]}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "--tied" in sys.argv)
+    main(Path(sys.argv[1]), "--tied" in sys.argv, "--experts" in sys.argv)

@@ -9,7 +9,8 @@ folder of the student's weights in that step or null for its own, "rollouts": li
     steps       per step the mean of KL(p || sum of w q) over all completion tokens, and over those
                 of each rollout
     agreement   per matrix, the share of its entries that the first update moved against their
-                gradient, among the tenth with the largest gradients
+                gradient, among the tenth with the largest gradients. Of a student with adapters,
+                these matrices are the adapters' left factors, which begin as 0
 """
 
 import json
@@ -17,7 +18,8 @@ import sys
 from pathlib import Path
 
 import torch
-from reference_model import load  # beside this program
+from adapters import pairs  # beside this program
+from reference_model import load
 
 
 def distribution(model, tokens):
@@ -36,13 +38,21 @@ def divergences(model, teachers, rollouts):
     return parts
 
 
-def agreement(before, after):
-    shares = {}
-    moved = dict(after.named_parameters())
+def updates(before, student, weights):
+    """Yield the name of each trained matrix, its gradient and the first update's change."""
+    if (Path(weights) / "adapter_config.json").exists():
+        for name, (left, right) in pairs(weights).items():
+            yield name, before.get_parameter(name).grad @ right.T, left
+        return
+    moved = dict(load(student, weights).named_parameters())
     for name, parameter in before.named_parameters():
-        if parameter.dim() < 2:
-            continue
-        grad, change = parameter.grad, moved[name].detach() - parameter.detach()
+        if parameter.dim() > 1:
+            yield name, parameter.grad, moved[name].detach() - parameter.detach()
+
+
+def agreement(before, student, weights):
+    shares = {}
+    for name, grad, change in updates(before, student, weights):
         large = grad.abs() >= grad.abs().flatten().quantile(0.9)
         shares[name] = float((grad.sign() == -change.sign())[large].double().mean())
     return shares
@@ -62,7 +72,7 @@ def main(student, steps):
             first = model
         of_rollouts = [float(part.mean()) for part in parts]
         results.append({"mean": float(mean), "rollouts": of_rollouts})
-    shares = agreement(first, load(student, steps[1]["weights"]))
+    shares = agreement(first, student, steps[1]["weights"])
     print(json.dumps({"steps": results, "agreement": shares}))
 
 

@@ -4,12 +4,13 @@ usage: reference_mixed.py STUDENT TEACHER K STEPS.json
 
 Imports nothing of this package. STUDENT and TEACHER are folders of models. STEPS is a list of
 {"weights": folder of the student's weights in that step or null for its own, "rollouts": list of
-{"tokens", "prompt": its length, "logprobs": log mu of the rest, "advantage"}}. Prints JSON, per
-step:
+{"tokens", "prompt": its length, "logprobs": log mu of the rest, "advantage"}}. A rollout's
+"experts", [tokens, layers, k], take the place of the routers' own choice. Prints JSON, per step:
 
     rl       sum of -keep A rho + 1e-3 (log rho)^2, with rho = p / mu and DPPO's trust region 0.2
     kl       sum of the reverse KL of student against teacher on the teacher's top-K, plus one
              bucket for the rest
+    rollouts the mean of these, for each rollout
     tokens   number of completion tokens
 """
 
@@ -19,7 +20,8 @@ import sys
 from pathlib import Path
 
 import torch
-from reference_model import load  # beside this program
+from experts import Routing  # beside this program
+from reference_model import load
 
 
 def rl_term(p, mu, advantage):
@@ -39,19 +41,23 @@ def main(student, teacher, k, steps):
     q_model, sums = load(teacher), []
     for step in json.loads(Path(steps).read_text()):
         p_model = load(student, step["weights"])
-        rl, kl, tokens = 0.0, 0.0, 0
+        rl, kl = 0.0, []
         for rollout in step["rollouts"]:
             ids, prompt = rollout["tokens"], rollout["prompt"]
+            if "experts" in rollout:
+                Routing(p_model).given = torch.tensor(rollout["experts"])
             p, q = (
                 torch.softmax(model(torch.tensor([ids])).logits[0], dim=-1)
                 for model in (p_model, q_model)
             )
+            kl.append([])
             for t, log_mu in enumerate(rollout["logprobs"], prompt):
                 own = float(p[t - 1, ids[t]])
                 rl += rl_term(own, math.exp(log_mu), rollout["advantage"])
-                kl += tail_kl(p[t - 1], q[t - 1], k)
-                tokens += 1
-        sums.append({"rl": rl, "kl": kl, "tokens": tokens})
+                kl[-1].append(tail_kl(p[t - 1], q[t - 1], k))
+        means = [sum(values) / len(values) for values in kl]
+        total, tokens = sum(map(sum, kl)), sum(map(len, kl))
+        sums.append({"rl": rl, "kl": total, "rollouts": means, "tokens": tokens})
     print(json.dumps(sums))
 
 

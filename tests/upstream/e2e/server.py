@@ -1,14 +1,17 @@
 """Serve a Hugging Face model on a CPU, with the part of vLLM's HTTP interface that prime-rl uses.
 
-usage: server.py MODEL PORT LOG.jsonl [--words] [--plugin]
+usage: server.py MODEL PORT LOG.jsonl [--words] [--plugin] [--experts]
 
 Every request is logged; for /inference/v1/generate with the tokens of request and answer, and the
 log-probs of the answer. Sampling is seeded. Once the file LOG.spoiled exists, log-probs of prompts
 are 3 nats too high. With --words, answers are of the letters a to z, and end after each with
 probability 1/6; the log-probs stay the model's. New weights are kept in LOG.weights. With --plugin
-there are the routes of the scoring plugin, with a head that multiplies in float32.
+there are the routes of the scoring plugin, with a head that multiplies in float32. With --experts
+each router of the model takes its least probable experts, and the answer names them as vLLM's with
+enable_return_routed_experts: for all tokens but the last.
 """
 
+import base64
 import hashlib
 import json
 import shutil
@@ -21,6 +24,8 @@ from pathlib import Path
 
 import msgspec
 import torch
+from adapters import merge  # beside this program
+from experts import Routing, in_one_tensor
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -31,9 +36,11 @@ SCORE, HEAD = "/v1/prime_composer/score", "/v1/prime_composer/head"
 class Engine:
     """The model, and the log of its requests."""
 
-    def __init__(self, path, log, words=False):
+    def __init__(self, path, log, words=False, experts=False):
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+        self.base = {name: weight.clone() for name, weight in self.model.state_dict().items()}
+        self.routing = Routing(self.model) if experts else None
         self.lock = threading.Lock()
         self.generator = torch.Generator().manual_seed(0)
         self.words = words
@@ -82,7 +89,15 @@ class Engine:
             "finish_reason": reason,
             "logprobs": {"content": content},
         }
+        if self.routing is not None:
+            choice["routed_experts"] = self.routed_experts()
         return {"request_id": "r", "choices": [choice], "prompt_logprobs": scores}
+
+    def routed_experts(self):
+        """Return the experts of the last forward, which had all tokens but the last."""
+        experts = self.routing.used.to(torch.uint8).numpy()
+        data = base64.b64encode(experts.tobytes()).decode()
+        return {"data": data, "shape": list(experts.shape), "start": 0, "dtype": "uint8"}
 
     def score(self, ids, k):
         """Return rows as vLLM does: None for the first token, each own token first.
@@ -171,11 +186,16 @@ class Engine:
         for file in sorted(Path(folder).glob("*.safetensors")):
             state.update(load_file(file))
         with self.lock:
-            missing = self.model.load_state_dict(state, strict=False).missing_keys
+            missing = self.model.load_state_dict(in_one_tensor(state), strict=False).missing_keys
         return {
             "tensors": len(state),
             "missing": [name for name in missing if name != "lm_head.weight"],
         }
+
+    def adapt(self, folder):
+        """Take a LoRA adapter in the place of the last one."""
+        with self.lock:
+            merge(self.model, self.base, folder)
 
 
 def packed(**content):
@@ -190,7 +210,9 @@ def handler(engine, name, plugin):
             pass
 
         def reply(self, value, code=200):
-            data = value if isinstance(value, bytes) else json.dumps(value).encode()
+            # Compact, for the renderer finds the experts' data by the bytes before it.
+            text = value if isinstance(value, bytes) else json.dumps(value, separators=(",", ":"))
+            data = text if isinstance(text, bytes) else text.encode()
             self.send_response(code)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(data)))
@@ -227,6 +249,7 @@ def handler(engine, name, plugin):
                     "params": params,
                 }
                 note["top_p"] = body.get("top_p")
+                note["routed_experts"] = answer["choices"][0].get("routed_experts")
             elif plugin and path == SCORE:
                 answer = engine.plugin_scores(body)
                 note |= {"kinds": body.get("kinds", []), "k": body.get("k", 0)}
@@ -236,6 +259,8 @@ def handler(engine, name, plugin):
                 answer = engine.plugin_head(body)
             elif path == "/update_weights" and body.get("weight_dir"):
                 note |= engine.update(body["weight_dir"]) | {"weight_dir": body["weight_dir"]}
+            elif path == "/load_lora_adapter":
+                engine.adapt(body["lora_path"])
             engine.log.write(json.dumps(note) + "\n")
             return self.reply(answer)
 
@@ -253,6 +278,7 @@ def listen(port, requests):
 
 if __name__ == "__main__":
     path, port, log = sys.argv[1:4]
-    requests = handler(Engine(path, log, "--words" in sys.argv), path, "--plugin" in sys.argv)
+    engine = Engine(path, log, "--words" in sys.argv, "--experts" in sys.argv)
+    requests = handler(engine, path, "--plugin" in sys.argv)
     print("loaded", flush=True)
     listen(int(port), requests).serve_forever()

@@ -1,8 +1,8 @@
 """Let an unmodified prime-rl run on a CPU-only torch with gloo, in processes of tests only.
 
 Three parts: stand-ins for GPU-only packages that prime-rl imports at module level; "cuda" read as
-"cpu"; and a replacement of one method of prime-rl, which divides by the GPU's peak FLOPs. Nothing
-else of prime-rl is changed.
+"cpu"; and two replacements in prime-rl: one method divides by the GPU's peak FLOPs, and activation
+offloading asks for an accelerator. Nothing else of prime-rl is changed.
 
 Where a stand-in computes something (varlen attention, gradient clipping), it follows the public
 semantics of the package that it replaces.
@@ -223,6 +223,10 @@ def cuda_is_cpu():
 
         return wrapped
 
+    def histc(tensor, *args, **kwargs):  # the CPU's has no integers
+        return histogram(tensor.float(), *args, **kwargs)
+
+    histogram, torch.histc = torch.histc, histc
     torch.Tensor.to = moved(torch.Tensor.to)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.to = moved(torch.nn.Module.to)
@@ -264,16 +268,42 @@ def cuda_is_cpu():
     torch._utils._get_available_device_type = lambda: "cpu"
 
 
-class NoPeakFlops(importlib.abc.MetaPathFinder):
+def no_peak_flops(module):
+    module.PerfCounter.get_step_mfu = lambda self, *args, **kwargs: 0.0
+
+
+def cpu_is_accelerator(module):
+    """Let the module copy activations from the CPU's memory to the CPU's memory."""
+    import contextlib
+
+    import torch
+
+    seen = types.ModuleType("torch")
+    seen.__getattr__ = lambda name: getattr(torch, name)
+    seen.accelerator = types.SimpleNamespace(
+        is_available=lambda: True,
+        current_stream=contextlib.nullcontext,
+        current_accelerator=lambda: torch.device("cpu"),
+    )
+    module.torch = seen
+
+
+REPLACE = {
+    "prime_rl.trainer.perf": no_peak_flops,
+    "prime_rl.utils.act_offloading": cpu_is_accelerator,
+}
+
+
+class Replacements(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != "prime_rl.trainer.perf":
+        if fullname not in REPLACE:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         execute = spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
-            module.PerfCounter.get_step_mfu = lambda self, *args, **kwargs: 0.0
+            REPLACE[fullname](module)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -286,5 +316,5 @@ def install():
     ):
         see_what_is_absent()
     sys.meta_path.insert(0, StandInFinder())
-    sys.meta_path.insert(0, NoPeakFlops())
+    sys.meta_path.insert(0, Replacements())
     cuda_is_cpu()
