@@ -49,7 +49,7 @@ def collect(
         pairs = pairs_of_step(engine, recipe.replay, samples, seed, step)
     sources = engine.problems.problem_set.sources
     metrics = rollout_metrics(samples, sources)
-    if any(source.answer_check == "math_verify" for source in sources.values()):
+    if any(source.metric == "math_verify" for source in sources.values()):
         metrics["rollout/answer_timeouts"] = float(budget.timeouts)
     clock.lap("reward")
     scored = engine.score(samples)

@@ -1,4 +1,5 @@
-"""Measure held-out problems: greedy accuracy, and the reverse KL on the student's own rollouts."""
+"""Measure held-out problems: greedy answers, the reverse KL on the student's own rollouts, and
+diversity."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ import torch
 from prime_composer import two_heads
 from prime_composer.backends.hf_model import token_batches
 from prime_composer.backends.mixture import Teachers
-from prime_composer.backends.protocols import Sampler, SamplingParams
+from prime_composer.backends.protocols import Rollout, Sampler, SamplingParams
 from prime_composer.contract import given
 from prime_composer.divergences import reverse_kl
 from prime_composer.local.answers import KEPT, Answer
@@ -20,6 +21,7 @@ from prime_composer.local.student_forward import student_inputs
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
 from prime_composer.problems.math_verifier import TimeBudget
+from prime_composer.problems.metrics import self_bleu, total_score
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import EvalConfig, Recipe
 
@@ -34,12 +36,13 @@ class Graded(NamedTuple):
     """Greedy answers.
 
     Attributes:
-        correct: 1.0 where the recipe's check accepts the answer, else 0.0.
+        rewards: 1.0 where the recipe's metric accepts the answer, else 0.0; or a graded metric's
+            value.
         truncated: 1.0 where the answer was cut at ``max_tokens``, else 0.0.
         texts: the answers.
     """
 
-    correct: list[float]
+    rewards: list[float]
     truncated: list[float]
     texts: list[str]
 
@@ -84,8 +87,10 @@ class Evaluator:
         """Return greedy accuracy, the share of truncated answers, and the reverse KL to the
         teacher.
 
-        Where there are several environments, accuracy and KL of each are added as
-        ``eval/accuracy/NAME`` and ``eval/reverse_kl/NAME``.
+        Where answers are graded, ``eval/rouge2`` and so on replace ``eval/accuracy``. Environments
+        of both kinds give both, each over its own problems. Where there are several environments,
+        accuracy and KL of each are added as ``eval/accuracy/NAME`` and ``eval/reverse_kl/NAME``.
+        With ``temperatures``, see ``_sampled``.
 
         The KL is a mean over the N tokens of rollouts sampled from the current student at
         temperature 1 and top-p 1, in nats:
@@ -99,16 +104,15 @@ class Evaluator:
         problems = self.problems.problem_set.held_out[: self.config.size]
         graded = self._greedy_answers(self.engine.sampler, problems)
         self.answers[:] = [
-            Answer(problem.question, problem.answer, text, bool(correct))
-            for problem, text, correct in zip(
-                problems[:KEPT], graded.texts, graded.correct, strict=False
+            self._answer(problem, text, reward)
+            for problem, text, reward in zip(
+                problems[:KEPT], graded.texts, graded.rewards, strict=False
             )
         ]
-        measured = {
-            "eval/accuracy": sum(graded.correct) / len(problems),
-            "eval/truncated": sum(graded.truncated) / len(problems),
-        }
-        measured |= self._by_environment("eval/accuracy", problems, graded.correct)
+        measured = self._scores("eval", problems, graded)
+        measured["eval/truncated"] = sum(graded.truncated) / len(problems)
+        for temperature in self.config.temperatures:
+            measured |= self._sampled(problems, temperature)
         if self.engine.teachers is not None and self.config.kl_size:
             problems = self.problems.problem_set.held_out[: self.config.kl_size]
             sums, tokens = self._reverse_kl_sums(self.engine.teachers, problems)
@@ -119,6 +123,8 @@ class Evaluator:
 
     def teachers(self) -> dict[str, float]:
         """Return the teachers' own greedy accuracy; empty where the loss needs no teacher.
+
+        A graded metric replaces accuracy, as in ``student``.
 
         A policy teacher is the policy itself, with the best hint that it may get. Of several
         teachers, each is measured on the problems that it has a share in, as
@@ -135,13 +141,13 @@ class Evaluator:
             if not hinted:
                 return {}
             readable, prompts = zip(*hinted, strict=True)
-            answers = self._greedy_answers(engine.sampler, readable, prompts).correct
-            return {"teacher/accuracy": sum(answers) / len(answers)}
+            graded = self._greedy_answers(engine.sampler, readable, prompts)
+            return self._overall("teacher", readable, graded)
         if engine.teachers is None:
             return {}
         measured: dict[str, float] = {}
         shares = [engine.teachers.routing.of(problem) for problem in problems]
-        correct: dict[int, float] = {}
+        answered: dict[int, tuple[float, float, str]] = {}
         for teacher in engine.teachers.scorers:
             if not any(teacher in share for share in shares):
                 continue
@@ -155,16 +161,78 @@ class Evaluator:
             ]
             if not indices:
                 continue
-            answers = self._greedy_answers(sampler, [problems[i] for i in indices]).correct
-            correct |= zip(indices, answers, strict=True)
+            asked = [problems[i] for i in indices]
+            graded = self._greedy_answers(sampler, asked)
+            answered |= zip(indices, zip(*graded, strict=True), strict=True)
             if teacher.name is not None:
-                measured[f"teacher/{teacher.name}/accuracy"] = sum(answers) / len(answers)
-        if correct and all(len(share) == 1 for share in shares):
-            measured["teacher/accuracy"] = sum(correct.values()) / len(correct)
-            measured |= self._by_environment(
-                "teacher/accuracy", [problems[i] for i in correct], list(correct.values())
-            )
+                measured |= self._overall(f"teacher/{teacher.name}", asked, graded)
+        if answered and all(len(share) == 1 for share in shares):
+            graded = Graded(*map(list, zip(*answered.values(), strict=True)))
+            measured |= self._scores("teacher", [problems[i] for i in answered], graded)
         return measured
+
+    def _scores(self, prefix: str, problems: Sequence[Problem], graded: Graded) -> dict[str, float]:
+        """Return the scores over all problems and, where there are several, of each environment.
+
+        They are ``prefix/accuracy`` or ``prefix/METRIC``.
+        """
+        measured = self._overall(prefix, problems, graded)
+        sources = self.problems.problem_set.sources
+        for name, source in sources.items() if len(sources) > 1 else ():
+            own = [i for i, problem in enumerate(problems) if problem.environment == name]
+            if own:
+                score = self._total(problems, graded, own)
+                measured[f"{prefix}/{source.score_name}/{name}"] = score
+        return measured
+
+    def _overall(
+        self, prefix: str, problems: Sequence[Problem], graded: Graded
+    ) -> dict[str, float]:
+        """Return each score over all problems that are graded by it."""
+        indices: dict[str, list[int]] = {}
+        for index, problem in enumerate(problems):
+            name = self.problems.problem_set.config_of(problem).score_name
+            indices.setdefault(f"{prefix}/{name}", []).append(index)
+        return {name: self._total(problems, graded, own) for name, own in indices.items()}
+
+    def _total(self, problems: Sequence[Problem], graded: Graded, indices: Sequence[int]) -> float:
+        """Return the score over some answers, which all have the same one."""
+        metric = self.problems.problem_set.config_of(problems[indices[0]]).metric
+        return total_score(
+            metric,
+            [graded.texts[i] for i in indices],
+            [problems[i].reference(metric) for i in indices],
+            [graded.rewards[i] for i in indices],
+        )
+
+    def _answer(self, problem: Problem, text: str, reward: float) -> Answer:
+        """Return an answer as the report shows it."""
+        config = self.problems.problem_set.config_of(problem)
+        if config.graded:
+            return Answer(problem.question, problem.answer, text, None, reward, config.metric)
+        return Answer(problem.question, problem.answer, text, bool(reward))
+
+    def _sampled(self, problems: Sequence[Problem], temperature: float) -> dict[str, float]:
+        """Return quality and diversity of several answers per problem at a temperature.
+
+        ``eval/accuracy/T=0.5``, or a graded metric's, is the score of all answers.
+        ``eval/self_bleu/T=0.5`` is the mean over the problems of their answers' Self-BLEU: 1 where
+        all answers to a problem are the same.
+        """
+        params = SamplingParams(
+            n=self.config.samples, temperature=temperature, max_tokens=self.max_tokens
+        )
+        prompts = [self.problems.prompt(problem) for problem in problems]
+        rollouts = self.engine.sampler.generate(prompts, params, seed=EVALUATION_SEED)
+        asked = [problems[rollout.prompt_index] for rollout in rollouts]
+        graded = self._graded(rollouts, asked)
+        answers: dict[int, list[str]] = {}
+        for rollout, text in zip(rollouts, graded.texts, strict=True):
+            answers.setdefault(rollout.prompt_index, []).append(text)
+        suffix = f"T={temperature:g}"
+        measured = self._overall("eval", asked, graded)
+        measured["eval/self_bleu"] = sum(map(self_bleu, answers.values())) / len(answers)
+        return {f"{name}/{suffix}": value for name, value in measured.items()}
 
     def _fits(self, prompt: Sequence[int], room: int | None) -> bool:
         """Return whether a prompt and its longest answer take at most ``room`` tokens."""
@@ -181,7 +249,7 @@ class Evaluator:
         problems: Sequence[Problem],
         prompts: Sequence[Sequence[int]] | None = None,
     ) -> Graded:
-        """Return the greedy answers, and which are correct and which were truncated.
+        """Return the greedy answers, their rewards, and which were truncated.
 
         Args:
             sampler: the student's or a teacher's.
@@ -192,14 +260,18 @@ class Evaluator:
             prompts = [self.problems.prompt(problem) for problem in problems]
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
         rollouts = sampler.generate(prompts, params, seed=EVALUATION_SEED)
+        return self._graded(rollouts, problems)
+
+    def _graded(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> Graded:
+        """Return the texts of rollouts, their rewards, and which were truncated."""
         budget = TimeBudget()
         texts = [self.problems.decode(rollout.completion_ids) for rollout in rollouts]
-        correct = [
+        rewards = [
             self.problems.reward(text, problem, budget)
             for text, problem in zip(texts, problems, strict=True)
         ]
         truncated = [float(rollout.finish_reason == "length") for rollout in rollouts]
-        return Graded(correct, truncated, texts)
+        return Graded(rewards, truncated, texts)
 
     @torch.no_grad()
     def _reverse_kl_sums(

@@ -547,7 +547,13 @@ OTHER_VALUES = {
         "hold_out": 0.2,
         "calculator_annotations": True,
         "prompt_template": "{question}",
-        "answer_check": "math_verify",
+        "metric": "math_verify",
+        "prompt_key": "q.text",
+        "answer_key": "a",
+        "limit": 50,
+        "prompt_chars": 100,
+        "clean": True,
+        "kind": "summary",
         "teacher_key": "by",
         "ratio": 2.0,
         "teacher": "b",
@@ -590,6 +596,7 @@ COMPANIONS = {
     "rollout.url": {"rollout": {"backend": "server", "url": "http://other:1"}},
     "rollout.api_key_var": {"rollout": {"backend": "server", "url": "http://other:1"}},
     "data.path": {"data": {"source": "jsonl", "path": "other.jsonl"}},
+    "data.kind": {"data": {"metric": "rougeL"}},
     "logging.wandb.name": {"logging": {"wandb": {"project": "p"}}},
 }
 """Key -> what a recipe that sets it has to set as well."""
