@@ -646,7 +646,7 @@ class Recipe(Section):
     """How the student samples its rollouts."""
 
     data: DataConfig | None = None
-    """The problems, their prompts, and how answers are checked."""
+    """The problems, their prompts, and how answers are graded."""
 
     environments: dict[str, DataConfig] = Field(default_factory=dict)
     """Several kinds of problems by name, instead of ``[data]``. Each is a table like it."""
