@@ -10,8 +10,6 @@ from typing import Any
 ANSWERS_FILE = "answers.jsonl"
 """One line per evaluation, in the run directory. A resumed run may write a step again."""
 
-NONE: Mapping[str, str] = {}
-
 KEPT = 3
 """Questions whose answers are kept."""
 
@@ -38,7 +36,7 @@ class Answer:
 
 
 def write_answers(
-    run_dir: Path, step: int, answers: Sequence[Answer], signatures: Mapping[str, str] = NONE
+    run_dir: Path, step: int, answers: Sequence[Answer], signatures: Mapping[str, str] | None = None
 ) -> None:
     """Append the answers of a step's evaluation.
 

@@ -673,6 +673,8 @@ LOSSY = {
     "trainer.seed": 1,
     "eval.kl_size": 3,
     "eval.kl_support": 8,
+    "eval.temperatures": (0.5,),
+    "eval.samples": 3,
     "logging.tensorboard": True,
     "teacher.wait": 5.0,
     "rollout.wait": 5.0,
