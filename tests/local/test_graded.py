@@ -18,6 +18,7 @@ from prime_composer.local.collect import grade
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.replay import response
 from prime_composer.local.tokenized_problems import TokenizedProblems
+from prime_composer.local.tracker import read_metrics
 from prime_composer.problems import metrics
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
@@ -25,7 +26,7 @@ from prime_composer.problems.metrics import sentence_score, total_score
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import EvalConfig, RecipeError
-from tests.local.helpers import Letters
+from tests.local.helpers import Letters, run
 
 pytest.importorskip("rouge_score", reason="rouge-score is not installed (extra: metrics)")
 pytest.importorskip("sacrebleu", reason="sacrebleu is not installed (extra: metrics)")
@@ -289,3 +290,16 @@ def test_plan_without_the_library_has_the_pip_line(monkeypatch: pytest.MonkeyPat
     recipe = parse_recipe(raw)
     with pytest.raises(ValueError, match=r"\[eval\] temperatures needs sacrebleu: pip install"):
         plan_module.require_libraries(recipe, Routing.of_recipe(recipe))
+
+
+def test_run_on_summaries_measures_them(tiny_recipe: Any, tmp_path: Path) -> None:
+    """A whole run: rewards between 0 and 1, scores of teacher and student, and the signature."""
+    data = {"size": 60, "kind": "summary", "metric": "chrf"}
+    raw = tiny_recipe(trainer__steps=1, data=data, eval__temperatures=[0.5], eval__samples=2)
+    run(raw, tmp_path)
+    before, after = read_metrics(tmp_path)
+    names = {"eval/chrf", "eval/chrf/T=0.5", "eval/self_bleu/T=0.5"}
+    assert {*names, "teacher/chrf"} <= before.keys() and {*names, "rollout/reward"} <= after.keys()
+    assert not {"eval/accuracy", "teacher/accuracy"} & before.keys()
+    assert 0 < after["rollout/reward"] < 1
+    assert read_signatures(tmp_path)["chrf"].startswith("chrF2|nrefs:1|")
