@@ -84,7 +84,8 @@ class PolicyTeacher:
             return [problem.answer for problem in problems]
         if self.config.hint == "feedback":
             return [
-                verdict(problem, reward) for problem, reward in zip(problems, rewards, strict=True)
+                self._verdict(problem, reward)
+                for problem, reward in zip(problems, rewards, strict=True)
             ]
         hints: list[str | None] = []
         for index, rollout in enumerate(rollouts):
@@ -97,6 +98,10 @@ class PolicyTeacher:
             )
             hints.append(next(correct_siblings, None))
         return hints
+
+    def _verdict(self, problem: Problem, reward: float) -> str:
+        """Return the verifier's feedback, with the reference of the problem's metric."""
+        return verdict(problem.reference(self.sources[problem.environment].metric), reward)
 
     def wrong_hints(
         self, rollouts: Sequence[Rollout], texts: Sequence[str], rewards: Sequence[float]
@@ -147,7 +152,7 @@ class PolicyTeacher:
 
     def best_prompt(self, problem: Problem) -> list[int]:
         """Return a prompt with the full hint: the solution, or the verdict on a wrong attempt."""
-        hint = verdict(problem, reward=0.0) if self.config.hint == "feedback" else problem.answer
+        hint = self._verdict(problem, 0.0) if self.config.hint == "feedback" else problem.answer
         return self.prompt(problem, hint)
 
     def score(

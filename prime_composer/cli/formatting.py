@@ -1,5 +1,10 @@
 """Format numbers the same way in every command, and name the file of a run's recipe."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prime_composer.problems.metrics import TITLES
+
 RECIPE_FILE = "recipe.json"
 """The resolved recipe in every run directory."""
 
@@ -15,3 +20,15 @@ def percent(value: float | None) -> str:
 def number(value: float | None) -> str:
     """Format a number with three decimals."""
     return MISSING if value is None else f"{value:.3f}"
+
+
+def score(name: str, value: float | None) -> str:
+    """Format a score of ``TITLES``: accuracy as a percentage, a graded metric times 100."""
+    if value is None or name == "accuracy":
+        return percent(value)
+    return f"{100 * value:.1f}"
+
+
+def scores_in(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the scores of ``TITLES`` that a run measured."""
+    return [name for name in TITLES if any(f"eval/{name}" in record for record in records)]

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from prime_composer.cli.formatting import score, scores_in
+from prime_composer.problems.metrics import TITLES
+
 LINE_EVERY = 10
 """Steps between two lines where the output is no terminal."""
 
@@ -79,7 +82,7 @@ class Screen:
         if self._task is None:
             self._task = self._start_task("step", self.total, self._done)
         self._progress.update(self._task, completed=step, numbers=numbers)
-        if not self.console.is_terminal and (step % LINE_EVERY == 0 or "eval/accuracy" in metrics):
+        if not self.console.is_terminal and (step % LINE_EVERY == 0 or scores_in([metrics])):
             self._print(f"step {step}/{self.total}  {numbers}")
 
     def _print(self, text: str) -> None:
@@ -101,7 +104,7 @@ def describe(metrics: dict[str, float]) -> str:
     parts = [f"loss {metrics['loss']:.4f}"] if "loss" in metrics else ["no rollout had a teacher"]
     if "eval/reverse_kl" in metrics:
         parts.append(f"reverse KL {metrics['eval/reverse_kl']:.3f}")
-    if "eval/accuracy" in metrics:
-        parts.append(f"accuracy {metrics['eval/accuracy']:.1%}")
+    for name in scores_in([metrics]):
+        parts.append(f"{TITLES[name]} {score(name, metrics[f'eval/{name}'])}")
     parts.append(f"{metrics['tokens_per_second']:,.0f} tok/s")
     return "  ".join(parts)

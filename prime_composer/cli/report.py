@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prime_composer.cli.formatting import MISSING, RECIPE_FILE, number, percent
-from prime_composer.local.answers import Answer, read_answers
+from prime_composer.cli.formatting import MISSING, RECIPE_FILE, number, score, scores_in
+from prime_composer.local.answers import Answer, read_answers, read_signatures
 from prime_composer.local.tracker import read_metrics
+from prime_composer.problems.metrics import TITLES, signatures_of
 from prime_composer.recipe.schema import Recipe
 
-ACCURACY = "eval/accuracy"
 REVERSE_KL = "eval/reverse_kl"
 
 LETTERS_SHOWN = 320
@@ -36,27 +36,38 @@ def print_outcome(evaluations: dict[int, dict[str, float]], steps: int, recipe: 
     for name in ("", "teacher", "student before", "student after"):
         table.add_column(name, justify="left" if not name else "right")
 
-    def add_accuracy(title: str, suffix: str = "") -> None:
-        teacher = before.get(f"teacher/accuracy{suffix}")
-        metric = f"{ACCURACY}{suffix}"
-        table.add_row(
-            title, percent(teacher), percent(before.get(metric)), percent(after.get(metric))
-        )
+    def add_score(name: str, title: str, suffix: str = "") -> None:
+        teacher = before.get(f"teacher/{name}{suffix}")
+        values = (teacher, *(measured.get(f"eval/{name}{suffix}") for measured in (before, after)))
+        table.add_row(title, *(score(name, value) for value in values))
 
     def add_reverse_kl(title: str, suffix: str = "") -> None:
         metric = f"{REVERSE_KL}{suffix}"
         table.add_row(title, MISSING, number(before.get(metric)), number(after.get(metric)))
 
-    add_accuracy("accuracy")
-    for name in recipe.environments:
-        if f"{ACCURACY}/{name}" in after:
-            add_accuracy(f"  {name}", f"/{name}")
+    for metric in scores_in([after]) or ["accuracy"]:
+        add_score(metric, TITLES[metric])
+        for name in recipe.environments:
+            if f"eval/{metric}/{name}" in after:
+                add_score(metric, f"  {name}", f"/{name}")
+        for temperature in recipe.eval.temperatures:
+            add_score(metric, f"  at T = {temperature:g}", f"/T={temperature:g}")
+    for temperature in recipe.eval.temperatures:
+        add_score("self_bleu", f"Self-BLEU at T = {temperature:g}", f"/T={temperature:g}")
     if REVERSE_KL in after:
         add_reverse_kl("reverse KL (nats/token)")
         for name in recipe.environments:
             if f"{REVERSE_KL}/{name}" in after:
                 add_reverse_kl(f"  {name}", f"/{name}")
     console().print(table)
+    if evaluations:
+        print_signatures(signatures_of(recipe.problem_sources.values()))
+
+
+def print_signatures(signatures: Mapping[str, str]) -> None:
+    """Print what the numbers of graded metrics have to be published with."""
+    for metric, signature in signatures.items():
+        console().print(f"{TITLES.get(metric, metric)} x 100: {signature}", soft_wrap=True)
 
 
 def print_answers(run_dir: Path, steps: Collection[int]) -> None:
@@ -89,7 +100,10 @@ def print_answers(run_dir: Path, steps: Collection[int]) -> None:
 
 
 def _verdict(answer: Answer) -> Text:
-    verdict = "correct" if answer.correct else "wrong"
+    if answer.score is None or answer.metric not in TITLES:
+        verdict = "correct" if answer.correct else "wrong"
+    else:
+        verdict = f"{TITLES[answer.metric]} {score(answer.metric, answer.score)}"
     return Text(f"({verdict}) ").append_text(shown(answer.text))
 
 
@@ -113,54 +127,65 @@ def print_report(runs: Sequence[str | Path]) -> None:
     table = Table(box=SIMPLE_HEAD)
     for name in ("run", "loss"):
         table.add_column(name, overflow="fold")
-    for name in ("steps", "teacher", "accuracy", "reverse KL", "tok/s"):
+    named = dict.fromkeys(name for run in runs for name in scores_in(read_metrics(run)))
+    titles = [TITLES[name] for name in named] or ["accuracy"]
+    for name in ("steps", "teacher", ", ".join(titles), "reverse KL", "tok/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         records = read_metrics(run)
-        evaluated = [record for record in records if ACCURACY in record]
+        own = scores_in(records) or ["accuracy"]
+        evaluated = [record for record in records if scores_in([record])]
         before, after = (evaluated[0], evaluated[-1]) if evaluated else ({}, {})
         speeds = sorted(series(records, "tokens_per_second")[1])
         table.add_row(
             Path(run).name,
             loss_name(run),
             str(max((record["step"] for record in records), default=0)),
-            percent(before.get("teacher/accuracy")),
-            f"{percent(before.get(ACCURACY))} → {percent(after.get(ACCURACY))}",
+            ", ".join(score(name, before.get(f"teacher/{name}")) for name in own),
+            ", ".join(
+                " → ".join(score(name, record.get(f"eval/{name}")) for record in (before, after))
+                for name in own
+            ),
             f"{number(before.get(REVERSE_KL))} → {number(after.get(REVERSE_KL))}",
             f"{speeds[len(speeds) // 2]:,.0f}" if speeds else MISSING,
         )
     console().print(table)
+    print_signatures({k: text for run in runs for k, text in read_signatures(Path(run)).items()})
     if len(runs) == 1:
         print_answers(Path(runs[0]), [record["step"] for record in evaluated])
 
 
 def draw_report(runs: Sequence[str | Path], output: Path) -> None:
-    """Draw accuracy, reverse KL, the loss and the throughput of one or several runs as a PNG.
+    """Draw the score, reverse KL, the loss and the throughput of one or several runs as a PNG.
 
-    A single run also shows the parts of its loss and the teacher's accuracy.
+    The score is accuracy or a graded metric, of several the first one. A single run also shows the
+    parts of its loss and the teacher's score.
     """
     figure = new_figure(11, 7)
     several = len(runs) > 1
     if not several:
         figure.suptitle(plain(f"{Path(runs[0]).name}: {loss_name(runs[0])}"))
     (accuracy, reverse_kl), (loss, speed) = figure.subplots(2, 2)
+    titles: dict[str, None] = {}
     for run in runs:
         records = read_metrics(run)
         label = plain(f"{Path(run).name} ({loss_name(run)})")
-        (line,) = accuracy.plot(*series(records, ACCURACY), marker="o", label=label)
+        name = next(iter(scores_in(records)), "accuracy")
+        titles[TITLES[name]] = None
+        (line,) = accuracy.plot(*series(records, f"eval/{name}"), marker="o", label=label)
         style = {"color": line.get_color(), "label": label}
         reverse_kl.plot(*series(records, REVERSE_KL), marker="o", **style)
         speed.plot(*series(records, "tokens_per_second"), **style)
         if several:
             loss.plot(*series(records, "loss"), **style)
             continue
-        for name in loss_parts(records):
-            loss.plot(*series(records, name), label=name)
-        _, teacher = series(records, "teacher/accuracy")
+        _, teacher = series(records, f"teacher/{name}")
+        for part in loss_parts(records):
+            loss.plot(*series(records, part), label=part)
         if teacher:
             accuracy.axhline(teacher[0], color="grey", linestyle="--", label="teacher")
     for axes, title, unit in (
-        (accuracy, "held-out accuracy, greedy", "share"),
+        (accuracy, f"held-out {', '.join(titles)}, greedy", "share"),
         (reverse_kl, "reverse KL to the teacher, held out", "nats per token"),
         (loss, "training loss" if several else "training loss and its parts", "per token"),
         (speed, "throughput", "rollout tokens per second"),

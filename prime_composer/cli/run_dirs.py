@@ -371,6 +371,9 @@ def read_recipe(run_dir: Path) -> dict[str, Any]:
     try:
         # The mask of a password is no URL; both sides of a comparison have it.
         unmasked = json.loads(text.replace(f"://{MASK}@", "://user@"))
+        for data in (unmasked.get("data"), *unmasked.get("environments", {}).values()):
+            if data and "answer_check" in data:  # a run that began before the key was renamed
+                data["metric"] = data.pop("answer_check")
         return parse_recipe(unmasked).model_dump(mode="json")
     except ValueError:  # of another version
         return tables

@@ -233,6 +233,6 @@ def is_finished(run: Run) -> bool:
     if not (run.run_dir / METRICS_FILE).exists():
         return False
     return any(
-        record["step"] == run.recipe.trainer.steps and "eval/accuracy" in record
+        record["step"] == run.recipe.trainer.steps and "eval/truncated" in record
         for record in read_metrics(run.run_dir)
     )

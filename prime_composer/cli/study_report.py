@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prime_composer.cli.formatting import MISSING, number, percent
+from prime_composer.cli.formatting import MISSING, number, percent, score
 from prime_composer.cli.report import new_figure
 from prime_composer.cli.study_file import Run, StudyConfig, is_finished
 from prime_composer.local.tracker import read_metrics
+from prime_composer.problems.metrics import TITLES
 
 Series = list[tuple[int, float]]
 """(step, value) of each measurement of one run."""
@@ -36,11 +38,13 @@ def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
 def in_short(run: Run) -> str:
     """Format a finished run as one line."""
     values = measured(run)
-    accuracy, reverse_kl = values["accuracy"], values["reverse_kl"]
-    parts = [f"accuracy {percent(accuracy[0][1])} → {percent(accuracy[-1][1])}"]
-    if reverse_kl:
-        parts.append(f"reverse KL {number(reverse_kl[0][1])} → {number(reverse_kl[-1][1])}")
-    return ", ".join(parts)
+    shown = {name: QUANTITIES[name].text for name in SCORES} | {"reverse_kl": number}
+    titles = TITLES | {"reverse_kl": "reverse KL"}
+    return ", ".join(
+        f"{titles[name]} {text(values[name][0][1])} → {text(values[name][-1][1])}"
+        for name, text in shown.items()
+        if values[name]
+    )
 
 
 def measured(run: Run) -> dict[str, Series]:
@@ -69,7 +73,11 @@ def compare(study: StudyConfig, runs: Sequence[Run]) -> dict[str, Any]:
             "overrides": list(items),
             "loss": repeats[0].recipe.model_dump(mode="json")["loss"],
             "unfinished_seeds": [run.seed for run in repeats if run not in finished],
-            "teacher_accuracy": start_of_run.get("teacher/accuracy"),
+            "teacher_scores": {
+                name: start_of_run[f"teacher/{name}"]
+                for name in SCORES
+                if f"teacher/{name}" in start_of_run
+            },
             "seeds": by_seed,
             "over_seeds": {
                 name: list(over_seeds([series[name] for series in by_seed.values()]))
@@ -95,17 +103,22 @@ def over_seeds(
         }
 
 
+def measured_quantities(results: Mapping[str, Any]) -> dict[str, "Quantity"]:
+    """Return the quantities that a variant has measured."""
+    variants = results["variants"].values()
+    return {
+        name: quantity
+        for name, quantity in QUANTITIES.items()
+        if any(result["over_seeds"][name] for result in variants)
+    }
+
+
 def as_table(results: Mapping[str, Any]) -> str:
     """Format the comparison as a Markdown table: the mean over the seeds, and (min to max).
 
     A quantity that no run has measured has no column.
     """
-    variants = results["variants"]
-    columns = {
-        name: quantity
-        for name, quantity in QUANTITIES.items()
-        if any(result["over_seeds"][name] for result in variants.values())
-    }
+    variants, columns = results["variants"], measured_quantities(results)
     head = ["variant", "seeds", *(quantity.column for quantity in columns.values())]
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     starts: dict[str, str] = {}
@@ -115,12 +128,16 @@ def as_table(results: Mapping[str, Any]) -> str:
         seeds = f"{finished} of {finished + unfinished}" if unfinished else str(finished)
         cells = [quantity.cell(series[name], quantity.text) for name, quantity in columns.items()]
         lines.append(f"| {' | '.join([variant, seeds, *cells])} |")
-        if series["accuracy"]:
-            text = f"accuracy {percent(series['accuracy'][0]['mean'])}"
-            text += f" (the teacher {percent(result['teacher_accuracy'])})"
-            if series["reverse_kl"]:
-                text += f", reverse KL {number(series['reverse_kl'][0]['mean'])}"
-            starts.setdefault(text, variant)
+        parts = [
+            f"{TITLES[name]} {score(name, series[name][0]['mean'])} "
+            f"(the teacher {score(name, result['teacher_scores'].get(name))})"
+            for name in SCORES
+            if series[name]
+        ]
+        if series["reverse_kl"]:
+            parts.append(f"reverse KL {number(series['reverse_kl'][0]['mean'])}")
+        if parts:
+            starts.setdefault(", ".join(parts), variant)
     for text, variant in starts.items():
         where = f", {variant} and those like it" if len(starts) > 1 else ""
         lines += ["", f"Before training{where}: {text}."]
@@ -173,10 +190,19 @@ class Quantity(NamedTuple):
     unit: str = "nats per token"
 
 
-QUANTITIES = {
-    "accuracy": Quantity(
-        "eval/accuracy", "accuracy", percent, title="held-out accuracy, greedy", unit="share"
-    ),
+SCORES = {
+    name: Quantity(
+        f"eval/{name}",
+        title,
+        partial(score, name),
+        title=f"held-out {title}, greedy",
+        unit="share",
+    )
+    for name, title in TITLES.items()
+}
+"""Scores of held-out answers; a study has one, or one per kind of its environments."""
+
+QUANTITIES = SCORES | {
     "reverse_kl": Quantity(
         "eval/reverse_kl",
         "reverse KL, nats/token",
@@ -203,10 +229,14 @@ def draw(results: Mapping[str, Any], output: Path) -> None:
     figure = new_figure(15, 5)
     from matplotlib import colormaps
 
-    shown = {name: quantity for name, quantity in QUANTITIES.items() if quantity.title}
-    panels = figure.subplots(1, len(shown))
+    shown = {
+        name: quantity
+        for name, quantity in measured_quantities(results).items()
+        if quantity.title is not None
+    }
+    panels = figure.subplots(1, max(1, len(shown)), squeeze=False)[0]
     colors = colormaps["tab10" if len(results["variants"]) <= 10 else "tab20"]
-    for axes, (name, quantity) in zip(panels, shown.items(), strict=True):
+    for axes, (name, quantity) in zip(panels, shown.items(), strict=False):
         for index, (variant, result) in enumerate(results["variants"].items()):
             points = result["over_seeds"][name]
             if not points:
@@ -246,9 +276,13 @@ def draw_grid(
     names = list(dict.fromkeys(one[-1] for one in combinations))
     groups = list(dict.fromkeys(one[:-1] for one in combinations))
     colors = colormaps["tab10" if len(groups) <= 10 else "tab20"]
-    measures = ("accuracy", "reverse_kl", "forward_kl")
-    panels = figure.subplots(1, len(measures))
-    for axes, measure in zip(panels, measures, strict=True):
+    measures = [
+        name
+        for name in measured_quantities(results)
+        if name in (*SCORES, "reverse_kl", "forward_kl")
+    ]
+    panels = figure.subplots(1, max(1, len(measures)), squeeze=False)[0]
+    for axes, measure in zip(panels, measures, strict=False):
         for index, group in enumerate(groups):
             last = {
                 place: series[-1]

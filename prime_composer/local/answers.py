@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ANSWERS_FILE = "answers.jsonl"
 """One line per evaluation, in the run directory. A resumed run may write a step again."""
@@ -21,22 +22,39 @@ class Answer:
         question: of the problem.
         reference: the data's own answer.
         text: what the student answered.
-        correct: whether the recipe's check accepts it.
+        correct: whether the recipe's metric accepts it; None for a graded metric.
+        score: the value of a graded metric; None for another one.
+        metric: name of the graded metric; None for another one.
     """
 
     question: str
     reference: str
     text: str
-    correct: bool
+    correct: bool | None
+    score: float | None = None
+    metric: str | None = None
 
 
-def write_answers(run_dir: Path, step: int, answers: Sequence[Answer]) -> None:
+def write_answers(
+    run_dir: Path, step: int, answers: Sequence[Answer], signatures: Mapping[str, str] | None = None
+) -> None:
     """Append the answers of a step's evaluation.
+
+    Args:
+        run_dir: the run directory.
+        step: of the evaluation.
+        answers: the first ones.
+        signatures: those of the run's graded metrics.
 
     Raises:
         OSError: the disk is full, or cannot be written.
     """
-    line = {"step": step, "answers": [dataclasses.asdict(answer) for answer in answers]}
+    line: dict[str, Any] = {
+        "step": step,
+        "answers": [dataclasses.asdict(answer) for answer in answers],
+    }
+    if signatures:
+        line["signatures"] = dict(signatures)
     with (run_dir / ANSWERS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -47,15 +65,33 @@ def read_answers(run_dir: Path) -> dict[int, list[Answer]]:
     Lines that are none of ours are left out, such as one that a crash cut. A run of an older
     version has no such file, and no answers.
     """
+    answers: dict[int, list[Answer]] = {}
+    for record in _records(run_dir):
+        try:
+            answers[int(record["step"])] = [Answer(**answer) for answer in record["answers"]]
+        except (ValueError, TypeError, KeyError):
+            continue
+    return answers
+
+
+def read_signatures(run_dir: Path) -> dict[str, str]:
+    """Return the signatures of a run's graded metrics, of its newest evaluation."""
+    signatures: dict[str, str] = {}
+    for record in _records(run_dir):
+        own = record.get("signatures") if isinstance(record, dict) else None
+        if isinstance(own, dict):
+            signatures |= {str(metric): str(text) for metric, text in own.items()}
+    return signatures
+
+
+def _records(run_dir: Path) -> Iterator[Any]:
+    """Yield the JSON values of the file, line by line."""
     try:
         lines = (run_dir / ANSWERS_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return {}
-    answers: dict[int, list[Answer]] = {}
+        return
     for line in lines:
         try:
-            record = json.loads(line)
-            answers[int(record["step"])] = [Answer(**answer) for answer in record["answers"]]
-        except (ValueError, TypeError, KeyError, RecursionError):
+            yield json.loads(line)
+        except (ValueError, RecursionError):
             continue
-    return answers

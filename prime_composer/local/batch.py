@@ -20,7 +20,8 @@ class Sample:
             sampled by the teacher.
         problem: the problem that the rollout answers.
         text: the completion as text, without special tokens.
-        reward: 1.0 for a correct answer, 0.0 for a wrong one. An environment by id has its own.
+        reward: 1.0 for a correct answer, 0.0 for a wrong one; between them for a graded metric. An
+            environment by id has its own.
         advantage: reward minus the mean reward of the rollout's group; None where no loss reads it.
         scores: the teacher's log-probs; None where the loss needs no teacher.
         credit: credit of each trained token within the group; None where no loss reads it.

@@ -55,7 +55,7 @@ def collect(
         pairs = pairs_of_step(engine, recipe.replay, samples, seed, step)
     problem_set = engine.problems.problem_set
     metrics = rollout_metrics(samples, problem_set.names) | played.metrics
-    if any(source.answer_check == "math_verify" for source in problem_set.sources.values()):
+    if any(source.metric == "math_verify" for source in problem_set.sources.values()):
         metrics["rollout/answer_timeouts"] = float(budget.timeouts)
     clock.lap("reward")
     scored = engine.score(samples)

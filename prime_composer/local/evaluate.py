@@ -1,4 +1,4 @@
-"""Measure held-out problems: greedy accuracy, and divergences on the student's own rollouts."""
+"""Measure held-out problems: greedy answers, and divergences and diversity of sampled ones."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 from prime_composer import two_heads
 from prime_composer.backends.hf_model import token_batches
 from prime_composer.backends.mixture import Teachers
-from prime_composer.backends.protocols import Sampler, SamplingParams
+from prime_composer.backends.protocols import Rollout, Sampler, SamplingParams
 from prime_composer.contract import Support, given
 from prime_composer.divergences import Normalization, entropy, forward_kl, reverse_kl
 from prime_composer.local.answers import KEPT, Answer
@@ -24,6 +24,7 @@ from prime_composer.local.student_forward import student_inputs
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
 from prime_composer.problems.math_verifier import TimeBudget
+from prime_composer.problems.metrics import self_bleu, total_score
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import EvalConfig, Recipe
 
@@ -38,33 +39,19 @@ class Graded(NamedTuple):
     """Greedy answers.
 
     Attributes:
-        correct: 1.0 where the recipe's check accepts the answer, else 0.0; of a task its reward,
-            NaN where its rollout failed.
+        rewards: 1.0 where the recipe's metric accepts the answer, else 0.0; or a graded metric's
+            value. Of a task its reward, NaN where its rollout failed.
         truncated: 1.0 where the answer was cut at ``max_tokens``, else 0.0.
         texts: the answers.
     """
 
-    correct: list[float]
+    rewards: list[float]
     truncated: list[float]
     texts: list[str]
 
-    def set(self, place: int, correct: float, truncated: bool, text: str) -> None:
+    def set(self, place: int, reward: float, truncated: float, text: str) -> None:
         """Set the answer to one problem."""
-        self.correct[place], self.truncated[place] = correct, float(truncated)
-        self.texts[place] = text
-
-    def share(self) -> float:
-        """Return the share of correct answers: the mean reward of tasks.
-
-        Raises:
-            EnvironmentFailed: every rollout failed.
-        """
-        known = [value for value in self.correct if not math.isnan(value)]
-        if not known:
-            raise EnvironmentFailed(
-                "every task of the evaluation failed; the warning before this names the first"
-            )
-        return sum(known) / len(known)
+        self.rewards[place], self.truncated[place], self.texts[place] = reward, truncated, text
 
 
 class DivergenceSums(NamedTuple):
@@ -122,10 +109,11 @@ class Evaluator:
     def student(self) -> dict[str, float]:
         """Return greedy accuracy, the share of truncated answers, and divergences from the teacher.
 
-        It is empty where nothing is held out.
-
+        It is empty where nothing is held out. Where answers are graded, ``eval/rouge2`` and so on
+        replace ``eval/accuracy``. Environments of both kinds give both, each over its own problems.
         Where there are several environments, accuracy and reverse KL of each are added as
-        ``eval/accuracy/NAME`` and ``eval/reverse_kl/NAME``.
+        ``eval/accuracy/NAME`` and ``eval/reverse_kl/NAME``. With ``temperatures``, see
+        ``_sampled``.
 
         Divergences are means over the N tokens of rollouts sampled from the current student at
         temperature 1 and top-p 1, in nats:
@@ -143,18 +131,17 @@ class Evaluator:
             return {}
         graded = self._greedy_answers(self.engine.sampler, problems)
         self.answers[:] = [
-            Answer(problem.question, problem.answer, text, correct >= 1)
-            for problem, text, correct in zip(
-                problems[:KEPT], graded.texts, graded.correct, strict=False
+            self._answer(problem, text, reward)
+            for problem, text, reward in zip(
+                problems[:KEPT], graded.texts, graded.rewards, strict=False
             )
         ]
-        measured = {
-            "eval/accuracy": graded.share(),
-            "eval/truncated": sum(graded.truncated) / len(problems),
-        }
+        measured = self._scores("eval", problems, graded)
+        measured["eval/truncated"] = sum(graded.truncated) / len(problems)
         if self.engine.environments is not None:
-            measured["eval/failed"] = sum(map(math.isnan, graded.correct)) / len(problems)
-        measured |= self._by_environment("eval/accuracy", problems, graded.correct)
+            measured["eval/failed"] = sum(map(math.isnan, graded.rewards)) / len(problems)
+        for temperature in self.config.temperatures:
+            measured |= self._sampled(problems, temperature)
         if self.engine.teachers is not None and self.config.kl_size:
             problems = self.problems.problem_set.held_out[: self.config.kl_size]
             sums = self._divergence_sums(self.engine.teachers, problems)
@@ -171,6 +158,8 @@ class Evaluator:
 
     def teachers(self) -> dict[str, float]:
         """Return the teachers' own greedy accuracy; empty where the loss needs no teacher.
+
+        A graded metric replaces accuracy, as in ``student``.
 
         A policy teacher is the policy itself, with the best hint that it may get. Of several
         teachers, each is measured on the problems that it has a share in, as
@@ -189,13 +178,13 @@ class Evaluator:
             if not hinted:
                 return {}
             readable, prompts = zip(*hinted, strict=True)
-            answers = self._greedy_answers(engine.sampler, readable, prompts)
-            return {"teacher/accuracy": answers.share()}
+            graded = self._greedy_answers(engine.sampler, readable, prompts)
+            return self._overall("teacher", readable, graded)
         if engine.teachers is None:
             return {}
         measured: dict[str, float] = {}
         shares = [engine.teachers.routing.of(problem) for problem in problems]
-        correct: dict[int, float] = {}
+        answered: dict[int, tuple[float, float, str]] = {}
         for teacher in engine.teachers.scorers:
             if not any(teacher in share for share in shares):
                 continue
@@ -209,16 +198,98 @@ class Evaluator:
             ]
             if not indices:
                 continue
-            answers = self._greedy_answers(sampler, [problems[i] for i in indices])
-            correct |= zip(indices, answers.correct, strict=True)
+            asked = [problems[i] for i in indices]
+            graded = self._greedy_answers(sampler, asked)
+            answered |= zip(indices, zip(*graded, strict=True), strict=True)
             if teacher.name is not None:
-                measured[f"teacher/{teacher.name}/accuracy"] = answers.share()
-        if correct and all(len(share) == 1 for share in shares):
-            measured["teacher/accuracy"] = Graded([*correct.values()], [], []).share()
-            measured |= self._by_environment(
-                "teacher/accuracy", [problems[i] for i in correct], list(correct.values())
-            )
+                measured |= self._overall(f"teacher/{teacher.name}", asked, graded)
+        if answered and all(len(share) == 1 for share in shares):
+            graded = Graded(*map(list, zip(*answered.values(), strict=True)))
+            measured |= self._scores("teacher", [problems[i] for i in answered], graded)
         return measured
+
+    def _scores(self, prefix: str, problems: Sequence[Problem], graded: Graded) -> dict[str, float]:
+        """Return the scores over all problems and, where there are several, of each environment.
+
+        They are ``prefix/accuracy`` or ``prefix/METRIC``.
+        """
+        measured = self._overall(prefix, problems, graded)
+        names = self.problems.problem_set.names
+        for name in names if len(names) > 1 else ():
+            own = [i for i, problem in enumerate(problems) if problem.environment == name]
+            if own:
+                score = self._score_name(problems[own[0]])
+                measured[f"{prefix}/{score}/{name}"] = self._total(problems, graded, own)
+        return measured
+
+    def _overall(
+        self, prefix: str, problems: Sequence[Problem], graded: Graded
+    ) -> dict[str, float]:
+        """Return each score over all problems that are graded by it."""
+        indices: dict[str, list[int]] = {}
+        for index, problem in enumerate(problems):
+            indices.setdefault(f"{prefix}/{self._score_name(problem)}", []).append(index)
+        return {name: self._total(problems, graded, own) for name, own in indices.items()}
+
+    def _score_name(self, problem: Problem) -> str:
+        """Return the name of the mean over answers like this problem's."""
+        if isinstance(problem, Task):
+            return "accuracy"
+        return self.problems.problem_set.config_of(problem).score_name
+
+    def _total(self, problems: Sequence[Problem], graded: Graded, indices: Sequence[int]) -> float:
+        """Return the score over some answers, which all have the same name of it.
+
+        Raises:
+            EnvironmentFailed: the rollout of every task failed.
+        """
+        known = [i for i in indices if not math.isnan(graded.rewards[i])]
+        if not known:
+            raise EnvironmentFailed(
+                "every task of the evaluation failed; the warning before this names the first"
+            )
+        rewards = [graded.rewards[i] for i in known]
+        if any(isinstance(problems[i], Task) for i in known):
+            return sum(rewards) / len(rewards)
+        metric = self.problems.problem_set.config_of(problems[known[0]]).metric
+        references = [problems[i].reference(metric) for i in known]
+        return total_score(metric, [graded.texts[i] for i in known], references, rewards)
+
+    def _answer(self, problem: Problem, text: str, reward: float) -> Answer:
+        """Return an answer as the report shows it."""
+        if isinstance(problem, Task):
+            return Answer(problem.question, problem.answer, text, reward >= 1)
+        config = self.problems.problem_set.config_of(problem)
+        if config.graded:
+            return Answer(problem.question, problem.answer, text, None, reward, config.metric)
+        return Answer(problem.question, problem.answer, text, bool(reward))
+
+    def _sampled(self, problems: Sequence[Problem], temperature: float) -> dict[str, float]:
+        """Return quality and diversity of several answers per problem at a temperature.
+
+        Tasks of environments by id are left out.
+
+        ``eval/accuracy/T=0.5``, or a graded metric's, is the score of all answers.
+        ``eval/self_bleu/T=0.5`` is the mean over the problems of their answers' Self-BLEU: 1 where
+        all answers to a problem are the same.
+        """
+        params = SamplingParams(
+            n=self.config.samples, temperature=temperature, max_tokens=self.max_tokens
+        )
+        problems = [problem for problem in problems if not isinstance(problem, Task)]
+        if not problems:
+            return {}
+        prompts = [self.problems.prompt(problem) for problem in problems]
+        rollouts = self.engine.sampler.generate(prompts, params, seed=EVALUATION_SEED)
+        asked = [problems[rollout.prompt_index] for rollout in rollouts]
+        graded = self._graded(rollouts, asked)
+        answers: dict[int, list[str]] = {}
+        for rollout, text in zip(rollouts, graded.texts, strict=True):
+            answers.setdefault(rollout.prompt_index, []).append(text)
+        suffix = f"T={temperature:g}"
+        measured = self._overall("eval", asked, graded)
+        measured["eval/self_bleu"] = sum(map(self_bleu, answers.values())) / len(answers)
+        return {f"{name}/{suffix}": value for name, value in measured.items()}
 
     def _fits(self, prompt: Sequence[int], room: int | None) -> bool:
         """Return whether a prompt and its longest answer take at most ``room`` tokens."""
@@ -235,7 +306,7 @@ class Evaluator:
         problems: Sequence[Problem],
         prompts: Sequence[Sequence[int]] | None = None,
     ) -> Graded:
-        """Return the greedy answers, and which are correct and which were truncated.
+        """Return the greedy answers, their rewards, and which were truncated.
 
         Args:
             sampler: the student's or a teacher's.
@@ -247,17 +318,16 @@ class Evaluator:
         graded = Graded([math.nan] * count, [0.0] * count, [""] * count)
         for place, episode in self._episodes(sampler, problems, params).items():
             truncated = any(one.finish_reason == "length" for one in episode.rollouts)
-            graded.set(place, episode.reward, truncated, episode.text)
+            graded.set(place, episode.reward, float(truncated), episode.text)
         asked = [i for i, problem in enumerate(problems) if not isinstance(problem, Task)]
-        if not asked:
-            return graded
-        read = [self.problems.prompt(problems[i]) if prompts is None else prompts[i] for i in asked]
-        budget = TimeBudget()
-        rollouts = sampler.generate(read, params, seed=EVALUATION_SEED)
-        for place, rollout in zip(asked, rollouts, strict=True):
-            text = self.problems.decode(rollout.completion_ids)
-            reward = self.problems.reward(text, problems[place], budget)
-            graded.set(place, reward, rollout.finish_reason == "length", text)
+        if asked:
+            if prompts is None:
+                prompts = [self.problems.prompt(problem) for problem in problems]
+            read = [prompts[i] for i in asked]
+            rollouts = sampler.generate(read, params, seed=EVALUATION_SEED)
+            answers = self._graded(rollouts, [problems[i] for i in asked])
+            for place, answer in zip(asked, zip(*answers, strict=True), strict=True):
+                graded.set(place, *answer)
         return graded
 
     def _episodes(
@@ -274,6 +344,17 @@ class Evaluator:
             for place, outcome in zip(places, outcomes, strict=True)
             if isinstance(outcome, Episode)
         }
+
+    def _graded(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> Graded:
+        """Return the texts of rollouts, their rewards, and which were truncated."""
+        budget = TimeBudget()
+        texts = [self.problems.decode(rollout.completion_ids) for rollout in rollouts]
+        rewards = [
+            self.problems.reward(text, problem, budget)
+            for text, problem in zip(texts, problems, strict=True)
+        ]
+        truncated = [float(rollout.finish_reason == "length") for rollout in rollouts]
+        return Graded(rewards, truncated, texts)
 
     @torch.no_grad()
     def _divergence_sums(self, teachers: Teachers, problems: Sequence[Problem]) -> DivergenceSums:

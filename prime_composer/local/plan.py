@@ -33,6 +33,7 @@ from prime_composer.local.tracker import import_wandb
 from prime_composer.losses import setup_loss_fn
 from prime_composer.losses.shared.modifiers import resolve
 from prime_composer.problems.loading import ProblemSet
+from prime_composer.problems.metrics import TITLES, require_library, signature
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe, RolloutConfig
 from prime_composer.tiny_models.cache import cached_path
@@ -86,7 +87,7 @@ def require_libraries(recipe: Recipe, routing: Routing) -> None:
 
     Raises:
         ImportError: naming all of them and the pip lines.
-        ValueError: W&B is missing.
+        ValueError: W&B, or the library of a metric, is missing.
     """
     backends: set[BackendName] = {recipe.rollout.backend}
     if recipe.asks_teacher:
@@ -98,11 +99,13 @@ def require_libraries(recipe: Recipe, routing: Routing) -> None:
     libraries |= {"vllm"} if "vllm" in backends else set()
     libraries |= {"httpx"} if "server" in backends else set()
     libraries |= {"tensorboard"} if recipe.logging.tensorboard else set()
-    if any(data.answer_check == "math_verify" for data in recipe.problem_sources.values()):
-        libraries.add("math_verify")
     missing = sorted(name for name in libraries if find_spec(name) is None)
     if missing:
         raise ImportError(f"this recipe needs {', '.join(missing)}: {EXTRAS}")
+    for data in recipe.problem_sources.values():
+        require_library(data.metric)
+    if recipe.eval.temperatures:
+        require_library("bleu", "[eval] temperatures")
     if recipe.logging.wandb is not None:
         import_wandb()
 
@@ -178,6 +181,10 @@ def describe_data(recipe: Recipe, problems: ProblemSet, routing: Routing) -> lis
     lines = []
     for name, data in problems.sources.items():
         line = f"{name}: {practice[name]} problems to train on, {held_out[name]} held out"
+        if name in problems.left_out:
+            line += f", {problems.left_out[name]} rows left out (clean)"
+        if data.graded:
+            line += f"; {TITLES[data.metric]}, {signature(data.metric)}"
         if recipe.teachers and recipe.asks_teacher:
             shares = routing.of_environment(name).items()
             line += f"; scored by {' + '.join(f'{w:g} {t.name}' for t, w in shares)}"
@@ -206,6 +213,14 @@ def describe_steps(recipe: Recipe) -> list[str]:
         f"steps: {trainer.steps} of {prompts} prompts x {rollout.group_size} rollouts; "
         f"{rollouts:,} rollouts, at most {rollouts * rollout.max_tokens:,} new tokens",
         f"evaluation: {every}, {evaluation.size} problems, {evaluation.kl_size} for the reverse KL",
+        *(
+            [
+                f"diversity: {evaluation.samples} answers to each of them at T = "
+                f"{', '.join(f'{temperature:g}' for temperature in evaluation.temperatures)}"
+            ]
+            if evaluation.temperatures
+            else []
+        ),
     ]
 
 

@@ -1,7 +1,7 @@
 """Open what a recipe trains and tests on: problems, and environments of verifiers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -36,8 +36,8 @@ class Sources(ProblemSet):
         environments: the environments by id, open.
     """
 
-    by_id: Mapping[str, EnvironmentConfig]
-    environments: "Mapping[str, Environment]"
+    by_id: Mapping[str, EnvironmentConfig] = field(default_factory=dict)
+    environments: "Mapping[str, Environment]" = field(default_factory=dict)
 
     @property
     def worked(self) -> list[Problem]:
@@ -84,4 +84,11 @@ def load_sources(recipe: Recipe) -> ProblemSet:
         for problem in turn
         if problem is not None
     ]
-    return Sources(practice, in_turn, problems.sources, recipe.environments_by_id, environments)
+    return Sources(
+        practice,
+        in_turn,
+        problems.sources,
+        problems.left_out,
+        by_id=recipe.environments_by_id,
+        environments=environments,
+    )

@@ -8,10 +8,10 @@ from typing import Any
 from prime_composer.backends.protocols import Rollout
 from prime_composer.local.replay import response
 from prime_composer.local.sources import Task
-from prime_composer.problems.answers import is_correct
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget
+from prime_composer.problems.metrics import reward
 from prime_composer.problems.prompts import render_prompt
 
 
@@ -59,11 +59,11 @@ class TokenizedProblems:
         return self.tokenizer.decode(completion_ids, skip_special_tokens=True)
 
     def reward(self, text: str, problem: Problem, budget: TimeBudget | None = None) -> float:
-        """Return 1.0 for a correct answer to the problem and 0.0 for a wrong one.
+        """Return the reward of an answer to the problem: 1.0 or 0.0, or a graded metric's value.
 
         Args:
             text: the answer.
             problem: the problem.
             budget: time for the answers of a step that Math-Verify does not finish.
         """
-        return float(is_correct(text, problem, self.problem_set.config_of(problem), budget))
+        return reward(text, problem, self.problem_set.config_of(problem), budget)

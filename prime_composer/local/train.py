@@ -37,6 +37,7 @@ from prime_composer.losses import setup_loss_fn
 from prime_composer.losses.bound import Objective
 from prime_composer.losses.shared.modifiers import resolve
 from prime_composer.problems.loading import ProblemSet
+from prime_composer.problems.metrics import signatures_of
 from prime_composer.recipe.schema import Recipe, TrainerConfig
 
 
@@ -120,6 +121,8 @@ def train(
         display.status(text)
         stop.wait_begins()
 
+    for name, count in problems.left_out.items():
+        status(f"{name}: {count} rows of the data are left out (clean)")
     with open_engine(recipe, problems, paths, status, student_dir) as engine:
         state = TrainingState.of_recipe(recipe, engine)
         if resume is not None:
@@ -145,11 +148,12 @@ def train(
         with tracker, all_cores(engine.model):
             evaluator = Evaluator.of_recipe(engine, recipe)
             evaluations = past_evaluations(run_dir)
+            signatures = signatures_of(problems.sources.values())
 
             def measure(step: int) -> dict[str, float]:
                 measured = canary.steadily(evaluator.student)
                 try:
-                    write_answers(run_dir, step, evaluator.answers)
+                    write_answers(run_dir, step, evaluator.answers, signatures)
                 except OSError as error:  # the report lacks them, and nothing else
                     status(f"warning: the answers of step {step} are not kept: {describe(error)}")
                 return measured

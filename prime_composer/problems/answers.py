@@ -1,4 +1,4 @@
-"""Check answers.
+"""Check answers that are right or wrong. ``metrics.py`` has those of any other value.
 
 The table of what the default rule reads is in recipes/README.md. Its cases are in
 tests/problems/test_answers.py.
@@ -7,7 +7,7 @@ tests/problems/test_answers.py.
 import re
 from decimal import Decimal
 
-from prime_composer.problems.config import FINAL_MARK, DataConfig, Problem
+from prime_composer.problems.config import FINAL_MARK, MATH, DataConfig, Problem
 from prime_composer.problems.math_verifier import VERIFIER, TimeBudget
 
 _SPACE = r"[ \t]*"
@@ -41,30 +41,36 @@ _SCALED = re.compile(
 )
 """What gives the digits before it another value. The rule of the field does not read it."""
 
+ROUGE_WORD = re.compile(r"[a-z0-9]+")
+"""A word of rouge-score, in lower case."""
 
-def verdict(problem: Problem, reward: float) -> str:
-    """Return the verifier's feedback on a rollout."""
-    return (
-        "This is correct." if reward > 0 else f"This is wrong; the right answer is {problem.final}."
-    )
+WORDS_NEEDED = {"rouge2": 2, "rougeL": 1}
+"""Words of a reference below which an answer gets 0, whatever it is."""
+
+
+def verdict(reference: str, reward: float) -> str:
+    """Return the verifier's feedback on a rollout, by the reference of its problem."""
+    return "This is correct." if reward > 0 else f"This is wrong; the right answer is {reference}."
 
 
 def is_correct(
     text: str, problem: Problem, config: DataConfig, budget: TimeBudget | None = None
 ) -> bool:
-    """Return whether a completion answers the problem, by the rule of ``config.answer_check``.
+    """Return whether a completion answers the problem, by the rule of ``config.metric``.
 
     Args:
         text: the completion.
-        problem: its reference is the text after the last ``####``.
-        config: which rule.
+        problem: has the reference.
+        config: which rule: a math metric or ``exact``.
         budget: time for answers that Math-Verify does not finish, which count as wrong. None: that
             of a single answer.
 
     Raises:
         ValueError: the rule needs Math-Verify and it is not installed.
     """
-    if config.answer_check == "math_verify":
+    if config.metric == "exact":
+        return text.strip() == problem.answer.strip()
+    if config.metric == "math_verify":
         return VERIFIER.verify(problem.final, text, TimeBudget() if budget is None else budget)
     answer = final_number(text)
     return answer is not None and answer == final_number(f"{FINAL_MARK} {problem.final}")
@@ -97,25 +103,44 @@ def _read(text: str) -> tuple[Decimal, int] | None:
     return number.copy_negate() if (match[1] or match[2]) in ("-", "\u2212") else number, end
 
 
-def check_reference(answer: str, answer_check: str) -> None:
-    """Check that a worked answer ends in a reference for the rule ``answer_check``.
+def check_reference(answer: str, metric: str, key: str = "answer") -> None:
+    """Check that an answer of the data is, or ends in, a reference for a metric.
 
-    The rule ``gsm8k`` needs a number that it does not misread. Math-Verify takes any text.
+    ``gsm8k`` needs a number that it does not misread. Math-Verify takes any text after ``####``,
+    ROUGE counts words, and ROUGE-2 pairs of them. The others take any text.
+
+    Args:
+        answer: not empty.
+        metric: how answers are graded.
+        key: the answer's column, for the message.
 
     Raises:
-        ValueError: there is none; the message has the text after the last ``####``.
+        ValueError: it is none; the message has the text that was read.
     """
+    if metric in WORDS_NEEDED:
+        needed, words = WORDS_NEEDED[metric], len(ROUGE_WORD.findall(answer.lower()))
+        if words < needed:
+            raise ValueError(
+                f'"{key}" has {words} of the {needed} words (a-z, 0-9) that {metric} needs, so '
+                f"that every answer would get 0: {answer[:60]!r}; choose another metric, or leave "
+                "such rows out with clean = true"
+            )
+    if metric not in MATH:
+        return
     if FINAL_MARK not in answer:
-        raise ValueError(f'"answer" has no "{FINAL_MARK} <number>" at its end')
+        raise ValueError(
+            f'"{key}" has no "{FINAL_MARK} <number>" at its end, which metric = "{metric}" reads; '
+            'write one, or choose another metric, such as metric = "rouge2"'
+        )
     final = answer[answer.rindex(FINAL_MARK) :]
     shown = final.removeprefix(FINAL_MARK).strip()
-    if answer_check == "math_verify":
+    if metric == "math_verify":
         if not shown:
-            raise ValueError(f'nothing follows the last "{FINAL_MARK}" in "answer"')
+            raise ValueError(f'nothing follows the last "{FINAL_MARK}" in "{key}"')
         return
     found = _read(final)
     if found is None or _SCALED.match(final, found[1]) is not None:
         raise ValueError(
-            f'what follows "{FINAL_MARK}" in "answer" is not a number: {shown[:60]!r}; write it as '
-            'a decimal number, or compare with answer_check = "math_verify"'
+            f'what follows "{FINAL_MARK}" in "{key}" is not a number: {shown[:60]!r}; write it as '
+            'a decimal number, or compare with metric = "math_verify"'
         )

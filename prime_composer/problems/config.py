@@ -1,17 +1,28 @@
 """Describe the data of a recipe: its ``[data]`` table, and a problem.
 
-A problem is a question and a worked answer that ends in ``#### <number>``, the format of GSM8K
-(Cobbe et al., "Training Verifiers to Solve Math Word Problems", 2021,
-https://arxiv.org/abs/2110.14168).
+A problem is a question and its answer. That of a math problem is worked, and ends in
+``#### <number>``, the format of GSM8K (Cobbe et al., "Training Verifiers to Solve Math Word
+Problems", 2021, https://arxiv.org/abs/2110.14168).
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 FINAL_MARK = "####"
+
+MathMetric = Literal["gsm8k", "math_verify"]
+"""Compare an answer's number or formula with the one after the reference's ``####``."""
+
+GradedMetric = Literal["rouge2", "rougeL", "bleu", "chrf"]
+"""Give an answer any value in [0, 1], where the others say right or wrong."""
+
+Metric = Literal[MathMetric, Literal["exact"], GradedMetric]
+
+MATH: tuple[str, ...] = get_args(MathMetric)
+GRADED: tuple[str, ...] = get_args(GradedMetric)
 
 PROBLEMS = "problems"
 """The environment's name where a recipe has a single ``[data]``."""
@@ -33,26 +44,49 @@ def checked_weights(
 
 
 class DataConfig(BaseModel):
-    """The problems to train on and to test on, their prompts, and how answers are checked."""
+    """The problems to train on and to test on, their prompts, and how answers are graded."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
     source: Literal["generated", "jsonl", "hub"] = "generated"
-    """``generated``: word problems made on the spot, no file or network. ``jsonl``: JSONL files at
-    ``path``. ``hub``: a data set of the Hugging Face hub, through the ``datasets`` library."""
+    """``generated``: made on the spot, no file or network. ``jsonl``: JSONL files at ``path``.
+    ``hub``: a data set of the Hugging Face hub, through the ``datasets`` library."""
 
     path: Path | None = None
     """For ``jsonl``: a folder that contains ``train.jsonl`` and ``test.jsonl``, or one JSONL file,
-    of which ``hold_out`` is set aside. Each line is an object with the strings "question" and
-    "answer". The answer ends in ``#### <number>``."""
+    of which ``hold_out`` is set aside. Each line is an object with the strings that ``prompt_key``
+    and ``answer_key`` name. For a math metric the answer ends in ``#### <number>``."""
 
     hub_id: str = "openai/gsm8k"
     """For ``hub``: the data set's id. Its splits are ``train`` and ``test``."""
 
     hub_name: str = "main"
     """For ``hub``: the configuration of that data set."""
+
+    prompt_key: str = Field(default="question", min_length=1)
+    """For ``jsonl`` and ``hub``: the column of the prompt's text. A dot leads into an object:
+    ``translation.en``."""
+
+    answer_key: str = Field(default="answer", min_length=1)
+    """For ``jsonl`` and ``hub``: the column of the answer, named in the same way."""
+
+    limit: int | None = Field(default=None, ge=2)
+    """For ``jsonl`` and ``hub``: read only so many rows of each file or split, the first ones."""
+
+    prompt_chars: int | None = Field(default=None, ge=1)
+    """For ``jsonl`` and ``hub``: cut the prompt's text after so many characters, as articles are
+    for summaries. ``{question}`` is what is left."""
+
+    clean: bool = False
+    """For ``jsonl`` and ``hub``: leave out rows without text, rows whose answer the metric cannot
+    use, and rows to train on that are held out as well. They are counted. Without it they are
+    errors."""
+
+    kind: Literal["arithmetic", "summary", "translation"] = "arithmetic"
+    """For ``generated``: word problems, reports with a summary in one of three wordings, or English
+    sentences with their German translation."""
 
     size: int = Field(default=8000, ge=20, le=100_000)
     """For ``generated``: number of distinct problems, held-out ones included."""
@@ -61,7 +95,7 @@ class DataConfig(BaseModel):
     """For ``generated``: seed of the problems."""
 
     operations: tuple[Literal[1, 2, 3], ...] = Field(default=(1, 2, 3), min_length=1)
-    """For ``generated``: the numbers of operations that a problem may take."""
+    """For ``arithmetic``: the numbers of operations that a problem may take."""
 
     hold_out: float = Field(default=0.1, gt=0.0, lt=1.0)
     """Share of the distinct questions set aside for testing, where the source has no test split."""
@@ -77,10 +111,11 @@ class DataConfig(BaseModel):
     """Send the prompt as one user message through the tokenizer's chat template. For chat
     models."""
 
-    answer_check: Literal["gsm8k", "math_verify"] = "gsm8k"
-    """``gsm8k``: the number after the first ``####`` must equal the reference's, exactly, as a
-    decimal number. ``math_verify``: the Math-Verify library extracts an answer from free text and
-    LaTeX."""
+    metric: Metric = "gsm8k"
+    """How an answer is graded. ``gsm8k``: the number after the first ``####`` must equal the
+    reference's, exactly, as a decimal number. ``math_verify``: the Math-Verify library extracts an
+    answer from free text and LaTeX. ``exact``: the text equals the reference, up to white space
+    around it. ``rouge2``, ``rougeL``: F-measure of rouge-score. ``bleu``, ``chrf``: sacrebleu's."""
 
     ratio: float = Field(default=1.0, gt=0.0)
     """Share of the prompts, relative to the other ``[environments]``."""
@@ -92,6 +127,15 @@ class DataConfig(BaseModel):
     teacher_key: str | None = None
     """For ``jsonl`` and ``hub``, with ``[teachers]``: the key under which a row names its teacher.
     A row without it is scored as ``teacher`` says."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_name(cls, table: Any) -> Any:
+        if isinstance(table, dict) and "answer_check" in table:
+            raise ValueError(
+                f'answer_check is now called metric: write metric = "{table["answer_check"]}"'
+            )
+        return table
 
     @field_validator("teacher")
     @classmethod
@@ -123,12 +167,35 @@ class DataConfig(BaseModel):
                 "teacher_key names a key of the data's rows, and generated problems have none: "
                 "use `teacher`"
             )
+        if self.source != "generated" and self.kind != "arithmetic":
+            raise ValueError(
+                f'kind = "{self.kind}" is read only with source = "generated", and source = '
+                f'"{self.source}": leave one of them out'
+            )
+        if self.kind != "arithmetic" and self.metric in MATH:
+            usual = {"summary": "rouge2", "translation": "bleu"}[self.kind]
+            raise ValueError(
+                f'metric = "{self.metric}" reads the number after "{FINAL_MARK}", and kind = '
+                f'"{self.kind}" has none: set metric = "{usual}"'
+            )
+        if self.kind != "arithmetic" and self.operations != (1, 2, 3):
+            raise ValueError('operations is read only with kind = "arithmetic": leave it out')
         return self
+
+    @property
+    def graded(self) -> bool:
+        """Whether an answer may get any value in [0, 1]. Otherwise it is right or wrong."""
+        return self.metric in GRADED
+
+    @property
+    def score_name(self) -> str:
+        """The name of the mean over many answers: "accuracy", or that of a graded metric."""
+        return self.metric if self.graded else "accuracy"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question and its worked answer, which ends in ``#### <number>``.
+    """A question and its answer.
 
     Attributes:
         environment: the recipe's environment that it belongs to.
@@ -142,8 +209,12 @@ class Problem:
 
     @property
     def final(self) -> str:
-        """The text after the last ``####``: the reference's number, as written."""
+        """The text after the last ``####``: a math problem's reference, as written."""
         return self.answer.rpartition(FINAL_MARK)[2].strip()
+
+    def reference(self, metric: str) -> str:
+        """Return what an answer is compared with."""
+        return self.final if metric in MATH else self.answer
 
 
 @runtime_checkable

@@ -1,13 +1,14 @@
 """Read problems from a data set of the Hugging Face hub."""
 
+from itertools import islice
 from typing import Any
 
 from prime_composer.problems.config import DataConfig, Problem
-from prime_composer.problems.rows import problem_of_row
+from prime_composer.problems.rows import problem_or_none
 
 
-def load_hub(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
-    """Return the problems of the splits ``train`` and ``test``.
+def load_hub(config: DataConfig) -> tuple[list[Problem | None], list[Problem | None]]:
+    """Return the problems of the splits ``train`` and ``test``, None for rows that are left out.
 
     Raises:
         ValueError: the ``datasets`` library is missing, the data set cannot be read (no network, no
@@ -27,6 +28,10 @@ def _load_dataset(config: DataConfig) -> Any:
         ) from error
     try:
         return datasets.load_dataset(config.hub_id, config.hub_name)
+    except ValueError as error:  # no such configuration; the message names those that there are
+        raise ValueError(
+            f"[data] hub_id = {config.hub_id!r}, hub_name = {config.hub_name!r}: {error}"
+        ) from error
     # Without a network: ConnectionError, in offline mode too. Without the data set:
     # FileNotFoundError.
     except OSError as error:
@@ -39,13 +44,13 @@ def _load_dataset(config: DataConfig) -> Any:
         ) from error
 
 
-def _split(splits: Any, name: str, config: DataConfig) -> list[Problem]:
+def _split(splits: Any, name: str, config: DataConfig) -> list[Problem | None]:
     if name not in splits:
         raise ValueError(f"{config.hub_id} has no split {name!r}; its splits are {sorted(splits)}")
-    problems = []
-    for number, row in enumerate(splits[name], start=1):
+    problems: list[Problem | None] = []
+    for number, row in enumerate(islice(splits[name], config.limit), start=1):
         try:
-            problems.append(problem_of_row(row, config.teacher_key, config.answer_check))
+            problems.append(problem_or_none(row, config))
         except ValueError as error:
             raise ValueError(f"{config.hub_id}, split {name}, row {number}: {error}") from error
     return problems

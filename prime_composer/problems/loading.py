@@ -3,11 +3,12 @@
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
-from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.config import MATH, DataConfig, Problem
 from prime_composer.problems.generated import generate_problems
+from prime_composer.problems.generated_text import generate_summaries, generate_translations
 from prime_composer.problems.hub import load_hub
 from prime_composer.problems.rows import read_jsonl
 
@@ -21,11 +22,13 @@ class ProblemSet:
         held_out: the held-out problems, the environments in turn, so that any first part has all of
             them.
         sources: the recipe's environments by name.
+        left_out: rows that ``clean`` left out, by environment, where there are any.
     """
 
     practice: list[Problem]
     held_out: list[Problem]
     sources: Mapping[str, DataConfig]
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     def config_of(self, problem: Problem) -> DataConfig:
         """Return the table that says how the problem is asked and checked."""
@@ -53,9 +56,12 @@ def load_problem_set(sources: Mapping[str, DataConfig]) -> ProblemSet:
         ValueError: as ``load_problems``, or one environment trains on what another one holds out.
     """
     practice: list[Problem] = []
+    left_out: dict[str, int] = {}
     held_out_by_environment: list[list[Problem]] = []
     for name, config in sources.items():
-        train, test = load_problems(config)
+        train, test, dropped = _load_split(config)
+        if dropped:
+            left_out[name] = dropped
         practice += [replace(problem, environment=name) for problem in train]
         held_out_by_environment.append([replace(problem, environment=name) for problem in test])
     held_out = [
@@ -65,7 +71,7 @@ def load_problem_set(sources: Mapping[str, DataConfig]) -> ProblemSet:
         if problem is not None
     ]
     _refuse_overlap_of_environments(practice, held_out)
-    return ProblemSet(practice, held_out, sources)
+    return ProblemSet(practice, held_out, sources, left_out)
 
 
 def load_problems(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
@@ -76,10 +82,20 @@ def load_problems(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
             missing, the hub is out of reach, training and held-out questions overlap, or no row
             names a teacher under ``teacher_key``.
     """
-    train, held_out, origin = _load_source(config)
-    if not config.calculator_annotations:
+    train, held_out, _ = _load_split(config)
+    return train, held_out
+
+
+def _load_split(config: DataConfig) -> tuple[list[Problem], list[Problem], int]:
+    """Return what ``load_problems`` does, and the number of rows that were left out."""
+    train, held_out, origin, left_out = _load_source(config)
+    if config.metric in MATH and not config.calculator_annotations:
         train = [_without_annotations(problem) for problem in train]
         held_out = [_without_annotations(problem) for problem in held_out]
+    if config.clean:
+        asked = {problem.question for problem in held_out}
+        kept = [problem for problem in train if problem.question not in asked]
+        train, left_out = kept, left_out + len(train) - len(kept)
     for name, problems in (("training", train), ("held-out", held_out)):
         if not problems:
             raise ValueError(
@@ -91,27 +107,39 @@ def load_problems(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
             f"{origin}: no row to train on has the key {config.teacher_key!r}; "
             "correct teacher_key, or leave it out to have all rows go where `teacher` says"
         )
-    return train, held_out
+    return train, held_out, left_out
 
 
-def _load_source(config: DataConfig) -> tuple[list[Problem], list[Problem], str]:
-    """Return the problems to train on, the held-out ones, and the source's name for error
-    messages."""
+def _load_source(config: DataConfig) -> tuple[list[Problem], list[Problem], str, int]:
+    """Return the problems to train on, the held-out ones, the source's name for error messages, and
+    the number of rows that were left out."""
     if config.source == "generated":
-        problems = generate_problems(config.size, config.seed, config.operations)
-        return *split_by_question(problems, config.hold_out, config.seed), "the generated problems"
+        if config.kind == "summary":
+            problems = generate_summaries(config.size, config.seed)
+        elif config.kind == "translation":
+            problems = generate_translations(config.size, config.seed)
+        else:
+            problems = generate_problems(config.size, config.seed, config.operations)
+        parts = split_by_question(problems, config.hold_out, config.seed)
+        return *parts, "the generated problems", 0
     if config.source == "hub":
-        return *load_hub(config), config.hub_id
+        (train, left_out), (held_out, more) = map(_kept, load_hub(config))
+        return train, held_out, config.hub_id, left_out + more
     assert config.path is not None  # [data] is refused without it
     path = config.path.expanduser()
     if path.is_dir():
-        train, held_out = (
-            read_jsonl(path / f"{split}.jsonl", config.teacher_key, config.answer_check)
-            for split in ("train", "test")
+        (train, left_out), (held_out, more) = (
+            _kept(read_jsonl(path / f"{split}.jsonl", config)) for split in ("train", "test")
         )
-        return train, held_out, str(path)
-    problems = read_jsonl(path, config.teacher_key, config.answer_check)
-    return *split_by_question(problems, config.hold_out, config.seed), str(path)
+        return train, held_out, str(path), left_out + more
+    problems, left_out = _kept(read_jsonl(path, config))
+    return *split_by_question(problems, config.hold_out, config.seed), str(path), left_out
+
+
+def _kept(rows: Sequence[Problem | None]) -> tuple[list[Problem], int]:
+    """Return the problems among rows, and the number of rows that were left out."""
+    problems = [problem for problem in rows if problem is not None]
+    return problems, len(rows) - len(problems)
 
 
 def split_by_question(

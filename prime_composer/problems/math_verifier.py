@@ -113,9 +113,9 @@ class MathVerifier:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.close()
-        remedy = 'pip install "prime-composer[engine]"'
+        remedy = 'pip install "prime-composer[metrics]"'
         if find_spec("math_verify") is None:
-            raise ValueError(f'[data] answer_check = "math_verify" needs Math-Verify: {remedy}')
+            raise ValueError(f'[data] metric = "math_verify" needs Math-Verify: {remedy}')
         # -P: the folder of the file has modules named like other people's.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER)],
@@ -129,7 +129,7 @@ class MathVerifier:
             reason = answer.decode().strip() or "it gave no sign of life"
             self.close()
             raise ValueError(
-                f'[data] answer_check = "math_verify": Math-Verify does not start ({reason}); '
+                f'[data] metric = "math_verify": Math-Verify does not start ({reason}); '
                 f"install it again: {remedy}"
             )
         return self._process

@@ -2,29 +2,31 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from prime_composer.problems.answers import check_reference
-from prime_composer.problems.config import Problem
+from prime_composer.problems.config import DataConfig, Problem
 
 LINES_SHOWN = 5
 """Malformed lines named in one error."""
 
 
+DEFAULTS = DataConfig()
+
 T = TypeVar("T")
 
 
-def read_jsonl(
-    path: Path, teacher_key: str | None = None, answer_check: str = "gsm8k"
-) -> list[Problem]:
-    """Return the problems of one JSONL file.
+class UnusableRow(ValueError):
+    """A row of the right form that trains or measures nothing, such as one without text."""
+
+
+def read_jsonl(path: Path, config: DataConfig = DEFAULTS) -> list[Problem | None]:
+    """Return the problems of one JSONL file, None for rows that are left out.
 
     Args:
         path: the file.
-        teacher_key: the key under which a row names its teacher.
-        answer_check: the rule that answers are checked by. It has to read the reference.
+        config: the columns, how many rows are read, and the metric, which has to read the answers.
 
     Raises:
         ValueError: the file is missing, or as ``read_rows``.
@@ -34,21 +36,23 @@ def read_jsonl(
             f"no such file: {path}. [data] path is a folder with train.jsonl and test.jsonl, "
             "or one JSONL file; GSM8K's are at https://github.com/openai/grade-school-math"
         )
-    return read_rows(path, lambda row: problem_of_row(row, teacher_key, answer_check))
+    return read_rows(path, lambda row: problem_or_none(row, config), config.limit)
 
 
-def read_rows(path: Path, parse: Callable[[Any], T]) -> list[T]:
+def read_rows(path: Path, parse: Callable[[Any], T], limit: int | None = None) -> list[T]:
     """Return what ``parse`` makes of each line of a JSONL file. Empty lines are skipped.
 
     Args:
         path: the file.
         parse: turns a JSON value into what is returned; a ``ValueError`` says what is wrong.
+        limit: read only so many lines.
 
     Raises:
         ValueError: the file cannot be read, or lines are malformed. The message contains
             ``file:line: what is wrong`` for the first five lines.
     """
-    parsed, errors = [], []
+    parsed: list[T] = []
+    errors: list[str] = []
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -57,6 +61,8 @@ def read_rows(path: Path, parse: Callable[[Any], T]) -> list[T]:
                 line = line.removeprefix(b"\xef\xbb\xbf").strip()
                 if not line:
                     continue
+                if len(parsed) + len(errors) == limit:
+                    break
                 try:
                     parsed.append(parse(_json(line)))
                 except ValueError as error:
@@ -95,33 +101,84 @@ def _json(line: bytes) -> Any:
     return row
 
 
-def problem_of_row(row: Any, teacher_key: str | None, answer_check: str = "gsm8k") -> Problem:
+def problem_or_none(row: Any, config: DataConfig) -> Problem | None:
+    """Return a row as a problem, or None for a row that ``clean`` leaves out.
+
+    Raises:
+        ValueError: as ``problem_of_row``.
+    """
+    try:
+        return problem_of_row(row, config)
+    except UnusableRow:
+        if config.clean:
+            return None
+        raise
+
+
+def problem_of_row(row: Any, config: DataConfig) -> Problem:
     """Return a row as a problem.
 
     Raises:
-        ValueError: the row is no object, or "question", "answer" or the teacher's name is
-            malformed.
+        UnusableRow: the prompt or the answer is empty, or the metric cannot use the answer.
+        ValueError: the row is no object, or prompt, answer or the teacher's name is malformed.
     """
     if not isinstance(row, dict):
         raise ValueError(
-            f'expected an object with "question" and "answer", found {type(row).__name__}'
+            f'expected an object with "{config.prompt_key}" and "{config.answer_key}", found '
+            f"{type(row).__name__}"
         )
-    for key in ("question", "answer"):
-        if key not in row:
-            names = str(sorted(row))
-            raise ValueError(
-                f'"{key}" is missing; the keys are '
-                + (names if len(names) <= 100 else f"{names[:100]} ...")
+    prompt, answer = (
+        text_at(row, getattr(config, key), key) for key in ("prompt_key", "answer_key")
+    )
+    for key, text in ((config.prompt_key, prompt), (config.answer_key, answer)):
+        if not text:
+            raise UnusableRow(
+                f'"{key}" is empty; write one, or leave such rows out with clean = true'
             )
-        if not isinstance(row[key], str):
-            raise ValueError(f'"{key}" must be a string, found {type(row[key]).__name__}')
-        if not row[key].strip():
-            raise ValueError(f'"{key}" is empty')
-    problem = Problem(question=row["question"].strip(), answer=row["answer"].strip())
-    check_reference(problem.answer, answer_check)
-    teacher = None if teacher_key is None else row.get(teacher_key)
+    try:
+        check_reference(answer, config.metric, config.answer_key)
+    except ValueError as error:
+        raise UnusableRow(str(error)) from None
+    teacher = None if config.teacher_key is None else row.get(config.teacher_key)
     if teacher is not None and not isinstance(teacher, str):
         raise ValueError(
-            f'"{teacher_key}" must be the name of a teacher, found {type(teacher).__name__}'
+            f'"{config.teacher_key}" must be the name of a teacher, found {type(teacher).__name__}'
         )
-    return replace(problem, teacher=teacher)
+    return Problem(prompt[: config.prompt_chars].strip(), answer, teacher=teacher)
+
+
+def text_at(row: dict[str, Any], column: str, key: str) -> str:
+    """Return the text in a column, without white space around it.
+
+    Args:
+        row: a row of the data.
+        column: its key, or keys with dots between them that lead into objects.
+        key: the setting that names the column, for the message.
+
+    Raises:
+        ValueError: there is no such column, or it has no string.
+    """
+    value: Any = row
+    for name in [column] if column in row else column.split("."):
+        if not isinstance(value, dict) or name not in value:
+            names = str(sorted(columns(row)))
+            raise ValueError(
+                f'"{column}" is missing; the keys are '
+                + (names if len(names) <= 100 else f"{names[:100]} ...")
+                + f"; name one of them in [data] {key}"
+            )
+        value = value[name]
+    if not isinstance(value, str):
+        raise ValueError(
+            f'"{column}" must be a string, found {type(value).__name__}; correct the data, or name '
+            f"another column in [data] {key}"
+        )
+    return value.strip()
+
+
+def columns(row: dict[str, Any]) -> list[str]:
+    """Return the keys of a row as the recipe names them, those of objects within it with a dot."""
+    named = []
+    for name, value in row.items():
+        named += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) else [name]
+    return named

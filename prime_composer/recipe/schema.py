@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Le, Lt
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -503,7 +503,7 @@ class TrainerConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation on held-out problems: greedy accuracy, and reverse KL on rollouts at T = 1."""
+    """Evaluation on held-out problems: greedy answers, and reverse KL on rollouts at T = 1."""
 
     every: int = Field(default=20, ge=0, le=MOST_STEPS, json_schema_extra=CARRIED)
     """Steps between evaluations. 0: only before the first step and after the last."""
@@ -524,6 +524,32 @@ class EvalConfig(Section):
     )
     """Token ids per position of the measured KL. auto: all of them up to a vocabulary of 8192, else
     64 and a tail bucket."""
+
+    temperatures: tuple[Annotated[float, Ge(0.01), Le(100)], ...] = Field(
+        default=(),
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl evaluates at one temperature", harmless=((),))
+        ),
+    )
+    """Also sample ``samples`` answers to each problem at these temperatures: the metric's score as
+    ``eval/METRIC/T=0.5``, and Self-BLEU as ``eval/self_bleu/T=0.5``. Needs sacrebleu."""
+
+    samples: int = Field(
+        default=4,
+        ge=2,
+        le=LARGEST_BATCH,
+        json_schema_extra=prime_rl(not_carried("prime-rl evaluates at one temperature")),
+    )
+    """Answers per problem and temperature, where there are ``temperatures``."""
+
+    @model_validator(mode="after")
+    def _check_temperatures(self) -> "EvalConfig":
+        shown = [f"{temperature:g}" for temperature in self.temperatures]
+        if len(set(shown)) < len(shown):
+            raise ValueError(
+                f"temperatures = [{', '.join(shown)}] has one twice, up to six digits: leave it out"
+            )
+        return self
 
 
 class WandbConfig(Section):
@@ -629,7 +655,7 @@ class Recipe(Section):
     """How the student samples its rollouts."""
 
     data: DataConfig | None = None
-    """The problems, their prompts, and how answers are checked."""
+    """The problems, their prompts, and how answers are graded."""
 
     environments: dict[str, AnyEnvironment] = Field(default_factory=dict)
     """Several kinds of problems by name, instead of ``[data]``. Each is a table like it, or names
@@ -914,6 +940,27 @@ class Recipe(Section):
                     "out, so that its wrong ones alone would train: set hint to 'reference' or "
                     "'feedback'"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_right_and_wrong(self) -> "Recipe":
+        """Refuse a graded metric where answers have to be right or wrong."""
+        graded = {name: data for name, data in self.problem_sources.items() if data.graded}
+        policy = None if self.teacher is None else self.teacher.policy
+        reader = None
+        if policy is not None and policy.hint != "reference":
+            reader = f'teacher.policy.hint = "{policy.hint}"'
+        elif "contrast_logprobs" in self.loss.needs:
+            reader = f'[loss] type = "{self.loss.type}", with its wrong hints,'
+        elif "replay" in self.loss.needs and self.replay.source == "rollouts":
+            reader = 'replay.source = "rollouts"'
+        if reader is not None and graded:
+            name, data = next(iter(graded.items()))
+            table = "data" if self.data is not None else f"environments.{name}"
+            raise ValueError(
+                f"{reader} needs answers that are right or wrong, and {table}.metric = "
+                f'"{data.metric}" gives any value from 0 to 1: set it to "exact" or a math metric'
+            )
         return self
 
     @model_validator(mode="after")

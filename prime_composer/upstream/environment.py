@@ -4,23 +4,26 @@ A cluster then trains on the same problems as one machine. prime-rl imports envi
 wheel puts a top-level module ``prime_composer_problems`` beside the package, and its id is
 "prime-composer-problems". v0.6 calls ``load_environment``, v0.7 and newer use ``ProblemTaskset``.
 
-The settings are those of ``[data]``, and the reward is the recipe's own answer check. prime-rl
-renders the prompt as a user message with the model's chat template.
+The settings are those of ``[data]``. The reward is the recipe's own metric of one answer, which
+prime-rl logs as ``correct``, or by the name of a graded metric. prime-rl's evaluation is the mean
+of these rewards, so that BLEU and chrF are means over sentences there. prime-rl renders the prompt
+as a user message with the model's chat template.
 """
 
 import asyncio
 from typing import Any
 
-from prime_composer.problems.answers import is_correct
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import load_problems
+from prime_composer.problems.metrics import require_library, reward
 from prime_composer.problems.prompts import prompt_text
 
 NAME = "prime-composer-problems"
 MODULE = "prime_composer_problems"
 SETTINGS = (
-    *("source", "path", "hub_id", "hub_name", "size", "seed", "operations", "hold_out"),
-    *("calculator_annotations", "prompt_template", "answer_check", "teacher_key"),
+    *("source", "path", "hub_id", "hub_name", "prompt_key", "answer_key", "limit", "prompt_chars"),
+    *("clean", "kind", "size", "seed", "operations", "hold_out"),
+    *("calculator_annotations", "prompt_template", "metric", "teacher_key"),
 )
 """Fields of ``[data]`` that are settings of an environment.
 
@@ -36,7 +39,11 @@ def load_split(config: DataConfig, split: str, rows_of: str | None) -> list[Prob
         config: which problems.
         split: "train" or "test".
         rows_of: only problems whose row names this teacher, "" for rows that name none. None: all.
+
+    Raises:
+        ValueError: as ``load_problems``, or the metric's library is missing.
     """
+    require_library(config.metric)
     train, held_out = load_problems(config)
     problems = held_out if split == "test" else train
     return [
@@ -74,7 +81,10 @@ def load_environment(split: str = "train", rows_of: str | None = None, **setting
             text = completion
         else:
             text = str(completion[-1].get("content") or "")
-        return float(is_correct(text, Problem(info["question"], answer), config))
+        return reward(text, Problem(info["question"], answer), config)
+
+    if config.graded:
+        correct.__name__ = config.metric
 
     train = load_split(config, split, rows_of)
     held_out = load_split(config, "test", rows_of)
@@ -106,13 +116,12 @@ def make_classes() -> dict[str, type]:
 
     class ProblemTask(vf.Task[ProblemData]):
         @vf.reward(weight=1.0)
-        async def correct(self, trace: vf.Trace) -> float:
+        async def correct(self, trace: vf.Trace) -> float | dict[str, float]:
             problem = Problem(self.data.question, self.data.answer)
             config = DataConfig.model_validate(self.data.data)
             # In a thread: Math-Verify may take seconds, and the loop serves other rollouts.
-            return float(
-                await asyncio.to_thread(is_correct, trace.last_reply or "", problem, config)
-            )
+            own = await asyncio.to_thread(reward, trace.last_reply or "", problem, config)
+            return {config.metric: own} if config.graded else own
 
     fields: dict[str, Any] = {
         name: (DataConfig.model_fields[name].annotation, DataConfig.model_fields[name].default)

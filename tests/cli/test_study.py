@@ -323,13 +323,13 @@ def test_table_has_mean_and_range_and_skips_missing_values() -> None:
             "a": {
                 "seeds": {"0": {}, "1": {}},
                 "unfinished_seeds": [],
-                "teacher_accuracy": 0.875,
+                "teacher_scores": {"accuracy": 0.875},
                 "over_seeds": empty | over,
             },
             "b": {
                 "seeds": {},
                 "unfinished_seeds": [0, 1],
-                "teacher_accuracy": None,
+                "teacher_scores": {},
                 "over_seeds": empty,
             },
         }
@@ -353,7 +353,7 @@ def test_table_has_the_start_of_each_teacher() -> None:
         return {
             "seeds": {"0": {}},
             "unfinished_seeds": [],
-            "teacher_accuracy": accuracy,
+            "teacher_scores": {"accuracy": accuracy},
             "over_seeds": over,
         }
 

@@ -110,17 +110,17 @@ def test_collect_counts_answers_without_a_verdict(
 ) -> None:
     """Math-Verify's time-outs of a step are a metric, and its answers share one budget."""
 
-    def judge(text: str, problem: Problem, config: DataConfig, budget: Any) -> bool:
+    def judge(text: str, problem: Problem, config: DataConfig, budget: Any) -> float:
         budget.timeouts += 1
-        return False
+        return 0.0
 
-    raw = tiny_recipe(data={"size": 60, "answer_check": rule})
+    raw = tiny_recipe(data={"size": 60, "metric": rule})
     recipe = parse_recipe(raw)
     problems = [Problem(str(i), "#### 1") for i in range(8)]
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
     tokenized = TokenizedProblems(ProblemSet(problems, [], recipe.sources), tokenizer)
     engine = SimpleNamespace(problems=tokenized, score=lambda samples: Scored(list(samples)))
-    monkeypatch.setattr(tokenized_problems, "is_correct", judge)
+    monkeypatch.setattr(tokenized_problems, "reward", judge)
     monkeypatch.setattr(
         collecting, "sample_rollouts", lambda *args: [rollout(group) for group in range(6)]
     )

@@ -79,11 +79,11 @@ def test_two_teachers_of_two_environments_train_one_student(
     """Each answer is checked as its own environment says, and every mean is also given for each."""
     checked = set()
 
-    def judge(text: str, problem: Problem, config: Any, budget: Any) -> bool:
+    def judge(text: str, problem: Problem, config: Any, budget: Any) -> float:
         checked.add((problem.environment, config.prompt_template))
-        return problem.environment == "sums"
+        return float(problem.environment == "sums")
 
-    monkeypatch.setattr(tokenized_problems, "is_correct", judge)
+    monkeypatch.setattr(tokenized_problems, "reward", judge)
     outcome = run(raw(), tmp_path)
     environments = parse_recipe(raw()).environments
     assert checked == {(name, data.prompt_template) for name, data in environments.items()}

@@ -23,7 +23,7 @@ from prime_composer.problems.math_verifier import MathVerifier, TimeBudget
 from prime_composer.problems.rows import read_jsonl
 
 BY_NUMBER = DataConfig()
-BY_LIBRARY = DataConfig(answer_check="math_verify")
+BY_LIBRARY = DataConfig(metric="math_verify")
 BIG = "1234567890123456789012345678901"
 
 

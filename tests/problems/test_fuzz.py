@@ -23,7 +23,7 @@ def check(path: Path, content: bytes) -> None:
     """Read a file of problems, and grade each with its own answer."""
     path.write_bytes(content)
     try:
-        problems = read_jsonl(path, "by")
+        problems = read_jsonl(path, DataConfig(teacher_key="by", source="jsonl", path=path))
     except ValueError as error:
         shown = str(error).replace(str(path), "FILE")
         assert 0 < len(shown) < 1000 and "FILE:" in shown

@@ -293,16 +293,14 @@ def test_is_correct_gsm8k_compares_exact_numbers(text, reference, correct):
 )
 def test_is_correct_math_verify_reads_text_and_latex(text, reference, correct):
     """Math-Verify reads free text and LaTeX."""
-    assert (
-        is_correct(text, problem_with(reference), DataConfig(answer_check="math_verify")) is correct
-    )
+    assert is_correct(text, problem_with(reference), DataConfig(metric="math_verify")) is correct
 
 
 def test_is_correct_math_verify_works_in_a_thread():
     """Math-Verify works outside the main thread, where signals are not available."""
     from concurrent.futures import ThreadPoolExecutor
 
-    config = DataConfig(answer_check="math_verify")
+    config = DataConfig(metric="math_verify")
     with ThreadPoolExecutor(1) as pool:
         assert (
             pool.submit(is_correct, "The answer is 18.", problem_with("18"), config).result()
@@ -502,10 +500,12 @@ def test_read_jsonl_row_may_name_its_teacher(tmp_path):
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    assert [p.teacher for p in read_jsonl(path, "by")] == ["x", None]
+    assert [
+        p.teacher for p in read_jsonl(path, DataConfig(teacher_key="by", source="jsonl", path=path))
+    ] == ["x", None]
     assert [p.teacher for p in read_jsonl(path)] == [None, None]
     path.write_text(json.dumps({**rows[0], "by": 3}))
     with pytest.raises(
         ValueError, match=r"rows.jsonl:1: \"by\" must be the name of a teacher, found int"
     ):
-        read_jsonl(path, "by")
+        read_jsonl(path, DataConfig(teacher_key="by", source="jsonl", path=path))

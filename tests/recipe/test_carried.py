@@ -10,6 +10,7 @@ NOT_CARRIED = {
     "teacher.backend", "teacher.dtype", "teacher.gpu_memory_utilization", "rollout.backend",
     "rollout.weights_dir", "data.chat_template", "trainer.micro_batch_tokens", "trainer.dtype",
     "trainer.seed", "eval.kl_size", "eval.kl_support", "logging.tensorboard",
+    "eval.temperatures", "eval.samples",
     "teacher.timeout", "rollout.timeout", "teacher.on_overflow", "teacher.head",
 }  # fmt: skip
 ONLY_REFUSED = {

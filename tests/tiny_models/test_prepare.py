@@ -256,7 +256,7 @@ def test_cache_key_covers_all_that_the_model_learns_from(tmp_path):
 
 def test_cache_key_ignores_the_rest(tmp_path):
     """What the model does not learn from leaves the cache key unchanged."""
-    assert key_of() == key_of(data=DATA.model_copy(update={"answer_check": "math_verify"}))
+    assert key_of() == key_of(data=DATA.model_copy(update={"metric": "math_verify"}))
     keys = set()
     for name in ("a", "b"):
         folder = tmp_path / name

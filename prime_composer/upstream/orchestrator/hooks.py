@@ -27,7 +27,7 @@ from itertools import cycle
 from typing import Any, NoReturn
 
 from prime_composer.problems.answers import verdict
-from prime_composer.problems.config import Problem
+from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.recipe.urls import public_url
 from prime_composer.upstream import wire
 from prime_composer.upstream.log import log
@@ -218,8 +218,11 @@ def _feedback(trace: Any) -> str:
     """Return a rollout's answer, and the verdict on it."""
     data = trace.task.data
     problem = Problem(getattr(data, "question", ""), data.answer)
+    # An environment of another package has no such settings.
+    metric = getattr(data, "data", {}).get("metric", DataConfig().metric)
     reply = trace.last_reply.strip()
-    return f"An earlier attempt: {reply}\nIts verdict: {verdict(problem, trace.reward)}"
+    said = verdict(problem.reference(metric), trace.reward)
+    return f"An earlier attempt: {reply}\nIts verdict: {said}"
 
 
 def _as_grpo(cls: Any) -> Any:

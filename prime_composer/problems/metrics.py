@@ -1,0 +1,187 @@
+"""Grade answers by the metrics of the field: the reward of one, the value of many, a signature.
+
+The libraries are imported when they are needed: rouge-score for ``rouge2`` and ``rougeL``,
+sacrebleu for ``bleu``, ``chrf`` and Self-BLEU. All values are shares of 1: a BLEU of 27.3 is 0.273.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+from prime_composer.problems.answers import is_correct
+from prime_composer.problems.config import GRADED, DataConfig, Problem
+from prime_composer.problems.math_verifier import TimeBudget
+
+LIBRARIES = {
+    "math_verify": "math_verify",
+    **dict.fromkeys(("rouge2", "rougeL"), "rouge_score"),
+    **dict.fromkeys(("bleu", "chrf"), "sacrebleu"),
+}
+"""Metric -> the module that computes it."""
+
+TITLES = {
+    "accuracy": "accuracy",
+    **{"rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "bleu": "BLEU", "chrf": "chrF"},
+}
+"""Score in ``metrics.jsonl`` -> its name for people."""
+
+
+def reward(
+    text: str, problem: Problem, config: DataConfig, budget: TimeBudget | None = None
+) -> float:
+    """Return the reward of an answer, in [0, 1]; 0 or 1 where the metric is not graded.
+
+    Args:
+        text: the answer.
+        problem: the problem.
+        config: its metric.
+        budget: time for answers that Math-Verify does not finish; see ``is_correct``.
+
+    Raises:
+        ValueError: a library is missing, or gave no number.
+    """
+    if config.graded:
+        return sentence_score(config.metric, text, problem.reference(config.metric))
+    return float(is_correct(text, problem, config, budget))
+
+
+def sentence_score(metric: str, text: str, reference: str) -> float:
+    """Return a graded metric of one answer.
+
+    ROUGE is the F-measure. Sentence BLEU is sacrebleu's: exponential smoothing and effective order.
+
+    Raises:
+        ValueError: the library is missing, or gave no number.
+    """
+    if LIBRARIES[metric] == "rouge_score":
+        return _share(_rouge(metric).score(reference, text)[metric].fmeasure, metric, text)
+    return _share(_sentence(metric).sentence_score(text, [reference]).score / 100, metric, text)
+
+
+def total_score(
+    metric: str, texts: Sequence[str], references: Sequence[str], rewards: Sequence[float]
+) -> float:
+    """Return the metric over all answers.
+
+    That of BLEU and chrF is one number over the whole corpus. The others are means of the rewards.
+
+    Args:
+        metric: of the answers.
+        texts: the answers, at least one.
+        references: one for each.
+        rewards: one for each.
+
+    Raises:
+        ValueError: the library is missing, or gave no number.
+    """
+    if LIBRARIES.get(metric) != "sacrebleu":
+        return sum(rewards) / len(rewards)
+    score = _corpus(metric).corpus_score(list(texts), [list(references)]).score
+    return _share(score / 100, metric, f"{len(texts)} answers")
+
+
+def self_bleu(texts: Sequence[str]) -> float:
+    """Return Self-BLEU of several answers to one prompt: 1 where all are the same.
+
+    It is the mean BLEU of each answer, with the others as its references (Zhu et al., "Texygen",
+    2018, https://arxiv.org/abs/1802.01886), by sacrebleu's sentence BLEU.
+
+    Args:
+        texts: at least two.
+
+    Raises:
+        ValueError: sacrebleu is missing.
+    """
+    scorer = _sentence("bleu")
+    scores = []
+    for index, text in enumerate(texts):
+        others = [*texts[:index], *texts[index + 1 :]]
+        # Two empty answers are the same, and BLEU has no n-gram to count.
+        same = not text.strip() and not "".join(others).strip()
+        scores.append(100.0 if same else scorer.sentence_score(text, others).score)
+    return _share(sum(scores) / len(scores) / 100, "self_bleu", f"{len(texts)} answers")
+
+
+def signature(metric: str) -> str | None:
+    """Return what a number of a graded metric has to be published with, None for another metric.
+
+    sacrebleu's is its own, of the corpus score. rouge-score has none, and gets one here.
+
+    Raises:
+        ValueError: the library is missing.
+    """
+    if metric not in GRADED:
+        return None
+    if LIBRARIES[metric] == "rouge_score":
+        require_library(metric)
+        return f"{metric}|fmeasure|stemmer:no|version:rouge-score-{version('rouge-score')}"
+    scorer = _corpus(metric)
+    # The signature counts the references of the latest answers.
+    name = scorer.corpus_score(["a"], [["a"]]).name
+    return f"{name}|{scorer.get_signature()}"
+
+
+def signatures_of(sources: Iterable[DataConfig]) -> dict[str, str]:
+    """Return the signature of each graded metric of a recipe's environments.
+
+    Raises:
+        ValueError: a library is missing.
+    """
+    named = {config.metric: signature(config.metric) for config in sources}
+    return {metric: text for metric, text in named.items() if text is not None}
+
+
+def require_library(metric: str, wanted_by: str | None = None) -> None:
+    """Check that the library of a metric is installed.
+
+    Args:
+        metric: the metric.
+        wanted_by: the setting that needs it, where that is not ``metric`` itself.
+
+    Raises:
+        ValueError: it is not; the message has the pip line.
+    """
+    library = LIBRARIES.get(metric)
+    if library is not None and find_spec(library) is None:
+        setting = wanted_by or f'[data] metric = "{metric}"'
+        raise ValueError(
+            f'{setting} needs {library.replace("_", "-")}: pip install "prime-composer[metrics]"'
+        )
+
+
+def _share(value: float, metric: str, text: str) -> float:
+    """Return a number of a library, which rounding may have put above 1."""
+    if not math.isfinite(value):
+        raise ValueError(
+            f'[data] metric = "{metric}" gave {value} for {text[:60]!r}, which is no reward: look '
+            "at this answer, and at the library's version"
+        )
+    return min(1.0, max(0.0, value))
+
+
+@cache
+def _rouge(metric: str) -> Any:
+    """Return rouge-score's scorer. Without the stemmer, which is its default, and T5's."""
+    require_library(metric)
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer([metric], use_stemmer=False)
+
+
+@cache
+def _sentence(metric: str) -> Any:
+    require_library(metric)
+    from sacrebleu.metrics import BLEU, CHRF
+
+    return BLEU(effective_order=True) if metric == "bleu" else CHRF()
+
+
+@cache
+def _corpus(metric: str) -> Any:
+    require_library(metric)
+    from sacrebleu.metrics import BLEU, CHRF
+
+    return BLEU() if metric == "bleu" else CHRF()

@@ -1,0 +1,305 @@
+"""Graded metrics in the one-machine engine: evaluation, rewards, refusals, and what is printed."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
+from prime_composer.cli.report import print_outcome, print_report
+from prime_composer.cli.run_dirs import read_recipe
+from prime_composer.local import plan as plan_module
+from prime_composer.local.answers import Answer, read_answers, read_signatures, write_answers
+from prime_composer.local.collect import grade
+from prime_composer.local.evaluate import Evaluator
+from prime_composer.local.replay import response
+from prime_composer.local.tokenized_problems import TokenizedProblems
+from prime_composer.local.tracker import read_metrics
+from prime_composer.problems import metrics
+from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.loading import ProblemSet
+from prime_composer.problems.metrics import sentence_score, total_score
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.routing import Routing
+from prime_composer.recipe.schema import EvalConfig, RecipeError
+from tests.local.helpers import Letters, run
+
+pytest.importorskip("rouge_score", reason="rouge-score is not installed (extra: metrics)")
+pytest.importorskip("sacrebleu", reason="sacrebleu is not installed (extra: metrics)")
+
+
+class Words(Letters):
+    """Letters, and back."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(token) for token in ids if token)
+
+
+class Saying:
+    """A sampler that gives known answers: of each prompt its list, in turn."""
+
+    def __init__(self, tokenized: TokenizedProblems, answers: dict[str, list[str]]):
+        self.tokenized = tokenized
+        self.answers = answers
+        self.asked: list[SamplingParams] = []
+        self.limits = Limits()
+
+    def update_weights(self, model: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+    def generate(self, prompts: Any, params: SamplingParams, seed: int) -> list[Rollout]:
+        self.asked.append(params)
+        rollouts = []
+        for index, prompt in enumerate(prompts):
+            question = next(q for q in self.answers if q in self.tokenized.decode(prompt))
+            for text in self.answers[question][: params.n]:
+                said = response(prompt, text, DataConfig(), Words(), index)
+                rollouts.append(replace(said, prompt_index=index))
+        return rollouts
+
+
+SOURCES = {
+    "sums": DataConfig(),
+    "news": DataConfig(kind="summary", metric="rouge2"),
+    "german": DataConfig(kind="translation", metric="bleu"),
+}
+HELD_OUT = [
+    Problem("one and one", "#### 2", "sums"),
+    Problem("report", "a b c", "news"),
+    Problem("the cat", "die Katze sitzt auf dem Tisch", "german"),
+    Problem("the dog", "der kleine Hund", "german"),
+]
+SAID = {
+    "one and one": ["#### 2", "#### 3", "#### 2", "#### 2"],
+    "report": ["a b x", "a b c", "a b x", "a b c"],
+    "the cat": ["die Katze sitzt auf Tisch"] * 4,
+    "the dog": ["ein grosser Hund", "der kleine Hund", "der kleine Hund", "ein Hund"],
+}
+
+
+def evaluator(sources: dict[str, DataConfig] = SOURCES, **settings: Any) -> Evaluator:
+    """Return an evaluator whose student says what ``SAID`` has."""
+    held_out = [problem for problem in HELD_OUT if problem.environment in sources]
+    tokenized = TokenizedProblems(ProblemSet([], held_out, sources), Words())
+    engine: Any = SimpleNamespace(
+        problems=tokenized, sampler=Saying(tokenized, SAID), teachers=None, policy_teacher=None
+    )
+    made: Any = object.__new__(Evaluator)  # an Engine opens models
+    names = ("engine", "config", "max_tokens", "micro_batch_tokens", "kl_support", "answers")
+    for name, value in zip(names, (engine, EvalConfig(**settings), 40, 100, 1, []), strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def bleu(texts: list[str], references: list[str]) -> float:
+    return total_score("bleu", texts, references, [])
+
+
+def test_evaluation_scores_each_problem_by_its_metric() -> None:
+    """Accuracy stays that of right and wrong answers. BLEU is one number over both its texts."""
+    measured = evaluator().student()
+    answers = [SAID["the cat"][0], SAID["the dog"][0]]
+    references = [problem.answer for problem in HELD_OUT[2:]]
+    assert measured == {
+        "eval/accuracy": 1.0,
+        "eval/rouge2": 0.5,
+        "eval/bleu": bleu(answers, references),
+        "eval/accuracy/sums": 1.0,
+        "eval/rouge2/news": 0.5,
+        "eval/bleu/german": bleu(answers, references),
+        "eval/truncated": 0.0,
+    }
+    sentences = [sentence_score("bleu", *pair) for pair in zip(answers, references, strict=True)]
+    assert abs(measured["eval/bleu"] - sum(sentences) / 2) > 0.02
+
+
+def test_evaluation_of_one_metric_has_its_name_alone() -> None:
+    """A run on summaries has no ``eval/accuracy``."""
+    measured = evaluator({"news": SOURCES["news"]}).student()
+    assert measured == {"eval/rouge2": 0.5, "eval/truncated": 0.0}
+
+
+def test_temperatures_measure_quality_and_diversity() -> None:
+    """Four answers each: the score of all of them, and the mean Self-BLEU of the problems."""
+    measuring = evaluator({"sums": SOURCES["sums"], "news": SOURCES["news"]}, temperatures=[0.1, 1])
+    measured = measuring.student()
+    sampler: Any = measuring.engine.sampler
+    assert [(params.temperature, params.n) for params in sampler.asked] == [
+        (0, 1),
+        (0.1, 4),
+        (1, 4),
+    ]
+    for suffix in ("T=0.1", "T=1"):
+        assert measured[f"eval/accuracy/{suffix}"] == 0.75
+        assert measured[f"eval/rouge2/{suffix}"] == 0.75
+        # "####" is four tokens of its own. Each answer finds itself among the others, but one.
+        alone = metrics.self_bleu(SAID["one and one"])
+        assert 0.5 < alone < 1.0
+        value = (alone + metrics.self_bleu(SAID["report"])) / 2
+        assert measured[f"eval/self_bleu/{suffix}"] == pytest.approx(value)
+    assert not any(name.startswith("eval/self_bleu") for name in evaluator().student())
+
+
+def test_reward_of_a_rollout_is_that_of_its_sentence() -> None:
+    """Advantages are rewards minus the group's mean, with any rewards."""
+    measuring = evaluator()
+    tokenized = measuring.engine.problems
+    prompts = [tokenized.prompt(problem) for problem in HELD_OUT]
+    params = SamplingParams(n=2, max_tokens=9)
+    rollouts = measuring.engine.sampler.generate(prompts, params, seed=0)
+    samples = grade(tokenized, rollouts, HELD_OUT)
+    dog = sentence_score("bleu", "ein grosser Hund", "der kleine Hund")
+    assert [sample.reward for sample in samples[:4]] == [1.0, 0.0, 0.5, 1.0]
+    assert [sample.reward for sample in samples[6:]] == [dog, 1.0]
+    assert samples[6].advantage == pytest.approx((dog - 1) / 2)
+
+
+# Reports ------------------------------------------------------------------------------------------
+
+
+def summary_recipe(**changed: Any) -> dict[str, Any]:
+    raw = {
+        "student": {"model": "s"},
+        "teacher": {"model": "t"},
+        "loss": {"type": "topk_reverse_kl"},
+        "data": {"kind": "summary", "metric": "rouge2"},
+        "trainer": {"steps": 4},
+    }
+    return {**raw, **changed}
+
+
+def test_report_shows_a_graded_metric_and_its_signature(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scores are times 100. The signature is that of the run, whatever is installed now."""
+    records = [
+        {"step": 0, "eval/rouge2": 0.1234, "teacher/rouge2": 0.5, "eval/reverse_kl": 1.0},
+        {"step": 4, "loss": 0.5, "tokens_per_second": 9.0, "eval/rouge2": 0.3456},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    answer = Answer("q", "a b c", "a b x", None, 0.5, "rouge2")
+    for step in (0, 4):
+        write_answers(tmp_path, step, [answer], {"rouge2": "rouge2|of the run"})
+    assert read_answers(tmp_path) == {0: [answer], 4: [answer]}
+    assert read_signatures(tmp_path) == {"rouge2": "rouge2|of the run"}
+    print_report([tmp_path])
+    out = capsys.readouterr().out
+    for text in (
+        "ROUGE-2",
+        "12.3 → 34.6",
+        "50.0",
+        "x 100: rouge2|of the run",
+        "(ROUGE-2 50.0) a b",
+    ):
+        assert text in out
+    assert "accuracy" not in out and "wrong" not in out
+
+
+def test_outcome_shows_graded_metrics_and_temperatures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The table at the end of a run has each score, at each temperature, and the signature."""
+    recipe = parse_recipe(summary_recipe(eval={"temperatures": [0.5]}))
+    names = ("eval/rouge2", "eval/rouge2/T=0.5", "eval/self_bleu/T=0.5")
+    evaluations = {
+        0: dict(zip(names, (0.11, 0.12, 0.13), strict=True)) | {"teacher/rouge2": 0.9},
+        4: dict(zip(names, (0.21, 0.22, 0.23), strict=True)),
+    }
+    print_outcome(evaluations, 4, recipe)
+    out = capsys.readouterr().out
+    lines = {line.split("│")[1].strip(): line for line in out.splitlines() if line.count("│") > 3}
+    for name, values in {
+        "ROUGE-2": ("90.0", "11.0", "21.0"),
+        "at T = 0.5": ("12.0", "22.0"),
+        "Self-BLEU at T = 0.5": ("13.0", "23.0"),
+    }.items():
+        assert all(value in lines[name] for value in values)
+    assert "ROUGE-2 x 100: rouge2|fmeasure|stemmer:no|version:rouge-score-" in out
+
+
+def test_run_of_an_older_version_can_be_resumed(tmp_path: Path) -> None:
+    """Its recipe has ``answer_check``, and is read as the same recipe."""
+    for sections in (
+        {"data": {"answer_check": "math_verify"}},
+        {"data": None, "environments": {"sums": {"answer_check": "math_verify"}}},
+    ):
+        raw = summary_recipe(**sections)
+        (tmp_path / "recipe.json").write_text(json.dumps(raw))
+        before = read_recipe(tmp_path)
+        (data,) = (before["environments"] or {"": before["data"]}).values()
+        assert data["metric"] == "math_verify" and "answer_check" not in data
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"teacher": {"policy": {"hint": "feedback"}}}, 'teacher.policy.hint = "feedback" needs'),
+        ({"teacher": {"policy": {"hint": "sibling"}}, "rollout": {"group_size": 2}},
+         'teacher.policy.hint = "sibling" needs'),
+        ({"loss": {"type": "rlcsd"}, "teacher": {"policy": {}}, "rollout": {"group_size": 2}},
+         r'\[loss\] type = "rlcsd", with its wrong hints, needs'),
+        ({"loss": {"type": "compose", "replay": {"weight": 1.0, "loss": {"type": "simpo"}}},
+          "rollout": {"group_size": 2}}, 'replay.source = "rollouts" needs'),
+    ],
+)  # fmt: skip
+def test_graded_metric_without_right_and_wrong_is_refused(
+    changed: dict[str, Any], complaint: str
+) -> None:
+    """What takes any reward above zero for a right answer refuses rewards between."""
+    raw = summary_recipe(**changed)
+    remedy = r'data.metric = "rouge2" gives any value from 0 to 1: set it to "exact"'
+    with pytest.raises(
+        RecipeError, match=f"{complaint} answers that are right or wrong, and {remedy}"
+    ):
+        parse_recipe(raw)
+    parse_recipe({**raw, "data": {"kind": "summary", "metric": "exact"}})
+
+
+def test_old_key_is_refused_with_the_new_one() -> None:
+    """The message has the key's table, and the line to write."""
+    raw = summary_recipe(data={"answer_check": "gsm8k"})
+    with pytest.raises(
+        RecipeError, match="data: answer_check is now called metric: write metric ="
+    ):
+        parse_recipe(raw)
+
+
+def test_temperatures_that_are_the_same_are_refused() -> None:
+    """Their metrics would have one name."""
+    raw = summary_recipe(eval={"temperatures": [0.5, 0.50000001]})
+    with pytest.raises(RecipeError, match=r"eval: temperatures = \[0.5, 0.5\] has one twice"):
+        parse_recipe(raw)
+
+
+def test_plan_without_the_library_has_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known before anything is prepared: the metric's library, and Self-BLEU's."""
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    monkeypatch.setattr(plan_module, "find_spec", lambda name: True)
+    recipe = parse_recipe(summary_recipe())
+    with pytest.raises(ValueError, match=r'metric = "rouge2" needs rouge-score: pip install'):
+        plan_module.require_libraries(recipe, Routing.of_recipe(recipe))
+    raw = summary_recipe(data={}, eval={"temperatures": [1.0]})
+    recipe = parse_recipe(raw)
+    with pytest.raises(ValueError, match=r"\[eval\] temperatures needs sacrebleu: pip install"):
+        plan_module.require_libraries(recipe, Routing.of_recipe(recipe))
+
+
+def test_run_on_summaries_measures_them(tiny_recipe: Any, tmp_path: Path) -> None:
+    """A whole run: rewards between 0 and 1, scores of teacher and student, and the signature."""
+    data = {"size": 60, "kind": "summary", "metric": "chrf"}
+    raw = tiny_recipe(trainer__steps=1, data=data, eval__temperatures=[0.5], eval__samples=2)
+    run(raw, tmp_path)
+    before, after = read_metrics(tmp_path)
+    names = {"eval/chrf", "eval/chrf/T=0.5", "eval/self_bleu/T=0.5"}
+    assert {*names, "teacher/chrf"} <= before.keys() and {*names, "rollout/reward"} <= after.keys()
+    assert not {"eval/accuracy", "teacher/accuracy"} & before.keys()
+    assert 0 < after["rollout/reward"] < 1
+    assert read_signatures(tmp_path)["chrf"].startswith("chrF2|nrefs:1|")

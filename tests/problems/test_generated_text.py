@@ -1,0 +1,129 @@
+"""The generated reports and sentences: facts, grammar, distinctness, and their settings."""
+
+import random
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from prime_composer.problems import generated_text
+from prime_composer.problems.config import DataConfig
+from prime_composer.problems.generated_text import (
+    CHANGES,
+    _sentence,
+    generate_summaries,
+    generate_translations,
+)
+from prime_composer.problems.loading import load_problems
+from prime_composer.problems.prompts import prompt_text
+
+NEWS = re.compile(r"On (\w+) (\w+) (\w+) the (\w+) (\w+) in (\w+)\.")
+
+
+def test_summary_says_what_its_report_says() -> None:
+    """Name, verb, shop and place of the one sentence with news, in one of three wordings."""
+    wordings: Counter[int] = Counter()
+    for problem in generate_summaries(300, seed=1):
+        found = NEWS.findall(problem.question)
+        assert len(found) == 1
+        day, name, verb, adjective, shop, place = found[0]
+        headline_verb = {past: present for past, present, _ in CHANGES}[verb]
+        possible = [
+            f"{name} {headline_verb} {shop} in {place}",
+            f"{place} {shop} {verb} by {name} on {day}",
+            f"{adjective} {shop} of {place}: {name} {headline_verb} it",
+        ]
+        wordings[possible.index(problem.answer)] += 1
+        assert problem.question.count(".") in (3, 4)
+    assert all(75 < wordings[index] < 125 for index in range(3))
+
+
+class Chosen(random.Random):
+    """It draws what a sentence names: nouns, adjectives, articles, verb and adverb."""
+
+    def __init__(self, words: str):
+        super().__init__()
+        self.words = words.split(", ")
+
+    def choice(self, options: Any) -> Any:
+        word = self.words.pop(0)
+        return next(one for one in options if word in (one, one[0]))
+
+    def random(self) -> float:
+        return 0.0 if self.words else 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "english", "german"),
+    [
+        ("dog, old, the, lamp, new, a, sees",
+         "the old dog sees a new lamp", "der alte Hund sieht eine neue Lampe"),
+        ("child, small, a, tree, red, the, looks for",
+         "a small child looks for the red tree", "ein kleines Kind sucht den roten Baum"),
+        ("man, good, a, book, old, a, has",
+         "a good man has an old book", "ein guter Mann hat ein altes Buch"),
+        ("cat, beautiful, the, bird, tired, a, knows",
+         "the beautiful cat knows a tired bird", "die schöne Katze kennt einen müden Vogel"),
+        ("woman, young, a, house, new, the, likes",
+         "a young woman likes the new house", "eine junge Frau mag das neue Haus"),
+        ("teacher, old, the, city, small, the, draws, today",
+         "today the old teacher draws the small city",
+         "heute malt der alte Lehrer die kleine Stadt"),
+        ("horse, new, the, child, good, the, finds, often",
+         "often the new horse finds the good child",
+         "oft findet das neue Pferd das gute Kind"),
+    ],
+)  # fmt: skip
+def test_translation_is_german(words: str, english: str, german: str) -> None:
+    """Written by hand: gender, case, the adjectives' endings, the verb in the second place."""
+    problem = _sentence(Chosen(words))
+    assert (problem.question, problem.answer) == (english, german)
+
+
+@pytest.mark.parametrize("generate", [generate_summaries, generate_translations])
+def test_generated_texts_are_distinct_and_seeded(generate: Any) -> None:
+    """A seed gives the same problems, another one others, and no question twice."""
+    problems = generate(60, 3)
+    assert problems == generate(60, 3) and problems != generate(60, 4)
+    assert len({problem.question for problem in problems}) == 60
+
+
+def test_more_sentences_than_there_are_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the key, and how many there are."""
+    monkeypatch.setattr(generated_text, "NOUNS", generated_text.NOUNS[:1])
+    monkeypatch.setattr(generated_text, "ADJECTIVES", generated_text.ADJECTIVES[:1])
+    monkeypatch.setattr(generated_text, "VERBS", generated_text.VERBS[:1])
+    # Two articles each, and no adverb or one of four.
+    with pytest.raises(ValueError, match=r"\[data\] size = 40: only 20 distinct sentences"):
+        generate_translations(40, 0)
+
+
+@pytest.mark.parametrize(("kind", "metric"), [("summary", "rouge2"), ("translation", "bleu")])
+def test_data_of_a_kind_is_asked_as_the_recipe_says(kind: str, metric: str) -> None:
+    """``kind`` chooses the generator, and the template is around its text."""
+    config = DataConfig(kind=kind, metric=metric, size=50, prompt_template="do: {question}\n")
+    train, held_out = load_problems(config)
+    assert (len(train), len(held_out)) == (45, 5)
+    assert prompt_text(train[0], config) == f"do: {train[0].question}\n"
+    assert ("On " in train[0].question) == (kind == "summary")
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        ({"answer_check": "math_verify"},
+         'answer_check is now called metric: write metric = "math_verify"'),
+        ({"kind": "summary"}, r'kind = "summary" has none: set metric = "rouge2"'),
+        ({"kind": "translation", "metric": "math_verify"}, 'set metric = "bleu"'),
+        ({"kind": "summary", "metric": "rouge2", "operations": [1]}, "leave it out"),
+        ({"kind": "summary", "metric": "rouge2", "source": "hub"},
+         r'kind = "summary" is read only with source = "generated"'),
+        ({"metric": "rouge1"}, "Input should be 'gsm8k', 'math_verify', 'exact', 'rouge2'"),
+    ],
+)  # fmt: skip
+def test_data_that_does_not_fit_is_refused(table: dict[str, Any], complaint: str) -> None:
+    """The old key, metrics that read what is not there, and keys of other sources."""
+    with pytest.raises(ValidationError, match=complaint):
+        DataConfig.model_validate(table)
