@@ -84,9 +84,9 @@ class DataConfig(BaseModel):
     use, and rows to train on that are held out as well. They are counted. Without it they are
     errors."""
 
-    kind: Literal["arithmetic", "summary", "translation"] = "arithmetic"
-    """For ``generated``: word problems, reports with a summary in one of three wordings, or English
-    sentences with their German translation."""
+    kind: Literal["arithmetic", "summary", "translation", "reversal", "lookup"] = "arithmetic"
+    """For ``generated``: word problems, reports with a summary in one of three wordings, English
+    sentences with their German translation, words to be reversed, or numbers to be looked up."""
 
     size: int = Field(default=8000, ge=20, le=100_000)
     """For ``generated``: number of distinct problems, held-out ones included."""
@@ -173,7 +173,7 @@ class DataConfig(BaseModel):
                 f'"{self.source}": leave one of them out'
             )
         if self.kind != "arithmetic" and self.metric in MATH:
-            usual = {"summary": "rouge2", "translation": "bleu"}[self.kind]
+            usual = {"summary": "rouge2", "translation": "bleu"}.get(self.kind, "exact")
             raise ValueError(
                 f'metric = "{self.metric}" reads the number after "{FINAL_MARK}", and kind = '
                 f'"{self.kind}" has none: set metric = "{usual}"'

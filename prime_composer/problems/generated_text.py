@@ -36,7 +36,7 @@ def generate_summaries(size: int, seed: int) -> list[Problem]:
     Raises:
         ValueError: there are not so many distinct reports.
     """
-    return _distinct(size, random.Random(f"summaries {seed}"), _report, "reports")
+    return distinct(size, random.Random(f"summaries {seed}"), _report, "reports")
 
 
 def _report(rng: random.Random) -> Problem:
@@ -111,7 +111,7 @@ def generate_translations(size: int, seed: int) -> list[Problem]:
     Raises:
         ValueError: there are not so many distinct sentences.
     """
-    return _distinct(size, random.Random(f"translations {seed}"), _sentence, "sentences")
+    return distinct(size, random.Random(f"translations {seed}"), _sentence, "sentences")
 
 
 def _sentence(rng: random.Random) -> Problem:
@@ -137,10 +137,20 @@ def _phrase(rng: random.Random, articles: dict[str, dict[str, tuple[str, str]]])
     return f"{written} {adjective} {noun}", f"{german_article} {stem}{ending} {german_noun}"
 
 
-def _distinct(
+def distinct(
     size: int, rng: random.Random, draw: Callable[[random.Random], Problem], what: str
 ) -> list[Problem]:
-    """Return ``size`` problems with distinct questions."""
+    """Return ``size`` problems with distinct questions.
+
+    Args:
+        size: number of problems.
+        rng: where they are drawn from.
+        draw: returns one.
+        what: what they are, for the message.
+
+    Raises:
+        ValueError: there are not so many.
+    """
     problems: dict[str, Problem] = {}
     for _ in range(20 * size):
         if len(problems) == size:

@@ -8,9 +8,18 @@ from itertools import zip_longest
 
 from prime_composer.problems.config import MATH, DataConfig, Problem
 from prime_composer.problems.generated import generate_problems
+from prime_composer.problems.generated_tasks import generate_lookups, generate_reversals
 from prime_composer.problems.generated_text import generate_summaries, generate_translations
 from prime_composer.problems.hub import load_hub
 from prime_composer.problems.rows import read_jsonl
+
+GENERATORS = {
+    "summary": generate_summaries,
+    "translation": generate_translations,
+    "reversal": generate_reversals,
+    "lookup": generate_lookups,
+}
+"""``kind`` of generated problems without operations -> what makes ``size`` of them from a seed."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +123,10 @@ def _load_source(config: DataConfig) -> tuple[list[Problem], list[Problem], str,
     """Return the problems to train on, the held-out ones, the source's name for error messages, and
     the number of rows that were left out."""
     if config.source == "generated":
-        if config.kind == "summary":
-            problems = generate_summaries(config.size, config.seed)
-        elif config.kind == "translation":
-            problems = generate_translations(config.size, config.seed)
-        else:
+        if config.kind == "arithmetic":
             problems = generate_problems(config.size, config.seed, config.operations)
+        else:
+            problems = GENERATORS[config.kind](config.size, config.seed)
         parts = split_by_question(problems, config.hold_out, config.seed)
         return *parts, "the generated problems", 0
     if config.source == "hub":
