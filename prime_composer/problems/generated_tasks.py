@@ -1,4 +1,4 @@
-"""Generate tasks beside arithmetic: words in reverse, and lookups in a small table."""
+"""Generate tasks beside arithmetic: words in reverse, and entries of a table."""
 
 import random
 
@@ -28,21 +28,23 @@ def _reversal(rng: random.Random) -> Problem:
 
 
 def generate_lookups(size: int, seed: int) -> list[Problem]:
-    """Generate ``size`` distinct tables of three to five names with a number each, and ask for one.
+    """Generate ``size`` distinct lists of two to five names; the answer is what each of them has.
+
+    Who has what is a table that the problems do not show. It is drawn from the seed, so a model has
+    to learn it.
 
     Args:
         size: number of problems.
-        seed: seed of everything that is drawn.
+        seed: seed of the table and of everything else that is drawn.
 
     Raises:
-        ValueError: there are not so many distinct tables.
+        ValueError: there are not so many distinct lists.
     """
-    return distinct(size, random.Random(f"lookups {seed}"), _lookup, "tables")
+    rng = random.Random(f"lookups {seed}")
+    table = {name: rng.choice(GOODS) for name in NAMES}
 
+    def draw(rng: random.Random) -> Problem:
+        names = rng.sample(NAMES, rng.randint(2, 5))
+        return Problem(", ".join(names), ", ".join(table[name] for name in names))
 
-def _lookup(rng: random.Random) -> Problem:
-    names = rng.sample(NAMES, rng.randint(3, 5))
-    table = {name: rng.randint(10, 99) for name in names}
-    entries = ", ".join(f"{name} {number}" for name, number in table.items())
-    wanted = rng.choice(names)
-    return Problem(f"{entries}. {wanted}?", str(table[wanted]))
+    return distinct(size, rng, draw, "lists of names")
