@@ -15,7 +15,7 @@ from prime_composer.local.clock import Clock
 from prime_composer.local.engine import Engine
 from prime_composer.local.episodes import EnvironmentFailed, Episode, Failure
 from prime_composer.local.replay import pairs_of_rollouts
-from prime_composer.local.sources import Task
+from prime_composer.local.tasks import Task
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.losses.config import GroupCredit
 from prime_composer.problems.config import Problem
@@ -46,7 +46,9 @@ def collect(
     own = [problem for problem in problems if not isinstance(problem, Task)]
     rollouts = sample_rollouts(engine, recipe.rollout, own, seed, step) if own else []
     tasks = [problem for problem in problems if isinstance(problem, Task)]
-    played = play(engine, recipe.rollout, tasks, seed, step, first_index=len(own))
+    played = Played()
+    if tasks:
+        played = play(engine, recipe.rollout, tasks, seed, step, first_index=len(own))
     clock.lap("sample")
     budget = TimeBudget()
     samples = [*grade(engine.problems, rollouts, own, budget), *played.samples]
@@ -111,7 +113,7 @@ def play(
     Args:
         engine: the open models and environments.
         config: how the student samples a turn.
-        tasks: what is played.
+        tasks: what is played, at least one.
         seed: the run's.
         step: from 1.
         first_index: ``Rollout.prompt_index`` of the first task.
@@ -119,8 +121,6 @@ def play(
     Raises:
         EnvironmentFailed: every rollout failed, and the step has no other.
     """
-    if not tasks:
-        return Played()
     params = SamplingParams(
         temperature=config.temperature, top_p=config.top_p, max_tokens=config.max_tokens
     )

@@ -34,7 +34,7 @@ from prime_composer.local.episodes import (
     finish_reason,
     interleave,
 )
-from prime_composer.local.sources import Task
+from prime_composer.local.tasks import Task
 from prime_composer.local.token_endpoint import MODEL, Rounds, answer_round, serve
 from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.schema import Recipe, RecipeError

@@ -19,8 +19,8 @@ from prime_composer.local.batch import Sample
 from prime_composer.local.collect import mean_by_environment
 from prime_composer.local.engine import Engine, open_sampler
 from prime_composer.local.episodes import EnvironmentFailed, Episode
-from prime_composer.local.sources import Task
 from prime_composer.local.student_forward import student_inputs
+from prime_composer.local.tasks import Task
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
 from prime_composer.problems.math_verifier import TimeBudget

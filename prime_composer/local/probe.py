@@ -59,7 +59,7 @@ from prime_composer.local.probe_teacher import (
     probe_teacher,
     read_tokenizer,
 )
-from prime_composer.local.sources import Task
+from prime_composer.local.tasks import Task
 from prime_composer.losses import setup_loss_fn
 from prime_composer.losses.shared.modifiers import resolve
 from prime_composer.problems.config import Problem

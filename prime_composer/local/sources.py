@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from prime_composer.local.tasks import Task
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.environment import EnvironmentConfig
@@ -12,19 +13,6 @@ from prime_composer.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from prime_composer.local.environments import Environment
-
-
-@dataclass(frozen=True)
-class Task(Problem):
-    """A task of an environment by id. ``question`` is the text of its prompt, ``answer`` is empty.
-
-    Attributes:
-        index: its place among the environment's tasks.
-        messages: the messages that it begins with, as JSON.
-    """
-
-    index: int = 0
-    messages: str = "[]"
 
 
 @dataclass(frozen=True)

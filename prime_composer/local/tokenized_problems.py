@@ -7,7 +7,7 @@ from typing import Any
 
 from prime_composer.backends.protocols import Rollout
 from prime_composer.local.replay import response
-from prime_composer.local.sources import Task
+from prime_composer.local.tasks import Task
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget

@@ -92,7 +92,7 @@ def test_a_run_loads_recipe_data_and_models_once(
 ) -> None:
     """One command loads the recipe, the data and the models once, and passes them on."""
     from prime_composer.cli import runs
-    from prime_composer.problems import loading as problems
+    from prime_composer.local import sources
     from prime_composer.recipe import loading as recipes
 
     calls: list[str] = []
@@ -105,11 +105,11 @@ def test_a_run_loads_recipe_data_and_models_once(
 
     count(recipes, "read_tables")
     count(recipes, "parse_recipe")
-    count(problems, "load_problems")
+    count(sources, "load_problem_set")
     count(runs, "prepare_models")
     monkeypatch.chdir(tmp_path)
     assert main(["rl", "--config", str(tiny_file), "--engine", "local"]) == 0
-    assert sorted(calls) == ["load_problems", "parse_recipe", "prepare_models", "read_tables"]
+    assert sorted(calls) == ["load_problem_set", "parse_recipe", "prepare_models", "read_tables"]
 
 
 def test_rl_without_vllm_is_refused_before_preparing(

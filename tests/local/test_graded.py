@@ -87,7 +87,11 @@ def evaluator(sources: dict[str, DataConfig] = SOURCES, **settings: Any) -> Eval
     held_out = [problem for problem in HELD_OUT if problem.environment in sources]
     tokenized = TokenizedProblems(ProblemSet([], held_out, sources), Words())
     engine: Any = SimpleNamespace(
-        problems=tokenized, sampler=Saying(tokenized, SAID), teachers=None, policy_teacher=None
+        problems=tokenized,
+        sampler=Saying(tokenized, SAID),
+        teachers=None,
+        policy_teacher=None,
+        environments=None,
     )
     made: Any = object.__new__(Evaluator)  # an Engine opens models
     names = ("engine", "config", "max_tokens", "micro_batch_tokens", "kl_support", "answers")

@@ -44,7 +44,7 @@ def test_id_of_verifiers_is_taken(environment_id: str) -> None:
     assert recipe.environments_by_id["rev"].id == environment_id
 
 
-@pytest.mark.parametrize("key", ["prompt_template", "answer_check", "path", "size", "teacher_key"])
+@pytest.mark.parametrize("key", ["prompt_template", "metric", "path", "size", "teacher_key"])
 def test_key_of_problems_is_refused_with_the_reason(key: str) -> None:
     """Nothing of a math problem is silently accepted beside an id."""
     message = refusal(raw(**{key: "x"}))

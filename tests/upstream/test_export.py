@@ -710,6 +710,7 @@ LOSSY = {
     "teacher.gpu_memory_utilization": 0.5,
     "rollout.backend": "transformers",
     "rollout.weights_dir": "there",
+    "rollout.renderer": {"name": "qwen3"},
     "data.chat_template": False,
     "trainer.micro_batch_tokens": 99,
     "trainer.dtype": "float32",

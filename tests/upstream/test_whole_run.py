@@ -5,7 +5,7 @@ are compared with float64, in scripts that import nothing of this package. A run
 minute. It needs a checkout of prime-rl and the environments of make_venvs.py, and is skipped
 without them.
 
-    pytest tests/upstream -m upstream                     the newest version, as CI does
+    pytest tests/upstream -m upstream                     three of the newest version, as CI does
     pytest tests/upstream -m "upstream or slow"           all of them
     PRIME_COMPOSER_WHOLE_RUNS=all pytest tests/upstream   all of them, and the quick tests
 
@@ -282,10 +282,7 @@ def test_whole_run_distils_on_the_teachers_top_k(trees, models, tmp_path, versio
 
 @pytest.mark.parametrize(
     "version",
-    [
-        pytest.param("head", marks=newest),
-        *(pytest.param(version, marks=other) for version in ("v0.6", "v0.7", "v0.8")),
-    ],
+    [pytest.param(version, marks=other) for version in ("v0.6", "v0.7", "v0.8", "head")],
 )
 def test_whole_run_mixes_teachers_by_environment(trees, models, tmp_path, version):
     """Two environments of the recipe, each with its own mixture of two teachers."""
@@ -320,7 +317,7 @@ def mixture_of(result):
     return mixture
 
 
-@newest
+@other
 def test_whole_run_trains_a_loss_from_outside(trees, models, tmp_path, monkeypatch):
     """``type = "module:function"``, with a module that is on PYTHONPATH of all processes."""
     delta = 0.5
