@@ -168,17 +168,18 @@ def test_run_agrees_with_the_graph_of_verifiers(play: Any, monkeypatch: pytest.M
     """Ids, masks and log-probs are those that verifiers records in its own message graph."""
     from prime_composer.local import environments
 
-    traces: list[Any] = []
+    traces: dict[int, Any] = {}
     outcome = environments.outcome
 
-    def keep(episode: Any, *rest: Any) -> Any:
-        traces.extend(episode.traces)
-        return outcome(episode, *rest)
+    def keep(episode: Any, turns: Any, place: int) -> Any:
+        (traces[place],) = episode.traces
+        return outcome(episode, turns, place)
 
     monkeypatch.setattr(environments, "outcome", keep)
     episodes = play(lambda text: "answer", args={"script": ["a", "b"]})
-    for trace, episode in zip(traces, episodes, strict=True):
-        (branch,), (rollout,) = trace.branches, episode.rollouts
+    assert len(traces) == len(episodes)
+    for place, episode in enumerate(episodes):
+        (branch,), (rollout,) = traces[place].branches, episode.rollouts
         assert branch.token_ids == rollout.token_ids.tolist()
         assert branch.sampled_mask == rollout.loss_mask.tolist()
         ours = rollout.inference_logprobs.nan_to_num(0.0).tolist()
