@@ -19,6 +19,7 @@ from prime_composer.backends.protocols import Limits, Rollout, Scorer, TeacherSc
 from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.local.batch import Batch, Sample
 from prime_composer.local.collect import (
+    Played,
     grade,
     pairs_of_step,
     play,
@@ -276,7 +277,9 @@ def sample_first_step(engine: Engine, recipe: Recipe) -> FirstStep:
     tasks = [problem for problem in problems if isinstance(problem, Task)]
     rollout, seed = recipe.rollout, recipe.trainer.seed
     rollouts = sample_rollouts(engine, rollout, own, seed, step=1) if own else []
-    played = play(engine, rollout, tasks, seed, step=1, first_index=len(own))
+    played = Played()
+    if tasks:
+        played = play(engine, rollout, tasks, seed, step=1, first_index=len(own))
     seconds = time.perf_counter() - start
     return FirstStep([*grade(engine.problems, rollouts, own), *played.samples], seconds)
 
