@@ -15,7 +15,6 @@ from prime_composer.problems.metrics import TITLES
 Series = list[tuple[int, float]]
 """(step, value) of each measurement of one run."""
 
-
 Text = Callable[[float | None], str]
 """Formats a value."""
 
@@ -246,15 +245,8 @@ def draw(results: Mapping[str, Any], output: Path) -> None:
             )
             axes.plot(steps, means, color=colors(index), label=variant)
             axes.fill_between(steps, lows, highs, color=colors(index), alpha=0.12, linewidth=0)
-        axes.set_title(quantity.title)
-        axes.set_xlabel("step")
-        axes.set_ylabel(quantity.unit)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    handles, labels = panels[0].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize="small")
-    figure.savefig(output, dpi=120)
+        label(axes, quantity, "step")
+    save(figure, panels[0], output)
 
 
 def draw_grid(
@@ -304,14 +296,23 @@ def draw_grid(
                 color=colors(index),
                 label="-".join(group),
             )
-        quantity = QUANTITIES[measure]
-        axes.set_title(quantity.title or quantity.column)
         axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 8 else 0)
-        axes.set_xlabel(axis)
-        axes.set_ylabel(quantity.unit)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    handles, labels = panels[0].get_legend_handles_labels()
-    if handles and len(groups) > 1:
+        label(axes, QUANTITIES[measure], axis)
+    save(figure, panels[0], output)
+
+
+def label(axes: Any, quantity: Quantity, x: str) -> None:
+    """Title a panel and its axes. They begin at 0."""
+    axes.set_title(quantity.title or quantity.column)
+    axes.set_xlabel(x)
+    axes.set_ylabel(quantity.unit)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+
+
+def save(figure: Any, first: Any, output: Path) -> None:
+    """Add the legend of the first panel, and write the figure."""
+    handles, labels = first.get_legend_handles_labels()
+    if handles:  # none in a grid of one axis, whose only line has no name
         figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize="small")
     figure.savefig(output, dpi=120)

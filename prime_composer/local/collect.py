@@ -43,15 +43,13 @@ def collect(
     seed, group_size = recipe.trainer.seed, recipe.rollout.group_size
     prompts_per_step = recipe.trainer.batch_size // group_size
     problems = problems_of_step(engine.problems.problem_set, prompts_per_step, seed, step)
-    own = [problem for problem in problems if not isinstance(problem, Task)]
-    rollouts = sample_rollouts(engine, recipe.rollout, own, seed, step) if own else []
-    tasks = [problem for problem in problems if isinstance(problem, Task)]
-    played = Played()
-    if tasks:
-        played = play(engine, recipe.rollout, tasks, seed, step, first_index=len(own))
+    sampled = sample_step(engine, recipe.rollout, problems, seed, step)
     clock.lap("sample")
-    budget = TimeBudget()
-    samples = [*grade(engine.problems, rollouts, own, budget), *played.samples]
+    budget, played = TimeBudget(), sampled.played
+    samples = [
+        *grade(engine.problems, sampled.rollouts, sampled.problems, budget),
+        *played.samples,
+    ]
     pairs: Sequence[Pair] = ()
     if "replay" in recipe.loss.needs:
         pairs = pairs_of_step(engine, recipe.replay, samples, seed, step)
@@ -98,6 +96,43 @@ class Played:
 
     samples: Sequence[Sample] = ()
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step sampled, before answers to problems are graded.
+
+    Attributes:
+        problems: what was asked, without the tasks of environments by id.
+        rollouts: the answers, ``prompt_index`` into ``problems``.
+        played: the rollouts of the tasks.
+    """
+
+    problems: Sequence[Problem]
+    rollouts: Sequence[Rollout]
+    played: Played
+
+
+def sample_step(
+    engine: Engine, config: RolloutConfig, problems: Sequence[Problem], seed: int, step: int
+) -> Sampled:
+    """Sample answers to problems, and play tasks of environments by id.
+
+    Args:
+        engine: the open models and environments.
+        config: how the student samples.
+        problems: problems and tasks.
+        seed: the run's.
+        step: from 1.
+
+    Raises:
+        EnvironmentFailed: as ``play``.
+    """
+    own = [problem for problem in problems if not isinstance(problem, Task)]
+    tasks = [problem for problem in problems if isinstance(problem, Task)]
+    rollouts = sample_rollouts(engine, config, own, seed, step) if own else []
+    played = play(engine, config, tasks, seed, step, len(own)) if tasks else Played()
+    return Sampled(own, rollouts, played)
 
 
 def play(

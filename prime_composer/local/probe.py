@@ -19,12 +19,10 @@ from prime_composer.backends.protocols import Limits, Rollout, Scorer, TeacherSc
 from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.local.batch import Batch, Sample
 from prime_composer.local.collect import (
-    Played,
     grade,
     pairs_of_step,
-    play,
     problems_of_step,
-    sample_rollouts,
+    sample_step,
 )
 from prime_composer.local.engine import BackendSpec, Engine, open_engine, student_spec
 from prime_composer.local.gradients import accumulate_gradients
@@ -60,7 +58,6 @@ from prime_composer.local.probe_teacher import (
     probe_teacher,
     read_tokenizer,
 )
-from prime_composer.local.tasks import Task
 from prime_composer.losses import setup_loss_fn
 from prime_composer.losses.shared.modifiers import resolve
 from prime_composer.problems.config import Problem
@@ -273,15 +270,10 @@ def sample_first_step(engine: Engine, recipe: Recipe) -> FirstStep:
     """Sample and grade rollouts, of the recipe's own problems and lengths."""
     problems = first_problems(engine, recipe)
     start = time.perf_counter()
-    own = [problem for problem in problems if not isinstance(problem, Task)]
-    tasks = [problem for problem in problems if isinstance(problem, Task)]
-    rollout, seed = recipe.rollout, recipe.trainer.seed
-    rollouts = sample_rollouts(engine, rollout, own, seed, step=1) if own else []
-    played = Played()
-    if tasks:
-        played = play(engine, rollout, tasks, seed, step=1, first_index=len(own))
+    sampled = sample_step(engine, recipe.rollout, problems, recipe.trainer.seed, step=1)
     seconds = time.perf_counter() - start
-    return FirstStep([*grade(engine.problems, rollouts, own), *played.samples], seconds)
+    graded = grade(engine.problems, sampled.rollouts, sampled.problems)
+    return FirstStep([*graded, *sampled.played.samples], seconds)
 
 
 def first_problems(engine: Engine, recipe: Recipe) -> list[Problem]:

@@ -7,9 +7,9 @@ Problems", 2021, https://arxiv.org/abs/2110.14168).
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, get_args, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 FINAL_MARK = "####"
 
@@ -28,7 +28,7 @@ PROBLEMS = "problems"
 """The environment's name where a recipe has a single ``[data]``."""
 
 
-def checked_weights(
+def _checked_weights(
     teacher: str | dict[str, float] | None,
 ) -> str | dict[str, float] | None:
     """Return an environment's ``teacher`` as it is.
@@ -41,6 +41,10 @@ def checked_weights(
     ):
         raise ValueError("a mixture is a table of name = weight, each weight above 0")
     return teacher
+
+
+TeacherWeights = Annotated[str | dict[str, float] | None, AfterValidator(_checked_weights)]
+"""Type of an environment's ``teacher``: a name, or a mixture ``name = weight``."""
 
 
 class DataConfig(BaseModel):
@@ -120,7 +124,7 @@ class DataConfig(BaseModel):
     ratio: float = Field(default=1.0, gt=0.0)
     """Share of the prompts, relative to the other ``[environments]``."""
 
-    teacher: str | dict[str, float] | None = None
+    teacher: TeacherWeights = None
     """With ``[teachers]``: the one that scores these problems' rollouts, or a table ``name =
     weight``, a mixture of several. Unset: all of them, by their own weights."""
 
@@ -136,13 +140,6 @@ class DataConfig(BaseModel):
                 f'answer_check is now called metric: write metric = "{table["answer_check"]}"'
             )
         return table
-
-    @field_validator("teacher")
-    @classmethod
-    def _check_weights(
-        cls, teacher: str | dict[str, float] | None
-    ) -> str | dict[str, float] | None:
-        return checked_weights(teacher)
 
     @field_validator("prompt_template")
     @classmethod

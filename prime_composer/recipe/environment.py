@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from prime_composer.problems.config import DataConfig, checked_weights
+from prime_composer.problems.config import DataConfig, TeacherWeights
 from prime_composer.recipe.carried import CARRIED
 from prime_composer.recipe.urls import without_passwords
 
@@ -59,7 +59,7 @@ class EnvironmentConfig(BaseModel):
     ratio: float = Field(default=1.0, gt=0.0, json_schema_extra=CARRIED)
     """Share of the prompts, relative to the other ``[environments]``."""
 
-    teacher: str | dict[str, float] | None = Field(default=None, json_schema_extra=CARRIED)
+    teacher: TeacherWeights = Field(default=None, json_schema_extra=CARRIED)
     """With ``[teachers]``: the one that scores its rollouts, or a table ``name = weight``, a
     mixture of several. Unset: all of them, by their own weights."""
 
@@ -84,13 +84,6 @@ class EnvironmentConfig(BaseModel):
         if "id" in args:
             raise ValueError("`id` is written beside args, not in it")
         return args
-
-    @field_validator("teacher")
-    @classmethod
-    def _check_weights(
-        cls, teacher: str | dict[str, float] | None
-    ) -> str | dict[str, float] | None:
-        return checked_weights(teacher)
 
     @model_validator(mode="after")
     def _check_use(self) -> "EnvironmentConfig":

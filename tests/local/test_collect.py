@@ -122,7 +122,11 @@ def test_collect_counts_answers_without_a_verdict(
     engine = SimpleNamespace(problems=tokenized, score=lambda samples: Scored(list(samples)))
     monkeypatch.setattr(tokenized_problems, "reward", judge)
     monkeypatch.setattr(
-        collecting, "sample_rollouts", lambda *args: [rollout(group) for group in range(6)]
+        collecting,
+        "sample_step",
+        lambda engine, config, asked, *rest: collecting.Sampled(
+            asked, [rollout(group) for group in range(6)], collecting.Played()
+        ),
     )
     collect: Any = collecting.collect
     _, metrics = getattr(collect, "__wrapped__", collect)(engine, recipe, 1, Clock())

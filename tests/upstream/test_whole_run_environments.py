@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.upstream import test_whole_run as whole_run
+from tests.upstream.test_export_upstream import BY_ID
 from tests.upstream.test_whole_run import TOP_K, K, other
 
 models = whole_run.models
@@ -23,15 +24,6 @@ NATIVE = {
     "head": {"env": {"agent": {"harness": HARNESS}}},
 }
 """The environment's own harness, in the place of prime-rl's, which needs PyPI at run time."""
-
-RUNS = [
-    ("v0.6", "v0"),
-    ("v0.7", "v0"),
-    ("v0.7", "v1"),
-    ("v0.8", "v0"),
-    ("v0.8", "v1"),
-    ("head", "v1"),
-]
 
 
 def environment(api):
@@ -80,7 +72,7 @@ def sampled_places(tokens, requests):
 
 
 @other
-@pytest.mark.parametrize("version,api", RUNS)
+@pytest.mark.parametrize("version,api", BY_ID)
 def test_whole_run_trains_on_environments_by_id(trees, models, tmp_path, version, api):
     """Only the student's own tokens train, in every turn; their divergence is float64's."""
     table = environment(api)
