@@ -1,6 +1,7 @@
-"""Compare the finished runs of a study: numbers, a Markdown table and a figure."""
+"""Compare the finished runs of a study: numbers, a Markdown table and the figures."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,15 @@ Series = list[tuple[int, float]]
 Text = Callable[[float | None], str]
 """Formats a value."""
 
+SELF_BLEU = "self_bleu"
+"""Metric of answers to one problem: 1 where all are the same."""
+
 
 def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
-    """Write results.json, table.md and study.png beside the runs, and print the table."""
+    """Write results.json, table.md and study.png beside the runs, and print the table.
+
+    Where the runs sampled at temperatures, diversity.png has the scores against Self-BLEU.
+    """
     folder = runs[0].run_dir.parent
     results = compare(study, runs)
     numbers, figure, markdown = folder / "results.json", folder / "study.png", folder / "table.md"
@@ -31,7 +38,12 @@ def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
         draw_grid(results, list(study.combinations), list(study.grid)[-1], figure)
     else:
         draw(results, figure)
-    print(f"\n{table}\nfigure: {figure}\nnumbers: {numbers}, {markdown}")
+    figures = [str(figure)]
+    if any(result["temperatures"] for result in results["variants"].values()):
+        diversity = folder / "diversity.png"
+        draw_diversity(results, list(study.combinations), diversity)
+        figures.append(str(diversity))
+    print(f"\n{table}\nfigures: {', '.join(figures)}\nnumbers: {numbers}, {markdown}")
 
 
 def in_short(run: Run) -> str:
@@ -60,6 +72,21 @@ def measured(run: Run) -> dict[str, Series]:
     }
 
 
+def sampled(run: Run) -> dict[str, dict[str, float]]:
+    """Read what the run's last evaluation measured at each temperature.
+
+    Returns:
+        Temperature, as in the names of metrics.jsonl -> name of the score, or "self_bleu" -> value.
+    """
+    values: dict[str, dict[str, float]] = {}
+    last = [record for record in read_metrics(run.run_dir) if "eval/truncated" in record][-1]
+    for key, value in last.items():
+        found = re.fullmatch(r"eval/(\w+)/T=(.+)", key)
+        if found and found[1] in (*SCORES, SELF_BLEU):
+            values.setdefault(found[2], {})[found[1]] = value
+    return values
+
+
 def compare(study: StudyConfig, runs: Sequence[Run]) -> dict[str, Any]:
     """Return the contents of ``results.json``: the series of finished runs, and over the seeds."""
     variants = {}
@@ -67,6 +94,7 @@ def compare(study: StudyConfig, runs: Sequence[Run]) -> dict[str, Any]:
         repeats = [run for run in runs if run.variant == variant]
         finished = [run for run in repeats if is_finished(run)]
         by_seed = {str(run.seed): measured(run) for run in finished}
+        by_temperature = [sampled(run) for run in finished]
         start_of_run = read_metrics(finished[0].run_dir)[0] if finished else {}
         variants[variant] = {
             "overrides": list(items),
@@ -81,6 +109,13 @@ def compare(study: StudyConfig, runs: Sequence[Run]) -> dict[str, Any]:
             "over_seeds": {
                 name: list(over_seeds([series[name] for series in by_seed.values()]))
                 for name in QUANTITIES
+            },
+            "temperatures": {
+                temperature: {
+                    name: sum(one[temperature][name] for one in by_temperature) / len(finished)
+                    for name in names
+                }
+                for temperature, names in (by_temperature[0] if finished else {}).items()
             },
         }
     return {"base": str(study.base), "overrides": list(study.overrides), "variants": variants}
@@ -298,6 +333,49 @@ def draw_grid(
             )
         axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 8 else 0)
         label(axes, QUANTITIES[measure], axis)
+    save(figure, panels[0], output)
+
+
+def draw_diversity(
+    results: Mapping[str, Any], combinations: Sequence[tuple[str, ...]], output: Path
+) -> None:
+    """Draw the score of sampled answers against their Self-BLEU: a point per temperature.
+
+    A line is a variant. In a grid, each combination of all axes but the last has a panel of its
+    own, and a line is a name of the last axis. Means over the seeds.
+
+    Args:
+        results: what ``compare`` returns.
+        combinations: names of each variant, one per axis.
+        output: the figure's file.
+    """
+    figure = new_figure(15, 5)
+    from matplotlib import colormaps
+
+    names = list(dict.fromkeys(one[-1] for one in combinations))
+    groups = list(dict.fromkeys(one[:-1] for one in combinations))
+    colors = colormaps["tab10" if len(names) <= 10 else "tab20"]
+    panels = figure.subplots(1, len(groups), squeeze=False, sharex=True, sharey=True)[0]
+    for axes, group in zip(panels, groups, strict=True):
+        for index, name in enumerate(names):
+            points = results["variants"]["-".join((*group, name))]["temperatures"]
+            for metric in SCORES:
+                ordered = sorted(
+                    (float(temperature), values[SELF_BLEU], values[metric])
+                    for temperature, values in points.items()
+                    if metric in values
+                )
+                if not ordered:
+                    continue
+                temperatures, repeated, scores = zip(*ordered, strict=True)
+                axes.plot(repeated, scores, "o-", markersize=4, color=colors(index), label=name)
+                for place in (0, -1):
+                    text = f"T = {temperatures[place]:g}"
+                    axes.annotate(text, (repeated[place], scores[place]), fontsize=6)
+                axes.set_ylabel(f"{TITLES[metric]}, share")
+        axes.set_title("-".join(group))
+        axes.set_xlabel("Self-BLEU, 1: all answers to a problem are the same")
+        axes.grid(alpha=0.3)
     save(figure, panels[0], output)
 
 

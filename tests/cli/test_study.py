@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from prime_composer.cli import study as study_module
+from prime_composer.cli import study_report
 from prime_composer.cli.commands import main
 from prime_composer.cli.formatting import percent
 from prime_composer.cli.study_file import load_study
@@ -311,6 +312,53 @@ def test_a_stopped_or_diverged_study_compares_the_rest(
     printed = capsys.readouterr()
     assert text in printed.out + printed.err
     assert "| tail | 0 of 1 |\n" in (folder / "table.md").read_text()
+
+
+def test_sampled_answers_are_compared_at_each_temperature(
+    study_file: WriteStudy, tmp_path: Path, in_one_process: None
+) -> None:
+    """Means over the seeds of the last evaluation, and a figure of their own."""
+    overrides = [
+        'data={source = "generated", kind = "summary", metric = "rouge2", size = 60}',
+        "trainer.steps=1",
+        "eval.temperatures=[0.3, 0.9]",
+        "eval.samples=2",
+    ]
+    assert main(["study", str(study_file(overrides=overrides))]) == 0
+    folder = tmp_path / "outputs" / "compared"
+    results = json.loads((folder / "results.json").read_text())
+    last = [records_of(folder / f"tail-seed{seed}")[-1] for seed in (0, 1)]
+    assert results["variants"]["tail"]["temperatures"] == {
+        temperature: {
+            name: pytest.approx(sum(r[f"eval/{name}/T={temperature}"] for r in last) / 2)
+            for name in ("rouge2", "self_bleu")
+        }
+        for temperature in ("0.3", "0.9")
+    }
+    assert (folder / "diversity.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_diversity_has_a_panel_for_each_first_name_and_a_line_for_each_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Points go from the lowest temperature to the highest; a variant without runs has none."""
+    figures: list[Any] = []
+    monkeypatch.setattr(study_report, "save", lambda figure, *rest: figures.append(figure))
+    measured = {
+        "0.5": {"rouge2": 0.3, "self_bleu": 0.8},
+        "10": {"rouge2": 0.1, "self_bleu": 0.2},
+        "2": {"rouge2": 0.2, "self_bleu": 0.5},
+    }
+    variants = {name: {"temperatures": {}} for name in ("0-jsd", "0-kl", "1-jsd")}
+    combinations = [("0", "jsd"), ("0", "kl"), ("1", "jsd"), ("1", "kl")]
+    study_report.draw_diversity(
+        {"variants": {**variants, "1-kl": {"temperatures": measured}}}, combinations, tmp_path
+    )
+    first, second = figures[0].axes
+    assert (first.get_title(), first.lines[:]) == ("0", [])
+    (line,) = second.lines
+    assert (second.get_title(), line.get_label()) == ("1", "kl")
+    assert [list(values) for values in line.get_data()] == [[0.8, 0.5, 0.2], [0.3, 0.2, 0.1]]
 
 
 def test_table_has_mean_and_range_and_skips_missing_values() -> None:
