@@ -14,6 +14,7 @@ from prime_composer.two_heads import (
     ReverseKL,
     Terms,
     TwoHeads,
+    adaptive_kl,
     compare,
     forward_kl,
     generalized_jsd,
@@ -110,6 +111,28 @@ def plain_taid(two, t, form):
     return kl if form == "kl" else kl - (log_r.exp() * log_r).sum(-1)
 
 
+def plain_top_gap(two, mass):
+    """Return the share of sum |q - p| on the teacher's top ids, id by id in their order."""
+    log_p, log_q = log_outcomes(two)
+    p, q = log_p.detach().exp(), log_q.exp()
+    common, shares = min(side.size for side in two.sides), []
+    for masses, gaps in zip(q.tolist(), (q - p).abs().tolist(), strict=True):
+        first, *others = sorted(range(common), key=lambda v: -masses[v])
+        top, cumulated = [first], masses[first]
+        for v in others:
+            cumulated += masses[v]
+            if cumulated > mass:
+                break
+            top.append(v)
+        shares.append(sum(gaps[v] for v in top) / sum(gaps))
+    return torch.tensor(shares, dtype=torch.float64)
+
+
+def plain_adaptive(two, mass):
+    weight = plain_top_gap(two, mass)
+    return weight * plain_forward(two) + (1 - weight) * plain_reverse(two)
+
+
 OBJECTIVES = {
     "reverse": (reverse_kl, plain_reverse),
     "forward": (forward_kl, plain_forward),
@@ -126,6 +149,13 @@ OBJECTIVES = {
             lambda two, t=t, form=form: plain_taid(two, t, form),
         )
         for t, form in ((0.4, "cross_entropy"), (0.9, "kl"), (0.0, "kl"), (1.0, "cross_entropy"))
+    },
+    **{
+        f"adaptive {mass}": (
+            lambda two, mass=mass: adaptive_kl(two, mass),
+            lambda two, mass=mass: plain_adaptive(two, mass),
+        )
+        for mass in (1e-9, 0.3, 0.5, 0.95, 1 - 1e-9)
     },
 }
 
@@ -186,6 +216,7 @@ def test_blocks_change_no_number(chunk, token_block):
         "interpolation": 0.3,
         "divergence": GeneralizedJSD(),
         "parameters": (0.2,),
+        "top_mass": 0.6,
         "token_ids": ids,
     }
     results = compare(two, **asked, chunk=chunk, token_block=token_block)
@@ -196,6 +227,7 @@ def test_blocks_change_no_number(chunk, token_block):
         plain_jsd(two, 0.2),
         whole_logits(two.student, 1.0).log_softmax(-1).gather(1, ids),
         whole_logits(two.teachers[0], 1.0).log_softmax(-1).gather(1, ids),
+        plain_top_gap(two, 0.6),
     )
     for result, wanted in zip(results, expected, strict=True):
         torch.testing.assert_close(result, wanted.to(result), rtol=0, atol=1e-12)
@@ -370,13 +402,17 @@ def test_masked_rows_change_nothing(garbage):
     base = heads(logits(0), logits(1), logits(2, d=2), teacher_weights=shares)
     beta = torch.full((N,), 0.3, dtype=torch.float64)
     ids = torch.full((N, 1), 4)
-    asked = {"reverse": True, "forward": True, "divergence": GeneralizedJSD(), "token_ids": ids}
+    asked = {
+        "reverse": True, "forward": True, "divergence": GeneralizedJSD(), "top_mass": 0.5,
+        "token_ids": ids,
+    }  # fmt: skip
 
     def spoiled(x):
         return x.detach().masked_fill(~(mask if x.dim() == 1 else mask[:, None]), garbage)
 
     def total(results):
-        return results.reverse_kl + results.forward_kl + results.divergence + results[4][:, 0]
+        kls = results.reverse_kl + results.top_gap * results.forward_kl
+        return kls + results.divergence + results.student_logprobs[:, 0]
 
     dirty_leaf = spoiled(base.student.hidden).requires_grad_()
     dirty = TwoHeads(
@@ -402,8 +438,9 @@ def test_no_row_gives_a_zero_gradient(masked):
     two = heads(logits(0, n=4), logits(1, n=4)).masked(torch.zeros(4, dtype=torch.bool))
     if not masked:
         two = heads(logits(0, n=0), logits(1, n=0))
-    result = compare(two, reverse=True, forward=True, divergence=ReverseKL())
-    (result.reverse_kl + result.forward_kl + result.divergence).sum().backward()
+    result = compare(two, reverse=True, forward=True, divergence=ReverseKL(), top_mass=0.5)
+    gated = result.top_gap * result.forward_kl
+    (result.reverse_kl + gated + result.divergence).sum().backward()
     assert all(not leaf.grad.any() for leaf in leaves(two))
 
 
@@ -517,8 +554,9 @@ def test_only_the_wanted_gradients_are_computed():
 
 def test_the_teacher_gets_no_gradient():
     two = heads()
-    result = compare(two, forward=True, token_ids=torch.zeros(N, 1).long())
+    result = compare(two, forward=True, top_mass=0.5, token_ids=torch.zeros(N, 1).long())
     assert not result.target_entropy.requires_grad and not result.teacher_logprobs.requires_grad
+    assert not result.top_gap.requires_grad
     compare(two, reverse=True, forward=True, divergence=GeneralizedJSD(), parameters=(0.5,))[
         0
     ].sum().backward()
@@ -534,6 +572,88 @@ def test_the_logits_of_a_batch_never_exist_at_once():
         )  # fmt: skip
         torch.autograd.grad(results.reverse_kl.sum() + results.divergence.sum(), leaves(two))
     assert watch.largest <= 500  # the weight's gradient, against 16,000 logits
+
+
+def top_gap_of(q: list[float], p: list[float], mass: float, dtype=torch.float64, **sizes) -> float:
+    """Return the share of a row with these masses. Its logits are the same in any block."""
+    one = torch.ones(1, 1, dtype=dtype)
+    student, teacher = (
+        Logits(one, one.new_tensor([[math.log(x) if x else -900.0] for x in masses]))
+        for masses in (p, q)
+    )
+    return compare(TwoHeads(student, (teacher,)), top_mass=mass, **sizes).top_gap.item()
+
+
+HALVES = [1 / 16] * 3 + [1 / 4] + [1 / 16] * 3 + [1 / 4] + [1 / 16] * 2
+TIES = {
+    "some of equal ids": ([1 / 8] * 8, 0.45, [0, 1, 2]),
+    "one of equal ids": ([1 / 8] * 8, 0.2, [0]),
+    "the first of equal ids, though too large": ([1 / 8] * 8, 0.1, [0]),
+    "the first, though too large": ([0.2, 0.7, 0.1], 0.5, [1]),
+    "the first, and no smaller one that would fit": ([0.2, 0.5, 0.3], 0.75, [1]),
+    "equal ids below larger ones": (HALVES, 0.8, [3, 7, 0, 1, 2, 4]),
+    "no equal id below larger ones": (HALVES, 0.55, [3, 7]),
+    "one of the two largest": (HALVES, 0.3, [3]),
+    "ids of mass 0": ([0.6, 0.4 - 3e-7, 1e-7, 2e-7, 0.0, 0.0], 1 - 1e-7, [0, 1, 3]),
+    "all mass on one id": ([0.0, 1.0, 0.0], 0.5, [1]),
+}
+
+
+@pytest.mark.parametrize("block", [1, 3, 100])
+@pytest.mark.parametrize("case", TIES)
+def test_top_ids_are_a_beginning_of_the_sorted_ones(case, block):
+    """Equal ids have the order of their numbers, over the borders of chunks too."""
+    q, mass, top = TIES[case]
+    g = torch.Generator().manual_seed(0)
+    p = torch.rand(len(q), generator=g, dtype=torch.float64).add(0.1).tolist()
+    p = [x / sum(p) for x in p]
+    gaps = [abs(a - b) for a, b in zip(q, p, strict=True)]
+    expected = sum(gaps[v] for v in top) / sum(gaps)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        if dtype is torch.float32 and "mass 0" in case:
+            continue  # a cumulated mass of 1 - 1e-7 is within float32's rounding
+        share = top_gap_of(q, p, mass, dtype, chunk=block)
+        assert share == pytest.approx(expected, abs=tolerance)
+
+
+def test_all_ids_are_top_where_the_bucket_has_the_rest():
+    """Ids whose mass underflows too. The bucket's own difference stays outside."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    student = Logits(one, torch.tensor([[0.3], [0.2], [0.5]]).double().log())
+    teacher = Logits(
+        one, torch.tensor([[math.log(0.4)], [-800.0], [-900.0], [math.log(0.6)]]).double()
+    )
+    share = compare(TwoHeads(student, (teacher,)), top_mass=0.5).top_gap.item()
+    assert share == pytest.approx((0.1 + 0.2 + 0.5) / (0.1 + 0.2 + 0.5 + 0.6), abs=1e-6)
+
+
+def test_adaptive_kl_in_float32_is_that_of_float64():
+    """A flat teacher of 20,000 ids, whose top has thousands of them."""
+    two = heads(logits(0, v=20_000, dtype=torch.float32), logits(1, v=20_000, dtype=torch.float32))
+    exact = heads(
+        *(
+            Logits(side.hidden.detach().double(), side.weight.detach().double())
+            for side in two.sides
+        )
+    )
+    torch.testing.assert_close(
+        adaptive_kl(two, 0.5).double(), plain_adaptive(exact, 0.5), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_memory_of_the_top_ids_does_not_grow_with_the_vocabulary():
+    n = 32
+    for v in (2_000, 8_000):
+        two = heads(*(logits(seed, n=n, d=1, v=v, dtype=torch.float32) for seed in (0, 1)))
+        with LargestTensor() as watch:
+            value = compare(two, forward=True, top_mass=0.5, chunk=500, token_block=8)
+            value.top_gap.sum()
+        assert watch.largest == n * 256  # the masses of one digit, against 256,000 logits
+
+
+def test_adaptive_kl_refuses_a_mass_outside_its_range():
+    with pytest.raises(ValueError, match="head_mass = 1.0 .* between 0 and 1"):
+        adaptive_kl(heads(), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -589,6 +709,7 @@ def test_rows_of_one_teacher_are_those_of_that_teacher_alone():
 
     def results(two):
         options = {"divergence": GeneralizedJSD(), "parameters": [beta], "token_ids": ids}
+        options["top_mass"] = 0.4
         return compare(two, reverse=True, forward=True, interpolation=0.3, **options)
 
     expected = zip(results(one), results(other), strict=True)

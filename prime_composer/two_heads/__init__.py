@@ -20,6 +20,9 @@ target, c = b for a KL and c = (1 - t) a + t b for TAID (where r has no gradient
 All other objectives of a distribution per token go through f. One whose f contains another sum over
 the vocabulary takes that sum as a parameter per token, from a call before, with its gradient.
 
+What needs the teacher's vocabulary in order, the weight of ``adaptive_kl``, finds the last of its
+top ids instead, in passes over the teacher's head (``top_mass``). AKL takes 12 products.
+
 Only the student has a gradient. Left out: heads in shards, and second derivatives.
 
 What "exact" means. Half-precision products are summed in float32, and the logits stay float32. This
@@ -31,6 +34,7 @@ student. Sums over chunks have float64.
 
 from prime_composer.two_heads.compare import (
     Comparison,
+    adaptive_kl,
     compare,
     forward_kl,
     generalized_jsd,
@@ -55,6 +59,7 @@ __all__ = [
     "ReverseKL",
     "Terms",
     "TwoHeads",
+    "adaptive_kl",
     "compare",
     "forward_kl",
     "generalized_jsd",

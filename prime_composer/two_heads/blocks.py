@@ -25,6 +25,7 @@ class Plan:
     forward: bool
     interpolation: Tensor | None
     divergence: Divergence | None
+    top_mass: float | None
     token_ids: Tensor
     chunk: int
     token_block: int

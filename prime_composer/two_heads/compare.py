@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from prime_composer.divergences import refuse_head_mass
 from prime_composer.lm_head import accumulation_dtype
 from prime_composer.two_heads.blocks import BLOCKS, Plan
 from prime_composer.two_heads.divergence import Divergence, GeneralizedJSD
@@ -25,6 +26,7 @@ class Comparison(NamedTuple):
         divergence: the sum of the divergence's terms, [n].
         student_logprobs: log p at ``token_ids``, [n, m], with the gradient.
         teacher_logprobs: log q at ``token_ids``, [n, m].
+        top_gap: share of sum |q - p| on the teacher's top ids, [n], without a gradient.
     """
 
     reverse_kl: Float[Tensor, " n"] | None
@@ -33,6 +35,7 @@ class Comparison(NamedTuple):
     divergence: Float[Tensor, " n"] | None
     student_logprobs: Float[Tensor, "n m"] | None
     teacher_logprobs: Float[Tensor, "n m"] | None
+    top_gap: Float[Tensor, " n"] | None
 
 
 def compare(
@@ -43,14 +46,16 @@ def compare(
     interpolation: float | Float[Tensor, " n"] = 1.0,
     divergence: Divergence | None = None,
     parameters: Sequence[float | Float[Tensor, " n"]] = (),
+    top_mass: float | None = None,
     token_ids: Int[Tensor, "n m"] | None = None,
     chunk: int | None = None,
     token_block: int | None = None,
 ) -> Comparison:
     """Return divergences and log-probs of chosen ids, all from the same passes.
 
-    Matrix products: two in the first pass, two for ``divergence``, four in the backward. Each of a
-    mixture's teachers counts like one teacher, and takes one more before them to be normalized.
+    Matrix products: two in the first pass, two for ``divergence``, six for ``top_mass`` (ten in
+    float64), four in the backward. Each of a mixture's teachers counts like one teacher, and takes
+    one more before them to be normalized.
 
     Args:
         heads: student and teachers.
@@ -59,6 +64,8 @@ def compare(
         interpolation: t of TAID's target r = softmax((1 - t) sg a + t b). 1 is the teacher.
         divergence: any other sum over the vocabulary.
         parameters: its parameters, numbers or one per row. A gradient goes to those that need one.
+        top_mass: return ``top_gap``, where the top has the teacher's most probable ids up to this
+            mass (see ``adaptive_kl``).
         token_ids: ids whose log-probs are returned, [n, m].
         chunk: vocabulary entries per chunk. Like ``token_block``, it changes speed and memory only.
         token_block: rows per block. Both default to what fits the device's caches.
@@ -79,6 +86,7 @@ def compare(
                 interpolation=_at(interpolation, index),
                 divergence=divergence,
                 parameters=[_at(value, index) for value in parameters],
+                top_mass=top_mass,
                 token_ids=None if token_ids is None else token_ids[index],
                 chunk=chunk,
                 token_block=token_block,
@@ -114,6 +122,7 @@ def compare(
         forward=forward,
         interpolation=t,
         divergence=divergence,
+        top_mass=top_mass,
         token_ids=selected,
         chunk=chunk or default_chunk,
         token_block=token_block or default_block,
@@ -126,10 +135,10 @@ def compare(
             else result.new_zeros((size, *result.shape[1:])).index_copy(0, index, result)
             for result in results
         ]
-    reverse_kl, forward_kl, entropy, value, student_logprobs, teacher_logprobs = results
+    comparison = Comparison(*results)
     if token_ids is None:
-        student_logprobs = teacher_logprobs = None
-    return Comparison(reverse_kl, forward_kl, entropy, value, student_logprobs, teacher_logprobs)
+        return comparison._replace(student_logprobs=None, teacher_logprobs=None)
+    return comparison
 
 
 def _rows_by_teachers(heads: TwoHeads) -> list[tuple[tuple[int, ...], Tensor]]:
@@ -228,3 +237,18 @@ def taid(
     result = compare(heads, forward=True, interpolation=t)
     assert result.forward_kl is not None and result.target_entropy is not None
     return result.forward_kl + (result.target_entropy if form == "cross_entropy" else 0)
+
+
+def adaptive_kl(heads: TwoHeads, head_mass: float) -> Float[Tensor, " n"]:
+    """Return AKL per row, as ``divergences.adaptive_kl`` with all of V.
+
+    The bucket of padding ids never belongs to the teacher's head, like a tail bucket.
+
+    Raises:
+        ValueError: head_mass outside (0, 1).
+    """
+    refuse_head_mass(head_mass)
+    result = compare(heads, reverse=True, forward=True, top_mass=head_mass)
+    weight = result.top_gap
+    assert result.reverse_kl is not None and result.forward_kl is not None and weight is not None
+    return weight * result.forward_kl + (1 - weight) * result.reverse_kl

@@ -21,6 +21,7 @@ from prime_composer.two_heads.blocks import (
     centered_in_place,
 )
 from prime_composer.two_heads.divergence import Divergence, ForwardKL, ReverseKL, term_gradients
+from prime_composer.two_heads.top_mass import LogProbs, top_gap
 
 LOG_BUCKET_FLOOR = math.log(-MAX_LOG_MASS)
 """Least log-mass of the bucket of padding ids, that of the tail bucket in ``divergences``."""
@@ -88,7 +89,7 @@ class CompareHeads(torch.autograd.Function):
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, *parameters, *rows)
-        ctx.mark_non_differentiable(*(results[i] for i in (2, 5) if results[i] is not None))
+        ctx.mark_non_differentiable(*(results[i] for i in (2, 5, 6) if results[i] is not None))
         return results
 
     # The decorator's stub makes ``ctx`` positional.
@@ -100,7 +101,7 @@ class CompareHeads(torch.autograd.Function):
         hidden, weight, bias, *rest = ctx.saved_tensors
         parameters, rows = rest[: -len(_Rows._fields)], _Rows(*rest[-len(_Rows._fields) :])
         student = Side(replace(plan.heads.student, hidden=hidden, weight=weight, bias=bias), plan)
-        reverse, forward, _, value, selected, _ = grads
+        reverse, forward, _, value, selected, _, _ = grads
         with torch.autocast(hidden.device.type, enabled=False):
             return None, *_backward(
                 plan,
@@ -126,23 +127,20 @@ def _forward(
         forward, entropy, log_target_all = _forward_to_target(plan, sums, outcomes)
     p_log, q_log = outcomes.log_p_all - sums.p.highest, outcomes.log_q_all - sums.q.highest
     generic = _Sums(zeros, zeros)
+    log_probs = LogProbs(plan, student, teachers, (sums.p.highest, p_log), (sums.q.highest, q_log))
     if plan.divergence is not None:
         generic = _Sums(torch.zeros_like(zeros), torch.zeros_like(zeros))
-        p_highest, p_column, q_highest, q_column, *columns = (
-            plan.column(x) for x in (sums.p.highest, p_log, sums.q.highest, q_log, *parameters)
-        )
-        for start, stop in plan.chunks(0, plan.common):
-            chunk, teacher_chunks = student.chunk(start, stop), teachers.chunks(start, stop)
-            for rows in plan.row_blocks():
-                log_p = student.logits(rows, chunk, start)
-                log_p.sub_(p_highest[rows]).sub_(p_column[rows])
-                log_q = teachers.logits(rows, teacher_chunks, start)
-                log_q.sub_(q_highest[rows]).sub_(q_column[rows])
-                value, slope = plan.divergence.sums(log_p, log_q, *(x[rows] for x in columns))
-                generic.value[rows] += value
-                generic.slope[rows] += slope
+        columns = [plan.column(x) for x in parameters]
+        for rows, log_p, log_q in log_probs.of_both():
+            value, slope = plan.divergence.sums(log_p, log_q, *(x[rows] for x in columns))
+            generic.value[rows] += value
+            generic.slope[rows] += slope
         if outcomes.bucket is not None:
             generic.add_bucket(plan.divergence, *outcomes.bucket, parameters)
+    share = None
+    if plan.top_mass is not None:
+        bucket = None if outcomes.bucket is None else outcomes.bucket[:2]
+        share = top_gap(log_probs, plan.top_mass, bucket).to(plan.dtype)
     results = (
         reverse.value.to(plan.dtype) if plan.reverse else None,
         forward.value.to(plan.dtype) if plan.forward else None,
@@ -151,6 +149,7 @@ def _forward(
         # One by one: at large logits the sum of maximum and log would round.
         sums.selected_p - plan.column(sums.p.highest) - plan.column(p_log),
         sums.selected_q - plan.column(sums.q.highest) - plan.column(q_log),
+        share,
     )
     log_p_bucket, log_q_bucket, _ = outcomes.bucket or (zeros, zeros, zeros)
     return results, _Rows(

@@ -4,7 +4,8 @@
 
 One step is the divergence of 256 tokens at vocabulary 151,936 and its gradients for the student's
 hidden states (width 1,024) and head. ``chunked`` is prime_composer.two_heads. ``products`` are its
-matrix products alone, in the same blocks: six for a KL or TAID, eight for the JSD. ``plain`` is the
+matrix products alone, in the same blocks: six for a KL or TAID, eight for the JSD, twelve for
+adaptive KL, four of them with the teacher's head alone. ``plain`` is the
 formula on log-softmaxes of [tokens, vocabulary], with autograd.
 
 ``chunked`` and ``products`` take turns in one process and ``plain`` in another one, so that other
@@ -25,8 +26,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-OBJECTIVES = ("reverse_kl", "forward_kl", "taid", "generalized_jsd")
-BETA, T = 0.5, 0.4
+from prime_composer.divergences import adaptive_kl
+
+OBJECTIVES = ("reverse_kl", "forward_kl", "taid", "generalized_jsd", "adaptive_kl")
+BETA, T, TOP_MASS = 0.5, 0.4, 0.5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -62,6 +65,9 @@ class Step:
             value = compare(
                 heads, divergence=GeneralizedJSD(), parameters=(BETA,), **sizes
             ).divergence
+        elif self.objective == "adaptive_kl":
+            both = compare(heads, reverse=True, forward=True, top_mass=TOP_MASS, **sizes)
+            value = torch.lerp(both.reverse_kl, both.forward_kl, both.top_gap)
         else:
             t = T if self.objective == "taid" else 1.0
             value = compare(heads, forward=True, interpolation=t, **sizes).forward_kl
@@ -69,7 +75,8 @@ class Step:
 
     @torch.no_grad()
     def products(self) -> None:
-        passes = 2 if self.objective == "generalized_jsd" else 1
+        passes = 2 if self.objective in ("generalized_jsd", "adaptive_kl") else 1
+        of_teacher = 4 if self.objective == "adaptive_kl" else 0
         grad_hidden = torch.zeros_like(self.hidden, dtype=torch.float32)
         grad_weight = torch.empty_like(self.weight)
         tokens, vocab = self.hidden.shape[0], self.weight.shape[0]
@@ -81,7 +88,8 @@ class Step:
                 for i in range(0, tokens, self.block):
                     h, grad_h = (x[i : i + self.block] for x in (self.hidden, grad_hidden))
                     z = h @ w.T
-                    self.teacher_hidden[i : i + self.block] @ teacher_w.T
+                    for _ in range(1 + (of_teacher if backward else 0)):
+                        self.teacher_hidden[i : i + self.block] @ teacher_w.T
                     if backward and h.dtype == torch.float32:
                         grad_h.addmm_(z, w)
                         torch.addmm(part, z.T, h, beta=float(i > 0), out=part)
@@ -100,6 +108,8 @@ class Step:
         elif self.objective == "taid":
             target = torch.log_softmax((1 - T) * p.detach() + T * q, dim=-1)
             value = (target.exp() * (target - p)).sum(-1)
+        elif self.objective == "adaptive_kl":
+            value = adaptive_kl(p, q, head_mass=TOP_MASS, normalization="full")
         else:
             m = torch.log(BETA * q.exp() + (1 - BETA) * p.exp())
             value = (BETA * q.exp() * (q - m) + (1 - BETA) * p.exp() * (p - m)).sum(-1)

@@ -179,22 +179,24 @@ def test_half_precision_head_rounds_each_logit(student: torch.nn.Module) -> None
     assert TeacherHead(weight.float()).over(samples[0].scores.hidden[0].states).rounded_to is None
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("topk_reverse_kl", "topk_reverse_kl/kl"), ("adaptive_kl", "adaptive_kl/divergence")],
+)
 def test_run_by_hidden_states_equals_a_run_on_all_ids(
-    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, key: str
 ) -> None:
     """The same losses, step by step, as by log-probs of every id."""
-    table = tiny_recipe(**FULL)
+    table = tiny_recipe(**FULL, loss__type=name)
     run(table, tmp_path / "states")
     config = type(parse_recipe(table).loss)
     monkeypatch.setattr(config, "whole_by_heads", False)
     run(table, tmp_path / "ids")
     states, ids = (read_metrics(tmp_path / name) for name in ("states", "ids"))
-    key = "topk_reverse_kl/kl"
     assert [row[key] for row in states if key in row] == pytest.approx(
         [row[key] for row in ids if key in row], rel=1e-4
     )
-    assert "topk_reverse_kl/student_mass" in ids[-1]
-    assert "topk_reverse_kl/student_mass" not in states[-1]
+    assert f"{name}/student_mass" in ids[-1] and f"{name}/student_mass" not in states[-1]
 
 
 def test_mixture_by_hidden_states_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:

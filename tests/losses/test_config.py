@@ -97,7 +97,7 @@ def test_require_says_who_does_not_provide_it_and_the_remedy():
         ({"type": "sampled_reverse_kl"}, True, None, 0),
         ({"type": "topk_reverse_kl", "k": 4}, True, SupportRequest(4), 4),
         ({"type": "topk_reverse_kl", "k": "full"}, True, None, 0),
-        ({"type": "adaptive_kl", "k": "full"}, True, SupportRequest("full"), "full"),
+        ({"type": "adaptive_kl", "k": "full"}, True, None, 0),
         (
             {"type": "self_distillation", "k": 4, "chosen_by": "student"},
             True,

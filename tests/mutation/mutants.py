@@ -16,6 +16,8 @@ TESTS = {
     "divergences/alpha_beta.py": ["tests/test_divergences_recent.py"],
     "divergences/skewed.py": ["tests/test_divergences_recent.py"],
     "divergences/adaptive.py": ["tests/test_divergences_recent.py"],
+    "two_heads/compare.py": ["tests/test_two_heads.py"],
+    "two_heads/top_mass.py": ["tests/test_two_heads.py"],
     "contract.py": ["tests/test_contract.py"],
     "losses/shared/reductions.py": [
         LOSSES + "test_support_losses.py", LOSSES + "test_preferences.py"
@@ -626,6 +628,25 @@ MUTANTS: dict[str, Mutant] = {
     "temperature of the heads left out": mutant(
         "losses/shared/whole_vocabulary.py", "whole_vocabulary",
         ("heads.temperature * config.temperature", "heads.temperature"),
+    ),
+    "adaptive over two heads weighs the other KL": mutant(
+        "two_heads/compare.py", "adaptive_kl",
+        ("weight * result.forward_kl + (1 - weight) * result.reverse_kl",
+         "weight * result.reverse_kl + (1 - weight) * result.forward_kl"),
+    ),
+    "top ids may be none": mutant(
+        "two_heads/top_mass.py", "_critical", ("count.clamp(min=1)", "count")
+    ),
+    "top ids have all equal ones": mutant(
+        "two_heads/top_mass.py", "top_gap",
+        ("at_limit & (place <= count[rows].unsqueeze(1))", "at_limit"),
+    ),
+    "top ids counted from zero in each chunk": mutant(
+        "two_heads/top_mass.py", "top_gap",
+        ("at_limit.cumsum(1) + seen[rows].unsqueeze(1)", "at_limit.cumsum(1)"),
+    ),
+    "top gap without the bucket's": mutant(
+        "two_heads/top_mass.py", "top_gap", ("bucket is not None", "False")
     ),
     "amid over two heads not normalized": mutant(
         "losses/amid.py", "_whole", ("log_r(log_p, log_q) - log_total", "log_r(log_p, log_q)")

@@ -26,6 +26,7 @@ from prime_composer.upstream.settings import AdapterSettings, parse_loss_table
 from prime_composer.upstream.toml_shapes import HEADER
 from prime_composer.upstream.versions import VERSIONS
 from tests.prime_rl_checkout import NO_CHECKOUT, REPO
+from tests.upstream import whole_support
 from tests.upstream.export_recipes import (
     ALL_RECIPES,
     TWO,
@@ -130,7 +131,7 @@ def test_export_native_settings_win():
         ({"rollout": {"student_fraction": 0.5}}, "rollout.student_fraction"),
         ({"loss": {"chosen_by": "student"}}, r'set k = "full".*--engine local'),
         (
-            {"loss": {"type": "adaptive_kl", "k": "full"}},
+            {"loss": whole_support.FULL},
             r"\[loss\].*the whole vocabulary.*--engine local",
         ),
         (

@@ -15,6 +15,7 @@ from prime_composer.upstream.settings import (
     parse_loss_table,
 )
 from prime_composer.upstream.toml_shapes import HEADER
+from tests.upstream import whole_support
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +166,7 @@ def test_resolve_refuses_router_replay_with_a_support():
 
 def test_resolve_refuses_a_support_of_the_full_vocabulary():
     with pytest.raises(ValueError, match="give it a number k"):
-        launcher_hook.resolve(launcher_config({"type": "adaptive_kl", "k": "full"}))
+        launcher_hook.resolve(launcher_config(whole_support.FULL))
 
 
 def test_resolve_refuses_experts_that_the_server_sends():

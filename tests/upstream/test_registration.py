@@ -14,7 +14,7 @@ from prime_composer.upstream.trainer import hooks, validity
 from prime_composer.upstream.trainer.adapter import adapter
 from prime_composer.upstream.versions import LOSS_V0_6, LOSS_V0_7, VERSIONS
 from prime_composer.upstream.wire import MARK
-from tests.upstream import fake_prime_rl, scheduled_loss
+from tests.upstream import fake_prime_rl, scheduled_loss, whole_support
 
 SAMPLED = {"type": "sampled_reverse_kl"}
 CONTRACTS = {"v0.6": LOSS_V0_6, "v0.7": LOSS_V0_7}
@@ -256,7 +256,7 @@ def test_plain_launcher_refuses_mixed_teachers(trainer, value):
 
 def test_whole_support_is_refused_in_the_trainer_too(newer_trainer):
     """A trainer that was started by hand, without prime-rl's launcher."""
-    settings = {"loss": {"type": "adaptive_kl", "k": "full"}, "k": 4}
+    settings = {"loss": whole_support.FULL, "k": 4}
     with pytest.raises(ValueError, match="give it a number k"):
         newer_trainer.hook(settings)
 

@@ -16,6 +16,7 @@ from prime_composer.upstream.settings import (
     wire_support_size,
 )
 from tests.prime_rl_checkout import REPO
+from tests.upstream import whole_support
 
 TOP_K = {"type": "topk_reverse_kl", "k": 4}
 SAMPLED = {"type": "sampled_reverse_kl"}
@@ -173,7 +174,7 @@ def test_parse_loss_table_names_the_section_and_key_of_a_value():
 
 @pytest.mark.parametrize(
     "table,size",
-    [(TOP_K, 4), (SAMPLED, 0), (FULL, 0), ({"type": "topk_reverse_kl", "k": "full"}, 0)],
+    [(TOP_K, 4), (SAMPLED, 0), (FULL, 0), ({"type": "adaptive_kl", "k": "full"}, 0)],
 )
 def test_wire_support_size_is_zero_without_a_support(table, size):
     """Hidden states are no support."""
@@ -183,7 +184,7 @@ def test_wire_support_size_is_zero_without_a_support(table, size):
 @pytest.mark.parametrize(
     "table,message",
     [
-        ({"type": "adaptive_kl", "k": "full"}, "log-probs of the whole vocabulary.*a number k"),
+        (whole_support.FULL, "log-probs of the whole vocabulary.*a number k"),
         ({**TOP_K, "chosen_by": "student"}, 'own top 4,.* set k = "full"'),
     ],
 )
@@ -198,6 +199,7 @@ def test_wire_support_size_refuses_what_no_server_sends(table, message):
         ({"loss": TOP_K}, None),
         ({"loss": {**TOP_K, "asked_by": "trainer"}}, "trainer"),
         ({"loss": FULL}, "trainer"),
+        ({"loss": {"type": "adaptive_kl", "k": "full"}}, "trainer"),
         ({"loss": BOTH_KINDS}, "trainer"),
     ],
 )

@@ -18,7 +18,6 @@ def load_environment(turns=1, first=0):
         {
             "prompt": [{"role": "user", "content": f"spell {n}"}],
             "answer": str(1 if n % 2 else turns),
-            "task": "spell",
         }
         for n in range(first, first + 8)
     ]
