@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -489,6 +490,8 @@ def open_engine(
 ) -> Engine:
     """Load the student for training, and open its sampler and the teachers' scorers.
 
+    Where one of them cannot be opened, those that are open already are closed.
+
     Args:
         recipe: the recipe.
         problems: its problems.
@@ -501,6 +504,21 @@ def open_engine(
         ImportError: a backend's library is missing; the message names the pip line.
         ValueError: a model, a backend or the file of preference pairs is unusable.
     """
+    with ExitStack() as opened:
+        engine = _open(recipe, problems, paths, status, student_dir, opened)
+        opened.pop_all()
+    return engine
+
+
+def _open(
+    recipe: Recipe,
+    problems: ProblemSet,
+    paths: Mapping[str, Path],
+    status: Callable[[str], None],
+    student_dir: Path | None,
+    opened: ExitStack,
+) -> Engine:
+    """Return what ``open_engine`` does, and leave to ``opened`` what is to be closed."""
     origin = model_origin(recipe.student, "student", paths)
     status(f"loading the student from {student_dir or origin}")
     with in_table("student"):
@@ -517,10 +535,12 @@ def open_engine(
         environments = Environments(
             problems.environments, str(student_dir or origin), recipe.rollout.renderer, status
         )
+        opened.callback(environments.close)
     status(f"opening the {recipe.rollout.backend} sampler")
     resumes = student_dir is not None
     student = student_spec(recipe, origin)
     sampler = open_sampler(replace(student, starting=student.starting or resumes), status)
+    opened.callback(sampler.close)
     if resumes:
         sampler.update_weights(model)
     engine = Engine(
@@ -552,6 +572,7 @@ def open_engine(
                 scorers[teacher] = open_scorer(
                     replace(spec, starting=spec.starting or resumes), status
                 )
+            opened.callback(scorers[teacher].close)
         engine.teachers = Teachers(scorers, routing)
         if recipe.reference is not None:
             engine.reward_scale = recipe.reference.reward_scale
