@@ -28,8 +28,8 @@ NEUTRAL = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
 }
-"""Values with which a sampling parameter changes no distribution. Since 0.4.1 verifiers sends some of
-them, against a server's own defaults."""
+"""Values with which a sampling parameter changes no distribution. Since 0.4.1 verifiers sends some
+of them, against a server's own defaults."""
 
 
 class Refused(ValueError):
