@@ -533,7 +533,11 @@ def _open(
 
         status("starting the environments")
         environments = Environments(
-            problems.environments, str(student_dir or origin), recipe.rollout.renderer, status
+            # Not a checkpoint: the library chooses a renderer by the name of the model.
+            problems.environments,
+            str(origin),
+            recipe.rollout.renderer,
+            status,
         )
         opened.callback(environments.close)
     status(f"opening the {recipe.rollout.backend} sampler")
@@ -576,12 +580,32 @@ def _open(
         engine.teachers = Teachers(scorers, routing)
         if recipe.reference is not None:
             engine.reward_scale = recipe.reference.reward_scale
+    if environments is not None:
+        environments.room = conversation_room(recipe.rollout.max_model_len, engine.teachers)
     if "replay" in recipe.loss.needs:
         if replay_needs_reference(recipe.loss):
             engine.reference = load_student(origin, dtype="float32")[0].requires_grad_(False)
         if recipe.replay.path is not None:
             engine.pairs = read_pairs(recipe.replay.path, problems.sources, tokenizer)
     return engine
+
+
+def conversation_room(max_model_len: int, teachers: Teachers | None) -> int:
+    """Return the most tokens of a conversation that every model of a run can read.
+
+    Teachers that read the head of a long rollout, or drop it, do not count.
+
+    Args:
+        max_model_len: ``rollout.max_model_len``.
+        teachers: score the conversations.
+    """
+    rooms = [max_model_len]
+    if teachers is not None:
+        for teacher, scorer in teachers.scorers.items():
+            limit = scorer.limits.max_model_len
+            if limit is not None and teachers.routing.teachers[teacher].on_overflow == "error":
+                rooms.append(limit - 1)  # a scorer on vLLM reads one token less
+    return min(rooms)
 
 
 def model_origin(config: ModelConfig, table: str, paths: Mapping[str, Path]) -> str | Path:

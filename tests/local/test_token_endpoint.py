@@ -95,7 +95,7 @@ def test_ask_answer_that_exceeds_the_context_is_shortened() -> None:
 @pytest.mark.parametrize(
     ("request_body", "message"),
     [
-        (body([1] * 8), "8 tokens.*max_model_len = 8 leaves no room"),
+        (body([1] * 8), "8 tokens.*context of 8 leaves no room.*raise rollout.max_model_len"),
         (body([1, 100]), "token id 100.*has 100 entries"),
         (body([-1]), "token id -1"),
         (body([1], top_k=5), "top_k are not supported"),
