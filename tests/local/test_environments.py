@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from prime_composer.backends.hf_model import import_transformers
-from prime_composer.backends.protocols import Limits, SamplingParams
+from prime_composer.backends.mixture import Teachers
+from prime_composer.backends.protocols import Limits, Sampler, SamplingParams
 from prime_composer.local import collect as collecting
 from prime_composer.local.checkpoint import list_checkpoints
-from prime_composer.local.engine import conversation_room
+from prime_composer.local.engine import Engine, conversation_room
 from prime_composer.local.episodes import EnvironmentFailed, Episode, Failure
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.sources import Sources, load_sources
@@ -274,9 +276,7 @@ def test_play_failed_rollout_is_no_part_of_its_group() -> None:
     """The mean reward of a group is that of the rollouts that ended; the others are counted."""
     tasks = [Task("?", "", "talk", None, index) for index in range(2)]
     outcomes = [episode(3.0), Failure("broken"), episode(5.0), *[Failure("broken")] * 3]
-    engine: Any = SimpleNamespace(
-        sampler=None, environments=SimpleNamespace(run=lambda *args: outcomes)
-    )
+    engine = engine_of(outcomes)
     played = collecting.play(engine, RolloutConfig(group_size=3), tasks, seed=0, step=1)
     assert [one.reward for one in played.samples] == [3.0, 5.0]
     assert [one.advantage for one in played.samples] == [-1.0, 1.0]
@@ -290,18 +290,23 @@ def test_student_evaluation_leaves_failed_rollouts_out() -> None:
     """The mean reward is that of the tasks that ended, and the share of the others is told."""
     tasks = [Task("?", "", "talk", None, index) for index in range(4)]
     outcomes = [episode(3.0), Failure("broken"), episode(5.0), Failure("broken")]
-    problems = TokenizedProblems(Sources([], tasks, {}, by_id={}), None)
-    engine: Any = SimpleNamespace(
-        problems=problems,
-        sampler=None,
-        teachers=None,
-        environments=SimpleNamespace(run=lambda *args: outcomes),
-    )
+    engine = engine_of(outcomes)
+    engine.problems = TokenizedProblems(Sources([], tasks, {}), None)
     measured = Evaluator(engine, EvalConfig(), 8, 64, "full").student()
     assert measured == {"eval/accuracy": 4.0, "eval/truncated": 0.0, "eval/failed": 0.5}
     outcomes[:] = [Failure("broken")] * 4
     with pytest.raises(EnvironmentFailed, match="every task of the evaluation failed"):
         Evaluator(engine, EvalConfig(), 8, 64, "full").student()
+
+
+def engine_of(outcomes: list[Episode | Failure]) -> Any:
+    """Return an engine whose environments give these outcomes, whatever they are asked."""
+    return Mock(
+        spec=Engine,
+        sampler=Mock(spec=Sampler),
+        teachers=None,
+        environments=SimpleNamespace(run=lambda *args: outcomes),
+    )
 
 
 def episode(reward: float) -> Episode:
@@ -496,7 +501,8 @@ def test_conversation_room_is_the_smallest_window() -> None:
 
     def teachers(**windows: tuple[int | None, str]) -> Any:
         ids = {name: TeacherId(name) for name in windows}
-        return SimpleNamespace(
+        return Mock(
+            spec=Teachers,
             scorers={ids[name]: Window(size) for name, (size, _) in windows.items()},
             routing=SimpleNamespace(
                 teachers={
