@@ -134,7 +134,12 @@ def measure(size: str, args: argparse.Namespace) -> None:
                     },
                     "played": {"id": "tiny-sums", "args": {"size": 300}, "max_turns": 1},
                 },
-                "trainer": {"batch_size": args.batch, "micro_batch_tokens": 768, "lr": 1e-6},
+                "trainer": {
+                    "steps": 1,
+                    "batch_size": args.batch,
+                    "micro_batch_tokens": 768,
+                    "lr": 1e-6,
+                },
                 "eval": {"size": args.batch, "kl_size": 0},
             }
         )
