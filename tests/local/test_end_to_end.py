@@ -113,7 +113,7 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "checkpoint": {"every": 0},
     }
     raw["rollout"] |= {"backend": "vllm", "max_tokens": 40, "max_model_len": 150, "group_size": 2}
-    raw["trainer"] |= {"steps": 8, "batch_size": 8, "lr": 1e-2}
+    raw["trainer"] |= {"steps": 4, "batch_size": 8, "lr": 1e-2}
     raw["eval"] |= {"every": 0}
     (folder / "talk.toml").write_text(toml(raw))
     words = ["rl", "--config", "talk.toml", "--output-dir"]
@@ -129,14 +129,14 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_environment_turns_are_the_students(talk: Path) -> None:
     """vLLM's log mu of every turn is the trainer's log-prob of the same ids, after each update."""
-    first, *steps = numbers(talk / "vllm")
-    assert [record["step"] for record in steps] == list(range(1, 9))
+    _, *steps = numbers(talk / "vllm")
+    assert [record["step"] for record in steps] == list(range(1, 5))
     for record in steps:
         assert record["rollout/turns"] == 2
         assert record["rollout/failed"] < 0.5  # some conversations outgrow the context
         assert abs(record["sampler/mismatch_kl"]) < 1e-6
     assert steps[0]["rollout/truncated"] > 0
-    assert steps[-1]["eval/reverse_kl"] < 0.8 * first["eval/reverse_kl"]
+    assert steps[-1]["topk_reverse_kl/kl"] < 0.5 * steps[0]["topk_reverse_kl/kl"]
 
 
 def test_environment_greedy_rewards_are_those_of_transformers(talk: Path) -> None:
