@@ -31,6 +31,9 @@ TEMPLATE = """\
 STRIPPING = TEMPLATE.replace("m.content or ''", "(m.content or '') | trim")
 """Strips spaces off earlier answers."""
 
+SUMMARY = [{"messages": [{"role": "user", "content": "so far: " + 92 * "a"}]}]
+"""A script of tiny-talk: after the first answer the conversation begins anew, with 119 tokens."""
+
 
 def save_tokenizer(folder: Path, template: str = TEMPLATE) -> Any:
     """Save a tokenizer of single bytes with a chat template, and return it."""

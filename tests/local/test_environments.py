@@ -35,6 +35,7 @@ from tests.faults.server import SpoilingServer
 from tests.local.environment_kit import (
     ENVIRONMENTS,
     STRIPPING,
+    SUMMARY,
     Scripted,
     save_student,
     save_tokenizer,
@@ -533,10 +534,11 @@ def test_train_conversation_fills_the_context_of_all_models(
 
     monkeypatch.setattr(engine.Teachers, "score", keep_lengths)
     full = copy.deepcopy(raw)
-    full["rollout"] |= {"max_tokens": 40, "max_model_len": 150}
+    full["rollout"] |= {"max_tokens": 40, "max_model_len": 140}
+    full["environments"]["talk"]["args"]["script"] = SUMMARY
     full["trainer"]["steps"] = 1
     records = run(full, tmp_path / "run")
-    assert max(longest) == 149
+    assert max(longest) == 139
     assert records[-1]["rollout/truncated"] > 0
 
 
