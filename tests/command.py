@@ -30,6 +30,8 @@ def toml(raw: dict[str, Any]) -> str:
     def value(item: Any) -> str:
         if isinstance(item, dict):
             return "{" + ", ".join(f"{key} = {value(inner)}" for key, inner in item.items()) + "}"
+        if isinstance(item, list):
+            return "[" + ", ".join(map(value, item)) + "]"
         return json.dumps(item)
 
     return "\n".join(f"{key} = {value(item)}" for key, item in raw.items()) + "\n"

@@ -15,7 +15,7 @@ from prime_composer.local.clock import Clock
 from prime_composer.local.engine import Engine
 from prime_composer.local.episodes import EnvironmentFailed, Episode, Failure
 from prime_composer.local.replay import pairs_of_rollouts
-from prime_composer.local.tasks import Task
+from prime_composer.local.tasks import Task, parts_of
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.losses.config import GroupCredit
 from prime_composer.problems.config import Problem
@@ -128,8 +128,8 @@ def sample_step(
     Raises:
         EnvironmentFailed: as ``play``.
     """
-    own = [problem for problem in problems if not isinstance(problem, Task)]
-    tasks = [problem for problem in problems if isinstance(problem, Task)]
+    parts = parts_of(problems)
+    own, tasks = [*parts.problems.values()], [*parts.tasks.values()]
     rollouts = sample_rollouts(engine, config, own, seed, step) if own else []
     played = play(engine, config, tasks, seed, step, len(own)) if tasks else Played()
     return Sampled(own, rollouts, played)

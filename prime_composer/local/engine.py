@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -489,6 +490,8 @@ def open_engine(
 ) -> Engine:
     """Load the student for training, and open its sampler and the teachers' scorers.
 
+    Where one of them cannot be opened, those that are open already are closed.
+
     Args:
         recipe: the recipe.
         problems: its problems.
@@ -501,6 +504,21 @@ def open_engine(
         ImportError: a backend's library is missing; the message names the pip line.
         ValueError: a model, a backend or the file of preference pairs is unusable.
     """
+    with ExitStack() as opened:
+        engine = _open(recipe, problems, paths, status, student_dir, opened)
+        opened.pop_all()
+    return engine
+
+
+def _open(
+    recipe: Recipe,
+    problems: ProblemSet,
+    paths: Mapping[str, Path],
+    status: Callable[[str], None],
+    student_dir: Path | None,
+    opened: ExitStack,
+) -> Engine:
+    """Return what ``open_engine`` does, and leave to ``opened`` what is to be closed."""
     origin = model_origin(recipe.student, "student", paths)
     status(f"loading the student from {student_dir or origin}")
     with in_table("student"):
@@ -515,12 +533,18 @@ def open_engine(
 
         status("starting the environments")
         environments = Environments(
-            problems.environments, str(student_dir or origin), recipe.rollout.renderer, status
+            # Not a checkpoint: the library chooses a renderer by the name of the model.
+            problems.environments,
+            str(origin),
+            recipe.rollout.renderer,
+            status,
         )
+        opened.callback(environments.close)
     status(f"opening the {recipe.rollout.backend} sampler")
     resumes = student_dir is not None
     student = student_spec(recipe, origin)
     sampler = open_sampler(replace(student, starting=student.starting or resumes), status)
+    opened.callback(sampler.close)
     if resumes:
         sampler.update_weights(model)
     engine = Engine(
@@ -552,15 +576,36 @@ def open_engine(
                 scorers[teacher] = open_scorer(
                     replace(spec, starting=spec.starting or resumes), status
                 )
+            opened.callback(scorers[teacher].close)
         engine.teachers = Teachers(scorers, routing)
         if recipe.reference is not None:
             engine.reward_scale = recipe.reference.reward_scale
+    if environments is not None:
+        environments.room = conversation_room(recipe.rollout.max_model_len, engine.teachers)
     if "replay" in recipe.loss.needs:
         if replay_needs_reference(recipe.loss):
             engine.reference = load_student(origin, dtype="float32")[0].requires_grad_(False)
         if recipe.replay.path is not None:
             engine.pairs = read_pairs(recipe.replay.path, problems.sources, tokenizer)
     return engine
+
+
+def conversation_room(max_model_len: int, teachers: Teachers | None) -> int:
+    """Return the most tokens of a conversation that every model of a run can read.
+
+    Teachers that read the head of a long rollout, or drop it, do not count.
+
+    Args:
+        max_model_len: ``rollout.max_model_len``.
+        teachers: score the conversations.
+    """
+    rooms = [max_model_len]
+    if teachers is not None:
+        for teacher, scorer in teachers.scorers.items():
+            limit = scorer.limits.max_model_len
+            if limit is not None and teachers.routing.teachers[teacher].on_overflow == "error":
+                rooms.append(limit - 1)  # a scorer on vLLM reads one token less
+    return min(rooms)
 
 
 def model_origin(config: ModelConfig, table: str, paths: Mapping[str, Path]) -> str | Path:

@@ -50,6 +50,9 @@ ROLLOUT_SECONDS = 600.0
 CLOSING_SECONDS = 30.0
 """Seconds that tool servers may take to stop."""
 
+PATIENCE = 60.0
+"""Seconds that a round may take beyond what its rollouts are allowed, on a busy machine."""
+
 STAGES = 4
 """Stages of a rollout that each may take its seconds: set-up, turns, clean-up, rewards."""
 
@@ -306,6 +309,10 @@ class Environments:
             library chooses by the tokenizer's name.
         status: shown warnings.
 
+    Attributes:
+        room: most tokens of a conversation that all models of the run can read. None: the sampler's
+            own limit alone holds.
+
     Raises:
         RecipeError: the tokenizer cannot render an environment's messages, or a tool server does
             not start.
@@ -320,6 +327,7 @@ class Environments:
     ):
         self._environments = environments
         self._status = status
+        self.room: int | None = None
         self._asking: dict[str, tuple[Rounds, int]] = {}
         self._check_rendering(model, renderer)
         self._loop = event_loop()
@@ -348,10 +356,14 @@ class Environments:
             EnvironmentFailed: an environment neither asks nor ends, and cannot be interrupted.
         """
         draws = random.Random(seed)
-        rounds = Rounds(len(tasks), sampler.limits)
+        rooms = [room for room in (self.room, sampler.limits.max_model_len) if room is not None]
+        limits = replace(sampler.limits, max_model_len=min(rooms, default=None))
+        rounds = Rounds(len(tasks), limits)
         playing = asyncio.run_coroutine_threadsafe(self._play(rounds, tasks, params), self._loop)
         playing.add_done_callback(lambda _: rounds.full.put(None))
-        patience = 60 + STAGES * max(self._environments[task.environment].seconds for task in tasks)
+        patience = PATIENCE + STAGES * max(
+            self._environments[task.environment].seconds for task in tasks
+        )
         try:
             while (questions := self._next_round(rounds.full, patience)) is not None:
                 seeds = [draws.getrandbits(31) for _ in questions]

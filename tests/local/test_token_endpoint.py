@@ -95,7 +95,7 @@ def test_ask_answer_that_exceeds_the_context_is_shortened() -> None:
 @pytest.mark.parametrize(
     ("request_body", "message"),
     [
-        (body([1] * 8), "8 tokens.*max_model_len = 8 leaves no room"),
+        (body([1] * 8), "8 tokens.*context of 8 leaves no room.*raise rollout.max_model_len"),
         (body([1, 100]), "token id 100.*has 100 entries"),
         (body([-1]), "token id -1"),
         (body([1], top_k=5), "top_k are not supported"),
@@ -115,6 +115,14 @@ def test_sampling_params_of_a_request_are_read() -> None:
     asked = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 5, "stop_token_ids": [2, 3]}
     expected = SamplingParams(1, 0.7, 0.9, 5, (2, 3))
     assert sampling_params({**asked, "logprobs": 1, "top_k": None}) == expected
+
+
+def test_sampling_params_neutral_values_are_no_parameters() -> None:
+    """What verifiers sends against a server's defaults is read; a penalty is refused."""
+    neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+    assert sampling_params({"max_tokens": 5, **neutral}) == SamplingParams(max_tokens=5)
+    with pytest.raises(Refused, match="min_p, repetition_penalty are not supported"):
+        sampling_params({**neutral, "min_p": 0.1, "repetition_penalty": 1.2})
 
 
 class Recorder:

@@ -2,10 +2,12 @@
 
 ``args.script`` is a list of what happens after each answer of the student. A string is said as
 the user. ``{"messages": [...]}`` replaces the whole conversation. ``{"raise": ...}``,
-``{"sleep": ...}``, ``{"leave": ...}`` and ``{"forever": ...}`` are what they say.
+``{"sleep": ...}``, ``{"block": ...}``, ``{"leave": ...}`` and ``{"forever": ...}`` are what they
+say.
 """
 
 import asyncio
+import time
 from typing import Any
 
 import httpx
@@ -75,6 +77,9 @@ class TalkHarness(vf.Harness[TalkHarnessConfig]):
                         raise KeyError(message)
                     case {"sleep": seconds}:
                         await asyncio.sleep(seconds)
+                        continue
+                    case {"block": seconds}:
+                        time.sleep(seconds)
                         continue
                     case {"leave": _}:
                         break

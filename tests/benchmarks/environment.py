@@ -1,0 +1,209 @@
+"""Measure what an environment by id adds to a step: the same problems with one and without.
+
+    python -m tests.benchmarks.environment [SIZE ...] [--steps 8] [--batch 8] [--backend vllm]
+
+The problems are the generated ones. Once the engine asks and grades them itself, and once they are
+an environment of verifiers with one turn. Both have the same models, prompts and budget, and take
+turns step by step, so that other load on the machine affects both alike. A step is sampling,
+grading, a teacher's scores, forward, backward and the new weights of the sampler.
+
+"wall" and "CPU" are the median of the pairs' ratios, per trained token, with the smallest and the
+largest. CPU is that of all threads of the process, which the environments share. The last column is
+the CPU time that a turn adds to sampling. Target: at most 1.15 with a model of SmolLM2's size. The
+models are random.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from prime_composer.cli.commands import set_environment
+
+set_environment()
+
+import torch  # noqa: E402
+
+from prime_composer.backends.cpu_guard import all_cores  # noqa: E402
+from prime_composer.backends.hf_model import (  # noqa: E402
+    import_transformers,
+    without_progress_bars,
+)
+from prime_composer.local.clock import Clock  # noqa: E402
+from prime_composer.local.collect import collect  # noqa: E402
+from prime_composer.local.engine import Engine, open_engine  # noqa: E402
+from prime_composer.local.sources import Sources, load_sources  # noqa: E402
+from prime_composer.local.tasks import parts_of  # noqa: E402
+from prime_composer.local.tokenized_problems import TokenizedProblems  # noqa: E402
+from prime_composer.local.train import TrainingState  # noqa: E402
+from prime_composer.problems.loading import ProblemSet  # noqa: E402
+from prime_composer.recipe.loading import parse_recipe  # noqa: E402
+from tests.local.environment_kit import ENVIRONMENTS, save_tokenizer  # noqa: E402
+
+SIZES = {
+    # name: vocabulary, hidden, layers, heads, key-value heads, intermediate
+    "gsm8k_opd": (415, 64, 3, 2, 2, 192),
+    "smollm2": (49_152, 576, 30, 9, 3, 1536),
+}
+
+
+def save_model(folder: Path, size: str) -> Path:
+    """Save a random model with a tokenizer of single bytes, and return its folder."""
+    vocab, hidden, layers, heads, key_value_heads, intermediate = SIZES[size]
+    tokenizer = save_tokenizer(folder)
+    transformers = import_transformers()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with without_progress_bars():
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step took, per trained token.
+
+    Attributes:
+        wall: seconds.
+        cpu: CPU seconds of all threads.
+        sampling_cpu: those of them that sampling and grading took.
+    """
+
+    wall: float
+    cpu: float
+    sampling_cpu: float
+
+
+class CpuClock(Clock):
+    """Remembers the CPU time at which sampling, environments included, and grading ended."""
+
+    def lap(self, name: str) -> None:
+        super().lap(name)
+        if name == "reward":
+            self.graded_at = time.process_time()
+
+
+def run_step(engine: Engine, state: TrainingState, recipe: Any, step: int) -> Cost:
+    """Run a step, and return what it took."""
+    began, cpu_began = time.perf_counter(), time.process_time()
+    clock = CpuClock()
+    batch, _ = collect(engine, recipe, step, clock)
+    state.train_step(batch, step)
+    engine.end_step(step)
+    wall, cpu = time.perf_counter() - began, time.process_time() - cpu_began
+    tokens = batch.tokens
+    return Cost(wall / tokens, cpu / tokens, (clock.graded_at - cpu_began) / tokens)
+
+
+def measure(size: str, args: argparse.Namespace) -> None:
+    """Print the row of one model size."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(save_model(Path(folder), size))
+        recipe = parse_recipe(
+            {
+                "student": {"model": model},
+                "teacher": {"model": model},
+                "loss": {"type": "topk_reverse_kl", "k": 32, "normalization": "tail"},
+                "rollout": {
+                    "backend": args.backend,
+                    "max_tokens": args.max_tokens,
+                    "max_model_len": 384,
+                },
+                "environments": {
+                    "plain": {
+                        "source": "generated",
+                        "size": 300,
+                        "chat_template": True,
+                        "prompt_template": "{question}",
+                    },
+                    "played": {"id": "tiny-sums", "args": {"size": 300}, "max_turns": 1},
+                },
+                "trainer": {
+                    "steps": 1,
+                    "batch_size": args.batch,
+                    "micro_batch_tokens": 768,
+                    "lr": 1e-6,
+                },
+                "eval": {"size": args.batch, "kl_size": 0},
+            }
+        )
+        sources = load_sources(recipe)
+        assert isinstance(sources, Sources)
+        parts = parts_of(sources.practice)
+        with open_engine(recipe, sources, {}, lambda text: None) as engine:
+            tokenizer = engine.problems.tokenizer
+            plain = ProblemSet([*parts.problems.values()], [], sources.sources)
+            played = replace(sources, practice=[*parts.tasks.values()], held_out=[])
+            engines = [
+                replace(engine, problems=TokenizedProblems(problems, tokenizer))
+                for problems in (plain, played)
+            ]
+            first, second = (one.problems.prompt(one.problems.problem_set.practice[0])
+                             for one in engines)  # fmt: skip
+            assert first == second, "the prompts differ"
+            state = TrainingState.of_recipe(recipe, engine)
+            with all_cores(engine.model):
+                for one in engines:  # the first calls of libraries
+                    run_step(one, state, recipe, 1)
+                costs: tuple[list[Cost], list[Cost]] = ([], [])
+                for step in range(2, args.steps + 2):
+                    order = (0, 1) if step % 2 else (1, 0)
+                    for kind in order:
+                        costs[kind].append(run_step(engines[kind], state, recipe, step))
+        print_row(size, costs, args.max_tokens)
+
+
+def print_row(size: str, costs: tuple[list[Cost], list[Cost]], turn_tokens: int) -> None:
+    """Print ratios and the CPU time of a turn."""
+
+    def ratio(name: str) -> str:
+        ratios = sorted(
+            getattr(played, name) / getattr(plain, name)
+            for plain, played in zip(*costs, strict=True)
+        )
+        return f"{statistics.median(ratios):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+
+    added = statistics.median(
+        played.sampling_cpu - plain.sampling_cpu for plain, played in zip(*costs, strict=True)
+    )
+    plain_ms = 1000 * turn_tokens * statistics.median(cost.cpu for cost in costs[0])
+    print(
+        f"{size:>10}  {ratio('wall'):>22}  {ratio('cpu'):>22}  {plain_ms:20.1f}  "
+        f"{1000 * turn_tokens * added:18.1f}",
+        flush=True,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("sizes", nargs="*", default=[*SIZES], metavar="SIZE")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--backend", default="vllm", choices=["vllm", "transformers"])
+    args = parser.parse_args(arguments)
+    sys.path.insert(0, str(ENVIRONMENTS))
+    titles = f"{'wall':>22}  {'CPU':>22}  {'CPU ms of a rollout':>20}  {'added by its turn':>18}"
+    print(f"{'':>10}  {titles}")
+    for size in args.sizes:
+        measure(size, args)
+
+
+if __name__ == "__main__":
+    main()
