@@ -79,6 +79,7 @@ def run(
     loss,
     *,
     vllm=None,
+    by_vllm=("student", "teacher", "other"),
     plugin=False,
     tied=False,
     replay=False,
@@ -94,6 +95,7 @@ def run(
 
     Args:
         vllm: Python of real vLLM servers; None for the stand-in.
+        by_vllm: roles that vLLM has. The stand-in has the others.
         plugin: the teacher's server has the scoring plugin.
         tied: one matrix for embedding and head.
         replay: the student has experts, and the trainer replays those of its server.
@@ -112,29 +114,20 @@ def run(
     model_folder = models(python, *options)
     folder.mkdir(exist_ok=True)
     roles = ("student", "teacher", *(["other"] if several else []))
-    if vllm is None:
-        servers = {
-            role: launch_run.Server(
-                python,
-                model_folder / role,
-                folder / f"{role}.jsonl",
-                *(["--words"] if words and role == "student" else []),
-                *(["--experts"] if replay and role == "student" else []),
-                *(["--plugin"] if plugin and role != "student" else []),
-            )
-            for role in roles
-        }
-    else:
-        servers = {
-            role: launch_run.VllmServer(
-                vllm,
-                model_folder / role,
-                folder / f"{role}.jsonl",
-                str(core),
-                plugin and role == "teacher",
-            )
-            for core, role in enumerate(roles)
-        }
+    servers = {}
+    for core, role in enumerate(roles):
+        files = model_folder / role, folder / f"{role}.jsonl"
+        if vllm is not None and role in by_vllm:
+            with_plugin = plugin and role == "teacher"
+            servers[role] = launch_run.VllmServer(vllm, *files, str(core), with_plugin)
+            continue
+        servers[role] = launch_run.Server(
+            python,
+            *files,
+            *(["--words"] if words and role == "student" else []),
+            *(["--experts"] if replay and role == "student" else []),
+            *(["--plugin"] if plugin and role != "student" else []),
+        )
     try:
         for server in servers.values():
             server.wait()
@@ -720,6 +713,11 @@ def test_whole_run_compares_the_whole_vocabulary(trees, models, tmp_path, versio
     So is the direction in which the first update moves each weight, head and embeddings included.
     """
     result = run(version, trees, models, tmp_path, FULL, plugin=True, seq_len=512, **how)
+    check_whole_vocabulary(result, version, how)
+
+
+def check_whole_vocabulary(result, version, how):
+    """Check requests, metrics of every step and the first update of a run with ``FULL``."""
     assert "topk_reverse_kl was called" in result["trainer"]
     assert {r["path"] for r in result["teacher"] if "in" in r} == {SCORE_PATH}
     assert all("hidden" in r["kinds"] for r in result["teacher"] if "in" in r)
@@ -741,6 +739,17 @@ def test_whole_run_compares_the_whole_vocabulary(trees, models, tmp_path, versio
     assert max(per_token) - min(per_token) > 1e-2  # the policy that is compared moves
     # Adam's first step has its gradient's sign.
     assert min(expected["agreement"].values()) > 0.95, expected["agreement"]
+
+
+@other
+@pytest.mark.vllm
+def test_whole_run_compares_the_whole_vocabulary_with_vllm(trees, models, tmp_path):
+    """Real vLLM with the scoring plugin sends the teacher's head and hidden states."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here")
+    served = {"vllm": sys.executable, "by_vllm": ["teacher"], "plugin": True}
+    result = run("head", trees, models, tmp_path, FULL, seq_len=512, **served)
+    check_whole_vocabulary(result, "head", {})
 
 
 @other

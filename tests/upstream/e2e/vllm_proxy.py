@@ -75,6 +75,7 @@ class Handler(BaseHTTPRequestHandler):
             elif path == "/v1/prime_composer/score" and status == 200:
                 for sequence in body["sequences"]:
                     note |= {"in": sequence["token_ids"], "bytes": len(reply)}
+                note["kinds"] = body.get("kinds", [])
             elif status != 200:
                 note |= {"status": status, "said": reply.decode()[:2000], "body": str(body)[:500]}
         self.log.write(json.dumps(note) + "\n")
