@@ -21,6 +21,16 @@ MODEL = "student"
 IGNORED = frozenset({"logprobs", "skip_special_tokens", "routed_experts_prompt_start", "n", "seed"})
 """Sampling parameters of a request that change no distribution here."""
 
+NEUTRAL = {
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+}
+"""Values with which a sampling parameter changes no distribution. verifiers sends some of them since
+0.4.1, against a server's own defaults."""
+
 
 class Refused(ValueError):
     """A question that cannot be answered; the message goes to the environment."""
@@ -140,7 +150,11 @@ def sampling_params(asked: dict[str, Any]) -> SamplingParams:
     values = {key: value for key, value in asked.items() if value is not None}
     own = {key: values.pop(key) for key in ("temperature", "top_p", "max_tokens") if key in values}
     stop = tuple(values.pop("stop_token_ids", ()))
-    unknown = sorted(values.keys() - IGNORED)
+    unknown = sorted(
+        key
+        for key, value in values.items()
+        if key not in IGNORED and value not in NEUTRAL.get(key, ())
+    )
     if unknown:
         raise Refused(f"the sampling parameters {', '.join(unknown)} are not supported")
     return SamplingParams(stop_token_ids=stop, **own)

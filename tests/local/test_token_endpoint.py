@@ -117,6 +117,14 @@ def test_sampling_params_of_a_request_are_read() -> None:
     assert sampling_params({**asked, "logprobs": 1, "top_k": None}) == expected
 
 
+def test_sampling_params_neutral_values_are_no_parameters() -> None:
+    """What verifiers sends against a server's defaults is read; a penalty is refused."""
+    neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+    assert sampling_params({"max_tokens": 5, **neutral}) == SamplingParams(max_tokens=5)
+    with pytest.raises(Refused, match="min_p, repetition_penalty are not supported"):
+        sampling_params({**neutral, "min_p": 0.1, "repetition_penalty": 1.2})
+
+
 class Recorder:
     """A sampler that records its calls and answers with the last token of the prompt."""
 
