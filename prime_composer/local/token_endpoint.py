@@ -28,8 +28,8 @@ NEUTRAL = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
 }
-"""Values with which a sampling parameter changes no distribution. verifiers sends some of them since
-0.4.1, against a server's own defaults."""
+"""Values with which a sampling parameter changes no distribution. Since 0.4.1 verifiers sends some
+of them, against a server's own defaults."""
 
 
 class Refused(ValueError):
@@ -58,7 +58,7 @@ class Rounds:
 
     Args:
         count: rollouts, from index 0.
-        limits: of the sampler that answers.
+        limits: of the models that read the conversations.
 
     Attributes:
         full: full rounds; None after the last one.
@@ -104,8 +104,8 @@ class Rounds:
         if room is not None:
             if len(prompt) >= room:
                 raise Refused(
-                    f"the conversation has {len(prompt)} tokens, and the context of "
-                    f"rollout.max_model_len = {room} leaves no room for an answer"
+                    f"the conversation has {len(prompt)} tokens, and the context of {room} leaves "
+                    "no room for an answer; raise rollout.max_model_len, or limit max_turns"
                 )
             params = replace(params, max_tokens=min(params.max_tokens, room - len(prompt)))
         answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()

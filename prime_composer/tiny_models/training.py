@@ -39,6 +39,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 LENGTH_GROUPS = 4
 """Consecutive steps that share their examples out by length."""
 
+
 def build_model(
     config: PrepareConfig, problems: ProblemSet, folder: Path, progress: Progress
 ) -> float:
@@ -58,9 +59,7 @@ def build_model(
         for problem in problems.worked
         if config.environments is None or problem.environment in config.environments
     ]
-    examples = [
-        _example(problem, problems, tokenizer) for problem in with_hints(practice, config)
-    ]
+    examples = [_example(problem, problems, tokenizer) for problem in with_hints(practice, config)]
     longest = max(len(token_ids) for token_ids, _ in examples)
     if longest > config.max_position_embeddings:
         raise ValueError(
@@ -192,9 +191,7 @@ def _texts(problem: Problem, problems: ProblemSet) -> tuple[str, str]:
     return prompt_text(problem, config), answer_text(problem.answer, config)
 
 
-def _example(
-    problem: Problem, problems: ProblemSet, tokenizer: PreTrainedTokenizerFast
-) -> Example:
+def _example(problem: Problem, problems: ProblemSet, tokenizer: PreTrainedTokenizerFast) -> Example:
     """Return the tokens of a problem, of which the answer's are learned, or of its transcript."""
     if problem.transcript is not None:
         return example_of(problem.transcript, tokenizer)

@@ -47,7 +47,9 @@ def texts_of(transcript: str, tokenizer: Any) -> list[str]:
         tokenizer: any that has the chat template. Its vocabulary is not read.
     """
     text = tokenizer.apply_chat_template(messages_of(transcript), tokenize=False)
-    return [part for part in re.split("|".join(map(re.escape, (END_OF_TEXT, *MARKS))), text) if part]
+    return [
+        part for part in re.split("|".join(map(re.escape, (END_OF_TEXT, *MARKS))), text) if part
+    ]
 
 
 def example_of(transcript: str, tokenizer: Any) -> Example:

@@ -1,8 +1,8 @@
 """Offer orders of shops as an environment of verifiers' v1 API, with two tools.
 
 The wheel puts this file beside the package, where verifiers and prime-rl look for the id
-"prime-composer-orders". A rollout that solves an order has three turns: ``price``, ``times``, and the
-answer. Its tasks know their ``solution``, so the small models of ``[*.prepare]`` learn from them.
+"prime-composer-orders". A rollout that solves an order has three turns: ``price``, ``times``, and
+the answer. Its tasks have a ``solution``, so small models of ``[*.prepare]`` learn from them.
 """
 
 from typing import Any, Literal

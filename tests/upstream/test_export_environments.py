@@ -215,7 +215,7 @@ def test_head_names_the_environments_to_install():
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_recipe_with_tools_names_its_environment(version):
-    """From v0.7 on by its id and API; v0.6 is refused by name. Training and test have a split each."""
+    """From v0.7 on by id and API; v0.6 is refused by name. Training and test have a split each."""
     loaded = load_recipe(REPO / "recipes" / "agent_opd.toml")
     models = {"student": "/student", "teacher": "/teacher"}
     if version == "v0.6":
