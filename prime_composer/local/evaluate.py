@@ -64,7 +64,8 @@ class Graded(NamedTuple):
 
     def set(self, place: int, *answer: Any) -> None:
         """Set the fields of the answer to one problem, in their order."""
-        for values, value in zip(self, answer, strict=True):
+        fields: list[list[Any]] = [*self]
+        for values, value in zip(fields, answer, strict=True):
             values[place] = value
 
 
@@ -199,7 +200,7 @@ class Evaluator:
             return {}
         measured: dict[str, float] = {}
         shares = [engine.teachers.routing.of(problem) for problem in problems]
-        answered: dict[int, tuple[float, float, str]] = {}
+        answered: dict[int, tuple[Any, ...]] = {}
         for teacher in engine.teachers.scorers:
             if not any(teacher in share for share in shares):
                 continue

@@ -1,18 +1,24 @@
 """The environment of recipes/agent_opd.toml: its tasks, its rewards, and rollouts that solve it."""
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from prime_composer.backends.hf_model import import_transformers
-from prime_composer.backends.protocols import SamplingParams
+from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.cli.commands import problems_to_prepare
+from prime_composer.local.batch import Sample
 from prime_composer.local.episodes import Episode
+from prime_composer.local.probe_teacher import equal_prompts
 from prime_composer.local.sources import load_sources
+from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.orders import Order, draw_orders
 from prime_composer.recipe.environment import EnvironmentConfig
@@ -88,9 +94,6 @@ def test_prepare_reads_the_same_as_a_run(problems: ProblemSet) -> None:
 )
 def test_reward_wants_the_cost_alone(reply: str, reward: float) -> None:
     """White space around it does not count."""
-    import asyncio
-    from types import SimpleNamespace
-
     environment = open_environment("orders", EnvironmentConfig(id=ID))
     order, task = draw_orders("train")[0], environment.tasks[0]
     trace = SimpleNamespace(last_reply=reply.format(order.answer))
@@ -183,6 +186,17 @@ def test_run_of_a_transcript_is_solved_token_for_token(
     assert counts[1] == (0.0, 1, 0, False)
     assert counts[2] == (0.0, 4, 4, True)
     assert guessed.text == "12" and looping.rollouts
+
+
+def test_probe_compares_the_prompts_of_tasks(problems: ProblemSet) -> None:
+    """A teacher with another template writes other prompts."""
+    own, other = (train_tokenizer(problems, 415) for _ in range(2))
+    tokenized = TokenizedProblems(problems, own)
+    rollout = Rollout(torch.tensor([0]), torch.tensor([True]), torch.tensor([0.0]), "stop", 0)
+    samples = [Sample(rollout, task, "", 0.0) for task in problems.held_out[:3]]
+    assert equal_prompts(samples, tokenized, own)
+    other.chat_template = "{{ messages[0].content }}"
+    assert not equal_prompts(samples, tokenized, other)
 
 
 def prepared(**environments: Any) -> dict[str, Any]:
