@@ -357,9 +357,15 @@ def prepare_configs(recipe: "Recipe") -> dict[str, "AnyPrepare"]:
 
 def problems_to_prepare(recipe: "Recipe") -> "ProblemSet | None":
     """Load the data that small models are trained on; None where the recipe has no such model."""
+    if not prepare_configs(recipe):
+        return None
+    if recipe.teaching_environments:
+        from prime_composer.local.sources import open_sources
+
+        return open_sources(recipe)
     from prime_composer.problems.loading import load_problem_set
 
-    return load_problem_set(recipe.problem_sources) if prepare_configs(recipe) else None
+    return load_problem_set(recipe.problem_sources)
 
 
 def prepare_on_screen(

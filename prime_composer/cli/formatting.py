@@ -22,6 +22,11 @@ def number(value: float | None) -> str:
     return MISSING if value is None else f"{value:.3f}"
 
 
+def decimal(value: float | None) -> str:
+    """Format a mean of counts with two decimals."""
+    return MISSING if value is None else f"{value:.2f}"
+
+
 def score(name: str, value: float | None) -> str:
     """Format a score of ``TITLES``: accuracy as a percentage, a graded metric times 100."""
     if value is None or name == "accuracy":

@@ -11,13 +11,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prime_composer.cli.formatting import MISSING, RECIPE_FILE, number, score, scores_in
+from prime_composer.cli.formatting import (
+    MISSING,
+    RECIPE_FILE,
+    decimal,
+    number,
+    score,
+    scores_in,
+)
 from prime_composer.local.answers import Answer, read_answers, read_signatures
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.metrics import TITLES, signatures_of
 from prime_composer.recipe.schema import Recipe
 
 REVERSE_KL = "eval/reverse_kl"
+
+PER_ROLLOUT = {"turns": "turns per rollout", "tool_calls": "tool calls per rollout"}
+"""What is counted in environments by id -> its name for people."""
 
 LETTERS_SHOWN = 320
 """Length up to which a question or an answer is printed."""
@@ -54,6 +64,9 @@ def print_outcome(evaluations: dict[int, dict[str, float]], steps: int, recipe: 
             add_score(metric, f"  at T = {temperature:g}", f"/T={temperature:g}")
     for temperature in recipe.eval.temperatures:
         add_score("self_bleu", f"Self-BLEU at T = {temperature:g}", f"/T={temperature:g}")
+    for name, title in counts_in([after]).items():
+        counts = (before.get(f"teacher/{name}"), before.get(f"eval/{name}"))
+        table.add_row(title, *map(decimal, (*counts, after[f"eval/{name}"])))
     if REVERSE_KL in after:
         add_reverse_kl("reverse KL (nats/token)")
         for name in recipe.environments:
@@ -127,12 +140,14 @@ def print_report(runs: Sequence[str | Path]) -> None:
     table = Table(box=SIMPLE_HEAD)
     for name in ("run", "loss"):
         table.add_column(name, overflow="fold")
-    named = dict.fromkeys(name for run in runs for name in scores_in(read_metrics(run)))
+    read = [(run, read_metrics(run)) for run in runs]
+    named = dict.fromkeys(name for _, records in read for name in scores_in(records))
     titles = [TITLES[name] for name in named] or ["accuracy"]
-    for name in ("steps", "teacher", ", ".join(titles), "reverse KL", "tok/s"):
+    counted = counts_in([record for _, records in read for record in records])
+    counts = (title.removesuffix(" per rollout") for title in counted.values())
+    for name in ("steps", "teacher", ", ".join(titles), *counts, "reverse KL", "tok/s"):
         table.add_column(name, justify="right", no_wrap=True)
-    for run in runs:
-        records = read_metrics(run)
+    for run, records in read:
         own = scores_in(records) or ["accuracy"]
         evaluated = [record for record in records if scores_in([record])]
         before, after = (evaluated[0], evaluated[-1]) if evaluated else ({}, {})
@@ -145,6 +160,10 @@ def print_report(runs: Sequence[str | Path]) -> None:
             ", ".join(
                 " → ".join(score(name, record.get(f"eval/{name}")) for record in (before, after))
                 for name in own
+            ),
+            *(
+                " → ".join(decimal(record.get(f"eval/{name}")) for record in (before, after))
+                for name in counted
             ),
             f"{number(before.get(REVERSE_KL))} → {number(after.get(REVERSE_KL))}",
             f"{speeds[len(speeds) // 2]:,.0f}" if speeds else MISSING,
@@ -161,14 +180,16 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
     The score is accuracy or a graded metric, of several the first one. A single run also shows the
     parts of its loss and the teacher's score.
     """
-    figure = new_figure(11, 7)
     several = len(runs) > 1
+    read = [(run, read_metrics(run)) for run in runs]
+    counted = counts_in([record for _, records in read for record in records])
+    figure = new_figure(16 if counted else 11, 7)
     if not several:
         figure.suptitle(plain(f"{Path(runs[0]).name}: {loss_name(runs[0])}"))
-    (accuracy, reverse_kl), (loss, speed) = figure.subplots(2, 2)
+    (accuracy, reverse_kl, *more), (loss, speed, *others) = figure.subplots(2, 3 if counted else 2)
+    of_counts = dict(zip(counted, (*more, *others), strict=False))
     titles: dict[str, None] = {}
-    for run in runs:
-        records = read_metrics(run)
+    for run, records in read:
         label = plain(f"{Path(run).name} ({loss_name(run)})")
         name = next(iter(scores_in(records)), "accuracy")
         titles[TITLES[name]] = None
@@ -176,6 +197,8 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
         style = {"color": line.get_color(), "label": label}
         reverse_kl.plot(*series(records, REVERSE_KL), marker="o", **style)
         speed.plot(*series(records, "tokens_per_second"), **style)
+        for count, axes in of_counts.items():
+            axes.plot(*series(records, f"eval/{count}"), marker="o", **style)
         if several:
             loss.plot(*series(records, "loss"), **style)
             continue
@@ -189,6 +212,7 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
         (reverse_kl, "reverse KL to the teacher, held out", "nats per token"),
         (loss, "training loss" if several else "training loss and its parts", "per token"),
         (speed, "throughput", "rollout tokens per second"),
+        *((of_counts[count], title, "held out, greedy") for count, title in counted.items()),
     ):
         axes.set_title(title)
         axes.set_xlabel("step")
@@ -198,8 +222,18 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
             axes.legend(fontsize="small")
     accuracy.set_ylim(0, 1.02)
     reverse_kl.set_ylim(bottom=0)
-    speed.set_ylim(bottom=0)
+    for axes in (speed, *of_counts.values()):
+        axes.set_ylim(bottom=0)
     figure.savefig(output, dpi=100)
+
+
+def counts_in(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the names of ``PER_ROLLOUT`` that a run measured, with their titles."""
+    return {
+        name: title
+        for name, title in PER_ROLLOUT.items()
+        if any(f"eval/{name}" in record for record in records)
+    }
 
 
 def new_figure(width: int, height: int) -> Any:

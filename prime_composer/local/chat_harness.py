@@ -109,10 +109,23 @@ class Tools:
         if not urls:
             return tools
         from mcp import ClientSession
-        from mcp.client.streamable_http import streamable_http_client
+        from mcp.client import streamable_http
 
+        library: Any = vars(streamable_http).get("httpx2", httpx)  # of mcp 2, and of mcp 1
+        # mcp's own client reads all certificates of the machine, a third of a rollout's time. It
+        # keeps connections, which the server closes while a rollout waits for the others.
+        client = await stack.enter_async_context(
+            library.AsyncClient(
+                timeout=None,  # a rollout has its own
+                verify=any(url.startswith("https:") for url in urls.values()),
+                trust_env=False,
+                limits=library.Limits(max_keepalive_connections=0),
+            )
+        )
         for server, url in urls.items():
-            streams = await stack.enter_async_context(streamable_http_client(url))
+            streams = await stack.enter_async_context(
+                streamable_http.streamable_http_client(url, http_client=client)
+            )
             session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
             await session.initialize()
             for tool in (await session.list_tools()).tools:

@@ -108,16 +108,18 @@ def refuse_what_needs_problems(recipe: Recipe) -> None:
             )
 
 
-def open_environment(name: str, config: EnvironmentConfig) -> Environment:
+def open_environment(name: str, config: EnvironmentConfig, teaches: bool = False) -> Environment:
     """Load an environment by id and its tasks.
 
     Args:
         name: its name in the recipe.
         config: its table.
+        teaches: small models learn from its tasks, which need a method ``solution``. It returns the
+            messages after the prompt of a rollout that solves the task.
 
     Raises:
         RecipeError: it is not installed, of another API, cannot run in this process, or has no
-            tasks. The message names the table and the remedy.
+            tasks or solutions. The message names the table and the remedy.
     """
     where = f"[environments.{name}] id = {config.id!r}"
     if config.api == "v0":
@@ -155,7 +157,14 @@ def open_environment(name: str, config: EnvironmentConfig) -> Environment:
                 "one machine has not"
             )
     problems = [
-        Task(task.data.prompt_text, "", name, None, index, json.dumps(_first_messages(task.data)))
+        Task(
+            task.data.prompt_text,
+            "",
+            name,
+            transcript=_transcript(task, where) if teaches else None,
+            index=index,
+            messages=json.dumps(_first_messages(task.data)),
+        )
         for index, task in enumerate(tasks)
     ]
     return Environment(config, env, tasks, problems, has_tools)
@@ -285,6 +294,21 @@ def _first_messages(data: Any) -> list[dict[str, Any]]:
     if isinstance(data.prompt, str):
         return [*messages, {"role": "user", "content": data.prompt}]
     return [*messages, *map(message_to_wire, data.prompt)]
+
+
+def _transcript(task: Any, where: str) -> str:
+    """Return the messages of a rollout that solves a task, as JSON."""
+    solution = getattr(task, "solution", None)
+    if solution is None:
+        raise RecipeError(
+            f"{where}: [*.prepare] builds a model from worked answers, and its tasks have no "
+            "method `solution`: name an existing model, or other environments in "
+            "prepare.environments"
+        )
+    try:
+        return json.dumps([*_first_messages(task.data), *solution()])
+    except Exception as error:
+        raise RecipeError(f"{where}: its `solution` fails: {describe(error)}") from error
 
 
 def _quiet_logs() -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from prime_composer.recipe.schema import EvalConfig, Recipe
 FULL_VOCABULARY_UP_TO = 8192
 """Largest vocabulary whose reverse KL is measured in full with ``kl_support = "auto"``."""
 
+COUNTS = ("turns", "tool_calls")
+"""What is counted per rollout of an environment by id."""
+
 EVALUATION_SEED = 20_251_017
 """Seed of the measured rollouts: the same draws at every evaluation of every run."""
 
@@ -43,15 +46,27 @@ class Graded(NamedTuple):
             value. Of a task its reward, NaN where its rollout failed.
         truncated: 1.0 where the answer was cut at ``max_tokens``, else 0.0.
         texts: the answers.
+        turns: answers in the rollout of a task, NaN of a problem.
+        tool_calls: calls of tools in them, likewise.
     """
 
     rewards: list[float]
     truncated: list[float]
     texts: list[str]
+    turns: list[float]
+    tool_calls: list[float]
 
-    def set(self, place: int, reward: float, truncated: float, text: str) -> None:
-        """Set the answer to one problem."""
-        self.rewards[place], self.truncated[place], self.texts[place] = reward, truncated, text
+    @classmethod
+    def empty(cls, count: int) -> "Graded":
+        """Return the answers of ``count`` problems before any is set."""
+        nothing = [math.nan] * count
+        return cls(nothing[:], [0.0] * count, [""] * count, nothing[:], nothing[:])
+
+    def set(self, place: int, *answer: Any) -> None:
+        """Set the fields of the answer to one problem, in their order."""
+        fields: list[list[Any]] = [*self]
+        for values, value in zip(fields, answer, strict=True):
+            values[place] = value
 
 
 class Answers(NamedTuple):
@@ -124,7 +139,8 @@ class Evaluator:
         It is empty where nothing is held out. Where answers are graded, ``eval/rouge2`` and so on
         replace ``eval/accuracy``. Environments of both kinds give both, each over its own problems.
         Where there are several environments, accuracy and reverse KL of each are added as
-        ``eval/accuracy/NAME`` and ``eval/reverse_kl/NAME``. With ``temperatures``, see
+        ``eval/accuracy/NAME`` and ``eval/reverse_kl/NAME``. Of tasks of environments by id,
+        ``eval/turns`` and ``eval/tool_calls`` are means per rollout. With ``temperatures``, see
         ``_sampled``.
 
         Divergences are means over the N tokens of rollouts sampled from the current student at
@@ -196,7 +212,7 @@ class Evaluator:
             return {}
         measured: dict[str, float] = {}
         shares = [engine.teachers.routing.of(problem) for problem in problems]
-        answered: dict[int, tuple[float, float, str]] = {}
+        answered: dict[int, tuple[Any, ...]] = {}
         for teacher in engine.teachers.scorers:
             if not any(teacher in share for share in shares):
                 continue
@@ -237,11 +253,16 @@ class Evaluator:
     def _overall(
         self, prefix: str, problems: Sequence[Problem], graded: Graded
     ) -> dict[str, float]:
-        """Return each score over all problems that are graded by it."""
+        """Return each score over all problems that are graded by it, and ``COUNTS`` of tasks."""
         indices: dict[str, list[int]] = {}
         for index, problem in enumerate(problems):
             indices.setdefault(f"{prefix}/{self._score_name(problem)}", []).append(index)
-        return {name: self._total(problems, graded, own) for name, own in indices.items()}
+        measured = {name: self._total(problems, graded, own) for name, own in indices.items()}
+        for name in COUNTS:
+            known = [value for value in getattr(graded, name) if not math.isnan(value)]
+            if known:
+                measured[f"{prefix}/{name}"] = sum(known) / len(known)
+        return measured
 
     def _score_name(self, problem: Problem) -> str:
         """Return the name of the mean over answers like this problem's."""
@@ -327,11 +348,12 @@ class Evaluator:
         """
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
         count = len(problems)
-        graded = Graded([math.nan] * count, [0.0] * count, [""] * count)
+        graded = Graded.empty(count)
         answers = self._answers(sampler, problems, params, prompts)
         for place, episode in answers.episodes.items():
             truncated = any(one.finish_reason == "length" for one in episode.rollouts)
-            graded.set(place, episode.reward, float(truncated), episode.text)
+            counts = float(episode.turns), float(episode.tool_calls)
+            graded.set(place, episode.reward, float(truncated), episode.text, *counts)
         asked = [problems[place] for place in answers.rollouts]
         of_problems = self._graded([*answers.rollouts.values()], asked)
         for place, answer in zip(answers.rollouts, zip(*of_problems, strict=True), strict=True):
@@ -379,7 +401,8 @@ class Evaluator:
             for text, problem in zip(texts, problems, strict=True)
         ]
         truncated = [float(rollout.finish_reason == "length") for rollout in rollouts]
-        return Graded(rewards, truncated, texts)
+        nothing = [math.nan] * len(rollouts)
+        return Graded(rewards, truncated, texts, nothing, nothing)
 
     @torch.no_grad()
     def _divergence_sums(self, teachers: Teachers, problems: Sequence[Problem]) -> DivergenceSums:

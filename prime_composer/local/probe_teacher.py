@@ -59,7 +59,6 @@ from prime_composer.local.probe_report import (
 )
 from prime_composer.local.student_forward import student_inputs
 from prime_composer.local.tokenized_problems import TokenizedProblems
-from prime_composer.problems.prompts import render_prompt
 
 COLUMNS = (0, 1, 8, 32, 64)
 """The values of K whose speed is measured, beside the recipe's own."""
@@ -287,11 +286,8 @@ def equal_prompts(samples: Sequence[Sample], tokenized: TokenizedProblems, token
         raise NotMeasured("its tokenizer is not on this machine")
     if not samples:
         raise NotMeasured(NO_ROLLOUT)
-    return all(
-        render_prompt(problem, tokenized.problem_set.config_of(problem), tokenizer)
-        == tokenized.prompt(problem)
-        for problem in (sample.problem for sample in samples)
-    )
+    own = TokenizedProblems(tokenized.problem_set, tokenizer)
+    return all(own.prompt(sample.problem) == tokenized.prompt(sample.problem) for sample in samples)
 
 
 def largest_k(target: Target) -> tuple[int, bool]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from prime_composer.local.tasks import parts_of
+from prime_composer.local.tasks import Task
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.environment import EnvironmentConfig
@@ -29,8 +29,12 @@ class Sources(ProblemSet):
 
     @property
     def worked(self) -> list[Problem]:
-        """The problems to train on that have worked answers. Tasks have none."""
-        return [*parts_of(self.practice).problems.values()]
+        """The problems to train on that have worked answers, and the tasks with transcripts."""
+        return [
+            problem
+            for problem in self.practice
+            if not isinstance(problem, Task) or problem.transcript is not None
+        ]
 
     @property
     def names(self) -> list[str]:
@@ -49,14 +53,29 @@ def load_sources(recipe: Recipe) -> ProblemSet:
         RecipeError: an environment by id cannot run on this machine.
         ValueError: as ``load_problem_set``.
     """
+    if recipe.environments_by_id:
+        from prime_composer.local.environments import refuse_what_needs_problems
+
+        refuse_what_needs_problems(recipe)
+    return open_sources(recipe)
+
+
+def open_sources(recipe: Recipe) -> ProblemSet:
+    """Load problems, and open environments by id, whatever is then done with them.
+
+    Raises:
+        RecipeError: an environment cannot be opened here, or models shall learn from its tasks and
+            they have no solution.
+        ValueError: as ``load_problem_set``.
+    """
     problems = load_problem_set(recipe.problem_sources)
     if not recipe.environments_by_id:
         return problems
-    from prime_composer.local.environments import open_environment, refuse_what_needs_problems
+    from prime_composer.local.environments import open_environment
 
-    refuse_what_needs_problems(recipe)
     environments = {
-        name: open_environment(name, config) for name, config in recipe.environments_by_id.items()
+        name: open_environment(name, config, name in recipe.teaching_environments)
+        for name, config in recipe.environments_by_id.items()
     }
     practice: list[Problem] = list(problems.practice)
     held_out: dict[str, list[Problem]] = {name: [] for name in recipe.problem_sources}

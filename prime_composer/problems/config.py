@@ -197,12 +197,15 @@ class Problem:
     Attributes:
         environment: the recipe's environment that it belongs to.
         teacher: the teacher that its row names, if any.
+        transcript: the messages of a solved rollout as JSON, which small models learn from in the
+            place of question and answer. Only tasks of environments by id have one.
     """
 
     question: str
     answer: str
     environment: str = PROBLEMS
     teacher: str | None = None
+    transcript: str | None = None
 
     @property
     def final(self) -> str:

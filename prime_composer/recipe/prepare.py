@@ -54,7 +54,8 @@ class PrepareConfig(BaseModel):
     """Longest sequence in tokens, prompt and completion together."""
 
     sft_steps: int = Field(default=900, ge=0, le=LARGEST_SIZE)
-    """Optimizer steps of supervised fine-tuning on the training problems' worked answers."""
+    """Optimizer steps of supervised fine-tuning on the worked answers of what is trained on: those
+    of problems, and the solved rollouts of environments by id."""
 
     batch_size: int = Field(default=32, ge=1, le=LARGEST_SIZE)
     """Problems per step."""
@@ -82,8 +83,8 @@ class PrepareConfig(BaseModel):
     """Share of the training examples that contain the hint. Goes with ``hint_template``."""
 
     environments: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """The ``[environments]`` that it is trained on. Unset: all. The tokenizer is always trained on
-    all."""
+    """The ``[environments]`` that it is trained on. Unset: all with tasks to train on. The
+    tokenizer is trained on what any of the recipe's models learns from, and on all problems."""
 
     prune: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of the weights of the decoder layers' matrices set to zero after training, the smallest

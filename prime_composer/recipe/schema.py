@@ -714,6 +714,16 @@ class Recipe(Section):
         }
 
     @property
+    def teaching_environments(self) -> set[str]:
+        """The environments by id from whose solved tasks models under ``[*.prepare]`` learn."""
+        return {
+            name
+            for _, prepare in self._generated_models()
+            for name, table in self.environments_by_id.items()
+            if table.trains and name in (prepare.environments or self.environments)
+        }
+
+    @property
     def has_teacher(self) -> bool:
         """Whether something scores the student's tokens."""
         return self.teacher is not None or bool(self.teachers)
@@ -800,13 +810,18 @@ class Recipe(Section):
                 f"table, and [{table}] asks its own: use source = 'rollouts'"
             )
         for model, prepare in self._generated_models():
-            for name in self.sources if prepare.environments is None else prepare.environments:
-                if name in by_id:
+            for name in prepare.environments or ():
+                if name in by_id and not by_id[name].trains:
                     raise ValueError(
-                        f"{model}.prepare builds a model from worked answers, and "
-                        f"[environments.{name}] has an id, and no worked answers: name an existing "
-                        f"model in {model}.model, or other environments in prepare.environments"
+                        f"{model}: prepare.environments names {name!r}, which has use = 'eval', "
+                        "and models learn from what is trained on: leave it out"
                     )
+            if prepare.hint_template is not None and self.teaching_environments:
+                raise ValueError(
+                    f"{model}: prepare.hint_template writes a hint into a problem's question, and "
+                    f"[{table}] has an id, and tasks of its own: name others in "
+                    "prepare.environments"
+                )
         return self
 
     def _generated_models(self) -> Iterator[tuple[str, PrepareConfig]]:

@@ -22,6 +22,7 @@ from prime_composer.recipe.prepare import AnyPrepare, PrepareConfig, RoundedConf
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe
 from prime_composer.tiny_models.progress import Progress
+from prime_composer.tiny_models.transcripts import CHAT_TEMPLATE
 
 FORMAT = 1
 """Part of the cache key. Raise it when the same description builds another model."""
@@ -83,7 +84,10 @@ def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
     description = [FORMAT, config.model_dump(mode="json", exclude_none=True)]
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
     for problem in problems.worked:
-        texts = [prompt_text(problem, problems.config_of(problem)), problem.answer]
+        if problem.transcript is None:
+            texts = [prompt_text(problem, problems.config_of(problem)), problem.answer]
+        else:
+            texts = [CHAT_TEMPLATE, problem.transcript]
         if config.environments is not None:
             texts.append(str(problem.environment in config.environments))
         digest.update(json.dumps(texts).encode())

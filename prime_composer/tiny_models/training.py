@@ -23,17 +23,21 @@ from prime_composer.problems.order import prompt_batches
 from prime_composer.problems.prompts import answer_text, prompt_text
 from prime_composer.recipe.prepare import PrepareConfig
 from prime_composer.tiny_models.progress import Progress
+from prime_composer.tiny_models.transcripts import (
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    MARKS,
+    Example,
+    example_of,
+    texts_of,
+)
 
 hide_cuda_packages()
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-END_OF_TEXT = "<|endoftext|>"
 LENGTH_GROUPS = 4
 """Consecutive steps that share their examples out by length."""
-
-Example = tuple[list[int], list[int]]
-"""Token ids of a prompt and of its answer."""
 
 
 def build_model(
@@ -55,11 +59,8 @@ def build_model(
         for problem in problems.worked
         if config.environments is None or problem.environment in config.environments
     ]
-    examples = [
-        _tokenized(*_texts(problem, problems), tokenizer)
-        for problem in with_hints(practice, config)
-    ]
-    longest = max(len(prompt) + len(answer) for prompt, answer in examples)
+    examples = [_example(problem, problems, tokenizer) for problem in with_hints(practice, config)]
+    longest = max(len(token_ids) for token_ids, _ in examples)
     if longest > config.max_position_embeddings:
         raise ValueError(
             f"the longest training example has {longest} tokens and max_position_embeddings is "
@@ -96,7 +97,9 @@ def prune_model(unpruned: Path, fraction: float, folder: Path) -> None:
 
 
 def train_tokenizer(problems: ProblemSet, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on the practice problems' prompts and answers.
+    """Train a byte-level BPE on the practice problems' prompts and answers, and on transcripts.
+
+    With transcripts the tokenizer has a chat template.
 
     Every digit is a token of its own, so that arithmetic is learned digit by digit. A run of
     punctuation includes the white space around it: ``" = "`` and ``"\\n#### "`` become one token
@@ -111,18 +114,38 @@ def train_tokenizer(problems: ProblemSet, vocab_size: int) -> PreTrainedTokenize
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    has_transcripts = any(problem.transcript is not None for problem in problems.worked)
+    marks = list(MARKS) if has_transcripts else []
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *marks],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     # Prompt and answer are separate texts, as they are tokenized: no token may span both.
-    texts = [text for problem in problems.worked for text in _texts(problem, problems)]
+    renderer = _with_template(tokenizer, marks)
+    texts = [
+        text
+        for problem in problems.worked
+        for text in (
+            _texts(problem, problems)
+            if problem.transcript is None
+            else texts_of(problem.transcript, renderer)
+        )
+    ]
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    return _with_template(tokenizer, marks)
+
+
+def _with_template(tokenizer: Tokenizer, marks: list[str]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer in the form of transformers, with the chat template that has ``marks``."""
+    settings = {"additional_special_tokens": marks} if marks else {}
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, **settings
     )
+    if marks:
+        wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
 
 
 def model_config(config: PrepareConfig, vocab_size: int, eos_token_id: int) -> Qwen3Config:
@@ -168,8 +191,13 @@ def _texts(problem: Problem, problems: ProblemSet) -> tuple[str, str]:
     return prompt_text(problem, config), answer_text(problem.answer, config)
 
 
-def _tokenized(prompt: str, answer: str, tokenizer: PreTrainedTokenizerFast) -> Example:
-    return tokenizer.encode(prompt), tokenizer.encode(answer) + [tokenizer.eos_token_id]
+def _example(problem: Problem, problems: ProblemSet, tokenizer: PreTrainedTokenizerFast) -> Example:
+    """Return the tokens of a problem, of which the answer's are learned, or of its transcript."""
+    if problem.transcript is not None:
+        return example_of(problem.transcript, tokenizer)
+    prompt, answer = map(tokenizer.encode, _texts(problem, problems))
+    answer.append(tokenizer.eos_token_id)
+    return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
 def fine_tune(
@@ -178,7 +206,7 @@ def fine_tune(
     config: PrepareConfig,
     progress: Progress,
 ) -> float:
-    """Minimize the cross-entropy of the answers' tokens, the end of text included.
+    """Minimize the cross-entropy of the learned tokens, the end of text included.
 
     The loss is a mean over the batch's tokens. Muon trains the decoder layers' matrices, AdamW the
     embeddings and norms (Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
@@ -243,7 +271,7 @@ def _batch_of_similar_lengths(
     """
     group, turn = divmod(step, LENGTH_GROUPS)
     indices = prompt_batches(len(examples), LENGTH_GROUPS * config.batch_size, config.seed, group)
-    indices.sort(key=lambda i: len(examples[i][0]) + len(examples[i][1]))
+    indices.sort(key=lambda i: len(examples[i][0]))
     share = random.Random(f"lengths {config.seed} {group}").sample(
         range(LENGTH_GROUPS), LENGTH_GROUPS
     )[turn]
@@ -255,15 +283,18 @@ def _batch_of_similar_lengths(
 def _padded(
     batch: list[Example],
 ) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
-    """Return token ids, and at each position the next token of the answer, or -1.
+    """Return token ids, and at each position the next token where it is learned, or -1.
 
     Padding is at the right, where no trained position attends to it.
     """
-    token_ids, _ = pad([(prompt + answer)[:-1] for prompt, answer in batch], torch.device("cpu"))
+    token_ids, _ = pad([example[:-1] for example, _ in batch], torch.device("cpu"))
     targets = torch.full_like(token_ids, -1)
-    for row, (prompt, answer) in enumerate(batch):
-        first = len(prompt) - 1
-        targets[row, first : first + len(answer)] = torch.tensor(answer)
+    for row, (example, learned) in enumerate(batch):
+        following = [
+            token if is_learned else -1
+            for token, is_learned in zip(example[1:], learned[1:], strict=True)
+        ]
+        targets[row, : len(following)] = torch.tensor(following)
     return token_ids, targets
 
 

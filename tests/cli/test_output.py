@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from rich.progress import TextColumn
 
 from prime_composer.cli.output import forgiving_output
 from prime_composer.cli.progress import Screen
-from prime_composer.cli.report import console, draw_report, print_outcome
+from prime_composer.cli.report import console, draw_report, print_outcome, print_report
 from prime_composer.recipe.loading import parse_recipe
 from tests.conftest import TINY_RECIPE
 
@@ -121,6 +122,46 @@ def test_outcome_without_the_first_evaluation_is_shown(
     row = next(line for line in capsys.readouterr().out.splitlines() if "accuracy" in line)
     cells = [cell.strip() for cell in row.replace("│", "|").split("|")[2:-1]]
     assert cells == ["–", "–", "25.0%" if evaluations else "–"]
+
+
+ROLLOUTS = {
+    0: {"teacher/accuracy": 1.0, "teacher/turns": 3.0, "teacher/tool_calls": 2.0}
+    | {"eval/accuracy": 0.25, "eval/turns": 3.456, "eval/tool_calls": 2.789},
+    4: {"eval/accuracy": 0.75, "eval/turns": 3.125, "eval/tool_calls": 2.0},
+}
+
+
+def test_outcome_shows_turns_and_tool_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of teacher, student before and student after."""
+    print_outcome(ROLLOUTS, 4, parse_recipe(TINY_RECIPE))
+    lines = capsys.readouterr().out.replace("│", "|").splitlines()
+    rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in lines if "|" in line}
+    cells = {name: [cell.strip() for cell in row] for name, row in rows.items()}
+    assert cells["turns per rollout"] == ["3.00", "3.46", "3.12"]
+    assert cells["tool calls per rollout"] == ["2.00", "2.79", "2.00"]
+
+
+def test_report_shows_turns_and_tool_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A column each, and a panel each in the figure. A run without tasks has dashes."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder, records in ((own, ROLLOUTS), (other, {4: {"eval/accuracy": 0.5}})):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(
+            "".join(json.dumps({"step": step, **record}) + "\n" for step, record in records.items())
+        )
+    print_report([own, other])
+    out = capsys.readouterr().out
+    for text in ("turns", "tool calls", "3.46 → 3.12", "2.79 → 2.00", "– → –"):
+        assert text in out
+    print_report([other])
+    assert "turns" not in capsys.readouterr().out
+    sizes = []
+    for runs in ([own, other], [other]):
+        draw_report(runs, tmp_path / "report.png")
+        sizes.append((tmp_path / "report.png").read_bytes()[16:20])  # the width of a PNG
+    assert [int.from_bytes(width, "big") for width in sizes] == [1600, 1100]
 
 
 def test_figure_of_a_directory_with_dollars_and_brackets(tmp_path: Path) -> None:

@@ -418,6 +418,8 @@ def test_train_two_turns_with_a_teacher(raw: dict[str, Any], tmp_path: Path) -> 
         assert record["topk_reverse_kl/kl"] > 0
         assert record["sampler/mismatch_kl"] < 1e-3
     assert records[0]["eval/failed"] == 0
+    assert (records[0]["eval/turns"], records[0]["eval/tool_calls"]) == (2, 0)
+    assert (records[0]["teacher/turns"], records[0]["teacher/tool_calls"]) == (2, 0)
     assert records[-1]["eval/reverse_kl"] > 0
 
 

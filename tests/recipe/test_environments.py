@@ -90,11 +90,10 @@ def test_environment_without_its_id_is_refused() -> None:
         ("data", {"id": "reverse-text"}, "data: an environment by id is a table [environments.N"),
         ("eval", {"every": 3}, "[eval]: all [environments] have use = 'train'"),
         ("replay", {"source": "jsonl", "path": "pairs.jsonl"}, "[environments.rev] asks its own"),
-        ("student", {"prepare": {}}, "student.prepare builds a model from worked answers"),
     ],
 )
 def test_setting_that_needs_problems_is_refused(key: str, value: Any, expected: str) -> None:
-    """Solutions, questions of pairs, and worked answers are what an id does not have."""
+    """Solutions and questions of pairs are what an id does not have."""
     assert expected in refusal(with_value(key, value, raw(use="train")))
 
 
@@ -104,6 +103,37 @@ def test_prepared_student_learns_from_the_problems() -> None:
     table["environments"]["sums"] = {"size": 30}
     table["student"] = {"prepare": {"environments": ["sums"]}}
     assert list(parse_recipe(table).sources) == ["rev", "sums"]
+
+
+def test_prepared_models_learn_from_what_is_trained_on() -> None:
+    """Unset, from all environments that train; else from those that are named."""
+    table = raw(use="train")
+    table["environments"] |= {"test": {"id": "reverse-text", "use": "eval"}, "sums": {"size": 30}}
+    assert parse_recipe(table).teaching_environments == set()
+    table["student"] = {"prepare": {}}
+    assert parse_recipe(table).teaching_environments == {"rev"}
+    table["student"] = {"prepare": {"environments": ["sums"]}}
+    assert parse_recipe(table).teaching_environments == set()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "expected"),
+    [
+        ({"environments": ["test"]}, "prepare.environments names 'test', which has use = 'eval'"),
+        (
+            {"hint_template": "{question} {hint}", "hint_share": 0.5},
+            "student: prepare.hint_template writes a hint into a problem's question",
+        ),
+    ],
+)
+def test_prepared_model_that_cannot_learn_is_refused(
+    prepare: dict[str, Any], expected: str
+) -> None:
+    """What is not trained on teaches nothing, and a task has no question for a hint."""
+    table = raw(use="train")
+    table["environments"]["test"] = {"id": "reverse-text", "use": "eval"}
+    table["student"] = {"prepare": prepare}
+    assert expected in refusal(table)
 
 
 def test_passwords_of_environments_are_not_shown() -> None:

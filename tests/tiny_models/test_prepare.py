@@ -194,7 +194,8 @@ def test_padded_targets_are_the_next_answer_tokens():
     """Targets are the answer's next tokens."""
     from prime_composer.tiny_models.training import _padded
 
-    token_ids, targets = _padded([([5, 6], [7, 8, 9]), ([4], [3])])
+    batch = [([5, 6, 7, 8, 9], [False] * 2 + [True] * 3), ([4, 3], [False, True])]
+    token_ids, targets = _padded(batch)
     assert token_ids.tolist() == [[5, 6, 7, 8], [4, 0, 0, 0]]
     assert targets.tolist() == [[-1, 7, 8, 9], [3, -1, -1, -1]]
 
@@ -227,12 +228,13 @@ def test_batches_share_the_epoch_out_by_length():
     """Consecutive steps share their examples out by length."""
     from prime_composer.tiny_models.training import _batch_of_similar_lengths
 
-    examples = [([1] * length, [2]) for length in range(1, 33)]  # four steps of eight make an epoch
+    # Four steps of eight make an epoch.
+    examples = [([1] * length, [True] * length) for length in range(1, 33)]
     config = TINY.model_copy(update={"batch_size": 8})
     batches = [_batch_of_similar_lengths(examples, config, step) for step in range(8)]
     for epoch in (batches[:4], batches[4:]):
-        assert sorted(len(prompt) for batch in epoch for prompt, _ in batch) == list(range(1, 33))
-        assert sorted(max(len(prompt) for prompt, _ in batch) for batch in epoch) == [8, 16, 24, 32]
+        assert sorted(len(ids) for batch in epoch for ids, _ in batch) == list(range(1, 33))
+        assert sorted(max(len(ids) for ids, _ in batch) for batch in epoch) == [8, 16, 24, 32]
 
 
 def test_cache_key_covers_all_that_the_model_learns_from(tmp_path):

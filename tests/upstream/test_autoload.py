@@ -160,7 +160,8 @@ def test_wheel_has_the_pth_and_the_environment_module(tmp_path):
     assert done.returncode == 0, done.stderr
     for wheel in (*tmp_path.glob("*.whl"), *Path(tmp_path / "e").glob("*.whl")):
         names = zipfile.ZipFile(wheel).namelist()
-        assert "prime_composer.pth" in names and "prime_composer_problems.py" in names
+        for name in (".pth", "_problems.py", "_orders.py"):
+            assert f"prime_composer{name}" in names
 
 
 def test_hooks_name_functions_that_exist():

@@ -10,7 +10,7 @@ import sys
 import pytest
 import tomli_w
 
-from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream.export import export_recipe
 from prime_composer.upstream.toml_shapes import HEADER
@@ -211,6 +211,26 @@ def test_head_names_the_environments_to_install():
     place = head.index("Environments that have to be installed beside prime-rl:")
     assert head[place + 1] == "    x, y"
     assert not any("installed beside" in line for line in export_recipe(recipe(), "head").head)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_recipe_with_tools_names_its_environment(version):
+    """From v0.7 on by id and API; v0.6 is refused by name. Training and test have a split each."""
+    loaded = load_recipe(REPO / "recipes" / "agent_opd.toml")
+    models = {"student": "/student", "teacher": "/teacher"}
+    if version == "v0.6":
+        with pytest.raises(RecipeError, match=r"environments\.orders\.api = 'v1'.*--engine local"):
+            export_recipe(loaded, version, models)
+        return
+    orchestrator = export_recipe(loaded, version, models).table["orchestrator"]
+    key = ENVIRONMENTS[version]
+    (train,), (test,) = orchestrator["train"][key], orchestrator["eval"][key]
+    tasksets = [entry["env"] if version != "v0.7" else entry for entry in (train, test)]
+    identity = {"id": "prime-composer-orders"}
+    assert tasksets[0]["taskset"] == identity
+    assert tasksets[1]["taskset"] == {**identity, "split": "test"}
+    turns = [one["agent"] if version != "v0.7" else one for one in tasksets]
+    assert [table["max_turns"] for table in turns] == [4, 4]
 
 
 def test_check_and_export_import_no_environment(tmp_path):
