@@ -389,7 +389,7 @@ def trained_steps(result):
     steps = []
     for version, file in enumerate(sorted(files, key=lambda file: step_of(file.parent))):
         (micro_batch,) = msgspec.msgpack.decode(file.read_bytes())
-        rollouts = [sampled[json.dumps(tokens)].pop(0) for tokens in sequences(micro_batch)]
+        rollouts = [sampler_of(span, micro_batch, sampled) for span in spans(micro_batch)]
         by_prompt = {}
         for request in rollouts:
             constant = any(contains(request["in"], part) for part in even)
@@ -413,6 +413,23 @@ def trained_steps(result):
     return steps
 
 
+def sampler_of(span, micro_batch, sampled):
+    """Take the request that a trained sequence is the answer of from those of the same tokens.
+
+    The same few tokens are sampled more than once, by other weights, and not all are trained on.
+    The log-probs in prime-rl's file tell which one this is.
+    """
+    tokens, mask, _, logprobs = (values[span] for values in micro_batch[:4])
+    trained = [logprob for logprob, is_trained in zip(logprobs, mask, strict=True) if is_trained]
+    same = sampled[json.dumps(tokens)]
+    differences = [
+        max(abs(a - b) for a, b in zip(request["logprobs"], trained, strict=True))
+        for request in same
+    ]
+    assert min(differences) < 1e-5
+    return same.pop(differences.index(min(differences)))
+
+
 def trained_tokens(result):
     """Yield the tokens of each sequence that the trainer read."""
     for file in (result["folder"] / "outputs").rglob("step_*/rank_0.bin"):
@@ -421,17 +438,23 @@ def trained_tokens(result):
 
 
 def sequences(micro_batch):
-    """Return the tokens of each packed sequence, up to the last one that trains.
+    """Yield the tokens of each packed sequence, up to the last one that trains."""
+    for span in spans(micro_batch):
+        yield micro_batch[0][span]
+
+
+def spans(micro_batch):
+    """Yield the slice of each packed sequence, up to the last token that trains.
 
     v0.6 pads with a sequence that trains none, and has the lengths behind the environments' names.
     """
-    tokens, mask, *_ = micro_batch
+    mask = micro_batch[1]
     start = 0
     lengths = micro_batch[5] if isinstance(micro_batch[5][0], int) else micro_batch[7]
     for length in lengths:
         trained = [t for t in range(start, start + length) if mask[t]]
         if trained:
-            yield tokens[start : trained[-1] + 1]
+            yield slice(start, trained[-1] + 1)
         start += length
 
 
