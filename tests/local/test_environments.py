@@ -275,7 +275,7 @@ def test_run_code_that_blocks_ends_the_run(play: Any, monkeypatch: pytest.Monkey
 
 def test_play_failed_rollout_is_no_part_of_its_group() -> None:
     """The mean reward of a group is that of the rollouts that ended; the others are counted."""
-    tasks = [Task("?", "", "talk", None, index) for index in range(2)]
+    tasks = [Task("?", "", "talk", index=index) for index in range(2)]
     outcomes = [episode(3.0), Failure("broken"), episode(5.0), *[Failure("broken")] * 3]
     engine = engine_of(outcomes)
     played = collecting.play(engine, RolloutConfig(group_size=3), tasks, seed=0, step=1)
@@ -289,12 +289,13 @@ def test_play_failed_rollout_is_no_part_of_its_group() -> None:
 
 def test_student_evaluation_leaves_failed_rollouts_out() -> None:
     """The mean reward is that of the tasks that ended, and the share of the others is told."""
-    tasks = [Task("?", "", "talk", None, index) for index in range(4)]
+    tasks = [Task("?", "", "talk", index=index) for index in range(4)]
     outcomes = [episode(3.0), Failure("broken"), episode(5.0), Failure("broken")]
     engine = engine_of(outcomes)
     engine.problems = TokenizedProblems(Sources([], tasks, {}), None)
     measured = Evaluator(engine, EvalConfig(), 8, 64, "full").student()
-    assert measured == {"eval/accuracy": 4.0, "eval/truncated": 0.0, "eval/failed": 0.5}
+    counts = {"eval/turns": 1.0, "eval/tool_calls": 0.0}
+    assert measured == {"eval/accuracy": 4.0, "eval/truncated": 0.0, "eval/failed": 0.5} | counts
     outcomes[:] = [Failure("broken")] * 4
     with pytest.raises(EnvironmentFailed, match="every task of the evaluation failed"):
         Evaluator(engine, EvalConfig(), 8, 64, "full").student()
