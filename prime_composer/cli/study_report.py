@@ -261,15 +261,13 @@ QUANTITIES = SCORES | {
 def draw(results: Mapping[str, Any], output: Path) -> None:
     """Draw each quantity with a title against steps: the mean, and the range over seeds."""
     figure = new_figure(15, 5)
-    from matplotlib import colormaps
-
     shown = {
         name: quantity
         for name, quantity in measured_quantities(results).items()
         if quantity.title is not None
     }
     panels = figure.subplots(1, max(1, len(shown)), squeeze=False)[0]
-    colors = colormaps["tab10" if len(results["variants"]) <= 10 else "tab20"]
+    colors = colors_for(len(results["variants"]))
     for axes, (name, quantity) in zip(panels, shown.items(), strict=False):
         for index, (variant, result) in enumerate(results["variants"].items()):
             points = result["over_seeds"][name]
@@ -298,11 +296,8 @@ def draw_grid(
         output: the figure's file.
     """
     figure = new_figure(15, 5)
-    from matplotlib import colormaps
-
-    names = list(dict.fromkeys(one[-1] for one in combinations))
-    groups = list(dict.fromkeys(one[:-1] for one in combinations))
-    colors = colormaps["tab10" if len(groups) <= 10 else "tab20"]
+    groups, names = groups_and_names(combinations)
+    colors = colors_for(len(groups))
     measures = [
         name
         for name in measured_quantities(results)
@@ -350,11 +345,8 @@ def draw_diversity(
         output: the figure's file.
     """
     figure = new_figure(15, 5)
-    from matplotlib import colormaps
-
-    names = list(dict.fromkeys(one[-1] for one in combinations))
-    groups = list(dict.fromkeys(one[:-1] for one in combinations))
-    colors = colormaps["tab10" if len(names) <= 10 else "tab20"]
+    groups, names = groups_and_names(combinations)
+    colors = colors_for(len(names))
     panels = figure.subplots(1, len(groups), squeeze=False, sharex=True, sharey=True)[0]
     for axes, group in zip(panels, groups, strict=True):
         for index, name in enumerate(names):
@@ -377,6 +369,21 @@ def draw_diversity(
         axes.set_xlabel("Self-BLEU, 1: all answers to a problem are the same")
         axes.grid(alpha=0.3)
     save(figure, panels[0], output)
+
+
+def groups_and_names(
+    combinations: Sequence[tuple[str, ...]],
+) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Return the combinations of all axes but the last, and the names of the last, in order."""
+    groups = dict.fromkeys(one[:-1] for one in combinations)
+    return list(groups), list(dict.fromkeys(one[-1] for one in combinations))
+
+
+def colors_for(count: int) -> Callable[[int], Any]:
+    """Return the color of each of ``count`` lines."""
+    from matplotlib import colormaps
+
+    return colormaps["tab10" if count <= 10 else "tab20"]
 
 
 def label(axes: Any, quantity: Quantity, x: str) -> None:
