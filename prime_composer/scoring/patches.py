@@ -7,7 +7,7 @@ import importlib.abc
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -183,7 +183,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         self._asked: set[str] = set()
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self, fullname: str, path: Iterable[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec that the other finders find, with a loader that patches the module."""
         if fullname in self._asked or not any(fullname in layout.patches for layout in LAYOUTS):

@@ -15,7 +15,7 @@ import importlib
 import importlib.abc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import cast
@@ -52,7 +52,7 @@ class Hooks(importlib.abc.MetaPathFinder):
     is_prime_composer = True
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self, fullname: str, path: Iterable[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec that the other finders find, with a loader that runs the hooks."""
         hooks = HOOKS.get(fullname)

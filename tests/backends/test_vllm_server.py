@@ -208,6 +208,7 @@ def test_server_says_what_its_tokens_are(scorer):
     assert scorer.detokenize([5, 6, 7]) == "w5 w6 w7"
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_run_waits_for_a_killed_vllm_teacher(tiny_recipe, tmp_path):
     """The teacher is killed after step 2 and back half a minute later, as if nothing had been."""

@@ -127,6 +127,7 @@ def test_a_wrong_recipe_exits_with_2(cli: Cli, tiny_recipe: Raw) -> None:
     assert done.returncode == 2 and "kk" in done.stderr and done.stdout == ""
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_bfloat16_server_is_probed_as_it_is(tiny_recipe: Raw, tmp_path: Path) -> None:
     """A real vLLM server in bfloat16, K up to 20, whose checkpoint is on this machine."""

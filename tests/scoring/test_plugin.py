@@ -1,5 +1,6 @@
 """Where the plugin enters vLLM, and where it does nothing at all."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -73,6 +74,17 @@ def test_module_is_patched_after_its_import_and_once(tmp_path, monkeypatch):
     patches.install()
     assert calls == [late_runner]
     monkeypatch.delitem(sys.modules, "late_runner")
+
+
+def test_modules_of_a_namespace_package_are_imported_beside_the_finder(tmp_path, monkeypatch):
+    """Their path is no sequence; wandb has such packages."""
+    (tmp_path / "a_namespace").mkdir()
+    (tmp_path / "a_namespace" / "a_module.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [patches._AfterImport(), *sys.meta_path])
+    for name in ("a_namespace.a_module", "a_namespace"):
+        assert importlib.import_module(name)
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_layouts_name_what_they_patch():

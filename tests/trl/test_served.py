@@ -99,7 +99,13 @@ def test_trls_own_server_trainer_refuses_it(trl):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("kind", [VllmProcess, TeacherProcess], ids=["json", "plugin"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(VllmProcess, id="json", marks=pytest.mark.slow),
+        pytest.param(TeacherProcess, id="plugin"),
+    ],
+)
 def test_teacher_on_vllm_is_that_of_the_model(make_trainer, models, tmp_path: Path, kind):
     """A real server in float32. Both of its roads, and hidden states with the plugin."""
     with kind(models.teacher_folder, tmp_path / "server.log", "--dtype", "float32") as server:
