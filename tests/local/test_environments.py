@@ -42,6 +42,7 @@ from tests.local.environment_kit import (
 )
 from tests.local.helpers import Silent, weights
 from tests.local.helpers import rollout as a_rollout
+from tests.vllm_process import VllmProcess
 
 import_transformers()  # before verifiers, which would import it beside a broken torchvision
 pytest.importorskip("verifiers.v1", reason="environments by id need verifiers: the extra [env]")
@@ -459,7 +460,7 @@ def test_train_environment_resumes_to_the_same_numbers(
     assert models == [raw["student"]["model"]] * 3
 
 
-def served(raw: dict[str, Any], server: SpoilingServer) -> dict[str, Any]:
+def served(raw: dict[str, Any], server: SpoilingServer | VllmProcess) -> dict[str, Any]:
     """Return the recipe with rollouts of a server, and steps that move the weights."""
     recipe = copy.deepcopy(raw)
     recipe["rollout"] |= {"backend": "server", "url": server.url}
@@ -481,6 +482,24 @@ def test_train_environment_with_a_served_student(raw: dict[str, Any], tmp_path: 
         assert record["rollout/turns"] == 2
         assert record["rollout/failed"] == 0
         assert abs(record["sampler/mismatch_kl"]) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_train_environment_on_a_vllm_server(raw: dict[str, Any], tmp_path: Path) -> None:
+    """The same with a server of vLLM, whose numbers are float32's."""
+    with VllmProcess(
+        Path(raw["student"]["model"]),
+        tmp_path / "server.log",
+        *("--dtype", "float32", "--max-model-len", 512),
+        VLLM_SERVER_DEV_MODE="1",
+    ) as server:
+        _, *steps = run(served(raw, server), tmp_path / "run")
+    for record in steps:
+        assert record["rollout/turns"] == 2
+        assert record["rollout/failed"] == 0
+        assert abs(record["sampler/mismatch_kl"]) < 1e-5
+    assert record["loss"] != steps[0]["loss"]
 
 
 def test_train_environment_with_old_weights_is_stopped(raw: dict[str, Any], tmp_path: Path) -> None:
