@@ -35,13 +35,13 @@ def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
     table = as_table(results)
     markdown.write_text(table, encoding="utf-8")
     if study.grid:
-        draw_grid(results, list(study.combinations), list(study.grid)[-1], figure)
+        draw_grid(results, list(study.combinations), list(study.grid), figure)
     else:
         draw(results, figure)
     figures = [str(figure)]
     if any(result["temperatures"] for result in results["variants"].values()):
         diversity = folder / "diversity.png"
-        draw_diversity(results, list(study.combinations), diversity)
+        draw_diversity(results, list(study.combinations), list(study.grid), diversity)
         figures.append(str(diversity))
     print(f"\n{table}\nfigures: {', '.join(figures)}\nnumbers: {numbers}, {markdown}")
 
@@ -283,7 +283,10 @@ def draw(results: Mapping[str, Any], output: Path) -> None:
 
 
 def draw_grid(
-    results: Mapping[str, Any], combinations: Sequence[tuple[str, ...]], axis: str, output: Path
+    results: Mapping[str, Any],
+    combinations: Sequence[tuple[str, ...]],
+    grid: Sequence[str],
+    output: Path,
 ) -> None:
     """Draw the last measurements: the last axis of the grid on x, a color for each other name.
 
@@ -292,7 +295,7 @@ def draw_grid(
     Args:
         results: what ``compare`` returns.
         combinations: names of each variant, one per axis.
-        axis: name of the last axis.
+        grid: names of the axes.
         output: the figure's file.
     """
     figure = new_figure(15, 5)
@@ -324,15 +327,18 @@ def draw_grid(
                 fmt="o",
                 markersize=4,
                 color=colors(index),
-                label="-".join(group),
+                label=title_of(grid, group),
             )
         axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 8 else 0)
-        label(axes, QUANTITIES[measure], axis)
+        label(axes, QUANTITIES[measure], grid[-1])
     save(figure, panels[0], output)
 
 
 def draw_diversity(
-    results: Mapping[str, Any], combinations: Sequence[tuple[str, ...]], output: Path
+    results: Mapping[str, Any],
+    combinations: Sequence[tuple[str, ...]],
+    grid: Sequence[str],
+    output: Path,
 ) -> None:
     """Draw the score of sampled answers against their Self-BLEU: a point per temperature.
 
@@ -342,6 +348,7 @@ def draw_diversity(
     Args:
         results: what ``compare`` returns.
         combinations: names of each variant, one per axis.
+        grid: names of the axes; none without a grid.
         output: the figure's file.
     """
     figure = new_figure(15, 5)
@@ -365,7 +372,7 @@ def draw_diversity(
                     text = f"T = {temperatures[place]:g}"
                     axes.annotate(text, (repeated[place], scores[place]), fontsize=6)
                 axes.set_ylabel(f"{TITLES[metric]}, share")
-        axes.set_title("-".join(group))
+        axes.set_title(title_of(grid, group))
         axes.set_xlabel("Self-BLEU, 1: all answers to a problem are the same")
         axes.grid(alpha=0.3)
     save(figure, panels[0], output)
@@ -377,6 +384,11 @@ def groups_and_names(
     """Return the combinations of all axes but the last, and the names of the last, in order."""
     groups = dict.fromkeys(one[:-1] for one in combinations)
     return list(groups), list(dict.fromkeys(one[-1] for one in combinations))
+
+
+def title_of(grid: Sequence[str], group: Sequence[str]) -> str:
+    """Return the names of a combination with their axes; "" where there is one axis or none."""
+    return ", ".join(f"{axis} = {name}" for axis, name in zip(grid, group, strict=False))
 
 
 def colors_for(count: int) -> Callable[[int], Any]:

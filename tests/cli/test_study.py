@@ -351,13 +351,12 @@ def test_diversity_has_a_panel_for_each_first_name_and_a_line_for_each_last(
     }
     variants = {name: {"temperatures": {}} for name in ("0-jsd", "0-kl", "1-jsd")}
     combinations = [("0", "jsd"), ("0", "kl"), ("1", "jsd"), ("1", "kl")]
-    study_report.draw_diversity(
-        {"variants": {**variants, "1-kl": {"temperatures": measured}}}, combinations, tmp_path
-    )
+    results = {"variants": {**variants, "1-kl": {"temperatures": measured}}}
+    study_report.draw_diversity(results, combinations, ["lambda", "divergence"], tmp_path)
     first, second = figures[0].axes
-    assert (first.get_title(), first.lines[:]) == ("0", [])
+    assert (first.get_title(), first.lines[:]) == ("lambda = 0", [])
     (line,) = second.lines
-    assert (second.get_title(), line.get_label()) == ("1", "kl")
+    assert (second.get_title(), line.get_label()) == ("lambda = 1", "kl")
     assert [list(values) for values in line.get_data()] == [[0.8, 0.5, 0.2], [0.3, 0.2, 0.1]]
 
 
