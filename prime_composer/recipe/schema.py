@@ -366,15 +366,10 @@ class RolloutConfig(Section):
     max_model_len: int = Field(default=2048, ge=2, le=LONGEST_CONTEXT, json_schema_extra=CARRIED)
     """Context of the engines in tokens: prompt and completion."""
 
-    renderer: OpenTable = Field(
-        default_factory=dict,
-        json_schema_extra=prime_rl(
-            not_carried("prime-rl has its own, [prime_rl.orchestrator.renderer]")
-        ),
-    )
+    renderer: OpenTable = Field(default_factory=dict, json_schema_extra=CARRIED)
     """For environments by id: how messages and tool calls become tokens, as the library
     ``renderers`` has it, for example ``{ name = "qwen3" }``. Unset: by the tokenizer's name, which
-    reads no tool calls of a model in a directory."""
+    reads no tool calls of a model in a directory, and prime-rl refuses such a model."""
 
     student_fraction: float = Field(default=1.0, ge=0, le=1, json_schema_extra=CARRIED)
     """GKD's lambda: probability that the student samples a sequence. `other_source` has the

@@ -168,8 +168,9 @@ def inference_with_extra(arguments: Table) -> Table:
     table: Table = {
         key: arguments[key] for key in ("gpu_memory_utilization", "seed") if key in arguments
     }
-    if "dtype" in arguments:
-        table["model"] = {"dtype": arguments["dtype"]}
+    model = {key: arguments[key] for key in ("dtype", "tool_call_parser") if key in arguments}
+    if model:
+        table["model"] = model
     if "max_logprobs" in arguments:
         table["vllm_extra"] = {"max_logprobs": arguments["max_logprobs"]}
     return table

@@ -6,7 +6,6 @@ from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import Recipe
 
 NOT_CARRIED = {
-    "rollout.renderer",
     "checks.every", "checks.tolerance", "checks.mismatch", "teacher.wait", "rollout.wait",
     "teacher.backend", "teacher.dtype", "teacher.gpu_memory_utilization", "rollout.backend",
     "rollout.weights_dir", "data.chat_template", "trainer.micro_batch_tokens", "trainer.dtype",

@@ -301,6 +301,16 @@ def test_export_self_distillation_is_opsd(version, hint, algorithm):
     assert table["orchestrator"]["algo"] == {"type": "opsd", **algorithm}
 
 
+@pytest.mark.parametrize("version", NEWER)
+def test_export_self_distillation_renders_the_hint_as_the_policy(version):
+    """prime-rl has a renderer for each."""
+    raw = {**tables(), "teacher": {"policy": {"update": "live"}}}
+    raw["rollout"]["renderer"] = {"name": "default", "tool_parser": "qwen3"}
+    orchestrator = export_recipe(parse_recipe(raw), version).table["orchestrator"]
+    assert orchestrator["renderer"] == raw["rollout"]["renderer"]
+    assert orchestrator["algo"]["renderer"] == raw["rollout"]["renderer"]
+
+
 @pytest.mark.parametrize(
     "policy,key",
     [
@@ -597,6 +607,7 @@ OTHER_VALUES = {
         "top_p": 0.5,
         "max_tokens": 65,
         "max_model_len": 257,
+        "renderer": {"name": "qwen3"},
         "student_fraction": 0.5,
         "gpu_memory_utilization": 0.5,
     },
@@ -711,7 +722,6 @@ LOSSY = {
     "teacher.gpu_memory_utilization": 0.5,
     "rollout.backend": "transformers",
     "rollout.weights_dir": "there",
-    "rollout.renderer": {"name": "qwen3"},
     "data.chat_template": False,
     "trainer.micro_batch_tokens": 99,
     "trainer.dtype": "float32",

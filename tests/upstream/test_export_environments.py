@@ -215,14 +215,21 @@ def test_head_names_the_environments_to_install():
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_recipe_with_tools_names_its_environment(version):
-    """From v0.7 on by id and API; v0.6 is refused by name. Training and test have a split each."""
+    """From v0.7 on by id and API; v0.6 is refused by name. Training and test have a split each.
+
+    The student's server, which prime-rl starts, parses calls of tools for the evaluation.
+    """
     loaded = load_recipe(REPO / "recipes" / "agent_opd.toml")
     models = {"student": "/student", "teacher": "/teacher"}
     if version == "v0.6":
         with pytest.raises(RecipeError, match=r"environments\.orders\.api = 'v1'.*--engine local"):
             export_recipe(loaded, version, models)
         return
-    orchestrator = export_recipe(loaded, version, models).table["orchestrator"]
+    table = export_recipe(loaded, version, models).table
+    orchestrator = table["orchestrator"]
+    assert orchestrator["renderer"] == {"name": "default", "tool_parser": "qwen3"}
+    parser = {"tool_call_parser": "hermes"}
+    assert table["inference"] == {"vllm" if version == "head" else "model": parser}
     key = ENVIRONMENTS[version]
     (train,), (test,) = orchestrator["train"][key], orchestrator["eval"][key]
     tasksets = [entry["env"] if version != "v0.7" else entry for entry in (train, test)]

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.upstream, pytest.mark.xdist_group("prime-rl's parser")
 
 E2E = Path(__file__).parent / "e2e"
 QWEN3 = REPO / "recipes" / "gsm8k_opd_qwen3.toml"
+AGENT = REPO / "recipes" / "agent_opd.toml"
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +229,35 @@ def test_policy_that_scores_itself_has_a_server_for_k(prime_rl, tmp_path, versio
     commands.append(rl(tmp_path, "small", version, raw))
     answers = prime_rl(version).run(READ, commands=commands)
     assert [answer["vllm"]["max_logprobs"] for answer in answers] == [32, None]
+
+
+PARSERS = """
+import sys
+from prime_rl.configs.rl import RLConfig
+from prime_rl.utils.config import cli
+
+sys.argv = ["rl", "@", path]
+config = cli(RLConfig)
+inference = config.inference
+newest = hasattr(inference, "to_namespace")
+arguments = inference.to_namespace() if newest else inference.to_vllm()
+names = ("tool_call_parser", "enable_auto_tool_choice")
+result = {key: getattr(arguments, key) for key in names}
+result["renderer"] = config.orchestrator.renderer.model_dump(include={"name", "tool_parser"})
+"""
+
+
+@pytest.mark.parametrize("version", ["v0.7", "v0.8", "head"])
+def test_prime_rl_parses_tool_calls_of_a_model_in_a_directory(prime_rl, tmp_path, version):
+    """By the renderer in training, by its server in evaluation. A name would tell it neither."""
+    models = {"student": str(tmp_path / "student"), "teacher": str(tmp_path / "teacher")}
+    path = tmp_path / "run.toml"
+    path.write_text(export_recipe(load_recipe(AGENT), version, models).text())
+    assert prime_rl(version).run(PARSERS, path=str(path)) == {
+        "tool_call_parser": "hermes",
+        "enable_auto_tool_choice": True,
+        "renderer": {"name": "default", "tool_parser": "qwen3"},
+    }
 
 
 @pytest.mark.parametrize("version", ["v0.7", "v0.8", "head"])

@@ -215,14 +215,20 @@ def reference(result, mixture=lambda tokens: {"teacher": 1.0}):
     ]
     file = result["folder"] / "sequences.json"
     file.write_text(json.dumps(sequences))
-    update = [r for r in result["student"] if r.get("weight_dir")][-1]
-    assert step_of(update["weight_dir"]) > 0, "the server took no new weights"
+    update = last_update(result)
     # The directory that the server read may be gone: the trainer keeps its last broadcasts.
     broadcast = max((result["folder"] / "outputs").rglob("broadcasts/step_*"), key=step_of)
     script, student = str(E2E / "reference.py"), str(result["models"] / "student")
     command = [result["python"], script, student, str(K), str(file), str(broadcast)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=cpu_env())
     return json.loads(done.stdout), update
+
+
+def last_update(result):
+    """Return the request with the newest weights that the student's server took."""
+    update = [r for r in result["student"] if r.get("weight_dir")][-1]
+    assert step_of(update["weight_dir"]) > 0, "the server took no new weights"
+    return update
 
 
 def mean(values):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_composer.problems.config import DataConfig
-from prime_composer.recipe.schema import Recipe, TeacherConfig
+from prime_composer.recipe.schema import Recipe
 from prime_composer.upstream.environment import NAME, data_settings
 from prime_composer.upstream.export.plan import Environment, Plan, api_key, evaluated, v1_url
 from prime_composer.upstream.export.refusals import asker_settings
@@ -16,6 +16,10 @@ from prime_composer.upstream.versions import Version
 
 VLLM_LOGPROBS = 20
 """vLLM's default max_logprobs. It refuses requests for more."""
+
+TOOL_CALL_PARSERS = {"qwen3": "hermes"}
+"""What vLLM calls a parser of ``renderers``. prime-rl evaluates with vLLM's chat completions, and
+finds the parser by the model's name, which a model in a directory has not."""
 
 
 def build_tables(plan: Plan) -> dict[str, Any]:
@@ -64,9 +68,11 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
             }
             version.teachers(table, environments, mixtures, version.base_url)
         else:
-            table["algo"] = self_distillation(recipe.teacher)
+            table["algo"] = self_distillation(recipe)
     for entry, part in zip(environments, plan.environments, strict=True):
         merge_own_settings(entry, part, version)
+    if recipe.rollout.renderer:
+        table["renderer"] = plain(recipe.rollout.renderer)
     if recipe.loss.reads_rewards_and_teacher:
         version.keep_zero_advantages(table)  # worth their distillation
     if recipe.rollout.url is not None:
@@ -78,12 +84,15 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
     return table
 
 
-def self_distillation(teacher: TeacherConfig | None) -> dict[str, str]:
+def self_distillation(recipe: Recipe) -> dict[str, Any]:
     """Return the algorithm of a policy that is its own teacher, given a hint."""
+    teacher = recipe.teacher
     assert teacher is not None and teacher.policy is not None, "a loss without a teacher"
-    table = {"type": "opsd", "demo_key": HINT_KEYS[teacher.policy.hint]}
+    table: dict[str, Any] = {"type": "opsd", "demo_key": HINT_KEYS[teacher.policy.hint]}
     if teacher.policy.hint == "feedback":
         table["template"] = "{demonstration}"  # prime-rl's own calls it an expert's response
+    if recipe.rollout.renderer:
+        table["renderer"] = plain(recipe.rollout.renderer)  # of the hint
     return table
 
 
@@ -205,6 +214,10 @@ def vllm_arguments(recipe: Recipe) -> dict[str, Any]:
     scores = recipe.teacher is not None and recipe.teacher.policy is not None
     if scores and needs_more_logprobs(recipe):
         arguments["max_logprobs"] = recipe.loss.support_size
+    renderer = recipe.rollout.renderer
+    parser = TOOL_CALL_PARSERS.get(str(renderer.get("tool_parser") or renderer.get("name")))
+    if parser is not None:
+        arguments["tool_call_parser"] = parser
     return arguments
 
 

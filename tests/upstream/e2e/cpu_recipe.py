@@ -33,6 +33,8 @@ def native(
     taskset="tiny-taskset",
     asked_by=None,
     environments=None,
+    rollout=None,
+    lr=1e-2,
     replay=False,
     lora=False,
 ):
@@ -56,6 +58,9 @@ def native(
         taskset: the taskset, from v0.7 on.
         asked_by: who asks the teacher; None: what follows from the loss.
         environments: tables of the recipe's [environments], in the place of the sums.
+        rollout: more keys of the recipe's [rollout]. A renderer there is used in the place of
+            Qwen3's.
+        lr: the learning rate.
         replay: the trainer uses the experts that the student's server has used, from v0.8 on.
         lora: the student trains adapters alone.
         rl: adds an environment with prime-rl's own rl loss (head). Our loss is not in the file
@@ -72,9 +77,10 @@ def native(
             "max_tokens": 12,
             "max_model_len": seq_len,
             "group_size": group_size,
+            **(rollout or {}),
         },
         "data": {},
-        "trainer": {"steps": steps, "batch_size": BATCH, "lr": 1e-2},
+        "trainer": {"steps": steps, "batch_size": BATCH, "lr": lr},
         "checkpoint": {"every": 0 if resume is None else 1},
         "output_dir": "outputs",
     }
@@ -100,8 +106,10 @@ def native(
         "deployment": {"num_train_gpus": ranks, "num_infer_gpus": 1},
         "trainer": {"model": model, "enable_router_replay": replay},
         "weight_broadcast": {"type": "filesystem"},
-        "orchestrator": {"renderer": {"name": "qwen3"}, "train": {}},
+        "orchestrator": {"train": {}},
     }
+    if "renderer" not in recipe["rollout"]:
+        prime_rl["orchestrator"]["renderer"] = {"name": "qwen3"}
     if version == "v0.6":
         prime_rl["orchestrator"]["train"]["env"] = [{"id": "tiny-env", "name": "sums"}]
         prime_rl["orchestrator"]["collect_inference_metrics"] = False

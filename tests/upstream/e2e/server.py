@@ -29,7 +29,7 @@ from experts import Routing, in_one_tensor
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-MAX_NEW = 12
+MAX_NEW = 32
 SCORE, HEAD = "/v1/prime_composer/score", "/v1/prime_composer/head"
 
 
