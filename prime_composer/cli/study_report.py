@@ -314,7 +314,7 @@ def draw_grid(
                 for place, name in enumerate(names)
                 if (series := results["variants"]["-".join((*group, name))]["over_seeds"][measure])
             }
-            shift = 0.5 * (index / len(groups) - 0.5)
+            shift = 0.5 * ((index + 0.5) / len(groups) - 0.5)
             means = [point["mean"] for point in last.values()]
             ranges = [
                 [point["mean"] - point["min"] for point in last.values()],
