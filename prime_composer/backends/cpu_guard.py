@@ -37,12 +37,6 @@ LARGE_MODEL = 10_000_000
 """Parameters of a large model: its step is spread over threads. In a smaller one, waking a thread
 takes as long as its share of a matrix product."""
 
-LARGE_TENSOR = 4 * 2**20
-"""Bytes of a tensor that gets memory of its own in a large model's run. glibc raises this limit by
-itself, up to 32 MiB, as such tensors are freed."""
-
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-
 _set_num_threads = torch.set_num_threads  # vLLM replaces it by a function that does nothing
 
 
@@ -139,12 +133,10 @@ def return_freed_memory(model: nn.Module) -> None:
     """Give the memory that a large model's tensors have left back to the system, where it is glibc.
 
     A weight sync copies the engine's weights, and rollouts and scores leave activations behind.
-    glibc keeps what is free in pieces that the trainer's tensors do not fit into, more from step to
-    step. From the first call on, each large tensor has a mapping of its own, which ends with it.
+    glibc keeps what is free in pieces that the trainer's tensors do not fit into.
     """
     libc: Any = ctypes.CDLL(None)
     if _is_large(model) and built_for_cpu() and hasattr(libc, "malloc_trim"):
-        libc.mallopt(_M_MMAP_THRESHOLD, LARGE_TENSOR)
         libc.malloc_trim(0)
 
 
