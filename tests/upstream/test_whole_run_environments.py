@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from prime_composer.problems.orders import price, times
 from tests.prime_rl_checkout import REPO
 from tests.upstream import test_whole_run as whole_run
-from tests.upstream.test_export_upstream import BY_ID
+from tests.upstream.test_export_upstream import AGENT, BY_ID
 from tests.upstream.test_whole_run import TOP_K, K, other
 
 models = whole_run.models
@@ -131,7 +131,6 @@ def check_divergence(result, version, step, k=K, error=5e-3):
     return expected
 
 
-RECIPE = REPO / "recipes" / "agent_opd.toml"
 CHAT = {"env": {"agent": {"harness": {"id": "tiny-chat"}}}}
 """The plain chat with tools that one machine has, in the place of verifiers' program for it."""
 
@@ -154,7 +153,7 @@ def orders_models(orders_module, tmp_path_factory):
             script = str(whole_run.E2E / "orders_models.py")
             path = os.pathsep.join(map(str, (REPO, orders_module)))
             env = {**whole_run.cpu_env(), "PYTHONPATH": path}
-            command = [python, script, str(RECIPE), str(folder)]
+            command = [python, script, str(AGENT), str(folder)]
             subprocess.run(command, check=True, capture_output=True, env=env)
         return folder
 
@@ -206,7 +205,7 @@ def test_whole_run_trains_on_an_environment_with_tools(
     trees, orders_models, orders_module, tmp_path, version
 ):
     """Of a price, a product and an answer the student's own tokens train, the tools' do not."""
-    recipe = tomllib.loads(RECIPE.read_text())
+    recipe = tomllib.loads(AGENT.read_text())
     loss, table = recipe["loss"], recipe["environments"]["orders"]
     result = whole_run.run(
         version,
