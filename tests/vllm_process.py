@@ -46,7 +46,7 @@ class VllmProcess:
     def command(self, options: Sequence[object]) -> list[str]:
         """Return the command line."""
         words = ["--model", self.directory, "--host", "127.0.0.1", "--port", self.port]
-        words += ["--kv-cache-memory-bytes", 64 * 2**20, "--enforce-eager", *options]
+        words += ["--kv-cache-memory-bytes", 64 * 2**20, *options]
         return [sys.executable, "-m", "prime_composer.backends.vllm_serve", *map(str, words)]
 
     def start(self) -> None:
@@ -106,8 +106,7 @@ class TeacherProcess(VllmProcess):
 
     def command(self, options: Sequence[object]) -> list[str]:
         """Return the command line."""
-        words = ["--model", self.directory, "--port", self.port, "--"]
-        words += ["--kv-cache-memory-bytes", 64 * 2**20, "--enforce-eager", *options]
+        words = ["--model", self.directory, "--port", self.port, "--", *options]
         python = os.environ.get("PRIME_COMPOSER_VLLM_PYTHON", sys.executable)
         return [python, "-m", "prime_composer.cli", "teacher", *map(str, words)]
 

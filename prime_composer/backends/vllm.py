@@ -55,6 +55,9 @@ from prime_composer.scoring.worker import Wish, read_payload
 GPU_MEMORY_SHARE = 0.3
 """Share of the GPU's memory per engine: sampler, scorer and trainer share one GPU."""
 
+CPU_BLOCK = 128
+"""Tokens of a block of the key-value cache, the smallest unit that the CPU build allocates."""
+
 MOST_SEQUENCES = 256
 """Sequences that an engine runs side by side at most: vLLM's own default on a CPU build."""
 
@@ -411,14 +414,23 @@ def default_kv_cache_bytes(
 
     It is between 64 MiB and 1 GiB, and there is room for two sequences in any case.
     """
-    config = read_config(model)
-    length = max_model_len or config.max_position_embeddings
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    size = 4 if dtype == "float32" else 2
-    # One block of 128 tokens is the smallest unit that the CPU build allocates.
-    per_sequence = (
-        2 * config.num_hidden_layers * heads * head_dim * size * (-(-length // 128) * 128)
-    )
+    per_sequence = bytes_of_a_sequence(model, dtype, max_model_len)
     wanted = min(sequences, MOST_SEQUENCES) * per_sequence
     return max(2 * per_sequence, min(max(wanted, 64 * 2**20), 2**30))
+
+
+def bytes_of_a_sequence(model: str, dtype: str, length: int | None) -> int:
+    """Return the bytes of a sequence in the key-value cache of a CPU build.
+
+    Args:
+        model: a directory or a hub id.
+        dtype: of the activations, in vLLM's words.
+        length: its tokens; None reads the model's limit.
+    """
+    config = read_config(model)
+    length = length or config.max_position_embeddings
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = 4 if dtype in ("float32", "float") else 2
+    per_block = 2 * config.num_hidden_layers * heads * head_dim * size * CPU_BLOCK
+    return int(per_block * -(-length // CPU_BLOCK))

@@ -2,8 +2,7 @@
 
 All options are vLLM's. On a GPU machine use ``vllm serve DIR`` itself. The CPU build's own command
 does not start: its launcher asks for a distribution named "vllm", and the CUDA torchvision beside
-it does not load (``cpu_guard``). On a CPU build chunked prefill is off unless an option sets it,
-because there a seed per request crashes the engine ("CPU Generator does not use offset").
+it does not load (``cpu_guard``). On a CPU build the options of ``cpu_server`` are added.
 
 TODO(vllm): remove once the CPU build's ``vllm serve`` starts.
 """
@@ -20,8 +19,10 @@ import_vllm(multiprocessing=True)
 
 def main() -> None:
     """Start the server with the options of the command line."""
-    if built_for_cpu() and not any("chunked-prefill" in argument for argument in sys.argv):
-        sys.argv.append("--no-enable-chunked-prefill")
+    if built_for_cpu():
+        from prime_composer.backends.cpu_server import cpu_options
+
+        sys.argv += cpu_options(sys.argv[1:])
     if find_spec("vllm.entrypoints.launchers") is None:  # before vLLM 0.30
         runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
         return

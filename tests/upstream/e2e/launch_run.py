@@ -159,7 +159,6 @@ class VllmServer:
         command += [
             "--dtype",
             "bfloat16",
-            "--enforce-eager",
             "--max-model-len",
             "256",
             "--max-logprobs",
