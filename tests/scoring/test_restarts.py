@@ -30,6 +30,7 @@ def server(teacher, tmp_path_factory):
         yield process
 
 
+@pytest.mark.slow
 def test_run_waits_for_a_killed_prime_rl_teacher(server, tiny_recipe, tmp_path):
     """It is back half a minute later with its plugin, and nothing falls back to JSON."""
     texts = expect_wait_for_killed(server, tiny_recipe, tmp_path)
