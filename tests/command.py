@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_composer.local.tracker import read_metrics
+from tests.fork_server import ForkServer
 
 CLI = ("-m", "prime_composer.cli")
 """The words after ``python`` for the command line, here and in a fork."""
@@ -38,13 +39,15 @@ def toml(raw: dict[str, Any]) -> str:
 
 
 def interrupt_after(
-    steps: int, words: list[object], cwd: Path, metrics: Path, signum: int = signal.SIGINT
+    steps: int,
+    words: list[object],
+    cwd: Path,
+    metrics: Path,
+    forks: ForkServer,
+    signum: int = signal.SIGINT,
 ) -> subprocess.CompletedProcess[str]:
     """Start a run, and send Ctrl-C or another signal after it has logged ``steps`` steps."""
-    command = [sys.executable, *CLI, *map(str, words)]
-    process = subprocess.Popen(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = forks.start(*CLI, *words, cwd=cwd)
     deadline = time.monotonic() + 240
     while not (metrics.exists() and metrics.read_text().count("\n") > steps):
         assert process.poll() is None, process.communicate()[1]
@@ -52,7 +55,7 @@ def interrupt_after(
         time.sleep(0.05)
     process.send_signal(signum)
     out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return subprocess.CompletedProcess(process.args, process.wait(), out, err)
 
 
 def numbers(run_dir: Path) -> list[dict[str, float]]:

@@ -5,7 +5,7 @@ are compared with float64, in scripts that import nothing of this package. A run
 minute. It needs a checkout of prime-rl and the environments of make_venvs.py, and is skipped
 without them.
 
-    pytest tests/upstream -m upstream                     three of the newest version, as CI does
+    pytest tests/upstream -m upstream                     two of the newest version, as CI does
     pytest tests/upstream -m "upstream or slow"           all of them
     PRIME_COMPOSER_WHOLE_RUNS=all pytest tests/upstream   all of them, and the quick tests
 
@@ -492,13 +492,8 @@ def weights_of(result, version):
     return str(next(folder for folder in kept if folder.exists()))
 
 
-@pytest.mark.parametrize(
-    "version",
-    [
-        pytest.param("head", marks=newest),
-        *(pytest.param(version, marks=other) for version in ("v0.7", "v0.8")),
-    ],
-)
+@other
+@pytest.mark.parametrize("version", ["head", "v0.7", "v0.8"])
 def test_whole_run_trains_on_rewards_and_a_teacher(trees, models, tmp_path, version):
     """One loss over one denominator: each step's is the one that float64 gives.
 
