@@ -233,7 +233,10 @@ def keep_weights(folder, ended):
     It deletes them soon, and on a busy machine the server may skip some.
     """
     while not ended.wait(0.05):
-        for mark in (folder / "outputs").rglob("broadcasts/step_*/STABLE"):
+        marks = []
+        with contextlib.suppress(OSError):  # a folder is deleted while it is listed: next time
+            marks = list((folder / "outputs").rglob("broadcasts/step_*/STABLE"))
+        for mark in marks:
             kept = folder / KEPT / mark.parent.name
             with contextlib.suppress(OSError):  # deleted meanwhile
                 kept.mkdir(parents=True, exist_ok=True)
