@@ -47,7 +47,7 @@ def _kv_cache_bytes(options: Sequence[str]) -> int | None:
         said = known.max_model_len
         length = int(said) if said.isdecimal() else config.max_position_embeddings
         # Besides the sequence, vLLM keeps one block that nothing is written to.
-        size = bytes_of_a_sequence(known.model, known.dtype, length + CPU_BLOCK)
+        size = bytes_of_a_sequence(config, known.dtype, length + CPU_BLOCK)
     except (argparse.ArgumentError, ValueError, AttributeError):
         return None
     return max(size, 2**30)

@@ -414,20 +414,19 @@ def default_kv_cache_bytes(
 
     It is between 64 MiB and 1 GiB, and there is room for two sequences in any case.
     """
-    per_sequence = bytes_of_a_sequence(model, dtype, max_model_len)
+    per_sequence = bytes_of_a_sequence(read_config(model), dtype, max_model_len)
     wanted = min(sequences, MOST_SEQUENCES) * per_sequence
     return max(2 * per_sequence, min(max(wanted, 64 * 2**20), 2**30))
 
 
-def bytes_of_a_sequence(model: str, dtype: str, length: int | None) -> int:
+def bytes_of_a_sequence(config: Any, dtype: str, length: int | None) -> int:
     """Return the bytes of a sequence in the key-value cache of a CPU build.
 
     Args:
-        model: a directory or a hub id.
+        config: the model's, of transformers.
         dtype: of the activations, in vLLM's words.
-        length: its tokens; None reads the model's limit.
+        length: its tokens; None is the model's limit.
     """
-    config = read_config(model)
     length = length or config.max_position_embeddings
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

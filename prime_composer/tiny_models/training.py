@@ -245,8 +245,8 @@ def fine_tune(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with ProductsInFloat32():
-            for optimizer, _ in optimizers:
-                optimizer.step()
+            muon.step()
+        adamw.step()
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             raise ValueError(
