@@ -100,6 +100,10 @@ class Fork:
         if self.poll() is None:
             os.kill(self.pid, signum)
 
+    def terminate(self) -> None:
+        """Ask it to end, if it still runs."""
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         """Kill it, if it still runs."""
         self.send_signal(signal.SIGKILL)
@@ -128,12 +132,15 @@ class ForkServer:
     Args:
         modules: what it imports.
         parent: a server to fork it from, whose modules it has as well.
+        python: the interpreter, where there is no parent.
 
     It starts at once, imports in the background, and ends with ``close`` or with the process that
     made it.
     """
 
-    def __init__(self, *modules: str, parent: "ForkServer | None" = None):
+    def __init__(
+        self, *modules: str, parent: "ForkServer | None" = None, python: str = sys.executable
+    ):
         self._env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._modules: tuple[str, ...] = (*(parent._modules if parent else ()), *modules)
         self._requests, theirs = socket.socketpair()
@@ -143,7 +150,7 @@ class ForkServer:
             self._process = parent.start(*words, cwd=REPO, env=self._env, stdin=theirs)
         else:
             self._process = subprocess.Popen(
-                [sys.executable, *words],
+                [python, *words],
                 cwd=REPO,
                 env=self._env,
                 stdin=theirs,
@@ -177,21 +184,25 @@ class ForkServer:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         stdin: socket.socket | None = None,
+        output: IO[bytes] | None = None,
     ) -> Fork:
         """Start what ``python WORDS`` would start.
 
         Args:
-            words: ``-m MODULE ...`` or ``-c CODE ...``.
+            words: ``-m MODULE ...``, ``-c CODE ...`` or ``SCRIPT.py ...``.
             cwd: its working directory; None: this process's.
             env: its environment; None: this process's.
             stdin: its standard input; None: an empty one.
+            output: where its standard output and its standard error go; None: ``communicate``
+                returns them.
         """
         env = dict(os.environ if env is None else env)
         changed = self._read_once(env).items() ^ self._read_once(self._env).items()
         assert not changed, f"this needs a new process: {changed}"
         args = [str(word) for word in words]
         request = json.dumps({"args": args, "cwd": str(cwd or Path.cwd()), "env": env})
-        out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        out = tempfile.TemporaryFile() if output is None else output
+        err = tempfile.TemporaryFile() if output is None else output
         status, theirs = os.pipe()
         with tempfile.TemporaryFile() as told, open(os.devnull, "rb") as nothing:
             told.write(request.encode())
@@ -261,9 +272,13 @@ def become(request: dict[str, Any], streams: list[int]) -> Callable[[], object]:
     os.environ.clear()
     os.environ.update(request["env"] | locale)
     os.chdir(request["cwd"])
-    option, code, *words = request["args"]
-    sys.path[0] = request["cwd"] if option == "-m" else ""
+    option, *words = request["args"]
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if option.endswith(".py"):
+        sys.path[0], sys.argv = str(Path(option).parent), [option, *words]
+        return lambda: runpy.run_path(option, run_name="__main__")
+    code, *words = words
+    sys.path[0] = request["cwd"] if option == "-m" else ""
     sys.argv = [option, *words]
     if option == "-m":
         return lambda: runpy.run_module(code, run_name="__main__", alter_sys=True)

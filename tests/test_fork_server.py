@@ -61,6 +61,21 @@ def test_fork_runs_modules_from_its_own_folder(
     assert fork.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
 
 
+def test_fork_runs_a_script_beside_its_modules(
+    servers: dict[str, ForkServer], tmp_path: Path
+) -> None:
+    """Its output goes where it is told to."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "beside.py").write_text("import sys\nsaid = sys.argv[1:]\n")
+    script = folder / "told.py"
+    script.write_text("import sys, beside\nprint(__name__, sys.argv, sys.path[0], beside.said)\n")
+    new = new_process(script, 1, cwd=tmp_path)
+    with (tmp_path / "output").open("wb") as output:
+        assert servers["second"].start(script, 1, cwd=tmp_path, output=output).wait(10) == 0
+    assert (tmp_path / "output").read_text() == new.stdout != ""
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_fork_ended_by_a_signal_has_its_status(
     signum: signal.Signals, servers: dict[str, ForkServer]

@@ -12,6 +12,9 @@ from pathlib import Path
 
 START_SECONDS = 300.0
 STOP_SECONDS = 60.0
+QUICK = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+"""Options: the engine computes in its own process, as on one GPU. vLLM gives it another one on a
+CPU, for the affinity of OpenMP's threads, which takes 10 s longer to start."""
 
 
 class VllmProcess:

@@ -32,7 +32,7 @@ from tests.faults import modes
 from tests.faults.server import SpoilingServer, road_of_request
 from tests.local.helpers import tiny_models
 from tests.local.killed_teacher import expect_wait_for_killed
-from tests.vllm_process import VllmProcess, save_tokenizer
+from tests.vllm_process import QUICK, VllmProcess, save_tokenizer
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 
@@ -40,7 +40,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 def serve(directory, log, max_model_len=320):
     """Start a server whose log-probs are those that it samples from."""
     options = ["--dtype", "float32", "--max-model-len", max_model_len, "--max-logprobs", 16]
-    options += ["--logprobs-mode", "processed_logprobs"]
+    options += ["--logprobs-mode", "processed_logprobs", *QUICK]
     return VllmProcess(
         directory, log, *options, VLLM_SERVER_DEV_MODE="1", VLLM_HTTP_TIMEOUT_KEEP_ALIVE="1"
     )

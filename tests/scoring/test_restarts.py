@@ -11,11 +11,11 @@ import pytest
 from prime_composer.local.train import RunStopped
 from tests.local.helpers import run, tiny_models
 from tests.local.killed_teacher import KILLED_AFTER, KillAt, expect_wait_for_killed, recipe_of
-from tests.vllm_process import TeacherProcess, VllmProcess
+from tests.vllm_process import QUICK, TeacherProcess, VllmProcess
 
 pytestmark = pytest.mark.vllm
 
-OPTIONS = ("--dtype", "float32", "--max-model-len", 256)
+OPTIONS = ("--dtype", "float32", "--max-model-len", 256, *QUICK)
 
 
 @pytest.fixture(scope="module")

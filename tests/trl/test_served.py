@@ -10,7 +10,7 @@ from prime_composer.backends.http import ServerError
 from prime_composer.backends.vllm_server import ServerScorer
 from tests.faults.server import SpoilingServer
 from tests.trl.test_trainer import JSD, assert_close, sampled_batch, step_of
-from tests.vllm_process import TeacherProcess, VllmProcess
+from tests.vllm_process import QUICK, TeacherProcess, VllmProcess
 
 pytestmark = pytest.mark.xdist_group("trl")
 
@@ -108,7 +108,8 @@ def test_trls_own_server_trainer_refuses_it(trl):
 )
 def test_teacher_on_vllm_is_that_of_the_model(make_trainer, models, tmp_path: Path, kind):
     """A real server in float32. Both of its roads, and hidden states with the plugin."""
-    with kind(models.teacher_folder, tmp_path / "server.log", "--dtype", "float32") as server:
+    options = ("--dtype", "float32", *QUICK)
+    with kind(models.teacher_folder, tmp_path / "server.log", *options) as server:
         assert_as_in_process(make_trainer, server.url, JSD, rtol=1e-3)
         if kind is TeacherProcess:
             assert_as_in_process(make_trainer, server.url, WHOLE, rtol=1e-3)

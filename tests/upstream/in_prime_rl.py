@@ -11,15 +11,23 @@ from tests.upstream.make_venvs import NO_VENV, is_ready, python_of, verifiers_of
 
 MARK = "RESULT "
 LOOP = """
-import json, sys, traceback
+import json, os, sys, traceback
 for line in sys.stdin:
-    code, names = json.loads(line)
+    code, names, fork = json.loads(line)
+    child = os.fork() if fork else None
+    if child:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status:
+            print("RESULT " + json.dumps({"error": f"exit status {status}"}), flush=True)
+        continue
     try:
         exec(code, names)
         answer = names["result"]
     except BaseException:
         answer = {"error": traceback.format_exc()}
     print("RESULT " + json.dumps(answer), flush=True)
+    if fork:
+        os._exit(0)
 """
 
 
@@ -66,9 +74,12 @@ class Interpreter:
                 text=True,
             )
 
-    def run(self, code, **names):
-        """Run code, which uses ``names`` and assigns ``result``; both are passed as JSON."""
-        self.process.stdin.write(json.dumps([code, names]) + "\n")
+    def run(self, code, fork=False, **names):
+        """Run code, which uses ``names`` and assigns ``result``; both are passed as JSON.
+
+        With ``fork`` it runs in a process of its own, which has the modules imported so far.
+        """
+        self.process.stdin.write(json.dumps([code, names, fork]) + "\n")
         self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith(MARK):

@@ -252,8 +252,25 @@ result = {"loss": value.item(), "rl_scale": rl_scale, "ref_kl_scale": ref_kl_sca
 """
 
 
+@pytest.fixture(scope="module")
+def interpreters(trees, tmp_path_factory):
+    """Version -> a process with prime-rl's libraries. Its forks import prime-rl itself, hooked."""
+    started = {}
+
+    def get(version):
+        if version not in started:
+            folder = tmp_path_factory.mktemp(version)
+            started[version] = Interpreter(version, trees, folder, PRIME_COMPOSER="1")
+            started[version].run("import torch, transformers, verifiers.v1\nresult = None")
+        return started[version]
+
+    yield get
+    for interpreter in started.values():
+        interpreter.close()
+
+
 @pytest.fixture
-def run(trees, tmp_path):
+def run(interpreters, tmp_path):
     """Return a function that trains one step in a new process with a version's prime-rl.
 
     With ``policy``, the policy is its own teacher, and a batch is made and not trained.
@@ -268,26 +285,23 @@ def run(trees, tmp_path):
             raw["teacher"] = {"policy": policy}
         raw["prime_rl"] = prime_rl
         export = export_recipe(parse_recipe(raw), version)
-        switch = {"PRIME_COMPOSER": "1"}
+        switch = "1"
         if rewards is not None:
             del export.table["trainer"]["loss"]
-            switch = {"PRIME_COMPOSER": json.dumps({"loss": loss, "rewards": rewards})}
+            switch = json.dumps({"loss": loss, "rewards": rewards})
         path = tmp_path / "run.toml"
         path.write_text(export.text())
-        interpreter = Interpreter(version, trees, tmp_path, **switch)
-        try:
-            return interpreter.run(
-                MAKE_BATCH + (COMPUTE_LOSS if policy is None else ""),
-                version=version,
-                path=str(path),
-                groups=rollouts(),
-                prompt=PROMPT,
-                without_teacher=without_teacher,
-                batch_size=batch_size,
-                switch=switch["PRIME_COMPOSER"],
-            )
-        finally:
-            interpreter.close()
+        return interpreters(version).run(
+            MAKE_BATCH + (COMPUTE_LOSS if policy is None else ""),
+            fork=True,
+            version=version,
+            path=str(path),
+            groups=rollouts(),
+            prompt=PROMPT,
+            without_teacher=without_teacher,
+            batch_size=batch_size,
+            switch=switch,
+        )
 
     return start
 

@@ -13,13 +13,14 @@ What stands in for a GPU is in rig/, what stands in for vLLM is e2e/server.py. B
 processes of a test only.
 """
 
+import atexit
 import base64
+import functools
 import importlib.util
 import json
 import math
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -31,12 +32,20 @@ import pytest
 from tokenizers import Tokenizer
 
 from prime_composer.scoring.wire import SCORE_PATH
+from tests.fork_server import ForkServer
 from tests.upstream.e2e import cpu_recipe, launch_run
 from tests.upstream.e2e.launch_run import KEPT
 from tests.upstream.make_venvs import NO_VENV, is_ready, python_of, verifiers_of
 
 HERE = Path(__file__).parent
 E2E = HERE / "e2e"
+LIBRARIES = (
+    "msgspec",
+    "torch._dynamo",
+    "safetensors.torch",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+"""What the scripts of e2e/ import, of the environment of a prime-rl."""
 EXAMPLES = HERE.parent / "examples"
 
 newest = pytest.mark.upstream
@@ -55,8 +64,7 @@ def models(tmp_path_factory):
     def make(python, *options):
         if options not in folders:
             folder = tmp_path_factory.mktemp("models")
-            command = [python, str(E2E / "models.py"), str(folder), *options]
-            subprocess.run(command, check=True, capture_output=True, env=cpu_env())
+            script(python, "models.py", folder, *options)
             folders[options] = folder
         return folders[options]
 
@@ -68,7 +76,22 @@ def cpu_env():
     clean = {
         key: value for key, value in os.environ.items() if not key.startswith("PRIME_COMPOSER")
     }
-    return {**clean, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    return {**clean, "PYTHONPATH": ""}
+
+
+@functools.cache
+def forks(python):
+    """Return a server whose forks have imported what the scripts of e2e/ import."""
+    server = ForkServer(*LIBRARIES, python=python)
+    atexit.register(server.close)
+    return server
+
+
+def script(python, name, *words, **more):
+    """Return what a script of e2e/ prints; ``more`` are variables of its environment."""
+    done = forks(python).run(E2E / name, *words, env={**cpu_env(), **more})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def run(
@@ -122,7 +145,7 @@ def run(
             servers[role] = launch_run.VllmServer(vllm, *files, str(core), with_plugin)
             continue
         servers[role] = launch_run.Server(
-            python,
+            forks(python),
             *files,
             *(["--words"] if words and role == "student" else []),
             *(["--experts"] if replay and role == "student" else []),
@@ -171,9 +194,7 @@ def metric_rows(result, version):
         lines = (folder / "outputs/metrics.jsonl").read_text().splitlines()
     else:
         (file,) = (folder / "outputs" / "wandb").glob("offline-run-*/*.wandb")
-        command = [result["python"], str(E2E / "read_wandb.py"), str(file)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=cpu_env())
-        lines = done.stdout.splitlines()
+        lines = script(result["python"], "read_wandb.py", file).splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -218,10 +239,8 @@ def reference(result, mixture=lambda tokens: {"teacher": 1.0}):
     update = last_update(result)
     # The directory that the server read may be gone: the trainer keeps its last broadcasts.
     broadcast = max((result["folder"] / "outputs").rglob("broadcasts/step_*"), key=step_of)
-    script, student = str(E2E / "reference.py"), str(result["models"] / "student")
-    command = [result["python"], script, student, str(K), str(file), str(broadcast)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=cpu_env())
-    return json.loads(done.stdout), update
+    words = result["models"] / "student", K, file, broadcast
+    return json.loads(script(result["python"], "reference.py", *words)), update
 
 
 def last_update(result):
@@ -474,10 +493,8 @@ def mixed_sums(result, steps):
     """Return float64's sums of the steps (reference_mixed.py)."""
     file = result["folder"] / "steps.json"
     file.write_text(json.dumps(steps))
-    folders = [str(result["models"] / role) for role in ("student", "teacher")]
-    command = [result["python"], str(E2E / "reference_mixed.py"), *folders, str(K), str(file)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=cpu_env())
-    return json.loads(done.stdout)
+    folders = [result["models"] / role for role in ("student", "teacher")]
+    return json.loads(script(result["python"], "reference_mixed.py", *folders, K, file))
 
 
 def contains(tokens, part):
@@ -572,11 +589,8 @@ def objective_reference(result, steps, objective):
     files = result["folder"] / "objective.json", result["folder"] / "steps.json"
     for file, content in zip(files, (objective, steps), strict=True):
         file.write_text(json.dumps(content))
-    folders = [str(result["models"] / role) for role in ("student", "teacher")]
-    script = str(E2E / "reference_objectives.py")
-    command = [result["python"], script, *folders, *map(str, files)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=cpu_env())
-    return json.loads(done.stdout)
+    folders = [result["models"] / role for role in ("student", "teacher")]
+    return json.loads(script(result["python"], "reference_objectives.py", *folders, *files))
 
 
 @other
@@ -722,10 +736,8 @@ def full_reference(result, mixture=lambda tokens: {"teacher": 1.0}):
         steps.append({"weights": weights_of(result, version), "rollouts": rollouts})
     file = result["folder"] / "steps.json"
     file.write_text(json.dumps(steps))
-    script, student = str(E2E / "reference_full.py"), str(result["models"] / "student")
-    command = [result["python"], script, student, str(file)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=cpu_env())
-    return json.loads(done.stdout)
+    student = result["models"] / "student"
+    return json.loads(script(result["python"], "reference_full.py", student, file))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import tomllib
 from collections import Counter
 
@@ -118,12 +117,9 @@ def check_divergence(result, version, step, k=K, error=5e-3):
     teachers = {str(result["models"] / "teacher"): 1.0}
     file = result["folder"] / "sequences.json"
     file.write_text(json.dumps([[tokens, places, teachers] for tokens, places in step]))
-    script, student = str(whole_run.E2E / "reference.py"), str(result["models"] / "student")
     newest = max((result["folder"] / "outputs").rglob("broadcasts/step_*"), key=whole_run.step_of)
-    command = [result["python"], script, student, str(k), str(file), str(newest)]
-    env = whole_run.cpu_env()
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
-    expected = json.loads(done.stdout)
+    words = result["models"] / "student", k, file, newest
+    expected = json.loads(whole_run.script(result["python"], "reference.py", *words))
     rows = whole_run.metric_rows(result, version)
     actual = whole_run.first_value(rows, "topk_reverse_kl/kl/mean")
     # bfloat16 models: the logits of both sides are rounded to 8 bits.
@@ -150,11 +146,8 @@ def orders_models(orders_module, tmp_path_factory):
 
     def make(python):
         if not list(folder.iterdir()):
-            script = str(whole_run.E2E / "orders_models.py")
             path = os.pathsep.join(map(str, (REPO, orders_module)))
-            env = {**whole_run.cpu_env(), "PYTHONPATH": path}
-            command = [python, script, str(AGENT), str(folder)]
-            subprocess.run(command, check=True, capture_output=True, env=env)
+            whole_run.script(python, "orders_models.py", AGENT, folder, PYTHONPATH=path)
         return folder
 
     return make

@@ -79,25 +79,22 @@ def environment(python, tree, folder, unhooked=(), **more):
 
 
 class Server:
-    """The stand-in for vLLM (server.py), with its options."""
+    """The stand-in for vLLM (server.py), with its options: a fork that has its libraries."""
 
-    def __init__(self, python, model, log, *options):
+    def __init__(self, forks, model, log, *options):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self.log = Path(log)
-        self.command = [python, str(HERE / "server.py"), str(model), str(self.port), str(log)]
-        self.command += options
-        self.output = open(self.log.with_suffix(".out"), "w")  # noqa: SIM115
+        self.forks = forks
+        self.command = [HERE / "server.py", model, self.port, log, *options]
+        self.output = open(self.log.with_suffix(".out"), "wb")  # noqa: SIM115
         self.processes = []
         self.process = self.start()
 
     def start(self):
         """Return a new process. A second one takes over when the first one is killed."""
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        env = {key: value for key, value in env.items() if not key.startswith("PRIME_COMPOSER")}
-        process = subprocess.Popen(
-            self.command, env=env, stdout=self.output, stderr=self.output, cwd=self.log.parent
-        )
+        env = {k: v for k, v in os.environ.items() if not k.startswith("PRIME_COMPOSER")}
+        process = self.forks.start(*self.command, env=env, cwd=self.log.parent, output=self.output)
         self.processes.append(process)
         return process
 
