@@ -6,6 +6,7 @@ Everything here changes the whole process, so each change is one function with a
 - ``set_vllm_environment``, ``use_one_thread``: before vLLM is imported
 - ``inspect_models_in_process``, ``keep_process_groups``: after vLLM is imported
 - ``all_cores``: around the steps of a large model
+- ``use_threads``: where a number of threads is needed, as in a weight sync
 - ``return_freed_memory``: after a large model's weights were sent to an engine, and before a step
 
 ``import_vllm`` calls the first five in that order. On a CUDA build only ``set_vllm_environment``
@@ -109,20 +110,39 @@ def all_cores(model: nn.Module) -> Iterator[None]:
     """Within the block, compute with the threads that ``THREADS_VARIABLE`` allows.
 
     A small model keeps the thread that it has. The engines of this process compute in the thread
-    that calls them, so trainer and engines take turns with the same threads. They wait asleep
-    (OMP_WAIT_POLICY=PASSIVE): threads that spin take the cores from whatever else is running. Sums
-    over several threads round differently, so a run's numbers belong to a number of threads.
+    that calls them, so trainer and engines take turns with the same threads. They fall asleep soon
+    after their last work (the command line sets GOMP_SPINCOUNT): threads that spin for ever take
+    the cores from whatever else is running, and those that never spin are late for the next
+    operation. Sums over several threads round differently, so a run's numbers belong to a number of
+    threads.
 
     Raises:
         ValueError: the variable is no number of threads.
     """
-    wanted, before = os.environ.get(THREADS_VARIABLE, ""), torch.get_num_threads()
+    wanted = os.environ.get(THREADS_VARIABLE, "")
     if not wanted or not built_for_cpu() or not _is_large(model):
         yield
         return
     if not wanted.isdecimal() or int(wanted) < 1:
         raise ValueError(f"{THREADS_VARIABLE} = {wanted!r}: set it to a number of threads")
-    _set_num_threads(int(wanted))
+    with use_threads(int(wanted)):
+        yield
+
+
+@contextmanager
+def use_threads(number: int) -> Iterator[None]:
+    """Within the block, compute with this number of threads, on a CPU build.
+
+    A CPU engine's weights have to be packed with the number that it was opened with: vLLM 0.32 on
+    a processor with AVX2 packs some shapes wrongly after oneDNN has packed the same shape with
+    another number. Weights of 192 x 64 are wrong with two threads after one, those of 896 x 896
+    with eight. Products may have any number.
+    """
+    if not built_for_cpu():
+        yield
+        return
+    before = torch.get_num_threads()
+    _set_num_threads(number)
     try:
         yield
     finally:

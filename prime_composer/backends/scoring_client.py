@@ -106,15 +106,6 @@ class OutputHead:
             origin,
         )
 
-    def logits(self, hidden: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
-        """Return the logits of hidden states, in the dtype that the server computes in."""
-        dtype = TORCH_DTYPES[self.facts.computed_in]
-        bias = None if self.bias is None else self.bias.to(dtype)
-        logits = torch.nn.functional.linear(hidden.to(dtype), self.weight.to(dtype), bias)
-        if self.facts.softcap is not None:
-            logits = self.facts.softcap * torch.tanh(logits / self.facts.softcap)
-        return logits * self.facts.scale
-
 
 def read_head(folder: Path, rows: int) -> tuple[Float[Tensor, "v d"], Float[Tensor, " v"] | None]:
     """Return weight and bias of a checkpoint's output head, from its safetensors files.

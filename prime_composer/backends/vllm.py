@@ -38,6 +38,7 @@ from prime_composer.backends.cpu_guard import (
     import_vllm,
     preserved_rng,
     return_freed_memory,
+    use_threads,
 )
 from prime_composer.backends.hf_model import read_config, read_eos_token_ids
 from prime_composer.backends.protocols import (
@@ -141,6 +142,7 @@ class VLLMEngine:
             warnings.simplefilter("ignore")
             patches.install()
             self._llm = vllm.LLM(**arguments)
+        self._threads = torch.get_num_threads()
         config = self._llm.model_config
         vocab_size: int = config.get_vocab_size()
         self.limits = Limits(
@@ -221,7 +223,8 @@ class VLLMEngine:
         keeps its old, repacked head.
         """
         weights = iter(model.state_dict().items())
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        with use_threads(self._threads):
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self.forget_prefixes()
         return_freed_memory(model)
 

@@ -7,9 +7,9 @@ Unavoidable are vLLM's generation and scoring (time inside ``LLM.generate``), an
 forward and backward. The rest is parsing, packing, the loss, the optimizer, answer checking, weight
 sync and logging. The last lines are the checks of every step, which are part of all these.
 
-With ``--threads`` every other step has one thread, and the others have those that a large model
-gets (``cpu_guard.all_cores``), also where the recipe's is too small for them. The table is per
-1,000 trained tokens.
+With ``--threads`` the student's forward and backward run twice per step, with one thread and with
+those that a large model gets (``cpu_guard.all_cores``), also where the recipe's is too small for
+them. The engines have one number in every other step. The table is per 1,000 trained tokens.
 """
 
 import argparse
@@ -30,10 +30,10 @@ import torch  # noqa: E402
 from prime_composer.backends import cpu_guard  # noqa: E402
 from prime_composer.backends.vllm import VLLMEngine, VLLMSampler  # noqa: E402
 from prime_composer.local import gradients  # noqa: E402
+from prime_composer.local import train as train_module  # noqa: E402
 from prime_composer.local.canary import Canary  # noqa: E402
 from prime_composer.local.health import WeightCheck  # noqa: E402
 from prime_composer.local.mismatch import Mismatch  # noqa: E402
-from prime_composer.local.train import train  # noqa: E402
 from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
 from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
@@ -54,23 +54,11 @@ def timed(name: Callable[[Any], str] | str, function: Callable[..., Any]) -> Cal
 
 
 class Steps:
-    """Adds up the steps' parts, without the first three and without those that evaluate.
+    """Adds up the steps' parts, without the first three and without those that evaluate."""
 
-    Args:
-        turns: threads of the trainer, in turns from step to step; empty: as in a run.
-    """
-
-    def __init__(self, turns: Sequence[str] = ()) -> None:
-        self.turns = turns
+    def __init__(self) -> None:
         self.parts: dict[str, float] = defaultdict(float)
-        self.by_threads: dict[str, dict[str, float]] = {turn: defaultdict(float) for turn in turns}
-        self.turn = ""
         self.count = 0
-
-    def next_turn(self, step: int) -> None:
-        if self.turns:
-            self.turn = self.turns[step % len(self.turns)]
-            cpu_guard._set_num_threads(int(self.turn))
 
     def status(self, text: str) -> None: ...
 
@@ -80,32 +68,63 @@ class Steps:
             self.parts["step"] += metrics["time/step"]
             for name, seconds in spent.items():
                 self.parts[name] += seconds
-            if self.turns:
-                own = self.by_threads[self.turn]
-                own["tokens"] += metrics["tokens_per_second"] * metrics["time/step"]
-                own["step"] += metrics["time/step"]
-                for name, seconds in spent.items():
-                    own[name] += seconds
         spent.clear()
-        self.next_turn(step + 1)
 
 
-def print_threads(steps: Steps) -> None:
-    """Print milliseconds per 1,000 trained tokens by number of threads."""
-    one, several = steps.turns
-    print(f"ms per 1,000 trained tokens{one:>10} thread{several:>9} threads")
+class Turns:
+    """Compares numbers of threads, without the first step.
 
-    def row(name: str, parts: Sequence[str]) -> None:
-        times = [
-            1e6 * sum(steps.by_threads[turn][part] for part in parts)
-            / steps.by_threads[turn]["tokens"]
-            for turn in steps.turns
-        ]  # fmt: skip
-        print(f"{name:>27}{times[0]:17.1f}{times[1]:17.1f}  {times[0] / times[1]:5.2f}x")
+    Args:
+        threads: one, and several.
+    """
 
-    row("forward and backward", ("student forward", "student backward"))
-    for name in ("vLLM generation", "vLLM scoring", "step"):
-        row(name, (name,))
+    def __init__(self, threads: Sequence[int]) -> None:
+        self.threads = list(threads)
+        self.spent: dict[int, dict[str, float]] = {n: defaultdict(float) for n in threads}
+        self.tokens: dict[int, float] = defaultdict(float)
+        train_module.accumulate_gradients = self.twice(train_module.accumulate_gradients)
+
+    def twice(self, gradients_of: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(model: torch.nn.Module, *args: Any) -> Any:
+            engines = torch.get_num_threads()
+            for threads in self.threads:
+                model.zero_grad()
+                spent["forward and backward"] = 0.0
+                cpu_guard._set_num_threads(threads)
+                metrics = timed("forward and backward", gradients_of)(model, *args)
+                self.spent[threads]["forward and backward"] += spent["forward and backward"]
+            cpu_guard._set_num_threads(engines)
+            self.threads.reverse()  # whoever is second finds the memory that the first has left
+            return metrics
+
+        return wrapper
+
+    def status(self, text: str) -> None: ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        tokens = metrics["tokens_per_second"] * metrics["time/step"]
+        if step > 1:
+            self.tokens[0] += tokens
+            engines = torch.get_num_threads()
+            self.tokens[engines] += tokens
+            for name in ("vLLM generation", "vLLM scoring"):
+                self.spent[engines][name] += spent[name]
+        else:
+            for times in self.spent.values():
+                times.clear()
+        spent.clear()
+        cpu_guard._set_num_threads(self.threads[0])
+
+    def print(self) -> None:
+        """Print milliseconds per 1,000 trained tokens."""
+        one, several = sorted(self.threads)
+        print(f"ms per 1,000 trained tokens{one:>10} thread{several:>9} threads")
+        for name in ("forward and backward", "vLLM generation", "vLLM scoring"):
+            both = name == "forward and backward"
+            first, second = (
+                1e6 * self.spent[n][name] / self.tokens[0 if both else n] for n in (one, several)
+            )
+            print(f"{name:>27}{first:17.1f}{second:17.1f}  {first / second:5.2f}x")
 
 
 def main() -> None:
@@ -125,8 +144,7 @@ def main() -> None:
             *args.overrides,
         ],
     )
-    turns = ["1", os.environ[cpu_guard.THREADS_VARIABLE]] if args.threads else []
-    if turns:
+    if args.threads:
         cpu_guard.LARGE_MODEL = 0
     VLLMEngine._run = timed(
         lambda engine: "vLLM generation" if isinstance(engine, VLLMSampler) else "vLLM scoring",
@@ -137,12 +155,15 @@ def main() -> None:
     Canary.check = timed("canary", Canary.check)
     Mismatch.add = timed("sampler's KL", Mismatch.add)
     WeightCheck.check = timed("weights' norms", WeightCheck.check)
-    steps = Steps(turns)
+    steps = Steps()
+    turns = Turns([1, int(os.environ[cpu_guard.THREADS_VARIABLE])]) if args.threads else None
     with tempfile.TemporaryDirectory() as folder:
         problems = load_problem_set(recipe.sources)
-        train(recipe, problems, prepare_models(recipe, problems), Path(folder), steps)
-    if turns:
-        print_threads(steps)
+        train_module.train(
+            recipe, problems, prepare_models(recipe, problems), Path(folder), turns or steps
+        )
+    if turns is not None:
+        turns.print()
         return
     total = steps.parts.pop("step")
     checks = {name: steps.parts.pop(name) for name in CHECKS}

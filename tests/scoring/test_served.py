@@ -135,7 +135,7 @@ def test_hidden_states_and_head_give_the_same_log_probs(scorer, rollouts, exact,
     for one, rollout, expected in zip(scores, rollouts, exact, strict=True):
         (hidden,) = one.hidden
         assert hidden.states.dtype == torch.float32 and hidden.head is scores[0].hidden[0].head
-        logprobs = head.logits(hidden.states).double().log_softmax(-1)
+        logprobs = (hidden.states @ head.weight.T).double().log_softmax(-1)
         torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
         sampled = one.ref_logprobs.double()
         torch.testing.assert_close(sampled, own(expected, rollout), atol=1e-4, rtol=0)
