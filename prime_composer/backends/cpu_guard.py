@@ -137,6 +137,8 @@ def use_threads(number: int) -> Iterator[None]:
     a processor with AVX2 packs some shapes wrongly after oneDNN has packed the same shape with
     another number. Weights of 192 x 64 are wrong with two threads after one, those of 896 x 896
     with eight. Products may have any number.
+
+    TODO(vllm): leave the sync's threads alone once a packed weight does not depend on them.
     """
     if not built_for_cpu():
         yield
