@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=500)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ks", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--groups", action="store_true")
     options = parser.parse_args()
