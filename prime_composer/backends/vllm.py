@@ -138,11 +138,11 @@ class VLLMEngine:
         if kv_cache_memory_bytes is not None:
             arguments["kv_cache_memory_bytes"] = kv_cache_memory_bytes
         arguments |= engine_args or {}
+        self._threads = torch.get_num_threads()
         with preserved_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             patches.install()
             self._llm = vllm.LLM(**arguments)
-        self._threads = torch.get_num_threads()
         config = self._llm.model_config
         vocab_size: int = config.get_vocab_size()
         self.limits = Limits(
