@@ -131,15 +131,7 @@ def all_cores(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def use_threads(number: int) -> Iterator[None]:
-    """Within the block, compute with this number of threads, on a CPU build.
-
-    A CPU engine's weights have to be packed with the number that it was opened with: vLLM 0.32 on
-    a processor with AVX2 packs some shapes wrongly after oneDNN has packed the same shape with
-    another number. Weights of 192 x 64 are wrong with two threads after one, those of 896 x 896
-    with eight. Products may have any number.
-
-    TODO(vllm): leave the sync's threads alone once a packed weight does not depend on them.
-    """
+    """Within the block, compute with this number of threads, on a CPU build."""
     if not built_for_cpu():
         yield
         return

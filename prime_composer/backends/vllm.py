@@ -221,6 +221,13 @@ class VLLMEngine:
         The names come from ``state_dict()``. Unlike ``named_parameters()`` it lists
         ``lm_head.weight`` when that is tied to the embeddings; without it the CPU engine silently
         keeps its old, repacked head.
+
+        Weights are packed with the number of threads that the engine was opened with. vLLM 0.32 on
+        a processor with AVX2 packs some shapes wrongly after oneDNN has packed the same shape with
+        another number: 192 x 64 with two threads after one, 896 x 896 with eight. Products may have
+        any number.
+
+        TODO(vllm): leave the threads alone once a packed weight does not depend on them.
         """
         weights = iter(model.state_dict().items())
         with use_threads(self._threads):

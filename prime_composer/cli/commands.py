@@ -410,15 +410,15 @@ def choose_engine(engine: str) -> tuple[str, str]:
     return "prime-rl", "prime-rl is installed and there is a GPU; --engine local for one process"
 
 
+def has_nvidia_gpu() -> bool:
+    """Check for the driver; asking torch would import it."""
+    return Path("/proc/driver/nvidia/version").exists()
+
+
 SPINS = "100000"
 """How often a thread of GNU's OpenMP looks for work before it falls asleep, about 2 ms. To wake it
 takes 0.2 ms here, longer than most operations of a model; one that never sleeps takes a core from
 whatever else is running."""
-
-
-def has_nvidia_gpu() -> bool:
-    """Check for the driver; asking torch would import it."""
-    return Path("/proc/driver/nvidia/version").exists()
 
 
 def set_environment() -> None:

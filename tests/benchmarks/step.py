@@ -39,6 +39,7 @@ from prime_composer.recipe.loading import load_recipe  # noqa: E402
 from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
 
 spent: dict[str, float] = defaultdict(float)
+BOTH = "forward and backward"
 CHECKS = ("canary", "sampler's KL", "weights' norms")
 
 
@@ -86,14 +87,12 @@ class Turns:
 
     def twice(self, gradients_of: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(model: torch.nn.Module, *args: Any) -> Any:
-            engines = torch.get_num_threads()
             for threads in self.threads:
                 model.zero_grad()
-                spent["forward and backward"] = 0.0
-                cpu_guard._set_num_threads(threads)
-                metrics = timed("forward and backward", gradients_of)(model, *args)
-                self.spent[threads]["forward and backward"] += spent["forward and backward"]
-            cpu_guard._set_num_threads(engines)
+                with cpu_guard.use_threads(threads):
+                    began = time.perf_counter()
+                    metrics = gradients_of(model, *args)
+                    self.spent[threads][BOTH] += time.perf_counter() - began
             self.threads.reverse()  # whoever is second finds the memory that the first has left
             return metrics
 
@@ -104,7 +103,6 @@ class Turns:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         tokens = metrics["tokens_per_second"] * metrics["time/step"]
         if step > 1:
-            self.tokens[0] += tokens
             engines = torch.get_num_threads()
             self.tokens[engines] += tokens
             for name in ("vLLM generation", "vLLM scoring"):
@@ -119,10 +117,11 @@ class Turns:
         """Print milliseconds per 1,000 trained tokens."""
         one, several = sorted(self.threads)
         print(f"ms per 1,000 trained tokens{one:>10} thread{several:>9} threads")
-        for name in ("forward and backward", "vLLM generation", "vLLM scoring"):
-            both = name == "forward and backward"
+        every = sum(self.tokens.values())
+        for name in (BOTH, "vLLM generation", "vLLM scoring"):
             first, second = (
-                1e6 * self.spent[n][name] / self.tokens[0 if both else n] for n in (one, several)
+                1e6 * self.spent[n][name] / (every if name == BOTH else self.tokens[n])
+                for n in (one, several)
             )
             print(f"{name:>27}{first:17.1f}{second:17.1f}  {first / second:5.2f}x")
 

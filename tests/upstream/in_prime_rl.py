@@ -1,5 +1,6 @@
 """Run Python beside an unmodified prime-rl, in the environment of its version."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -94,3 +95,28 @@ class Interpreter:
         self.process.stdin.close()
         self.process.stdout.close()
         self.process.wait(120)  # of a busy machine
+
+
+@contextlib.contextmanager
+def interpreters(trees, tmp_path_factory, imports="", **more):
+    """Give a function that returns one interpreter per version, and end all of them.
+
+    Args:
+        imports: modules that each of them has imported, with commas between them.
+        more: variables of their environments.
+    """
+    started = {}
+
+    def get(version):
+        if version not in started:
+            folder = tmp_path_factory.mktemp(version)
+            started[version] = Interpreter(version, trees, folder, **more)
+            if imports:
+                started[version].run(f"import {imports}\nresult = None")
+        return started[version]
+
+    try:
+        yield get
+    finally:
+        for interpreter in started.values():
+            interpreter.close()

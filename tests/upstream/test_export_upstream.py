@@ -21,7 +21,7 @@ from tests.upstream.export_recipes import (
     tables,
     write_rows_recipe,
 )
-from tests.upstream.in_prime_rl import MARK, Interpreter, environment_of
+from tests.upstream.in_prime_rl import MARK, environment_of, interpreters
 from tests.upstream.make_venvs import python_of
 
 # It starts no server: the whole runs need not wait for it.
@@ -35,17 +35,8 @@ AGENT = REPO / "recipes" / "agent_opd.toml"
 @pytest.fixture(scope="module")
 def prime_rl(trees, tmp_path_factory):
     """Version -> one interpreter beside that prime-rl, for all tests of this file."""
-    interpreters = {}
-
-    def get(version):
-        if version not in interpreters:
-            folder = tmp_path_factory.mktemp(version)
-            interpreters[version] = Interpreter(version, trees, folder)
-        return interpreters[version]
-
-    yield get
-    for interpreter in interpreters.values():
-        interpreter.close()
+    with interpreters(trees, tmp_path_factory) as get:
+        yield get
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -12,7 +12,7 @@ import pytest
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.upstream.export import export_recipe
 from tests.upstream.export_recipes import tables
-from tests.upstream.in_prime_rl import Interpreter
+from tests.upstream.in_prime_rl import interpreters
 
 # It starts no server: the whole runs need not wait for it.
 pytestmark = pytest.mark.xdist_group("prime-rl's orchestrator")
@@ -253,24 +253,15 @@ result = {"loss": value.item(), "rl_scale": rl_scale, "ref_kl_scale": ref_kl_sca
 
 
 @pytest.fixture(scope="module")
-def interpreters(trees, tmp_path_factory):
+def libraries(trees, tmp_path_factory):
     """Version -> a process with prime-rl's libraries. Its forks import prime-rl itself, hooked."""
-    started = {}
-
-    def get(version):
-        if version not in started:
-            folder = tmp_path_factory.mktemp(version)
-            started[version] = Interpreter(version, trees, folder, PRIME_COMPOSER="1")
-            started[version].run("import torch, transformers, verifiers.v1\nresult = None")
-        return started[version]
-
-    yield get
-    for interpreter in started.values():
-        interpreter.close()
+    names = "torch, transformers, verifiers.v1"
+    with interpreters(trees, tmp_path_factory, names, PRIME_COMPOSER="1") as get:
+        yield get
 
 
 @pytest.fixture
-def run(interpreters, tmp_path):
+def run(libraries, tmp_path):
     """Return a function that trains one step in a new process with a version's prime-rl.
 
     With ``policy``, the policy is its own teacher, and a batch is made and not trained.
@@ -291,7 +282,7 @@ def run(interpreters, tmp_path):
             switch = json.dumps({"loss": loss, "rewards": rewards})
         path = tmp_path / "run.toml"
         path.write_text(export.text())
-        return interpreters(version).run(
+        return libraries(version).run(
             MAKE_BATCH + (COMPUTE_LOSS if policy is None else ""),
             fork=True,
             version=version,

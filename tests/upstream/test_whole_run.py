@@ -73,10 +73,7 @@ def models(tmp_path_factory):
 
 def cpu_env():
     """Return the environment of scripts that need no prime-rl."""
-    clean = {
-        key: value for key, value in os.environ.items() if not key.startswith("PRIME_COMPOSER")
-    }
-    return {**clean, "PYTHONPATH": ""}
+    return {**launch_run.without_adapter(), "PYTHONPATH": ""}
 
 
 @functools.cache

@@ -78,6 +78,11 @@ def environment(python, tree, folder, unhooked=(), **more):
     }
 
 
+def without_adapter():
+    """Return this process's environment without our variables."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("PRIME_COMPOSER")}
+
+
 class Server:
     """The stand-in for vLLM (server.py), with its options: a fork that has its libraries."""
 
@@ -93,7 +98,7 @@ class Server:
 
     def start(self):
         """Return a new process. A second one takes over when the first one is killed."""
-        env = {k: v for k, v in os.environ.items() if not k.startswith("PRIME_COMPOSER")}
+        env = without_adapter()
         process = self.forks.start(*self.command, env=env, cwd=self.log.parent, output=self.output)
         self.processes.append(process)
         return process
@@ -169,10 +174,7 @@ class VllmServer:
             "8",
         ]
         command += ["--logprobs-mode", "processed_logprobs", "--return-tokens-as-token-ids"]
-        env = {
-            key: value for key, value in os.environ.items() if not key.startswith("PRIME_COMPOSER")
-        }
-        env |= {
+        env = without_adapter() | {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": core,
             "VLLM_NO_USAGE_STATS": "1",
