@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from prime_composer.upstream.settings import TeacherEntry
 from prime_composer.upstream.toml_shapes import API_KEY_VAR, HEADER
 
 Entries = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]]
@@ -25,24 +26,17 @@ def read_entries(entries: Entries, environment: str | None = None) -> list[Teach
     """Return the teachers of an environment, with weights that add up to 1.
 
     Raises:
-        ValueError: there are none, or a weight is not above 0.
-        TypeError: the entries are no tables.
-        KeyError: the environment, or a key, is missing.
+        ValueError: they are no such tables, or the environment has none.
     """
     if isinstance(entries, Mapping):
-        entries = entries[str(environment)]
-    teachers = [
-        Teacher(
-            url=str(entry["url"]),
-            model=str(entry["model"]),
-            weight=float(entry["weight"]),
-            api_key_var=str(entry.get("api_key_var", API_KEY_VAR)),
-        )
-        for entry in entries
-    ]
+        entries = entries.get(str(environment), [])
+    if not isinstance(entries, Sequence) or not entries:
+        raise ValueError(f"no list of teachers for the environment {environment!r}")
+    tables = [TeacherEntry.model_validate(entry) for entry in entries]
+    teachers = [Teacher(**table.model_dump(exclude_none=True)) for table in tables]
     total = sum(teacher.weight for teacher in teachers)
-    if not teachers or not all(0 < teacher.weight < math.inf for teacher in teachers):
-        raise ValueError("weights are above 0")
+    if total == math.inf:
+        raise ValueError("the weights add up to more than a number can be")
     return [teacher._replace(weight=teacher.weight / total) for teacher in teachers]
 
 

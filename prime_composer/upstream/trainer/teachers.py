@@ -108,7 +108,7 @@ def wanted_of(
             environment = tensors["env_names"][start]
             try:
                 teachers = read_entries(entries, environment)
-            except (ValueError, TypeError, KeyError):
+            except ValueError:
                 raise ValueError(
                     f"{SWITCH}: `teachers` names none for the environment {environment!r}. Each "
                     "environment whose tokens the loss compares needs a list of {url, model, "
