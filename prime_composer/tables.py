@@ -5,6 +5,7 @@ This file imports no other file of the package.
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, field_validator
@@ -13,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, field_validator
 class Table(BaseModel):
     """A table: unknown keys are refused, numbers are finite and no booleans, values never change.
 
-    A string is read as a number where one is expected: prime-rl's command line passes strings.
+    A string is read as a number where one is expected: prime-rl's command line passes strings. A
+    URL is no path.
     """
 
     model_config = ConfigDict(
@@ -22,10 +24,13 @@ class Table(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value: Any, info: Any) -> Any:
-        annotation = cls.model_fields[info.field_name].annotation
+    def _is_no_other_kind(cls, value: Any, info: Any) -> Any:
+        annotation: Any = cls.model_fields[info.field_name].annotation
         if _has_boolean(value) and _takes_numbers_alone(annotation):
             raise ValueError("true and false are no numbers; write a number")
+        # A URL may have a password, which is no longer told from the rest of a path.
+        if isinstance(value, str) and "://" in value and Path in _leaves(annotation):
+            raise ValueError("a URL is no path; write the path of a file or folder")
         return value
 
 

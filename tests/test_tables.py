@@ -1,5 +1,6 @@
 """Tables: what no key takes, in the whole package."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,23 @@ def test_tables_are_all_of_the_package() -> None:
     ours = {cls for cls in BaseModel.__subclasses__() if cls.__module__.startswith("prime_comp")}
     assert ours == {Table}
     assert len(NUMBERS) > 100
+
+
+PATHS = [
+    pytest.param(cls, name, id=f"{cls.__name__}.{name}")
+    for cls in TABLES
+    for name, schema in cls.model_json_schema().get("properties", {}).items()
+    if '"format": "path"' in json.dumps(schema)
+]
+
+
+@pytest.mark.parametrize(("cls", "name"), PATHS)
+def test_key_of_a_path_refuses_a_url(cls: type[Table], name: str) -> None:
+    """As a path, ``http://me:secret@host`` would lose a slash, and show its password."""
+    with pytest.raises(ValidationError) as refusal:
+        cls.model_validate({name: "http://me:secret@host"})
+    messages = [error["msg"] for error in refusal.value.errors() if error["loc"] == (name,)]
+    assert messages == ["Value error, a URL is no path; write the path of a file or folder"]
 
 
 @pytest.mark.parametrize(("cls", "name", "schema"), NUMBERS)

@@ -59,6 +59,9 @@ SET_SWITCH = (
 FILE_KEY = "adapter"
 """Key of a loss table in a file; ``adapter = true`` sets ``AdapterSettings.teachers_mixed``."""
 
+LETTERS_SHOWN = 2000
+"""Length of the longest message about the variable's value."""
+
 TEACHER_KEYS = ("asked_by", "head_on")
 """Further keys of a loss table in a file: settings of the same names."""
 
@@ -215,14 +218,22 @@ def _parse(value: str) -> AdapterSettings | None:
     if value == "1":
         return AdapterSettings()
     try:
+        return _read(value)
+    except ValueError as error:
+        from prime_composer.recipe.loading import abridged
+
+        # The value may have a password, and a text of any length.
+        raise ValueError(abridged(str(error), LETTERS_SHOWN)) from None
+
+
+def _read(value: str) -> AdapterSettings:
+    try:
         given = json.loads(value)
     except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, or too deep
         given = None
     if not isinstance(given, dict):
-        from prime_composer.recipe.loading import abridged
-
         raise ValueError(
-            f"{SWITCH}={abridged(value)!r}: write {SWITCH}=1, or a JSON object such as {EXAMPLE}"
+            f"{SWITCH}={value!r}: write {SWITCH}=1, or a JSON object such as {EXAMPLE}"
         )
     known = AdapterSettings.model_fields
     for key in given:

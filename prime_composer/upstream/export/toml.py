@@ -65,15 +65,27 @@ def merge_native(target: dict[str, Any], native: Mapping[str, Any], version: str
     """Merge a recipe's table of prime-rl's own settings into an exported one, in place.
 
     Its tables named after a version count for that version alone.
+
+    Raises:
+        RecipeError: as ``merge``, or what is named after a version is no table.
     """
     merge(target, {key: value for key, value in native.items() if key not in VERSIONS})
-    merge(target, native.get(version, {}))
+    of_version = native.get(version, {})
+    if not isinstance(of_version, Mapping):
+        raise RecipeError(f"prime_rl.{version} is named after a version: write a table there")
+    merge(target, of_version, f"prime_rl.{version}")
 
 
-def merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
-    """Merge ``source`` into ``target``, table by table. Lists and values are replaced."""
+def merge(target: dict[str, Any], source: Mapping[str, Any], place: str = "prime_rl") -> None:
+    """Merge ``source`` into ``target``, table by table. Lists and values are replaced.
+
+    Raises:
+        RecipeError: a value is where ``target`` has a table.
+    """
     for key, value in source.items():
-        if isinstance(value, Mapping) and isinstance(target.get(key), dict):
-            merge(target[key], value)
-        else:
+        if not isinstance(target.get(key), dict):
             target[key] = plain(value)
+        elif isinstance(value, Mapping):
+            merge(target[key], value, f"{place}.{key}")
+        else:
+            raise RecipeError(f"{place}.{key} is a value, and the export has a table there")
