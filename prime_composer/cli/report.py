@@ -271,7 +271,7 @@ def loss_name(run: str | Path) -> str:
     """Return the run's loss type, from the recipe kept with it."""
     try:
         return json.loads((Path(run) / RECIPE_FILE).read_text(encoding="utf-8"))["loss"]["type"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return MISSING
 
 

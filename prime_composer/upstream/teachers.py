@@ -22,8 +22,12 @@ class Teacher(NamedTuple):
     api_key_var: str = API_KEY_VAR
 
 
-def read_entries(entries: Entries, environment: str | None = None) -> list[Teacher]:
+def read_entries(entries: Any, environment: str | None = None) -> list[Teacher]:
     """Return the teachers of an environment, with weights that add up to 1.
+
+    Args:
+        entries: ``Entries``, or any other JSON value, which is refused.
+        environment: its name.
 
     Raises:
         ValueError: they are no such tables, or the environment has none.
@@ -68,10 +72,24 @@ def configured(orchestrator: Any) -> Entries:
     return entries
 
 
+def _of_header(header: str) -> Any:
+    try:
+        entries = json.loads(header)
+        for environment in (isinstance(entries, Mapping) and list(entries)) or [None]:
+            read_entries(entries, environment)
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f"The header {HEADER} of the teacher's client must be a JSON list of {{url, model, "
+            "weight}, or a table of such lists by environment. Its value is not shown: it may have "
+            "passwords."
+        ) from None
+    return entries
+
+
 def _entries(client: Any, model: str, place: str) -> Any:
     header = client.headers.get(HEADER)
     if header is not None:
-        return json.loads(header)
+        return _of_header(header)
     urls = client.base_url if isinstance(client.base_url, list) else [client.base_url]
     others = [*client.headers, *getattr(client, "headers_from_env", {})]
     found = None

@@ -89,6 +89,7 @@ TEACHER = {"url": "http://me:secret@host:1/v1", "model": "m", "weight": 1.5}
             "unknown key 'distillation.loss.loss.kk'; did you mean 'k'",
         ),
     ],
+    ids=["deep", "digits", "password", "k", "knob", "key", "none", "weight", "name"],
 )
 def test_from_env_refuses_in_one_sentence(monkeypatch, value, message):
     """Without the password of a teacher's URL."""

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import threading
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from prime_composer.backends.http import ServerError
 from prime_composer.backends.protocols import HiddenStates, Rollout, TeacherHead, TeacherScores
 from prime_composer.backends.vllm_server import ServerScorer
 from prime_composer.two_heads import Logits, reverse_kl
-from prime_composer.upstream.teachers import Teacher
+from prime_composer.upstream.teachers import Teacher, configured
+from prime_composer.upstream.toml_shapes import HEADER
 from prime_composer.upstream.trainer import head as head_hook
 from prime_composer.upstream.trainer import hooks, teachers
 from prime_composer.upstream.trainer.adapter import adapter
@@ -513,3 +515,16 @@ def test_freed_weight_is_gathered_again_for_the_loss(monkeypatch, output, owns):
         with pytest.raises(RuntimeError, match="has freed the output head's weight"):
             head_hook.gather_head(state)
         head.weight.untyped_storage().resize_(state.model.values.untyped_storage().size())
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["[" * 100_000, "garbage", "3", "[{}]", '{"e": 1}', "[]", "{}"],
+    ids=["deep", "garbage", "number", "keys", "no_list", "none", "no_environment"],
+)
+def test_configured_header_that_is_damaged_is_refused(header: str) -> None:
+    """In one sentence, before anything starts."""
+    client = SimpleNamespace(headers={HEADER: header})
+    teacher = SimpleNamespace(client=client, model=SimpleNamespace(name="m"))
+    with pytest.raises(ValueError, match="must be a JSON list of {url, model, weight}"):
+        configured(SimpleNamespace(teacher=teacher))
