@@ -126,6 +126,19 @@ def test_export_native_settings_win():
 
 
 @pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"head": 3}, "prime_rl.head is named after a version: write a table there"),
+        ({"trainer": 3}, "prime_rl.trainer is a value, and the export has a table there"),
+        ({"head": {"trainer": {"loss": []}}}, "prime_rl.head.trainer.loss is a value"),
+    ],
+)
+def test_prime_rl_value_in_a_tables_place_is_refused(extra, message):
+    with pytest.raises(RecipeError, match=message):
+        export_table("head", prime_rl=extra)
+
+
+@pytest.mark.parametrize(
     "changes,message",
     [
         ({"rollout": {"student_fraction": 0.5}}, "rollout.student_fraction"),
