@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from prime_composer.backends.alignment import make_scores
-from prime_composer.backends.protocols import Rollout, Scorer, TeacherScores
+from prime_composer.backends.protocols import PluginServer, Rollout, Scorer, TeacherScores
 from prime_composer.problems.config import Problem
 from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
 
@@ -27,6 +27,14 @@ class Teachers:
 
     scorers: Mapping[TeacherId, Scorer]
     routing: Routing
+
+    @property
+    def give_any_ids(self) -> bool:
+        """Whether every teacher gives any K and hidden states: all but a server without plugin."""
+        return all(
+            not isinstance(scorer, PluginServer) or scorer.plugin() is not None
+            for scorer in self.scorers.values()
+        )
 
     def score(
         self,

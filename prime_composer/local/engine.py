@@ -29,6 +29,7 @@ from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, TeacherConfig
+from prime_composer.shared_vocabulary import MOST_PADDING, alien
 from prime_composer.tiny_models.cache import cache_root
 
 if TYPE_CHECKING:
@@ -314,6 +315,13 @@ class Engine:
         return lm_head_weight(self.model).shape[0]
 
     @property
+    def head_sizes(self) -> set[int]:
+        """Entries of the output heads of the student and its teachers, as far as they are known."""
+        scorers = () if self.teachers is None else self.teachers.scorers.values()
+        sizes = {self.vocab_size, *(scorer.limits.vocab_size for scorer in scorers)}
+        return {size for size in sizes if size is not None}
+
+    @property
     def reads_hidden_states(self) -> bool:
         """Whether the loss compares whole vocabularies by the teachers' hidden states."""
         return "hidden_states" in self.loss.needs
@@ -325,7 +333,7 @@ class Engine:
         A policy teacher leaves out the samples that it has no hint for.
 
         Raises:
-            InvalidAnswer: a teacher lists an id that the student's head does not have.
+            InvalidAnswer: a teacher lists an id that is no padding of the student's vocabulary.
             ValueError: a sample does not fit into its teacher's window, and its rule is "error".
         """
         if self.teachers is not None and self.loss.compares_with_teacher:
@@ -337,7 +345,9 @@ class Engine:
                 rollouts,
                 [sample.problem for sample in kept],
                 size,
-                students_choice(self.model, rollouts, size) if by_student else None,
+                students_choice(self.model, rollouts, size, min(self.head_sizes))
+                if by_student
+                else None,
                 self.reads_hidden_states,
             )
             self._check_ids(scores)
@@ -367,13 +377,13 @@ class Engine:
 
     def _check_ids(self, scores: Sequence[TeacherScores]) -> None:
         for index, one in enumerate(scores):
-            alien = alien_id(one, self.vocab_size)
-            if alien is not None:
+            wrong = alien_id(one, self.vocab_size)
+            if wrong is not None:
                 tables = ", ".join(f"[{teacher.table}]" for teacher in self.teacher_specs)
                 raise InvalidAnswer(
-                    f"{tables}: the scores of rollout {index} list id {alien}, and the student's "
-                    f"head has {self.vocab_size} entries; choose a smaller k for the loss, or a "
-                    "teacher with the student's vocabulary"
+                    f"{tables}: the scores of rollout {index} list id {wrong}, and the student's "
+                    f"head has {self.vocab_size} entries, of which padding explains at most "
+                    f"{MOST_PADDING} more; choose a teacher with the student's vocabulary"
                 )
 
     def _score_with_policy(self, teacher: PolicyTeacher, samples: Sequence[Sample]) -> Scored:
@@ -472,13 +482,12 @@ class Engine:
 
 
 def alien_id(scores: TeacherScores, vocab_size: int) -> int | None:
-    """Return an id of a teacher's support that a head of this size lacks; None without one."""
+    """Return an id of a teacher's support that a student's head of this size cannot lack as
+    padding; None without one."""
     if not scores.token_ids.numel():
         return None
     smallest, largest = (int(bound) for bound in scores.token_ids.aminmax())
-    if smallest < 0:
-        return smallest
-    return largest if largest >= vocab_size else None
+    return alien(smallest, largest, vocab_size)
 
 
 def open_engine(

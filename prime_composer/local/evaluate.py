@@ -422,9 +422,11 @@ class Evaluator:
             place for (place, _), sample in zip(sampled, fitted, strict=True) if sample is not None
         ]
         kept = [sample for sample in fitted if sample is not None]
-        # A support of K = V is exact and simple; large vocabularies lack the memory for one.
-        vocab_size = self.engine.vocab_size
-        hidden = self.kl_support == "full" and vocab_size > FULL_VOCABULARY_UP_TO
+        # A support of K = V is exact and simple. Large vocabularies lack the memory for one, and
+        # heads of unequal sizes share a part of it.
+        full, unequal = self.kl_support == "full", len(self.engine.head_sizes) > 1
+        large = self.engine.vocab_size > FULL_VOCABULARY_UP_TO
+        hidden = full and (large or (unequal and teachers.give_any_ids))
         scores = teachers.score(
             [sample.rollout for sample in kept],
             [sample.problem for sample in kept],
@@ -434,14 +436,14 @@ class Evaluator:
         samples = [replace(sample, scores=own) for sample, own in zip(kept, scores, strict=True)]
         sums = torch.zeros(4, len(problems), dtype=torch.float64)
         lengths = [sample.length for sample in samples]
-        full = self.kl_support == "full"
         for indices in token_batches(lengths, self.micro_batch_tokens):
             inputs = student_inputs(self.engine.model, [samples[i] for i in indices])
             segments = given(inputs.segment_ids)
             if hidden:
                 values = _compare_heads(given(inputs.hidden_states))
             else:
-                values = _compare_support(given(inputs.support), "full" if full else "tail")
+                everything: Normalization = "full" if full and not unequal else "tail"
+                values = _compare_support(given(inputs.support), everything)
             rows = torch.tensor([places[i] for i in indices])[segments.cpu()]
             columns = torch.stack([*values, torch.ones_like(values[0])]).double().cpu()
             sums.index_add_(1, rows, columns)
@@ -488,13 +490,14 @@ def kl_support(recipe: Recipe, engine: Engine) -> int | Literal["full"]:
     """Return the K of the measured KL.
 
     With ``kl_support = "auto"`` it is the whole vocabulary where the loss compares that, or where
-    it is small. A server is asked for as many ids as the loss needs, or for vLLM's default of 20.
+    it is small. A server without the scoring plugin is asked for as many ids as the loss needs, or
+    for vLLM's default of 20.
     """
     size = recipe.eval.kl_support
     if size != "auto":
         return size
     if engine.reads_hidden_states:
         return "full"
-    if any(spec.backend == "server" for spec in engine.teacher_specs.values()):
+    if engine.teachers is not None and not engine.teachers.give_any_ids:
         return recipe.loss.support_size or 20
     return "full" if engine.vocab_size <= FULL_VOCABULARY_UP_TO else 64
