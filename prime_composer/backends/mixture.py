@@ -30,11 +30,8 @@ class Teachers:
 
     @property
     def give_any_ids(self) -> bool:
-        """Whether every teacher gives any K and hidden states: all but a server without plugin."""
-        return all(
-            not isinstance(scorer, PluginServer) or scorer.plugin() is not None
-            for scorer in self.scorers.values()
-        )
+        """Whether every teacher gives any K, and hidden states."""
+        return all(map(gives_any_ids, self.scorers.values()))
 
     def score(
         self,
@@ -102,6 +99,11 @@ class Teachers:
         """Close every scorer."""
         for scorer in self.scorers.values():
             scorer.close()
+
+
+def gives_any_ids(scorer: Scorer) -> bool:
+    """Return whether a teacher gives any K, and hidden states: all but a server without plugin."""
+    return not isinstance(scorer, PluginServer) or scorer.plugin() is not None
 
 
 def extrapolate(scores: TeacherScores, reference: TeacherScores, scale: float) -> TeacherScores:

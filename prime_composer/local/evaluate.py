@@ -151,8 +151,8 @@ class Evaluator:
             eval/entropy = -(1/N) sum_t sum_v p(v) log p(v)
 
         With ``kl_support`` = K the sums are over the teacher's top K and one tail bucket, lower
-        bounds, and the entropy is left out. Where teachers are mixed, q is the mixture. On a top K
-        of a mixture the numbers are no bounds (see ``backends.mixture.mix``).
+        bounds, the entropy is left out, and ``eval/kl_ids`` is K. Where teachers are mixed, q is
+        the mixture. On a top K of a mixture the numbers are no bounds (``backends.mixture.mix``).
         """
         problems = self.problems.problem_set.held_out[: self.config.size]
         if not problems:
@@ -182,6 +182,8 @@ class Evaluator:
                 measured |= self._by_environment(
                     "eval/reverse_kl", problems, sums.reverse_kl, tokens
                 )
+                if self.kl_support != "full":
+                    measured["eval/kl_ids"] = float(self.kl_support)
         return measured
 
     def teachers(self) -> dict[str, float]:
@@ -424,9 +426,9 @@ class Evaluator:
         kept = [sample for sample in fitted if sample is not None]
         # A support of K = V is exact and simple. Large vocabularies lack the memory for one, and
         # heads of unequal sizes share a part of it.
-        full, unequal = self.kl_support == "full", len(self.engine.head_sizes) > 1
-        large = self.engine.vocab_size > FULL_VOCABULARY_UP_TO
-        hidden = full and (large or (unequal and teachers.give_any_ids))
+        full = self.kl_support == "full"
+        unequal = len(self.engine.head_sizes) > 1
+        hidden = full and (unequal or self.engine.vocab_size > FULL_VOCABULARY_UP_TO)
         scores = teachers.score(
             [sample.rollout for sample in kept],
             [sample.problem for sample in kept],
@@ -442,8 +444,7 @@ class Evaluator:
             if hidden:
                 values = _compare_heads(given(inputs.hidden_states))
             else:
-                everything: Normalization = "full" if full and not unequal else "tail"
-                values = _compare_support(given(inputs.support), everything)
+                values = _compare_support(given(inputs.support), "full" if full else "tail")
             rows = torch.tensor([places[i] for i in indices])[segments.cpu()]
             columns = torch.stack([*values, torch.ones_like(values[0])]).double().cpu()
             sums.index_add_(1, rows, columns)

@@ -17,9 +17,6 @@ from prime_composer.local.batch import Sample
 from prime_composer.shared_vocabulary import IN_TAIL, lacking
 from prime_composer.two_heads import Logits, TwoHeads, compare
 
-NO_ID = 2**31 - 1
-"""Larger than the ids of any head."""
-
 
 def autocast(model: nn.Module, dtype: str) -> torch.autocast:
     """Return the context in which the student's matrix products have the trainer's dtype."""
@@ -68,7 +65,7 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
     selected_ids = labels.unsqueeze(-1)
     if scores:
         ref_logprobs, support_ids, teacher_logprobs = (
-            torch.cat(parts) for parts in zip(*_of_one_width(scores), strict=True)
+            torch.cat(parts) for parts in zip(*scores, strict=True)
         )
         in_tail = lacking(support_ids, head.shape[0])
         selected_ids = torch.cat([selected_ids, support_ids.masked_fill(in_tail, 0)], dim=-1)
@@ -204,26 +201,6 @@ def _trained_scores(sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
     scores = given(sample.scores)
     mask = sample.rollout.trained
     return scores.ref_logprobs[mask], scores.token_ids[mask], scores.teacher_logprobs[mask]
-
-
-def _of_one_width(
-    scores: Sequence[tuple[Tensor, Tensor, Tensor]],
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return the scores with supports of one width, by ids that no head has.
-
-    Only whole vocabularies of teachers with heads of different sizes differ.
-    """
-    width = max(ids.shape[1] for _, ids, _ in scores)
-    if width == min(ids.shape[1] for _, ids, _ in scores):
-        return list(scores)
-    return [
-        (
-            own,
-            torch.nn.functional.pad(ids, (0, width - ids.shape[1]), value=NO_ID),
-            torch.nn.functional.pad(logprobs, (0, width - ids.shape[1]), value=IN_TAIL),
-        )
-        for own, ids, logprobs in scores
-    ]
 
 
 def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossInputs:

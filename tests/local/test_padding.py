@@ -5,7 +5,10 @@ outcome with all that is outside the support.
 """
 
 import math
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,13 @@ from torch import Tensor
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import load_model
+from prime_composer.backends.http import ServerError
 from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.local.batch import Sample
 from prime_composer.local.collect import up_to_padding
 from prime_composer.local.engine import Engine, open_engine
 from prime_composer.local.evaluate import EVALUATION_SEED, Evaluator
-from prime_composer.local.preflight import preflight
+from prime_composer.local.preflight import PreflightError, preflight
 from prime_composer.local.student_forward import student_inputs
 from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import setup_loss_fn
@@ -33,6 +37,7 @@ from prime_composer.shared_vocabulary import IN_TAIL, LOG_FLOOR
 from prime_composer.tiny_models.cache import prepare_models
 from prime_composer.two_heads.kernel import LOG_BUCKET_FLOOR
 from tests.conftest import TINY_RECIPE
+from tests.faults.server import SpoilingServer
 from tests.local.helpers import VOCAB, run, save_padded, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
@@ -55,9 +60,31 @@ def pair(tiny_recipe: Raw, folders: dict[str, Path]) -> Callable[..., dict[str, 
     """Return a function: the table of a recipe in which one model's head is wider."""
 
     def make(wider: str, **changes: Any) -> dict[str, Any]:
-        return tiny_recipe(**{wider: {"model": str(folders[wider])}, **changes})
+        own = {wider: {"model": str(folders[wider])}} if wider in folders else {}
+        return tiny_recipe(**own, **changes)
 
     return make
+
+
+@pytest.fixture
+def served_pair(pair: Raw, folders: dict[str, Path]) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Return a function: the same table, with the teacher in this process or on a server."""
+    with ExitStack() as opened:
+
+        def make(wider: str, road: str, **changes: Any) -> dict[str, Any]:
+            table = pair(wider, **changes)
+            if road != "in process":
+                folder = folders["teacher"] if wider == "teacher" else own_teacher()
+                server = SpoilingServer(folder, plugin=road == "plugin")
+                url = opened.enter_context(server).url
+                table["teacher"] = {"model": str(folder), "url": url}
+            return table
+
+        yield make
+
+
+def own_teacher() -> Path:
+    return tiny_models(TINY_RECIPE)["teacher"]
 
 
 def opened(raw: dict[str, Any]) -> tuple[Recipe, Engine]:
@@ -71,7 +98,7 @@ class Plain:
     """Student and teacher of an engine in float64, with plain softmaxes over their own heads."""
 
     def __init__(self, engine: Engine, recipe: Recipe):
-        folder = recipe.teacher.model or tiny_models(TINY_RECIPE)["teacher"]
+        folder = recipe.teacher.model or own_teacher()
         self.student = load_model(str(engine.model.name_or_path), "float32").double()
         self.teacher = load_model(folder, "float32").double()
 
@@ -122,10 +149,16 @@ def test_floor_is_that_of_the_bucket_of_padding() -> None:
 
 
 @pytest.mark.parametrize("wider", WIDER)
-@pytest.mark.parametrize("k", [8, 40, "full"])
-def test_loss_of_unequal_heads_equals_plain_float64(pair: Raw, wider: str, k: int | str) -> None:
+@pytest.mark.parametrize(
+    ("road", "k"),
+    [*product(("in process", "plugin"), (8, 40, "full")), ("json", 8), ("json", 40)],
+)
+def test_loss_of_unequal_heads_equals_plain_float64(
+    served_pair: Raw, wider: str, road: str, k: int | str
+) -> None:
     """KL on the teacher's top K, or on all ids: padding is in the tail, or is a bucket."""
-    recipe, engine = opened(pair(wider, loss={"type": "topk_reverse_kl", "k": k}))
+    table = served_pair(wider, road, loss={"type": "topk_reverse_kl", "k": k})
+    recipe, engine = opened(table)
     with engine:
         samples = engine.score(samples_of(engine)).samples
         loss = setup_loss_fn(recipe.loss)(student_inputs(engine.model, samples))
@@ -154,9 +187,10 @@ def test_padding_of_the_students_support_has_no_gradient(pair: Raw) -> None:
         assert ((side == IN_TAIL) == beyond).all()
 
 
-def test_sampled_padding_has_the_floor_of_the_teacher(pair: Raw) -> None:
+@pytest.mark.parametrize("road", ["in process", "plugin", "json"])
+def test_sampled_padding_has_the_floor_of_the_teacher(served_pair: Raw, road: str) -> None:
     """Behind such an id the teacher's numbers are those after its own last id."""
-    recipe, engine = opened(pair("student", loss={"type": "sampled_reverse_kl"}))
+    recipe, engine = opened(served_pair("student", road, loss={"type": "sampled_reverse_kl"}))
     with engine:
         samples = engine.score(samples_of(engine)).samples
         plain = Plain(engine, recipe)
@@ -189,19 +223,29 @@ def test_students_choice_leaves_padding_of_its_own_out(pair: Raw) -> None:
             torch.testing.assert_close(found, log_q.gather(1, top), atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("wider", WIDER)
-@pytest.mark.parametrize("kl_support", ["auto", 40])
-def test_evaluation_of_unequal_heads_equals_plain_float64(
-    pair: Raw, wider: str, kl_support: Any
+@pytest.mark.parametrize("wider", ["neither", *WIDER])
+@pytest.mark.parametrize(
+    ("road", "asked", "top"),
+    [
+        ("in process", "auto", None),
+        ("in process", 40, 40),
+        ("plugin", "auto", None),
+        ("json", "auto", 8),
+    ],
+)
+def test_evaluation_of_any_pair_equals_plain_float64(
+    served_pair: Raw, wider: str, road: str, asked: Any, top: int | None
 ) -> None:
-    recipe, engine = opened(pair(wider, eval__kl_size=3, eval__kl_support=kl_support))
+    """Of a small vocabulary all ids are compared; without the plugin, as many as the loss's."""
+    table = served_pair(wider, road, eval__kl_size=3, eval__kl_support=asked)
+    recipe, engine = opened(table)
     with engine:
         problems = [engine.problems.prompt(p) for p in engine.problems.problem_set.held_out[:3]]
         params = SamplingParams(max_tokens=recipe.rollout.max_tokens)
         rollouts = engine.sampler.generate(problems, params, seed=EVALUATION_SEED)
-        top = None if kl_support == "auto" else kl_support
         p, q = Plain(engine, recipe).over(rollouts, top)
         measured = Evaluator.of_recipe(engine, recipe).student()
+    assert measured.get("eval/kl_ids") == top
     expected = {"eval/reverse_kl": kl(p, q).mean(), "eval/forward_kl": kl(q, p).mean()}
     if top is None:
         expected["eval/entropy"] = torch.special.entr(p).sum(-1).mean()
@@ -252,3 +296,37 @@ def test_teachers_answer_ends_before_its_padding() -> None:
     assert up_to_padding(answer, VOCAB + 1, TeacherId()) is answer
     with pytest.raises(InvalidAnswer, match=r"\[teacher\] began an answer with id 300"):
         up_to_padding(make_rollout([5], [300, 7], [-1.0] * 2, "stop", 0), VOCAB, TeacherId())
+
+
+def test_whole_kl_of_unequal_heads_needs_the_plugin(served_pair: Raw) -> None:
+    """A support of all ids does not say how much of either side is outside it."""
+    recipe, engine = opened(served_pair("teacher", "json", eval__kl_support="full"))
+    with engine, pytest.raises(PreflightError, match="or set eval.kl_support to a number"):
+        preflight(engine, recipe, lambda text: None)
+    recipe, engine = opened(served_pair("teacher", "plugin", eval__kl_support="full"))
+    with engine:
+        preflight(engine, recipe, lambda text: None)
+
+
+@pytest.mark.parametrize("plugin", [True, False], ids=["plugin", "json"])
+def test_server_elsewhere_says_its_size_or_how_to(
+    tiny_recipe: Raw, folders: dict[str, Path], tmp_path: Path, plugin: bool
+) -> None:
+    """With the plugin an id beyond its head is scored; in JSON the size is not known."""
+    shutil.copytree(own_teacher(), tmp_path / "elsewhere")
+    with SpoilingServer(tmp_path / "elsewhere", plugin=plugin) as server:
+        shutil.rmtree(tmp_path / "elsewhere")
+        student = {"model": str(folders["student"])}
+        teacher = {"model": server.model, "url": server.url}
+        recipe, engine = opened(tiny_recipe(student=student, teacher=teacher))
+        with engine:
+            (scorer,) = engine.teachers.scorers.values()
+            rollout = make_rollout([7, 8], [9, VOCAB + 3, 9], [-1.0] * 3, "length", 0)
+            if plugin:
+                assert scorer.limits.vocab_size == VOCAB
+                assert float(scorer.score([rollout], 0)[0].ref_logprobs[1]) == pytest.approx(
+                    LOG_FLOOR
+                )
+            else:
+                with pytest.raises(ServerError, match="wider head .* start it with prime-rl tea"):
+                    scorer.score([rollout], 0)
