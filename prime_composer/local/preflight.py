@@ -24,6 +24,7 @@ from prime_composer.backends.hf_model import (
     load_tokenizer,
     sequence_logprobs,
 )
+from prime_composer.backends.mixture import gives_any_ids
 from prime_composer.backends.protocols import (
     Limits,
     Rollout,
@@ -189,6 +190,8 @@ def preflight_checks(
                 len(tokenized.tokenizer),
                 recipe.loss.asked_of_teacher[0],
             )
+            if recipe.eval.kl_size and recipe.eval.kl_support == "full":
+                check_whole_kl(engine.vocab_size, scorer)
 
     def sampling() -> None:
         result.warnings += sampling_warnings(recipe.rollout)
@@ -552,6 +555,26 @@ def check_vocabularies(
             f"loss's k to {limits.max_logprobs}."
         )
     return warnings
+
+
+def check_whole_kl(vocab_size: int, scorer: Scorer) -> None:
+    """Check that a KL over all ids can be measured.
+
+    Args:
+        vocab_size: entries of the student's head.
+        scorer: the teacher's.
+
+    Raises:
+        PreflightError: the heads have different sizes, and the server gives no hidden states.
+    """
+    size = scorer.limits.vocab_size
+    if size not in (None, vocab_size) and not gives_any_ids(scorer):
+        raise PreflightError(
+            f"eval.kl_support = 'full' with a student's head of {vocab_size} entries and a "
+            f"teacher's of {size} compares hidden states, which the teacher's server gives with "
+            "the scoring plugin: start it with prime-rl teacher, or set eval.kl_support to a "
+            "number."
+        )
 
 
 def check_context(

@@ -423,7 +423,7 @@ def test_states_that_do_not_belong_to_the_head_are_refused(monkeypatch, output, 
 
 def test_other_vocabulary_of_a_teacher_is_refused(monkeypatch, output):
     """Padding explains a few ids."""
-    monkeypatch.setattr(teachers, "PADDING", 3)
+    monkeypatch.setattr(teachers, "MOST_PADDING", 3)
     state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
     state.batch_came([tensors])
     (scorer,) = Scorer.opened
