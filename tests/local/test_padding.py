@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,12 @@ from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe
 from prime_composer.shared_vocabulary import IN_TAIL, LOG_FLOOR
 from prime_composer.tiny_models.cache import prepare_models
+from prime_composer.two_heads import reverse_kl
 from prime_composer.two_heads.kernel import LOG_BUCKET_FLOOR
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
 from tests.local.helpers import VOCAB, run, save_padded, tiny_models
+from tests.vllm_process import QUICK, TeacherProcess
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -67,15 +70,20 @@ def pair(tiny_recipe: Raw, folders: dict[str, Path]) -> Callable[..., dict[str, 
 
 
 @pytest.fixture
-def served_pair(pair: Raw, folders: dict[str, Path]) -> Iterator[Callable[..., dict[str, Any]]]:
+def served_pair(pair: Raw, folders: dict[str, Path], tmp_path: Path) -> Iterator[Raw]:
     """Return a function: the same table, with the teacher in this process or on a server."""
     with ExitStack() as opened:
 
         def make(wider: str, road: str, **changes: Any) -> dict[str, Any]:
             table = pair(wider, **changes)
-            if road != "in process":
+            if road == "vllm":
+                table["rollout"]["backend"] = "vllm"
+            elif road != "in process":
                 folder = folders["teacher"] if wider == "teacher" else own_teacher()
-                server = SpoilingServer(folder, plugin=road == "plugin")
+                server: Any = SpoilingServer(folder, plugin=road == "plugin")
+                if road == "vllm plugin":
+                    options = ("--dtype", "float32", "--max-logprobs", 64, *QUICK)
+                    server = TeacherProcess(folder, tmp_path / "server.log", *options)
                 url = opened.enter_context(server).url
                 table["teacher"] = {"model": str(folder), "url": url}
             return table
@@ -114,6 +122,13 @@ class Plain:
         log_q = self.teacher(ids.clamp(max=size - 1)[None]).logits[0].log_softmax(-1)
         return log_p[start - 1 : -1], log_q[start - 1 : -1], ids[start:]
 
+    def sampled(self, rollout: Rollout) -> Tensor:
+        """Return log q of the trained tokens: the floor where the teacher lacks one."""
+        _, log_q, labels = self.logprobs(rollout)
+        size = log_q.shape[1]
+        own = log_q.gather(1, labels.clamp(max=size - 1)[:, None])[:, 0]
+        return torch.where(labels >= size, math.log(FLOOR), own)
+
     def over(self, rollouts: list[Rollout], top: int | None) -> tuple[Tensor, Tensor]:
         """Return p and q of the teacher's top ids, or of all, and of one outcome for the rest."""
         pairs = []
@@ -151,7 +166,11 @@ def test_floor_is_that_of_the_bucket_of_padding() -> None:
 @pytest.mark.parametrize("wider", WIDER)
 @pytest.mark.parametrize(
     ("road", "k"),
-    [*product(("in process", "plugin"), (8, 40, "full")), ("json", 8), ("json", 40)],
+    [
+        *product(("in process", "plugin"), (8, 40, "full")),
+        *product(("json",), (8, 40)),
+        *(pytest.param("vllm", k, marks=pytest.mark.vllm) for k in (8, "full")),
+    ],
 )
 def test_loss_of_unequal_heads_equals_plain_float64(
     served_pair: Raw, wider: str, road: str, k: int | str
@@ -196,14 +215,11 @@ def test_sampled_padding_has_the_floor_of_the_teacher(served_pair: Raw, road: st
         plain = Plain(engine, recipe)
         floored = 0
         for sample in samples:
-            _, log_q, labels = plain.logprobs(sample.rollout)
-            lacks = labels >= VOCAB
-            own = log_q.gather(1, labels.clamp(max=VOCAB - 1)[:, None])[:, 0]
-            expected = torch.where(lacks, math.log(FLOOR), own)
+            expected = plain.sampled(sample.rollout)
             torch.testing.assert_close(
                 sample.scores.ref_logprobs.double(), expected, atol=2e-5, rtol=0
             )
-            floored += int(lacks[:-1].sum())
+            floored += int((expected[:-1] == math.log(FLOOR)).sum())
         loss = setup_loss_fn(recipe.loss)(student_inputs(engine.model, samples)).loss
     assert floored and loss.isfinite()
 
@@ -330,3 +346,36 @@ def test_server_elsewhere_says_its_size_or_how_to(
             else:
                 with pytest.raises(ServerError, match="wider head .* start it with prime-rl tea"):
                     scorer.score([rollout], 0)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("wider", WIDER)
+def test_served_vllm_of_another_size_equals_plain_float64(served_pair: Raw, wider: str) -> None:
+    """With the plugin and in JSON, on one server: the top K, the sampled tokens, whole heads."""
+    table = served_pair(wider, "vllm plugin", loss={"type": "topk_reverse_kl", "k": 8})
+    recipe, engine = opened(table)
+    with engine:
+        preflight(engine, recipe, lambda text: None)
+        samples = samples_of(engine)
+        rollouts = [sample.rollout for sample in samples]
+        (scorer,) = engine.teachers.scorers.values()
+        plain = Plain(engine, recipe)
+        p, q = plain.over(rollouts, 8)
+        for binary in (True, False):
+            scores = scorer.score(rollouts, 8, binary=binary)
+            scored = [replace(one, scores=own) for one, own in zip(samples, scores, strict=True)]
+            loss = setup_loss_fn(recipe.loss)(student_inputs(engine.model, scored)).loss.detach()
+            assert float(loss) == pytest.approx(float(kl(p, q).sum()), rel=2e-5)
+            for rollout, own in zip(rollouts, scores, strict=True):
+                torch.testing.assert_close(
+                    own.ref_logprobs.double(), plain.sampled(rollout), atol=5e-5, rtol=0
+                )
+        assert_close_whole(engine, recipe, scorer.score(rollouts, 0, hidden=True), samples)
+
+
+def assert_close_whole(engine: Engine, recipe: Recipe, scores: Any, samples: list[Sample]) -> None:
+    """Compare the KL by hidden states with that of plain softmaxes."""
+    scored = [replace(one, scores=own) for one, own in zip(samples, scores, strict=True)]
+    found = reverse_kl(student_inputs(engine.model, scored).hidden_states)
+    p, q = Plain(engine, recipe).over([sample.rollout for sample in samples], None)
+    torch.testing.assert_close(found.detach().double(), kl(p, q), atol=1e-4, rtol=1e-4)
