@@ -59,13 +59,12 @@ def collect(
     if any(source.metric == "math_verify" for source in problem_set.sources.values()):
         metrics["rollout/answer_timeouts"] = float(budget.timeouts)
     clock.lap("reward")
-    if engine.vocab_size > (shared := min(engine.head_sizes)):
-        sampled_ids = torch.cat([sample.rollout.token_ids for sample in samples])
-        metrics["rollout/padding_ids"] = float(lacking(sampled_ids, shared).sum())
     scored = engine.score(samples)
     if recipe.loss.credit is not None:
         scored = replace(scored, samples=with_credit(scored.samples, recipe.loss.credit))
     clock.lap("score")
+    if scored.padding_ids is not None:
+        metrics["rollout/padding_ids"] = float(scored.padding_ids)
     if scored.without_hint:
         metrics["rollout/without_hint"] = scored.without_hint / len(samples)
     teachers = [*recipe.teachers.values(), *([recipe.teacher] if recipe.teacher else [])]

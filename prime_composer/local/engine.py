@@ -29,7 +29,7 @@ from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, TeacherConfig
-from prime_composer.shared_vocabulary import MOST_PADDING, alien
+from prime_composer.shared_vocabulary import MOST_PADDING, alien, lacking
 from prime_composer.tiny_models.cache import cache_root
 
 if TYPE_CHECKING:
@@ -253,12 +253,14 @@ class Scored:
         without_hint: how many were left out, because a policy teacher has no hint for them.
         cut: of how many the teacher's window holds the head alone.
         dropped: how many were left out, because they do not fit into the teacher's window.
+        padding_ids: how many of their ids a teacher's head lacks; None where none can.
     """
 
     samples: list[Sample]
     without_hint: int = 0
     cut: int = 0
     dropped: int = 0
+    padding_ids: int | None = None
 
 
 def overflow(samples: Sequence[Sample], fitted: Sequence[Sample | None]) -> dict[str, int]:
@@ -341,20 +343,21 @@ class Engine:
             kept = [sample for sample in fitted if sample is not None]
             rollouts = [sample.rollout for sample in kept]
             size, by_student = self.loss.asked_of_teacher
+            shared, padding_ids = min(self.head_sizes), None
+            if shared < self.vocab_size:
+                padding_ids = sum(int(lacking(one.token_ids, shared).sum()) for one in rollouts)
             scores = self.teachers.score(
                 rollouts,
                 [sample.problem for sample in kept],
                 size,
-                students_choice(self.model, rollouts, size, min(self.head_sizes))
-                if by_student
-                else None,
+                students_choice(self.model, rollouts, size, shared) if by_student else None,
                 self.reads_hidden_states,
             )
             self._check_ids(scores)
             if self.reward_scale is not None:
                 scores = self.teachers.extrapolate(rollouts, scores, self.reward_scale)
             scored = [replace(sample, scores=own) for sample, own in zip(kept, scores, strict=True)]
-            return Scored(scored, **overflow(samples, fitted))
+            return Scored(scored, **overflow(samples, fitted), padding_ids=padding_ids)
         if self.policy_teacher is not None:
             return self._score_with_policy(self.policy_teacher, samples)
         return Scored(list(samples))

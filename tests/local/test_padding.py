@@ -27,6 +27,7 @@ from prime_composer.local.collect import up_to_padding
 from prime_composer.local.engine import Engine, open_engine
 from prime_composer.local.evaluate import EVALUATION_SEED, Evaluator
 from prime_composer.local.preflight import PreflightError, preflight
+from prime_composer.local.probe import probe
 from prime_composer.local.student_forward import student_inputs
 from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import setup_loss_fn
@@ -301,6 +302,19 @@ def test_preflight_says_the_sizes_of_unequal_heads(pair: Raw, wider: str) -> Non
     assert f"student's head has {sizes[0]} entries and the teacher's {sizes[1]}" in warning
     assert f"Ids from {VOCAB} on belong to the tail" in warning
     assert (f"the teacher reads id {VOCAB - 1} in its place" in warning) == (wider == "student")
+
+
+@pytest.mark.parametrize("wider", WIDER)
+def test_probe_of_unequal_heads_passes(pair: Raw, wider: str) -> None:
+    """With the sizes of both heads, and the preflight's warning."""
+    recipe = parse_recipe(pair(wider))
+    problems = load_problem_set(recipe.sources)
+    paths = prepare_models(recipe, problems)
+    report = probe(recipe, problems, paths, lambda text: None, seconds=0.01)
+    assert report.passed and "belong to the tail" in report.warnings[0]
+    sizes = {"student": report.student.facts.vocabulary}
+    sizes["teacher"] = report.teachers["teacher"].facts.vocabulary
+    assert sizes == {"student": VOCAB, "teacher": VOCAB} | {wider: VOCAB + EXTRA}
 
 
 def test_teachers_answer_ends_before_its_padding() -> None:
