@@ -25,7 +25,7 @@ from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.local.batch import Sample
 from prime_composer.local.collect import up_to_padding
 from prime_composer.local.engine import Engine, open_engine
-from prime_composer.local.evaluate import EVALUATION_SEED, Evaluator
+from prime_composer.local.evaluate import EVALUATION_SEED, Evaluator, kl_support
 from prime_composer.local.preflight import PreflightError, preflight
 from prime_composer.local.probe import probe
 from prime_composer.local.student_forward import student_inputs
@@ -326,6 +326,16 @@ def test_teachers_answer_ends_before_its_padding() -> None:
     assert up_to_padding(answer, VOCAB + 1, TeacherId()) is answer
     with pytest.raises(InvalidAnswer, match=r"\[teacher\] began an answer with id 300"):
         up_to_padding(make_rollout([5], [300, 7], [-1.0] * 2, "stop", 0), VOCAB, TeacherId())
+
+
+def test_kl_support_follows_a_server_that_lost_its_plugin(served_pair: Raw) -> None:
+    """JSON is asked for the loss's K; each evaluation says what it compared."""
+    recipe, engine = opened(served_pair("teacher", "plugin"))
+    with engine:
+        assert kl_support(recipe.eval, engine) == "full"
+        (scorer,) = engine.teachers.scorers.values()
+        scorer._without_plugin()
+        assert kl_support(recipe.eval, engine) == 8
 
 
 def test_whole_kl_of_unequal_heads_needs_the_plugin(served_pair: Raw) -> None:
