@@ -423,8 +423,8 @@ class Evaluator:
             place for (place, _), sample in zip(sampled, fitted, strict=True) if sample is not None
         ]
         kept = [sample for sample in fitted if sample is not None]
-        # A support of K = V is exact and simple. Large vocabularies lack the memory for one, and
-        # heads of unequal sizes share a part of it.
+        # A support of K = V is exact and simple. Large vocabularies lack the memory for one. Of
+        # heads of unequal sizes it does not say what either side has beyond the shared ids.
         support = kl_support(self.config, self.engine)
         full = support == "full"
         unequal = len(self.engine.head_sizes) > 1
