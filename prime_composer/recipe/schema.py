@@ -509,7 +509,8 @@ class EvalConfig(Table):
         default="auto", json_schema_extra=prime_rl(not_carried("prime-rl evaluates accuracy alone"))
     )
     """Token ids per position of the measured KL. auto: all of them up to a vocabulary of 8192, else
-    64 and a tail bucket."""
+    64 and a tail bucket. A served teacher without the scoring plugin is asked for the loss's k, or
+    20, and a tail bucket; `eval/kl_ids` and the report say how many."""
 
     temperatures: tuple[Annotated[float, Ge(0.01), Le(100)], ...] = Field(
         default=(),

@@ -361,12 +361,12 @@ def test_student_evaluation_leaves_failed_rollouts_out() -> None:
     outcomes = [episode(3.0), Failure("broken"), episode(5.0), Failure("broken")]
     engine = engine_of(outcomes)
     engine.problems = TokenizedProblems(Sources([], tasks, {}), None)
-    measured = Evaluator(engine, EvalConfig(), 8, 64, "full").student()
+    measured = Evaluator(engine, EvalConfig(), 8, 64).student()
     counts = {"eval/turns": 1.0, "eval/tool_calls": 0.0}
     assert measured == {"eval/accuracy": 4.0, "eval/truncated": 0.0, "eval/failed": 0.5} | counts
     outcomes[:] = [Failure("broken")] * 4
     with pytest.raises(EnvironmentFailed, match="every task of the evaluation failed"):
-        Evaluator(engine, EvalConfig(), 8, 64, "full").student()
+        Evaluator(engine, EvalConfig(), 8, 64).student()
 
 
 def engine_of(outcomes: list[Episode | Failure]) -> Any:
