@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "prime_composer"
-MATHS = {"contract", "divergences", "lm_head", "shared_vocabulary", "two_heads"}
+MATHS = {"contract", "divergences", "lm_head", "two_heads"}
 ROOMS = ["losses", "recipe", "scoring", "backends", "tiny_models", "local", "cli"]
 """The lowest first. Each may import ``MATHS``, the rooms before it, and problems."""
 
@@ -24,7 +24,7 @@ ALLOWED = {
     "scoring": {"scoring"},
     "upstream": {
         *("upstream", "problems", "recipe", "losses", "contract", "two_heads", "backends"),
-        *("scoring", "shared_vocabulary", "tiny_models"),
+        *("scoring", "tiny_models"),
     },
     "trl": {"trl", "problems", *MATHS, *ROOMS[:-1]},
     "__init__": {"losses", *MATHS},

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prime_composer.backends.answers import InvalidAnswer, check_completion, check_scores
 from prime_composer.backends.protocols import Rollout, TeacherScores
-from prime_composer.shared_vocabulary import LOG_FLOOR, lacking, readable
+from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, readable
 
 
 @dataclass(frozen=True)

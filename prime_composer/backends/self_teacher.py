@@ -17,7 +17,7 @@ from prime_composer.problems.answers import verdict
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.prompts import render_prompt
 from prime_composer.recipe.schema import PolicyTeacherConfig
-from prime_composer.shared_vocabulary import lacking
+from prime_composer.scoring.shared_vocabulary import lacking
 
 
 class PolicyTeacher:

@@ -75,8 +75,8 @@ from prime_composer.backends.vllm_logprobs import (
     read_completions,
     top_k_of,
 )
+from prime_composer.scoring.shared_vocabulary import out_of_vocabulary
 from prime_composer.scoring.wire import SCORE_PATH, WITHOUT_PLUGIN
-from prime_composer.shared_vocabulary import out_of_vocabulary
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.order import environment_batches, prompt_batches
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe, ReplayConfig, RolloutConfig
-from prime_composer.shared_vocabulary import lacking
+from prime_composer.scoring.shared_vocabulary import lacking
 
 
 def collect(

@@ -29,7 +29,7 @@ from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, TeacherConfig
-from prime_composer.shared_vocabulary import MOST_PADDING, alien, lacking
+from prime_composer.scoring.shared_vocabulary import MOST_PADDING, alien, lacking
 from prime_composer.tiny_models.cache import cache_root
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
 from prime_composer.recipe.schema import Recipe, RolloutConfig
-from prime_composer.shared_vocabulary import LOG_FLOOR, MOST_PADDING
+from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, MOST_PADDING
 
 PROBES = (
     "Natalia sold 48/2 = 24 clips in May.\nShe has $1,234.50 left.\n#### 72",

@@ -14,7 +14,7 @@ from prime_composer.backends.protocols import HiddenStates, TeacherHead
 from prime_composer.contract import LossInputs, Support, given
 from prime_composer.lm_head import selected_logprobs
 from prime_composer.local.batch import Sample
-from prime_composer.shared_vocabulary import IN_TAIL, lacking
+from prime_composer.scoring.shared_vocabulary import IN_TAIL, lacking
 from prime_composer.two_heads import Logits, TwoHeads, compare
 
 

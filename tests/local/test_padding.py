@@ -35,7 +35,7 @@ from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe
-from prime_composer.shared_vocabulary import IN_TAIL, LOG_FLOOR
+from prime_composer.scoring.shared_vocabulary import IN_TAIL, LOG_FLOOR
 from prime_composer.tiny_models.cache import prepare_models
 from prime_composer.two_heads import reverse_kl
 from prime_composer.two_heads.kernel import LOG_BUCKET_FLOOR

@@ -34,7 +34,7 @@ from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import RolloutConfig
-from prime_composer.shared_vocabulary import MOST_PADDING
+from prime_composer.scoring.shared_vocabulary import MOST_PADDING
 from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer

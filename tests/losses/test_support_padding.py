@@ -7,7 +7,7 @@ import torch
 
 from prime_composer.contract import LossInputs, Support
 from prime_composer.losses import LOSS_TYPES, LossConfig, setup_loss_fn
-from prime_composer.shared_vocabulary import IN_TAIL
+from prime_composer.scoring.shared_vocabulary import IN_TAIL
 from tests.builders import VOCAB, packed_inputs, student_leaves
 
 PLACES = (0, 3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prime_composer.divergences import reverse_kl
-from prime_composer.shared_vocabulary import MOST_PADDING
+from prime_composer.scoring.shared_vocabulary import MOST_PADDING
 from prime_composer.upstream import wire
 from prime_composer.upstream.trainer import head as head_hook
 from prime_composer.upstream.trainer import logits

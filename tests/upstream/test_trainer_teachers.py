@@ -14,7 +14,7 @@ from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.http import ServerError
 from prime_composer.backends.protocols import HiddenStates, Rollout, TeacherHead, TeacherScores
 from prime_composer.backends.vllm_server import ServerScorer
-from prime_composer.shared_vocabulary import LOG_FLOOR
+from prime_composer.scoring.shared_vocabulary import LOG_FLOOR
 from prime_composer.two_heads import Logits, reverse_kl
 from prime_composer.upstream.teachers import Teacher, configured
 from prime_composer.upstream.toml_shapes import HEADER

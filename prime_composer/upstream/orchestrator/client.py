@@ -21,6 +21,7 @@ from prime_composer.backends.vllm_logprobs import (
     top_k_of,
 )
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
+from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, out_of_vocabulary, readable
 from prime_composer.scoring.wire import (
     ENVELOPE_BYTES,
     SCORE_PATH,
@@ -32,7 +33,6 @@ from prime_composer.scoring.wire import (
     decode_answer,
     unpack_arrays,
 )
-from prime_composer.shared_vocabulary import LOG_FLOOR, lacking, out_of_vocabulary, readable
 from prime_composer.upstream.frozen import ASKED_EVERY, QUESTION_TOKENS, Numbers, check_again
 from prime_composer.upstream.log import log
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from prime_composer.contract import Support
-from prime_composer.shared_vocabulary import IN_TAIL, lacking
+from prime_composer.scoring.shared_vocabulary import IN_TAIL, lacking
 from prime_composer.two_heads import Logits, TwoHeads
 from prime_composer.upstream.settings import SET_SWITCH
 from prime_composer.upstream.trainer.validity import check_support

@@ -21,7 +21,7 @@ from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.mixture import mix
 from prime_composer.backends.protocols import HiddenStates, Rollout, TeacherHead, TeacherScores
 from prime_composer.backends.vllm_server import ServerScorer
-from prime_composer.shared_vocabulary import MOST_PADDING, lacking
+from prime_composer.scoring.shared_vocabulary import MOST_PADDING, lacking
 from prime_composer.tiny_models.cache import cache_root
 from prime_composer.two_heads import Logits, TwoHeads, compare
 from prime_composer.upstream.frozen import ASKED_EVERY, QUESTION_TOKENS, Numbers, check_again

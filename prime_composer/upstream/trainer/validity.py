@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from prime_composer.shared_vocabulary import MOST_PADDING, alien
+from prime_composer.scoring.shared_vocabulary import MOST_PADDING, alien
 
 LOGPROB_TOLERANCE, MASS_TOLERANCE, IMPOSSIBLE = 1e-4, 1e-3, -9999.0
 """Those of ``backends.answers``, which needs NumPy: the plain launcher's trainer may lack it."""
