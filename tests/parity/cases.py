@@ -38,7 +38,10 @@ KNOBS = {
 PAIRS = [(version, kind) for version, contract in CONTRACTS.items() for kind in KINDS[contract]]
 """Every version with every loss of it: what the suites are parametrized with."""
 
-METRIC_PREFIXES = ("sampled_reverse_kl/", "default/", "ipo/", "sft/", "ref_kl/")
+METRIC_PREFIXES = tuple(
+    f"{name}/"
+    for name in ("sampled_reverse_kl", "default", "ipo", "sft", "ref_kl", "icepop", "ppo", "cispo")
+)
 
 
 @dataclass(frozen=True)
