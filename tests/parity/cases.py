@@ -10,8 +10,8 @@ import torch
 
 from prime_composer.upstream.versions import VERSIONS
 
-CONTRACTS = {name: version.contract.name for name, version in VERSIONS.items()}
-"""Version: the loss contract that it has."""
+CONTRACTS = {name: version.contract.name for name, version in VERSIONS.items() if version.commit}
+"""Version that can be run: the loss contract that it has."""
 
 KINDS = {
     "v0.6": {
