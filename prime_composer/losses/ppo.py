@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate, token by token, against the policy that sampled.
+"""PPO: the clipped surrogate of each token, against the policy that sampled.
 
 Per token of the mask, with advantage A,
 

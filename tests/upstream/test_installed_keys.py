@@ -67,6 +67,7 @@ def test_dry_run_beside_a_stand_in(monkeypatch, tmp_path, capsys, kind, loss, ch
     monkeypatch.delenv("PRIME_COMPOSER", raising=False)
     monkeypatch.setattr(launch, "has_prime_rl", lambda: True)
     monkeypatch.setattr(launch, "check_pth", lambda: None)
+    monkeypatch.setattr(launch, "require", lambda road: None, raising=False)  # of the hooks
 
     def run(command, **options):
         try:
