@@ -131,7 +131,7 @@ class SampledReverseKLLossConfig(LossConfig):
 
     @property
     def own_needs(self) -> frozenset[str]:
-        """The teacher's log-prob, the advantages of v0_6, and the comparison of the baseline."""
+        """The teacher's log-prob, the advantages of v0.6, and the comparison of the baseline."""
         by_advantage = self.mode == "prime_rl" and self.dialect == "v0.6"
         needs = {"ref_logprobs"}
         needs |= {"advantages"} if by_advantage else set()
