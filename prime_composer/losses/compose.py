@@ -45,7 +45,8 @@ class RLChannel(Channel):
     """The RL term, present by default."""
 
     loss: AnyLoss = Field(default_factory=lambda: parse_loss({"type": "default"}))
-    """``default`` (DPPO + KL) or ``ipo``."""
+    """``default`` (DPPO + KL), ``ipo``, ``icepop``, ``cispo``, ``ppo``, or one whose credit a
+    teacher shares out."""
 
     weight: NonNegativeFloat = 1.0
     """Factor in the sum."""

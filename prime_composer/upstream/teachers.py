@@ -93,8 +93,11 @@ def _entries(client: Any, model: str, place: str) -> Any:
     urls = client.base_url if isinstance(client.base_url, list) else [client.base_url]
     others = [*client.headers, *getattr(client, "headers_from_env", {})]
     found = None
+    dynamo = getattr(client, "dynamo", None)
     if getattr(client, "elastic", None) is not None:
         found = "an elastic pool"
+    elif dynamo is not None and dynamo.enabled:
+        found = "dynamo, which finds workers by itself"
     elif len(urls) != 1:
         found = f"{len(urls)} URLs"
     elif others:

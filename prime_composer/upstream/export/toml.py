@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prime_composer.losses.shared.dialect import plain_name
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.recipe.urls import has_credentials
 from prime_composer.upstream.versions import VERSIONS
@@ -67,13 +68,19 @@ def merge_native(target: dict[str, Any], native: Mapping[str, Any], version: str
     Its tables named after a version count for that version alone.
 
     Raises:
-        RecipeError: as ``merge``, or what is named after a version is no table.
+        RecipeError: as ``merge``. Or a version's table is there in both spellings, or is no table.
     """
-    merge(target, {key: value for key, value in native.items() if key not in VERSIONS})
-    of_version = native.get(version, {})
-    if not isinstance(of_version, Mapping):
-        raise RecipeError(f"prime_rl.{version} is named after a version: write a table there")
-    merge(target, of_version, f"prime_rl.{version}")
+    own = {key: plain_name(key) for key in native if plain_name(key) in VERSIONS}
+    for name in own.values():
+        spellings = [key for key, plain in own.items() if plain == name]
+        if len(spellings) > 1:
+            raise RecipeError(f"prime_rl: {' and '.join(spellings)} are one version: keep one")
+    merge(target, {key: value for key, value in native.items() if key not in own})
+    for key, name in own.items():
+        if not isinstance(native[key], Mapping):
+            raise RecipeError(f"prime_rl.{key} is named after a version: write a table there")
+        if name == version:
+            merge(target, native[key], f"prime_rl.{key}")
 
 
 def merge(target: dict[str, Any], source: Mapping[str, Any], place: str = "prime_rl") -> None:
