@@ -87,17 +87,22 @@ class Finding:
         capability: what was looked for.
         place: where it is; None where it is gone.
         misfits: what differs, nothing where it fits.
+        note: what else there is to say of it.
     """
 
     capability: Capability
     place: Place | None
     misfits: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """What does not fit, and which roads that costs."""
+        return f"{'; '.join(self.misfits)} (costs {', '.join(self.capability.roads)})"
 
     def __str__(self) -> str:
-        """Return one line for an error."""
-        where = "" if self.place is None else f" {self.place}"
-        roads = ", ".join(self.capability.roads)
-        return f"{self.capability.name}:{where} {'; '.join(self.misfits)} (costs {roads})"
+        where = "" if self.place is None else f"{self.place} "
+        return f"{self.capability.name}: {where}{self.verdict}"
 
 
 def _at(where: str, needs: str = "", open: bool = False) -> Place:
@@ -124,7 +129,7 @@ LOSS_CONFIG = Capability(
     (_at("configs.trainer:CustomLossConfig", "type import_path kwargs"),),
 )
 LOSS_INPUTS = Capability(
-    "what a loss receives",
+    "inputs of a loss",
     TRAINER,
     (
         _at("trainer.rl.loss:LossInputs", f"{_SAMPLED} ref_logprobs advantages loss_mask"),
@@ -132,19 +137,19 @@ LOSS_INPUTS = Capability(
     ),
 )
 LOSS_OUTPUTS = Capability(
-    "what a loss returns", TRAINER, (_at("trainer.rl.loss:LossOutputs", "loss metrics"),)
+    "outputs of a loss", TRAINER, (_at("trainer.rl.loss:LossOutputs", "loss metrics"),)
 )
-GET_BATCH = Capability("a step's batch", TRAINER, (_at("trainer.rl.data:DataLoader.get_batch"),))
+GET_BATCH = Capability("batch of a step", TRAINER, (_at("trainer.rl.data:DataLoader.get_batch"),))
 WAIT_FOR_BATCH = Capability(
     "end of a step", TRAINER, (_at("trainer.rl.data:DataLoader.wait_for_batch"),)
 )
 LOADER_INIT = Capability(
-    "run directory and first step",
+    "run directory",
     TRAINER,
     (_at("trainer.rl.data:DataLoader.__init__", "output_dir start_step", open=True),),
 )
 SLOT = Capability(
-    "slot of distillation losses",
+    "distillation slot",
     ("slot", *ADAPTER),
     (
         _at("trainer.rl.loss:ref_kl_loss_fn", "inputs"),
@@ -167,7 +172,7 @@ COMPUTE_LOSS = Capability(
     ),
 )
 MICRO_BATCH = Capability(
-    "fields of a micro-batch",
+    "micro-batch",
     ADAPTER,
     (
         _at(
@@ -185,28 +190,28 @@ MICRO_BATCH = Capability(
     ),
 )
 FORWARD = Capability(
-    "the student's forward", ADAPTER, (_at("trainer.model:forward", "model input_ids", open=True),)
+    "student's forward", ADAPTER, (_at("trainer.model:forward", "model input_ids", open=True),)
 )
 _HEAD = "hidden_states labels temperature"
 FUSED_HEAD, PLAIN_HEAD, GEMMA_FUSED_HEAD, GEMMA_PLAIN_HEAD = HEADS = (
     Capability(
-        "output head, fused",
+        "fused output head",
         ADAPTER,
         (_at("trainer.models.layers.lm_head:FusedOutputLinear.forward", _HEAD),),
     ),
     Capability(
-        "output head, plain",
+        "plain output head",
         ADAPTER,
         (_at("trainer.models.layers.lm_head:VanillaOutputLinear.forward", _HEAD),),
     ),
     Capability(
-        "Gemma's head, fused",
+        "Gemma's fused head",
         ADAPTER,
         (_at("trainer.models.layers.lm_head_gemma:GemmaFusedOutputLinear.forward", _HEAD),),
         optional=True,
     ),
     Capability(
-        "Gemma's head, plain",
+        "Gemma's plain head",
         ADAPTER,
         (_at("trainer.models.layers.lm_head_gemma:GemmaVanillaOutputLinear.forward", _HEAD),),
         optional=True,
@@ -219,7 +224,7 @@ CONTEXT_PARALLEL = Capability(
     optional=True,
 )
 PREFILL = Capability(
-    "questions to the teacher",
+    "questions to teachers",
     ADAPTER,
     (
         _at("orchestrator.clients:prefill_logprobs", "openai model token_ids"),
@@ -228,7 +233,7 @@ PREFILL = Capability(
     ),
 )
 OPD_SCORES = Capability(
-    "which teacher scores (opd)",
+    "scores of opd",
     ADAPTER,
     (
         _at("orchestrator.algo.opd:OPDAlgorithm.score_episode", "episode"),
@@ -237,13 +242,13 @@ OPD_SCORES = Capability(
     ),
 )
 OPSD_SCORES = Capability(
-    "hints of self-distillation (opsd)",
+    "hints of opsd",
     ADAPTER,
     (
         _at("orchestrator.algo.opsd:OPSDAlgorithm.score_episode", "episode"),
         _at("orchestrator.algo.opsd:OPSDAlgorithm.score_rollout", "rollout"),
-        _V0_6_SCORES,
     ),
+    optional=True,
 )
 OPD_GROUP = Capability(
     "groups of opd",
@@ -251,8 +256,8 @@ OPD_GROUP = Capability(
     (
         _at("orchestrator.algo.opd:OPDAlgorithm.score_group", "episodes"),
         _at("orchestrator.algo.opd:OPDAlgorithm.score_group", "group"),
-        _V0_6_SCORES,
     ),
+    optional=True,
 )
 OPSD_GROUP = Capability(
     "groups of opsd",
@@ -260,11 +265,11 @@ OPSD_GROUP = Capability(
     (
         _at("orchestrator.algo.opsd:OPSDAlgorithm.score_group", "episodes"),
         _at("orchestrator.algo.opsd:OPSDAlgorithm.score_group", "group"),
-        _V0_6_SCORES,
     ),
+    optional=True,
 )
 REFERENCE = Capability(
-    "support into the rollout",
+    "support into rollouts",
     ADAPTER,
     (
         _at("orchestrator.algo.routing:assign_reference_logprobs", "branch values"),
@@ -278,7 +283,7 @@ SAMPLES = Capability(
     (_at("orchestrator.trajectories:trace_to_samples", "trace", open=True), _V0_6_SCORES),
 )
 SAMPLE = Capability(
-    "fields of a sample",
+    "sample",
     ADAPTER,
     (
         *(
@@ -293,7 +298,7 @@ SAMPLE = Capability(
     ),
 )
 PAYLOAD = Capability(
-    "field that carries the support",
+    "carrier of the support",
     ADAPTER,
     tuple(
         _at(f"{module}:RoutedExperts", "data shape dtype")
@@ -301,7 +306,7 @@ PAYLOAD = Capability(
     ),
 )
 STAMPS = Capability(
-    "which loss a token gets",
+    "loss of a token",
     ADAPTER,
     (
         _at("orchestrator.algo.routing:stamp_loss_routing", "sample action_loss_type"),
@@ -309,7 +314,7 @@ STAMPS = Capability(
     ),
 )
 RL_LOSS = Capability(
-    "a loss of rl tokens' own",
+    "own loss of rl tokens",
     ("rl",),
     (_at("trainer.rl.loss:setup_rl_loss_fn", "loss_config"),),
 )
@@ -332,10 +337,10 @@ GRPO_GROUP = Capability(
         _at("orchestrator.algo.grpo:GRPOAlgorithm.score_group", "group"),
     ),
 )
-CLI = Capability("the launcher's config", ADAPTER, (_at("utils.config:cli", open=True),))
-LAUNCHER = Capability("the launcher", TRAINER, (_at("entrypoints.rl:main"),))
+CLI = Capability("launcher's config", ADAPTER, (_at("utils.config:cli", open=True),))
+LAUNCHER = Capability("launcher", TRAINER, (_at("entrypoints.rl:main"),))
 TEACHER = Capability(
-    "the teacher's client",
+    "teacher's client",
     (*ADAPTER, "export"),
     (
         _at("configs.algorithm:FrozenModelConfig", "name base_url api_key_var headers", open=True),
@@ -343,7 +348,7 @@ TEACHER = Capability(
     ),
 )
 OPD_CONFIG = Capability(
-    "the algorithm opd",
+    "opd's config",
     (*ADAPTER, "export"),
     (
         _at("configs.algorithm:OPDAlgoConfig", "type teacher", open=True),
@@ -351,7 +356,7 @@ OPD_CONFIG = Capability(
     ),
 )
 ALGORITHM = Capability(
-    "where the algorithm is written",
+    "place of the algorithm",
     (*ADAPTER, "export"),
     (
         _at("configs.orchestrator:TrainConfig", "algo", open=True),
@@ -360,7 +365,7 @@ ALGORITHM = Capability(
     ),
 )
 ENVIRONMENT = Capability(
-    "name of an environment",
+    "environment's name",
     ("full",),
     (_at("configs.orchestrator:EnvConfig.resolved_name"),),
 )
@@ -399,8 +404,8 @@ def find(capability: Capability, read: Read) -> Finding:
         return Finding(capability, place, lines)
     if capability.optional:
         return Finding(capability, None)
-    places = ", ".join(dict.fromkeys(map(str, capability.places)))
-    return Finding(capability, None, (f"is gone: no {places}",))
+    places = " or ".join(dict.fromkeys(map(str, capability.places)))
+    return Finding(capability, None, (f"there is no {places}",))
 
 
 def take(capability: Capability, module: ModuleType) -> Any:
@@ -435,13 +440,11 @@ def take(capability: Capability, module: ModuleType) -> Any:
     return members[finding.place.attribute]
 
 
-def explain(findings: Sequence[Finding], where: object) -> str:
-    """Return the text of an error: each misfit in a line of its own."""
+def explain(findings: Sequence[Finding], where: object, remedy: str = "") -> str:
+    """Return the text of an error: each misfit in a line of its own, and what still works."""
     lines = "\n".join(f"  {finding}" for finding in findings)
-    return (
-        f"prime_composer does not fit this prime-rl ({where}):\n{lines}\n"
-        "`prime-rl doctor` lists what works with it."
-    )
+    remedy = remedy or "`prime-rl doctor` says what works with it."
+    return f"prime_composer does not fit this prime-rl ({where}):\n{lines}\n{remedy}"
 
 
 def _member(module: ModuleType, attribute: str) -> Any:

@@ -66,7 +66,7 @@ def test_find_takes_the_newest_place_that_fits():
     assert where(old={"x": True}) == (old, ())
     assert where(old={"x": True}, new={"y": True}) == (old, ())
     assert where(new={"x": True, "y": True}) == (new, ("requires y, which we do not know",))
-    assert where() == (None, ("is gone: no new:f, old:f",))
+    assert where() == (None, ("there is no new:f or old:f",))
 
 
 def test_take_returns_what_fits_with_more_defaults():
@@ -116,7 +116,7 @@ def test_take_of_a_moved_name_leaves_the_old_module_alone():
     assert take(PREFILL, module("utils.client")) is None
     assert take(PREFILL, module("orchestrator.clients", prefill_logprobs=prefill)) is prefill
     assert take(GEMMA_FUSED_HEAD, module("trainer.models.layers.lm_head_gemma")) is None
-    with pytest.raises(UnknownSurface, match="slot of distillation losses: is gone"):
+    with pytest.raises(UnknownSurface, match="distillation slot: there is no"):
         take(SLOT, module("trainer.rl.loss"))
 
 
