@@ -364,10 +364,16 @@ ALGORITHM = Capability(
         _at("configs.orchestrator:OrchestratorConfig", "training_mode", open=True),
     ),
 )
-ENVIRONMENT = Capability(
-    "environment's name",
-    ("full",),
-    (_at("configs.orchestrator:EnvConfig.resolved_name"),),
+ENVIRONMENTS = Capability(
+    "environments",
+    ("full", "export"),
+    (
+        _at("configs.orchestrator:TrainConfig", "source", open=True),
+        _at("configs.orchestrator:TrainConfig", "env", open=True),
+    ),
+)
+ENVIRONMENT_NAME = Capability(
+    "environment's name", ("full",), (_at("configs.orchestrator:EnvConfig.resolved_name"),)
 )
 
 CAPABILITIES = (
@@ -375,7 +381,7 @@ CAPABILITIES = (
     *(SLOT, COMPUTE_LOSS, MICRO_BATCH, FORWARD, *HEADS, CONTEXT_PARALLEL),
     *(PREFILL, OPD_SCORES, OPSD_SCORES, OPD_GROUP, OPSD_GROUP, REFERENCE, SAMPLES, SAMPLE, PAYLOAD),
     *(STAMPS, RL_LOSS, GRPO, GRPO_CONFIG, GRPO_GROUP),
-    *(CLI, LAUNCHER, TEACHER, OPD_CONFIG, ALGORITHM, ENVIRONMENT),
+    *(CLI, LAUNCHER, TEACHER, OPD_CONFIG, ALGORITHM, ENVIRONMENTS, ENVIRONMENT_NAME),
 )
 """Everything that we touch: trainer, orchestrator, launcher."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from prime_composer.upstream.capabilities import (
@@ -34,6 +35,9 @@ NOT_INSTALLED = (
     "there is no prime-rl in this environment. Start the command in prime-rl's own, or read a "
     "checkout: prime-rl doctor --source DIR"
 )
+INDENT = " " * 9
+"""Below a capability's name."""
+
 TOML = Capability("recipes as TOML", ("export",), ())
 PLUGIN = (26, 32)
 """First and last minor version of vLLM 0 whose first model runner the scoring plugin knows."""
@@ -155,7 +159,7 @@ def table(report: Report, road: str, color: bool = False) -> str:
             state = "fits" if where else "absent"
         lines.append(row(not finding.misfits, state, f"{name:<{widest}}", where))
         if finding.misfits:
-            lines.append(f"{'':<9}{finding.verdict}")
+            lines += wrap(finding.verdict, 100, initial_indent=INDENT, subsequent_indent=INDENT)
     lines.append("")
     for name, text in ROADS.items():
         works = name in report.working

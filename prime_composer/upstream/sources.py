@@ -6,7 +6,7 @@ prime_rl is one namespace package over several folders, those of ``src`` and of 
 import ast
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 from prime_composer.upstream.capabilities import Signature
@@ -191,12 +191,12 @@ def _has_default(value: ast.expr | None) -> bool:
     )
 
 
-@cache
+@lru_cache(maxsize=256)
 def _parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _names(text: str) -> frozenset[str]:
     """Return the names and attributes that a file reads."""
     return frozenset(
