@@ -1,5 +1,4 @@
-"""Parse the ``prime-rl`` command line: rl, check, probe, export, prepare, report, study, teacher,
-doctor.
+"""Parse the ``prime-rl`` command line: its commands and their options.
 
 Each command imports what it needs when it runs, so that ``--help`` does not wait for torch.
 """
