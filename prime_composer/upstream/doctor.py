@@ -35,6 +35,7 @@ NOT_INSTALLED = (
     "there is no prime-rl in this environment. Start the command in prime-rl's own, or read a "
     "checkout: prime-rl doctor --source DIR"
 )
+RL_CONFIGS = "prime_rl.configs.rl"
 INDENT = " " * 9
 """Below a capability's name."""
 
@@ -121,17 +122,16 @@ def _used(finding: Finding, sources: Sources) -> Finding:
 
 def _toml(sources: Sources) -> Finding:
     """Return whether a record of ``versions`` says how this prime-rl's TOML is written."""
+    of_train = sources.annotations(ORCHESTRATOR_CONFIGS, "TrainConfig")
+    of_teacher = sources.annotations(ALGORITHM_CONFIGS, "FrozenModelConfig")
     entries = {
-        f"orchestrator.{field}"
-        for field in sources.annotations(ORCHESTRATOR_CONFIGS, "OrchestratorConfig")
-    }
-    entries |= {
-        f"orchestrator.train.{field}"
-        for field in sources.annotations(ORCHESTRATOR_CONFIGS, "TrainConfig")
-    }
-    entries |= {
-        f"teacher.{field}: {annotation}"
-        for field, annotation in sources.annotations(ALGORITHM_CONFIGS, "FrozenModelConfig").items()
+        *(f"rl.{field}" for field in sources.annotations(RL_CONFIGS, "RLConfig")),
+        *(
+            f"orchestrator.{field}"
+            for field in sources.annotations(ORCHESTRATOR_CONFIGS, "OrchestratorConfig")
+        ),
+        *(f"orchestrator.train.{field}" for field in of_train),
+        *(f"teacher.{field}: {annotation}" for field, annotation in of_teacher.items()),
     }
     try:
         return Finding(TOML, None, note=f"as {match_version(entries).name}")

@@ -29,7 +29,10 @@ TREES = {
 """Tree -> its commit: the supported versions, and four branches with parts of the next contract."""
 
 MAIN = "main"
-PLACES = {(place.module, place.attribute) for each in CAPABILITIES for place in each.places}
+PLACES = {
+    ("prime_rl.configs.rl", "RLConfig"),  # tells versions apart, as ``config_surface`` says
+    *((place.module, place.attribute) for each in CAPABILITIES for place in each.places),
+}
 TYPED = ("prime_rl.configs.algorithm", "FrozenModelConfig", "base_url")
 """The field whose type tells two versions apart."""
 
