@@ -165,8 +165,8 @@ def test_doctor_imports_neither_prime_rl_nor_torch(tmp_path):
     code = (
         "import sys; from prime_composer.upstream import doctor;"
         "status = doctor.run_doctor('adapter', False, None);"
-        "print([name for name in ('prime_rl', 'torch', 'verifiers', 'vllm') if name in sys.modules],"
-        " status)"
+        "names = {'prime_rl', 'torch', 'verifiers', 'vllm'};"
+        "print(sorted(names & set(sys.modules)), status)"
     )
     path = f"{tmp_path / 'src'}:{':'.join(filter(None, sys.path))}"
     done = subprocess.run(
