@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prime_composer.upstream.capabilities import COMPUTE_LOSS, take
+from prime_composer.upstream import capabilities
 from prime_composer.upstream.trainer.adapter import Shard, adapter
 from prime_composer.upstream.trainer.batches import TrackedBatches
 from prime_composer.upstream.trainer.head import gather_head
@@ -25,7 +25,7 @@ def hook_loss(module: Any) -> None:
     38494ccb loss.py:298, 559b4477 loss.py:255.
     TODO(prime-rl): remove once custom losses receive the micro-batch.
     """
-    compute_loss = take(COMPUTE_LOSS, module)
+    compute_loss = capabilities.take(capabilities.COMPUTE_LOSS, module)
 
     @functools.wraps(compute_loss)
     def placed(*args: Any, **kwargs: Any) -> Any:
