@@ -362,14 +362,13 @@ def misfits(signature: Signature, place: Place) -> tuple[str, ...]:
 
 def find(capability: Capability, read: Read) -> Finding:
     """Return where a capability is: the first place that fits, else the one that differs least."""
-    findings = []
-    for place in capability.places:
-        signature = read(place.module, place.attribute)
-        if signature is not None:
-            findings.append((len(misfits(signature, place)), place, misfits(signature, place)))
+    findings = [
+        Finding(capability, place, misfits(signature, place))
+        for place in capability.places
+        if (signature := read(place.module, place.attribute)) is not None
+    ]
     if findings:
-        _, place, lines = min(findings, key=lambda entry: entry[0])
-        return Finding(capability, place, lines)
+        return min(findings, key=lambda finding: len(finding.misfits))
     if capability.optional:
         return Finding(capability, None)
     places = " or ".join(dict.fromkeys(map(str, capability.places)))
