@@ -15,6 +15,7 @@ from prime_composer.recipe.loading import apply_override, parse_recipe, read_tab
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.recipe.urls import public_url
 from prime_composer.upstream.config_fields import importable_fields
+from prime_composer.upstream.doctor import require
 from prime_composer.upstream.export.exporter import export_recipe
 from prime_composer.upstream.export.instructions import slurm_notice
 from prime_composer.upstream.export.toml import as_text, merge, write_text
@@ -130,6 +131,7 @@ def launch(
     elif not dry_run:
         raise RecipeError(NOT_INSTALLED)
     try:
+        require("adapter")
         version = probe_version() if installed else NEWEST_RUN
     except UnknownSurface as error:
         raise RecipeError(f"--engine prime-rl: {error}") from error
