@@ -5,6 +5,8 @@
 - ``worker``: where vLLM has the hidden states of a prompt; the functions run there
 - ``plugin``: the entry points; nothing happens unless VLLM_PLUGINS names ``prime_composer``
 - ``endpoint``: the routes of the API server
+- ``questions``: what is asked, checked against the server's limits
+- ``engine``: the rows of a question from vLLM's engine, a few steps' work at a time
 - ``head``: the model's output head, in pieces
 
 Nothing here imports another part of prime_composer, and only ``wire`` is imported by a client. The

@@ -277,6 +277,7 @@ class Requests:
             return None
         asked = asked_for(k)
         question |= {"kinds": ["sampled", "top_k"], "k": asked}
+        # One sequence is within every server's limits.
         question["sequences"] = [{"token_ids": list(token_ids), "start": 1}]
         limit = 2 * ENVELOPE_BYTES + len(token_ids) * (4 + 8 * asked)
         try:
