@@ -5,6 +5,8 @@
 - ``worker``: where vLLM has the hidden states of a prompt; the functions run there
 - ``plugin``: the entry points; nothing happens unless VLLM_PLUGINS names ``prime_composer``
 - ``endpoint``: the routes of the API server
+- ``questions``: what is asked, checked against the server's limits
+- ``engine``: the rows of a question from vLLM's engine, a few steps' work at a time
 - ``head``: the model's output head, in pieces
 - ``shared_vocabulary``: ids that one output head has and another lacks
 

@@ -286,6 +286,7 @@ class Requests:
         read = readable(token_ids, facts.vocab_size)
         if read != list(token_ids):
             self._say_of_padding(origin, facts.vocab_size)
+        # One sequence is within every server's limits.
         question["sequences"] = [{"token_ids": read, "start": 1}]
         limit = 2 * ENVELOPE_BYTES + len(token_ids) * (4 + 8 * asked)
         try:
