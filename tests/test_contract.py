@@ -205,7 +205,7 @@ def test_precision_and_mask_change_no_number(config, dtype, counted):
     if isinstance(getattr(config, "k", None), int):
         # A tail without any mass is below the limit of float32.
         config = config.model_copy(update={"k": min(config.k, VOCAB // 2)})
-    mask = (torch.arange(12) - 4) % 12 < counted
+    mask = (torch.arange(12) - 7) % 12 < counted
     inputs = packed_inputs(config, dtype=dtype, mask=mask)
     # One row of each sequence stays, so that preference pairs have both.
     starts = inputs.segment_ids.diff(prepend=torch.tensor([-1])) > 0
