@@ -171,13 +171,14 @@ def concatenated(a: LossInputs, b: LossInputs) -> LossInputs:
     return LossInputs(**values)
 
 
-def with_garbage(inputs: LossInputs, garbage: float) -> LossInputs:
-    """Return the inputs with ``garbage`` at the masked positions of every tensor."""
+def with_garbage(inputs: LossInputs, *garbage: float) -> LossInputs:
+    """Return the inputs with garbage at the masked positions of every tensor, one after another."""
     outside = ~inputs.loss_mask
+    numbers = torch.tensor(garbage).repeat(len(outside))[: len(outside)]
 
     def spoiled(values: Tensor) -> Tensor:
-        rows_outside = outside if values.dim() == 1 else outside.unsqueeze(-1)
-        filled = values.detach().masked_fill(rows_outside, garbage)
+        at, fill = (x if values.dim() == 1 else x.unsqueeze(-1) for x in (outside, numbers))
+        filled = torch.where(at, fill.to(values), values.detach())
         return filled.requires_grad_(values.requires_grad)
 
     assert inputs.support is not None
@@ -198,7 +199,7 @@ def with_garbage(inputs: LossInputs, garbage: float) -> LossInputs:
             spoiled(inputs.support.student_logprobs),
         ),
         hidden_states=with_hidden(inputs.hidden_states, spoiled),
-        replay=inputs.replay and with_garbage(inputs.replay, garbage),
+        replay=inputs.replay and with_garbage(inputs.replay, *garbage),
     )
 
 

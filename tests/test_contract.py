@@ -218,13 +218,12 @@ def test_precision_and_mask_change_no_number(config, dtype, counted):
         for i, e in enumerate(expected)
     ]
     allowed = ROUNDINGS[dtype] * torch.finfo(dtype).eps
-    for garbage in (0.0, -math.inf, math.nan) if counted < 12 else (0.0,):
-        actual, grads = loss_and_grads(config, with_garbage(with_trained_head(inputs), garbage))
-        assert all(value.isfinite() for value in actual.metrics.values())
-        values = [actual.loss, *grads], [out.loss, *expected]
-        for value, wanted in zip(*values, strict=True):
-            atol = allowed * float(wanted.detach().abs().max())
-            torch.testing.assert_close(value.double(), wanted, rtol=0, atol=atol)
+    spoiled = with_garbage(with_trained_head(inputs), 0.0, -math.inf, math.nan)
+    actual, grads = loss_and_grads(config, spoiled)
+    assert all(value.isfinite() for value in actual.metrics.values())
+    for value, wanted in zip([actual.loss, *grads], [out.loss, *expected], strict=True):
+        atol = allowed * float(wanted.detach().abs().max())
+        torch.testing.assert_close(value.double(), wanted, rtol=0, atol=atol)
 
 
 def test_very_improbable_tokens_stay_finite(config):
@@ -304,6 +303,14 @@ def test_an_unknown_loss_type_names_the_choices():
     for value in ({"k": 4}, {"type": 3}, 3, "taid"):
         with pytest.raises(ValidationError, match="a loss is a table with a `type`"):
             TypeAdapter(AnyLoss).validate_python(value)
+
+
+def test_every_loss_with_k_has_examples_of_both_kinds():
+    """A support and whole vocabularies are other code, and this suite runs on the examples."""
+    for config in LOSS_TYPES.values():
+        if "k" in config.model_fields:
+            needs = frozenset().union(*(config(**knobs).needs for knobs in config.examples))
+            assert {"support", "hidden_states"} <= needs, config.model_fields["type"].default
 
 
 def test_every_loss_names_itself_and_its_function():
