@@ -699,7 +699,7 @@ def replay_numbers(result, steps):
 FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
 # Seven rollouts of which no two fit one micro-batch, for two ranks: one more micro-batch trains
 # nothing, so that both have four.
-UNEVEN = {"ranks": 2, "batch": 7, "seq_len": 56}
+UNEVEN = {"ranks": 2, "batch": 7, "seq_len": 40}
 FULL_RUNS = [
     pytest.param("head", UNEVEN, marks=newest),
     *(pytest.param(version, UNEVEN, marks=other) for version in ("v0.6", "v0.7", "v0.8")),
