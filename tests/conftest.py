@@ -54,6 +54,7 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 
 from prime_composer.losses import LOSS_FNS, LOSS_TYPES  # noqa: E402
 from tests.fork_server import ENGINE, ForkServer  # noqa: E402
@@ -62,6 +63,10 @@ from tests.prime_rl_checkout import NO_CHECKOUT, extract, find_checkout  # noqa:
 # `nohup` and a shell's background jobs ignore signals, and so would the processes of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Fresh memory is full of NaN, so that a number which nobody wrote is seen.
+torch.use_deterministic_algorithms(True)
+assert torch.utils.deterministic.fill_uninitialized_memory
 
 SERVERS = pytest.mark.xdist_group("servers")
 FORKS = pytest.mark.xdist_group("forks")

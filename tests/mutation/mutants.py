@@ -16,7 +16,10 @@ TESTS = {
     "divergences/alpha_beta.py": ["tests/test_divergences_recent.py"],
     "divergences/skewed.py": ["tests/test_divergences_recent.py"],
     "divergences/adaptive.py": ["tests/test_divergences_recent.py"],
+    "lm_head.py": ["tests/test_lm_head.py"],
+    "two_heads/blocks.py": ["tests/test_contract.py", "tests/test_two_heads.py"],
     "two_heads/compare.py": ["tests/test_two_heads.py"],
+    "two_heads/kernel.py": ["tests/test_two_heads.py"],
     "two_heads/top_mass.py": ["tests/test_two_heads.py"],
     "contract.py": ["tests/test_contract.py"],
     "losses/shared/reductions.py": [
@@ -632,6 +635,25 @@ MUTANTS: dict[str, Mutant] = {
     "temperature of the heads left out": mutant(
         "losses/shared/whole_vocabulary.py", "whole_vocabulary",
         ("heads.temperature * config.temperature", "heads.temperature"),
+    ),
+    "head's gradient begins as fresh memory": mutant(
+        "two_heads/blocks.py", "GradientSums.__init__",
+        ("torch.zeros_like(settings.weight)", "torch.empty_like(settings.weight)"),
+    ),
+    "chunk of half precision begins as fresh memory": mutant(
+        "two_heads/blocks.py", "GradientSums.begin",
+        ("self.weight[self.ids].to(self.plan.dtype)",
+         "self.weight[self.ids] if self.weight.dtype == self.plan.dtype "
+         "else torch.empty_like(self.weight[self.ids], dtype=self.plan.dtype)"),
+    ),
+    "log-probs: head's gradient begins as fresh memory": mutant(
+        "lm_head.py", "_SelectedLogprobs.backward",
+        ("torch.zeros_like(weight)", "torch.empty_like(weight)"),
+    ),
+    "padding's exp overflows": mutant(
+        "two_heads/kernel.py", "_backward",
+        ("a.sub_(p_highest[rows]).sub_(p_log[rows]).exp_().mul_(beyond[rows])",
+         "a.sub_(p_highest[rows]).exp_().mul_((beyond / p_log.exp())[rows])"),
     ),
     "adaptive over two heads weighs the other KL": mutant(
         "two_heads/compare.py", "adaptive_kl",
