@@ -12,11 +12,20 @@ from torch import Tensor
 from prime_composer.contract import Support
 from prime_composer.two_heads import Logits, TwoHeads
 from prime_composer.upstream.settings import SET_SWITCH
+from prime_composer.upstream.tally import SilentHook
 from prime_composer.upstream.trainer.validity import check_support
 from prime_composer.upstream.wire import Payload, unpack
 
 if TYPE_CHECKING:  # needs what the plain launcher's trainer may lack
     from prime_composer.upstream.trainer.teachers import Answer, Teachers
+
+HEADS = (
+    "FusedOutputLinear",
+    "VanillaOutputLinear",
+    "GemmaFusedOutputLinear",
+    "GemmaVanillaOutputLinear",
+)
+"""Classes of prime-rl's output heads, in whose forward the student's side is computed."""
 
 
 class Aligned(NamedTuple):
@@ -185,29 +194,43 @@ class MicroBatch:
             self.slices[id(sequence)] = slice(start, start + sequence.shape[0])
             start += sequence.shape[0]
 
-    def aligned(self, trainer_logprobs: Tensor) -> Aligned:
+    def aligned(self, trainer_logprobs: Tensor, model: Any = None) -> Aligned:
         """Return what belongs to one of the sequences that ``place`` noted.
+
+        Args:
+            trainer_logprobs: prime-rl's log-probs of the sequence.
+            model: the model that ran, for messages.
 
         Raises:
             ValueError: a support was expected and this micro-batch, or one of its distilled tokens,
                 has none. Or a teacher's hidden states do not belong to its head.
+            SilentHook: the student's side was not computed, or the sequence is none of
+                ``compute_loss``'s.
         """
         part = self.slices.get(id(trainer_logprobs))
         if part is None:
-            return Aligned()
+            if not self.k and not self.reads_hidden_states:
+                return Aligned()
+            raise SilentHook(
+                "prime_composer: prime-rl has called the loss with log-probs that compute_loss "
+                "did not get, so nothing tells which tokens they are of. Install a version that "
+                "prime_composer supports."
+            )
         device = trainer_logprobs.device
         own = self.ref_logprobs
         return Aligned(
             token_ids=self.input_ids[part].to(device),
-            support=self._support(part, trainer_logprobs),
-            hidden_states=self._two_heads(part),
+            support=self._support(part, trainer_logprobs, model),
+            hidden_states=self._two_heads(part, model),
             ref_logprobs=None if own is None else own[part].to(device),
         )
 
-    def _two_heads(self, part: slice) -> TwoHeads | None:
+    def _two_heads(self, part: slice, model: Any) -> TwoHeads | None:
         """Return student and teachers of a sequence, where the loss compares heads."""
-        if self.questions is None or self.head is None:
+        if self.questions is None or not self.reads_hidden_states:
             return None
+        if self.head is None:
+            raise SilentHook(without_student(model))
         states = self.head.hidden
         before = states[part.start - 1 : part.stop - 1]
         if part.start == 0:  # nothing predicts the first token
@@ -221,7 +244,7 @@ class MicroBatch:
 
         return two_heads_of(answer, student, self.questions.teachers)
 
-    def _support(self, part: slice, trainer_logprobs: Tensor) -> Support | None:
+    def _support(self, part: slice, trainer_logprobs: Tensor, model: Any) -> Support | None:
         device = trainer_logprobs.device
         if self.payload is None:
             if self.k:
@@ -236,14 +259,32 @@ class MicroBatch:
                 "it to."
             )
         if self.student is None:
-            student = trainer_logprobs.new_zeros((trainer_logprobs.shape[0], self.k))
-        else:
-            student = self.student[part]
+            raise SilentHook(without_student(model))
         return Support(
             token_ids=self.payload.token_ids[part].to(device),
             teacher_logprobs=self.payload.teacher_logprobs[part].to(device),
-            student_logprobs=student + trainer_logprobs.unsqueeze(1),
+            student_logprobs=self.student[part] + trainer_logprobs.unsqueeze(1),
         )
+
+
+def without_student(model: Any) -> str:
+    """Say that no head of ours computed the student's side, and which head ran instead.
+
+    Args:
+        model: prime-rl's model; None where it was not seen.
+    """
+    head = getattr(model, "lm_head", None)
+    ran = "a head that could not be seen"
+    if head is not None:
+        # FSDP makes a subclass of each class that it shards.
+        cls = next(c for c in type(head).__mro__ if not c.__name__.startswith("FSDP"))
+        ran = f"{cls.__module__}.{cls.__qualname__}"
+    return (
+        "prime_composer: the student's log-probs for this loss were not computed. They are "
+        f"computed in the forward of {', '.join(HEADS)}, called with labels, and this prime-rl's "
+        f"model ran {ran}. Use a loss of the sampled token (sampled_reverse_kl), or install a "
+        "version that prime_composer supports."
+    )
 
 
 def distilled_of(tensors: Mapping[str, Any], on_rl_tokens: bool) -> Bool[Tensor, " seq"]:
@@ -264,16 +305,27 @@ def distilled_of(tensors: Mapping[str, Any], on_rl_tokens: bool) -> Bool[Tensor,
 
 
 class TrackedBatches(list[dict[str, Any]]):
-    """The micro-batches of one step; reports each one when a loop reaches it.
+    """The micro-batches of one step; reports each one when a loop reaches it, and None at the end.
 
     prime-rl iterates twice, to count tokens and to train.
+
+    Attributes:
+        is_open: a loop has begun and not reached its end.
     """
 
-    def __init__(self, batches: Iterable[dict[str, Any]], report: Callable[[dict[str, Any]], None]):
+    def __init__(
+        self, batches: Iterable[dict[str, Any]], report: Callable[[dict[str, Any] | None], None]
+    ):
         super().__init__(batches)
         self._report = report
+        self.is_open = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in list.__iter__(self):
-            self._report(batch)
-            yield batch
+        self.is_open = True
+        try:
+            for batch in list.__iter__(self):
+                self._report(batch)
+                yield batch
+        finally:  # a loop that an error ends, too: what comes next belongs to no micro-batch
+            self._report(None)
+        self.is_open = False

@@ -11,17 +11,11 @@ import torch
 from torch import Tensor
 
 from prime_composer.two_heads import Logits
-from prime_composer.upstream.trainer.adapter import Adapter, Shard, adapter
-from prime_composer.upstream.trainer.batches import MicroBatch
+from prime_composer.upstream.trainer.adapter import HEAD, Adapter, Shard, adapter
+from prime_composer.upstream.trainer.batches import HEADS, MicroBatch
 from prime_composer.upstream.trainer.logits import Rows, folded, rows_of, support_logits
 from prime_composer.upstream.versions import UnknownSurface, expect
 
-HEADS = (
-    "FusedOutputLinear",
-    "VanillaOutputLinear",
-    "GemmaFusedOutputLinear",
-    "GemmaVanillaOutputLinear",
-)
 PARAMETERS = ("self", "hidden_states", "labels", "temperature")
 KEY, STATES = "prime_composer_support", "prime_composer_states"
 """Keys of our tensors in a head's output. FSDP finds them there, and gathers the weight before
@@ -52,6 +46,7 @@ def _beside(original: Any, fused: bool) -> Any:
         batch = state.micro_batch
         if batch is None or labels is None:
             return original(self, hidden_states, labels, temperature=temperature)
+        state.called(HEAD)
         if batch.payload is None:
             out = original(self, hidden_states, labels, temperature=temperature)
         else:

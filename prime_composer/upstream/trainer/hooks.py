@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prime_composer.upstream.trainer.adapter import Shard, adapter
-from prime_composer.upstream.trainer.batches import TrackedBatches
+from prime_composer.upstream.trainer.adapter import COMPUTE_LOSS, FORWARD, Adapter, Shard, adapter
 from prime_composer.upstream.trainer.head import gather_head
 from prime_composer.upstream.versions import UnknownSurface, expect, probe_contract
 
@@ -29,23 +28,33 @@ def hook_loss(module: Any) -> None:
         module, "compute_loss", contract.compute_loss, "prime_rl/trainer/rl/loss.py"
     )
 
-    @functools.wraps(compute_loss)
-    def placed(*args: Any, **kwargs: Any) -> Any:
-        batch = adapter().micro_batch
-        if batch is None:
-            return compute_loss(*args, **kwargs)
-        batch.place(kwargs["trainer_logprobs"] if "trainer_logprobs" in kwargs else args[0])
-        gather_head(adapter())
-        try:
-            return compute_loss(*args, **kwargs)
-        finally:
-            batch.slices.clear()
-
-    module.compute_loss = placed
+    module.compute_loss = placed(compute_loss)
     adapter().whole_run = True
     settings = adapter().settings
     if settings is not None and settings.loss is not None:
         adapter().register(settings.loss)
+
+
+def placed(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``compute_loss``, with its tensors' places noted and its call of the loss judged."""
+
+    @functools.wraps(compute_loss)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        adapter().called(COMPUTE_LOSS)
+        batch = adapter().micro_batch
+        if batch is None:
+            adapter().check_batch()
+            return compute_loss(*args, **kwargs)
+        batch.place(kwargs["trainer_logprobs"] if "trainer_logprobs" in kwargs else args[0])
+        gather_head(adapter())
+        try:
+            out = compute_loss(*args, **kwargs)
+        finally:
+            batch.slices.clear()
+        adapter().judge_micro_batch()
+        return out
+
+    return compute
 
 
 def hook_data(module: Any) -> None:
@@ -59,10 +68,25 @@ def hook_data(module: Any) -> None:
     loader = module.DataLoader
     if getattr(loader.get_batch, "of_prime_composer", False):
         return
-    get_batch = expect(loader, "get_batch", ("self",), "prime_rl/trainer/rl/data.py")
-    wait_for_batch = expect(loader, "wait_for_batch", ("self",), "prime_rl/trainer/rl/data.py")
+    _track(loader, lambda state, batches: state.batch_came(batches))
+    fake = getattr(module, "FakeDataLoader", None)
+    if fake is not None:  # of prime-rl's benchmark mode, whose batches nobody judges
+        _track(fake, lambda state, batches: batches)
     init = loader.__init__
     names = _signature(init, {"output_dir", "start_step"}, "DataLoader")
+
+    @functools.wraps(init)
+    def journalled(*args: Any, **kwargs: Any) -> None:
+        init(*args, **kwargs)
+        given = names.bind(*args, **kwargs).arguments
+        adapter().open_journal(Path(given["output_dir"]), given["start_step"])
+
+    loader.__init__ = journalled
+
+
+def _track(loader: Any, came: Callable[[Adapter, Any], Any]) -> None:
+    get_batch = expect(loader, "get_batch", ("self",), "prime_rl/trainer/rl/data.py")
+    wait_for_batch = expect(loader, "wait_for_batch", ("self",), "prime_rl/trainer/rl/data.py")
 
     @functools.wraps(wait_for_batch)
     def waited(self: Any) -> Any:
@@ -72,20 +96,11 @@ def hook_data(module: Any) -> None:
     @functools.wraps(get_batch)
     def tracked(self: Any) -> Any:
         adapter().ask_for_batch()
-        batches = get_batch(self)
-        adapter().batch_came(batches)
-        return TrackedBatches(batches, adapter().begin) if adapter().whole_run else batches
-
-    @functools.wraps(init)
-    def journalled(*args: Any, **kwargs: Any) -> None:
-        init(*args, **kwargs)
-        given = names.bind(*args, **kwargs).arguments
-        adapter().open_journal(Path(given["output_dir"]), given["start_step"])
+        return came(adapter(), get_batch(self))
 
     tracked.of_prime_composer = True  # type: ignore[attr-defined]  # marks the hook as in place
     loader.get_batch = tracked
     loader.wait_for_batch = waited
-    loader.__init__ = journalled
 
 
 def hook_model(module: Any) -> None:
@@ -99,6 +114,7 @@ def hook_model(module: Any) -> None:
     @functools.wraps(forward)
     def noted(*args: Any, **kwargs: Any) -> Any:
         adapter().model = names.bind(*args, **kwargs).arguments["model"]
+        adapter().called(FORWARD)
         return forward(*args, **kwargs)
 
     module.forward = noted
