@@ -24,6 +24,7 @@ from prime_composer.upstream.orchestrator.client import (  # noqa: E402
     parse,
 )
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
+from prime_composer.upstream.tally import SilentHook, Tally  # noqa: E402
 from tests.backends.test_vllm_logprobs import ROWS, TOKENS, answer  # noqa: E402
 
 TOP_2 = {"type": "topk_reverse_kl", "k": 2}
@@ -104,6 +105,12 @@ class Refusal(Exception):
     def __init__(self, message, status_code):
         super().__init__(message)
         self.status_code = status_code
+
+
+@pytest.fixture(autouse=True)
+def samples_of_another_process(monkeypatch):
+    """Nothing has been made in this process."""
+    monkeypatch.setattr(hooks, "MADE", Tally())
 
 
 @pytest.fixture(autouse=True)
@@ -329,9 +336,9 @@ def test_orchestrator_sends_nan_where_the_trainer_asks(switch, mixed):
     switch(TOP_2, 2, asked_by="trainer", teachers_mixed=mixed)
     client, samples = Client(), [Sample(), Sample()]
     rows = compute(v0_6_module(client), {}, samples)
-    token = hooks.FROZEN.set(True)
+    token = hooks.SCORING.set(hooks.Scoring(True, Tally()))
     rows.append(prefill(client))
-    hooks.FROZEN.reset(token)
+    hooks.SCORING.reset(token)
     rows.append(prefill(Client(header=json.dumps([]))))
     assert not client.requests and not any(sample.routed_experts for sample in samples)
     for row in rows:
@@ -425,6 +432,7 @@ def test_stamps_send_scored_tokens_to_the_rl_loss(switch, rewards, algorithm, rl
     sample = Sample()
     sample.rl_weights = sample.ref_kl_weights = None
     sample.ref_logprobs = list(OWN) if scored else None
+    hooks.MADE.called(hooks.SAMPLES)
     module.stamp_loss_routing(sample, algorithm)
     assert (sample.rl_weights, sample.ref_kl_weights) == (rl, ref_kl)
     if scored:
@@ -433,6 +441,133 @@ def test_stamps_send_scored_tokens_to_the_rl_loss(switch, rewards, algorithm, rl
         assert len(sample.ref_logprobs) == 3 and all(map(math.isnan, sample.ref_logprobs))
     else:
         assert sample.ref_logprobs is None
+
+
+SCORES = {
+    "v0.7": "score_rollout",
+    "head": "score_episode",
+}
+"""Version: the method of a distilling algorithm that scores."""
+
+
+@pytest.fixture(params=SCORES)
+def distil(request, monkeypatch):
+    """Return a function that scores one rollout with a stand-in of OPD, by another's request.
+
+    It takes the request, what keeps the answer, and whether the rollout has something to train.
+    """
+    base = types.ModuleType("prime_rl.orchestrator.algo.base")
+    base.iter_trainable_traces = lambda episodes: [(e, t) for e in episodes for t in e.traces]
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+
+    def run(ask, keep, trains=True):
+        async def score(self, rollout):
+            samples = getattr(rollout, "samples", None)
+            for sample in rollout.traces if samples is None else samples:
+                keep(sample, await ask(Client(), "teacher", TOKENS))
+
+        async def of_rollouts(self, group):
+            pass
+
+        async def of_episodes(self, episodes):
+            pass
+
+        method = SCORES[request.param]
+        of_groups = of_rollouts if method == "score_rollout" else of_episodes
+        algo = types.ModuleType("prime_rl.orchestrator.algo.opd")
+        algo.OPDAlgorithm = type("OPDAlgorithm", (), {method: score, "score_group": of_groups})
+        hooks.hook_algorithm(algo)
+        parts = [Sample()] if trains else []
+        name = "samples" if method == "score_rollout" else "traces"
+        rollout = types.SimpleNamespace(**{name: parts})
+        asyncio.run(getattr(algo.OPDAlgorithm(), method)(rollout))
+        return parts
+
+    return run
+
+
+async def own_request(client, model, token_ids):
+    """prime-rl's own request, where it has moved it."""
+    return list(OWN)
+
+
+def by_routing(sample, scores):
+    """Keep scores as prime-rl's algorithms do in every version, by the function that is hooked."""
+    branch = types.SimpleNamespace(nodes=[Node(TOKENS)], token_ids=TOKENS)
+    routing_module().assign_reference_logprobs(branch, scores)
+    sample.ref_logprobs = scores
+
+
+def by_another(sample, scores):
+    sample.other = list(scores)
+
+
+@pytest.mark.parametrize("loss", [TOP_2, SAMPLED])
+def test_request_that_is_not_ours_ends_the_run(switch, distil, loss):
+    """In the orchestrator, at the first rollout: no trainer has got a batch."""
+    switch(loss, loss.get("k", 0))
+    with pytest.raises(SilentHook, match="OPDAlgorithm has scored .* not by prefill_logprobs"):
+        distil(own_request, by_another)
+    assert distil(own_request, by_another, trains=False) == []
+    switch(None)
+    distil(own_request, by_another)  # prime-rl's own losses
+
+
+def test_support_that_is_not_kept_ends_the_run(switch, distil):
+    """The request was ours, and prime-rl keeps the scores without the support."""
+    ours = client_module().prefill_logprobs
+    distil(ours, by_routing)
+    with pytest.raises(SilentHook, match="kept the scores without the teacher's top-2"):
+        distil(ours, by_another)
+    switch(TOP_2, 2, asked_by="trainer")
+    distil(ours, by_another)  # the trainer has the support of its own question
+    switch(SAMPLED)
+    distil(ours, by_another)
+
+
+def samples_module():
+    module = types.ModuleType("prime_rl.orchestrator.trajectories")
+
+    def trace_to_samples(trace, *, env_name="", mm_token_type_ids_mapping=None):
+        sample = Sample()
+        sample.ref_logprobs = list(OWN)
+        return [sample]
+
+    module.trace_to_samples = trace_to_samples
+    hooks.hook_samples(module)
+    return module
+
+
+def test_samples_made_elsewhere_end_the_run_at_their_stamp(switch):
+    """They would lack the mark of mixed teachers, and have samples without a hint."""
+    module = types.ModuleType("prime_rl.orchestrator.algo.routing")
+    module.stamp_loss_routing = lambda sample, action_loss_type: None
+    hooks.hook_stamps(module)
+    module.stamp_loss_routing(Sample(), "rl")
+    with pytest.raises(SilentHook, match="not made by trace_to_samples"):
+        module.stamp_loss_routing(Sample(), "ref_kl")
+    samples_module().trace_to_samples(types.SimpleNamespace())
+    module.stamp_loss_routing(Sample(), "ref_kl")
+
+
+@pytest.mark.parametrize("rewards", ["beside", "in_loss"])
+def test_samples_never_stamped_end_the_run_at_the_next_group(switch, rewards):
+    """Their tokens would lack their rewards."""
+    switch(TOP_2, 2, rewards=rewards)
+    samples_module().trace_to_samples(types.SimpleNamespace())
+
+    class OPDAlgorithm:
+        async def score_group(self, episodes):
+            pass
+
+        async def score_episode(self, episode):
+            pass
+
+    algo = types.ModuleType("prime_rl.orchestrator.algo.opd")
+    algo.OPDAlgorithm = OPDAlgorithm
+    hooks.hook_algorithm(algo)
+    with pytest.raises(SilentHook, match="stamp_loss_routing did not run on samples"):
+        asyncio.run(OPDAlgorithm().score_group([]))
 
 
 def test_router_replay_in_the_rollouts_is_refused():
@@ -676,6 +811,8 @@ def opsd(request, monkeypatch):
 
     def note(self, trace):
         scored.append((trace.last_reply, trace.info.get(self.demo_key)))
+        hooks.ran(hooks.REQUEST)
+        hooks.ran(hooks.SUPPORT)
 
     class Old:
         async def score_rollout(self, rollout):

@@ -90,6 +90,7 @@ import torch
 import verifiers.v1 as vf
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import AssistantMessage, UserMessage
+from prime_composer.upstream.orchestrator import hooks
 from prime_rl.configs.algorithm import GRPOAlgoConfig
 from prime_rl.orchestrator import train_sink
 from prime_rl.orchestrator.algo import build_algorithm
@@ -109,6 +110,7 @@ asked = []
 class Pool:
     async def score(self, token_ids):
         asked.append(list(token_ids))
+        hooks.ran(hooks.REQUEST)  # which these scores stand for
         return list(scores.get(tuple(token_ids), [-1.0] * len(token_ids)))
 
 

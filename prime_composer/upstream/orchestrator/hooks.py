@@ -24,7 +24,7 @@ import math
 from collections.abc import Awaitable, Sequence
 from contextvars import ContextVar
 from itertools import cycle
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from prime_composer.problems.answers import verdict
 from prime_composer.problems.config import DataConfig, Problem
@@ -34,6 +34,7 @@ from prime_composer.upstream.log import log
 from prime_composer.upstream.orchestrator.client import Requests, Scores
 from prime_composer.upstream.orchestrator.teachers import HEADER, score_by_each, teachers_of
 from prime_composer.upstream.settings import AdapterSettings
+from prime_composer.upstream.tally import Tally
 from prime_composer.upstream.toml_shapes import HINT_KEYS
 from prime_composer.upstream.versions import UnknownSurface, expect
 
@@ -41,8 +42,33 @@ SIBLING, FEEDBACK = HINT_KEYS["sibling"], HINT_KEYS["feedback"]
 
 REQUESTS = Requests()
 
-FROZEN: ContextVar[bool] = ContextVar("frozen", default=False)
-"""Whether a frozen teacher scores, and not the live policy (opsd)."""
+REQUEST, SUPPORT, SAMPLES, STAMP = "request for scores", "support", "samples", "loss routing"
+"""Names of the orchestrator's hooks in a ``Tally``."""
+
+MADE = Tally()
+"""The samples that this process has made, and the hooks that ran on them.
+
+prime-rl finalizes one group after the other: the samples of one are made and stamped before the
+next one is scored.
+"""
+
+
+class Scoring(NamedTuple):
+    """One rollout or episode that a distilling algorithm scores.
+
+    Attributes:
+        frozen: a frozen teacher scores, and not the live policy (opsd).
+        tally: the hooks that ran on it.
+    """
+
+    frozen: bool
+    tally: Tally
+
+
+SCORING: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
+"""What is scored here: a task that scores one of its sequences has it too."""
+
+MISSED = "this prime-rl does it in another way. Install a version that prime_composer supports."
 
 
 def _settings() -> AdapterSettings:
@@ -110,12 +136,15 @@ def hook_client(module: Any) -> None:
     async def prefill_logprobs(openai: Any, model: str, token_ids: list[int]) -> list[float]:
         k = _settings().support_size()
         header = openai.default_headers.get(HEADER)
-        if _settings().trainer_asks and (header is not None or FROZEN.get()):
+        scoring = SCORING.get()
+        frozen = scoring is not None and scoring.frozen
+        ran(REQUEST)
+        if _settings().trainer_asks and (header is not None or frozen):
             return unscored(len(token_ids))
         if header is not None:
             request = score_by_each(REQUESTS, teachers_of(header), token_ids, k)
         else:
-            request = REQUESTS.score(openai, model, token_ids, k, frozen=FROZEN.get())
+            request = REQUESTS.score(openai, model, token_ids, k, frozen=frozen)
         return marked(await said(request))
 
     module.prefill_logprobs = prefill_logprobs
@@ -128,12 +157,8 @@ def hook_algorithm(module: Any) -> None:
     have no such method; ``hook_routing`` serves them.
 
     opd's teacher is frozen, so that its requests are marked. Later versions: 559b4477,
-    orchestrator/algo/opd.py:44, ``score_episode``.
+    orchestrator/algo/opd.py:48, ``score_episode``.
     """
-    opd = module.__dict__.get("OPDAlgorithm")
-    for method in ("score_rollout", "score_episode"):
-        if opd is not None and hasattr(opd, method):
-            setattr(opd, method, _frozen(getattr(opd, method)))
     for name in ("OPDAlgorithm", "OPSDAlgorithm"):
         cls = module.__dict__.get(name)
         if cls is None:
@@ -142,6 +167,8 @@ def hook_algorithm(module: Any) -> None:
             source = f"prime_rl/orchestrator/algo of {name}"
             original = expect(cls, "score_rollout", ("self", "rollout"), source)
             cls.score_rollout = _then_attach(original)
+        method = "score_rollout" if hasattr(cls, "score_rollout") else "score_episode"
+        setattr(cls, method, _judged(getattr(cls, method), frozen=name == "OPDAlgorithm"))
         cls.score_group = _as_grpo(cls)
         if name == "OPSDAlgorithm":
             _give_hints(cls)
@@ -240,6 +267,7 @@ def _as_grpo(cls: Any) -> Any:
         if _settings().rewards is None:
             await original(self, group)
             return
+        MADE.judge()
         grpo = importlib.import_module("prime_rl.orchestrator.algo.grpo")
         expect(grpo.GRPOAlgorithm, "score_group", parameters, "prime_rl/orchestrator/algo/grpo.py")
         await grpo.GRPOAlgorithm(grpo.GRPOAlgoConfig(), self.policy_pool).score_group(group)
@@ -247,16 +275,49 @@ def _as_grpo(cls: Any) -> Any:
     return score_group
 
 
-def _frozen(original: Any) -> Any:
-    @functools.wraps(original)
-    async def score(*args: Any, **kwargs: Any) -> Any:
-        token = FROZEN.set(True)
-        try:
-            return await original(*args, **kwargs)
-        finally:
-            FROZEN.reset(token)
+def _judged(score: Any, frozen: bool) -> Any:
+    """Let a scoring method end the run if it scored what trains without our hooks.
 
-    return score
+    Args:
+        score: the method.
+        frozen: a frozen teacher scores.
+    """
+
+    @functools.wraps(score)
+    async def judged(self: Any, rollout: Any) -> None:
+        tally = Tally()
+        token = SCORING.set(Scoring(frozen, tally))
+        try:
+            await score(self, rollout)
+        finally:
+            SCORING.reset(token)
+        settings = _settings()
+        scored = len(_traces([rollout])) if getattr(rollout, "samples", True) else 0
+        if settings.loss is None:
+            return
+        tally.expect(
+            REQUEST,
+            scored,
+            f"{type(self).__name__} has scored a rollout that trains, and not by prefill_logprobs: "
+            + MISSED,
+        )
+        tally.expect(
+            SUPPORT,
+            scored if settings.support_size() and not settings.trainer_asks else 0,
+            f"{type(self).__name__} has scored a rollout that trains, and kept the scores without "
+            f"the teacher's top-{settings.support_size()}, not by assign_reference_logprobs: "
+            + MISSED,
+        )
+        tally.judge()
+
+    return judged
+
+
+def ran(hook: str) -> None:
+    """Note that a hook ran on what is scored here."""
+    scoring = SCORING.get()
+    if scoring is not None:
+        scoring.tally.called(hook)
 
 
 def _then_attach(original: Any) -> Any:
@@ -266,6 +327,7 @@ def _then_attach(original: Any) -> Any:
         for sample in rollout.samples:
             if isinstance(sample.ref_logprobs, Scores):
                 attach(sample, sample.ref_logprobs)
+                ran(SUPPORT)
                 sample.ref_logprobs = list(sample.ref_logprobs)
 
     return score_rollout
@@ -292,6 +354,7 @@ def hook_routing(module: Any) -> None:
         original(branch, list(values) if isinstance(values, Scores) else values)
         if not isinstance(values, Scores) or not values.token_ids.shape[1]:
             return
+        ran(SUPPORT)
         payload = wire.pack(values.token_ids, values.logprobs)
         start = 0
         for node in branch.nodes:
@@ -328,6 +391,10 @@ def hook_stamps(module: Any) -> None:
     @functools.wraps(original)
     def stamp_loss_routing(sample: Any, action_loss_type: str) -> None:
         rewards, distilled = _settings().rewards, action_loss_type == "ref_kl"
+        MADE.called(STAMP)
+        made = "A sample that a teacher has scored was not made by trace_to_samples: " + MISSED
+        MADE.expect(SAMPLES, int(distilled and _settings().loss is not None), made)
+        MADE.judge()
         original(sample, "rl" if rewards == "in_loss" and distilled else action_loss_type)
         if rewards == "beside" and distilled:
             sample.rl_weights = None
@@ -361,9 +428,12 @@ def hook_samples(module: Any) -> None:
         if getattr(trace, "info", {}).get(SIBLING, "") is None:
             return []  # no hint
         samples = original(*args, **kwargs)
+        MADE.called(SAMPLES)
         for sample in samples:
             if sample.ref_logprobs is not None:
                 sample.ref_logprobs = marked(sample.ref_logprobs)
+                stamped = "stamp_loss_routing did not run on samples that a teacher scored: "
+                MADE.expect(STAMP, int(_settings().rewards is not None), stamped + MISSED)
         return samples
 
     module.trace_to_samples = trace_to_samples
