@@ -14,6 +14,7 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import apply_override, parse_recipe, read_tables
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.recipe.urls import public_url
+from prime_composer.upstream.doctor import require
 from prime_composer.upstream.export.exporter import export_recipe
 from prime_composer.upstream.export.instructions import slurm_notice
 from prime_composer.upstream.export.toml import as_text, merge, write_text
@@ -129,6 +130,7 @@ def launch(
     elif not dry_run:
         raise RecipeError(NOT_INSTALLED)
     try:
+        require("adapter")
         version = probe_version() if installed else list(VERSIONS.values())[-1]
     except UnknownSurface as error:
         raise RecipeError(f"--engine prime-rl: {error}") from error

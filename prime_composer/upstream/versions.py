@@ -33,6 +33,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from prime_composer.upstream.capabilities import (
+    LOSS_INPUTS,
+    LOSS_OUTPUTS,
+    LOSS_SETUP,
+    Place,
+    UnknownSurface,
+    misfits,
+    signature_of,
+    take,
+)
 from prime_composer.upstream.toml_shapes import (
     BaseUrl,
     EnvironmentWriter,
@@ -60,10 +70,6 @@ ORCHESTRATOR_CONFIGS = "prime_rl.configs.orchestrator"
 ALGORITHM_CONFIGS = "prime_rl.configs.algorithm"
 
 
-class UnknownSurface(RuntimeError):
-    """The importable prime-rl is not a version that this package supports."""
-
-
 @dataclass(frozen=True)
 class LossContract:
     """One form of prime-rl's interface between trainer and loss.
@@ -73,8 +79,6 @@ class LossContract:
         setup: function of the loss module that imports a custom loss.
         slot: module global that computes the distillation loss; no TOML key selects it.
         ref_field: field of LossInputs with the teacher's log-probs.
-        inputs: fields of LossInputs.
-        compute_loss: parameters of compute_loss.
         separates_kinds: a run may have both rl and distillation tokens. Each kind has its own loss,
             and prime-rl gives advantages to rl tokens alone.
         distillation_key: the TOML setting that produces distillation tokens.
@@ -85,8 +89,6 @@ class LossContract:
     setup: str
     slot: str
     ref_field: str
-    inputs: tuple[str, ...]
-    compute_loss: tuple[str, ...]
     separates_kinds: bool
     distillation_key: str
     rl_key: str
@@ -118,17 +120,11 @@ class LossContract:
         return frozenset(inputs)
 
 
-_SAMPLED = ("trainer_logprobs", "inference_logprobs")
 LOSS_V0_6 = LossContract(
     name="v0.6",
     setup="setup_loss_fns",
     slot="opd_loss_fn",
     ref_field="teacher_logprobs",
-    inputs=(*_SAMPLED, "teacher_logprobs", "advantages", "loss_mask"),
-    compute_loss=(
-        *(*_SAMPLED, "teacher_logprobs", "advantages", "loss_mask"),
-        *("loss_fns", "loss_scale", "training_mode"),
-    ),
     separates_kinds=False,
     distillation_key='[orchestrator] training_mode = "opd"',
     rl_key='[orchestrator] training_mode = "rl"',
@@ -138,12 +134,6 @@ LOSS_V0_7 = LossContract(
     setup="setup_rl_loss_fn",
     slot="ref_kl_loss_fn",
     ref_field="ref_logprobs",
-    inputs=(*_SAMPLED, "ref_logprobs", "advantages", "loss_mask", "loss_weights"),
-    compute_loss=(
-        *(*_SAMPLED, "ref_logprobs", "advantages", "loss_mask"),
-        *("rl_weights", "ce_weights", "ref_kl_weights"),
-        *("rl_loss_fn", "rl_scale", "ce_scale", "ref_kl_scale"),
-    ),
     separates_kinds=True,
     distillation_key='[orchestrator.algo] type = "opd" (or "opsd")',
     rl_key="[orchestrator.algo] of an rl algorithm",
@@ -369,78 +359,51 @@ def known_versions() -> str:
     )
 
 
-def parameters(function: Any) -> tuple[str, ...]:
-    """Return the names of a callable's parameters, in order."""
-    return tuple(inspect.signature(function).parameters)
-
-
-def differences(contract: LossContract, module: ModuleType) -> list[str]:
-    """Return what the loss module lacks of a contract, or has with other parameters."""
-    reports = []
-    for name, expected in (
-        (contract.setup, ("loss_config",)),
-        (contract.slot, ("inputs",)),
-        ("compute_loss", contract.compute_loss),
-        ("LossInputs", contract.inputs),
-        ("LossOutputs", ("loss", "metrics")),
-    ):
-        member = getattr(module, name, None)
-        if member is None:
-            reports.append(f"{name} is missing")
-        elif parameters(member) != expected:
-            actual = ", ".join(parameters(member))
-            reports.append(f"{name}({actual}) instead of ({', '.join(expected)})")
-    return reports
-
-
 def probe_contract(module: ModuleType | None = None) -> LossContract:
     """Return the loss contract of the importable prime-rl.
+
+    The slot is a capability of its own: a loss of rl tokens does without it.
 
     Args:
         module: prime-rl's loss module; None imports it.
 
     Raises:
-        UnknownSurface: no contract fits; the message lists the differences and supported versions.
+        UnknownSurface: no contract fits; the message names what differs.
         ImportError: prime-rl is not installed.
     """
     module = importlib.import_module(LOSS_MODULE) if module is None else module
-    reports = []
+    setup, inputs, _ = (take(each, module) for each in (LOSS_SETUP, LOSS_INPUTS, LOSS_OUTPUTS))
     for contract in loss_contracts():
-        missing = differences(contract, module)
-        if not missing:
-            return contract
-        reports.append(f"{contract.name}: {'; '.join(missing)}")
+        if setup is getattr(module, contract.setup, None):
+            if contract.ref_field in signature_of(inputs):
+                return contract
     raise UnknownSurface(
-        f"{module.__name__} ({module.__file__}) fits no loss contract that prime_composer "
-        f"supports. Differences: {' | '.join(reports)}. Supported: {known_versions()}."
+        f"{module.__name__} ({module.__file__}) has {setup.__name__} with "
+        f"LossInputs({', '.join(signature_of(inputs))}), which is no loss contract that "
+        f"prime_composer supports. Supported: {known_versions()}."
     )
 
 
 def expect(owner: Any, name: str, expected: Sequence[str], source: str) -> Any:
-    """Return ``owner.name`` after a check that it is a callable with exactly these parameters.
-
-    Every hook calls this about the one name that it replaces.
+    """Return ``owner.name`` after a check that it is a callable that fits these parameters.
 
     Args:
         owner: module or class.
         name: attribute of ``owner``.
-        expected: the parameters.
+        expected: the parameters that we need.
         source: file of prime-rl that defines the expected form, for the message.
 
     Raises:
-        UnknownSurface: the attribute is missing, or has other parameters.
+        UnknownSurface: the attribute is missing, or does not fit.
     """
     label = f"{getattr(owner, '__name__', owner)}.{name}"
     if inspect.getattr_static(owner, name, None) is None:
-        raise UnknownSurface(
-            f"prime_composer hooks {label}, which is gone (it is in {source}). "
-            f"Supported: {known_versions()}."
-        )
+        raise UnknownSurface(f"prime_composer hooks {label}, which is gone (it is in {source}).")
     member = getattr(owner, name)
-    if parameters(member) != tuple(expected):
+    found = misfits(signature_of(member), Place(source, name, tuple(expected)))
+    if found:
         raise UnknownSurface(
-            f"prime_composer hooks {label}({', '.join(expected)}) as in {source}, but here "
-            f"it takes ({', '.join(parameters(member))}). Supported: {known_versions()}."
+            f"prime_composer hooks {label} of {source}, which {' and '.join(found)}."
         )
     return member
 

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from prime_composer.upstream import capabilities
 from prime_composer.upstream.trainer.adapter import COMPUTE_LOSS, FORWARD, Adapter, Shard, adapter
 from prime_composer.upstream.trainer.head import gather_head
-from prime_composer.upstream.versions import UnknownSurface, expect, probe_contract
+from prime_composer.upstream.versions import UnknownSurface, expect
 
 DATA_MODULE = "prime_rl.trainer.rl.data"
 
@@ -23,10 +24,7 @@ def hook_loss(module: Any) -> None:
     38494ccb loss.py:298, 559b4477 loss.py:255.
     TODO(prime-rl): remove once custom losses receive the micro-batch.
     """
-    contract = probe_contract(module)
-    compute_loss = expect(
-        module, "compute_loss", contract.compute_loss, "prime_rl/trainer/rl/loss.py"
-    )
+    compute_loss = capabilities.take(capabilities.COMPUTE_LOSS, module)
 
     module.compute_loss = placed(compute_loss)
     adapter().whole_run = True
