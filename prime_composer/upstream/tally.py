@@ -10,6 +10,9 @@ This module uses the standard library alone.
 
 from collections import Counter
 
+DOCTOR = "`prime-rl doctor` says what differs, and what works with it."
+"""The remedy for a prime-rl that goes past a hook."""
+
 
 class SilentHook(RuntimeError):
     """prime-rl went past a hook of ours that had work."""

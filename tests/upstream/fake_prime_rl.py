@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.upstream.trainer.head import hook_head
 
 LOSS = "prime_rl.trainer.rl.loss"
 DATA = "prime_rl.trainer.rl.data"
@@ -204,3 +205,18 @@ def custom(**kwargs):
     return types.SimpleNamespace(
         type="custom", import_path="prime_composer.upstream.loss_fn", kwargs=kwargs
     )
+
+
+def head_module(original, name="VanillaOutputLinear"):
+    """Return a hooked module of prime-rl's heads, and one of its classes.
+
+    Args:
+        original: the class that all heads are copies of.
+        name: the class to return. A name that prime-rl has not is left alone by the hook.
+    """
+    module = types.ModuleType("prime_rl.trainer.models.layers.lm_head")
+    for each in {"FusedOutputLinear", "VanillaOutputLinear", name}:
+        cls = type(each, (original,), {"forward": original.forward, "__module__": module.__name__})
+        setattr(module, each, cls)
+    hook_head(module)
+    return getattr(module, name)

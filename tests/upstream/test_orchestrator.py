@@ -16,6 +16,7 @@ pytest.importorskip("msgspec")
 from prime_composer.backends.answers import InvalidAnswer  # noqa: E402
 from prime_composer.backends.vllm_logprobs import answer_bytes  # noqa: E402
 from prime_composer.upstream import wire  # noqa: E402
+from prime_composer.upstream.autoload import HOOKS  # noqa: E402
 from prime_composer.upstream.orchestrator import hooks, teachers  # noqa: E402
 from prime_composer.upstream.orchestrator.client import (  # noqa: E402
     IN_FLIGHT,
@@ -257,6 +258,7 @@ class Sample:
         self.env_name = env_name
         self.prompt_ids, self.completion_ids = TOKENS[:1], TOKENS[1:]
         self.token_ids, self.ref_logprobs, self.routed_experts = TOKENS, None, None
+        self.mask, self.advantages = [False, True, True], None
 
 
 Sample.__module__ = RoutedExperts.__module__ = __name__
@@ -280,8 +282,8 @@ def v0_6_module(client=None):
     return module
 
 
-def client_module():
-    module = types.ModuleType("prime_rl.utils.client")
+def client_module(name="prime_rl.utils.client"):
+    module = types.ModuleType(name)
 
     async def prefill_logprobs(openai, model, token_ids):
         return list(OWN)
@@ -443,14 +445,41 @@ def test_stamps_send_scored_tokens_to_the_rl_loss(switch, rewards, algorithm, rl
         assert sample.ref_logprobs is None
 
 
-SCORES = {
-    "v0.7": "score_rollout",
-    "head": "score_episode",
-}
-"""Version: the method of a distilling algorithm that scores."""
+def algorithm_of(name, newest, score):
+    """Return a stand-in of a distilling algorithm, hooked.
+
+    Args:
+        name: of the class.
+        newest: it scores episodes, and not rollouts.
+        score: gets the parts of a rollout.
+    """
+
+    class Old:
+        async def score_rollout(self, rollout):
+            await score(rollout.samples)
+
+        async def score_group(self, group):
+            pass
+
+    class New:
+        async def score_episode(self, episode):
+            await score(episode.traces)
+
+        async def score_group(self, episodes):
+            pass
+
+    module = f"prime_rl.orchestrator.algo.{name.removesuffix('Algorithm').lower()}"
+    algo = types.ModuleType(module)
+    cls = New if newest else Old
+    cls.__name__ = name
+    setattr(algo, name, cls)
+    hooks.hook_algorithm(algo)
+    algorithm = getattr(algo, name)()
+    algorithm.demo_key = "answer"
+    return algorithm
 
 
-@pytest.fixture(params=SCORES)
+@pytest.fixture(params=["v0.7", "head"])
 def distil(request, monkeypatch):
     """Return a function that scores one rollout with a stand-in of OPD, by another's request.
 
@@ -461,26 +490,15 @@ def distil(request, monkeypatch):
     monkeypatch.setitem(sys.modules, base.__name__, base)
 
     def run(ask, keep, trains=True):
-        async def score(self, rollout):
-            samples = getattr(rollout, "samples", None)
-            for sample in rollout.traces if samples is None else samples:
+        async def score(samples):
+            for sample in samples:
                 keep(sample, await ask(Client(), "teacher", TOKENS))
 
-        async def of_rollouts(self, group):
-            pass
-
-        async def of_episodes(self, episodes):
-            pass
-
-        method = SCORES[request.param]
-        of_groups = of_rollouts if method == "score_rollout" else of_episodes
-        algo = types.ModuleType("prime_rl.orchestrator.algo.opd")
-        algo.OPDAlgorithm = type("OPDAlgorithm", (), {method: score, "score_group": of_groups})
-        hooks.hook_algorithm(algo)
+        newest = request.param == "head"
+        algorithm = algorithm_of("OPDAlgorithm", newest, score)
         parts = [Sample()] if trains else []
-        name = "samples" if method == "score_rollout" else "traces"
-        rollout = types.SimpleNamespace(**{name: parts})
-        asyncio.run(getattr(algo.OPDAlgorithm(), method)(rollout))
+        rollout = types.SimpleNamespace(**{"traces" if newest else "samples": parts})
+        asyncio.run((algorithm.score_episode if newest else algorithm.score_rollout)(rollout))
         return parts
 
     return run
@@ -538,6 +556,28 @@ def samples_module():
     return module
 
 
+def test_samples_hook_takes_what_later_versions_have(switch):
+    """trace_to_samples has lost the mapping of multimodal tokens, and may get something new."""
+    switch(TOP_2, 2, teachers_mixed=True)
+    module = types.ModuleType("prime_rl.orchestrator.trajectories")
+    seen = []
+
+    def trace_to_samples(trace, *, env_name="", more=None):
+        seen.append((env_name, more))
+        sample = Sample()
+        sample.ref_logprobs = list(OWN)
+        return [sample]
+
+    module.trace_to_samples = trace_to_samples
+    hooks.hook_samples(module)
+    trace = types.SimpleNamespace()
+    for words in ([trace], []):
+        named = {} if words else {"trace": trace}
+        (sample,) = module.trace_to_samples(*words, **named, env_name="sums", more=2)
+        assert sample.ref_logprobs[0] == wire.MARK
+    assert seen == [("sums", 2)] * 2
+
+
 def test_samples_made_elsewhere_end_the_run_at_their_stamp(switch):
     """They would lack the mark of mixed teachers, and have samples without a hint."""
     module = types.ModuleType("prime_rl.orchestrator.algo.routing")
@@ -556,18 +596,52 @@ def test_samples_never_stamped_end_the_run_at_the_next_group(switch, rewards):
     switch(TOP_2, 2, rewards=rewards)
     samples_module().trace_to_samples(types.SimpleNamespace())
 
-    class OPDAlgorithm:
-        async def score_group(self, episodes):
-            pass
-
-        async def score_episode(self, episode):
-            pass
-
-    algo = types.ModuleType("prime_rl.orchestrator.algo.opd")
-    algo.OPDAlgorithm = OPDAlgorithm
-    hooks.hook_algorithm(algo)
+    algorithm = algorithm_of("OPDAlgorithm", True, None)
     with pytest.raises(SilentHook, match="stamp_loss_routing did not run on samples"):
-        asyncio.run(OPDAlgorithm().score_group([]))
+        asyncio.run(algorithm.score_group([]))
+
+
+@pytest.mark.parametrize("rewards", ["in_loss", "beside", None])
+def test_stamps_keep_tokens_whose_advantage_is_zero(switch, rewards):
+    """prime-rl takes them out of the rl loss, where the loss of rewards reads a teacher too."""
+    switch(TOP_2, 2, rewards=rewards)
+    module = types.ModuleType("prime_rl.orchestrator.algo.routing")
+    module.stamp_loss_routing = lambda sample, action_loss_type: None
+    hooks.hook_stamps(module)
+    sample = Sample()
+    sample.advantages, sample.rl_weights = [0.0, 0.0, -0.5], None
+    module.stamp_loss_routing(sample, "rl")
+    mark = 2.0**-100 if rewards == "in_loss" else 0.0
+    assert sample.advantages == [0.0, mark, -0.5]
+
+
+@pytest.mark.parametrize("held", ["clients", "policy_pool"])
+def test_advantages_are_grpos_by_whatever_it_holds(switch, monkeypatch, held):
+    """GRPO gets what the distilling algorithm has: its clients, or its policy pool before."""
+    switch(TOP_2, 2, rewards="beside")
+    grpo = types.ModuleType("prime_rl.orchestrator.algo.grpo")
+    source = f"""
+class GRPOAlgoConfig: pass
+class GRPOAlgorithm:
+    def __init__(self, config, {held}): self.held = {held}
+    async def score_group(self, episodes): given.append((self.held, episodes))
+"""
+    grpo.given = given = []
+    exec(source, vars(grpo))
+    monkeypatch.setitem(sys.modules, grpo.__name__, grpo)
+    algorithm = algorithm_of("OPDAlgorithm", True, None)
+    setattr(algorithm, held, "the policy")
+    asyncio.run(algorithm.score_group(["an episode"]))
+    assert given == [("the policy", ["an episode"])]
+
+
+def test_request_moved_to_the_orchestrators_clients_is_ours():
+    """The module that has it is hooked, whichever it is."""
+    assert HOOKS["prime_rl.orchestrator.clients"] == HOOKS["prime_rl.utils.client"]
+    client = Client()
+    clients = client_module("prime_rl.orchestrator.clients")
+    assert asyncio.run(clients.prefill_logprobs(client, "teacher", TOKENS)) == [0.0, -3.0, -1.5]
+    assert len(client.requests) == 1
 
 
 def test_router_replay_in_the_rollouts_is_refused():
@@ -753,31 +827,26 @@ def test_live_policy_is_asked_for_its_scores_alone(often):
     assert len(client.requests) == 12
 
 
-@pytest.mark.parametrize("method", ["score_rollout", "score_episode"])
+@pytest.mark.parametrize("newest", [False, True])
 @pytest.mark.parametrize("name,frozen", [("OPDAlgorithm", True), ("OPSDAlgorithm", False)])
-def test_teacher_of_opd_is_frozen_and_of_opsd_is_not(monkeypatch, method, name, frozen):
+def test_teacher_of_opd_is_frozen_and_of_opsd_is_not(monkeypatch, newest, name, frozen):
     """v0.7 and v0.8 score rollouts, later versions episodes."""
     monkeypatch.setattr(hooks, "REQUESTS", Requests())
+    base = types.ModuleType("prime_rl.orchestrator.algo.base")
+    base.iter_trainable_traces = lambda episodes: []
+    monkeypatch.setitem(sys.modules, base.__name__, base)
     client, clients = Teacher(2), client_module()
 
-    async def score(self, rollout):
+    async def score(parts):
         await asyncio.gather(*[clients.prefill_logprobs(client, "teacher", LONG)])
 
-    async def score_group(self, group):
-        pass
-
-    async def score_groups(self, episodes):
-        pass
-
-    of_groups = score_group if method == "score_rollout" else score_groups
-    members = {method: score, "score_group": of_groups, "demo_key": "answer"}
-    algo = types.ModuleType("prime_rl.orchestrator.algo")
-    setattr(algo, name, type(name, (), members))
-    hooks.hook_algorithm(algo)
-    asyncio.run(getattr(getattr(algo, name)(), method)(types.SimpleNamespace(samples=[])))
+    algorithm = algorithm_of(name, newest, score)
+    method = algorithm.score_episode if newest else algorithm.score_rollout
+    nothing = types.SimpleNamespace(samples=[], traces=[])
+    asyncio.run(method(nothing))
     assert len(client.requests) == 1
     client.retries = 1
-    asyncio.run(getattr(getattr(algo, name)(), method)(types.SimpleNamespace(samples=[])))
+    asyncio.run(method(nothing))
     assert len(client.requests) == (3 if frozen else 2)
 
 

@@ -13,7 +13,7 @@ from prime_composer.upstream import plain_launcher
 from prime_composer.upstream.trainer import hooks, validity
 from prime_composer.upstream.trainer.adapter import LOSS, adapter
 from prime_composer.upstream.versions import LOSS_V0_6, LOSS_V0_7, VERSIONS
-from prime_composer.upstream.wire import MARK
+from prime_composer.upstream.wire import MARK, NO_ADVANTAGE
 from tests.upstream import fake_prime_rl, scheduled_loss, whole_support
 
 SAMPLED = {"type": "sampled_reverse_kl"}
@@ -215,6 +215,15 @@ def test_rewards_and_teacher_are_a_loss_of_rl_tokens(newer_trainer):
     assert adapter().tally.calls[LOSS] == 1 and adapter().tally.meant[LOSS] == 4
 
 
+def test_advantage_of_zero_sent_as_a_mark_is_zero_in_the_loss(newer_trainer):
+    newer_trainer.hook({"loss": BOTH})
+    rl_loss = newer_trainer.setup(**BOTH)
+    zero, marked = newer_trainer.inputs(), newer_trainer.inputs()
+    zero.advantages, marked.advantages = torch.zeros(6), torch.full((6,), NO_ADVANTAGE)
+    assert torch.equal(rl_loss(marked).loss, rl_loss(zero).loss)
+    assert torch.tensor(NO_ADVANTAGE, dtype=torch.bfloat16).float() == NO_ADVANTAGE != 0
+
+
 def test_rewards_and_teacher_refuse_distillation_tokens(newer_trainer):
     """They show that the orchestrator has no adapter, which would have made them rl tokens."""
     newer_trainer.hook({"loss": BOTH})
@@ -320,6 +329,23 @@ def test_data_hook_counts_a_batch_once_on_both_roads(newer_trainer):
     newer_trainer.train()
     newer_trainer.train()
     assert adapter().steps == 2
+
+
+@pytest.mark.parametrize("name", ["sampling_mask", "kept_tokens"])
+def test_batch_with_a_sampling_mask_is_refused_untrained(newer_trainer, name):
+    """With a support. A loss of the sampled token compares the distribution that was sampled."""
+    for loss in (SAMPLED, {"type": "topk_reverse_kl", "k": 2}):
+        newer_trainer.hook({"loss": loss})
+        loader = newer_trainer.data.DataLoader("", 1)
+        loader.micro_batches[1][name] = None
+        loader.get_batch()
+        loader.micro_batches[1][name] = torch.ones(1, 6, 3)
+        adapter().tally.called(LOSS)
+        if loss is SAMPLED:
+            loader.get_batch()
+            continue
+        with pytest.raises(ValueError, match=f"The batch carries {name}: .*sampled_reverse_kl"):
+            loader.get_batch()
 
 
 @pytest.mark.parametrize("whole_run", [True, False])

@@ -1,5 +1,6 @@
 """A prime-rl that goes past our hooks: no step is trained on another loss, and no run ends well."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 from prime_composer.upstream.tally import SilentHook, Tally
-from prime_composer.upstream.trainer import head as head_hook
 from prime_composer.upstream.trainer import hooks
 from prime_composer.upstream.trainer.adapter import adapter
 from tests.fork_server import REPO
@@ -36,23 +36,25 @@ FAKE_CALL, REAL_CALL = "(ref_kl_loss_fn, ref_kl_weights", "run_loss_fn(ref_kl_lo
 class Host:
     """A process of prime-rl's trainer, with or without the whole-run adapter."""
 
-    def __init__(self, monkeypatch, folder, whole_run, edits=(), loop_edits=()):
+    def __init__(self, monkeypatch, folder, whole_run, edits=(), loop_edits=(), table=SAMPLED):
         self.loss = fake_prime_rl.loss_module("v0.7", *edits)
         self.data = fake_prime_rl.data_module()
         fake_prime_rl.put(monkeypatch, self.loss, self.data)
         if whole_run:
-            monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": SAMPLED}))
+            switch = json.dumps({"loss": table}) if table is SAMPLED else "1"
+            monkeypatch.setenv("PRIME_COMPOSER", switch)
             adapter.cache_clear()
             hooks.hook_loss(self.loss)
             hooks.hook_data(self.data)
         self.loop = fake_prime_rl.loop_module("setup_rl_loss_fn", *loop_edits)
         self.loader = self.data.DataLoader(folder, 1)
+        self.table = table
 
     def train(self, *batches):
         """Train one step on each list of micro-batches."""
         left = list(batches)
         self.loader.wait_for_batch = lambda: setattr(self.loader, "micro_batches", left.pop(0))
-        config = fake_prime_rl.custom(**SAMPLED)
+        config = fake_prime_rl.custom(**self.table)
         return self.loop.train(config, self.loader, len(batches))
 
 
@@ -102,6 +104,36 @@ def test_loss_taken_from_elsewhere_ends_the_run_at_its_tokens(host):
     adapter().loss.seen = True
     with pytest.raises(SilentHook, match="4 tokens of this rank's batch 2 "):
         one.train([micro_batch(kinds="--")], [micro_batch(kinds="-"), micro_batch(kinds="d")])
+
+
+NEWER = [
+    ("ref_kl_scale):", "ref_kl_scale, ref_topk_logprobs=None, student_topk_logprobs=None):"),
+    ("LossInputs(*row, weights != 0, weights)", "LossInputs(*row, weights != 0, weights, 7, 8)"),
+    ("return lambda inputs: fn(inputs, **loss_config.kwargs)",
+     "return Held(fn, loss_config.kwargs)"),
+    ("rl_loss_fn, rl_weights[i]", "rl_loss_fn.loss, rl_weights[i]"),
+    ("def setup_rl_loss_fn(loss_config):", "def setup_rl_loss_fn(loss_config, parallel=None):"),
+    ("def compute_loss(", """class Held:
+    def __init__(self, fn, kwargs): self.fn, self.kwargs = fn, kwargs
+    def loss(self, inputs): return self.fn(inputs, **self.kwargs)
+def compute_loss("""),
+]  # fmt: skip
+"""Later versions: more fields with defaults, more parameters, and an rl loss that is an object."""
+
+
+@dataclasses.dataclass
+class NewerInputs(fake_prime_rl.LossInputsV07):
+    ref_topk_logprobs: object = None
+    student_topk_logprobs: object = None
+
+
+@pytest.mark.parametrize("table,kinds", [(SAMPLED, "dd"), ({"type": "default"}, "rr")])
+def test_loss_module_with_more_of_everything_fits(host, monkeypatch, table, kinds):
+    """The same losses as before, through the slot and through an object's ``loss``."""
+    batch = [micro_batch(kinds=kinds)]
+    expected = host(table=table).train(batch)
+    monkeypatch.setattr(fake_prime_rl, "LossInputsV07", NewerInputs)
+    assert host(edits=NEWER, table=table).train(batch) == expected != [0.0]
 
 
 ANOTHER = ("compute_loss(*first, *more)", "another_loss(*first, *more)")
@@ -160,7 +192,7 @@ def test_loop_past_the_data_loader_is_named(host):
         one.train([micro_batch()])
 
 
-def test_benchmark_batches_of_prime_rl_are_not_judged(host, monkeypatch):
+def test_benchmark_batches_of_prime_rl_are_not_judged(host):
     """Its fake batches have rl tokens alone."""
     one = host()
     fake = type("FakeDataLoader", (), {**vars(one.loader.__class__)})
@@ -168,6 +200,7 @@ def test_benchmark_batches_of_prime_rl_are_not_judged(host, monkeypatch):
     one.data.FakeDataLoader = fake
     one.data.DataLoader = fake_prime_rl.data_module().DataLoader
     hooks.hook_data(one.data)
+    fake.wait_for_batch(None)
     assert type(fake.get_batch(None)) is list and adapter().steps == 1
 
 
@@ -223,19 +256,11 @@ def test_tally_counts_work_and_calls_of_the_whole():
 K, D, V, N = 3, 8, 20, 6
 
 
-def head_module(name):
-    """Return a hooked module of prime-rl's heads, whose one class has this name."""
-    module = types.ModuleType("prime_rl.trainer.models.layers.lm_head")
+class Plain(torch.nn.Linear):
+    """Stands in for prime-rl's plain head."""
 
-    class Head(torch.nn.Linear):
-        def forward(self, hidden_states, labels=None, temperature=None):
-            return {"logits": super().forward(hidden_states)}
-
-    Head.__name__ = Head.__qualname__ = name
-    Head.__module__ = module.__name__
-    setattr(module, name, Head)
-    head_hook.hook_head(module)
-    return Head
+    def forward(self, hidden_states, labels=None, temperature=None):
+        return {"logits": super().forward(hidden_states)}
 
 
 @pytest.mark.parametrize("labels", [True, False])
@@ -246,7 +271,8 @@ def test_head_renamed_is_named_before_its_numbers_are_used(monkeypatch, tmp_path
     host = Host(monkeypatch, tmp_path, True)
     state = adapter()
     state.k = K
-    head = head_module("PlainOutputLinear" if labels else "VanillaOutputLinear")(D, V, bias=False)
+    name = "ChunkedOutputLinear" if labels else "VanillaOutputLinear"
+    head = fake_prime_rl.head_module(Plain, name)(D, V, bias=False)
     model = types.SimpleNamespace(lm_head=head)
     state.model = model if seen else None
     batch = micro_batch()
@@ -257,7 +283,7 @@ def test_head_renamed_is_named_before_its_numbers_are_used(monkeypatch, tmp_path
     host.loader.micro_batches = [batch]
     (_,) = batches = host.loader.get_batch()
     for tensors in batches:
-        head(torch.randn(1, N, D), tensors["input_ids"] if labels else None)
+        head(torch.randn(1, N, D), tensors["input_ids"] if labels else None, torch.ones(1, N))
         row = torch.full((N,), -1.5)
         state.micro_batch.place([row])
         name = type(head).__name__ if seen else "a head that could not be seen"

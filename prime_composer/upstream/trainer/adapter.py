@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from prime_composer.losses import require, setup_loss_fn
+from prime_composer.upstream import capabilities
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import (
     EXAMPLE,
@@ -22,20 +23,20 @@ from prime_composer.upstream.settings import (
     split_table,
     wire_support_size,
 )
-from prime_composer.upstream.tally import SilentHook, Tally
+from prime_composer.upstream.tally import DOCTOR, SilentHook, Tally
 from prime_composer.upstream.trainer.batches import (
     Aligned,
     MicroBatch,
     Questions,
     TrackedBatches,
     distilled_of,
+    refuse_sampling_mask,
 )
 from prime_composer.upstream.trainer.binding import RegisteredLoss
 from prime_composer.upstream.trainer.journal import Journal
 from prime_composer.upstream.versions import (
     LOSS_MODULE,
     REMEDIES,
-    expect,
     probe_contract,
 )
 
@@ -48,7 +49,7 @@ LOSS, COMPUTE_LOSS, HEAD, FORWARD = "our loss", "compute_loss", "output head", "
 WITHOUT_BATCH = (
     "prime_composer: prime-rl computes a loss, and on no micro-batch that get_batch of "
     "prime_rl.trainer.rl.data returned: this prime-rl's train loop gets its batches in another "
-    "way, or not one by one. Install a version that prime_composer supports."
+    f"way, or not one by one. {DOCTOR}"
 )
 
 
@@ -129,8 +130,8 @@ class Adapter:
         the rl tokens as well. The adapter's orchestrator makes its tokens rl tokens, so that
         distillation tokens are refused.
 
-        Replaces ``prime_rl.trainer.rl.loss.opd_loss_fn`` (38494ccb, loss.py:201) or
-        ``ref_kl_loss_fn`` (559b4477, loss.py:186); prime-rl resolves both names later.
+        Replaces ``prime_rl.trainer.rl.loss.opd_loss_fn`` (38494ccb, loss.py:197) or
+        ``ref_kl_loss_fn`` (559b4477, loss.py:199); prime-rl resolves both names later.
         TODO(prime-rl): remove once ``[trainer.loss]`` reaches distillation tokens.
 
         Args:
@@ -189,14 +190,8 @@ class Adapter:
             mixed,
         )
         if registered.compares:
-            expect(
-                module,
-                contract.slot,
-                ("inputs",),
-                f"prime_rl/trainer/rl/loss.py of {contract.name}",
-            )
             in_slot = registered if registered.distils else registered.no_distillation_tokens
-            setattr(module, contract.slot, in_slot)
+            capabilities.replace(capabilities.SLOT, module, lambda _: in_slot)
         tokens = f"distillation tokens ({contract.slot})" if registered.distils else "rl tokens"
         log(f"{config.type} registered for {tokens}, {contract.name} contract")
         self.loss = registered
@@ -240,7 +235,8 @@ class Adapter:
 
         Raises:
             RuntimeError: no token is for the loss, or the orchestrator runs without the adapter.
-            ValueError: the teachers are not known, or cannot be asked.
+            ValueError: the teachers are not known, or cannot be asked. Or the log-probs will be
+                over the ids that sampling had kept.
         """
         self._asked = False
         self._batches = TrackedBatches(batches, self.begin)
@@ -251,6 +247,9 @@ class Adapter:
             self._expect(self.tally, sum(self._tokens))
             atexit.unregister(judge_at_exit)
             atexit.register(judge_at_exit)
+            if self.k or "hidden_states" in self.loss.objective.config.needs:
+                for tensors in batches:
+                    refuse_sampling_mask(tensors)
             self._ask_teachers(batches)
         return self._batches
 
@@ -265,7 +264,7 @@ class Adapter:
             f"{self.loss.label}: {tokens} tokens of this rank's batch {self.steps} are for this "
             "loss, and prime-rl has not called it: another loss was computed, or none. The loss is "
             f"registered {where}, and this prime-rl takes its loss from elsewhere. Do not use what "
-            "this run has trained, and install a version that prime_composer supports.",
+            f"this run has trained. {DOCTOR}",
         )
 
     def called(self, hook: str) -> None:

@@ -11,21 +11,21 @@ from torch import Tensor
 
 from prime_composer.contract import Support
 from prime_composer.two_heads import Logits, TwoHeads
+from prime_composer.upstream.capabilities import HEADS
 from prime_composer.upstream.settings import SET_SWITCH
-from prime_composer.upstream.tally import SilentHook
+from prime_composer.upstream.tally import DOCTOR, SilentHook
 from prime_composer.upstream.trainer.validity import check_support
 from prime_composer.upstream.wire import Payload, unpack
 
 if TYPE_CHECKING:  # needs what the plain launcher's trainer may lack
     from prime_composer.upstream.trainer.teachers import Answer, Teachers
 
-HEADS = (
-    "FusedOutputLinear",
-    "VanillaOutputLinear",
-    "GemmaFusedOutputLinear",
-    "GemmaVanillaOutputLinear",
-)
-"""Classes of prime-rl's output heads, in whose forward the student's side is computed."""
+SAMPLING_MASKS = ("sampling_mask", "kept_tokens")
+"""Names in a micro-batch, and of a head's parameter, of the ids that sampling had kept.
+
+TODO(prime-rl): the second one is of d09488d5, which was not merged; remove it with that commit's
+tests.
+"""
 
 
 class Aligned(NamedTuple):
@@ -213,8 +213,7 @@ class MicroBatch:
                 return Aligned()
             raise SilentHook(
                 "prime_composer: prime-rl has called the loss with log-probs that compute_loss "
-                "did not get, so nothing tells which tokens they are of. Install a version that "
-                "prime_composer supports."
+                f"did not get, so nothing tells which tokens they are of. {DOCTOR}"
             )
         device = trainer_logprobs.device
         own = self.ref_logprobs
@@ -279,12 +278,37 @@ def without_student(model: Any) -> str:
         # FSDP makes a subclass of each class that it shards.
         cls = next(c for c in type(head).__mro__ if not c.__name__.startswith("FSDP"))
         ran = f"{cls.__module__}.{cls.__qualname__}"
+    ours = ", ".join(head.places[0].attribute.removesuffix(".forward") for head in HEADS)
     return (
         "prime_composer: the student's log-probs for this loss were not computed. They are "
-        f"computed in the forward of {', '.join(HEADS)}, called with labels, and this prime-rl's "
-        f"model ran {ran}. Use a loss of the sampled token (sampled_reverse_kl), or install a "
-        "version that prime_composer supports."
+        f"computed in the forward of {ours}, called with labels and temperatures, and this "
+        f"prime-rl's model ran {ran}. Use a loss of the sampled token (sampled_reverse_kl), or "
+        f"another prime-rl. {DOCTOR}"
     )
+
+
+def refuse_sampling_mask(given: Mapping[str, Any]) -> None:
+    """Refuse ids that sampling had kept, where a loss compares more than the sampled token.
+
+    prime-rl renormalizes its log-probs over these ids (top-p replay). Those of a support or of the
+    whole vocabulary are normalized over all ids, as the teacher's are.
+
+    Args:
+        given: a micro-batch, or the arguments of an output head.
+
+    Raises:
+        ValueError: there are such ids.
+    """
+    for name in SAMPLING_MASKS:
+        if given.get(name) is not None:
+            raise ValueError(
+                f"The batch carries {name}: the rollouts were sampled with top_p or top_k, and "
+                "prime-rl's trainer renormalizes its log-probs over the ids that were kept. The "
+                "teacher's log-probs are over the whole vocabulary, so that the loss would compare "
+                "two kinds of distributions. Set top_p = 1 and no top_k in "
+                "[orchestrator.train.sampling] and each environment's, or use a loss of the "
+                "sampled token (sampled_reverse_kl)."
+            )
 
 
 def distilled_of(tensors: Mapping[str, Any], on_rl_tokens: bool) -> Bool[Tensor, " seq"]:

@@ -14,7 +14,7 @@ from prime_composer.upstream.settings import EXAMPLE, SET_SWITCH
 from prime_composer.upstream.trainer.batches import Aligned, distilled_of
 from prime_composer.upstream.trainer.validity import check_own
 from prime_composer.upstream.versions import LossContract
-from prime_composer.upstream.wire import MARK
+from prime_composer.upstream.wire import MARK, NO_ADVANTAGE
 
 PATIENCE = 10
 """Steps without a token of the loss, in a run that may have other tokens, before it is an error."""
@@ -76,6 +76,9 @@ class RegisteredLoss:
         found = Aligned() if self._aligned is None else self._aligned(inputs.trainer_logprobs)
         if found.ref_logprobs is not None:
             ref_logprobs = found.ref_logprobs
+        advantages = inputs.advantages
+        if self.compares and not self.distils and advantages is not None:
+            advantages = advantages.masked_fill(advantages == NO_ADVANTAGE, 0.0)
         if self.compares and ref_logprobs is not None:
             check_own(self.label, ref_logprobs, inputs.loss_mask)
         out = self.objective(
@@ -83,7 +86,7 @@ class RegisteredLoss:
                 trainer_logprobs=inputs.trainer_logprobs,
                 inference_logprobs=inputs.inference_logprobs,
                 ref_logprobs=ref_logprobs,
-                advantages=inputs.advantages,
+                advantages=advantages,
                 loss_mask=inputs.loss_mask,
                 loss_weights=getattr(inputs, "loss_weights", None),
                 support=found.support,

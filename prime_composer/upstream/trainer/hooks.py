@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from prime_composer.upstream import capabilities
-from prime_composer.upstream.trainer.adapter import COMPUTE_LOSS, FORWARD, Adapter, Shard, adapter
+from prime_composer.upstream.trainer.adapter import COMPUTE_LOSS, FORWARD, Shard, adapter
 from prime_composer.upstream.trainer.head import gather_head
-from prime_composer.upstream.versions import UnknownSurface, expect
 
 DATA_MODULE = "prime_rl.trainer.rl.data"
 
@@ -21,12 +20,10 @@ DATA_MODULE = "prime_rl.trainer.rl.data"
 def hook_loss(module: Any) -> None:
     """Let ``compute_loss`` note its tensors' places, and register the loss of the settings.
 
-    38494ccb loss.py:298, 559b4477 loss.py:255.
+    38494ccb loss.py:298, 559b4477 loss.py:285.
     TODO(prime-rl): remove once custom losses receive the micro-batch.
     """
-    compute_loss = capabilities.take(capabilities.COMPUTE_LOSS, module)
-
-    module.compute_loss = placed(compute_loss)
+    capabilities.replace(capabilities.COMPUTE_LOSS, module, placed)
     adapter().whole_run = True
     settings = adapter().settings
     if settings is not None and settings.loss is not None:
@@ -63,15 +60,37 @@ def hook_data(module: Any) -> None:
     directory and first step: 38494ccb data.py:176, 559b4477 data.py:165.
     TODO(prime-rl): remove once custom losses receive the micro-batch and can save a state.
     """
-    loader = module.DataLoader
-    if getattr(loader.get_batch, "of_prime_composer", False):
+    if getattr(module.DataLoader.get_batch, "of_prime_composer", False):
         return
-    _track(loader, lambda state, batches: state.batch_came(batches))
+    capabilities.replace(capabilities.GET_BATCH, module, _tracked)
+    capabilities.replace(capabilities.WAIT_FOR_BATCH, module, _waited)
+    capabilities.replace(capabilities.LOADER_INIT, module, _journalled)
     fake = getattr(module, "FakeDataLoader", None)
     if fake is not None:  # of prime-rl's benchmark mode, whose batches nobody judges
-        _track(fake, lambda state, batches: batches)
-    init = loader.__init__
-    names = _signature(init, {"output_dir", "start_step"}, "DataLoader")
+        fake.wait_for_batch = _waited(fake.wait_for_batch)
+
+
+def _waited(wait_for_batch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(wait_for_batch)
+    def waited(self: Any) -> Any:
+        adapter().ask_for_batch()
+        return wait_for_batch(self)
+
+    return waited
+
+
+def _tracked(get_batch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(get_batch)
+    def tracked(self: Any) -> Any:
+        adapter().ask_for_batch()
+        return adapter().batch_came(get_batch(self))
+
+    tracked.of_prime_composer = True  # type: ignore[attr-defined]  # marks the hook as in place
+    return tracked
+
+
+def _journalled(init: Callable[..., None]) -> Callable[..., None]:
+    names = inspect.signature(init)
 
     @functools.wraps(init)
     def journalled(*args: Any, **kwargs: Any) -> None:
@@ -79,26 +98,7 @@ def hook_data(module: Any) -> None:
         given = names.bind(*args, **kwargs).arguments
         adapter().open_journal(Path(given["output_dir"]), given["start_step"])
 
-    loader.__init__ = journalled
-
-
-def _track(loader: Any, came: Callable[[Adapter, Any], Any]) -> None:
-    get_batch = expect(loader, "get_batch", ("self",), "prime_rl/trainer/rl/data.py")
-    wait_for_batch = expect(loader, "wait_for_batch", ("self",), "prime_rl/trainer/rl/data.py")
-
-    @functools.wraps(wait_for_batch)
-    def waited(self: Any) -> Any:
-        adapter().ask_for_batch()
-        return wait_for_batch(self)
-
-    @functools.wraps(get_batch)
-    def tracked(self: Any) -> Any:
-        adapter().ask_for_batch()
-        return came(adapter(), get_batch(self))
-
-    tracked.of_prime_composer = True  # type: ignore[attr-defined]  # marks the hook as in place
-    loader.get_batch = tracked
-    loader.wait_for_batch = waited
+    return journalled
 
 
 def hook_model(module: Any) -> None:
@@ -106,40 +106,36 @@ def hook_model(module: Any) -> None:
 
     TODO(prime-rl): remove once the loss can read the output head.
     """
-    forward = module.forward
-    names = _signature(forward, {"model", "input_ids"}, "forward")
 
-    @functools.wraps(forward)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        adapter().model = names.bind(*args, **kwargs).arguments["model"]
-        adapter().called(FORWARD)
-        return forward(*args, **kwargs)
+    def noted(forward: Callable[..., Any]) -> Callable[..., Any]:
+        names = inspect.signature(forward)
 
-    module.forward = noted
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            adapter().model = names.bind(*args, **kwargs).arguments["model"]
+            adapter().called(FORWARD)
+            return forward(*args, **kwargs)
+
+        return run
+
+    capabilities.replace(capabilities.FORWARD, module, noted)
 
 
 def hook_context_parallel(module: Any) -> None:
-    """Note this rank's shard from ``setup_cp_params`` (38494ccb cp.py:150, 559b4477 cp.py:142).
+    """Note this rank's shard from ``setup_cp_params`` (38494ccb cp.py:150, 559b4477 cp.py:140).
 
     TODO(prime-rl): remove with ``head.hook_head``.
     """
-    setup_cp_params = module.setup_cp_params
-    names = _signature(setup_cp_params, {"cp_rank", "cp_world_size", "cp_group"}, "setup_cp_params")
 
-    @functools.wraps(setup_cp_params)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        given = names.bind(*args, **kwargs).arguments
-        adapter().shard = Shard(given["cp_rank"], given["cp_world_size"], given["cp_group"])
-        return setup_cp_params(*args, **kwargs)
+    def noted(setup_cp_params: Callable[..., Any]) -> Callable[..., Any]:
+        names = inspect.signature(setup_cp_params)
 
-    module.setup_cp_params = noted
+        @functools.wraps(setup_cp_params)
+        def set_up(*args: Any, **kwargs: Any) -> Any:
+            given = names.bind(*args, **kwargs).arguments
+            adapter().shard = Shard(given["cp_rank"], given["cp_world_size"], given["cp_group"])
+            return setup_cp_params(*args, **kwargs)
 
+        return set_up
 
-def _signature(function: Callable[..., Any], needed: set[str], label: str) -> inspect.Signature:
-    signature = inspect.signature(function)
-    missing = needed - set(signature.parameters)
-    if missing:
-        raise UnknownSurface(
-            f"{label} lost {', '.join(sorted(missing))}; it has {', '.join(signature.parameters)}."
-        )
-    return signature
+    capabilities.replace(capabilities.CONTEXT_PARALLEL, module, noted)
