@@ -765,6 +765,6 @@ MUTANTS: dict[str, Mutant] = {
         ORCHESTRATOR, "hook_samples.trace_to_samples", ("MADE.called(SAMPLES)", "None"),
     ),
     "hooks: stamps not judged": mutant(
-        ORCHESTRATOR, "_as_grpo.score_group", ("MADE.judge()", "None"),
+        ORCHESTRATOR, "_as_grpo.score_all", ("MADE.judge()", "None"),
     ),
 }  # fmt: skip
