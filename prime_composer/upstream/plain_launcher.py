@@ -40,8 +40,8 @@ def loss_fn(inputs: Any, **table: Any) -> Any:
 def enter(frame: FrameType | None) -> Callable[..., Any]:
     """Return ``loss_fn``; if prime-rl's ``setup_*`` imports it, register the loss first.
 
-    The kwargs are the local ``loss_config`` of that function (38494ccb loss.py:275-283, 559b4477
-    loss.py:262-283). The train loop, which calls it, has copied ``compute_loss`` by name already:
+    The kwargs are the local ``loss_config`` of that function (38494ccb loss.py:262, 559b4477
+    loss.py:262). The train loop, which calls it, has copied ``compute_loss`` by name already:
     its own name is hooked.
     TODO(prime-rl): remove once ``[trainer.loss]`` reaches distillation tokens.
 

@@ -149,11 +149,11 @@ def hook_client(module: Any) -> None:
 def hook_algorithm(module: Any) -> None:
     """Let ``score_rollout`` of the distilling algorithms attach the support to each sample.
 
-    v0.7 and v0.8: d334ea52 and 60bc2954, orchestrator/algo/opd.py:44, opsd.py:72. Later versions
+    v0.7 and v0.8: d334ea52 and 60bc2954, orchestrator/algo/opd.py:40, opsd.py:64. Later versions
     have no such method; ``hook_routing`` serves them.
 
     opd's teacher is frozen, so that its requests are marked. Later versions: 559b4477,
-    orchestrator/algo/opd.py:48, ``score_episode``.
+    orchestrator/algo/opd.py:37, ``score_episode``.
     """
     for scores, groups in (
         (capabilities.OPD_SCORES, capabilities.OPD_GROUP),
@@ -174,7 +174,7 @@ def _with_hints(score: Any) -> Any:
     """Let ``opsd`` give two more hints: another rollout of the group, and the verifier's verdict.
 
     They are written to ``info`` of the rollout, where upstream reads its hint: d334ea52 and
-    60bc2954 orchestrator/algo/opsd.py:53, 559b4477 :57. Siblings are known once the group is
+    60bc2954 orchestrator/algo/opsd.py:54, 559b4477 :57. Siblings are known once the group is
     complete, so that its rollouts are scored then (``_with_siblings``). A rollout without a hint
     is not trained.
     TODO(prime-rl): remove once opsd has hints of the group and of the verifier.

@@ -20,7 +20,7 @@ DATA_MODULE = "prime_rl.trainer.rl.data"
 def hook_loss(module: Any) -> None:
     """Let ``compute_loss`` note its tensors' places, and register the loss of the settings.
 
-    38494ccb loss.py:298, 559b4477 loss.py:285.
+    38494ccb loss.py:295, 559b4477 loss.py:285.
     TODO(prime-rl): remove once custom losses receive the micro-batch.
     """
     capabilities.replace(capabilities.COMPUTE_LOSS, module, placed)
@@ -122,7 +122,7 @@ def hook_model(module: Any) -> None:
 
 
 def hook_context_parallel(module: Any) -> None:
-    """Note this rank's shard from ``setup_cp_params`` (38494ccb cp.py:150, 559b4477 cp.py:140).
+    """Note this rank's shard from ``setup_cp_params`` (38494ccb cp.py:186, 559b4477 cp.py:140).
 
     TODO(prime-rl): remove with ``head.hook_head``.
     """
