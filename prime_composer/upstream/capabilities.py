@@ -110,270 +110,232 @@ def _at(where: str, needs: str = "", open: bool = False) -> Place:
     return Place(f"prime_rl.{module}", attribute, tuple(needs.split()), open)
 
 
+def _capability(
+    name: str, roads: tuple[str, ...], *places: Place, optional: bool = False
+) -> Capability:
+    return Capability(name, roads, places, optional)
+
+
 _V0_6_SCORES = _at(
     "orchestrator.utils:compute_teacher_logprobs", "clients model_name samples"
 )  # v0.6 asks the teacher, and has the samples, in this one function
 _SAMPLED = "trainer_logprobs inference_logprobs"
+_TOKENS = "input_ids loss_mask temperatures routed_experts env_names sequence_lengths"
+_HEAD = "hidden_states labels temperature"
+_WIRE = ("transports.batch.types", "transports.rollouts.types", "transport.types")
 
-LOSS_SETUP = Capability(
+LOSS_SETUP = _capability(
     "import of our loss",
     TRAINER,
-    (
-        _at("trainer.rl.loss:setup_rl_loss_fn", "loss_config"),
-        _at("trainer.rl.loss:setup_loss_fns", "loss_config"),
-    ),
+    _at("trainer.rl.loss:setup_rl_loss_fn", "loss_config"),
+    _at("trainer.rl.loss:setup_loss_fns", "loss_config"),
 )
-LOSS_CONFIG = Capability(
+LOSS_CONFIG = _capability(
     "[trainer.loss]",
     (*TRAINER, "export"),
-    (_at("configs.trainer:CustomLossConfig", "type import_path kwargs"),),
+    _at("configs.trainer:CustomLossConfig", "type import_path kwargs"),
 )
-LOSS_INPUTS = Capability(
+LOSS_INPUTS = _capability(
     "inputs of a loss",
     TRAINER,
-    (
-        _at("trainer.rl.loss:LossInputs", f"{_SAMPLED} ref_logprobs advantages loss_mask"),
-        _at("trainer.rl.loss:LossInputs", f"{_SAMPLED} teacher_logprobs advantages loss_mask"),
-    ),
+    _at("trainer.rl.loss:LossInputs", f"{_SAMPLED} ref_logprobs advantages loss_mask"),
+    _at("trainer.rl.loss:LossInputs", f"{_SAMPLED} teacher_logprobs advantages loss_mask"),
 )
-LOSS_OUTPUTS = Capability(
-    "outputs of a loss", TRAINER, (_at("trainer.rl.loss:LossOutputs", "loss metrics"),)
+LOSS_OUTPUTS = _capability(
+    "outputs of a loss", TRAINER, _at("trainer.rl.loss:LossOutputs", "loss metrics")
 )
-GET_BATCH = Capability("batch of a step", TRAINER, (_at("trainer.rl.data:DataLoader.get_batch"),))
-WAIT_FOR_BATCH = Capability(
-    "end of a step", TRAINER, (_at("trainer.rl.data:DataLoader.wait_for_batch"),)
+GET_BATCH = _capability("batch of a step", TRAINER, _at("trainer.rl.data:DataLoader.get_batch"))
+WAIT_FOR_BATCH = _capability(
+    "end of a step", TRAINER, _at("trainer.rl.data:DataLoader.wait_for_batch")
 )
-LOADER_INIT = Capability(
+LOADER_INIT = _capability(
     "run directory",
     TRAINER,
-    (_at("trainer.rl.data:DataLoader.__init__", "output_dir start_step", open=True),),
+    _at("trainer.rl.data:DataLoader.__init__", "output_dir start_step", open=True),
 )
-SLOT = Capability(
+SLOT = _capability(
     "distillation slot",
     ("slot", *ADAPTER),
-    (
-        _at("trainer.rl.loss:ref_kl_loss_fn", "inputs"),
-        _at("trainer.rl.loss:opd_loss_fn", "inputs"),
-    ),
+    _at("trainer.rl.loss:ref_kl_loss_fn", "inputs"),
+    _at("trainer.rl.loss:opd_loss_fn", "inputs"),
 )
-COMPUTE_LOSS = Capability(
+COMPUTE_LOSS = _capability(
     "call of the losses",
     ADAPTER,
-    (
-        _at(
-            "trainer.rl.loss:compute_loss",
-            f"{_SAMPLED} ref_logprobs advantages loss_mask rl_weights ce_weights ref_kl_weights "
-            "rl_loss_fn rl_scale ce_scale ref_kl_scale",
-        ),
-        _at(
-            "trainer.rl.loss:compute_loss",
-            f"{_SAMPLED} teacher_logprobs advantages loss_mask loss_fns loss_scale",
-        ),
+    _at(
+        "trainer.rl.loss:compute_loss",
+        f"{_SAMPLED} ref_logprobs advantages loss_mask rl_weights ce_weights ref_kl_weights "
+        "rl_loss_fn rl_scale ce_scale ref_kl_scale",
+    ),
+    _at(
+        "trainer.rl.loss:compute_loss",
+        f"{_SAMPLED} teacher_logprobs advantages loss_mask loss_fns loss_scale",
     ),
 )
-MICRO_BATCH = Capability(
+MICRO_BATCH = _capability(
     "micro-batch",
     ADAPTER,
-    (
-        _at(
-            "trainer.rl.data:TensorMicroBatch",
-            "input_ids loss_mask temperatures routed_experts env_names sequence_lengths "
-            "rl_weights ref_kl_weights",
-            open=True,
-        ),
-        _at(
-            "trainer.rl.data:TensorMicroBatch",
-            "input_ids loss_mask temperatures routed_experts env_names sequence_lengths "
-            "training_mode",
-            open=True,
-        ),
+    _at(
+        "trainer.rl.data:TensorMicroBatch",
+        f"{_TOKENS} rl_weights ref_kl_weights",
+        open=True,
+    ),
+    _at(
+        "trainer.rl.data:TensorMicroBatch",
+        f"{_TOKENS} training_mode",
+        open=True,
     ),
 )
-FORWARD = Capability(
-    "student's forward", ADAPTER, (_at("trainer.model:forward", "model input_ids", open=True),)
+FORWARD = _capability(
+    "student's forward", ADAPTER, _at("trainer.model:forward", "model input_ids", open=True)
 )
-_HEAD = "hidden_states labels temperature"
 FUSED_HEAD, PLAIN_HEAD, GEMMA_FUSED_HEAD, GEMMA_PLAIN_HEAD = HEADS = (
-    Capability(
+    _capability(
         "fused output head",
         ADAPTER,
-        (_at("trainer.models.layers.lm_head:FusedOutputLinear.forward", _HEAD),),
+        _at("trainer.models.layers.lm_head:FusedOutputLinear.forward", _HEAD),
     ),
-    Capability(
+    _capability(
         "plain output head",
         ADAPTER,
-        (_at("trainer.models.layers.lm_head:VanillaOutputLinear.forward", _HEAD),),
+        _at("trainer.models.layers.lm_head:VanillaOutputLinear.forward", _HEAD),
     ),
-    Capability(
+    _capability(
         "Gemma's fused head",
         ADAPTER,
-        (_at("trainer.models.layers.lm_head_gemma:GemmaFusedOutputLinear.forward", _HEAD),),
+        _at("trainer.models.layers.lm_head_gemma:GemmaFusedOutputLinear.forward", _HEAD),
         optional=True,
     ),
-    Capability(
+    _capability(
         "Gemma's plain head",
         ADAPTER,
-        (_at("trainer.models.layers.lm_head_gemma:GemmaVanillaOutputLinear.forward", _HEAD),),
+        _at("trainer.models.layers.lm_head_gemma:GemmaVanillaOutputLinear.forward", _HEAD),
         optional=True,
     ),
 )
-CONTEXT_PARALLEL = Capability(
+CONTEXT_PARALLEL = _capability(
     "context parallelism",
     ADAPTER,
-    (_at("utils.cp:setup_cp_params", "cp_rank cp_world_size cp_group", open=True),),
+    _at("utils.cp:setup_cp_params", "cp_rank cp_world_size cp_group", open=True),
     optional=True,
 )
-PREFILL = Capability(
+PREFILL = _capability(
     "questions to teachers",
     ADAPTER,
-    (
-        _at("orchestrator.clients:prefill_logprobs", "openai model token_ids"),
-        _at("utils.client:prefill_logprobs", "openai model token_ids"),
-        _V0_6_SCORES,
-    ),
+    _at("orchestrator.clients:prefill_logprobs", "openai model token_ids"),
+    _at("utils.client:prefill_logprobs", "openai model token_ids"),
+    _V0_6_SCORES,
 )
-OPD_SCORES = Capability(
+OPD_SCORES = _capability(
     "scores of opd",
     ADAPTER,
-    (
-        _at("orchestrator.algo.opd:OPDAlgorithm.score_episode", "episode"),
-        _at("orchestrator.algo.opd:OPDAlgorithm.score_rollout", "rollout"),
-        _V0_6_SCORES,
-    ),
+    _at("orchestrator.algo.opd:OPDAlgorithm.score_episode", "episode"),
+    _at("orchestrator.algo.opd:OPDAlgorithm.score_rollout", "rollout"),
+    _V0_6_SCORES,
 )
-OPSD_SCORES = Capability(
+OPSD_SCORES = _capability(
     "hints of opsd",
     ADAPTER,
-    (
-        _at("orchestrator.algo.opsd:OPSDAlgorithm.score_episode", "episode"),
-        _at("orchestrator.algo.opsd:OPSDAlgorithm.score_rollout", "rollout"),
-    ),
+    _at("orchestrator.algo.opsd:OPSDAlgorithm.score_episode", "episode"),
+    _at("orchestrator.algo.opsd:OPSDAlgorithm.score_rollout", "rollout"),
     optional=True,
 )
-OPD_GROUP = Capability(
+OPD_GROUP = _capability(
     "groups of opd",
     ADAPTER,
-    (
-        _at("orchestrator.algo.opd:OPDAlgorithm.score_group", "episodes"),
-        _at("orchestrator.algo.opd:OPDAlgorithm.score_group", "group"),
-    ),
+    _at("orchestrator.algo.opd:OPDAlgorithm.score_group", "episodes"),
+    _at("orchestrator.algo.opd:OPDAlgorithm.score_group", "group"),
     optional=True,
 )
-OPSD_GROUP = Capability(
+OPSD_GROUP = _capability(
     "groups of opsd",
     ADAPTER,
-    (
-        _at("orchestrator.algo.opsd:OPSDAlgorithm.score_group", "episodes"),
-        _at("orchestrator.algo.opsd:OPSDAlgorithm.score_group", "group"),
-    ),
+    _at("orchestrator.algo.opsd:OPSDAlgorithm.score_group", "episodes"),
+    _at("orchestrator.algo.opsd:OPSDAlgorithm.score_group", "group"),
     optional=True,
 )
-REFERENCE = Capability(
+REFERENCE = _capability(
     "support into rollouts",
     ADAPTER,
-    (
-        _at("orchestrator.algo.routing:assign_reference_logprobs", "branch values"),
-        _at("orchestrator.algo.opd:OPDAlgorithm.score_rollout", "rollout"),
-        _V0_6_SCORES,
-    ),
+    _at("orchestrator.algo.routing:assign_reference_logprobs", "branch values"),
+    _at("orchestrator.algo.opd:OPDAlgorithm.score_rollout", "rollout"),
+    _V0_6_SCORES,
 )
-SAMPLES = Capability(
+SAMPLES = _capability(
     "samples of a rollout",
     ADAPTER,
-    (_at("orchestrator.trajectories:trace_to_samples", "trace", open=True), _V0_6_SCORES),
+    _at("orchestrator.trajectories:trace_to_samples", "trace", open=True),
+    _V0_6_SCORES,
 )
-SAMPLE = Capability(
+SAMPLE = _capability(
     "sample",
     ADAPTER,
-    (
-        *(
-            _at(f"{module}:TrainingSample", "token_ids ref_logprobs routed_experts", open=True)
-            for module in ("transports.batch.types", "transports.rollouts.types", "transport.types")
-        ),
-        _at(
-            "transport.types:TrainingSample",
-            "prompt_ids completion_ids env_name teacher_logprobs routed_experts",
-            open=True,
-        ),
+    *(
+        _at(f"{module}:TrainingSample", "token_ids ref_logprobs routed_experts", open=True)
+        for module in _WIRE
+    ),
+    _at(
+        "transport.types:TrainingSample",
+        "prompt_ids completion_ids env_name teacher_logprobs routed_experts",
+        open=True,
     ),
 )
-PAYLOAD = Capability(
+PAYLOAD = _capability(
     "carrier of the support",
     ADAPTER,
-    tuple(
-        _at(f"{module}:RoutedExperts", "data shape dtype")
-        for module in ("transports.batch.types", "transports.rollouts.types", "transport.types")
-    ),
+    *(_at(f"{module}:RoutedExperts", "data shape dtype") for module in _WIRE),
 )
-STAMPS = Capability(
+STAMPS = _capability(
     "loss of a token",
     ADAPTER,
-    (
-        _at("orchestrator.algo.routing:stamp_loss_routing", "sample action_loss_type"),
-        _V0_6_SCORES,
-    ),
+    _at("orchestrator.algo.routing:stamp_loss_routing", "sample action_loss_type"),
+    _V0_6_SCORES,
 )
-RL_LOSS = Capability(
-    "own loss of rl tokens",
-    ("rl",),
-    (_at("trainer.rl.loss:setup_rl_loss_fn", "loss_config"),),
+RL_LOSS = _capability(
+    "own loss of rl tokens", ("rl",), _at("trainer.rl.loss:setup_rl_loss_fn", "loss_config")
 )
-GRPO = Capability(
+GRPO = _capability(
     "GRPO's algorithm",
     ("rl",),
-    (
-        _at("orchestrator.algo.grpo:GRPOAlgorithm.__init__", "config clients"),
-        _at("orchestrator.algo.grpo:GRPOAlgorithm.__init__", "config policy_pool"),
-    ),
+    _at("orchestrator.algo.grpo:GRPOAlgorithm.__init__", "config clients"),
+    _at("orchestrator.algo.grpo:GRPOAlgorithm.__init__", "config policy_pool"),
 )
-GRPO_CONFIG = Capability(
-    "GRPO's defaults", ("rl",), (_at("orchestrator.algo.grpo:GRPOAlgoConfig"),)
-)
-GRPO_GROUP = Capability(
+GRPO_CONFIG = _capability("GRPO's defaults", ("rl",), _at("orchestrator.algo.grpo:GRPOAlgoConfig"))
+GRPO_GROUP = _capability(
     "GRPO's advantages",
     ("rl",),
-    (
-        _at("orchestrator.algo.grpo:GRPOAlgorithm.score_group", "episodes"),
-        _at("orchestrator.algo.grpo:GRPOAlgorithm.score_group", "group"),
-    ),
+    _at("orchestrator.algo.grpo:GRPOAlgorithm.score_group", "episodes"),
+    _at("orchestrator.algo.grpo:GRPOAlgorithm.score_group", "group"),
 )
-CLI = Capability("launcher's config", ADAPTER, (_at("utils.config:cli", open=True),))
-LAUNCHER = Capability("launcher", TRAINER, (_at("entrypoints.rl:main"),))
-TEACHER = Capability(
+CLI = _capability("launcher's config", ADAPTER, _at("utils.config:cli", open=True))
+LAUNCHER = _capability("launcher", TRAINER, _at("entrypoints.rl:main"))
+TEACHER = _capability(
     "teacher's client",
     (*ADAPTER, "export"),
-    (
-        _at("configs.algorithm:FrozenModelConfig", "name base_url api_key_var headers", open=True),
-        _at("configs.orchestrator:RolloutModelConfig", "model client", open=True),
-    ),
+    _at("configs.algorithm:FrozenModelConfig", "name base_url api_key_var headers", open=True),
+    _at("configs.orchestrator:RolloutModelConfig", "model client", open=True),
 )
-OPD_CONFIG = Capability(
+OPD_CONFIG = _capability(
     "opd's config",
     (*ADAPTER, "export"),
-    (
-        _at("configs.algorithm:OPDAlgoConfig", "type teacher", open=True),
-        _at("configs.orchestrator:OrchestratorConfig", "training_mode teacher", open=True),
-    ),
+    _at("configs.algorithm:OPDAlgoConfig", "type teacher", open=True),
+    _at("configs.orchestrator:OrchestratorConfig", "training_mode teacher", open=True),
 )
-ALGORITHM = Capability(
+ALGORITHM = _capability(
     "place of the algorithm",
     (*ADAPTER, "export"),
-    (
-        _at("configs.orchestrator:TrainConfig", "algo", open=True),
-        _at("configs.orchestrator:OrchestratorConfig", "algo", open=True),
-        _at("configs.orchestrator:OrchestratorConfig", "training_mode", open=True),
-    ),
+    _at("configs.orchestrator:TrainConfig", "algo", open=True),
+    _at("configs.orchestrator:OrchestratorConfig", "algo", open=True),
+    _at("configs.orchestrator:OrchestratorConfig", "training_mode", open=True),
 )
-ENVIRONMENTS = Capability(
+ENVIRONMENTS = _capability(
     "environments",
     ("full", "export"),
-    (
-        _at("configs.orchestrator:TrainConfig", "source", open=True),
-        _at("configs.orchestrator:TrainConfig", "env", open=True),
-    ),
+    _at("configs.orchestrator:TrainConfig", "source", open=True),
+    _at("configs.orchestrator:TrainConfig", "env", open=True),
 )
-ENVIRONMENT_NAME = Capability(
-    "environment's name", ("full",), (_at("configs.orchestrator:EnvConfig.resolved_name"),)
+ENVIRONMENT_NAME = _capability(
+    "environment's name", ("full",), _at("configs.orchestrator:EnvConfig.resolved_name")
 )
 
 CAPABILITIES = (
@@ -400,14 +362,13 @@ def misfits(signature: Signature, place: Place) -> tuple[str, ...]:
 
 def find(capability: Capability, read: Read) -> Finding:
     """Return where a capability is: the first place that fits, else the one that differs least."""
-    findings = []
-    for place in capability.places:
-        signature = read(place.module, place.attribute)
-        if signature is not None:
-            findings.append((len(misfits(signature, place)), place, misfits(signature, place)))
+    findings = [
+        Finding(capability, place, misfits(signature, place))
+        for place in capability.places
+        if (signature := read(place.module, place.attribute)) is not None
+    ]
     if findings:
-        _, place, lines = min(findings, key=lambda entry: entry[0])
-        return Finding(capability, place, lines)
+        return min(findings, key=lambda finding: len(finding.misfits))
     if capability.optional:
         return Finding(capability, None)
     places = " or ".join(dict.fromkeys(map(str, capability.places)))

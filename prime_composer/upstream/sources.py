@@ -5,6 +5,8 @@ prime_rl is one namespace package over several folders, those of ``src`` and of 
 
 import ast
 import importlib.util
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -193,7 +195,20 @@ def _has_default(value: ast.expr | None) -> bool:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> ast.Module:
-    return ast.parse(text)
+    """Parse a file. What Python warns of in it is not ours to say.
+
+    Raises:
+        ValueError: it is for another Python than this one.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return ast.parse(text)
+        except SyntaxError as error:
+            raise ValueError(
+                f"Python {sys.version_info.major}.{sys.version_info.minor} cannot read prime-rl's "
+                f"line {error.text!r}: start the command with prime-rl's own interpreter"
+            ) from error
 
 
 @lru_cache(maxsize=4096)

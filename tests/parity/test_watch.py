@@ -72,3 +72,10 @@ def test_names_of_each_hooked_module_are_in_the_table():
     """A hook on a module that the table does not know would not be watched."""
     known = {place.module for capability in CAPABILITIES for place in capability.places}
     assert set(autoload.HOOKS) - known == set()
+
+
+def test_names_that_moved_are_hooked_at_each_of_their_places():
+    """Else a hook is in place where the name was, and prime-rl calls it where it is now."""
+    modules = [{place.module for place in each.places} for each in CAPABILITIES]
+    hooked = [each for each in modules if each & set(autoload.HOOKS)]
+    assert [each - set(autoload.HOOKS) for each in hooked if each - set(autoload.HOOKS)] == []

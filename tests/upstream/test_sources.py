@@ -148,3 +148,12 @@ def test_installed_finds_the_package_and_imports_nothing(tmp_path, monkeypatch):
     assert "prime_rl" not in sys.modules
     monkeypatch.setitem(sys.modules, "prime_rl", types.ModuleType("prime_rl"))
     assert installed() == []  # a stand-in without a spec
+
+
+def test_sources_of_another_python_are_refused_by_their_line():
+    """A warning about a line of prime-rl's is not shown: nobody can mend it here."""
+    odd = Sources({"prime_rl/a.py": 'def f(a):\n    """A \\ sign."""\n'})
+    assert odd.signature("prime_rl.a", "f") == {"a": True}
+    newer = Sources({"prime_rl/a.py": "def f(a) -> ???: ...\n"})
+    with pytest.raises(ValueError, match=r"cannot read prime-rl's line 'def f\(a\) -> \?\?\?"):
+        newer.signature("prime_rl.a", "f")
