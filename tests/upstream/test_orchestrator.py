@@ -644,6 +644,22 @@ def test_request_moved_to_the_orchestrators_clients_is_ours():
     assert len(client.requests) == 1
 
 
+def test_request_for_something_else_is_left_to_prime_rl():
+    """A branch's own distillation asks with ``top_k``; without one the request is ours."""
+    module = types.ModuleType("prime_rl.utils.client")
+
+    async def prefill_logprobs(openai, model, token_ids, top_k=None):
+        return "its own", top_k
+
+    module.prefill_logprobs = prefill_logprobs
+    hooks.hook_client(module)
+    client = Client()
+    own = asyncio.run(module.prefill_logprobs(client, "teacher", TOKENS, top_k=4))
+    assert own == ("its own", 4) and not client.requests
+    ours = asyncio.run(module.prefill_logprobs(client, "teacher", TOKENS, top_k=None))
+    assert ours == [0.0, -3.0, -1.5]
+
+
 def test_router_replay_in_the_rollouts_is_refused():
     sample, scores = Sample(), parse(TOKENS, answer(ROWS), 2)
     sample.routed_experts = RoutedExperts(b"", [3, 12, 8], "uint8")
