@@ -7,6 +7,7 @@ before ends the run, with the server and the sequence.
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -294,13 +295,14 @@ class ScoringClient:
             torch.from_numpy(own.copy()),
             token_ids,
             torch.from_numpy(logprobs.copy()),
-            sampled=torch.tensor(sequence.token_ids[sequence.start :]),
+            sampled=sequence.sampled,
             k=asked,
             vocab_size=self.facts.vocab_size,
             origin=self.origin,
             sequence=index,
             start=sequence.start,
             ranked=candidates is None,
+            lacks=sequence.lacks,
         )
         return replace(
             scores,
@@ -430,6 +432,46 @@ class ScoringClient:
         k: int,
         candidates: Int[Tensor, "n k"] | None,
         hidden: bool = False,
+    ) -> dict[str, NDArray[Any]]:
+        """Return the arrays of a sequence's answer, in several questions if its ids need them."""
+        if candidates is None:
+            return await self._ask_rows(index, sequence, k, None, hidden)
+        start, parts = sequence.start, []
+        for rows in self._rows_per_question(len(sequence.token_ids), candidates):
+            beginning = replace(
+                sequence,
+                token_ids=sequence.token_ids[: start + rows.stop],
+                start=start + rows.start,
+            )
+            ids = candidates[rows.start : rows.stop]
+            parts.append(await self._ask_rows(index, beginning, k, ids, hidden))
+        if len(parts) == 1:
+            return parts[0]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def _rows_per_question(self, tokens: int, candidates: Int[Tensor, "n k"]) -> Sequence[range]:
+        """Return which rows of a sequence to ask for at once, in order."""
+        n, m = candidates.shape
+        limits = self.facts.limits
+        if limits is None:
+            return [range(n)]
+        others = ENVELOPE_BYTES + tokens * len(f"{self.facts.vocab_size}, ")
+        most = max(0, limits.question_bytes - others) * 3 // (16 * m)  # base64 of int32
+        if most == 0:
+            raise self._connection.error(
+                f"{self._connection.name} takes questions of at most {limits.question_bytes:,} "
+                f"bytes, too few for {tokens:,} tokens and {m:,} ids for one of them; lower the "
+                "loss's k."
+            )
+        return [range(first, min(first + most, n)) for first in range(0, n, most)]
+
+    async def _ask_rows(
+        self,
+        index: int,
+        sequence: SequenceToScore,
+        k: int,
+        candidates: Int[Tensor, "n k"] | None,
+        hidden: bool,
     ) -> dict[str, NDArray[Any]]:
         tokens, start = sequence.token_ids, sequence.start
         kinds, asked, given = ["sampled"], 0, ""

@@ -141,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     export = add_command("export", _export, "Write a recipe as a native prime-rl TOML file.")
     export.add_argument("config", metavar="FILE")
     export.add_argument(
-        "--dialect", required=True, metavar="VERSION", help="v0.6, v0.7, v0.8 or head"
+        "--dialect", required=True, metavar="VERSION", help="v0.6, v0.7, v0.8, head, v0.9 or main"
     )
     export.add_argument("--output", metavar="FILE", help="where to; default: standard output")
     add_overrides(export)

@@ -31,6 +31,8 @@ DTYPES = {"int32": "<i4", "float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
 ENVELOPE_BYTES = 2**14
 """What an answer may have besides its arrays, in all and again for each sequence."""
 
+Bytes = bytes | memoryview
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 WITHOUT_PLUGIN = (
@@ -85,6 +87,22 @@ class Question(msgspec.Struct, forbid_unknown_fields=True):
     model: str = ""
 
 
+class Limits(msgspec.Struct, frozen=True):
+    """The largest question that a server takes. It answers 413 to a larger one.
+
+    Attributes:
+        sequences: of a question.
+        tokens: of all its sequences together.
+        question_bytes: of its JSON.
+        answer_bytes: of the arrays of its answer.
+    """
+
+    sequences: Count
+    tokens: Count
+    question_bytes: Count
+    answer_bytes: Count
+
+
 class Facts(msgspec.Struct):
     """What a server says about itself in each answer.
 
@@ -96,6 +114,7 @@ class Facts(msgspec.Struct):
         dtype: of weights and activations, and so of hidden states.
         kinds: what it can answer.
         vllm: its version.
+        limits: of a question. None: an older server, which does not say.
     """
 
     model: str
@@ -105,11 +124,12 @@ class Facts(msgspec.Struct):
     dtype: str
     kinds: list[str]
     vllm: str
+    limits: Limits | None = None
 
     def change(self, now: "Facts") -> str:
         """Say how the model of a later answer differs; empty for the same model.
 
-        Another ``max_model_len``, other kinds and another vLLM are no other model.
+        Another ``max_model_len``, other kinds or limits, and another vLLM are no other model.
         """
         return ", ".join(
             f"{name} was {getattr(self, name)} and is {getattr(now, name)}"
@@ -244,6 +264,21 @@ def decode_answer(content: bytes, kind: type[Any]) -> Any:
         return msgspec.msgpack.decode(content, type=kind)
     except (ValueError, RecursionError) as error:
         raise WireError(f"a damaged answer of the plugin: {error}") from None
+
+
+def answer_parts(answer: Answer) -> list[Bytes]:
+    """Return the bytes of an answer in parts, of which the arrays are no copies."""
+
+    def count(byte: bytes, number: int) -> bytes:
+        return byte + number.to_bytes(4, "big")
+
+    # A sequence of its own begins where msgpack has the number of sequences, or of bytes, last.
+    rows, empty = answer.sequences, msgspec.structs.replace(answer, sequences=[])
+    parts: list[Bytes] = [msgspec.msgpack.encode(empty)[:-1] + count(b"\xdd", len(rows))]
+    for one in rows:
+        envelope = msgspec.msgpack.encode(msgspec.structs.replace(one, data=b""))
+        parts += [envelope[:-2] + count(b"\xc6", len(one.data)), one.data]
+    return parts
 
 
 def row_digests(weight: NDArray[Any], bias: NDArray[Any] | None) -> bytes:

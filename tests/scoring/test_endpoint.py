@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import sys
 from types import SimpleNamespace
 
 import msgspec
@@ -12,13 +11,9 @@ import torch
 pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 
 import httpx  # noqa: E402
-from fastapi import FastAPI  # noqa: E402
 
-from prime_composer.scoring.endpoint import (  # noqa: E402
-    Room,
-    ScoringEndpoint,
-    sampling_params,
-)
+from prime_composer.scoring.endpoint import ScoringEndpoint  # noqa: E402
+from prime_composer.scoring.engine import Room  # noqa: E402
 from prime_composer.scoring.kinds import KINDS  # noqa: E402
 from prime_composer.scoring.wire import (  # noqa: E402
     HEAD_PATH,
@@ -30,106 +25,7 @@ from prime_composer.scoring.wire import (  # noqa: E402
     unpack_arrays,
 )
 from prime_composer.scoring.worker import Progress, Wish  # noqa: E402
-
-CONFIG = SimpleNamespace(
-    model="m", max_model_len=20, dtype=torch.float32, get_vocab_size=lambda: 100,
-    get_hidden_size=lambda: 8,
-)  # fmt: skip
-
-
-ARGS = SimpleNamespace(model="m", served_model_name=None)
-
-
-class Engine:
-    """Answers with the numbers of the rows, or as a test wants.
-
-    Attributes:
-        asked: the requests that came: tokens and wish.
-        aborted: how many were cancelled.
-    """
-
-    def __init__(self):
-        self.model_config = CONFIG
-        self.vllm_config = SimpleNamespace(
-            use_v2_model_runner=False,
-            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-            cache_config=SimpleNamespace(block_size=2, kv_sharing_fast_prefill=False),
-        )
-        self.asked, self.aborted, self.gate, self.gap = [], 0, None, False
-
-    async def generate(self, prompt, params, request_id):
-        wish = Wish.of(params)
-        assert prompt["type"] == "token"
-        tokens = prompt["prompt_token_ids"]
-        self.asked.append((tokens, wish, params.skip_reading_prefix_cache))
-        try:
-            if self.gate is not None:
-                await self.gate.wait()
-        except asyncio.CancelledError:
-            self.aborted += 1
-            raise
-        n = len(tokens) - wish.start
-        progress = Progress(wish, wish.start - 1, n)
-        if not (self.gap and not params.skip_reading_prefix_cache):
-            progress.write(0, {"sampled": -torch.arange(n, dtype=torch.float32)})
-        yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), None)])
-
-
-@pytest.fixture(autouse=True)
-def vllm_without_its_libraries(monkeypatch):
-    """The two names of vLLM that the routes use."""
-    modules = {
-        "vllm": SimpleNamespace(SamplingParams=SimpleNamespace, __version__="0.32.0"),
-        "vllm.sampling_params": SimpleNamespace(
-            RequestOutputKind=SimpleNamespace(FINAL_ONLY="final")
-        ),
-    }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    sampling_params.cache_clear()
-    yield
-    sampling_params.cache_clear()
-
-
-@pytest.fixture
-def engine():
-    return Engine()
-
-
-@pytest.fixture
-def app(engine):
-    plugin, app = ScoringEndpoint(), FastAPI()
-    plugin.attach_router(app)
-    app.state.engine_client = engine
-    asyncio.run(plugin.init_state(engine, app.state, ARGS))
-    return app
-
-
-def post(app, body, path=SCORE_PATH):
-    async def send():
-        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
-            content = body if isinstance(body, bytes) else msgspec.json.encode(body)
-            return await client.post(path, content=content)
-
-    return asyncio.run(send())
-
-
-def scope_of(path):
-    """Return a request as the server hands it to the application."""
-    return {
-        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": [],
-        "query_string": b"", "scheme": "http", "server": ("t", 80), "client": ("t", 1),
-        "root_path": "", "http_version": "1.1", "asgi": {"version": "3.0"},
-    }  # fmt: skip
-
-
-def question(*sequences, **changes):
-    shown = [{"token_ids": ids, "start": start, **more} for ids, start, more in sequences]
-    return {"version": VERSION, "kinds": ["sampled"], "sequences": shown} | changes
-
-
-GOOD = ([5, 6, 7], 1, {})
+from tests.scoring.conftest import ARGS, GOOD, post, question, scope_of  # noqa: E402
 
 
 def test_question_is_answered_in_order(app, engine):
@@ -199,15 +95,16 @@ def test_wrong_question_is_400_and_never_reaches_the_engine(app, engine, name):
 
 
 def test_answer_too_large_is_refused_before_it_is_made(app, engine, monkeypatch):
-    monkeypatch.setattr("prime_composer.scoring.endpoint.MOST_BYTES", 300)
+    monkeypatch.setattr("prime_composer.scoring.questions.MOST_ANSWER_BYTES", 300)
     four = [([1] * 9, 1, {})] * 4  # 8 rows each
     assert post(app, question(*four)).status_code == 200
     for wish, size in ({"kinds": ["top_k"], "k": 1}, 384), ({"kinds": ["hidden"]}, 1152):
         answer = post(app, question(*four, **wish))
-        assert answer.status_code == 400
+        assert answer.status_code == 413
         assert f"{size:,} bytes, and at most 300 are answered at once" in answer.text
+    monkeypatch.setattr("prime_composer.scoring.questions.MOST_HEAD_BYTES", 300)
     answer = post(app, {"version": VERSION, "first": 0, "last": 100}, HEAD_PATH)
-    assert answer.status_code == 400 and "ask in pieces" in answer.text
+    assert answer.status_code == 413 and "ask in pieces" in answer.text
 
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 3), (3, 2), (0, 101)])
@@ -330,7 +227,7 @@ def test_work_of_a_client_that_hung_up_is_aborted(app, engine):
 
 def test_answers_beyond_the_room_wait_for_their_turn(app, engine):
     """Room for two of these; the third one waits in order, and one that hangs up takes none."""
-    app.state.prime_composer_room = Room(16)
+    app.state.prime_composer_rooms = Room(16), Room(0)
     bodies = [question(([5, 6, 7], 1, {})) for _ in range(4)]  # 8 bytes each
 
     async def scenario():
@@ -352,7 +249,7 @@ def test_answers_beyond_the_room_wait_for_their_turn(app, engine):
         assert len(engine.asked) == 3
 
     asyncio.run(scenario())
-    assert app.state.prime_composer_room._free == 16
+    assert app.state.prime_composer_rooms[0]._free == 16
 
 
 def test_one_failing_sequence_cancels_the_others(app, engine):

@@ -14,10 +14,12 @@ from fastapi import FastAPI  # noqa: E402
 from prime_composer.backends import scoring_client  # noqa: E402
 from prime_composer.backends.http import Connection, Refused, ServerError  # noqa: E402
 from prime_composer.backends.scoring_client import ScoringClient  # noqa: E402
-from prime_composer.scoring.endpoint import Room, facts_of, head  # noqa: E402
+from prime_composer.scoring.endpoint import facts_of, head  # noqa: E402
 from prime_composer.scoring.head import read_head  # noqa: E402
 from prime_composer.scoring.wire import HEAD_PATH  # noqa: E402
-from tests.scoring.test_endpoint import post, vllm_without_its_libraries  # noqa: E402, F401
+from tests.scoring.conftest import post  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("vllm_without_its_libraries")
 
 ROWS, D = 7, 4
 
@@ -87,7 +89,6 @@ def client_of(weight, bias, shards):
     app = FastAPI()
     app.add_route(HEAD_PATH, head, methods=["POST"])
     app.state.prime_composer_facts = facts_of(config)
-    app.state.prime_composer_room = Room(2**20)
     app.state.engine_client = Engine()
     return ScoringClient(Direct(app), app.state.prime_composer_facts, "m"), workers
 

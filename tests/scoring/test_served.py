@@ -3,6 +3,7 @@
 The model's prompts are prefilled in pieces of 192 tokens. One server, 40 s to start.
 """
 
+import contextlib
 import http.client
 import json
 import os
@@ -17,7 +18,15 @@ import torch
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.http import Connection, Refused, ServerError
 from prime_composer.backends.vllm_server import ServerScorer
-from prime_composer.scoring.wire import HEAD_PATH, SCORE_PATH, VERSION, Question, SequenceToAnswer
+from prime_composer.scoring.questions import MOST_SEQUENCES
+from prime_composer.scoring.wire import (
+    ENVELOPE_BYTES,
+    HEAD_PATH,
+    SCORE_PATH,
+    VERSION,
+    Question,
+    SequenceToAnswer,
+)
 from tests.backends.conftest import VOCAB, make_model
 from tests.vllm_process import TeacherProcess, save_tokenizer
 
@@ -120,6 +129,38 @@ def test_given_ids_get_their_log_probs(scorer, rollouts, exact):
         torch.testing.assert_close(sampled, own(expected, rollout), atol=1e-4, rtol=0)
 
 
+def test_given_ids_beyond_a_question_come_in_parts(scorer, rollouts, monkeypatch):
+    """The server's limit is 4,096 bytes, and the longest rollout's ids alone take 38,000."""
+    generator = np.random.default_rng(1)
+    given = [
+        torch.from_numpy(np.stack([generator.permutation(VOCAB)[:14] for _ in r.completion_ids]))
+        for r in rollouts
+    ]
+    whole = scorer.score(rollouts, 14, candidate_ids=given)
+    plugin, sizes = scorer.plugin(), []
+    limits = msgspec.structs.replace(plugin.facts.limits, question_bytes=2**12 + ENVELOPE_BYTES)
+    monkeypatch.setattr(plugin, "facts", msgspec.structs.replace(plugin.facts, limits=limits))
+    request = plugin._connection.request
+
+    def recorded(method, path, body, **options):
+        sizes.append(len(json.dumps(body)))
+        return request(method, path, body, **options)
+
+    monkeypatch.setattr(plugin._connection, "request", recorded)
+    for one, other in zip(scorer.score(rollouts, 14, candidate_ids=given), whole, strict=True):
+        assert torch.equal(one.token_ids, other.token_ids)
+        for name in ("teacher_logprobs", "ref_logprobs"):
+            found, expected = getattr(one, name), getattr(other, name)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert len(sizes) > len(rollouts) + 20 and max(sizes) <= limits.question_bytes
+    limits = msgspec.structs.replace(limits, question_bytes=ENVELOPE_BYTES)
+    monkeypatch.setattr(plugin, "facts", msgspec.structs.replace(plugin.facts, limits=limits))
+    with pytest.raises(
+        ServerError, match="at most 16,384 bytes, too few for .* lower the loss's k"
+    ):
+        scorer.score(rollouts, 14, candidate_ids=given)
+
+
 def test_hidden_states_and_head_give_the_same_log_probs(scorer, rollouts, exact, model, tmp_path):
     """The head comes in pieces and is kept under its hash; the second time nothing is sent."""
     client = scorer.plugin()
@@ -213,26 +254,61 @@ def metric(server, *names):
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(names))
 
 
-def running(server):
-    """Return the number of requests in the engine."""
-    return metric(server, "vllm:num_requests_running", "vllm:num_requests_waiting{")
+def prefilled(server):
+    """Return the number of tokens of all prompts that the engine has read."""
+    return metric(server, "vllm:prompt_tokens_total")
 
 
-def test_work_of_a_client_that_hung_up_ends(server, scorer, rollouts):
-    tokens = np.random.default_rng(4).integers(0, VOCAB, 500).tolist()
-    question = Question(VERSION, [SequenceToAnswer(tokens, 1)] * 300, ["top_k"], VOCAB)
+@contextlib.contextmanager
+def asked(server, question):
+    """Yield a connection on which a question was sent."""
     address = urlsplit(server.url)
-    client = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
-    headers = {"Authorization": f"Bearer {KEY}"}
-    client.request("POST", SCORE_PATH, msgspec.json.encode(question), headers)
-    deadline = time.monotonic() + 30
-    while running(server) == 0:
-        assert time.monotonic() < deadline
-    client.close()
-    while running(server) > 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    client = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    with contextlib.closing(client):
+        headers = {"Authorization": f"Bearer {KEY}"}
+        client.request("POST", SCORE_PATH, msgspec.json.encode(question), headers)
+        yield client
+
+
+def test_question_beyond_the_limits_costs_no_second(server, scorer, rollouts):
+    """It blocked the server's event loop for 18 s, and a small question came after 24 s."""
+    question = Question(VERSION, [SequenceToAnswer([5, 6], 1)] * 100_000, ["sampled"])
+    begin = time.monotonic()
+    with asked(server, question) as client, contextlib.closing(client.getresponse()) as answer:
+        assert (answer.status, time.monotonic() - begin < 1) == (413, True)
+        assert "1,024 sequences" in json.loads(answer.read())["error"]["message"]
     assert len(scorer.score(rollouts[:1], 4)) == 1
+
+
+LARGEST = {
+    "many": ([SequenceToAnswer([5] * 256, 1)] * MOST_SEQUENCES, ["sampled", "top_k"], 8),
+    "long": ([SequenceToAnswer([5] * 511, 1)] * 512, ["sampled", "hidden"], 0),
+    "wide": ([SequenceToAnswer([5] * 500, 1)] * 500, ["top_k"], VOCAB),
+}
+
+
+@pytest.mark.parametrize("kind", LARGEST)
+def test_small_question_waits_little_beside_the_largest(server, scorer, rollouts, kind):
+    """2 s on two cores, while the engine works for the large one, and after its client hung up."""
+    question, waits = Question(VERSION, *LARGEST[kind]), []
+    before = prefilled(server)
+
+    def ask():
+        begin = time.monotonic()
+        scorer.score(rollouts[:1], 4)
+        waits.append(time.monotonic() - begin)
+
+    with asked(server, question):
+        deadline = time.monotonic() + 30
+        while prefilled(server) < before + 2000:
+            assert time.monotonic() < deadline
+        for _ in range(10):
+            ask()
+    ask()
+    assert max(waits) < 2, waits
+    after = prefilled(server)
+    time.sleep(1)
+    assert prefilled(server) == after < before + 200_000
 
 
 @pytest.mark.slow

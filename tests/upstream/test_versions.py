@@ -73,7 +73,7 @@ def test_match_version_unknown_surface_lists_everything():
 
 
 def test_versions_are_keyed_by_their_names():
-    assert list(VERSIONS) == ["v0.6", "v0.7", "v0.8", "head"]
+    assert list(VERSIONS) == ["v0.6", "v0.7", "v0.8", "head", "v0.9", "main"]
     assert all(version.name == name for name, version in VERSIONS.items())
 
 

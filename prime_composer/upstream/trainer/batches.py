@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from prime_composer.contract import Support
+from prime_composer.scoring.shared_vocabulary import IN_TAIL, lacking
 from prime_composer.two_heads import Logits, TwoHeads
 from prime_composer.upstream.capabilities import HEADS
 from prime_composer.upstream.settings import SET_SWITCH
@@ -90,7 +91,7 @@ class MicroBatch:
         self.head: Logits | None = None
         self.slices: dict[int, slice] = {}
         self._tensors = tensors
-        self._checked = False
+        self._vocab_size: int | None = None
 
     def _row(self, name: str) -> Tensor | None:
         stream = self._tensors.get(name)
@@ -180,12 +181,12 @@ class MicroBatch:
             vocab_size: entries of the student's head.
 
         Raises:
-            ValueError: an id is not the student's, or the numbers are no log-probs.
+            ValueError: an id is neither the student's nor padding, or the numbers are no log-probs.
         """
-        if self.payload is not None and not self._checked:
+        if self.payload is not None and self._vocab_size is None:
             token_ids, logprobs = self.payload
             check_support(token_ids[self.scored], logprobs[self.scored], vocab_size)
-            self._checked = True
+            self._vocab_size = vocab_size
 
     def place(self, sequences: Iterable[Tensor]) -> None:
         """Note which part of the packed sequence each of ``compute_loss``'s tensors is."""
@@ -259,10 +260,14 @@ class MicroBatch:
             )
         if self.student is None:
             raise SilentHook(without_student(model))
+        token_ids = self.payload.token_ids[part].to(device)
+        in_tail = lacking(token_ids, self._vocab_size)
+        student = self.student[part] + trainer_logprobs.unsqueeze(1)
+        teacher = self.payload.teacher_logprobs[part].to(device)
         return Support(
-            token_ids=self.payload.token_ids[part].to(device),
-            teacher_logprobs=self.payload.teacher_logprobs[part].to(device),
-            student_logprobs=self.student[part] + trainer_logprobs.unsqueeze(1),
+            token_ids=token_ids,
+            teacher_logprobs=teacher.masked_fill(in_tail, IN_TAIL),
+            student_logprobs=student.masked_fill(in_tail, IN_TAIL),
         )
 
 

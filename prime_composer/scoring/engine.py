@@ -1,0 +1,163 @@
+"""Ask vLLM's engine for the rows of a question, a few of its steps' work at a time.
+
+The engine serves first what came first. A question that handed all its sequences over at once would
+keep all later ones waiting, and its own end would take the engine as long once its client is gone.
+"""
+
+import asyncio
+import itertools
+import json
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from copy import copy
+from functools import cache, lru_cache
+from typing import Any
+
+from prime_composer.scoring.wire import NAME, Field, Question, Rows
+from prime_composer.scoring.worker import Wish
+
+_process = secrets.token_hex(8)
+_numbers = itertools.count()
+"""Together the name of a request in the engine, which several API servers may share."""
+
+FIRST_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=0"
+
+AHEAD = 2
+"""Steps of the engine, or sequences that are longer, that a question has in it at once: one runs
+and one waits, so that the engine is never idle."""
+
+LEAST_TOKENS = 64
+"""What a sequence counts at least, because of what the API server does for each."""
+
+
+class NoRows(RuntimeError):
+    """The engine's processes gave no rows. Another try would not change it."""
+
+
+class Room:
+    """What may be there at once, in bytes or tokens. Who asks for more waits, in order.
+
+    Args:
+        size: of all together. What is larger has the room for itself.
+    """
+
+    def __init__(self, size: int):
+        self._size = self._free = size
+        self._turn = asyncio.Lock()
+        self._left = asyncio.Event()
+
+    @asynccontextmanager
+    async def taken(self, size: int) -> AsyncIterator[None]:
+        """Wait until there is room for ``size``, and have it."""
+        size = min(size, self._size)
+        async with self._turn:
+            while self._free < size:
+                self._left.clear()
+                await self._left.wait()
+            self._free -= size
+        try:
+            yield
+        finally:
+            self._free += size
+            self._left.set()
+
+
+async def all_rows(engine: Any, config: Any, question: Question, wishes: list[Wish]) -> list[Rows]:
+    """Return the answer of each sequence, in order; the first error cancels the others.
+
+    Args:
+        engine: vLLM's client of its engine.
+        config: vLLM's. Its prefix cache has whole blocks: a shorter prompt is in none, and one of
+            whole blocks is in it with the row that predicts the first token.
+        question: the checked question.
+        wishes: what the worker has to do, one per sequence.
+    """
+    block_size: int = config.cache_config.block_size
+    longest = max(len(sequence.token_ids) for sequence in question.sequences)
+    room = Room(AHEAD * max(longest, config.scheduler_config.max_num_batched_tokens))
+
+    async def one(token_ids: list[int], wish: Wish) -> Rows:
+        cached = wish.start > block_size and wish.start % block_size > 0
+        async with room.taken(max(LEAST_TOKENS, len(token_ids))):
+            return await rows_of(engine, token_ids, wish, cached=cached)
+
+    work = [
+        one(sequence.token_ids, wish)
+        for sequence, wish in zip(question.sequences, wishes, strict=True)
+    ]
+    if len(work) == 1:
+        return [await work[0]]
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def rows_of(engine: Any, token_ids: list[int], wish: Wish, *, cached: bool) -> Rows:
+    """Return one sequence's answer.
+
+    The prompt's key-value cache is shared with other sequences of its group. Where the cache had
+    more than the prompt, rows are missing, and the sequence is computed once more without it.
+
+    Args:
+        engine: vLLM's client of its engine.
+        token_ids: prompt and completion.
+        wish: what the worker has to do.
+        cached: the prefix cache may have the prompt without its last row.
+
+    Raises:
+        NoRows: the engine's processes do not have the plugin, or cannot compute the rows.
+    """
+    for skips_cache in (False, True) if cached else (True,):
+        # A copy is not checked again, and vLLM makes a shallow one instead of a deep one.
+        params = copy(sampling_params())
+        params.skip_reading_prefix_cache = skips_cache
+        params.extra_args = wish.mark()
+        name = f"{NAME}-{_process}-{next(_numbers)}"
+        found = None
+        # With its type, vLLM takes the prompt as it is.
+        prompt = {"type": "token", "prompt_token_ids": token_ids}
+        async for output in engine.generate(prompt, params, name):
+            found = output.prompt_logprobs
+        tensors = found[-1] if found else None
+        if tensors is None or str(getattr(tensors[0], "dtype", "")) != "torch.uint8":
+            raise NoRows(
+                "The scoring plugin of prime_composer is not active in the engine's processes; "
+                f"set VLLM_PLUGINS={NAME} and {FIRST_MODEL_RUNNER} for all of them."
+            )
+        description, data = tensors[0].numpy().tobytes(), tensors[1].numpy().data
+        if description:
+            return Rows(len(token_ids) - wish.start, fields_of(description), data)
+    raise NoRows("vLLM left rows of the prompt out, without a cache")
+
+
+@cache
+def sampling_params() -> Any:
+    """Return what all requests of the plugin have in common, checked by vLLM once."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+@lru_cache
+def fields_of(description: bytes) -> list[Field]:
+    """Return the arrays of an answer (``worker.Progress.payload``).
+
+    Raises:
+        NoRows: there are none, and the worker says why.
+    """
+    fields = json.loads(description)
+    if isinstance(fields, str):
+        raise NoRows(f"vLLM's worker could not compute the rows: {fields}")
+    return [Field(*one) for one in fields]

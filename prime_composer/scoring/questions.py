@@ -1,0 +1,234 @@
+"""Read a question, and refuse what would end vLLM's engine or take the server from all others.
+
+A question is JSON, and no larger than the server's ``Limits`` say. What is refused costs the event
+loop a few milliseconds, whatever its size.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from prime_composer.scoring.kinds import KINDS
+from prime_composer.scoring.wire import (
+    VERSION,
+    Facts,
+    HeadQuestion,
+    Limits,
+    Question,
+    WireError,
+    decode_ids,
+)
+from prime_composer.scoring.worker import Wish
+
+MOST_SEQUENCES = 2**10
+"""Sequences of a question. Each costs the API server about 0.2 ms, besides its tokens."""
+
+MOST_TOKENS = 2**18
+"""Tokens of a question, or one sequence of the model's full length where that is longer."""
+
+MOST_QUESTION_BYTES = 2**25
+"""Bytes of a question, or 16 per token of the longest sequence where that is more. Decoding this
+much takes 0.2 s, most of which are ids of the caller's choice."""
+
+MOST_ANSWER_BYTES = 2**30
+"""Arrays of one answer, and of all that are in the making at once."""
+
+MOST_HEAD_BYTES = 2**29
+"""Rows of the output head in one answer, counted in float32."""
+
+KEYS_PER_SEQUENCE = 4
+"""At least as many commas as a sequence has in JSON besides those between its tokens."""
+
+
+class BadQuestion(ValueError):
+    """A question that is not answered.
+
+    Attributes:
+        status: of the refusal.
+    """
+
+    status = 400
+
+
+class TooLarge(BadQuestion):
+    """A question beyond the server's limits."""
+
+    status = 413
+
+
+class OtherVersion(Exception):
+    """A question of another version. The answer says which one this is."""
+
+
+class Versioned(msgspec.Struct):
+    """What every question has."""
+
+    version: int
+
+
+def limits_of(max_model_len: int) -> Limits:
+    """Return the limits of a server, which admit any one sequence of its model."""
+    return Limits(
+        MOST_SEQUENCES,
+        max(MOST_TOKENS, max_model_len),
+        max(MOST_QUESTION_BYTES, 16 * max_model_len),
+        MOST_ANSWER_BYTES,
+    )
+
+
+async def body_of(request: Request, facts: Facts) -> bytearray:
+    """Return a request's body, of which no more is read than the limits admit.
+
+    Raises:
+        TooLarge: it has more bytes, or so many commas that it has too many tokens or sequences. To
+            decode them would take a second.
+        ClientDisconnect: the client is gone.
+    """
+    limits = limits_of(facts.max_model_len)
+    announced, most = request.headers.get("Content-Length", ""), limits.question_bytes
+    body = bytearray()
+    too_long = announced.isdecimal() and int(announced) > most
+    if not too_long:
+        async for chunk in request.stream():
+            body += chunk
+            too_long = len(body) > most
+            if too_long:
+                break
+    if too_long:
+        raise TooLarge(f"A question may have {most:,} bytes on this server; ask in pieces.")
+    most_commas = limits.tokens + KEYS_PER_SEQUENCE * limits.sequences + 1000
+    if body.count(b",") > most_commas:
+        raise too_many(limits)
+    return body
+
+
+def too_many(limits: Limits) -> TooLarge:
+    """Return the refusal of a question with too many sequences or tokens."""
+    return TooLarge(
+        f"A question may have {limits.sequences:,} sequences with {limits.tokens:,} tokens in all "
+        "on this server; ask in pieces."
+    )
+
+
+def read(body: bytes | bytearray, kind: type[Any]) -> Any:
+    """Return a question of this version.
+
+    Raises:
+        OtherVersion: it is one of another version.
+        BadQuestion: it is none.
+    """
+    try:
+        question = msgspec.json.decode(body, type=kind)
+    except (ValueError, RecursionError) as error:
+        # Another version's may have other keys.
+        with suppress(ValueError, RecursionError):
+            if msgspec.json.decode(body, type=Versioned).version != VERSION:
+                raise OtherVersion from None
+        raise BadQuestion(f"The question cannot be read: {error}") from None
+    if question.version != VERSION:
+        raise OtherVersion
+    return question
+
+
+def check_question(question: Question, facts: Facts) -> None:
+    """Check what the sequences of a question share.
+
+    Raises:
+        TooLarge: too many sequences or tokens.
+        BadQuestion: a kind that is not known, or a K that does not fit.
+    """
+    limits = limits_of(facts.max_model_len)
+    sequences, kinds = question.sequences, question.kinds
+    tokens = sum(len(sequence.token_ids) for sequence in sequences)
+    if len(sequences) > limits.sequences or tokens > limits.tokens:
+        raise too_many(limits)
+    if sequences and not kinds or len({*kinds} & KINDS.keys()) != len(kinds):
+        raise BadQuestion(f"kinds {kinds}, where some of {list(KINDS)} are needed, each once")
+    if not 0 <= question.k <= facts.vocab_size or ("top_k" in kinds) != (question.k > 0):
+        raise BadQuestion(
+            f"k = {question.k} with kinds {kinds}: top_k needs a k from 1 to the vocabulary's "
+            f"{facts.vocab_size}, and without it k is 0"
+        )
+
+
+def check_head_question(question: HeadQuestion, facts: Facts) -> None:
+    """Check which rows of the head are asked for.
+
+    Raises:
+        TooLarge: too many at once.
+        BadQuestion: there are no such rows.
+    """
+    first, last = question.first, question.last
+    if not first <= last <= facts.vocab_size:
+        raise BadQuestion(
+            f"rows {first} to {last}, where 0 <= first <= last <= {facts.vocab_size} is needed"
+        )
+    if (last - first) * facts.hidden_size * 4 > MOST_HEAD_BYTES:
+        raise TooLarge(f"{last - first} rows at once are too many; ask in pieces")
+
+
+def wish_of(index: int, question: Question, facts: Facts) -> Wish:
+    """Return what the worker has to do for one sequence.
+
+    Args:
+        index: of the sequence.
+        question: the whole question.
+        facts: the server's.
+
+    Raises:
+        BadQuestion: the engine would end, or answer something else.
+    """
+    sequence = question.sequences[index]
+    place, length = f"sequence {index}", len(sequence.token_ids)
+    if length + 1 > facts.max_model_len:
+        raise BadQuestion(
+            f"{place} has {length} tokens, and max_model_len = {facts.max_model_len} leaves room "
+            f"for {facts.max_model_len - 1}"
+        )
+    if not 1 <= sequence.start < length:
+        raise BadQuestion(
+            f"{place} has {length} tokens and start = {sequence.start}, where a start from 1 to "
+            f"{length - 1} is needed"
+        )
+    check_ids(min(sequence.token_ids), max(sequence.token_ids), facts.vocab_size, place)
+    try:
+        given = decode_ids(sequence.given, length - sequence.start)
+    except WireError as error:
+        raise BadQuestion(f"{place}: {error}") from None
+    if ("given" in question.kinds) != (given.size > 0):
+        raise BadQuestion(f"{place}: the kind given and given ids go together")
+    if given.size:
+        check_ids(int(given.min()), int(given.max()), facts.vocab_size, f"{place}, given ids")
+    return Wish(sequence.start, tuple(question.kinds), question.k, given.tobytes())
+
+
+def check_ids(lowest: int, highest: int, vocab_size: int, place: str) -> None:
+    """Check that ids are in the vocabulary; another one ends the engine.
+
+    Raises:
+        BadQuestion: one is not.
+    """
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise BadQuestion(f"{place}: id {wrong}, where 0 to {vocab_size - 1} is needed")
+
+
+def answer_size(question: Question, wishes: list[Wish], facts: Facts) -> int:
+    """Return about how many bytes an answer has.
+
+    Raises:
+        TooLarge: more than ``MOST_ANSWER_BYTES``.
+    """
+    per_row = 4 + 8 * question.k + ("hidden" in question.kinds) * 4 * facts.hidden_size
+    size = sum(
+        (len(sequence.token_ids) - wish.start) * per_row + len(wish.given)
+        for sequence, wish in zip(question.sequences, wishes, strict=True)
+    )
+    if size > MOST_ANSWER_BYTES:
+        raise TooLarge(
+            f"{len(wishes)} sequences would get {size:,} bytes, and at most "
+            f"{MOST_ANSWER_BYTES:,} are answered at once; ask for fewer sequences, or a smaller k"
+        )
+    return size

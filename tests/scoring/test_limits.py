@@ -1,0 +1,227 @@
+"""No question keeps the others waiting: limits, parts for the engine, and answers in windows."""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+
+import msgspec
+import pytest
+
+pytest.importorskip("fastapi", reason="vLLM's server is not installed")
+
+import httpx  # noqa: E402
+
+from prime_composer.scoring import endpoint, questions  # noqa: E402
+from prime_composer.scoring import engine as engine_module
+from prime_composer.scoring.endpoint import Windows  # noqa: E402
+from prime_composer.scoring.engine import AHEAD, Room  # noqa: E402
+from prime_composer.scoring.wire import HEAD_PATH, SCORE_PATH, Answer, decode_answer  # noqa: E402
+from tests.scoring.conftest import GOOD, post, question, scope_of  # noqa: E402
+
+SHORT = ([5, 6], 1, {})
+
+
+def limits_of(app):
+    return decode_answer(post(app, question()).content, Answer).facts.limits
+
+
+def test_limits_admit_one_sequence_of_any_model():
+    """Its ids have at most eight digits in JSON, with a comma and a space."""
+    for length in (20, 2**20, 10**7):
+        limits = questions.limits_of(length)
+        assert limits.tokens >= length and limits.question_bytes >= 16 * length
+
+
+TOO_LARGE = {
+    "sequences": (question(*[SHORT] * (questions.MOST_SEQUENCES + 1)), "1,024 sequences"),
+    "many more": (question(*[SHORT] * 100_000), "1,024 sequences"),
+    "tokens": (question(*[([5] * 1000, 1, {})] * 263), "262,144 tokens in all"),
+    "a long sequence": (question(([5] * 4_000_000, 1, {})), "262,144 tokens in all"),
+    "bytes": (b" " * (questions.MOST_QUESTION_BYTES + 1), "33,554,432 bytes"),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [*((SCORE_PATH, name) for name in TOO_LARGE), (HEAD_PATH, "bytes"), (HEAD_PATH, "many more")],
+)
+def test_question_over_the_limits_is_413_at_once(app, engine, path, name):
+    body, words = TOO_LARGE[name]
+    body = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    begin = time.perf_counter()
+    answer = post(app, body, path)
+    assert time.perf_counter() - begin < 1
+    assert answer.status_code == 413 and words in answer.json()["error"]["message"]
+    assert engine.asked == []
+
+
+def test_most_that_is_allowed_is_answered(app, engine):
+    """As many sequences as the limits name, and as many tokens."""
+    limits = limits_of(app)
+    lengths = [3] * (limits.sequences - 1)
+    assert post(app, question(*[([5] * n, 1, {}) for n in lengths], SHORT)).status_code == 200
+    assert len(engine.asked) == limits.sequences
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_body_over_the_limit_is_not_read_to_its_end(app, announced):
+    """With its length announced not at all; otherwise up to the limit."""
+    asked, sent, chunk = 0, [], b" " * 2**20
+    scope = scope_of(SCORE_PATH)
+    if announced:
+        scope["headers"] = [(b"content-length", b"99999999999")]
+
+    async def receive():
+        nonlocal asked
+        asked += 1
+        return {"type": "http.request", "body": chunk, "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 413
+    assert asked == (0 if announced else questions.MOST_QUESTION_BYTES // len(chunk) + 1)
+
+
+def test_small_answer_does_not_wait_for_a_large_one(app, engine, monkeypatch):
+    """The large one has the room for itself, and the engine is not done with it."""
+    monkeypatch.setattr(endpoint, "SMALL_BYTES", 100)
+    large = question(*[([5] * 19, 1, {})] * 4)  # 4 * 18 rows of 4 bytes
+    app.state.prime_composer_rooms = Room(100), Room(288)
+
+    async def scenario():
+        engine.gate = asyncio.Event()
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+
+            def ask(body):
+                content = msgspec.json.encode(body)
+                return asyncio.ensure_future(client.post(SCORE_PATH, content=content))
+
+            tasks = [ask(large), ask(large)]
+            await asyncio.sleep(0.1)
+            tasks.append(ask(question(GOOD)))
+            await asyncio.sleep(0.1)
+            assert [len(tokens) for tokens, *_ in engine.asked] == [19, 19, 19, 19, 3]
+            engine.gate.set()
+            assert [(await task).status_code for task in tasks] == [200] * 3
+
+    asyncio.run(scenario())
+    assert len(engine.asked) == 9
+
+
+def test_engine_gets_a_few_steps_of_one_question_at_once(app, engine):
+    """The stand-in's step has 256 tokens. Once the client is gone, the engine gets no more."""
+    tokens = [5] * 19
+    body = msgspec.json.encode(question(*[(tokens, 1, {})] * 100))
+    at_once = AHEAD * 256 // engine_module.LEAST_TOKENS
+
+    async def scenario():
+        engine.gate, gone = asyncio.Event(), asyncio.Event()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            """Nobody listens."""
+
+        task = asyncio.ensure_future(app(scope_of(SCORE_PATH), receive, send))
+        await asyncio.sleep(0.1)
+        assert len(engine.asked) == at_once
+        gone.set()
+        await asyncio.wait_for(task, 10)
+
+    asyncio.run(scenario())
+    assert len(engine.asked) == engine.aborted == at_once
+    assert all(room._free == room._size for room in app.state.prime_composer_rooms)
+
+
+def test_room_is_given_to_what_is_larger_than_it():
+    """It waits until it is alone."""
+    order = []
+
+    async def scenario():
+        room = Room(10)
+
+        async def work(size):
+            async with room.taken(size):
+                order.append(size)
+                await asyncio.sleep(0)
+                order.append(-size)
+
+        await asyncio.wait_for(asyncio.gather(work(4), work(6), work(25), work(1)), 10)
+
+    asyncio.run(scenario())
+    assert order == [4, 6, -4, -6, 25, -25, 1, -1]
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 2**20])
+def test_answer_in_windows_is_the_answer(app, monkeypatch, window):
+    """Bit for bit, and as long as it says."""
+    body = question(GOOD, ([1, 2, 3, 4, 5], 3, {}))
+    whole = post(app, body)
+    monkeypatch.setattr(endpoint, "WINDOW_BYTES", window)
+    answer = post(app, body)
+    assert answer.content == whole.content
+    assert int(answer.headers["Content-Length"]) == len(whole.content)
+    assert len(decode_answer(answer.content, Answer).sequences) == 2
+
+
+@pytest.mark.parametrize("ending", ["gone", "stalled"])
+def test_answer_that_is_not_taken_gives_its_room_back(monkeypatch, ending):
+    """The client hangs up, or keeps the connection and takes nothing."""
+    monkeypatch.setattr(endpoint, "WINDOW_BYTES", 4)
+    monkeypatch.setattr(endpoint, "STALL_SECONDS", 0.1)
+    taken = []
+
+    async def scenario():
+        room, held, gone = Room(10), AsyncExitStack(), asyncio.Event()
+        await held.enter_async_context(room.taken(10))
+
+        async def receive():
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            taken.append(len(message.get("body", b"")))
+            if len(taken) == 3:
+                if ending == "gone":
+                    gone.set()
+                else:
+                    await asyncio.Event().wait()
+
+        response = Windows([b"abc", memoryview(bytes(4000))], held)
+        await asyncio.wait_for(response(scope_of(SCORE_PATH), receive, send), 10)
+        assert room._free == 10
+
+    asyncio.run(scenario())
+    assert len(taken) < 10
+
+
+def test_others_have_their_turn_while_an_answer_is_sent(monkeypatch):
+    """Also where ``send`` never waits, as uvicorn's for a client that is gone."""
+    monkeypatch.setattr(endpoint, "WINDOW_BYTES", 2**10)
+    turns = []
+
+    async def scenario():
+        async def receive():
+            await asyncio.Event().wait()
+
+        async def send(message):
+            turns.append("sent")
+
+        async def other():
+            while turns.count("sent") < 100:
+                turns.append("other")
+                await asyncio.sleep(0)
+
+        response = Windows([bytes(2**17)], AsyncExitStack())
+        await asyncio.gather(response(scope_of(SCORE_PATH), receive, send), other())
+
+    asyncio.run(scenario())
+    assert turns.count("other") > 90
