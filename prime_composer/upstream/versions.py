@@ -41,8 +41,7 @@ Importing this module imports neither prime-rl nor torch.
 
 import importlib
 import importlib.util
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -52,9 +51,7 @@ from prime_composer.upstream.capabilities import (
     LOSS_INPUTS,
     LOSS_OUTPUTS,
     LOSS_SETUP,
-    Place,
     UnknownSurface,
-    misfits,
     signature_of,
     take,
 )
@@ -433,30 +430,6 @@ def probe_contract(module: ModuleType | None = None) -> LossContract:
         f"LossInputs({', '.join(signature_of(inputs))}), which is no loss contract that "
         f"prime_composer supports. Supported: {known_versions()}."
     )
-
-
-def expect(owner: Any, name: str, expected: Sequence[str], source: str) -> Any:
-    """Return ``owner.name`` after a check that it is a callable that fits these parameters.
-
-    Args:
-        owner: module or class.
-        name: attribute of ``owner``.
-        expected: the parameters that we need.
-        source: file of prime-rl that defines the expected form, for the message.
-
-    Raises:
-        UnknownSurface: the attribute is missing, or does not fit.
-    """
-    label = f"{getattr(owner, '__name__', owner)}.{name}"
-    if inspect.getattr_static(owner, name, None) is None:
-        raise UnknownSurface(f"prime_composer hooks {label}, which is gone (it is in {source}).")
-    member = getattr(owner, name)
-    found = misfits(signature_of(member), Place(source, name, tuple(expected)))
-    if found:
-        raise UnknownSurface(
-            f"prime_composer hooks {label} of {source}, which {' and '.join(found)}."
-        )
-    return member
 
 
 def config_surface() -> frozenset[str]:

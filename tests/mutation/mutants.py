@@ -60,6 +60,15 @@ TESTS = {
     "losses/compose.py": [LOSSES + "test_compose.py"],
     "losses/config.py": [LOSSES + "test_compose.py"],
     "local/episodes.py": ["tests/local/test_episodes.py"],
+    "upstream/tally.py": ["tests/upstream/test_silent_hooks.py"],
+    "upstream/trainer/adapter.py": ["tests/upstream/test_silent_hooks.py"],
+    "upstream/trainer/batches.py": ["tests/upstream/test_silent_hooks.py"],
+    "upstream/trainer/binding.py": [
+        "tests/upstream/test_registration.py", "tests/upstream/test_silent_hooks.py"
+    ],
+    "upstream/trainer/hooks.py": ["tests/upstream/test_silent_hooks.py"],
+    "upstream/plain_launcher.py": ["tests/upstream/test_silent_hooks.py"],
+    "upstream/orchestrator/hooks.py": ["tests/upstream/test_orchestrator.py"],
     "losses/bound.py": [
         LOSSES + "test_compose.py", LOSSES + "test_taid.py", LOSSES + "test_support_losses.py"
     ],
@@ -100,6 +109,8 @@ HEAD_TAIL = "losses/head_tail_reverse_kl.py"
 TAID, EOPD, SELF = "losses/taid.py", "losses/entropy_aware_opd.py", "losses/self_distillation.py"
 REWEIGHTING = "losses/shared/reweighting.py"
 EPISODES = "local/episodes.py"
+ADAPTER, ORCHESTRATOR = "upstream/trainer/adapter.py", "upstream/orchestrator/hooks.py"
+BINDING = "upstream/trainer/binding.py"
 RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
 
 MUTANTS: dict[str, Mutant] = {
@@ -718,5 +729,68 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "turns: shortest history extended": mutant(
         EPISODES, "interleave", ("max(extended, key=_K)", "min(extended, key=_K)"),
+    ),
+    # hooks that never fire
+    "hooks: silent one accepted": mutant(
+        "upstream/tally.py", "Tally.judge", ("work and not self.calls[hook]", "False"),
+    ),
+    "hooks: calls of the part not counted in the whole": mutant(
+        "upstream/tally.py", "Tally.called", ("self._whole.called(hook)", "None"),
+    ),
+    "hooks: tokens of a batch not counted": mutant(
+        ADAPTER, "Adapter.batch_came", ("self._expect(self.tally, sum(self._tokens))", "None"),
+    ),
+    "hooks: tokens of a micro-batch not counted": mutant(
+        ADAPTER, "Adapter.begin",
+        ("self._expect(self._micro_tally, self._tokens[number])", "None"),
+    ),
+    "hooks: next batch not judged": mutant(
+        ADAPTER, "Adapter.ask_for_batch", ("self.tally.judge()", "None"),
+    ),
+    "hooks: last batch not judged": mutant(
+        ADAPTER, "Adapter.judge_last_batch", ("self.tally.judge()", "None"),
+    ),
+    "hooks: last batch judged after an error": mutant(
+        ADAPTER, "Adapter.judge_last_batch", ("not self._batches.is_open", "True"),
+    ),
+    "hooks: exit with status 0": mutant(
+        ADAPTER, "judge_at_exit", ("os._exit(1)", "None"),
+    ),
+    "hooks: loop past the data loader accepted": mutant(
+        ADAPTER, "Adapter.check_batch", ("self.steps == 0", "False"),
+    ),
+    "hooks: micro-batch not judged": mutant(
+        "upstream/trainer/hooks.py", "placed.compute", ("adapter().judge_micro_batch()", "None"),
+    ),
+    "hooks: support without the student": mutant(
+        "upstream/trainer/batches.py", "MicroBatch._support",
+        ("raise SilentHook(without_student(model))",
+         "self.student = trainer_logprobs.new_zeros((trainer_logprobs.numel(), self.k))"),
+    ),
+    "hooks: train loop of the plain launcher not hooked": mutant(
+        "upstream/plain_launcher.py", "_hook_loop",
+        ("train_loop.get('compute_loss') is compute_loss", "False"),
+    ),
+    "hooks: tokens of all kinds are ours": mutant(
+        BINDING, "RegisteredLoss.tokens_in",
+        ("distilled_of(tensors, not self.distils)", "distilled_of(tensors, self.distils)"),
+    ),
+    "hooks: tokens of this rank alone": mutant(
+        BINDING, "RegisteredLoss._check_tokens", ("summed_over_ranks(counts)", "counts"),
+    ),
+    "hooks: request of the teacher not expected": mutant(
+        ORCHESTRATOR, "_judged.judged", ("tally.judge()", "None"),
+    ),
+    "hooks: request of the teacher not counted": mutant(
+        ORCHESTRATOR, "hook_client.prefill_logprobs", ("ran(REQUEST)", "None"),
+    ),
+    "hooks: support not counted": mutant(
+        ORCHESTRATOR, "hook_routing.assign_reference_logprobs", ("ran(SUPPORT)", "None"),
+    ),
+    "hooks: samples not counted": mutant(
+        ORCHESTRATOR, "hook_samples.trace_to_samples", ("MADE.called(SAMPLES)", "None"),
+    ),
+    "hooks: stamps not judged": mutant(
+        ORCHESTRATOR, "_as_grpo.score_all", ("MADE.judge()", "None"),
     ),
 }  # fmt: skip

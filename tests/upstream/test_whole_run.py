@@ -109,6 +109,7 @@ def run(
     modules=(),
     unhooked=(),
     meanwhile=None,
+    tree=None,
     **recipe,
 ):
     """Do one whole run, and return the servers' requests, the trainer's log and the folder.
@@ -125,6 +126,7 @@ def run(
         modules: folders for PYTHONPATH.
         unhooked: processes that start without PRIME_COMPOSER.
         meanwhile: called with the servers by role, beside the run.
+        tree: one of ``BRANCHES``, in the place of the version's own sources.
         recipe: arguments of ``cpu_recipe.native``.
     """
     if not is_ready(version):
@@ -159,7 +161,8 @@ def run(
             cpu_recipe.native(version, *urls, model_folder, loss, replay=replay, **recipe)
         )
         switches = {} if switch is None else {"PRIME_COMPOSER": switch}
-        env = launch_run.environment(python, trees(version), folder, unhooked, **switches)
+        sources = trees(tree or version)
+        env = launch_run.environment(python, sources, folder, unhooked, **switches)
         first = [*modules, *([verifiers_of(version)] if verifiers_of(version) else [])]
         env["PYTHONPATH"] = os.pathsep.join([*map(str, first), env["PYTHONPATH"]])
         command = [python, "-m", "prime_rl.entrypoints.rl", "@", str(config)]
@@ -272,7 +275,11 @@ RUNS = [
 )
 def test_whole_run_distils_on_the_teachers_top_k(trees, models, tmp_path, version, how):
     """The divergence of the first step is the one that float64 gives."""
-    result = run(version, trees, models, tmp_path, TOP_K, **how)
+    check_top_k(run(version, trees, models, tmp_path, TOP_K, **how), version)
+
+
+def check_top_k(result, version):
+    """Check the numbers of a whole run with ``TOP_K`` against float64."""
     assert all(r["params"]["prompt_logprobs"] == K for r in result["teacher"] if "params" in r)
     assert "topk_reverse_kl was called" in result["trainer"]
     rows = metric_rows(result, version)
