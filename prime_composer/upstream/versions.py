@@ -36,7 +36,8 @@ Nobody has run the two. v0.9 is what pull requests and the versions of single fi
 `filter_zero_advantages` went with 3463 of 1 September. main is single files of October and November
 2026: configs/{rl,orchestrator,algorithm,inference,shared,trainer}.py.
 
-Importing this module imports neither prime-rl nor torch.
+Importing this module imports the standard library alone: CI reads the records before anything is
+installed.
 """
 
 import importlib
@@ -45,7 +46,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prime_composer.upstream.capabilities import (
     LOSS_INPUTS,
@@ -55,7 +56,6 @@ from prime_composer.upstream.capabilities import (
     signature_of,
     take,
 )
-from prime_composer.upstream.config_fields import ConfigFields, importable_fields
 from prime_composer.upstream.toml_shapes import (
     PLACES,
     PLACES_OF_MAIN,
@@ -79,6 +79,9 @@ from prime_composer.upstream.toml_shapes import (
     teacher_of_each_environment,
     teacher_of_the_run,
 )
+
+if TYPE_CHECKING:  # pydantic, which a script that makes environments does not have
+    from prime_composer.upstream.config_fields import ConfigFields
 
 LOSS_MODULE = "prime_rl.trainer.rl.loss"
 RL_CONFIGS = "prime_rl.configs.rl"
@@ -478,7 +481,7 @@ def match_version(surface: Iterable[str]) -> Version:
     )
 
 
-def fitted(version: Version, fields: ConfigFields) -> Version:
+def fitted(version: Version, fields: "ConfigFields") -> Version:
     """Return a record with each key that main moved where the config classes have it.
 
     A key that they have in neither place stays where the record has it.
@@ -504,6 +507,8 @@ def probe_version() -> Version:
         UnknownSurface: no version fits.
         ImportError: prime-rl is not installed.
     """
+    from prime_composer.upstream.config_fields import importable_fields
+
     version, fields = match_version(config_surface()), importable_fields()
     return version if fields is None else fitted(version, fields)
 
