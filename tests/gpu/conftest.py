@@ -17,15 +17,6 @@ TIMEOUT = 1800
 """Seconds for a test: an engine on a GPU compiles for minutes before it answers."""
 
 
-@pytest.fixture(autouse=True)
-def operations_of_a_run():
-    """Use the operations of a run, not the deterministic ones of ``tests/conftest.py``."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(False)
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
 def pytest_configure(config):
     """Let ``pytest tests/gpu`` select these tests, which the default selection leaves out."""
     invocation = config.invocation_params
