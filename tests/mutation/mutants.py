@@ -62,7 +62,9 @@ TESTS = {
     "local/episodes.py": ["tests/local/test_episodes.py"],
     "upstream/tally.py": ["tests/upstream/test_silent_hooks.py"],
     "upstream/trainer/adapter.py": ["tests/upstream/test_silent_hooks.py"],
-    "upstream/trainer/batches.py": ["tests/upstream/test_silent_hooks.py"],
+    "upstream/trainer/batches.py": [
+        "tests/upstream/test_registration.py", "tests/upstream/test_silent_hooks.py"
+    ],
     "upstream/trainer/binding.py": [
         "tests/upstream/test_registration.py", "tests/upstream/test_silent_hooks.py"
     ],
@@ -792,5 +794,16 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "hooks: stamps not judged": mutant(
         ORCHESTRATOR, "_as_grpo.score_all", ("MADE.judge()", "None"),
+    ),
+    "hooks: ids that sampling kept accepted": mutant(
+        "upstream/trainer/batches.py", "refuse_sampling_mask",
+        ("given.get(name) is not None", "False"),
+    ),
+    "hooks: advantage of zero left to be pruned": mutant(
+        ORCHESTRATOR, "hook_stamps.stamp_loss_routing",
+        ("a or (wire.NO_ADVANTAGE if trains else a)", "a"),
+    ),
+    "hooks: mark of no advantage trained on": mutant(
+        BINDING, "RegisteredLoss.__call__", ("advantages == NO_ADVANTAGE", "advantages > 1"),
     ),
 }  # fmt: skip

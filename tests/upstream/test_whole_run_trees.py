@@ -24,13 +24,7 @@ def test_whole_run_of_a_branch_distils_on_the_top_k(trees, models, tmp_path, tre
 
     The other two need a verifiers of their own, which is no release.
     """
-    images = tmp_path / "images" / "PIL"  # a type that one of them names; no image is sent
-    images.mkdir(parents=True)
-    (images / "__init__.py").touch()
-    (images / "Image.py").write_text("class Image: ...\n")
-    modules = [images.parent] if tree == "inline images" else []
-    folder = tmp_path / "run"
-    check_top_k(run("head", trees, models, folder, TOP_K, tree=tree, modules=modules), "head")
+    check_top_k(run("head", trees, models, tmp_path, TOP_K, tree=tree), "head")
 
 
 TRAIN = """
