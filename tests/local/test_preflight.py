@@ -404,7 +404,7 @@ def test_preflight_passes_on_real_engines(sampler, vllm_scorer, models, tied_mod
     result = preflight(engine, recipe, texts.append)
     assert [w.split(" is ")[0] for w in result.warnings] == [
         "The teacher's tokenizer could not be loaded, so its token ids were not compared with the "
-        "student's; give [teacher] a model directory or hub id.",
+        "student's; set teacher.model to its directory or hub id.",
         "rollout.top_p",
     ]
     assert texts[:2] == [f"warning: {warning}" for warning in result.warnings]
