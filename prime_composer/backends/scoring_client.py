@@ -43,6 +43,7 @@ from prime_composer.scoring.wire import (
     WireError,
     decode_answer,
     encode_ids,
+    row_bytes,
     row_digests,
     unpack_arrays,
 )
@@ -65,6 +66,10 @@ MOST_HEAD_ENTRIES = 2**33
 """More than any model has."""
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+CHECKED_ROWS = 1024
+"""Rows of hidden states that are looked through at once."""
 
 
 class PluginGone(ServerError):
@@ -135,6 +140,16 @@ def read_head(folder: Path, rows: int) -> tuple[Float[Tensor, "v d"], Float[Tens
         )
     bias = found.get("lm_head.bias")
     return weight[:rows], None if bias is None else bias[:rows]
+
+
+def kinds_of(given: bool, hidden: bool) -> list[str]:
+    """Return the kinds of a question for log-probs.
+
+    Args:
+        given: of ids of the caller's choice, in place of the teacher's top K.
+        hidden: with hidden states.
+    """
+    return ["sampled", "given" if given else "top_k", *["hidden"] * hidden]
 
 
 def available_bytes() -> int:
@@ -263,14 +278,15 @@ class ScoringClient:
         scores = self._scores(index, sequence, arrays, k, candidates)
         shape = (len(sequence.token_ids) - sequence.start, self.facts.hidden_size)
         bits = self._array(arrays, "hidden", shape, np.dtype(DTYPES[self.facts.dtype]), index)
-        hidden = torch.from_numpy(bits.copy()).view(dtype)
-        wrong = (~hidden.isfinite()).any(dim=1).nonzero()
-        if len(wrong):
-            position = sequence.start + int(wrong[0])
-            raise InvalidAnswer(
-                f"{self.origin} gave hidden states at sequence {index}, position {position} that "
-                "are not finite."
-            )
+        hidden = torch.from_numpy(bits).view(dtype)
+        for first in range(0, len(hidden), CHECKED_ROWS):
+            wrong = (~hidden[first : first + CHECKED_ROWS].isfinite()).any(dim=1).nonzero()
+            if len(wrong):
+                position = sequence.start + first + int(wrong[0])
+                raise InvalidAnswer(
+                    f"{self.origin} gave hidden states at sequence {index}, position {position} "
+                    "that are not finite."
+                )
         return scores, hidden
 
     def _scores(
@@ -433,20 +449,42 @@ class ScoringClient:
         hidden: bool = False,
     ) -> dict[str, NDArray[Any]]:
         """Return the arrays of a sequence's answer, in several questions if its ids need them."""
+        tokens, start = sequence.token_ids, sequence.start
         if candidates is None:
-            return await self._ask_rows(index, sequence, k, None, hidden)
-        start, parts = sequence.start, []
-        for rows in self._rows_per_question(len(sequence.token_ids), candidates):
-            beginning = replace(
-                sequence,
-                token_ids=sequence.token_ids[: start + rows.stop],
-                start=start + rows.start,
-            )
+            return await self._ask_rows(index, tokens, start, k, None, hidden)
+        parts = []
+        for rows in self._rows_per_question(len(tokens), candidates):
+            beginning, first = tokens[: start + rows.stop], start + rows.start
             ids = candidates[rows.start : rows.stop]
-            parts.append(await self._ask_rows(index, beginning, k, ids, hidden))
+            parts.append(await self._ask_rows(index, beginning, first, k, ids, hidden))
         if len(parts) == 1:
             return parts[0]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def answer_bytes(self, rows: int, k: int, given: bool, hidden: bool) -> int:
+        """Return the size of an answer's arrays.
+
+        Args:
+            rows: tokens of interest.
+            k: K.
+            given: whether the ids are the caller's choice.
+            hidden: whether it has hidden states.
+
+        Raises:
+            ServerError: it is more than the server answers at once.
+        """
+        top, ids = (0, k) if given else (asked_for(k), 0)
+        per_row = row_bytes(kinds_of(given, hidden), top, ids, self.facts)
+        limits = self.facts.limits
+        if limits is not None and rows * per_row > limits.answer_bytes:
+            remedy = 'set k to a number instead of "full"' if hidden else "lower the loss's k"
+            raise self._connection.error(
+                f"{self._connection.name} answers at most {limits.answer_bytes:,} bytes at once. A "
+                f"rollout with {rows:,} tokens of its own takes {rows * per_row:,}, which are "
+                f"{per_row:,} for each; {remedy}, or lower rollout.max_tokens to "
+                f"{limits.answer_bytes // per_row:,}."
+            )
+        return rows * per_row
 
     def _rows_per_question(self, tokens: int, candidates: Int[Tensor, "n k"]) -> Sequence[range]:
         """Return which rows of a sequence to ask for at once, in order."""
@@ -467,26 +505,22 @@ class ScoringClient:
     async def _ask_rows(
         self,
         index: int,
-        sequence: SequenceToScore,
+        tokens: list[int],
+        start: int,
         k: int,
         candidates: Int[Tensor, "n k"] | None,
         hidden: bool,
     ) -> dict[str, NDArray[Any]]:
-        tokens, start = sequence.token_ids, sequence.start
-        kinds, asked, given = ["sampled"], 0, ""
-        size = 4 + 8 * max(k, asked_for(k)) + (4 * self.facts.hidden_size if hidden else 0)
-        if candidates is None:
-            kinds, asked = [*kinds, "top_k"], asked_for(k)
-        else:
-            kinds, given = [*kinds, "given"], encode_ids(candidates.numpy())
-        if hidden:
-            kinds.append("hidden")
+        asked, given = (
+            (asked_for(k), "") if candidates is None else (0, encode_ids(candidates.numpy()))
+        )
+        kinds = kinds_of(candidates is not None, hidden)
+        size = self.answer_bytes(len(tokens) - start, k, candidates is not None, hidden)
         one = SequenceToAnswer(tokens, start, given)
         question = msgspec.to_builtins(Question(VERSION, [one], kinds, asked, self._model))
-        size *= len(tokens) - start
         try:
-            content = await self._connection.request(
-                "POST", SCORE_PATH, question, max_bytes=ENVELOPE_BYTES + size
+            content = await self._connection.receive(
+                "POST", SCORE_PATH, question, ENVELOPE_BYTES + size, tail=size
             )
         except Refused as refusal:
             if refusal.status in (404, 405):
@@ -526,4 +560,4 @@ class ScoringClient:
                 f"{self.origin} gave a wrong answer for sequence {index}: {words} as {name}, where "
                 f"{np.dtype(dtype)} {shape} was expected."
             )
-        return found
+        return found if found.flags.aligned else found.copy()
