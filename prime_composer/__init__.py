@@ -4,9 +4,11 @@ A map, in the order of the imports. No room imports one below it:
 
 - ``contract``, ``divergences``, ``lm_head``, ``two_heads``: the tensors between trainer and loss,
   the maths of divergences, log-probs from hidden states, divergences over the whole vocabulary.
+- ``tables``: the base of every table that a user writes.
 - ``losses``: one file per loss, the registry, and what binds them. See losses/README.md.
 - ``problems``: the questions and how answers are checked. It imports no other room.
 - ``recipe``: what a recipe may say, and which teacher scores which problem.
+- ``scoring``: the plugin inside vLLM that gives a teacher's scores, and its wire.
 - ``backends``: samplers and scorers, with vLLM, a vLLM server, or transformers.
 - ``tiny_models``: small models that are trained on the spot, and their cache.
 - ``local``: the one-machine engine.

@@ -70,6 +70,8 @@ ODD: st.SearchStrategy[Any] = st.recursive(
 def damaged(tree: Any, values: list[Any], seed: int) -> Any:
     """Return a copy of nested dictionaries and lists with some values replaced, added or removed.
 
+    A key may also get the name of another one, which a table of names takes for a name.
+
     Args:
         tree: the right value.
         values: one is put somewhere per change.
@@ -80,11 +82,14 @@ def damaged(tree: Any, values: list[Any], seed: int) -> Any:
     for value in values:
         places = list(_places(tree))
         parent, key = chance.choice(places)
-        action = chance.randrange(4)
+        action = chance.randrange(5)
         if action == 0:
             del parent[key]
             if not tree:
                 return tree
+        elif action == 4 and isinstance(parent, dict):
+            names = [name for table, name in places if isinstance(table, dict)]
+            parent[chance.choice(names)] = parent.pop(key)
         elif action == 1 and isinstance(parent, dict):
             parent[chance.choice(("model", "steps", "typ", "url", "k", "prepare"))] = value
         else:

@@ -15,10 +15,13 @@ from pathlib import Path
 
 from prime_composer.upstream import versions
 
-VERSIONS = {name: version.revision for name, version in versions.VERSIONS.items()}
+RUN = {name: version for name, version in versions.VERSIONS.items() if version.commit}
+"""Versions of which a checkout has a whole tree."""
+
+VERSIONS = {name: version.revision for name, version in RUN.items()}
 """Name of a version: its git revision. "head" moves with the checkout."""
 
-COMMITS = {name: version.commit for name, version in versions.VERSIONS.items()}
+COMMITS = {name: version.commit for name, version in RUN.items()}
 """Name of a version: the full hash of the commit that its record was written from."""
 
 REPO = Path(__file__).resolve().parent.parent

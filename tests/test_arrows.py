@@ -30,6 +30,9 @@ ALLOWED = {
     "__init__": {"losses", *MATHS},
 }
 ALLOWED["cli"] |= {"upstream"}
+for room_of_tables in ("problems", "losses", *ROOMS, "upstream", "trl"):
+    ALLOWED[room_of_tables] |= {"tables"}
+ALLOWED["tables"] = set()
 OF_UPSTREAM = {
     "backends": {"answers", "mixture", "vllm_logprobs", "protocols", "vllm_server"},
     "tiny_models": {"cache"},

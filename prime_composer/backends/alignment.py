@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from prime_composer.backends.answers import InvalidAnswer, check_completion, check_scores
 from prime_composer.backends.protocols import Rollout, TeacherScores
+from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, readable
 
 
 @dataclass(frozen=True)
@@ -18,22 +19,33 @@ class SequenceToScore:
 
     Attributes:
         token_ids: the prompt (the rollout's own or a given one), then the rollout from its first
-            trained token on.
+            trained token on. Ids that the teacher's head lacks are replaced
+            (``shared_vocabulary``).
         start: index in ``token_ids`` of the first trained token. Scores cover [start, end).
+        lacks: which tokens from ``start`` on were replaced, [n].
     """
 
     token_ids: list[int]
     start: int
+    lacks: Bool[Tensor, " n"]
+
+    @property
+    def sampled(self) -> Int[Tensor, " n"]:
+        """The tokens that are scored."""
+        return torch.tensor(self.token_ids[self.start :])
 
 
 def sequences_to_score(
-    rollouts: Sequence[Rollout], prompts: Sequence[Sequence[int]] | None = None
+    rollouts: Sequence[Rollout],
+    prompts: Sequence[Sequence[int]] | None = None,
+    vocab_size: int | None = None,
 ) -> list[SequenceToScore]:
     """Return what the teacher reads for each rollout.
 
     Args:
         rollouts: what to score.
         prompts: token ids that replace everything before each rollout's first trained token.
+        vocab_size: entries of the teacher's head; None where it is unknown.
 
     Raises:
         ValueError: not one prompt per rollout, a rollout that trains no token, or an empty prompt.
@@ -57,7 +69,13 @@ def sequences_to_score(
                 f"Rollout {index} has no prompt: a first token without a context has no "
                 "log-probability."
             )
-        sequences.append(SequenceToScore(token_ids=prompt + tokens[start:], start=len(prompt)))
+        sequences.append(
+            SequenceToScore(
+                readable(prompt + tokens[start:], vocab_size),
+                start=len(prompt),
+                lacks=lacking(rollout.token_ids[start:], vocab_size),
+            )
+        )
     return sequences
 
 
@@ -125,10 +143,14 @@ def make_scores(
     start: int,
     ranked: bool = True,
     trained: bool = True,
+    lacks: Bool[Tensor, " n"] | None = None,
 ) -> TeacherScores:
     """Return the ``TeacherScores`` of a sequence, checked (``check_scores``, same arguments).
 
     Every scorer makes its scores here.
+
+    Args:
+        lacks: which sampled tokens stand for ids that the teacher's head lacks.
 
     Raises:
         InvalidAnswer: these cannot be log-probs of one distribution per position.
@@ -146,6 +168,8 @@ def make_scores(
         ranked=ranked,
         trained=trained,
     )
+    if lacks is not None:
+        own = own.masked_fill(lacks, LOG_FLOOR)
     return TeacherScores(own, ids, logprobs)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from prime_composer.backends.alignment import make_scores
-from prime_composer.backends.protocols import Rollout, Scorer, TeacherScores
+from prime_composer.backends.protocols import PluginServer, Rollout, Scorer, TeacherScores
 from prime_composer.problems.config import Problem
 from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
 
@@ -27,6 +27,11 @@ class Teachers:
 
     scorers: Mapping[TeacherId, Scorer]
     routing: Routing
+
+    @property
+    def give_any_ids(self) -> bool:
+        """Whether every teacher gives any K, and hidden states."""
+        return all(map(gives_any_ids, self.scorers.values()))
 
     def score(
         self,
@@ -94,6 +99,11 @@ class Teachers:
         """Close every scorer."""
         for scorer in self.scorers.values():
             scorer.close()
+
+
+def gives_any_ids(scorer: Scorer) -> bool:
+    """Return whether a teacher gives any K, and hidden states: all but a server without plugin."""
+    return not isinstance(scorer, PluginServer) or scorer.plugin() is not None
 
 
 def extrapolate(scores: TeacherScores, reference: TeacherScores, scale: float) -> TeacherScores:

@@ -207,6 +207,6 @@ def _is_whole(file: Path) -> bool:
                 return False
             header = json.loads(opened.read(length))
         ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error):
         return False
     return size == 8 + length + max(ends, default=0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -227,3 +227,13 @@ class Scorer(Protocol):
     def close(self) -> None:
         """Free the engine's memory or connections."""
         ...
+
+
+@runtime_checkable
+class PluginServer(Protocol):
+    """A scorer whose server may have the scoring plugin (``vllm_server.ServerScorer``)."""
+
+    score: Any
+
+    def plugin(self) -> Any:
+        """Return the plugin's client; None without a plugin."""

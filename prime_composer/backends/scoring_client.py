@@ -311,13 +311,14 @@ class ScoringClient:
             torch.from_numpy(own.copy()),
             token_ids,
             torch.from_numpy(logprobs.copy()),
-            sampled=torch.tensor(sequence.token_ids[sequence.start :]),
+            sampled=sequence.sampled,
             k=asked,
             vocab_size=self.facts.vocab_size,
             origin=self.origin,
             sequence=index,
             start=sequence.start,
             ranked=candidates is None,
+            lacks=sequence.lacks,
         )
         return replace(
             scores,

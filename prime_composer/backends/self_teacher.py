@@ -17,6 +17,7 @@ from prime_composer.problems.answers import verdict
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.prompts import render_prompt
 from prime_composer.recipe.schema import PolicyTeacherConfig
+from prime_composer.scoring.shared_vocabulary import lacking
 
 
 class PolicyTeacher:
@@ -201,8 +202,28 @@ class PolicyTeacher:
 
 
 def students_choice(
-    student: nn.Module, rollouts: Sequence[Rollout], support_size: int | Literal["full"]
+    student: nn.Module,
+    rollouts: Sequence[Rollout],
+    support_size: int | Literal["full"],
+    vocab_size: int | None = None,
 ) -> list[Int[Tensor, "_ _k"]]:
-    """Return the student's K most probable ids at each token of each rollout, [n, K]."""
-    scores = TransformersScorer(student).score(rollouts, support_size)
-    return [one.token_ids for one in scores]
+    """Return the student's K most probable ids at each token of each rollout, [n, K].
+
+    Args:
+        student: the student.
+        rollouts: what it sampled.
+        support_size: K.
+        vocab_size: entries of the shared vocabulary, whose ids are chosen from; None for all.
+    """
+    scorer = TransformersScorer(student)
+    size = scorer.limits.vocab_size
+    beyond = 0 if size is None or vocab_size is None else size - vocab_size
+    if beyond <= 0 or support_size == "full":
+        return [one.token_ids for one in scorer.score(rollouts, support_size)]
+    # At most so many of the top ids are beyond; a stable sort moves these behind the others.
+    scores = scorer.score(rollouts, support_size + beyond)
+    orders = [lacking(one.token_ids, vocab_size).int().argsort(stable=True) for one in scores]
+    return [
+        one.token_ids.gather(1, order)[:, :support_size]
+        for one, order in zip(scores, orders, strict=True)
+    ]

@@ -303,7 +303,7 @@ class TransformersScorer(LoadedModel):
                     f"{sorted(widths)}; pass one [n, {k}] tensor for each of the {len(rollouts)} "
                     "rollouts."
                 )
-        sequences = sequences_to_score(rollouts, prompts)
+        sequences = sequences_to_score(rollouts, prompts, vocab_size)
         check_lengths([s.token_ids for s in sequences], 0, self.limits.max_model_len)
         weight = lm_head_weight(self.model).detach()
         head = TeacherHead(weight, origin=self.origin)
@@ -340,6 +340,7 @@ class TransformersScorer(LoadedModel):
                     sequence=index,
                     start=sequences[index].start,
                     ranked=candidate_ids is None,
+                    lacks=sequences[index].lacks,
                 )
                 shares = (HiddenStates(own_states, head),) if hidden else ()
                 scores[index] = replace(one, hidden=shares)

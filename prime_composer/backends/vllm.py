@@ -322,7 +322,7 @@ class VLLMScorer:
             vocab_size is not None and limit is not None
         )  # an engine in this process reports both
         k = check_support_size(support_size, vocab_size, limit, "max_logprobs")
-        sequences = sequences_to_score(rollouts, prompts)
+        sequences = sequences_to_score(rollouts, prompts, vocab_size)
         if not sequences:
             return []
         check_lengths([s.token_ids for s in sequences], 1, engine.limits.max_model_len)
@@ -387,7 +387,7 @@ class VLLMScorer:
         candidates: Int[Tensor, "n k"] | None,
         head: TeacherHead | None,
     ) -> TeacherScores:
-        sampled = torch.tensor(sequence.token_ids[sequence.start :])
+        sampled = sequence.sampled
         description, data = payload[:2]
         arrays = read_payload(description, data, len(sampled))
         if not k:
@@ -407,6 +407,7 @@ class VLLMScorer:
             sequence=index,
             start=sequence.start,
             ranked=candidates is None,
+            lacks=sequence.lacks,
         )
         if head is None:
             return scores

@@ -75,6 +75,7 @@ from prime_composer.backends.vllm_logprobs import (
     read_completions,
     top_k_of,
 )
+from prime_composer.scoring.shared_vocabulary import out_of_vocabulary
 from prime_composer.scoring.wire import SCORE_PATH, WITHOUT_PLUGIN
 
 T = TypeVar("T")
@@ -160,7 +161,6 @@ class Server:
         url: base URL without credentials.
         model: the name that the server knows the model by.
         concurrency: requests sent at once.
-        limits: the sizes that the server can handle.
 
     Raises:
         ServerError: nothing answers at the URL, it serves another model, or URL, key or environment
@@ -187,11 +187,16 @@ class Server:
             self.close()
             raise
         self.model: str = card.id
-        self.limits = Limits(
+        self._limits = Limits(
             max_model_len=card.max_model_len,
             vocab_size=read_vocab_size(card.root or self.model),
             max_logprobs=max_logprobs,
         )
+
+    @property
+    def limits(self) -> Limits:
+        """The sizes that the server can handle."""
+        return self._limits
 
     @property
     def reconnections(self) -> int:
@@ -284,6 +289,8 @@ class Server:
                 f"{self._connection.name} refuses that K ({refusal.reason}); start it with a "
                 "larger --max-logprobs, or lower the loss's k."
             )
+        if "out of vocabulary" in refusal.reason:
+            return self._connection.error(out_of_vocabulary(self.origin, refusal.reason))
         if refusal.status == 401:
             got = "another" if self._connection.has_key else "none"
             return self._connection.error(
@@ -587,6 +594,13 @@ class ServerScorer(Server):
         self._open_sampler = partial(ServerSampler, url, self.model, section=section, **connection)
 
     @property
+    def limits(self) -> Limits:
+        """The sizes that the server can handle; its plugin knows the output head's."""
+        if self._limits.vocab_size is None and (client := self.plugin()) is not None:
+            self._limits = replace(self._limits, vocab_size=client.facts.vocab_size)
+        return self._limits
+
+    @property
     def sampler(self) -> ServerSampler:
         """A sampler of the same server, connected on first use."""
         if self._sampler is None:
@@ -635,7 +649,7 @@ class ServerScorer(Server):
             )
         else:
             k = support_size
-        sequences = sequences_to_score(rollouts, prompts)
+        sequences = sequences_to_score(rollouts, prompts, vocab_size)
         check_lengths([s.token_ids for s in sequences], 1, self.limits.max_model_len)
 
         client = self.plugin() if binary else None
@@ -677,12 +691,13 @@ class ServerScorer(Server):
                 torch.tensor(top.own[start:], dtype=torch.float32),
                 torch.from_numpy(top.token_ids[start:]).long(),
                 torch.from_numpy(top.logprobs[start:]),
-                sampled=torch.tensor(tokens[start:]),
+                sampled=sequence.sampled,
                 k=asked,
                 vocab_size=vocab_size,
                 origin=self.origin,
                 sequence=index,
                 start=start,
+                lacks=sequence.lacks,
             )
             return replace(
                 scores,

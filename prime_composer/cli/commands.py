@@ -1,4 +1,4 @@
-"""Parse the ``prime-rl`` command line: rl, check, probe, export, prepare, report, study, teacher.
+"""Parse the ``prime-rl`` command line: its commands and their options.
 
 Each command imports what it needs when it runs, so that ``--help`` does not wait for torch.
 """
@@ -141,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     export = add_command("export", _export, "Write a recipe as a native prime-rl TOML file.")
     export.add_argument("config", metavar="FILE")
     export.add_argument(
-        "--dialect", required=True, metavar="VERSION", help="v0.6, v0.7, v0.8 or head"
+        "--dialect", required=True, metavar="VERSION", help="v0.6, v0.7, v0.8, head, v0.9 or main"
     )
     export.add_argument("--output", metavar="FILE", help="where to; default: standard output")
     add_overrides(export)
@@ -189,6 +189,23 @@ def build_parser() -> argparse.ArgumentParser:
     teacher.add_argument(
         "options", nargs="*", metavar="-- OPTION", help="passed on to vLLM's own server"
     )
+
+    doctor = add_command(
+        "doctor",
+        _doctor,
+        "Check the installed prime-rl against what this package touches in it, by its sources "
+        "alone. Exits with 1 where the road does not work.",
+    )
+    doctor.add_argument(
+        "--road",
+        choices=["losses", "slot", "adapter", "full", "rl", "export"],
+        default="adapter",
+        help="what you want to run: a loss of rl tokens or a distillation loss in [trainer.loss], "
+        "the teacher's top K, the whole vocabulary, rl environments beside distillation, or "
+        "recipes as prime-rl's TOML; default: adapter",
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    doctor.add_argument("--source", metavar="DIR", help="read this checkout of prime-rl instead")
     return parser
 
 
@@ -271,6 +288,12 @@ def _teacher(args: argparse.Namespace) -> int:
     from prime_composer.cli.teacher import run_teacher
 
     return run_teacher(args.model, args.host, args.port, args.options)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from prime_composer.upstream.doctor import run_doctor
+
+    return run_doctor(args.road, args.json, args.source)
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -37,3 +37,9 @@ def score(name: str, value: float | None) -> str:
 def scores_in(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the scores of ``TITLES`` that a run measured."""
     return [name for name in TITLES if any(f"eval/{name}" in record for record in records)]
+
+
+def kl_title(*records: Mapping[str, Any]) -> str:
+    """Return what ``eval/reverse_kl`` of these records is over: all ids, or some and a tail."""
+    sizes = {f"{record['eval/kl_ids']:.0f}" for record in records if "eval/kl_ids" in record}
+    return f"KL on {'/'.join(sorted(sizes, key=int))} ids + tail" if sizes else "reverse KL"

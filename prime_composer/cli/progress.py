@@ -5,7 +5,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from prime_composer.cli.formatting import score, scores_in
+from prime_composer.cli.formatting import kl_title, score, scores_in
 from prime_composer.problems.metrics import TITLES
 
 LINE_EVERY = 10
@@ -103,7 +103,7 @@ def describe(metrics: dict[str, float]) -> str:
     """Format the numbers of a step as one line."""
     parts = [f"loss {metrics['loss']:.4f}"] if "loss" in metrics else ["no rollout had a teacher"]
     if "eval/reverse_kl" in metrics:
-        parts.append(f"reverse KL {metrics['eval/reverse_kl']:.3f}")
+        parts.append(f"{kl_title(metrics)} {metrics['eval/reverse_kl']:.3f}")
     for name in scores_in([metrics]):
         parts.append(f"{TITLES[name]} {score(name, metrics[f'eval/{name}'])}")
     parts.append(f"{metrics['tokens_per_second']:,.0f} tok/s")

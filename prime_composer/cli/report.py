@@ -15,6 +15,7 @@ from prime_composer.cli.formatting import (
     MISSING,
     RECIPE_FILE,
     decimal,
+    kl_title,
     number,
     score,
     scores_in,
@@ -68,7 +69,7 @@ def print_outcome(evaluations: dict[int, dict[str, float]], steps: int, recipe: 
         counts = (before.get(f"teacher/{name}"), before.get(f"eval/{name}"))
         table.add_row(title, *map(decimal, (*counts, after[f"eval/{name}"])))
     if REVERSE_KL in after:
-        add_reverse_kl("reverse KL (nats/token)")
+        add_reverse_kl(f"{kl_title(after)} (nats/token)")
         for name in recipe.environments:
             if f"{REVERSE_KL}/{name}" in after:
                 add_reverse_kl(f"  {name}", f"/{name}")
@@ -145,7 +146,8 @@ def print_report(runs: Sequence[str | Path]) -> None:
     titles = [TITLES[name] for name in named] or ["accuracy"]
     counted = counts_in([record for _, records in read for record in records])
     counts = (title.removesuffix(" per rollout") for title in counted.values())
-    for name in ("steps", "teacher", ", ".join(titles), *counts, "reverse KL", "tok/s"):
+    kls = ", ".join(dict.fromkeys(kl_title(*records) for _, records in read))
+    for name in ("steps", "teacher", ", ".join(titles), *counts, kls, "tok/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for run, records in read:
         own = scores_in(records) or ["accuracy"]
@@ -165,7 +167,8 @@ def print_report(runs: Sequence[str | Path]) -> None:
                 " → ".join(decimal(record.get(f"eval/{name}")) for record in (before, after))
                 for name in counted
             ),
-            f"{number(before.get(REVERSE_KL))} → {number(after.get(REVERSE_KL))}",
+            f"{number(before.get(REVERSE_KL))} → {number(after.get(REVERSE_KL))}"
+            + (f" ({kl_title(*records)})" if "," in kls else ""),
             f"{speeds[len(speeds) // 2]:,.0f}" if speeds else MISSING,
         )
     console().print(table)
@@ -189,6 +192,7 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
     (accuracy, reverse_kl, *more), (loss, speed, *others) = figure.subplots(2, 3 if counted else 2)
     of_counts = dict(zip(counted, (*more, *others), strict=False))
     titles: dict[str, None] = {}
+    kls = dict.fromkeys(kl_title(*records) for _, records in read)
     for run, records in read:
         label = plain(f"{Path(run).name} ({loss_name(run)})")
         name = next(iter(scores_in(records)), "accuracy")
@@ -209,7 +213,7 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
             accuracy.axhline(teacher[0], color="grey", linestyle="--", label="teacher")
     for axes, title, unit in (
         (accuracy, f"held-out {', '.join(titles)}, greedy", "share"),
-        (reverse_kl, "reverse KL to the teacher, held out", "nats per token"),
+        (reverse_kl, f"{', '.join(kls)} to the teacher, held out", "nats per token"),
         (loss, "training loss" if several else "training loss and its parts", "per token"),
         (speed, "throughput", "rollout tokens per second"),
         *((of_counts[count], title, "held out, greedy") for count, title in counted.items()),
@@ -271,7 +275,7 @@ def loss_name(run: str | Path) -> str:
     """Return the run's loss type, from the recipe kept with it."""
     try:
         return json.loads((Path(run) / RECIPE_FILE).read_text(encoding="utf-8"))["loss"]["type"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return MISSING
 
 

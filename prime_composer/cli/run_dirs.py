@@ -366,7 +366,7 @@ def read_recipe(run_dir: Path) -> dict[str, Any]:
             raise ValueError
     except FileNotFoundError:
         raise RecipeError(f"{run_dir} holds no {RECIPE_FILE}; is it a run directory?") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise RecipeError(f"{path} is not a run's recipe; restore it, or start a new run") from None
     try:
         # The mask of a password is no URL; both sides of a comparison have it.
@@ -375,7 +375,7 @@ def read_recipe(run_dir: Path) -> dict[str, Any]:
             if data and "answer_check" in data:  # a run that began before the key was renamed
                 data["metric"] = data.pop("answer_check")
         return parse_recipe(unmasked).model_dump(mode="json")
-    except ValueError:  # of another version
+    except (ValueError, TypeError, AttributeError):  # of another version
         return tables
 
 

@@ -15,7 +15,8 @@ from prime_composer.cli.formatting import RECIPE_FILE
 from prime_composer.cli.run_dirs import read_recipe
 from prime_composer.local.tracker import METRICS_FILE, read_metrics
 from prime_composer.recipe.loading import apply_override, parse_recipe, parse_tables, read_tables
-from prime_composer.recipe.schema import Recipe, RecipeError, Section
+from prime_composer.recipe.schema import Recipe, RecipeError
+from prime_composer.tables import Table
 
 SAME = (
     "student",
@@ -29,7 +30,7 @@ SAME = (
 """Keys that every variant shares: the start, the rollout budget, and what is measured."""
 
 
-class StudyConfig(Section):
+class StudyConfig(Table):
     """Which runs are compared."""
 
     base: Path

@@ -7,12 +7,17 @@ Importing this module imports verifiers.
 """
 
 import json
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import httpx
 import verifiers.v1 as vf
+from pydantic_core import to_json
 from verifiers.v1.dialects.chat import message_to_wire
+
+ANSWERED = (-32700, -32600, -32601, -32602, -32603)
+"""JSON-RPC's codes for what a server answers where it cannot handle one call, or its result."""
 
 ID = "prime_composer_chat"
 """The harness's id. verifiers imports a module of this name."""
@@ -47,6 +52,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
             A failed program where the model's endpoint refused a turn. verifiers knows why.
         """
         async with AsyncExitStack() as stack:
+            stack.enter_context(first_of_a_group())
             # No proxy of the environment variables: both ends are in this process.
             client = await stack.enter_async_context(
                 httpx.AsyncClient(
@@ -71,7 +77,10 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
                 if not message.get("tool_calls"):
                     return vf.ProgramResult(0, "", "")
                 for call in message["tool_calls"]:
-                    content = await tools.call(call["function"])
+                    function = call["function"]
+                    content = await tools.call(function)
+                    # The tokenizer reads the call again with the conversation.
+                    function["arguments"] = readable(function.get("arguments") or "{}")
                     messages.append(
                         {"role": "tool", "tool_call_id": call["id"], "content": content}
                     )
@@ -83,6 +92,18 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         if isinstance(prompt, str):
             return [*messages, {"role": "user", "content": prompt}]
         return [*messages, *map(message_to_wire, prompt or ())]
+
+
+@contextmanager
+def first_of_a_group() -> Iterator[None]:
+    """Raise what failed in place of the groups that mcp puts around it, which do not say it."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        error: Exception = group
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        raise error from group
 
 
 class Tools:
@@ -146,15 +167,39 @@ class Tools:
         name = function["name"]
         try:
             arguments = json.loads(function.get("arguments") or "{}")
-        except json.JSONDecodeError as error:
-            return f"error: the arguments are not JSON ({error})"
+            to_json(arguments)  # as mcp writes it, and with its bounds
+        except (ValueError, RecursionError) as error:
+            return f"error: the arguments are not JSON ({whole_letters(str(error))})"
         if not isinstance(arguments, dict):
             return "error: the arguments are not a JSON object"
         if name not in self._calls:
             return f"error: unknown tool {name!r}"
         session, own_name = self._calls[name]
-        result = await session.call_tool(own_name, arguments)
-        return "\n".join(getattr(block, "text", str(block)) for block in result.content)
+        try:
+            result = await session.call_tool(own_name, arguments)
+        except Exception as error:
+            # mcp 1 has the code in an object of its own.
+            code = getattr(getattr(error, "error", error), "code", None)
+            if code not in ANSWERED:
+                raise
+            return f"error: {whole_letters(str(error))}"
+        texts = [getattr(block, "text", str(block)) for block in result.content]
+        return whole_letters("\n".join(texts))
+
+
+def readable(arguments: str) -> str:
+    """Return the arguments of a call as written, unless half of a letter is in them."""
+    try:
+        written = json.dumps(json.loads(arguments), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return arguments
+    whole = whole_letters(written)
+    return arguments if whole == written else whole
+
+
+def whole_letters(text: str) -> str:
+    """Return a text with U+FFFD for each half of a letter (a lone surrogate), which none reads."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 __all__ = ["ChatHarness"]

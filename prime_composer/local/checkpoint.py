@@ -130,7 +130,7 @@ class Checkpoint:
             manifest = json.loads(file.read_text(encoding="utf-8"))
             form, step, files = manifest["format"], manifest["step"], manifest["files"]
             sizes = [(entry["size"], entry["sha256"]) for entry in files.values()]
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DamagedCheckpoint(f"{file} is not a manifest") from None
         if form != MANIFEST_FORMAT or not sizes:
             raise DamagedCheckpoint(
@@ -167,7 +167,7 @@ class Checkpoint:
         for file in sorted(self.path.glob("*.json")):
             try:
                 content = json.loads(file.read_text(encoding="utf-8"))
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise DamagedCheckpoint(f"{file} is not JSON") from None
             if file.name == "model.safetensors.index.json" and isinstance(content, dict):
                 shards = set(content.get("weight_map", {}).values())

@@ -24,6 +24,7 @@ from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.order import environment_batches, prompt_batches
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe, ReplayConfig, RolloutConfig
+from prime_composer.scoring.shared_vocabulary import lacking
 
 
 def collect(
@@ -62,6 +63,8 @@ def collect(
     if recipe.loss.credit is not None:
         scored = replace(scored, samples=with_credit(scored.samples, recipe.loss.credit))
     clock.lap("score")
+    if scored.padding_ids is not None:
+        metrics["rollout/padding_ids"] = float(scored.padding_ids)
     if scored.without_hint:
         metrics["rollout/without_hint"] = scored.without_hint / len(samples)
     teachers = [*recipe.teachers.values(), *([recipe.teacher] if recipe.teacher else [])]
@@ -275,7 +278,7 @@ def teacher_rollouts(
         step: from 1.
 
     Raises:
-        InvalidAnswer: an answer has a token that the student's head does not have.
+        InvalidAnswer: an answer begins with a token that the student's head does not have.
     """
     assert engine.teachers is not None, "the recipe has a teacher that samples"
     draw = random.Random(derive_seed(seed, "teacher_of_rollout", step))
@@ -293,13 +296,8 @@ def teacher_rollouts(
             params,
             seed=derive_seed(seed, f"rollouts of {teacher.table}", step),
         )
-        largest = max(int(rollout.token_ids.max()) for rollout in rollouts)
-        if largest >= engine.vocab_size:
-            raise InvalidAnswer(
-                f"[{teacher.table}] sampled id {largest}, and the student's head has "
-                f"{engine.vocab_size} entries; choose a teacher with the student's vocabulary"
-            )
-        answers |= zip(places, rollouts, strict=True)
+        own = [up_to_padding(rollout, engine.vocab_size, teacher) for rollout in rollouts]
+        answers |= zip(places, own, strict=True)
     return [
         replace(
             answers[place],
@@ -309,6 +307,36 @@ def teacher_rollouts(
         )
         for place, index in enumerate(indices)
     ]
+
+
+def up_to_padding(rollout: Rollout, vocab_size: int, teacher: TeacherId) -> Rollout:
+    """Return a teacher's answer up to its first id that the student's head lacks, as if cut there.
+
+    Args:
+        rollout: the answer.
+        vocab_size: entries of the student's head.
+        teacher: named in messages.
+
+    Raises:
+        InvalidAnswer: nothing is left.
+    """
+    places = lacking(rollout.token_ids, vocab_size).nonzero()
+    if not len(places):
+        return rollout
+    end = int(places[0])
+    if not rollout.loss_mask[:end].any():
+        raise InvalidAnswer(
+            f"[{teacher.table}] began an answer with id {int(rollout.token_ids[end])}, and the "
+            f"student's head has {vocab_size} entries; choose a teacher with the student's "
+            "vocabulary"
+        )
+    return replace(
+        rollout,
+        token_ids=rollout.token_ids[:end],
+        loss_mask=rollout.loss_mask[:end],
+        inference_logprobs=rollout.inference_logprobs[:end],
+        finish_reason="length",
+    )
 
 
 def grade(

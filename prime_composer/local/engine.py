@@ -29,6 +29,7 @@ from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, TeacherConfig
+from prime_composer.scoring.shared_vocabulary import MOST_PADDING, alien, lacking
 from prime_composer.tiny_models.cache import cache_root
 
 if TYPE_CHECKING:
@@ -252,12 +253,14 @@ class Scored:
         without_hint: how many were left out, because a policy teacher has no hint for them.
         cut: of how many the teacher's window holds the head alone.
         dropped: how many were left out, because they do not fit into the teacher's window.
+        padding_ids: how many of their ids a teacher's head lacks; None where none can.
     """
 
     samples: list[Sample]
     without_hint: int = 0
     cut: int = 0
     dropped: int = 0
+    padding_ids: int | None = None
 
 
 def overflow(samples: Sequence[Sample], fitted: Sequence[Sample | None]) -> dict[str, int]:
@@ -314,6 +317,13 @@ class Engine:
         return lm_head_weight(self.model).shape[0]
 
     @property
+    def head_sizes(self) -> set[int]:
+        """Entries of the output heads of the student and its teachers, as far as they are known."""
+        scorers = () if self.teachers is None else self.teachers.scorers.values()
+        sizes = {self.vocab_size, *(scorer.limits.vocab_size for scorer in scorers)}
+        return {size for size in sizes if size is not None}
+
+    @property
     def reads_hidden_states(self) -> bool:
         """Whether the loss compares whole vocabularies by the teachers' hidden states."""
         return "hidden_states" in self.loss.needs
@@ -325,7 +335,7 @@ class Engine:
         A policy teacher leaves out the samples that it has no hint for.
 
         Raises:
-            InvalidAnswer: a teacher lists an id that the student's head does not have.
+            InvalidAnswer: a teacher lists an id that is no padding of the student's vocabulary.
             ValueError: a sample does not fit into its teacher's window, and its rule is "error".
         """
         if self.teachers is not None and self.loss.compares_with_teacher:
@@ -333,18 +343,21 @@ class Engine:
             kept = [sample for sample in fitted if sample is not None]
             rollouts = [sample.rollout for sample in kept]
             size, by_student = self.loss.asked_of_teacher
+            shared, padding_ids = min(self.head_sizes), None
+            if shared < self.vocab_size:
+                padding_ids = sum(int(lacking(one.token_ids, shared).sum()) for one in rollouts)
             scores = self.teachers.score(
                 rollouts,
                 [sample.problem for sample in kept],
                 size,
-                students_choice(self.model, rollouts, size) if by_student else None,
+                students_choice(self.model, rollouts, size, shared) if by_student else None,
                 self.reads_hidden_states,
             )
             self._check_ids(scores)
             if self.reward_scale is not None:
                 scores = self.teachers.extrapolate(rollouts, scores, self.reward_scale)
             scored = [replace(sample, scores=own) for sample, own in zip(kept, scores, strict=True)]
-            return Scored(scored, **overflow(samples, fitted))
+            return Scored(scored, **overflow(samples, fitted), padding_ids=padding_ids)
         if self.policy_teacher is not None:
             return self._score_with_policy(self.policy_teacher, samples)
         return Scored(list(samples))
@@ -367,13 +380,13 @@ class Engine:
 
     def _check_ids(self, scores: Sequence[TeacherScores]) -> None:
         for index, one in enumerate(scores):
-            alien = alien_id(one, self.vocab_size)
-            if alien is not None:
+            wrong = alien_id(one, self.vocab_size)
+            if wrong is not None:
                 tables = ", ".join(f"[{teacher.table}]" for teacher in self.teacher_specs)
                 raise InvalidAnswer(
-                    f"{tables}: the scores of rollout {index} list id {alien}, and the student's "
-                    f"head has {self.vocab_size} entries; choose a smaller k for the loss, or a "
-                    "teacher with the student's vocabulary"
+                    f"{tables}: the scores of rollout {index} list id {wrong}, and the student's "
+                    f"head has {self.vocab_size} entries, of which padding explains at most "
+                    f"{MOST_PADDING} more; choose a teacher with the student's vocabulary"
                 )
 
     def _score_with_policy(self, teacher: PolicyTeacher, samples: Sequence[Sample]) -> Scored:
@@ -472,13 +485,12 @@ class Engine:
 
 
 def alien_id(scores: TeacherScores, vocab_size: int) -> int | None:
-    """Return an id of a teacher's support that a head of this size lacks; None without one."""
+    """Return an id of a teacher's support that a student's head of this size cannot lack as
+    padding; None without one."""
     if not scores.token_ids.numel():
         return None
     smallest, largest = (int(bound) for bound in scores.token_ids.aminmax())
-    if smallest < 0:
-        return smallest
-    return largest if largest >= vocab_size else None
+    return alien(smallest, largest, vocab_size)
 
 
 def open_engine(

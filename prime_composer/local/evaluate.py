@@ -89,12 +89,14 @@ class DivergenceSums(NamedTuple):
         forward_kl: KL(teacher || student).
         entropy: the student's. None where only a top K is compared.
         tokens: how many tokens were summed; 0 where no teacher could read the rollout.
+        support: K of the sums, or "full".
     """
 
     reverse_kl: list[float]
     forward_kl: list[float]
     entropy: list[float] | None
     tokens: list[float]
+    support: int | Literal["full"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,6 @@ class Evaluator:
         config: the recipe's ``[eval]``.
         max_tokens: longest completion.
         micro_batch_tokens: padded tokens per forward of the student.
-        kl_support: K of the measured KL, or "full".
         answers: the student's answers to the first problems, at its latest evaluation.
     """
 
@@ -114,7 +115,6 @@ class Evaluator:
     config: EvalConfig
     max_tokens: int
     micro_batch_tokens: int
-    kl_support: int | Literal["full"]
     answers: list[Answer] = field(default_factory=list)
 
     @classmethod
@@ -125,7 +125,6 @@ class Evaluator:
             recipe.eval,
             recipe.rollout.max_tokens,
             recipe.trainer.micro_batch_tokens,
-            kl_support(recipe, engine),
         )
 
     @property
@@ -151,8 +150,8 @@ class Evaluator:
             eval/entropy = -(1/N) sum_t sum_v p(v) log p(v)
 
         With ``kl_support`` = K the sums are over the teacher's top K and one tail bucket, lower
-        bounds, and the entropy is left out. Where teachers are mixed, q is the mixture. On a top K
-        of a mixture the numbers are no bounds (see ``backends.mixture.mix``).
+        bounds, the entropy is left out, and ``eval/kl_ids`` is K. Where teachers are mixed, q is
+        the mixture. On a top K of a mixture the numbers are no bounds (``backends.mixture.mix``).
         """
         problems = self.problems.problem_set.held_out[: self.config.size]
         if not problems:
@@ -182,6 +181,8 @@ class Evaluator:
                 measured |= self._by_environment(
                     "eval/reverse_kl", problems, sums.reverse_kl, tokens
                 )
+                if sums.support != "full":
+                    measured["eval/kl_ids"] = float(sums.support)
         return measured
 
     def teachers(self) -> dict[str, float]:
@@ -422,19 +423,21 @@ class Evaluator:
             place for (place, _), sample in zip(sampled, fitted, strict=True) if sample is not None
         ]
         kept = [sample for sample in fitted if sample is not None]
-        # A support of K = V is exact and simple; large vocabularies lack the memory for one.
-        vocab_size = self.engine.vocab_size
-        hidden = self.kl_support == "full" and vocab_size > FULL_VOCABULARY_UP_TO
+        # A support of K = V is exact and simple. Large vocabularies lack the memory for one. Of
+        # heads of unequal sizes it does not say what either side has beyond the shared ids.
+        support = kl_support(self.config, self.engine)
+        full = support == "full"
+        unequal = len(self.engine.head_sizes) > 1
+        hidden = full and (unequal or self.engine.vocab_size > FULL_VOCABULARY_UP_TO)
         scores = teachers.score(
             [sample.rollout for sample in kept],
             [sample.problem for sample in kept],
-            0 if hidden else self.kl_support,
+            0 if hidden else support,
             hidden=hidden,
         )
         samples = [replace(sample, scores=own) for sample, own in zip(kept, scores, strict=True)]
         sums = torch.zeros(4, len(problems), dtype=torch.float64)
         lengths = [sample.length for sample in samples]
-        full = self.kl_support == "full"
         for indices in token_batches(lengths, self.micro_batch_tokens):
             inputs = student_inputs(self.engine.model, [samples[i] for i in indices])
             segments = given(inputs.segment_ids)
@@ -446,7 +449,7 @@ class Evaluator:
             columns = torch.stack([*values, torch.ones_like(values[0])]).double().cpu()
             sums.index_add_(1, rows, columns)
         reverse, forward, entropies, tokens = sums.tolist()
-        return DivergenceSums(reverse, forward, entropies if full else None, tokens)
+        return DivergenceSums(reverse, forward, entropies if full else None, tokens, support)
 
     def _by_environment(
         self,
@@ -484,17 +487,18 @@ def _compare_support(
     )
 
 
-def kl_support(recipe: Recipe, engine: Engine) -> int | Literal["full"]:
-    """Return the K of the measured KL.
+def kl_support(config: EvalConfig, engine: Engine) -> int | Literal["full"]:
+    """Return the K of the measured KL, which a server that lost its plugin changes.
 
     With ``kl_support = "auto"`` it is the whole vocabulary where the loss compares that, or where
-    it is small. A server is asked for as many ids as the loss needs, or for vLLM's default of 20.
+    it is small. A server without the scoring plugin is asked for as many ids as the loss needs, or
+    for vLLM's default of 20.
     """
-    size = recipe.eval.kl_support
+    size = config.kl_support
     if size != "auto":
         return size
     if engine.reads_hidden_states:
         return "full"
-    if any(spec.backend == "server" for spec in engine.teacher_specs.values()):
-        return recipe.loss.support_size or 20
+    if engine.teachers is not None and not engine.teachers.give_any_ids:
+        return engine.loss.support_size or 20
     return "full" if engine.vocab_size <= FULL_VOCABULARY_UP_TO else 64

@@ -269,7 +269,10 @@ def check_sequences(
         with naming(teacher, among=routing.teachers):
             check_lengths(tokenized, scored_problems[teacher], rollout, limits, teacher)
             lines += compare_with_teacher(
-                tokenizer, student.vocab_size, folders[teacher.table], recipe.loss.support_size
+                tokenizer,
+                student.vocab_size,
+                folders[teacher.table],
+                recipe.loss.asked_of_teacher[0],
             )
     return lines
 

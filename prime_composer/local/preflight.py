@@ -24,6 +24,7 @@ from prime_composer.backends.hf_model import (
     load_tokenizer,
     sequence_logprobs,
 )
+from prime_composer.backends.mixture import gives_any_ids
 from prime_composer.backends.protocols import (
     Limits,
     Rollout,
@@ -39,8 +40,9 @@ from prime_composer.local.overflow import Rule
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
-from prime_composer.recipe.routing import Routing, TeacherId
+from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
 from prime_composer.recipe.schema import Recipe, RolloutConfig
+from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, MOST_PADDING
 
 PROBES = (
     "Natalia sold 48/2 = 24 clips in May.\nShe has $1,234.50 left.\n#### 72",
@@ -171,14 +173,25 @@ def preflight_checks(
                 result.warnings += check_tokenizers(tokenized.tokenizer, teacher_tokenizer)
             was_asked = check_served_tokenizer(tokenized.tokenizer, scorer)
             if teacher_tokenizer is None and not was_asked:
-                result.warnings.append(
+                not_compared = (
                     "The teacher's tokenizer could not be loaded, so its token ids were not "
-                    f"compared with the student's; give [{teacher.table}] a model directory or hub "
-                    "id."
+                    "compared with the student's"
                 )
+                remedy = f"set {teacher.table}.model to its directory or hub id"
+                if recipe.rollout.teacher_samples and teacher != REFERENCE:
+                    raise PreflightError(
+                        f"{not_compared}, and rollout.other_source = 'teacher' trains on them; "
+                        f"{remedy}, or start its server with its tokenizer."
+                    )
+                result.warnings.append(f"{not_compared}; {remedy}.")
             result.warnings += check_vocabularies(
-                engine.vocab_size, scorer.limits, len(tokenized.tokenizer), recipe.loss.support_size
+                engine.vocab_size,
+                scorer.limits,
+                len(tokenized.tokenizer),
+                recipe.loss.asked_of_teacher[0],
             )
+            if recipe.eval.kl_size and recipe.eval.kl_support == "full":
+                check_whole_kl(engine.vocab_size, scorer)
 
     def sampling() -> None:
         result.warnings += sampling_warnings(recipe.rollout)
@@ -533,15 +546,21 @@ def check_vocabularies(
     if teacher_size is not None and teacher_size != vocab_size:
         if support_size == "full":
             raise PreflightError(
-                "A full-vocabulary loss needs heads of one size, and the student's has "
-                f"{vocab_size} entries and the teacher's {teacher_size} (padding beyond the "
-                f"tokenizer's {tokens}); use a top-K loss, or pad the smaller one."
+                "A loss on a support of the whole vocabulary needs heads of one size, and the "
+                f"student's has {vocab_size} entries and the teacher's {teacher_size} (padding "
+                f"beyond the tokenizer's {tokens}); use a top-K loss, or pad the smaller one."
             )
-        warnings.append(
+        warning = (
             f"The student's head has {vocab_size} entries and the teacher's {teacher_size} for "
-            f"{tokens} tokens: the rest is padding. A run stops if the teacher ever puts a padding "
-            "id of its own into the support. A whole vocabulary counts padding as one token."
+            f"{tokens} tokens: the rest is padding. Ids from {smallest} on belong to the tail on "
+            "both sides."
         )
+        if vocab_size > teacher_size:
+            warning += (
+                " Where the student samples one of them, the teacher's log-prob of it counts as "
+                f"{LOG_FLOOR:.1f}, and the teacher reads id {teacher_size - 1} in its place."
+            )
+        warnings.append(warning)
     k = teacher_size if support_size == "full" else support_size
     if limits.max_logprobs is not None and k is not None and k > limits.max_logprobs:
         raise PreflightError(
@@ -550,6 +569,26 @@ def check_vocabularies(
             f"loss's k to {limits.max_logprobs}."
         )
     return warnings
+
+
+def check_whole_kl(vocab_size: int, scorer: Scorer) -> None:
+    """Check that a KL over all ids can be measured.
+
+    Args:
+        vocab_size: entries of the student's head.
+        scorer: the teacher's.
+
+    Raises:
+        PreflightError: the heads have different sizes, and the server gives no hidden states.
+    """
+    size = scorer.limits.vocab_size
+    if size not in (None, vocab_size) and not gives_any_ids(scorer):
+        raise PreflightError(
+            f"eval.kl_support = 'full' with a student's head of {vocab_size} entries and a "
+            f"teacher's of {size} compares hidden states, which the teacher's server gives with "
+            "the scoring plugin: start it with prime-rl teacher, or set eval.kl_support to a "
+            "number."
+        )
 
 
 def check_context(
@@ -677,7 +716,7 @@ def check_weight_sync(
 
 
 def check_ids(scores: TeacherScores, vocab_size: int) -> None:
-    """Check that the ids of a teacher's support are ids of the student's head.
+    """Check that the ids of a teacher's support are the student's, or padding beyond them.
 
     That the scores are log-probs of distinct ids of the teacher's own head is checked where they
     are made (``backends.answers``).
@@ -689,7 +728,8 @@ def check_ids(scores: TeacherScores, vocab_size: int) -> None:
     if alien is not None:
         raise PreflightError(
             f"The teacher puts id {alien} into the support and the student's head has "
-            f"{vocab_size} entries; choose a smaller k, or a teacher with the student's vocabulary."
+            f"{vocab_size} entries, of which padding explains at most {MOST_PADDING} more; choose "
+            "a teacher with the student's vocabulary."
         )
 
 

@@ -7,21 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from prime_composer.backends.alignment import make_rollout
+from prime_composer.backends.alignment import make_rollout, sequences_to_score
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import (
+    lm_head_weight,
     load_model,
     sequence_logprobs,
     token_batches,
 )
 from prime_composer.backends.protocols import (
     Limits,
+    PluginServer,
     Rollout,
     Sampler,
     SamplingParams,
@@ -404,16 +406,6 @@ def tokens_per_second(target: Target, k: SupportSize, count: int, seconds: float
     return scored / elapsed
 
 
-@runtime_checkable
-class PluginServer(Protocol):
-    """A scorer whose server may have the scoring plugin (``vllm_server.ServerScorer``)."""
-
-    score: Any
-
-    def plugin(self) -> Any:
-        """Return the plugin's client; None without a plugin."""
-
-
 def plugin_report(
     found: Attempts,
     target: Target,
@@ -601,11 +593,15 @@ def checkpoint_agreement(target: Target) -> Agreement:
         count += 1
     scores = target.score(count, 0)
     model = load_model(folder, "float32", "cpu")
-    rollouts = [sample.rollout for sample in target.samples[:count]]
-    expected = sequence_logprobs(model, [rollout.token_ids.tolist() for rollout in rollouts])
+    sequences = sequences_to_score(
+        [sample.rollout for sample in target.samples[:count]],
+        vocab_size=lm_head_weight(model).shape[0],
+    )
+    expected = sequence_logprobs(model, [sequence.token_ids for sequence in sequences])
+    has = ~torch.cat([sequence.lacks for sequence in sequences])
     return agreement(
-        torch.cat([own.ref_logprobs for own in scores]),
-        torch.cat([row[r.start :] for r, row in zip(rollouts, expected, strict=True)]),
+        torch.cat([own.ref_logprobs for own in scores])[has],
+        torch.cat([row[s.start :] for s, row in zip(sequences, expected, strict=True)])[has],
     )
 
 

@@ -14,6 +14,7 @@ from prime_composer.backends.protocols import HiddenStates, TeacherHead
 from prime_composer.contract import LossInputs, Support, given
 from prime_composer.lm_head import selected_logprobs
 from prime_composer.local.batch import Sample
+from prime_composer.scoring.shared_vocabulary import IN_TAIL, lacking
 from prime_composer.two_heads import Logits, TwoHeads, compare
 
 
@@ -66,22 +67,29 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
         ref_logprobs, support_ids, teacher_logprobs = (
             torch.cat(parts) for parts in zip(*scores, strict=True)
         )
-        selected_ids = torch.cat([selected_ids, support_ids], dim=-1)
+        in_tail = lacking(support_ids, head.shape[0])
+        selected_ids = torch.cat([selected_ids, support_ids.masked_fill(in_tail, 0)], dim=-1)
     student = Logits(hidden, head.to(hidden.dtype))
     heads = heads_of(samples)
     both = compared(student, heads, samples) if heads else None
     if both is not None and any(head.tolerance is not None for head in heads):
-        comparison = compare(both, token_ids=selected_ids.to(device))
-        logprobs = given(comparison.student_logprobs)
+        # Ids that a teacher lacks are the student's alone, which takes a pass of its own.
+        alone = lacking(selected_ids, min(side.size for side in both.sides))
+        comparison = compare(both, token_ids=selected_ids.masked_fill(alone, 0).to(device))
+        own = given(ref_logprobs)
         computed = given(comparison.teacher_logprobs)[:, 0]
-        check_answers(computed, given(ref_logprobs), heads, samples)
+        computed = torch.where(alone[:, 0].to(device), own.to(computed), computed)
+        check_answers(computed, own, heads, samples)
+        logprobs = None if alone.any() else comparison.student_logprobs
     else:
+        logprobs = None
+    if logprobs is None:
         logprobs = selected_logprobs(student.hidden, student.weight, selected_ids.to(device))
     if selected_ids.shape[-1] > 1:
         support = Support(
             token_ids=support_ids.to(device),
-            teacher_logprobs=teacher_logprobs.to(device),
-            student_logprobs=logprobs[:, 1:],
+            teacher_logprobs=teacher_logprobs.masked_fill(in_tail, IN_TAIL).to(device),
+            student_logprobs=logprobs[:, 1:].masked_fill(in_tail.to(device), IN_TAIL),
         )
 
     counts = trained.sum(dim=1)

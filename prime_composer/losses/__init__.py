@@ -6,7 +6,8 @@ Distillation, on a support of the teacher's top-K tokens or of the whole vocabul
     adaptive_kl, distillm2
 On the sampled token alone:
     sampled_reverse_kl, topd, sdar, sft
-RL on rewards: default, ipo; with credit that a teacher shares out: rlsd, rlrt, rlcsd.
+RL on rewards: default, ipo, icepop, cispo, ppo; with credit that a teacher shares out: rlsd, rlrt,
+    rlcsd.
 Preference pairs: dpo, simpo. Weighted sum of channels: compose.
 
 Modifiers work with all of them: ``[loss.special_tokens]``, ``[loss.position_weights]``,
@@ -55,6 +56,9 @@ from prime_composer.losses.sdar import SDARLossConfig
 from prime_composer.losses.sft import SFTLossConfig
 from prime_composer.losses.default import DefaultLossConfig
 from prime_composer.losses.ipo import IPOLossConfig
+from prime_composer.losses.icepop import IcePopLossConfig
+from prime_composer.losses.cispo import CISPOLossConfig
+from prime_composer.losses.ppo import PPOLossConfig
 from prime_composer.losses.rlsd import RLSDLossConfig
 from prime_composer.losses.rlrt import RLRTLossConfig
 from prime_composer.losses.rlcsd import RLCSDLossConfig
@@ -77,6 +81,7 @@ __all__ = [
     "AlphaBetaLossConfig",
     "AnyLoss",
     "BoundLoss",
+    "CISPOLossConfig",
     "ComposeLossConfig",
     "DPOLossConfig",
     "DefaultLossConfig",
@@ -85,9 +90,11 @@ __all__ = [
     "GeneralizedJSDLossConfig",
     "HeadTailReverseKLLossConfig",
     "IPOLossConfig",
+    "IcePopLossConfig",
     "LossConfig",
     "LossState",
     "Objective",
+    "PPOLossConfig",
     "RLCSDLossConfig",
     "RLRTLossConfig",
     "RLSDLossConfig",

@@ -15,7 +15,7 @@ the sum's. Metrics are ``compose/<channel>/<what>``, and ``compose/<channel>/los
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, model_validator
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.losses.bound import setup_loss_fn
@@ -28,14 +28,11 @@ from prime_composer.losses.config import (
     require_channel,
 )
 from prime_composer.losses.registry import register
+from prime_composer.tables import Table
 
 
-class Channel(BaseModel):
+class Channel(Table):
     """One term of the sum."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
     loss: AnyLoss
     """Any loss of the channel, chosen by ``type``."""
@@ -48,7 +45,8 @@ class RLChannel(Channel):
     """The RL term, present by default."""
 
     loss: AnyLoss = Field(default_factory=lambda: parse_loss({"type": "default"}))
-    """``default`` (DPPO + KL) or ``ipo``."""
+    """``default`` (DPPO + KL), ``ipo``, ``icepop``, ``cispo``, ``ppo``, or one whose credit a
+    teacher shares out."""
 
     weight: NonNegativeFloat = 1.0
     """Factor in the sum."""

@@ -15,9 +15,7 @@ from typing import (
 )
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     PositiveFloat,
@@ -30,6 +28,7 @@ from torch import Tensor
 from prime_composer.divergences import Normalization
 from prime_composer.losses import registry
 from prime_composer.losses.shared.modifiers import Modifier, PositionWeights, SpecialTokenMask
+from prime_composer.tables import Table
 
 Need = Literal[
     "ref_logprobs",
@@ -117,7 +116,7 @@ class LossState(Protocol):
         """Restore what ``state_dict`` returned."""
 
 
-class LossConfig(BaseModel):
+class LossConfig(Table):
     """Knobs of one loss.
 
     A subclass adds ``type: Literal["<name>"] = "<name>"``, its fields and what it needs. The fields
@@ -132,10 +131,6 @@ class LossConfig(BaseModel):
         answer_pairs: the loss is a sum over pairs of answers to one prompt, the teacher's and the
             student's. A trainer samples both, and divides by the pairs instead of the tokens.
     """
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
     needs_inputs: ClassVar[frozenset[str]] = frozenset()
     channel: ClassVar[ChannelName] = "distillation"

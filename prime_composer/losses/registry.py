@@ -28,11 +28,12 @@ def register(config: type[Any]) -> Callable[[F], F]:
     """Return the decorator that enters a loss function under the ``type`` of its config class.
 
     Raises:
-        ValueError: the ``type`` is taken.
+        ValueError: the ``type`` is taken, or what is decorated is no function.
     """
 
-    def add(fn: F) -> F:
+    def add(fn: Any) -> Any:
         name = _declared_type(config)
+        _check_function(fn, f"the loss of {_full_name(config)}", "my_loss")
         if not isinstance(name, str):
             raise ValueError(f"{_full_name(config)} declares no type; {_how_to_declare('my_loss')}")
         if name in LOSS_TYPES:
@@ -94,13 +95,13 @@ def _register_from_outside(name: str, base: type[Any]) -> None:
         ) from error
     if name in LOSS_TYPES:  # the module used the decorator
         return
-    fn = getattr(module, function_name, None)
-    if not callable(fn):
-        problem = "is no function" if hasattr(module, function_name) else "does not exist"
+    if not hasattr(module, function_name):
         raise ValueError(
-            f"loss type {name!r}: {function_name!r} {problem} in {module_name!r}. "
+            f"loss type {name!r}: {function_name!r} does not exist in {module_name!r}. "
             f"Define it there: {_signature(function_name)}"
         )
+    fn = getattr(module, function_name)
+    _check_function(fn, f"loss type {name!r}: {function_name!r} in {module_name!r}", function_name)
     config = _config_of(fn, name, base)
     field = config.model_fields.get("type")
     if field is None or field.annotation != Literal[name] or field.default != name:
@@ -111,6 +112,22 @@ def _register_from_outside(name: str, base: type[Any]) -> None:
             f"{owner}. Each loss has a config of its own; {_how_to_declare(name)}"
         )
     register(config)(fn)
+
+
+def _check_function(thing: Any, what: str, function_name: str) -> None:
+    """Refuse classes and objects: prime-rl's own rl losses are objects with a method ``loss``.
+
+    Raises:
+        ValueError: with what to write instead.
+    """
+    if callable(thing) and not isinstance(thing, type):
+        return
+    kind = "the class" if isinstance(thing, type) else "an object of the class"
+    cls = thing if isinstance(thing, type) else type(thing)
+    remedy = "Write one that calls its method loss" if hasattr(thing, "loss") else "Define it there"
+    raise ValueError(
+        f"{what} is {kind} {cls.__qualname__}, no function. {remedy}: {_signature(function_name)}"
+    )
 
 
 def _config_of(fn: Callable[..., Any], name: str, base: type[Any]) -> type[Any]:

@@ -9,10 +9,11 @@ with ``keep`` the trust region. In expectation over y ~ mu, and without the trus
 its gradient is that of the full-vocabulary KL(student || teacher). One sample per position makes it
 noisy, and a few tokens carry most of it.
 
-Mode ``prime_rl`` is upstream's arithmetic bit for bit. Its trust region reads the sign of the RL
-advantage (v0.6) or always the low side (v0.7 and later), not the sign of A. So it drops tokens that
-the teacher would pull back, and keeps some that drift away. Mode ``signed`` reads the sign of A,
-and may reshape A first, in this order:
+Mode ``prime_rl`` is upstream's arithmetic bit for bit, in two dialects. Its trust region reads the
+sign of the RL advantage (v0.6) or always the low side (v0.7 and later), not the sign of A. So it
+drops tokens that the teacher would pull back, and keeps some that drift away. Dialect main, read
+and not run, is v0.7 with rho capped at 1e4 and kl_tau = 0. Mode ``signed`` reads the sign of A, and
+may reshape A first, in this order:
 
     TOP-D floor    A <- log(a q/p + 1 - a), never below log(1 - a)
     clip           A <- clamp(A, -c, c)
@@ -27,8 +28,8 @@ That is G-OPD, and with lambda above 1 ExOPD. The sum is formed where the rollou
 The letters: p is the current student (``trainer_logprobs``), mu the sampler, q the teacher. A sum
 over future tokens is left out on purpose, as upstream does (discount 0).
 
-References: prime-rl ``opd_loss_fn`` (v0.6.0) and ``ref_kl_loss_fn`` (v0.7.0 to 559b4477),
-https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py.
+References: prime-rl ``opd_loss_fn`` (v0.6.0) and ``ref_kl_loss_fn`` (v0.7.0 to 559b4477, and
+main of October 2026), https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py.
 "On-Policy Distillation" (Thinking Machines, 2025),
 https://thinkingmachines.ai/blog/on-policy-distillation/. DPPO (2026),
 https://arxiv.org/abs/2602.04879. TOP-D (2026), https://arxiv.org/abs/2607.04751, and prime-rl's
@@ -49,6 +50,7 @@ from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import reverse_kl
 from prime_composer.losses.config import LossConfig, SupportRequest, SupportSize
 from prime_composer.losses.registry import register
+from prime_composer.losses.shared.dialect import MAX_RATIO, Dialect, with_defaults_of_main
 from prime_composer.losses.shared.metrics import token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_mean
 from prime_composer.losses.shared.trust_region import (
@@ -67,7 +69,8 @@ class SampledReverseKLLossConfig(LossConfig):
 
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {},
-        {"dialect": "v0_6"},
+        {"dialect": "v0.6"},
+        {"dialect": "main"},
         {"mode": "signed", "delta_low": 0.02, "delta_high": 0.02},
         {"mode": "signed", "clip": 1.0, "top_d": 0.9, "baseline": "topk_kl", "k": 8},
         {"mode": "signed", "baseline": "topk_kl", "k": "full"},
@@ -79,18 +82,19 @@ class SampledReverseKLLossConfig(LossConfig):
     """``prime_rl``: loss, gradient and metrics are bit-equal to upstream's on finite inputs.
     ``signed``: the trust region follows the sign of the distillation signal."""
 
-    dialect: Literal["v0_6", "v0_7"] = "v0_7"
-    """Mode prime_rl: v0_6 drops by the sign of the RL advantage, which it then needs. v0_7 and
-    later drop on the low side only."""
+    dialect: Dialect = "v0.7"
+    """Mode prime_rl: v0.6 drops by the sign of the RL advantage, which it then needs. v0.7 and
+    later drop on the low side only. main also caps the importance ratio at 1e4."""
 
     delta_low: float = Field(0.2, ge=0)
     """A token whose probability fell by more than this since sampling is dropped (see mode)."""
 
     delta_high: float = Field(0.2, ge=0)
-    """The same for a probability that rose. Dialect v0_7 has no high side."""
+    """The same for a probability that rose. Dialects v0.7 and main have no high side."""
 
     kl_tau: float = Field(1e-3, ge=0)
-    """Factor of (log rho)^2, which keeps the policy near its sampler."""
+    """Factor of (log rho)^2, which keeps the policy near its sampler. Mode prime_rl with dialect
+    main: 0 where it is not set."""
 
     clip: PositiveFloat | None = None
     """Mode signed: bound of |A|, in nats."""
@@ -104,6 +108,17 @@ class SampledReverseKLLossConfig(LossConfig):
     k: SupportSize = 32
     """Teacher tokens per position for the baseline."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _kl_tau_of_main(cls, knobs: Any) -> Any:
+        signed = isinstance(knobs, dict) and knobs.get("mode") == "signed"
+        return knobs if signed else with_defaults_of_main(knobs, kl_tau=0.0)
+
+    @property
+    def capped(self) -> bool:
+        """Whether rho is capped."""
+        return self.mode == "prime_rl" and self.dialect == "main"
+
     @model_validator(mode="after")
     def _knobs_fit_the_mode(self) -> "SampledReverseKLLossConfig":
         for knob in ("clip", "top_d", "baseline"):
@@ -116,8 +131,8 @@ class SampledReverseKLLossConfig(LossConfig):
 
     @property
     def own_needs(self) -> frozenset[str]:
-        """The teacher's log-prob, the advantages of v0_6, and the comparison of the baseline."""
-        by_advantage = self.mode == "prime_rl" and self.dialect == "v0_6"
+        """The teacher's log-prob, the advantages of v0.6, and the comparison of the baseline."""
+        by_advantage = self.mode == "prime_rl" and self.dialect == "v0.6"
         needs = {"ref_logprobs"}
         needs |= {"advantages"} if by_advantage else set()
         if self.baseline:
@@ -144,11 +159,12 @@ def sampled_reverse_kl_loss_fn(
         signal_of = _signed if config.mode == "signed" else _prime_rl
         signal, region, mode_metrics = signal_of(log_teacher_ratio, probs_diff, inputs, config)
     dropped = region.dropped
-    loss = policy_gradient_sum(log_ratio, signal, mask & ~dropped, config.kl_tau, inputs)
+    max_ratio = MAX_RATIO if config.capped else None
+    loss = policy_gradient_sum(log_ratio, signal, mask & ~dropped, config.kl_tau, inputs, max_ratio)
 
     with torch.no_grad():
         metrics = {
-            **drift_metrics(log_ratio, dropped, mask),
+            **drift_metrics(log_ratio, dropped, mask, bounded=config.capped),
             "signal_abs": token_mean(signal.abs(), mask),
             "signal_top1pct": top_share(signal, mask),
             **mode_metrics,
@@ -166,7 +182,7 @@ def _prime_rl(
     mask = inputs.loss_mask
     too_high = mask & (probs_diff > config.delta_high)
     too_low = mask & (probs_diff < -config.delta_low)
-    if config.dialect == "v0_7":
+    if config.dialect != "v0.6":
         region = Region(high=torch.zeros_like(mask), low=too_low)
         return signal, region, {"ref_kl": masked_mean(signal, mask)}
     advantages = given(inputs.advantages)

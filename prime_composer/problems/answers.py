@@ -106,8 +106,9 @@ def _read(text: str) -> tuple[Decimal, int] | None:
 def check_reference(answer: str, metric: str, key: str = "answer") -> None:
     """Check that an answer of the data is, or ends in, a reference for a metric.
 
-    ``gsm8k`` needs a number that it does not misread. Math-Verify takes any text after ``####``,
-    ROUGE counts words, and ROUGE-2 pairs of them. The others take any text.
+    ``gsm8k`` needs a number after ``####`` that it does not misread. Math-Verify takes any text
+    there, or a text without the mark. ROUGE counts words, and ROUGE-2 pairs of them. The others
+    take any text.
 
     Args:
         answer: not empty.
@@ -127,19 +128,20 @@ def check_reference(answer: str, metric: str, key: str = "answer") -> None:
             )
     if metric not in MATH:
         return
-    if FINAL_MARK not in answer:
-        raise ValueError(
-            f'"{key}" has no "{FINAL_MARK} <number>" at its end, which metric = "{metric}" reads; '
-            'write one, or choose another metric, such as metric = "rouge2"'
-        )
-    final = answer[answer.rindex(FINAL_MARK) :]
-    shown = final.removeprefix(FINAL_MARK).strip()
+    _, mark, final = answer.rpartition(FINAL_MARK)
+    shown = final.strip()
     if metric == "math_verify":
         if not shown:
             raise ValueError(f'nothing follows the last "{FINAL_MARK}" in "{key}"')
         return
-    found = _read(final)
-    if found is None or _SCALED.match(final, found[1]) is not None:
+    if not mark:
+        raise ValueError(
+            f'"{key}" has no "{FINAL_MARK} <number>" at its end, which metric = "{metric}" reads; '
+            'write one, or choose another metric: "math_verify" reads the answer itself, and '
+            '"rouge2" compares texts'
+        )
+    found = _read(mark + final)
+    if found is None or _SCALED.match(mark + final, found[1]) is not None:
         raise ValueError(
             f'what follows "{FINAL_MARK}" in "{key}" is not a number: {shown[:60]!r}; write it as '
             'a decimal number, or compare with metric = "math_verify"'

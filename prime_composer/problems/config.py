@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, get_args, runtime_checkable
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from prime_composer.tables import Table
 
 FINAL_MARK = "####"
 
@@ -47,12 +49,8 @@ TeacherWeights = Annotated[str | dict[str, float] | None, AfterValidator(_checke
 """Type of an environment's ``teacher``: a name, or a mixture ``name = weight``."""
 
 
-class DataConfig(BaseModel):
+class DataConfig(Table):
     """The problems to train on and to test on, their prompts, and how answers are graded."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
     source: Literal["generated", "jsonl", "hub"] = "generated"
     """``generated``: made on the spot, no file or network. ``jsonl``: JSONL files at ``path``.
@@ -61,7 +59,7 @@ class DataConfig(BaseModel):
     path: Path | None = None
     """For ``jsonl``: a folder that contains ``train.jsonl`` and ``test.jsonl``, or one JSONL file,
     of which ``hold_out`` is set aside. Each line is an object with the strings that ``prompt_key``
-    and ``answer_key`` name. For a math metric the answer ends in ``#### <number>``."""
+    and ``answer_key`` name. For ``gsm8k`` the answer ends in ``#### <number>``."""
 
     hub_id: str = "openai/gsm8k"
     """For ``hub``: the data set's id. Its splits are ``train`` and ``test``."""
@@ -209,7 +207,7 @@ class Problem:
 
     @property
     def final(self) -> str:
-        """The text after the last ``####``: a math problem's reference, as written."""
+        """A math problem's reference, as written: the text after the last ``####``, if any."""
         return self.answer.rpartition(FINAL_MARK)[2].strip()
 
     def reference(self, metric: str) -> str:

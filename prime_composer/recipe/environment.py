@@ -7,9 +7,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainSerializer,
     field_validator,
@@ -19,6 +17,7 @@ from pydantic import (
 from prime_composer.problems.config import DataConfig, TeacherWeights
 from prime_composer.recipe.carried import CARRIED
 from prime_composer.recipe.urls import without_passwords
+from prime_composer.tables import Table
 
 MOST_TURNS = 1_000_000
 """Upper bound of turns."""
@@ -27,12 +26,8 @@ OpenTable = Annotated[dict[str, Any], PlainSerializer(without_passwords)]
 """A table whose keys belong to somebody else. It is shown and saved without passwords."""
 
 
-class EnvironmentConfig(BaseModel):
+class EnvironmentConfig(Table):
     """An environment of verifiers, by its id, which has its own tasks, tools, turns and rewards."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
     id: str = Field(json_schema_extra=CARRIED)
     """The environment's id as verifiers and prime-rl name it: ``name``, ``owner/name`` or

@@ -5,7 +5,7 @@ import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -14,10 +14,11 @@ from prime_composer.problems.config import DataConfig
 from prime_composer.recipe.carried import models_in
 from prime_composer.recipe.environment import environment_kind
 from prime_composer.recipe.prepare import PrepareConfig, prepare_kind
-from prime_composer.recipe.schema import Recipe, RecipeError, Section
+from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.recipe.urls import public_url
+from prime_composer.tables import Table
 
-S = TypeVar("S", bound=Section)
+S = TypeVar("S", bound=Table)
 
 DEEPEST = 50
 """Most tables and lists within each other. A recipe has about six, prime-rl's config about ten."""
@@ -179,7 +180,7 @@ def _explain(item: Any, root: type[BaseModel], raw: Any) -> str:
     loc = item["loc"]
     key = abridged(".".join(str(part) for part in loc), 100)
     if item["type"] == "extra_forbidden":
-        known = _fields_at(loc[:-1], root, raw)
+        known = fields_at(loc[:-1], root, raw)
         near = difflib.get_close_matches(str(loc[-1])[:100], known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}."
         return f"unknown key {key}; {hint}"
@@ -202,20 +203,29 @@ def _echo(value: Any) -> str:
     return abridged(repr(value))
 
 
-def _fields_at(loc: Sequence[Any], root: type[BaseModel], raw: Any) -> list[str]:
-    """Return the names of the fields of the table that an error location leads to."""
-    table, value = root, raw
+def fields_at(loc: Sequence[Any], root: type[BaseModel], raw: Any) -> list[str]:
+    """Return the names of the fields of the table that an error location leads to.
+
+    Args:
+        loc: keys of tables that were read, and names that a recipe may choose, such as that of
+            [teachers.NAME]. A name may be that of a key.
+        root: the outermost table.
+        raw: its value.
+    """
+    table, value, is_name = root, raw, False
     for part in loc:
         value = value[part]
-        field = table.model_fields.get(part)
-        if field is None:  # the NAME of [teachers.NAME]
+        if is_name:
+            is_name = False
+        else:
+            annotation = table.model_fields[part].annotation
+            table, is_name = models_in(annotation)[0], get_origin(annotation) is dict
+        if is_name:
             continue
-        models = models_in(field.annotation)
-        table = models[0] if models else table
         if issubclass(table, LossConfig):
             table = loss_type(value["type"])
-        elif table is PrepareConfig:
+        elif issubclass(table, PrepareConfig):
             table = prepare_kind(value)
-    if table is DataConfig and loc[0] == "environments":
-        table = environment_kind(value)
+        elif issubclass(table, DataConfig) and loc[0] == "environments":
+            table = environment_kind(value)
     return [field.alias or name for name, field in table.model_fields.items()]

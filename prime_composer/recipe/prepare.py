@@ -3,13 +3,13 @@
 from typing import Annotated, Any
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     model_serializer,
     model_validator,
 )
+
+from prime_composer.tables import Table
 
 LARGEST_SIZE = 1_000_000
 """Upper bound of widths, lengths and steps. A model that is built on the spot is small."""
@@ -21,12 +21,8 @@ LARGEST_SEED = 2**63 - 1
 """Upper bound of seeds: that of TOML's integers."""
 
 
-class PrepareConfig(BaseModel):
+class PrepareConfig(Table):
     """A tiny model of the Qwen3 architecture: its sizes, its fine-tuning, and its pruning."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
     vocab_size: int = Field(default=415, ge=260, le=LARGEST_SIZE)
     """Size of the byte-level BPE vocabulary trained on the data, special tokens included. Teacher
@@ -106,10 +102,8 @@ class PrepareConfig(BaseModel):
         return f"{self.sft_steps} steps of fine-tuning"
 
 
-class QuantizeConfig(BaseModel):
+class QuantizeConfig(Table):
     """Rounding of the linear layers' weights. Embeddings, output head and norms stay exact."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     bits: int = Field(ge=2, le=8)
     """Bits per weight: each group has 2^bits levels, evenly spaced from its smallest weight to its
@@ -120,10 +114,8 @@ class QuantizeConfig(BaseModel):
     inputs of every layer."""
 
 
-class RoundedConfig(BaseModel):
+class RoundedConfig(Table):
     """An existing model with rounded weights, in float32: damage that distillation heals."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     source: str = Field(alias="from", min_length=1)
     """The model: a directory in Hugging Face format, or a hub id. Goes with ``quantize``, and

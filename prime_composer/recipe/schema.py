@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     PositiveInt,
     field_validator,
@@ -25,6 +23,7 @@ from prime_composer.recipe.carried import CARRIED, not_carried, only_refused, pr
 from prime_composer.recipe.environment import AnyEnvironment, EnvironmentConfig, OpenTable
 from prime_composer.recipe.prepare import LARGEST_SEED, AnyPrepare, PrepareConfig
 from prime_composer.recipe.urls import Url
+from prime_composer.tables import Table
 
 REMEDIES = {
     **dict.fromkeys(
@@ -60,15 +59,7 @@ class RecipeError(ValueError):
     """A recipe that cannot run: the message names the file, the key and the remedy."""
 
 
-class Section(BaseModel):
-    """A table of a recipe: unknown keys are refused, numbers are finite, values never change."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
-
-
-class ModelConfig(Section):
+class ModelConfig(Table):
     """Where a model comes from: ``model`` names one, or ``[*.prepare]`` builds or rounds one."""
 
     model: str | None = Field(default=None, json_schema_extra=CARRIED)
@@ -107,7 +98,7 @@ HINT_TEMPLATES = {
 """The hint-conditioned teacher's question, by the kind of hint."""
 
 
-class PolicyTeacherConfig(Section):
+class PolicyTeacherConfig(Table):
     """Self-distillation: the teacher is the policy, and its prompt contains a hint.
 
     A rollout without a hint (no correct sibling) is not trained on.
@@ -314,7 +305,7 @@ class ReferenceConfig(TeacherConfig):
         return None in (self.url, teacher.url) or self.url == teacher.url
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Table):
     """How the student samples its rollouts."""
 
     backend: Literal["vllm", "transformers", "server"] = Field(
@@ -406,7 +397,7 @@ class RolloutConfig(Section):
         return self.other_source == "teacher"
 
 
-class ReplayConfig(Section):
+class ReplayConfig(Table):
     """Where the preference pairs of the ``[loss.replay]`` channel come from."""
 
     source: Literal["rollouts", "jsonl"] = Field(
@@ -435,7 +426,7 @@ Beta = Annotated[float, Ge(0), Lt(1)]
 """A decay rate of AdamW's averages."""
 
 
-class TrainerConfig(Section):
+class TrainerConfig(Table):
     """The optimizer and its loop."""
 
     steps: int = Field(ge=1, le=MOST_STEPS, json_schema_extra=CARRIED)
@@ -497,7 +488,7 @@ class TrainerConfig(Section):
     """Seed of the prompts' order, of sampling and of everything else that is random."""
 
 
-class EvalConfig(Section):
+class EvalConfig(Table):
     """Evaluation on held-out problems: greedy answers, and reverse KL on rollouts at T = 1."""
 
     every: int = Field(default=20, ge=0, le=MOST_STEPS, json_schema_extra=CARRIED)
@@ -518,7 +509,8 @@ class EvalConfig(Section):
         default="auto", json_schema_extra=prime_rl(not_carried("prime-rl evaluates accuracy alone"))
     )
     """Token ids per position of the measured KL. auto: all of them up to a vocabulary of 8192, else
-    64 and a tail bucket."""
+    64 and a tail bucket. A served teacher without the scoring plugin is asked for the loss's k, or
+    20, and a tail bucket; `eval/kl_ids` and the report say how many."""
 
     temperatures: tuple[Annotated[float, Ge(0.01), Le(100)], ...] = Field(
         default=(),
@@ -547,7 +539,7 @@ class EvalConfig(Section):
         return self
 
 
-class WandbConfig(Section):
+class WandbConfig(Table):
     """Weights & Biases. Needs ``pip install wandb``."""
 
     project: str = Field(json_schema_extra=CARRIED)
@@ -557,7 +549,7 @@ class WandbConfig(Section):
     """Run name. Unset: the run directory's name."""
 
 
-class LoggingConfig(Section):
+class LoggingConfig(Table):
     """Where metrics are logged, beside ``metrics.jsonl`` in the run directory."""
 
     tensorboard: bool = Field(
@@ -572,7 +564,7 @@ class LoggingConfig(Section):
     """Also log to Weights & Biases."""
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(Table):
     """Checkpoints: model, optimizer, loss state, step. A checkpoint is renamed when complete."""
 
     every: int = Field(default=20, ge=0, le=MOST_STEPS, json_schema_extra=CARRIED)
@@ -582,7 +574,7 @@ class CheckpointConfig(Section):
     """Number of the newest checkpoints to keep."""
 
 
-class ChecksConfig(Section):
+class ChecksConfig(Table):
     """Checks during a run that teachers and sampler still compute what they did at its start."""
 
     every: int = Field(
@@ -624,7 +616,7 @@ class ChecksConfig(Section):
     2 nats at most. Unset: 1e-6 if trainer.dtype is float32, 0.05 if it is bfloat16."""
 
 
-class Recipe(Section):
+class Recipe(Table):
     """What is distilled into what, how, and on which data."""
 
     student: StudentConfig

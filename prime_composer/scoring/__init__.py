@@ -8,7 +8,8 @@
 - ``questions``: what is asked, checked against the server's limits
 - ``engine``: the rows of a question from vLLM's engine, a few steps' work at a time
 - ``head``: the model's output head, in pieces
+- ``shared_vocabulary``: ids that one output head has and another lacks
 
-Nothing here imports another part of prime_composer, and only ``wire`` is imported by a client. The
-plugin runs in vLLM 0.26 to 0.32.
+Nothing here imports another part of prime_composer. Clients import ``wire`` and
+``shared_vocabulary`` alone. The plugin runs in vLLM 0.26 to 0.32.
 """

@@ -113,7 +113,7 @@ def check_teacher(
         ValueError: K is above what the teacher can give.
     """
     size, by_student = config.asked_of_teacher
-    warnings = check_vocabularies(vocab_size, scorer.limits, len(tokenizer), config.support_size)
+    warnings = check_vocabularies(vocab_size, scorer.limits, len(tokenizer), size)
     own = load_tokenizer(teacher) if is_folder_or_hub_id(teacher) else None
     if own is not None:
         warnings += check_tokenizers(tokenizer, own)

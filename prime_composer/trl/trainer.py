@@ -142,7 +142,8 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         candidates = None
         if by_student:
             with _in_eval_mode(student):
-                candidates = students_choice(student, rollouts, size)
+                shared = self.scorer.limits.vocab_size
+                candidates = students_choice(student, rollouts, size, shared)
         scores = self.scorer.score(
             rollouts,
             size,

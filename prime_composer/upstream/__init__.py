@@ -2,6 +2,7 @@
 
     settings        what all processes of a run share, in one environment variable
     versions        one record per version of prime-rl, and which one is installed
+    capabilities    the one table of what we touch in prime-rl; ``doctor`` checks its ``sources``
     autoload        lazy hooks in every process of a run, installed by a .pth file
     launcher_hook   in prime-rl's launcher: checks the loss, resolves the settings
     orchestrator/   asks the teachers for their top-K and sends it to the trainer

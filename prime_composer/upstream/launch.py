@@ -14,12 +14,14 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import apply_override, parse_recipe, read_tables
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.recipe.urls import public_url
+from prime_composer.upstream.config_fields import importable_fields
+from prime_composer.upstream.doctor import require
 from prime_composer.upstream.export.exporter import export_recipe
 from prime_composer.upstream.export.instructions import slurm_notice
 from prime_composer.upstream.export.toml import as_text, merge, write_text
 from prime_composer.upstream.settings import SWITCH, AdapterSettings
 from prime_composer.upstream.versions import (
-    VERSIONS,
+    NEWEST_RUN,
     UnknownSurface,
     Version,
     has_prime_rl,
@@ -129,7 +131,8 @@ def launch(
     elif not dry_run:
         raise RecipeError(NOT_INSTALLED)
     try:
-        version = probe_version() if installed else list(VERSIONS.values())[-1]
+        require("adapter")
+        version = probe_version() if installed else NEWEST_RUN
     except UnknownSurface as error:
         raise RecipeError(f"--engine prime-rl: {error}") from error
     path = Path(config)
@@ -159,7 +162,8 @@ def plan_recipe(
     problems: ProblemSet | None = None,
 ) -> NativeRun:
     """Export a recipe, and print to stderr what is not carried."""
-    export = export_recipe(recipe, version.name, models, problems)
+    fields = importable_fields() if has_prime_rl() else None
+    export = export_recipe(recipe, version, models, problems, fields)
     export.warn()
     loss = export.table["trainer"]["loss"]["kwargs"]
     switch = AdapterSettings.model_validate({"loss": loss}).to_env()[SWITCH]

@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from prime_composer.upstream.doctor import require
 from prime_composer.upstream.settings import (
     IMPORT_PATH,
     SECTION,
@@ -42,6 +43,7 @@ def resolve(config: Any) -> None:
     another process, which has no trainer, is left alone: an env server never imports torch.
 
     Raises:
+        UnknownSurface: the installed prime-rl does not fit the run.
         ValueError: the loss table is wrong, [trainer.loss] and PRIME_COMPOSER disagree, the loss is
             in the wrong one of them, it needs a support on the wire and router replay is on, it
             compares whole vocabularies and the output head is kept on the CPU, or the trainer
@@ -50,6 +52,7 @@ def resolve(config: Any) -> None:
     trainer = getattr(config, "trainer", None)
     if trainer is None:
         return
+    require("adapter")
     given = AdapterSettings.from_env() or AdapterSettings()
     loss = getattr(trainer, "loss", None)
     in_file = getattr(loss, "import_path", None) == IMPORT_PATH
@@ -76,6 +79,7 @@ def resolve(config: Any) -> None:
     if settings.trainer_asks and settings.teachers is None:
         settings = settings.model_copy(update={"teachers": configured(config.orchestrator)})
     if "hidden_states" in loss_config.needs:
+        require("full")
         _refuse_offloading(trainer.model, loss_config.type)
     if settings.k and not settings.trainer_asks:
         _refuse_router_replay(config, loss_config.type, settings.k)
@@ -102,6 +106,8 @@ def _check_rewards(config: Any, settings: AdapterSettings, name: str, in_file: b
     From v0.7 on a loss of both is called on rl tokens, so that [trainer.loss] has to name it.
     """
     separates_kinds = hasattr(getattr(config, "orchestrator", None), "algo")
+    if settings.rewards and separates_kinds:
+        require("rl")
     if settings.rewards == "in_loss" and separates_kinds and not in_file:
         raise ValueError(
             f"{SWITCH} names {name!r}, which reads rewards and a teacher. prime-rl has both for rl "

@@ -25,13 +25,16 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     NonNegativeInt,
+    PositiveFloat,
     ValidationError,
+    field_validator,
     model_validator,
 )
+
+from prime_composer.tables import Table
 
 SWITCH = "PRIME_COMPOSER"
 """Environment variable of the whole-run adapter."""
@@ -56,14 +59,33 @@ SET_SWITCH = (
 FILE_KEY = "adapter"
 """Key of a loss table in a file; ``adapter = true`` sets ``AdapterSettings.teachers_mixed``."""
 
+LETTERS_SHOWN = 2000
+"""Length of the longest message about the variable's value."""
+
 TEACHER_KEYS = ("asked_by", "head_on")
 """Further keys of a loss table in a file: settings of the same names."""
 
 
-class AdapterSettings(BaseModel):
-    """Settings of one run."""
+class TeacherEntry(Table):
+    """One teacher that the trainer asks."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    url: str = Field(repr=False)
+    """Base URL of its server."""
+
+    model: str
+    """The name under which the server has it."""
+
+    weight: PositiveFloat
+    """Its weight in the mixture, relative to the others'."""
+
+    api_key_var: str | None = None
+    """Environment variable with the server's API key. None: vLLM's own."""
+
+
+class AdapterSettings(Table):
+    """Settings of one run."""
 
     loss: dict[str, Any] | None = None
     """Loss table: ``type`` and knobs. None: this run has prime-rl's own losses."""
@@ -93,6 +115,16 @@ class AdapterSettings(BaseModel):
     """Teachers that the trainer asks, for all environments or by environment: tables of ``url``,
     ``model``, ``weight``, and maybe ``api_key_var``. The launcher reads them in the orchestrator's
     config."""
+
+    @field_validator("teachers")
+    @classmethod
+    def _are_teachers(cls, teachers: Any) -> Any:
+        for entries in teachers.values() if isinstance(teachers, dict) else [teachers]:
+            for entry in entries or []:
+                TeacherEntry.model_validate(entry)
+            if entries is not None and not entries:
+                raise ValueError("name at least one: {url, model, weight}")
+        return teachers
 
     @model_validator(mode="before")
     @classmethod
@@ -186,8 +218,18 @@ def _parse(value: str) -> AdapterSettings | None:
     if value == "1":
         return AdapterSettings()
     try:
+        return _read(value)
+    except ValueError as error:
+        from prime_composer.recipe.loading import abridged
+
+        # The value may have a password, and a text of any length.
+        raise ValueError(abridged(str(error), LETTERS_SHOWN)) from None
+
+
+def _read(value: str) -> AdapterSettings:
+    try:
         given = json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, or too deep
         given = None
     if not isinstance(given, dict):
         raise ValueError(
@@ -204,7 +246,7 @@ def _parse(value: str) -> AdapterSettings | None:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{SWITCH}: {key}: {first['msg']}. Example: {EXAMPLE}") from None
+        raise ValueError(f"{SWITCH}: {key}: {_message(first)}. Example: {EXAMPLE}") from None
     if settings.k is not None or "loss" not in given:
         return settings
     if settings.loss is None:
@@ -249,23 +291,28 @@ def parse_loss_table(table: Mapping[str, Any], section: str = SECTION) -> Any:
     try:
         return parse_loss(dict(table))
     except ValidationError as error:
-        lines = [_explain(item, str(table["type"]), section) for item in error.errors()]
+        lines = [_explain(item, table, section) for item in error.errors()]
         raise ValueError("; ".join(lines)) from None
     except ValueError as error:
         raise ValueError(f"[{section}] {error}") from None
 
 
-def _explain(item: Any, name: str, section: str) -> str:
+def _explain(item: Any, table: Mapping[str, Any], section: str) -> str:
     path = [str(part) for part in item["loc"]]
     key = ".".join(path)
     if item["type"] != "extra_forbidden":
-        return f"[{section}] {key}: {item['msg']}"
+        return f"[{section}] {key}: {_message(item)}"
     from prime_composer.losses import loss_type
+    from prime_composer.recipe.loading import fields_at
 
-    known = loss_type(name).model_fields
+    known = fields_at(item["loc"][:-1], loss_type(str(table["type"])), table)
     near = difflib.get_close_matches(path[-1], known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"{name} takes: {', '.join(known)}"
+    hint = f"did you mean {near[0]!r}?" if near else f"it takes: {', '.join(known)}"
     return f"[{section}] has the unknown key {key!r}; {hint}"
+
+
+def _message(item: Any) -> str:
+    return str(item["msg"].removeprefix("Value error, "))
 
 
 def wire_support_size(config: Any, section: str = SECTION) -> int:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from prime_composer.upstream.settings import TeacherEntry
 from prime_composer.upstream.toml_shapes import API_KEY_VAR, HEADER
 
 Entries = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]]
@@ -21,28 +22,25 @@ class Teacher(NamedTuple):
     api_key_var: str = API_KEY_VAR
 
 
-def read_entries(entries: Entries, environment: str | None = None) -> list[Teacher]:
+def read_entries(entries: Any, environment: str | None = None) -> list[Teacher]:
     """Return the teachers of an environment, with weights that add up to 1.
 
+    Args:
+        entries: ``Entries``, or any other JSON value, which is refused.
+        environment: its name.
+
     Raises:
-        ValueError: there are none, or a weight is not above 0.
-        TypeError: the entries are no tables.
-        KeyError: the environment, or a key, is missing.
+        ValueError: they are no such tables, or the environment has none.
     """
     if isinstance(entries, Mapping):
-        entries = entries[str(environment)]
-    teachers = [
-        Teacher(
-            url=str(entry["url"]),
-            model=str(entry["model"]),
-            weight=float(entry["weight"]),
-            api_key_var=str(entry.get("api_key_var", API_KEY_VAR)),
-        )
-        for entry in entries
-    ]
+        entries = entries.get(str(environment), [])
+    if not isinstance(entries, Sequence) or not entries:
+        raise ValueError(f"no list of teachers for the environment {environment!r}")
+    tables = [TeacherEntry.model_validate(entry) for entry in entries]
+    teachers = [Teacher(**table.model_dump(exclude_none=True)) for table in tables]
     total = sum(teacher.weight for teacher in teachers)
-    if not teachers or not all(0 < teacher.weight < math.inf for teacher in teachers):
-        raise ValueError("weights are above 0")
+    if total == math.inf:
+        raise ValueError("the weights add up to more than a number can be")
     return [teacher._replace(weight=teacher.weight / total) for teacher in teachers]
 
 
@@ -74,15 +72,32 @@ def configured(orchestrator: Any) -> Entries:
     return entries
 
 
+def _of_header(header: str) -> Any:
+    try:
+        entries = json.loads(header)
+        for environment in (isinstance(entries, Mapping) and list(entries)) or [None]:
+            read_entries(entries, environment)
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f"The header {HEADER} of the teacher's client must be a JSON list of {{url, model, "
+            "weight}, or a table of such lists by environment. Its value is not shown: it may have "
+            "passwords."
+        ) from None
+    return entries
+
+
 def _entries(client: Any, model: str, place: str) -> Any:
     header = client.headers.get(HEADER)
     if header is not None:
-        return json.loads(header)
+        return _of_header(header)
     urls = client.base_url if isinstance(client.base_url, list) else [client.base_url]
     others = [*client.headers, *getattr(client, "headers_from_env", {})]
     found = None
+    dynamo = getattr(client, "dynamo", None)
     if getattr(client, "elastic", None) is not None:
         found = "an elastic pool"
+    elif dynamo is not None and dynamo.enabled:
+        found = "dynamo, which finds workers by itself"
     elif len(urls) != 1:
         found = f"{len(urls)} URLs"
     elif others:

@@ -42,13 +42,53 @@ API_KEY_VAR = "VLLM_API_KEY"
 """prime-rl's default for ``api_key_var`` of a client."""
 
 
+class Places(NamedTuple):
+    """Where [orchestrator] has four keys: dotted paths below it.
+
+    Attributes:
+        algo: the algorithm of all environments.
+        group_size: rollouts of one prompt.
+        eval_size: problems that are evaluated, of each environment.
+        top_p: top-p of the rollouts.
+    """
+
+    algo: str
+    group_size: str
+    eval_size: str
+    top_p: str
+
+
+PLACES = Places("algo", "group_size", "eval.num_examples", "train.sampling.extra_body.top_p")
+"""To v0.9. prime-rl sends top_p = 1 itself, and the request body overrides it."""
+
+PLACES_OF_MAIN = Places(
+    "train.algo", "train.group_size", "eval.select.limit", "train.sampling.top_p"
+)
+
+
+def put(table: Table, path: str, value: Any) -> None:
+    """Write a value at a dotted path. Tables on the way that are missing are made."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        table = table.setdefault(parent, {})
+    table[name] = value
+
+
 def _endpoint(teacher: Mapping[str, Any], base_url: BaseUrl) -> Table:
     key = {name: value for name, value in teacher.items() if name == "api_key_var"}
     return {"base_url": base_url(teacher["url"])} | key
 
 
+TeachersWriter = Callable[[Table, list[Table], Mixtures, BaseUrl, str], None]
+"""Writes teachers into [orchestrator] or its environments; last, where it has its algorithm."""
+
+
 def teacher_of_the_run(
-    orchestrator: Table, environments: list[Table], mixtures: Mixtures, base_url: BaseUrl
+    orchestrator: Table,
+    environments: list[Table],
+    mixtures: Mixtures,
+    base_url: BaseUrl,
+    algo: str,
 ) -> None:
     """Write the one teacher's client. Its header has what one client cannot express (v0.6)."""
     first, alike = _common(mixtures)
@@ -61,7 +101,11 @@ def teacher_of_the_run(
 
 
 def teacher_of_each_environment(
-    orchestrator: Table, environments: list[Table], mixtures: Mixtures, base_url: BaseUrl
+    orchestrator: Table,
+    environments: list[Table],
+    mixtures: Mixtures,
+    base_url: BaseUrl,
+    algo: str,
 ) -> None:
     """Write ``algo.teacher``, for the run or for each environment (v0.7 and newer)."""
     algorithms = {}
@@ -72,7 +116,7 @@ def teacher_of_each_environment(
         algorithms[name] = {"type": "opd", "teacher": teacher}
     _, alike = _common(mixtures)
     if alike:
-        orchestrator["algo"] = next(iter(algorithms.values()))
+        put(orchestrator, algo, next(iter(algorithms.values())))
         return
     for environment in environments:
         environment["algo"] = algorithms[environment["name"]]
@@ -87,7 +131,7 @@ def no_advantage_filter(orchestrator: Table) -> None:
 
 
 def no_advantage_pruning(orchestrator: Table) -> None:
-    """Turn the removal of rl tokens of zero advantage off (head)."""
+    """Turn the removal of rl tokens of zero advantage off (head and v0.9)."""
     orchestrator["train"]["filter_zero_advantages"] = False
 
 

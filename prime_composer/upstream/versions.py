@@ -21,6 +21,21 @@ version of prime-rl", shows how to add a record.
     vLLM's arguments  [inference], vllm_extra     =                         =              vllm
     W&B               [wandb]                     =                         =              monitors
 
+v0.9, a release of three days after head, has head's keys. main moved four of them, each at another
+time, so that what is installed may lie between the two: ``probe_version`` looks each one up.
+
+    meaning           head, v0.9                            main
+    algorithm         [orchestrator.algo]                   [orchestrator.train.algo]
+    group_size        [orchestrator]                        [orchestrator.train]
+    eval's size       [orchestrator.eval] num_examples      [orchestrator.eval.select] limit
+    top-p             train.sampling.extra_body             train.sampling, replayed by the trainer
+    zero advantages   train.filter_zero_advantages          always dropped; the adapter keeps them
+
+Nobody has run the two. v0.9 is what pull requests and the versions of single files around 24 August
+2026 say: release 0.9.0 is pull request 3379, `dashboard` came with 3371 of that day, and
+`filter_zero_advantages` went with 3463 of 1 September. main is single files of October and November
+2026: configs/{rl,orchestrator,algorithm,inference,shared,trainer}.py.
+
 Importing this module imports neither prime-rl nor torch.
 """
 
@@ -28,16 +43,29 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from prime_composer.upstream.capabilities import (
+    LOSS_INPUTS,
+    LOSS_OUTPUTS,
+    LOSS_SETUP,
+    Place,
+    UnknownSurface,
+    misfits,
+    signature_of,
+    take,
+)
+from prime_composer.upstream.config_fields import ConfigFields, importable_fields
 from prime_composer.upstream.toml_shapes import (
-    BaseUrl,
+    PLACES,
+    PLACES_OF_MAIN,
     EnvironmentWriter,
-    Mixtures,
+    Places,
     Table,
+    TeachersWriter,
     environment_of_bridge,
     environment_with_args,
     environment_with_taskset,
@@ -56,12 +84,9 @@ from prime_composer.upstream.toml_shapes import (
 )
 
 LOSS_MODULE = "prime_rl.trainer.rl.loss"
+RL_CONFIGS = "prime_rl.configs.rl"
 ORCHESTRATOR_CONFIGS = "prime_rl.configs.orchestrator"
 ALGORITHM_CONFIGS = "prime_rl.configs.algorithm"
-
-
-class UnknownSurface(RuntimeError):
-    """The importable prime-rl is not a version that this package supports."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +98,6 @@ class LossContract:
         setup: function of the loss module that imports a custom loss.
         slot: module global that computes the distillation loss; no TOML key selects it.
         ref_field: field of LossInputs with the teacher's log-probs.
-        inputs: fields of LossInputs.
-        compute_loss: parameters of compute_loss.
         separates_kinds: a run may have both rl and distillation tokens. Each kind has its own loss,
             and prime-rl gives advantages to rl tokens alone.
         distillation_key: the TOML setting that produces distillation tokens.
@@ -85,8 +108,6 @@ class LossContract:
     setup: str
     slot: str
     ref_field: str
-    inputs: tuple[str, ...]
-    compute_loss: tuple[str, ...]
     separates_kinds: bool
     distillation_key: str
     rl_key: str
@@ -118,17 +139,11 @@ class LossContract:
         return frozenset(inputs)
 
 
-_SAMPLED = ("trainer_logprobs", "inference_logprobs")
 LOSS_V0_6 = LossContract(
     name="v0.6",
     setup="setup_loss_fns",
     slot="opd_loss_fn",
     ref_field="teacher_logprobs",
-    inputs=(*_SAMPLED, "teacher_logprobs", "advantages", "loss_mask"),
-    compute_loss=(
-        *(*_SAMPLED, "teacher_logprobs", "advantages", "loss_mask"),
-        *("loss_fns", "loss_scale", "training_mode"),
-    ),
     separates_kinds=False,
     distillation_key='[orchestrator] training_mode = "opd"',
     rl_key='[orchestrator] training_mode = "rl"',
@@ -138,12 +153,6 @@ LOSS_V0_7 = LossContract(
     setup="setup_rl_loss_fn",
     slot="ref_kl_loss_fn",
     ref_field="ref_logprobs",
-    inputs=(*_SAMPLED, "ref_logprobs", "advantages", "loss_mask", "loss_weights"),
-    compute_loss=(
-        *(*_SAMPLED, "ref_logprobs", "advantages", "loss_mask"),
-        *("rl_weights", "ce_weights", "ref_kl_weights"),
-        *("rl_loss_fn", "rl_scale", "ce_scale", "ref_kl_scale"),
-    ),
     separates_kinds=True,
     distillation_key='[orchestrator.algo] type = "opd" (or "opsd")',
     rl_key="[orchestrator.algo] of an rl algorithm",
@@ -180,16 +189,19 @@ class Version:
     Attributes:
         name: what users type after --dialect, and the key of [prime_rl.NAME].
         revision: git revision that the tests read and run.
-        commit: full hash of the commit that this record was written from.
+        commit: full hash of the commit that this record was written from. None: single files were
+            read, and nobody has run it.
         surface: entries of ``config_surface`` that tell this version from all older ones.
         contract: its interface between trainer and loss.
-        loss_dialect: value of the loss knob ``dialect``, where a loss has one.
+        loss_dialect: value of the loss knob ``dialect``, where a loss has one: the first version
+            with the same arithmetic.
         environment_key: key of the environments in [orchestrator.train] and [orchestrator.eval].
         environments: API of verifiers -> what writes an environment of it.
         api: the API of verifiers that an environment by id has, unless the recipe says another.
-        teachers: writes the teachers into [orchestrator] or its environments.
+        teachers: writes the teachers into the table of ``algo`` or into the environments.
         teacher_by_environment: each environment may have a teacher of its own, without the adapter.
         keep_zero_advantages: changes [orchestrator] so that rollouts without an advantage train.
+            None: no key does, and the adapter's orchestrator keeps them.
         url_is_list: base_url is a list of URLs.
         self_distillation: it has the algorithm ``opsd``.
         student_client: table of [orchestrator] that holds the policy's client.
@@ -201,23 +213,25 @@ class Version:
         wandb: path of the W&B table.
         run_dir: writes the run directory.
         resume: changes a TOML table so that the run continues from its newest checkpoint.
-        requirements: file in tests/upstream with the environment in which it runs on a CPU.
+        requirements: file in tests/upstream with the environment in which it runs on a CPU. None:
+            it was never run.
+        places: where [orchestrator] has the keys that main moved.
         verifiers: version of verifiers, where it differs from the one in ``requirements``.
         vllm_without_plugins: the vLLM that it pins, where that has no endpoint plugins.
     """
 
     name: str
     revision: str
-    commit: str
+    commit: str | None
     surface: tuple[str, ...]
     contract: LossContract
     loss_dialect: str
     environment_key: str
     environments: Mapping[str, EnvironmentWriter]
     api: str
-    teachers: Callable[[Table, list[Table], Mixtures, BaseUrl], None]
+    teachers: TeachersWriter
     teacher_by_environment: bool
-    keep_zero_advantages: Callable[[Table], None]
+    keep_zero_advantages: Callable[[Table], None] | None
     url_is_list: bool
     self_distillation: bool
     student_client: str
@@ -229,7 +243,8 @@ class Version:
     wandb: tuple[str, ...]
     run_dir: Callable[[Path], Table]
     resume: Callable[[Table], None]
-    requirements: str
+    requirements: str | None
+    places: Places = PLACES
     verifiers: str | None = None
     vllm_without_plugins: str | None = None
 
@@ -237,6 +252,11 @@ class Version:
     def environment_of_problems(self) -> EnvironmentWriter:
         """What writes the environment of our own problems, which is of its newest API."""
         return self.environments[max(self.environments)]
+
+    @property
+    def replays_sampling(self) -> bool:
+        """Whether the trainer replays top-p: its log-probs are those among the kept ids."""
+        return self.places.top_p == PLACES_OF_MAIN.top_p
 
     def base_url(self, url: str) -> str | list[str]:
         """Return a URL as this version's clients expect it."""
@@ -249,7 +269,7 @@ _V0_6 = Version(
     commit="38494ccb4140897b1c9e7a9ba8da59dcd8940d47",
     surface=("orchestrator.training_mode",),
     contract=LOSS_V0_6,
-    loss_dialect="v0_6",
+    loss_dialect="v0.6",
     environment_key="env",
     environments={"v0": environment_with_args},
     api="v0",
@@ -276,7 +296,7 @@ _V0_7 = Version(
     commit="d334ea52940b47f426293a7d146239e3fbf91caa",
     surface=("orchestrator.algo", "orchestrator.train.env"),
     contract=LOSS_V0_7,
-    loss_dialect="v0_7",
+    loss_dialect="v0.7",
     environment_key="env",
     environments={"v0": environment_of_bridge, "v1": environment_with_taskset},
     api="v0",
@@ -304,7 +324,7 @@ _V0_8 = Version(
     commit="60bc29547a8824ad1de7b9af8d265e2b27b2a72d",
     surface=("orchestrator.algo", "orchestrator.train.source"),
     contract=LOSS_V0_7,
-    loss_dialect="v0_7",
+    loss_dialect="v0.7",
     environment_key="source",
     environments={"v0": source_of_bridge, "v1": source_with_agent},
     api="v1",
@@ -331,7 +351,7 @@ _HEAD = Version(
     commit="559b44772e471d1538537b8805cc77f3824a5e64",
     surface=("orchestrator.algo", "orchestrator.train.source", "teacher.base_url: str"),
     contract=LOSS_V0_7,
-    loss_dialect="v0_7",
+    loss_dialect="v0.7",
     environment_key="source",
     environments={"v1": source_with_agent},
     api="v1",
@@ -351,8 +371,28 @@ _HEAD = Version(
     resume=resume_table,
     requirements="requirements_head.txt",
 )
-VERSIONS: dict[str, Version] = {v.name: v for v in (_V0_6, _V0_7, _V0_8, _HEAD)}
+_V0_9 = replace(
+    _HEAD,
+    name="v0.9",
+    revision="v0.9.0",
+    commit=None,
+    surface=(*_HEAD.surface, "rl.dashboard"),
+    requirements=None,
+)
+_MAIN = replace(
+    _V0_9,
+    name="main",
+    revision="main",
+    surface=("orchestrator.train.algo",),
+    loss_dialect="main",
+    places=PLACES_OF_MAIN,
+    keep_zero_advantages=None,
+)
+VERSIONS: dict[str, Version] = {v.name: v for v in (_V0_6, _V0_7, _V0_8, _HEAD, _V0_9, _MAIN)}
 """All supported versions of prime-rl by name, the oldest first."""
+
+NEWEST_RUN = [version for version in VERSIONS.values() if version.commit][-1]
+"""The newest version that the tests run."""
 
 
 def loss_contracts() -> tuple[LossContract, ...]:
@@ -363,84 +403,58 @@ def loss_contracts() -> tuple[LossContract, ...]:
 def known_versions() -> str:
     """Describe all supported versions, for error messages."""
     return "; ".join(
-        f"{version.name} ({version.revision}, read at {version.commit[:8]}: "
+        f"{version.name} ({version.revision}, "
+        f"{f'read at {version.commit[:8]}' if version.commit else 'read in part, never run'}: "
         f"{version.contract.setup}, {version.contract.slot}, {version.contract.ref_field})"
         for version in VERSIONS.values()
     )
 
 
-def parameters(function: Any) -> tuple[str, ...]:
-    """Return the names of a callable's parameters, in order."""
-    return tuple(inspect.signature(function).parameters)
-
-
-def differences(contract: LossContract, module: ModuleType) -> list[str]:
-    """Return what the loss module lacks of a contract, or has with other parameters."""
-    reports = []
-    for name, expected in (
-        (contract.setup, ("loss_config",)),
-        (contract.slot, ("inputs",)),
-        ("compute_loss", contract.compute_loss),
-        ("LossInputs", contract.inputs),
-        ("LossOutputs", ("loss", "metrics")),
-    ):
-        member = getattr(module, name, None)
-        if member is None:
-            reports.append(f"{name} is missing")
-        elif parameters(member) != expected:
-            actual = ", ".join(parameters(member))
-            reports.append(f"{name}({actual}) instead of ({', '.join(expected)})")
-    return reports
-
-
 def probe_contract(module: ModuleType | None = None) -> LossContract:
     """Return the loss contract of the importable prime-rl.
+
+    The slot is a capability of its own: a loss of rl tokens does without it.
 
     Args:
         module: prime-rl's loss module; None imports it.
 
     Raises:
-        UnknownSurface: no contract fits; the message lists the differences and supported versions.
+        UnknownSurface: no contract fits; the message names what differs.
         ImportError: prime-rl is not installed.
     """
     module = importlib.import_module(LOSS_MODULE) if module is None else module
-    reports = []
+    setup, inputs, _ = (take(each, module) for each in (LOSS_SETUP, LOSS_INPUTS, LOSS_OUTPUTS))
     for contract in loss_contracts():
-        missing = differences(contract, module)
-        if not missing:
-            return contract
-        reports.append(f"{contract.name}: {'; '.join(missing)}")
+        if setup is getattr(module, contract.setup, None):
+            if contract.ref_field in signature_of(inputs):
+                return contract
     raise UnknownSurface(
-        f"{module.__name__} ({module.__file__}) fits no loss contract that prime_composer "
-        f"supports. Differences: {' | '.join(reports)}. Supported: {known_versions()}."
+        f"{module.__name__} ({module.__file__}) has {setup.__name__} with "
+        f"LossInputs({', '.join(signature_of(inputs))}), which is no loss contract that "
+        f"prime_composer supports. Supported: {known_versions()}."
     )
 
 
 def expect(owner: Any, name: str, expected: Sequence[str], source: str) -> Any:
-    """Return ``owner.name`` after a check that it is a callable with exactly these parameters.
-
-    Every hook calls this about the one name that it replaces.
+    """Return ``owner.name`` after a check that it is a callable that fits these parameters.
 
     Args:
         owner: module or class.
         name: attribute of ``owner``.
-        expected: the parameters.
+        expected: the parameters that we need.
         source: file of prime-rl that defines the expected form, for the message.
 
     Raises:
-        UnknownSurface: the attribute is missing, or has other parameters.
+        UnknownSurface: the attribute is missing, or does not fit.
     """
     label = f"{getattr(owner, '__name__', owner)}.{name}"
     if inspect.getattr_static(owner, name, None) is None:
-        raise UnknownSurface(
-            f"prime_composer hooks {label}, which is gone (it is in {source}). "
-            f"Supported: {known_versions()}."
-        )
+        raise UnknownSurface(f"prime_composer hooks {label}, which is gone (it is in {source}).")
     member = getattr(owner, name)
-    if parameters(member) != tuple(expected):
+    found = misfits(signature_of(member), Place(source, name, tuple(expected)))
+    if found:
         raise UnknownSurface(
-            f"prime_composer hooks {label}({', '.join(expected)}) as in {source}, but here "
-            f"it takes ({', '.join(parameters(member))}). Supported: {known_versions()}."
+            f"prime_composer hooks {label} of {source}, which {' and '.join(found)}."
         )
     return member
 
@@ -448,13 +462,17 @@ def expect(owner: Any, name: str, expected: Sequence[str], source: str) -> Any:
 def config_surface() -> frozenset[str]:
     """Return the fields of prime-rl's config classes that tell its versions apart.
 
-    Entries are ``orchestrator.FIELD``, ``orchestrator.train.FIELD`` and ``teacher.FIELD: TYPE``.
+    Entries are ``rl.FIELD``, ``orchestrator.FIELD``, ``orchestrator.train.FIELD`` and
+    ``teacher.FIELD: TYPE``.
 
     Raises:
         ImportError: prime-rl is not installed.
     """
     module = importlib.import_module(ORCHESTRATOR_CONFIGS)
     entries = {f"orchestrator.{field}" for field in module.OrchestratorConfig.model_fields}
+    if importlib.util.find_spec(RL_CONFIGS) is not None:
+        fields = importlib.import_module(RL_CONFIGS).RLConfig.model_fields
+        entries |= {f"rl.{field}" for field in fields}
     train = getattr(module, "TrainConfig", None)
     if train is not None:
         entries |= {f"orchestrator.train.{field}" for field in train.model_fields}
@@ -487,6 +505,25 @@ def match_version(surface: Iterable[str]) -> Version:
     )
 
 
+def fitted(version: Version, fields: ConfigFields) -> Version:
+    """Return a record with each key that main moved where the config classes have it.
+
+    A key that they have in neither place stays where the record has it.
+    """
+    places = {}
+    for name, at_main in PLACES_OF_MAIN._asdict().items():
+        candidates = (at_main, getattr(PLACES, name))
+        found = [place for place in candidates if fields.has(f"orchestrator.{place}")]
+        places[name] = found[0] if found else getattr(version.places, name)
+    keep = version.keep_zero_advantages
+    if fields.has("orchestrator.train.filter_zero_advantages"):
+        keep = no_advantage_pruning
+    elif keep is no_advantage_pruning:
+        keep = None
+    changed = replace(version, places=Places(**places), keep_zero_advantages=keep)
+    return version if changed == version else changed
+
+
 def probe_version() -> Version:
     """Return the version of the importable prime-rl, by the fields of its config classes.
 
@@ -494,7 +531,8 @@ def probe_version() -> Version:
         UnknownSurface: no version fits.
         ImportError: prime-rl is not installed.
     """
-    return match_version(config_surface())
+    version, fields = match_version(config_surface()), importable_fields()
+    return version if fields is None else fitted(version, fields)
 
 
 def has_prime_rl() -> bool:

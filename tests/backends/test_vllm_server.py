@@ -589,7 +589,7 @@ def test_sampling_time_grows_with_what_is_asked_at_once(
     prompts, n, concurrency, seconds, fake_server, monkeypatch
 ):
     sampler = ServerSampler(fake_server.url, concurrency=concurrency)
-    sampler.limits = replace(sampler.limits, max_model_len=10_000)
+    sampler._limits = replace(sampler.limits, max_model_len=10_000)
     allowed = []
 
     async def refuse(method, path, body, *, max_bytes, seconds):

@@ -13,7 +13,7 @@ import pytest
 from rich.progress import TextColumn
 
 from prime_composer.cli.output import forgiving_output
-from prime_composer.cli.progress import Screen
+from prime_composer.cli.progress import Screen, describe
 from prime_composer.cli.report import console, draw_report, print_outcome, print_report
 from prime_composer.recipe.loading import parse_recipe
 from tests.conftest import TINY_RECIPE
@@ -171,3 +171,26 @@ def test_figure_of_a_directory_with_dollars_and_brackets(tmp_path: Path) -> None
     (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
     draw_report([run_dir, run_dir], run_dir / "report.png")
     assert (run_dir / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_kl_on_some_ids_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the status line, in the table at the end, and in the report; of all ids it is not."""
+    whole = {"eval/accuracy": 0.5, "eval/reverse_kl": 4.23}
+    some = whole | {"eval/reverse_kl": 3.95, "eval/kl_ids": 32.0}
+    speed = {"loss": 1.0, "tokens_per_second": 9.0}
+    assert "KL on 32 ids + tail 3.950" in describe(some | speed)
+    assert "reverse KL 4.230" in describe(whole | speed)
+    print_outcome({0: some, 4: some}, 4, parse_recipe(TINY_RECIPE))
+    assert "KL on 32 ids + tail (nats/token)" in capsys.readouterr().out
+    folders = tmp_path / "whole", tmp_path / "some"
+    for folder, record in zip(folders, (whole, some), strict=True):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, **record}) + "\n")
+    print_report(folders[1:])
+    assert "KL on 32 ids + tail" in capsys.readouterr().out
+    print_report(folders[:1])
+    assert "ids + tail" not in capsys.readouterr().out
+    print_report(folders)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "4.230 (reverse KL)" in out and "3.950 (KL on 32 ids + tail)" in out
+    draw_report(folders, tmp_path / "report.png")

@@ -51,6 +51,13 @@ PLAUSIBLE = {
 """Ways of spoiling that may leave an answer which some model could have given: for one row, with
 K = 0, or between two canaries. A run that trains on one is counted as plausible."""
 
+LOSSES: tuple[dict[str, Any], ...] = (
+    {"type": "topk_reverse_kl", "k": 8},
+    {"type": "topk_reverse_kl", "k": 1},
+    {"type": "sampled_reverse_kl"},
+)
+"""Losses that a server without the scoring plugin, as the spoiling one, has answers for."""
+
 NONSENSE: tuple[Any, ...] = (
     math.inf, -math.inf, math.nan, -1, 0, 1, 2.5, 1e300, 10**11, 2**63, True, "", "x", "\0", "🙂",
     "a" * 10_000, [], [1], {}, {"a": 1}, {"type": []}, [[]], "1", "[/b]", "../..", "none",
@@ -212,14 +219,7 @@ class Campaign:
 
     def scores(self) -> Trial:
         """Spoil a teacher's answers at random positions."""
-        loss = self.random.choice(
-            (
-                {"type": "topk_reverse_kl", "k": 8},
-                {"type": "topk_reverse_kl", "k": 1},
-                {"type": "sampled_reverse_kl"},
-                {"type": "topk_reverse_kl", "k": "full"},
-            )
-        )
+        loss = self.random.choice(LOSSES)
         raw = self.recipe(
             teacher__url=self.teacher.url,
             teacher__wait=3.0,

@@ -77,7 +77,8 @@ def shared(tiny_recipe: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             teacher__dtype="float32",
             trainer__steps=LAST,
             trainer__batch_size=3,
-            eval={"every": 0, "size": 2, "kl_size": 2},
+            # The same KL with the plugin and without it.
+            eval={"every": 0, "size": 2, "kl_size": 2, "kl_support": 8},
             checkpoint={"every": 1, "keep": LAST},
             checks={"every": 1},
         )

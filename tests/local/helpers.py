@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,22 @@ def random_samples(lengths: list[tuple[int, int]], k: int) -> list[Sample]:
         scores = TeacherScores(own, top.indices, top.values)
         samples.append(Sample(Rollout(ids, mask, mu, "stop", index), PROBLEM, scores=scores))
     return samples
+
+
+def save_padded(folder: Path, extra: int, target: Path) -> Path:
+    """Save a copy of a model whose head has ``extra`` more rows, which are as probable as others.
+
+    Each is nearly the row of another id, so that no two are equally probable. The tokenizer stays.
+    """
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(folder, target)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    size = model.config.vocab_size
+    model.resize_token_embeddings(size + extra, mean_resizing=False)
+    twins = torch.randperm(size, generator=torch.Generator().manual_seed(extra))[:extra]
+    with torch.no_grad():
+        for weight in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
+            weight[size:] = 1.1 * weight[twins]
+    model.save_pretrained(target)
+    return target

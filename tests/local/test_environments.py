@@ -1,5 +1,6 @@
 """Environments of verifiers, played in this process by scripted samplers."""
 
+import asyncio
 import copy
 import re
 import socket
@@ -47,6 +48,7 @@ from tests.vllm_process import VllmProcess
 import_transformers()  # before verifiers, which would import it beside a broken torchvision
 pytest.importorskip("verifiers.v1", reason="environments by id need verifiers: the extra [env]")
 
+from prime_composer.local.chat_harness import Tools, first_of_a_group  # noqa: E402
 from prime_composer.local.environments import Environments, open_environment  # noqa: E402
 
 # verifiers and its servers leave sockets and loops to the garbage collector.
@@ -235,6 +237,71 @@ def test_run_tool_output_is_context(play: Any) -> None:
     assert (episode.reward, episode.turns, episode.tool_calls) == (1.0, 3, 2)
 
 
+HALF_A_LETTER = [r'{"key": "\ud800"}', r'{"\ud83d": "ada"}', '{"key": "half"}']
+"""Arguments of a call with half of a letter in them, or in the tool's answer."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", HALF_A_LETTER, ids=["value", "name", "answer"])
+def test_run_tool_call_with_half_a_letter_is_an_error(play: Any, arguments: str) -> None:
+    """The student reads an error, and goes on. It is trained on what it sampled."""
+    call = f'<tool_call>{{"name": "get", "arguments": {arguments}}}</tool_call>'
+
+    episode, _ = play(lambda text: "done" if "\nerror: " in text else call, id="tiny-lookup")
+    trained = [text for rollout in words(play, episode) for text in rollout]
+    assert trained == [f"{call}<|im_end|>", "done<|im_end|>"]
+    assert (episode.turns, episode.tool_calls) == (2, 1)
+
+
+def called(arguments: str, answer: Any) -> str:
+    """Return what a conversation has of a call, where a tool answers or raises something."""
+
+    class Session:
+        async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return SimpleNamespace(content=[SimpleNamespace(text=answer)])
+
+    tools = Tools()
+    tools._calls["get"] = Session(), "get"
+    return asyncio.run(tools.call({"name": "get", "arguments": arguments}))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [r'{"key": "\ud800"}', r'{"\ud83d": 1}', '{"key": ', "[1]", "[" * 100_000,
+     '{"key": ' + 300 * "[" + 300 * "]" + "}", '{"key": ' + 5000 * "9" + "}"],
+    ids=["half", "half_name", "cut", "list", "endless", "deep", "digits"],
+)  # fmt: skip
+def test_tools_arguments_that_cannot_be_sent_are_an_error(arguments: str) -> None:
+    """The tool is not called."""
+    answer = called(arguments, AssertionError("called"))
+    assert answer.startswith("error: the arguments are not ")
+    answer.encode()
+
+
+def test_tools_answer_with_half_a_letter_is_whole() -> None:
+    """A letter in two halves is put together, and half a letter becomes U+FFFD."""
+    assert called("{}", "a\ud83d\ude00b\ud800c") == "a\U0001f600b\ufffdc"
+
+
+class ServerSays(Exception):
+    """An error of mcp, with JSON-RPC's code."""
+
+    def __init__(self, code: int):
+        super().__init__("no such thing")
+        self.code = code
+
+
+def test_tools_server_that_is_away_is_no_answer() -> None:
+    """An error of the tool is read by the student. A lost connection ends the rollout."""
+    assert called("{}", ServerSays(-32603)) == "error: no such thing"
+    with pytest.raises(ServerSays):
+        called("{}", ServerSays(-32000))
+    with pytest.raises(ConnectionError, match="away"), first_of_a_group():
+        raise ExceptionGroup("of mcp", [ExceptionGroup("tasks", [ConnectionError("away")])])
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
@@ -294,12 +361,12 @@ def test_student_evaluation_leaves_failed_rollouts_out() -> None:
     outcomes = [episode(3.0), Failure("broken"), episode(5.0), Failure("broken")]
     engine = engine_of(outcomes)
     engine.problems = TokenizedProblems(Sources([], tasks, {}), None)
-    measured = Evaluator(engine, EvalConfig(), 8, 64, "full").student()
+    measured = Evaluator(engine, EvalConfig(), 8, 64).student()
     counts = {"eval/turns": 1.0, "eval/tool_calls": 0.0}
     assert measured == {"eval/accuracy": 4.0, "eval/truncated": 0.0, "eval/failed": 0.5} | counts
     outcomes[:] = [Failure("broken")] * 4
     with pytest.raises(EnvironmentFailed, match="every task of the evaluation failed"):
-        Evaluator(engine, EvalConfig(), 8, 64, "full").student()
+        Evaluator(engine, EvalConfig(), 8, 64).student()
 
 
 def engine_of(outcomes: list[Episode | Failure]) -> Any:

@@ -94,8 +94,8 @@ def evaluator(sources: dict[str, DataConfig] = SOURCES, **settings: Any) -> Eval
         environments=None,
     )
     made: Any = object.__new__(Evaluator)  # an Engine opens models
-    names = ("engine", "config", "max_tokens", "micro_batch_tokens", "kl_support", "answers")
-    for name, value in zip(names, (engine, EvalConfig(**settings), 40, 100, 1, []), strict=True):
+    names = ("engine", "config", "max_tokens", "micro_batch_tokens", "answers")
+    for name, value in zip(names, (engine, EvalConfig(**settings), 40, 100, []), strict=True):
         object.__setattr__(made, name, value)
     return made
 

@@ -35,6 +35,7 @@ from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import RolloutConfig
+from prime_composer.scoring.shared_vocabulary import MOST_PADDING
 from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
@@ -277,10 +278,10 @@ def alien_scores(token):
     return TeacherScores(torch.full((4,), -3.0), ids, torch.full((4, 2), -1.0))
 
 
-@pytest.mark.parametrize("token", [VOCAB, 200, -1])
+@pytest.mark.parametrize("token", [VOCAB + MOST_PADDING, 10**6, -1])
 def test_ids_beyond_the_students_head_are_refused(token):
     """A teacher of another vocabulary is named with the id and the size of the head."""
-    check_ids(alien_scores(VOCAB - 1), VOCAB)
+    check_ids(alien_scores(VOCAB + MOST_PADDING - 1), VOCAB)
     with pytest.raises(PreflightError, match=f"puts id {token} into .* has 131 entries"):
         check_ids(alien_scores(token), VOCAB)
 
@@ -292,10 +293,10 @@ def test_engine_refuses_ids_beyond_the_students_head(tiny_recipe):
     with open_engine(
         recipe, problems, prepare_models(recipe, problems), lambda text: None
     ) as engine:
-        engine.teachers.scorers[TeacherId()] = FixedScores(alien_scores(300))
+        engine.teachers.scorers[TeacherId()] = FixedScores(alien_scores(9999))
         rollout = make_rollout([7, 8], [5, 9, 6, 1], [-1.0] * 4, "stop", 0)
         message = (
-            r"\[teacher\]: the scores of rollout 0 list id 300, .* 300 entries; choose a smaller"
+            r"\[teacher\]: the scores of rollout 0 list id 9999, .* 300 entries, .* choose a teach"
         )
         with pytest.raises(InvalidAnswer, match=message):
             engine.score([Sample(rollout, problems.practice[0])])
@@ -322,9 +323,32 @@ def test_preflight_asks_a_server_for_its_tokenizer(can_tokenize, served_elsewher
         recipe, problems, prepare_models(recipe, problems), lambda text: None
     ) as engine:
         warnings = preflight(engine, recipe, lambda text: None).warnings
-    assert [("tokenizer could not be loaded" in warning) for warning in warnings] == (
-        [] if can_tokenize else [True]
+    assert [
+        ("set teacher.model to its directory or hub id" in warning) for warning in warnings
+    ] == ([] if can_tokenize else [True])
+
+
+@pytest.mark.parametrize("can_tokenize", [True, False])
+def test_teacher_that_samples_needs_a_known_tokenizer(can_tokenize, served_elsewhere, tiny_recipe):
+    """Ids that nobody has compared are never trained on."""
+    served_elsewhere.can_tokenize = can_tokenize
+    recipe = parse_recipe(
+        tiny_recipe(
+            teacher={"model": served_elsewhere.model, "url": served_elsewhere.url},
+            rollout__other_source="teacher",
+            rollout__student_fraction=0.5,
+        )
     )
+    problems = load_problem_set(recipe.sources)
+    with open_engine(
+        recipe, problems, prepare_models(recipe, problems), lambda text: None
+    ) as engine:
+        if can_tokenize:
+            assert preflight(engine, recipe, lambda text: None).warnings == []
+            return
+        message = "other_source = 'teacher' trains on them; set teacher.model to its directory"
+        with pytest.raises(PreflightError, match=message):
+            preflight(engine, recipe, lambda text: None)
 
 
 def test_served_tokenizer_that_splits_otherwise_is_refused(served_elsewhere, student):

@@ -152,10 +152,12 @@ def test_answer_pairs_are_half_the_teachers_in_each_group() -> None:
 
 
 def test_teachers_token_beyond_the_students_head_is_refused() -> None:
-    """A larger teacher's id has no row in the student's head."""
+    """A larger teacher's id has no row in the student's head, and nothing comes before it."""
     problems = numbered(9, lambda i: "sums")
     engine = writers(problems, OWN, vocab_size=SUMS)
-    with pytest.raises(InvalidAnswer, match=r"\[teachers.sums\] sampled id 200, .* 200 entries"):
+    with pytest.raises(
+        InvalidAnswer, match=r"\[teachers.sums\] began an answer with id 200, .* 200 entries"
+    ):
         sample_rollouts(engine, config(), problems, 0, 1)
 
 

@@ -204,7 +204,7 @@ def test_mixture_by_hidden_states_is_exact(monkeypatch: pytest.MonkeyPatch) -> N
     table = raw(**FULL, environments__sums__teacher={"short": 1, "long": 3}, eval__kl_size=6)
     recipe, engine = open_run(table)
     with engine:
-        evaluator = Evaluator(engine, recipe.eval, 8, 200, "full")
+        evaluator = Evaluator(engine, recipe.eval, 8, 200)
         problems = engine.problems.problem_set.held_out[:6]
         assert len({len(engine.teachers.routing.of(problem)) for problem in problems}) == 2
         by_ids = evaluator._divergence_sums(engine.teachers, problems)

@@ -42,12 +42,13 @@ CHANNELS = {
 }
 
 
-def test_compose_is_the_weighted_sum_of_its_channels():
+@pytest.mark.parametrize("rl", ["ipo", "icepop", "cispo", "ppo"])
+def test_compose_is_the_weighted_sum_of_its_channels(rl):
     inputs = inputs_of()
-    out = setup_loss_fn(compose(rl={"weight": 2.0, "loss": {"type": "ipo"}}, **CHANNELS))(inputs)
+    out = setup_loss_fn(compose(rl={"weight": 2.0, "loss": {"type": rl}}, **CHANNELS))(inputs)
     alone = lambda name, data=inputs, **k: setup_loss_fn(LOSS_TYPES[name](**k))(data)  # noqa: E731
     parts = {
-        "rl": (2.0, alone("ipo")),
+        "rl": (2.0, alone(rl)),
         "tail": (0.5, alone("topk_reverse_kl", k=4)),
         "few": (0.25, alone("topk_forward_kl", k=2)),
         "replay": (0.1, alone("dpo", inputs.replay)),

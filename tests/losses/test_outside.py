@@ -253,7 +253,24 @@ FN = "def fn(inputs: LossInputs, config: C) -> LossOutputs: ...\n"
         (None, "no_such_module:fn", r"'no_such_module' cannot be imported .*PYTHONPATH"),
         ("x = 1 / 0", "bad:fn", r"'bad' cannot be imported \(ZeroDivisionError"),
         (HEAD, "bad:fn", r"'fn' does not exist in 'bad'. Define it there: def fn\("),
-        ("fn = 3", "bad:fn", r"'fn' is no function in 'bad'. Define it there: def fn\("),
+        ("fn = 3", "bad:fn", r"'fn' in 'bad' is an object of the class int, no function. Define"),
+        (
+            "class fn: pass",
+            "bad:fn",
+            r"'fn' in 'bad' is the class fn, no function. Define it there: def fn\(",
+        ),
+        (
+            "class L:\n    def loss(self, inputs): ...\nfn = L()",
+            "bad:fn",
+            r"an object of the class L, no function. Write one that calls its method loss: def fn",
+        ),
+        (
+            config_source("bad:fn")
+            + "from prime_composer.losses import register\n"
+            + "class L:\n    def loss(self, inputs): ...\nregister(C)(L())",
+            "bad:fn",
+            r"the loss of bad.C is an object of the class L, no function. Write one that calls",
+        ),
         (None, "bad:", r"name a loss of your own as 'my_package.my_module:my_loss'"),
         (None, ":fn", r"name a loss of your own as 'my_package.my_module:my_loss'"),
         (

@@ -25,6 +25,7 @@ TESTS = {
     "losses/shared/trust_region.py": [
         LOSSES + "test_sampled_reverse_kl.py", LOSSES + "test_rl_losses.py",
         "tests/parity/test_recorded.py", "tests/test_contract.py",
+        "tests/parity/test_read.py",
     ],
     "losses/shared/support_divergence.py": [LOSSES + "test_support_losses.py"],
     "losses/shared/whole_vocabulary.py": [LOSSES + "test_support_losses.py"],
@@ -327,11 +328,14 @@ MUTANTS: dict[str, Mutant] = {
         REGION, "signed_region", ("probs_diff < -delta_low", "probs_diff < -delta_high")
     ),
     "policy-gradient weights ignored": mutant(
-        REGION, "policy_gradient_sum", ("inputs.loss_weights is not None", "False")
+        REGION, "weighted_sum", ("inputs.loss_weights is not None", "False")
+    ),
+    "capped ratio without a gradient": mutant(
+        REGION, "capped_ratio", ("log_ratio.detach()", "log_ratio")
     ),
     "dropped ratio enters the backward": mutant(
         REGION, "policy_gradient_sum",
-        ("torch.exp(torch.where(keep, log_ratio, 0.0))", "torch.exp(log_ratio)"),
+        ("torch.where(keep, log_ratio, 0.0)", "log_ratio"),
     ),
     "squared log-ratio of kept tokens only": mutant(
         REGION, "policy_gradient_sum",

@@ -10,8 +10,8 @@ import torch
 
 from prime_composer.upstream.versions import VERSIONS
 
-CONTRACTS = {name: version.contract.name for name, version in VERSIONS.items()}
-"""Version: the loss contract that it has."""
+CONTRACTS = {name: version.contract.name for name, version in VERSIONS.items() if version.commit}
+"""Version that can be run: the loss contract that it has."""
 
 KINDS = {
     "v0.6": {
@@ -38,7 +38,10 @@ KNOBS = {
 PAIRS = [(version, kind) for version, contract in CONTRACTS.items() for kind in KINDS[contract]]
 """Every version with every loss of it: what the suites are parametrized with."""
 
-METRIC_PREFIXES = ("sampled_reverse_kl/", "default/", "ipo/", "sft/", "ref_kl/")
+METRIC_PREFIXES = tuple(
+    f"{name}/"
+    for name in ("sampled_reverse_kl", "default", "ipo", "sft", "ref_kl", "icepop", "ppo", "cispo")
+)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 The cases are those of a campaign of 76 written answers. Every expected value is written by hand.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -188,8 +189,9 @@ def test_reference_that_is_a_number_is_accepted(reference: str) -> None:
     ["1/2", "50%", "3 x 10^2", r"\frac{1}{2}", "x^2", r"\pi", "(1,2)", "Tuesday", r"$\sqrt{2}$"],
 )
 def test_reference_of_math_verify_may_be_a_formula(reference: str) -> None:
-    """That library reads formulas, so no reference is refused."""
+    """That library reads formulas, so no reference is refused, nor one without the mark."""
     check_reference(f"It is so.\n#### {reference}", "math_verify")
+    check_reference(reference, "math_verify")
 
 
 def test_reference_of_math_verify_is_not_empty() -> None:
@@ -259,6 +261,29 @@ LIBRARY_CASES = {
     ("5", "#### ５"): False,
 }
 """As Math-Verify 0.9 reads them: the last number wins, and a formula counts as its value."""
+
+
+WITHOUT_MARK = {
+    ("50", "#### 50"): True,
+    ("50", "51"): False,
+    (r"\frac{1}{2}", r"\boxed{0.5}"): True,
+    (r"Half of $x = 8$ is $y = \boxed{4}$.", "It is 4."): True,
+    (r"Half of $x = 8$ is $y = \boxed{4}$.", "It is 8."): False,
+    ("He has 2 + 3 = 5 apples.", "#### 5"): True,
+}
+"""Answers of the data without ####: as data sets of MATH's kind have them."""
+
+
+@pytest.mark.parametrize(("answer", "text"), WITHOUT_MARK, ids=range(len(WITHOUT_MARK)))
+def test_math_verify_takes_a_reference_without_a_mark(
+    answer: str, text: str, tmp_path: Path
+) -> None:
+    """The whole answer is the reference, from the file to the verdict."""
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"question": "q", "answer": answer}))
+    problem = read_jsonl(path, BY_LIBRARY)[0]
+    assert problem is not None
+    assert is_correct(text, problem, BY_LIBRARY) is WITHOUT_MARK[answer, text]
 
 
 @pytest.mark.parametrize(("reference", "text"), LIBRARY_CASES, ids=range(len(LIBRARY_CASES)))

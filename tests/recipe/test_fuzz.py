@@ -14,25 +14,30 @@ from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.upstream.export import export_recipe
 from tests.fuzz import EXAMPLES, ODD, bounded, bounded_memory, damaged
 
+# A teacher, a channel and an environment have the name of a key.
 WHOLE: dict[str, Any] = {
     "student": {"prepare": {"vocab_size": 300, "seed": 1, "prune": 0.5}},
     "teachers": {
         "a": {"model": "t", "url": "http://me:secret@host:8001", "weight": 2.0},
-        "b": {"model": "u", "dtype": "bfloat16"},
+        "prepare": {"prepare": {"layers": 2}, "dtype": "bfloat16"},
     },
     "loss": {
         "type": "compose",
         "rl": {"weight": 0.0},
         "distillation": {
-            "x": {"weight": 1.0, "loss": {"type": "topk_reverse_kl", "k": 4}},
+            "loss": {"weight": 1.0, "loss": {"type": "topk_reverse_kl", "k": 4}},
             "y": {"weight": 0.5, "loss": {"type": "generalized_jsd", "beta": 0.1}},
         },
         "special_tokens": {"ids": [1, 2]},
     },
     "rollout": {"group_size": 2, "temperature": 0.7, "max_tokens": 8, "max_model_len": 64},
     "environments": {
-        "sums": {"source": "generated", "operations": [1, 2], "teacher": {"a": 0.5, "b": 0.5}},
-        "files": {"source": "jsonl", "path": "data", "teacher_key": "expert"},
+        "sums": {
+            "source": "generated",
+            "operations": [1, 2],
+            "teacher": {"a": 0.5, "prepare": 0.5},
+        },
+        "source": {"source": "jsonl", "path": "data", "teacher_key": "expert"},
     },
     "trainer": {"steps": 3, "batch_size": 4, "betas": [0.9, 0.98], "lr": 1e-4},
     "eval": {"kl_support": 8},
@@ -52,7 +57,7 @@ def check(path: Path, text: bytes, overrides: list[str]) -> None:
         return
     assert isinstance(recipe, Recipe)
     assert "secret" not in recipe.model_dump_json()
-    models = {"student": "s", "teacher": "t", "teachers.a": "a", "teachers.b": "b"}
+    models = {"student": "s", "teacher": "t", "teachers.a": "a", "teachers.prepare": "b"}
     try:
         export_recipe(recipe, "head", models, ProblemSet([], [], recipe.sources)).text()
     except ValueError as error:
@@ -63,6 +68,8 @@ def check(path: Path, text: bytes, overrides: list[str]) -> None:
 def test_recipe_damaged_is_accepted_or_refused(examples: int, tmp_path: Path) -> None:
     """Values that hardly any key means, in any place."""
     path = tmp_path / "r.toml"
+    path.write_bytes(tomli_w.dumps(WHOLE).encode())
+    load_recipe(path)
 
     @bounded(examples)
     @given(values=st.lists(ODD, min_size=1, max_size=3), seed=st.integers(0, 10**6))

@@ -313,6 +313,33 @@ def test_recipe_takes_a_loss_from_outside(loss_of_a_recipe: str) -> None:
     )
 
 
+KEYS = sorted(
+    {key for cls in (Recipe, *LOSS_TYPES.values()) for key in cls.model_fields}
+    | {"weight", "model", "prepare", "policy", "reward_scale", "id", "source", "seed"}
+)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_key_misspelled_under_a_name_that_is_a_key(name: str) -> None:
+    """A channel, a teacher or an environment may be named like a key."""
+    base = {key: value for key, value in SMALL.items() if key not in ("teacher", "data")}
+    base |= {"teachers": {"a": {"model": "t"}}, "environments": {"e": {"source": "generated"}}}
+    channel = {"weight": 1.0, "loss": {"type": "topk_reverse_kl", "normalisation": "tail"}}
+    cases = {
+        f"loss.distillation.{name}.loss.normalisation; did you mean normalization?": with_value(
+            "loss", {"type": "compose", "distillation": {name: channel}}, base=base
+        ),
+        f"teachers.{name}.prepare.layer; did you mean layers?": with_value(
+            f"teachers.{name}", {"prepare": {"layer": 3}}, base=base
+        ),
+        f"environments.{name}.siez; did you mean size?": with_value(
+            f"environments.{name}", {"siez": 20}, base=base
+        ),
+    }
+    for message, raw in cases.items():
+        assert refusal(raw) == f"r.toml: unknown key {message}"
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [

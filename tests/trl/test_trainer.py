@@ -163,28 +163,34 @@ def test_jsd_of_whole_vocabularies_is_its_formula(make_trainer):
     assert_close(own, gradients(model), rtol=1e-11)
 
 
-def test_teacher_with_a_padded_head_is_taken(make_trainer, models):
-    """Its 9 further entries are part of its tail. trl asks for heads of one size."""
-    teacher = copy.deepcopy(models.teacher)
-    teacher.resize_token_embeddings(140, mean_resizing=False)
+@pytest.mark.parametrize("wider", ["teacher", "student"])
+def test_head_with_more_padding_is_taken(make_trainer, models, wider):
+    """The 40 further entries of one side are part of the tail. trl asks for heads of one size."""
+    sides = {"student": models.student, "teacher": models.teacher}
+    sides[wider] = copy.deepcopy(sides[wider])
+    sides[wider].resize_token_embeddings(171, mean_resizing=False)
     with torch.no_grad():
-        teacher.lm_head.weight[131:] = 0.0
-    trainer = make_trainer({"type": "topk_reverse_kl", "k": 8}, teacher=teacher)
+        for weight in {sides[wider].lm_head.weight, sides[wider].model.embed_tokens.weight}:
+            weight[131:] = 1.1 * weight[30:70]
+    trainer = make_trainer({"type": "topk_reverse_kl", "k": 8}, **sides)
     batch = sampled_batch(trainer)
     value, _ = step_of(trainer, [batch])
-    total, tokens = 0.0, 0
+    total, tokens, padding = 0.0, 0, 0
     for rollout in rollouts_by_hand(batch):
         with torch.no_grad():
             ids = rollout.token_ids[None]
             p = trainer.model(input_ids=ids).logits[0].double().softmax(-1)
-            q = trainer.scorer.model(input_ids=ids).logits[0].double().softmax(-1)
+            read = ids.clamp(max=trainer.scorer.model.config.vocab_size - 1)
+            q = trainer.scorer.model(input_ids=read).logits[0].double().softmax(-1)
         for t in rollout.loss_mask.nonzero().flatten().tolist():
             top = q[t - 1].topk(8).indices
+            padding += int((top >= 131).sum() + (rollout.token_ids[t] >= 131))
+            top = top[top < p.shape[1]]
             own, others = p[t - 1, top], q[t - 1, top]
             own, others = (torch.cat([x, 1 - x.sum(0, True)]) for x in (own, others))
             total += float((own * (own / others).log()).sum())
             tokens += 1
-    assert value == pytest.approx(total / tokens, rel=1e-5)
+    assert padding and value == pytest.approx(total / tokens, rel=1e-5)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])

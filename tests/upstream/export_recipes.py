@@ -20,6 +20,17 @@ TWO = {
 """Two teachers."""
 
 
+LIKE_HEAD = ("head", "v0.9", "main")
+NEWER = ("v0.7", "v0.8", *LIKE_HEAD)
+ENVIRONMENTS = {"v0.6": "env", "v0.7": "env", "v0.8": "source"} | dict.fromkeys(LIKE_HEAD, "source")
+"""Version: key of its environments."""
+
+
+def shared(orchestrator, version):
+    """Return the table that has ``algo`` and ``group_size`` of all environments."""
+    return orchestrator["train"] if version == "main" else orchestrator
+
+
 def tables(**changes):
     """Return a small recipe as tables, with changes by section."""
     raw = {

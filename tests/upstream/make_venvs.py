@@ -2,9 +2,9 @@
 
     python tests/upstream/make_venvs.py [VERSION ... | all]
 
-A version is one of prime_composer/upstream/versions.py; "newest" is another name of "head". v0.6
-needs other versions of libraries than the rest. v0.7 and v0.8 run in head's environment, each with
-its own verifiers first in PYTHONPATH.
+A version is one of prime_composer/upstream/versions.py that can be run; "newest" is another name of
+"head". v0.6 needs other versions of libraries than the rest. v0.7 and v0.8 run in head's
+environment, each with its own verifiers first in PYTHONPATH.
 
 An environment goes to ``prime_composer/venvs/NAME`` in the per-user cache directory, or below
 PRIME_COMPOSER_VENVS. It takes 1.7 GB and about two minutes with PyTorch's CPU build (set
@@ -23,8 +23,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from prime_composer.upstream.versions import VERSIONS  # noqa: E402
 from tests.prime_rl_checkout import REPO, cache_dir  # noqa: E402
+from tests.prime_rl_checkout import RUN as VERSIONS  # noqa: E402
 
 ALIASES = {"newest": "head"}
 FOLDERS = {"requirements_v0.6.txt": "v0.6", "requirements_head.txt": "newest"}

@@ -29,19 +29,21 @@ from tests.prime_rl_checkout import NO_CHECKOUT, REPO
 from tests.upstream import whole_support
 from tests.upstream.export_recipes import (
     ALL_RECIPES,
+    ENVIRONMENTS,
+    LIKE_HEAD,
+    NEWER,
     TWO,
     export_table,
     export_two,
     load_rows_recipe,
     recipe,
+    shared,
     tables,
 )
 
 MODELS = {"student": "/s", "teacher": "/t", "teachers.sums": "/a", "teachers.pairs": "/b"}
 A = {"url": "http://a:8001/v1", "model": "a/first"}
 B = {"url": "http://b:8001/v1", "model": "a/second"}
-NEWER = ("v0.7", "v0.8", "head")
-ENVIRONMENTS = {"v0.6": "env", "v0.7": "env", "v0.8": "source", "head": "source"}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -49,7 +51,8 @@ def test_export_settings_that_all_versions_share(version):
     table = export_table(version)
     assert table["max_steps"] == 7 and table["seq_len"] == 256
     assert table["model"] == {"name": "a/student"}
-    assert table["orchestrator"]["batch_size"] == 8 and table["orchestrator"]["group_size"] == 2
+    assert table["orchestrator"]["batch_size"] == 8
+    assert shared(table["orchestrator"], version)["group_size"] == 2
     assert table["orchestrator"]["train"]["sampling"]["max_completion_tokens"] == 64
     loss = table["trainer"]["loss"]
     assert loss["type"] == "custom" and loss["import_path"] == "prime_composer.upstream.loss_fn"
@@ -71,13 +74,14 @@ def test_export_v0_6_teacher_is_the_runs_own():
     [
         ("v0.7", ["http://host:8001/v1"]),
         ("v0.8", ["http://host:8001/v1"]),
-        ("head", "http://host:8001/v1"),
+        *((version, "http://host:8001/v1") for version in LIKE_HEAD),
     ],
 )
 def test_export_newer_teacher_belongs_to_the_algorithm(version, url):
     teacher = {"name": "a/teacher", "base_url": url}
-    algorithm = export_table(version)["orchestrator"]["algo"]
-    assert algorithm == {"type": "opd", "teacher": teacher}
+    orchestrator = export_table(version)["orchestrator"]
+    assert shared(orchestrator, version)["algo"] == {"type": "opd", "teacher": teacher}
+    assert ("algo" in orchestrator) is ("group_size" in orchestrator) is (version != "main")
 
 
 def test_export_v0_6_keeps_groups_with_equal_rewards():
@@ -103,17 +107,114 @@ def test_export_refuses_a_teacher_that_samples(version, message):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_export_top_p_is_in_the_request_body(version):
-    sampling = export_table(version, rollout={"top_p": 0.9})["orchestrator"]["train"]["sampling"]
-    assert sampling["extra_body"] == {"top_p": 0.9}
-    assert "extra_body" not in export_table(version)["orchestrator"]["train"]["sampling"]
+def test_export_top_p_is_in_the_request_body_or_typed(version):
+    """main replays what top-p kept, so that it is typed, and for losses without a teacher."""
+    raw = {**tables(rollout={"top_p": 0.9}), "loss": {"type": "default"}}
+    sampling = export_recipe(parse_recipe(raw), version).table["orchestrator"]["train"]["sampling"]
+    cut = {"top_p": 0.9} if version == "main" else {"extra_body": {"top_p": 0.9}}
+    assert sampling == {"temperature": 1.0, "max_completion_tokens": 64, **cut}
+    plain = export_table(version)["orchestrator"]["train"]["sampling"]
+    assert plain == {"temperature": 1.0, "max_completion_tokens": 64}
 
 
-@pytest.mark.parametrize("version,dialect", [("v0.6", "v0_6"), ("v0.7", "v0_7"), ("head", "v0_7")])
-def test_export_tells_a_loss_with_dialects_which_one(version, dialect):
-    raw = {**tables(), "loss": {"type": "sampled_reverse_kl"}}
+TEACHERS_LOSSES = [
+    {"type": "topk_reverse_kl", "k": 8},
+    {"type": "topk_reverse_kl", "k": "full"},
+    {"type": "sampled_reverse_kl"},
+    {"type": "default", "rl_mix": {"kd": 0.5, "loss": {"type": "rlsd"}}},
+]
+
+
+@pytest.mark.parametrize("loss", TEACHERS_LOSSES, ids=lambda loss: str(loss.get("k", loss["type"])))
+def test_export_refuses_replayed_top_p_with_a_teacher(loss):
+    """Its trainer's log-probs are among the kept ids, a teacher's of the whole vocabulary."""
+    raw = {**tables(rollout={"top_p": 0.9}), "loss": loss}
+    message = "^rollout.top_p = 0.9: prime-rl main takes .* among the ids .*--engine local"
+    with pytest.raises(RecipeError, match=message):
+        export_recipe(parse_recipe(raw), "main")
+    export_recipe(parse_recipe(raw), "v0.9")
+
+
+@pytest.mark.parametrize(
+    "sampling,key",
+    [
+        ({"top_k": 20}, "top_k = 20"),
+        ({"top_p": 0.5}, "top_p = 0.5"),
+        ({"extra_body": {"min_p": 0.1}}, "extra_body.min_p = 0.1"),
+        ({"top_p": 1.0, "extra_body": {"top_k": -1}}, None),
+    ],
+)
+def test_export_refuses_native_truncation_with_a_teacher(sampling, key):
+    """For all environments, or for one of them."""
+    for_all = {"prime_rl": {"orchestrator": {"train": {"sampling": sampling}}}}
+    environments = {"rev": {"id": "x", "prime_rl": {"sampling": sampling}}}
+    for_one = {**tables(), "environments": environments}
+    del for_one["data"]
+    for raw, place in (
+        ({**tables(), **for_all}, "orchestrator.train."),
+        (for_one, "orchestrator.train.source rev: "),
+    ):
+        if key is None:
+            export_recipe(parse_recipe(raw), "main")
+            continue
+        with pytest.raises(RecipeError, match=f"^{re.escape(f'{place}sampling.{key}')}:"):
+            export_recipe(parse_recipe(raw), "main")
+
+
+@pytest.mark.parametrize("loss,refused", [("topk_reverse_kl", False), ("rlsd", True)])
+def test_export_refuses_a_least_advantage_beside_a_teacher(loss, refused):
+    """A token that it leaves out loses its teacher, where one loss reads both."""
+    native = {"min_abs_advantage": 0.1}
+    raw = {**tables(), "loss": {"type": loss}}
+    raw["environments"] = {"rev": {"id": "x", "prime_rl": {"main": native}}}
+    del raw["data"]
+    if not refused:
+        export_recipe(parse_recipe(raw), "main")
+        return
+    with pytest.raises(RecipeError, match="source rev: min_abs_advantage = 0.1: .*--engine local"):
+        export_recipe(parse_recipe(raw), "main")
+    raw["environments"]["rev"]["prime_rl"]["main"]["min_abs_advantage"] = 0.0
+    export_recipe(parse_recipe(raw), "main")
+
+
+DIALECTS = {"v0.6": "v0.6", "v0.7": "v0.7", "v0.8": "v0.7", "head": "v0.7", "v0.9": "v0.7"}
+DIALECTS["main"] = "main"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("loss", ["sampled_reverse_kl", "ipo"])
+def test_export_tells_a_loss_with_dialects_which_one(version, loss):
+    raw = {**tables(), "loss": {"type": loss}}
     table = export_recipe(parse_recipe(raw), version).table
-    assert table["trainer"]["loss"]["kwargs"]["dialect"] == dialect
+    assert table["trainer"]["loss"]["kwargs"]["dialect"] == DIALECTS[version]
+
+
+@pytest.mark.parametrize("name", [*VERSIONS, "v0_6", "v0_7", "v0_8", "v0_9"])
+def test_every_spelling_of_a_version_is_read_everywhere(name):
+    """By --dialect, by the loss, and as a table of native settings."""
+    version = name.replace("_", ".")
+    raw = {**tables(), "loss": {"type": "sampled_reverse_kl", "dialect": name}}
+    raw["prime_rl"] = {name: {"seq_len": 9}}
+    raw["environments"] = {"rev": {"prime_rl": {name: {"group_size": 3}}, "id": "x"}}
+    del raw["data"]
+    export = export_recipe(parse_recipe(raw), name)
+    assert export.version is VERSIONS[version] and export.table["seq_len"] == 9
+    assert export.table["trainer"]["loss"]["kwargs"]["dialect"] == DIALECTS[version]
+    (entry,) = export.table["orchestrator"]["train"][ENVIRONMENTS[version]]
+    assert entry["group_size"] == 3 and name not in entry
+    assert parse_loss_table({"type": "ipo", "dialect": name}).dialect == DIALECTS[version]
+    other = "v0.6" if version != "v0.6" else "head"
+    assert export_recipe(parse_recipe(raw), other).table["seq_len"] == 256
+
+
+def test_export_refuses_two_spellings_of_one_version():
+    with pytest.raises(RecipeError, match=r"v0\.6 and v0_6 are one version: keep one"):
+        export_table("head", prime_rl={"v0.6": {"seq_len": 1}, "v0_6": {"seq_len": 2}})
+
+
+def test_dialect_that_no_version_has_lists_the_known_ones():
+    with pytest.raises(ValueError, match="dialect: Input should be 'v0.6', 'v0.7' or 'main'"):
+        parse_loss_table({"type": "sampled_reverse_kl", "dialect": "v1_0"})
 
 
 def test_export_native_settings_win():
@@ -123,6 +224,19 @@ def test_export_native_settings_win():
     assert export_table("head", prime_rl=extra)["seq_len"] == 1
     assert export_table("v0.6", prime_rl=extra)["seq_len"] == 256
     assert "head" not in export_table("v0.6", prime_rl=extra)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"head": 3}, "prime_rl.head is named after a version: write a table there"),
+        ({"trainer": 3}, "prime_rl.trainer is a value, and the export has a table there"),
+        ({"head": {"trainer": {"loss": []}}}, "prime_rl.head.trainer.loss is a value"),
+    ],
+)
+def test_prime_rl_value_in_a_tables_place_is_refused(extra, message):
+    with pytest.raises(RecipeError, match=message):
+        export_table("head", prime_rl=extra)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +306,7 @@ REWARDED = {
     [
         REWARDED,
         {"type": "topk_reverse_kl", "k": 8, "rl_mix": {"kd": 0.5}},
-        {"type": "sampled_reverse_kl", "dialect": "v0_6"},
+        {"type": "sampled_reverse_kl", "dialect": "v0.6"},
         {"type": "rlsd", "mix": 1.0},
         {"type": "rlrt", "normalize": "mean_one"},
     ],
@@ -207,11 +321,11 @@ def test_export_rewards_and_teacher_keep_zero_advantages(version, loss):
     if version == "v0.6":
         assert orchestrator["training_mode"] == "opd"
     else:
-        assert orchestrator["algo"]["type"] == "opd"
+        assert shared(orchestrator, version)["algo"]["type"] == "opd"
     filters = [entry["type"] for entry in orchestrator.get("post_batch_filters", [])]
     prunes = orchestrator["train"].get("filter_zero_advantages")
-    newest = version == "head"
-    assert (filters, prunes) == (([], False) if newest else (["gibberish", "repetition"], None))
+    kept = {"head": ([], False), "v0.9": ([], False), "main": ([], None)}
+    assert (filters, prunes) == kept.get(version, (["gibberish", "repetition"], None))
 
 
 @pytest.mark.parametrize("version", NEWER)
@@ -228,9 +342,10 @@ def test_export_of_rewards_or_teacher_keeps_the_filters(version, loss):
 def test_export_self_distillation_with_rewards_keeps_zero_advantages(version):
     raw = {**tables(), "teacher": {"policy": {"update": "live"}}, "loss": REWARDED}
     orchestrator = export_recipe(parse_recipe(raw), version).table["orchestrator"]
-    assert orchestrator["algo"]["type"] == "opsd"
-    assert ("post_batch_filters" in orchestrator) is (version != "head")
-    assert ("filter_zero_advantages" in orchestrator["train"]) is (version == "head")
+    assert shared(orchestrator, version)["algo"]["type"] == "opsd"
+    assert ("post_batch_filters" in orchestrator) is (version not in LIKE_HEAD)
+    prunes = "filter_zero_advantages" in orchestrator["train"]
+    assert prunes is (version in ("head", "v0.9"))
 
 
 WHOLE = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
@@ -298,7 +413,7 @@ def policy_teacher(**policy):
 def test_export_self_distillation_is_opsd(version, hint, algorithm):
     """The adapter writes what the last two keys name."""
     table = export_recipe(policy_teacher(update="live", hint=hint), version).table
-    assert table["orchestrator"]["algo"] == {"type": "opsd", **algorithm}
+    assert shared(table["orchestrator"], version)["algo"] == {"type": "opsd", **algorithm}
 
 
 @pytest.mark.parametrize("version", NEWER)
@@ -308,7 +423,7 @@ def test_export_self_distillation_renders_the_hint_as_the_policy(version):
     raw["rollout"]["renderer"] = {"name": "default", "tool_parser": "qwen3"}
     orchestrator = export_recipe(parse_recipe(raw), version).table["orchestrator"]
     assert orchestrator["renderer"] == raw["rollout"]["renderer"]
-    assert orchestrator["algo"]["renderer"] == raw["rollout"]["renderer"]
+    assert shared(orchestrator, version)["algo"]["renderer"] == raw["rollout"]["renderer"]
 
 
 @pytest.mark.parametrize(
@@ -341,7 +456,7 @@ def test_export_mixture_is_in_the_teachers_header():
     assert json.loads(client["headers"][HEADER]) == mixture
     for version in NEWER:
         table = export_two(version)
-        teacher = table["orchestrator"]["algo"]["teacher"]
+        teacher = shared(table["orchestrator"], version)["algo"]["teacher"]
         assert json.loads(teacher["headers"][HEADER]) == mixture
         assert table["trainer"]["loss"]["kwargs"]["adapter"] is True
 
@@ -351,7 +466,7 @@ def test_export_each_server_has_its_own_api_key(version):
     def teacher_of(orchestrator):
         if version == "v0.6":
             return orchestrator["teacher"]["client"]
-        return orchestrator["algo"]["teacher"]
+        return shared(orchestrator, version)["algo"]["teacher"]
 
     policy = {"backend": "server", "url": "http://policy:8000", "api_key_var": "POLICY_KEY"}
     table = export_table(version, teacher={"api_key_var": "MATH_KEY"}, rollout=policy)
@@ -381,7 +496,7 @@ def test_export_newer_environment_has_its_own_teacher(version):
     assert "algo" not in orchestrator and "adapter" not in table["trainer"]["loss"]["kwargs"]
     for name, expected in (("sums", A), ("code", B)):
         teacher = entries[name]["algo"]["teacher"]
-        urls = expected["url"] if version == "head" else [expected["url"]]
+        urls = expected["url"] if version in LIKE_HEAD else [expected["url"]]
         assert teacher == {"name": expected["model"], "base_url": urls}
 
 
@@ -493,7 +608,7 @@ def test_versions_without_plugins_pin_an_older_vllm(checkout):
     """prime-rl's own lock files say so; vLLM 0.26 is the first with endpoint plugins."""
     if checkout is None:
         pytest.skip(NO_CHECKOUT)
-    for version in VERSIONS.values():
+    for version in filter(lambda version: version.commit, VERSIONS.values()):
         command = ["git", "-C", str(checkout), "show", f"{version.commit}:uv.lock"]
         lock = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         (minor,) = set(re.findall(r'^name = "vllm"\nversion = "0\.(\d+)', lock, re.MULTILINE))
@@ -516,8 +631,8 @@ def test_head_policys_own_server_that_scores():
 
 
 def test_export_unknown_dialect_lists_the_known_ones():
-    with pytest.raises(RecipeError, match="v0.6, v0.7, v0.8, head"):
-        export_recipe(recipe(), "v0.9")
+    with pytest.raises(RecipeError, match="v0.6, v0.7, v0.8, head, v0.9, main"):
+        export_recipe(recipe(), "v1.0")
 
 
 def test_to_toml_round_trip():
@@ -802,37 +917,37 @@ def test_slurm_run_is_told_how_to_keep_the_package(capsys):
     assert remedy not in text and not warning
 
 
-def add_v0_9(monkeypatch):
+def add_v1_1(monkeypatch):
     """Add an invented version: another place for environments, another name for the teacher."""
 
-    def objective(orchestrator, environments, mixtures, base_url):
+    def objective(orchestrator, environments, mixtures, base_url, algo):
         (teacher,) = next(iter(mixtures.values()))
         orchestrator["objective"] = {"teacher": teacher["model"], "at": base_url(teacher["url"])}
 
     record = replace(
         VERSIONS["head"],
-        name="v0.9",
-        revision="v0.9.0",
+        name="v1.1",
+        revision="v1.1.0",
         surface=("orchestrator.objective",),
         environment_key="world",
         teachers=objective,
         run_dir=lambda run_dir: {"directory": str(run_dir)},
-        requirements="requirements_v0.9.txt",
+        requirements="requirements_v1.1.txt",
         model_option="--serve",
     )
-    monkeypatch.setitem(versions.VERSIONS, "v0.9", record)
+    monkeypatch.setitem(versions.VERSIONS, "v1.1", record)
     return record
 
 
-def test_fifth_version_is_one_record(monkeypatch):
+def test_next_version_is_one_record(monkeypatch):
     """Nothing but the record changes: probing and export follow, older versions stay."""
     path = REPO / "recipes" / "gsm8k_opd_qwen3.toml"
     before = {name: export_recipe(load_recipe(path), name).text() for name in VERSIONS}
-    record = add_v0_9(monkeypatch)
+    record = add_v1_1(monkeypatch)
     assert versions.match_version({"orchestrator.objective", *record.surface}) is record
     assert versions.match_version(VERSIONS["head"].surface) is VERSIONS["head"]
-    assert "v0.9.0" in versions.known_versions()
-    export = export_recipe(load_recipe(path, ["output_dir=runs/x"]), "v0.9")
+    assert "v1.1.0" in versions.known_versions()
+    export = export_recipe(load_recipe(path, ["output_dir=runs/x"]), "v1_1")
     table = tomllib.loads(export.text())
     assert table["directory"] == "runs/x"
     assert len(table["orchestrator"]["train"]["world"]) == 1
@@ -840,7 +955,7 @@ def test_fifth_version_is_one_record(monkeypatch):
     assert table["orchestrator"]["objective"]["teacher"] == teacher.model
     assert f"    inference --serve {teacher.model}" in "\n".join(export.head)
     assert tomli_w.dumps(export.table) in export.text()
-    with pytest.raises(RecipeError, match="v0.8, head, v0.9"):
+    with pytest.raises(RecipeError, match="v0.9, main, v1.1"):
         export_recipe(recipe(), "v1.0")
     assert {name: export_recipe(load_recipe(path), name).text() for name in before} == before
 

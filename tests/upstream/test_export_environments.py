@@ -16,9 +16,8 @@ from prime_composer.upstream.export import export_recipe
 from prime_composer.upstream.toml_shapes import HEADER
 from prime_composer.upstream.versions import VERSIONS
 from tests.prime_rl_checkout import REPO
-from tests.upstream.export_recipes import TWO, recipe, tables
+from tests.upstream.export_recipes import ENVIRONMENTS, LIKE_HEAD, TWO, recipe, tables
 
-ENVIRONMENTS = {"v0.6": "env", "v0.7": "env", "v0.8": "source", "head": "source"}
 AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
 
@@ -51,9 +50,12 @@ def trained(version, environments=None, **changes):
             "v0.8",
             {"env": {"taskset": {"id": "reverse-text", "num_examples": 100}, "agent": AGENT}},
         ),
-        (
-            "head",
-            {"env": {"taskset": {"id": "reverse-text", "num_examples": 100}, "agent": AGENT}},
+        *(
+            (
+                version,
+                {"env": {"taskset": {"id": "reverse-text", "num_examples": 100}, "agent": AGENT}},
+            )
+            for version in LIKE_HEAD
         ),
     ],
 )
@@ -90,7 +92,7 @@ def test_api_chooses_the_shape(version, api, shape):
         ("v0.7", "v1", {"max_turns": 4, "timeout": {"rollout": 60.0}}),
         ("v0.8", "v0", {"env": {"agent": {"timeout": {"rollout": 60.0}}}}),
         ("v0.8", "v1", {"max_turns": 4, "timeout": {"rollout": 60.0}}),
-        ("head", "v1", {"max_turns": 4, "timeout": {"rollout": 60.0}}),
+        *((v, "v1", {"max_turns": 4, "timeout": {"rollout": 60.0}}) for v in LIKE_HEAD),
     ],
 )
 def test_limits_of_a_rollout_are_prime_rls_own(version, api, place):
@@ -98,19 +100,19 @@ def test_limits_of_a_rollout_are_prime_rls_own(version, api, place):
     turns = {"max_turns": 4} if api == "v1" else {}
     environment = {"id": "x", "api": api, "timeout": 60, **turns}
     entry = trained(version, {"e": environment})["e"]
-    table = entry["env"]["agent"] if version in ("v0.8", "head") and api == "v1" else entry
+    table = entry["env"]["agent"] if version in ("v0.8", *LIKE_HEAD) and api == "v1" else entry
     assert {key: table[key] for key in place} == place
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_native_settings_of_an_environment_win(version):
     """A table named after a version counts for that version alone."""
-    native = {"group_size": 3, "v0.6": {"max_retries": 1}, "head": {"serve": {"max_concurrent": 2}}}
+    native = {"group_size": 3, "v0_6": {"max_retries": 1}, "head": {"serve": {"max_concurrent": 2}}}
     entry = trained(version, {"rev": {"id": "x", "ratio": 2.0, "prime_rl": native}})["rev"]
     assert entry["group_size"] == 3 and entry["ratio"] == 2.0
     assert ("max_retries" in entry) == (version == "v0.6")
     assert ("serve" in entry) == (version == "head")
-    assert not entry.keys() & VERSIONS.keys()
+    assert not entry.keys() & {*VERSIONS, "v0_6"}
 
 
 def test_native_harness_replaces_the_plain_chat():
@@ -137,14 +139,16 @@ def test_use_divides_training_from_evaluation(version):
     assert [entry["name"] for entry in orchestrator["train"][key]] == ["a", "c", "sums"]
     evaluated = {entry["name"]: entry for entry in orchestrator["eval"][key]}
     assert list(evaluated) == ["b", "c", "sums"]
-    assert orchestrator["eval"]["num_examples"] == 30
+    size = {"select": {"limit": 30}} if version == "main" else {"num_examples": 30}
+    assert {key: orchestrator["eval"].get(key) for key in size} == size
+    assert ("num_examples" in orchestrator["eval"]) is (version != "main")
     assert evaluated["c"]["group_size"] == 2
     b = evaluated["b"]
-    settings = b["env"]["taskset"] if version in ("v0.8", "head") else b["args"]
+    settings = b["env"]["taskset"] if version in ("v0.8", *LIKE_HEAD) else b["args"]
     assert settings["split"] == "test"
 
 
-@pytest.mark.parametrize("version", ["v0.7", "v0.8", "head"])
+@pytest.mark.parametrize("version", ["v0.7", "v0.8", *LIKE_HEAD])
 def test_environment_by_id_has_its_own_teacher(version):
     """As an environment of problems has. One for evaluation alone has none."""
     environments = {
@@ -229,7 +233,7 @@ def test_recipe_with_tools_names_its_environment(version):
     orchestrator = table["orchestrator"]
     assert orchestrator["renderer"] == {"name": "default", "tool_parser": "qwen3"}
     parser = {"tool_call_parser": "hermes"}
-    assert table["inference"] == {"vllm" if version == "head" else "model": parser}
+    assert table["inference"] == {"vllm" if version in LIKE_HEAD else "model": parser}
     key = ENVIRONMENTS[version]
     (train,), (test,) = orchestrator["train"][key], orchestrator["eval"][key]
     tasksets = [entry["env"] if version != "v0.7" else entry for entry in (train, test)]

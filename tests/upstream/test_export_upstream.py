@@ -12,8 +12,8 @@ from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream.export import export_recipe
-from prime_composer.upstream.versions import VERSIONS
 from tests.prime_rl_checkout import REPO
+from tests.prime_rl_checkout import RUN as VERSIONS
 from tests.upstream.export_recipes import (
     ALL_RECIPES,
     TWO,

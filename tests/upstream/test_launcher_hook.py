@@ -255,6 +255,7 @@ def test_resolve_reads_the_teachers_for_the_trainer(orchestrator, teachers):
     [
         (older(client(["http://a", "http://b"])), r"client. has 2 URLs.*a router"),
         (older(client(elastic=object())), "has an elastic pool"),
+        (newer(x=client(dynamo=types.SimpleNamespace(enabled=True))), "'x' has dynamo"),
         (newer(x=client(headers={"X-Team": "1"})), "the teacher of 'x' has the headers X-Team"),
         (newer(x=client(headers_from_env={"A": "B"})), "has the headers A"),
         (newer(kind="opsd", x=client()), "'x' has the algorithm opsd.*a number k"),

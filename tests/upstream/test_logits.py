@@ -5,6 +5,8 @@ import types
 import pytest
 import torch
 
+from prime_composer.divergences import reverse_kl
+from prime_composer.scoring.shared_vocabulary import MOST_PADDING
 from prime_composer.upstream import wire
 from prime_composer.upstream.trainer import head as head_hook
 from prime_composer.upstream.trainer import logits
@@ -399,7 +401,36 @@ def test_plain_head_divides_by_the_batchs_own_temperature(head, state):
     assert (ours[1:] - expected).abs().max() < 2e-6
 
 
-@pytest.mark.parametrize("token", [V, V + 3, -1])
+def test_ids_beyond_the_head_are_in_the_tail(head, state):
+    """A wider teacher's padding: value and gradients are those of the other ids and the tail."""
+    type(head).softcap = None
+    micro_batch, top = batch(masked=0.3)
+    beyond = torch.zeros(N, K, dtype=torch.bool)
+    beyond[::2, 1], beyond[5, :], beyond[7, 0] = True, True, True
+    ids = torch.where(beyond, V + torch.arange(K), top)
+    micro_batch["routed_experts"][0, :, 0] = ids
+    log_q = micro_batch["routed_experts"][0, :, 1].view(torch.float32).double()
+    hidden = torch.randn(1, N, D, requires_grad=True)
+    _, logprobs = student(head, state, micro_batch, hidden)
+    state.micro_batch.place([logprobs])
+    support = state.aligned(logprobs).support
+    assert torch.equal(support.token_ids, ids)
+    mask = micro_batch["loss_mask"][0]
+    ours = reverse_kl(support.student_logprobs, support.teacher_logprobs, normalization="tail")
+    ours[mask].sum().backward()
+
+    log_p, _, h, w = in_float64(head, micro_batch, top, hidden)
+    p, q = (torch.where(beyond, 0.0, x.exp()) for x in (log_p, log_q))
+    p, q = (torch.cat([x, 1 - x.sum(-1, True)], dim=1) for x in (p, q))
+    terms = torch.where(p > 0, p * (p.clamp(min=1e-30).log() - q.clamp(min=1e-30).log()), 0.0)
+    theirs = terms.sum(-1)
+    theirs[mask].sum().backward()
+    torch.testing.assert_close(ours[mask], theirs[mask].float(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(hidden.grad, h.grad.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(head.weight.grad, w.grad.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("token", [V + MOST_PADDING, 2**20, -1])
 def test_id_outside_the_vocabulary_names_both_sizes(head, state, token):
     micro_batch, _ = batch()
     micro_batch["routed_experts"][0, :, 0, 0] = token

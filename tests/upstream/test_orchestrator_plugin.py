@@ -1,6 +1,7 @@
 """Requests of the orchestrator to a teacher's server that has the scoring plugin, or loses it."""
 
 import asyncio
+import math
 
 import msgspec
 import numpy as np
@@ -173,3 +174,22 @@ def test_server_of_another_vllm_is_the_same_model():
     """An operator may update vLLM, or give it a longer window, during a run."""
     facts = msgspec.structs.replace(FACTS, vllm="0.32.0", max_model_len=200)
     assert score(Client(scores=packed(facts=facts))) == [0.0, -3.0, -1.5]
+
+
+def test_padding_that_the_student_sampled_is_floored(capsys):
+    """The teacher's head has 20 ids. In the place of another one it reads its last, once said."""
+    client, requests, tokens = Client(), Requests(), [7, 25, 9]
+    for _ in range(2):
+        scores = asyncio.run(requests.score(client, "served", tokens, 2))
+        assert scores == pytest.approx([0.0, math.log(1e-7), -1.5])
+    assert client.asked[1][2]["sequences"] == [{"token_ids": [7, 19, 9], "start": 1}]
+    assert scores.token_ids.tolist() == [[0, 0], [1, 2], [9, 1]]
+    assert capsys.readouterr().err.count("output head of 20 ids, and the student sampled") == 1
+
+
+def test_json_of_a_smaller_teacher_names_the_remedy():
+    """Without the plugin the size of its head is not known here."""
+    refusal = Status(400)
+    refusal.args = ("Token id 25 is out of vocabulary",)
+    with pytest.raises(ValueError, match="wider head may sample.*start it with prime-rl teacher"):
+        score(Client(found=Status(404), json=refusal))

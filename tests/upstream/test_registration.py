@@ -12,8 +12,9 @@ from prime_composer.losses import LOSS_TYPES
 from prime_composer.upstream import plain_launcher
 from prime_composer.upstream.trainer import hooks, validity
 from prime_composer.upstream.trainer.adapter import adapter
-from prime_composer.upstream.versions import LOSS_V0_6, LOSS_V0_7, VERSIONS
+from prime_composer.upstream.versions import LOSS_V0_6, LOSS_V0_7
 from prime_composer.upstream.wire import MARK
+from tests.prime_rl_checkout import RUN
 from tests.upstream import fake_prime_rl, scheduled_loss, whole_support
 
 SAMPLED = {"type": "sampled_reverse_kl"}
@@ -414,7 +415,7 @@ def test_trainer_has_the_validators_tolerances():
     assert ours == (answers.LOGPROB_TOLERANCE, answers.MASS_TOLERANCE, answers.IMPOSSIBLE)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RUN)
 def test_train_loop_asks_for_one_batch_per_step(trees, version):
     """Our definition of a step: prime-rl's loop calls ``get_batch`` once, unconditionally."""
     source = (trees(version) / "src/prime_rl/trainer/rl/train.py").read_text()

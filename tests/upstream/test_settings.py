@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prime_composer.losses import LOSS_TYPES
 from prime_composer.upstream.settings import (
@@ -15,6 +17,7 @@ from prime_composer.upstream.settings import (
     split_table,
     wire_support_size,
 )
+from tests.fuzz import EXAMPLES, ODD, bounded, bounded_memory, damaged
 from tests.prime_rl_checkout import REPO
 from tests.upstream import whole_support
 
@@ -64,6 +67,78 @@ def test_from_env_refuses_a_wrong_value_with_an_example(monkeypatch, value):
     monkeypatch.setenv(SWITCH, value)
     with pytest.raises(ValueError, match="topk_reverse_kl"):
         AdapterSettings.from_env()
+
+
+TEACHER = {"url": "http://me:secret@host:1/v1", "model": "m", "weight": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ('{"loss": ' + 100_000 * "[", "write PRIME_COMPOSER=1"),
+        ('{"k": ' + 5000 * "9" + "}", "write PRIME_COMPOSER=1"),
+        (json.dumps({"teachers": [TEACHER]})[:-1], r"http://\*\*\*@host"),
+        ('{"k": true}', "k: true and false are no numbers"),
+        ('{"loss": {"type": "topk_reverse_kl", "k": true}}', "k: true and false are no numbers"),
+        ('{"k": 1, "teachers": [{}]}', "teachers.url: Field required"),
+        ('{"k": 1, "teachers": {"e": []}}', "teachers: name at least one"),
+        (json.dumps({"k": 1, "teachers": [{**TEACHER, "weight": True}]}), "teachers.weight: true"),
+        (
+            '{"loss": {"type": "compose", "distillation": {"loss": {"loss": {"type": "topk_reverse_'
+            'kl", "kk": 3}}}}}',
+            "unknown key 'distillation.loss.loss.kk'; did you mean 'k'",
+        ),
+    ],
+    ids=["deep", "digits", "password", "k", "knob", "key", "none", "weight", "name"],
+)
+def test_from_env_refuses_in_one_sentence(monkeypatch, value, message):
+    """Without the password of a teacher's URL."""
+    monkeypatch.setenv(SWITCH, value)
+    with pytest.raises(ValueError, match=message) as refusal:
+        AdapterSettings.from_env()
+    assert "secret" not in str(refusal.value) and len(str(refusal.value)) <= 2000
+
+
+RUNS = [
+    *({"loss": {"type": name, **knobs}} for name, cls in LOSS_TYPES.items()
+      for knobs in cls.examples if ":" not in name),
+    {"loss": {**TOP_K, "asked_by": "trainer", "head_on": "cpu", "adapter": True}, "k": 4,
+     "teachers_mixed": True, "rewards": "beside", "teachers": {"loss": [TEACHER], "f": [TEACHER]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_from_env_damaged_is_read_or_refused(examples, monkeypatch):
+    """Odd values in any place, and any piece of text in the JSON."""
+
+    @bounded(examples)
+    @given(
+        st.sampled_from(RUNS),
+        st.lists(ODD, max_size=3),
+        st.integers(0, 10**6),
+        st.sampled_from(["", "", "[", "{", '"', "\\ud800", "9", "true"]),
+        st.integers(1, 5000),
+    )
+    def damage(run, values, seed, piece, times):
+        text = json.dumps(damaged(run, values, seed))
+        place = seed % (len(text) + 1)
+        monkeypatch.setenv(SWITCH, text[:place] + piece * times + text[place:])
+        try:
+            settings = AdapterSettings.from_env()
+        except ValueError as error:
+            assert type(error) is ValueError
+            message = str(error)
+            assert message.startswith((SWITCH, "[trainer.loss.kwargs]"))
+            assert len(message) <= 2000 and "secret" not in message
+            return
+        assert settings is not None and "secret" not in repr(settings)
+        if settings.k is not None:
+            assert type(settings.k) is int and settings.k >= 0
+        monkeypatch.setenv(SWITCH, settings.to_env()[SWITCH])
+        assert AdapterSettings.from_env() == settings
+
+    with bounded_memory():
+        damage()
 
 
 def test_from_env_parses_a_value_once(monkeypatch):

@@ -4,22 +4,28 @@ import dataclasses
 import json
 import threading
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from prime_composer.backends.alignment import sequences_to_score
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.http import ServerError
 from prime_composer.backends.protocols import HiddenStates, Rollout, TeacherHead, TeacherScores
 from prime_composer.backends.vllm_server import ServerScorer
+from prime_composer.scoring.shared_vocabulary import LOG_FLOOR
 from prime_composer.two_heads import Logits, reverse_kl
-from prime_composer.upstream.teachers import Teacher
+from prime_composer.upstream.teachers import Teacher, configured
+from prime_composer.upstream.toml_shapes import HEADER
 from prime_composer.upstream.trainer import head as head_hook
 from prime_composer.upstream.trainer import hooks, teachers
 from prime_composer.upstream.trainer.adapter import adapter
 from tests.upstream import fake_prime_rl
 
 V, D, DT, K = 31, 6, 5, 3
+NARROW = 25
+"""Entries of the head of a teacher that lacks some of the student's ids."""
 LENGTHS = [5, 4, 3]
 """Of the sequences of a bin; the last one is padding."""
 TRAINED = [2, 3, 4, 6, 7]
@@ -423,7 +429,7 @@ def test_states_that_do_not_belong_to_the_head_are_refused(monkeypatch, output, 
 
 def test_other_vocabulary_of_a_teacher_is_refused(monkeypatch, output):
     """Padding explains a few ids."""
-    monkeypatch.setattr(teachers, "PADDING", 3)
+    monkeypatch.setattr(teachers, "MOST_PADDING", 3)
     state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
     state.batch_came([tensors])
     (scorer,) = Scorer.opened
@@ -432,6 +438,51 @@ def test_other_vocabulary_of_a_teacher_is_refused(monkeypatch, output):
     state.batch_came([tensors])
     with pytest.raises(ValueError, match="output head of 35 ids and the student one of 31"):
         step(state, output(), torch.randn(1, 12, D), tensors)
+
+
+class NarrowScorer(Scorer):
+    """A teacher whose head lacks the last ids, and that scores as every scorer does."""
+
+    def __init__(self, url, model, **options):
+        super().__init__(url, model, **options)
+        self.head = dataclasses.replace(self.head, weight=self.head.weight[:NARROW])
+        self.table = self.table[:NARROW]
+
+    def score(self, rollouts, support_size, hidden=False):
+        sequences = sequences_to_score(rollouts, vocab_size=NARROW)
+        read = [Rollout(torch.tensor(s.token_ids), r.loss_mask, r.inference_logprobs, "length", 0)
+                for s, r in zip(sequences, rollouts, strict=True)]  # fmt: skip
+        return [
+            dataclasses.replace(one, ref_logprobs=one.ref_logprobs.masked_fill(s.lacks, LOG_FLOOR))
+            for s, one in zip(
+                sequences, super().score(read, support_size, hidden=hidden), strict=True
+            )
+        ]
+
+
+def test_sampled_padding_of_the_student_trains_on_whole_heads(monkeypatch, output):
+    """Ids that the teacher lacks are one outcome with the floor of a bucket."""
+    monkeypatch.setattr(teachers, "ServerScorer", NarrowScorer)
+    monkeypatch.setattr(teachers, "CHECKED_EVERY", 1)
+    state, tensors = hook(monkeypatch, FULL, ONE), micro_batch()
+    tensors["input_ids"][0, [3, 6]] = V - 1
+    state.batch_came([tensors])
+    head = output().double()
+    hidden = torch.randn(1, 12, D, dtype=torch.float64)
+    found = step(state, head, hidden, tensors)
+    masks = tensors["loss_mask"][0].split(LENGTHS)
+    pairs = zip(found, masks, strict=False)
+    kl = torch.cat([reverse_kl(one.hidden_states.masked(mask)) for one, mask in pairs])
+    p = (hidden[0] @ head.weight.T).softmax(-1)
+    p = torch.cat([p[:, :NARROW], p[:, NARROW:].sum(-1, True)], dim=1)
+    (scorer,) = Scorer.opened
+    q = scorer.logprobs(tensors["input_ids"][0].clamp(max=NARROW - 1)).double().exp()
+    q = torch.cat([q, torch.full_like(q[:, :1], 1e-7)], dim=1)
+    expected = (p * (p / q).log()).sum(-1)
+    rows = torch.tensor(TRAINED)
+    torch.testing.assert_close(kl[rows], expected[rows - 1], atol=1e-5, rtol=1e-5)
+    own = torch.cat([one.ref_logprobs for one in found])
+    assert own[[3, 6]].tolist() == pytest.approx([LOG_FLOOR] * 2)
 
 
 @pytest.mark.parametrize("head_on", [None, "cpu"])
@@ -513,3 +564,16 @@ def test_freed_weight_is_gathered_again_for_the_loss(monkeypatch, output, owns):
         with pytest.raises(RuntimeError, match="has freed the output head's weight"):
             head_hook.gather_head(state)
         head.weight.untyped_storage().resize_(state.model.values.untyped_storage().size())
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["[" * 100_000, "garbage", "3", "[{}]", '{"e": 1}', "[]", "{}"],
+    ids=["deep", "garbage", "number", "keys", "no_list", "none", "no_environment"],
+)
+def test_configured_header_that_is_damaged_is_refused(header: str) -> None:
+    """In one sentence, before anything starts."""
+    client = SimpleNamespace(headers={HEADER: header})
+    teacher = SimpleNamespace(client=client, model=SimpleNamespace(name="m"))
+    with pytest.raises(ValueError, match="must be a JSON list of {url, model, weight}"):
+        configured(SimpleNamespace(teacher=teacher))

@@ -56,7 +56,19 @@ def test_readme_compatibility_has_a_column_per_version():
     header = section("Compatibility").strip().splitlines()[0]
     columns = [cell.strip() for cell in header.strip("|").split("|")][1:]
     assert [column.split()[0] for column in columns] == list(VERSIONS)
-    assert VERSIONS["head"].commit[:8] in columns[-1]
+    by_name = dict(zip(VERSIONS, columns, strict=True))
+    assert VERSIONS["head"].commit[:8] in by_name["head"]
+    read = [name for name, column in by_name.items() if column.endswith("(read)")]
+    assert read == [name for name, version in VERSIONS.items() if version.commit is None]
+
+
+def test_readme_compatibility_claims_no_run_of_what_was_read():
+    """The columns of versions that nobody has run say "as read", never "run"."""
+    rows = section("Compatibility").strip().splitlines()[2:]
+    table = [row.strip("|").split(" | ") for row in rows if row.startswith("|")]
+    assert len(table) >= 15 and all(len(row) == len(VERSIONS) + 1 for row in table)
+    unrun = [i for i, version in enumerate(VERSIONS.values(), 1) if version.commit is None]
+    assert not [row for row in table for i in unrun if re.search(r"\brun\b", row[i])]
 
 
 def test_readme_paths_exist():

@@ -11,22 +11,19 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, model_validator
+from pydantic import BaseModel, NonNegativeFloat, model_validator
 from torch import Tensor
 
 from prime_composer.contract import LossInputs, given
 from prime_composer.losses.shared.metrics import token_mean
 from prime_composer.losses.shared.reductions import masked_sum
+from prime_composer.tables import Table
 
 M = TypeVar("M", bound=BaseModel)
 
 
-class Modifier(BaseModel):
+class Modifier(Table):
     """Knobs of one modifier."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class SpecialTokenMask(Modifier):

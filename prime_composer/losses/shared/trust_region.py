@@ -4,9 +4,11 @@ Letters: p = exp(trainer_logprobs), mu = exp(inference_logprobs), rho = p/mu.
 
 The order of the operations is upstream's (prime_rl/trainer/rl/loss.py,
 https://github.com/PrimeIntellect-ai/prime-rl, v0.6.0 to 559b4477), so that finite inputs give
-bit-equal losses, gradients and metrics.
+bit-equal losses, gradients and metrics. What main added in the autumn of 2026, a cap of rho and a
+bound of the metrics, is equal up to rounding.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -39,32 +41,66 @@ def importance_ratios(inputs: LossInputs) -> Ratios:
     return Ratios(log_ratio=trainer - inference, probs_diff=probs_diff)
 
 
+def capped_ratio(log_ratio: Float[Tensor, " seq"], max_ratio: float) -> Float[Tensor, " seq"]:
+    """Return min(rho, max_ratio). A capped token keeps the gradient max_ratio d log rho."""
+    excess = (log_ratio.detach() - math.log(max_ratio)).clamp(min=0.0)
+    return torch.exp(log_ratio - excess)
+
+
 def policy_gradient_sum(
     log_ratio: Float[Tensor, " seq"],
     signal: Float[Tensor, " seq"],
     keep: Bool[Tensor, " seq"],
     kl_tau: float,
     inputs: LossInputs,
+    max_ratio: float | None = None,
 ) -> Float[Tensor, ""]:
     """Return sum_mask w (-keep signal rho + kl_tau (log rho)^2), prime-rl's DPPO + KL form.
 
     The ratio of a dropped token never enters the exp's backward. Upstream multiplies it by 0, which
     is NaN once rho overflows.
+
+    Args:
+        log_ratio: log rho, [seq].
+        signal: what multiplies rho, without a gradient, [seq].
+        keep: tokens of the mask inside the trust region, [seq].
+        kl_tau: factor of (log rho)^2.
+        inputs: the loss's inputs.
+        max_ratio: cap of rho. None: none.
     """
-    ratio = torch.exp(torch.where(keep, log_ratio, 0.0))
+    kept = torch.where(keep, log_ratio, 0.0)
+    ratio = torch.exp(kept) if max_ratio is None else capped_ratio(kept, max_ratio)
     pg_loss = torch.where(keep, signal * ratio, 0.0)
     kl_loss = inputs.loss_mask * log_ratio**2
-    per_token_loss = -pg_loss + kl_tau * kl_loss
+    return weighted_sum(-pg_loss + kl_tau * kl_loss, inputs)
+
+
+def weighted_sum(per_token_loss: Float[Tensor, " seq"], inputs: LossInputs) -> Float[Tensor, ""]:
+    """Return the sum of a loss that is 0 outside the mask, times the tokens' weights."""
     if inputs.loss_weights is not None:
         per_token_loss = per_token_loss * torch.where(inputs.loss_mask, inputs.loss_weights, 1.0)
     return per_token_loss.sum()
 
 
 def drift_metrics(
-    log_ratio: Float[Tensor, " seq"], dropped: Bool[Tensor, " seq"], mask: Bool[Tensor, " seq"]
+    log_ratio: Float[Tensor, " seq"],
+    dropped: Bool[Tensor, " seq"],
+    mask: Bool[Tensor, " seq"],
+    bounded: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the mismatch KL (k3 estimate) of dropped and kept tokens, and the share dropped."""
-    mismatch_kl = torch.exp(log_ratio) - log_ratio - 1
+    """Return the mismatch KL (k3 estimate) of dropped and kept tokens, and the share dropped.
+
+    Args:
+        log_ratio: log rho, [seq].
+        dropped: tokens outside the trust region, [seq].
+        mask: True at the tokens that count, [seq].
+        bounded: no token counts more than 1e30, as in prime-rl's main.
+    """
+    if bounded:
+        log_ratio = log_ratio.detach()
+        mismatch_kl = torch.expm1(log_ratio.clamp(max=math.log(1e30))) - log_ratio
+    else:
+        mismatch_kl = torch.exp(log_ratio) - log_ratio - 1
     return {
         "masked_mismatch_kl": masked_mean(mismatch_kl, mask & dropped),
         "unmasked_mismatch_kl": masked_mean(mismatch_kl, mask & ~dropped),

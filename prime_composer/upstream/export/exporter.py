@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from prime_composer.losses.shared.dialect import plain_name
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.schema import Recipe, RecipeError
+from prime_composer.upstream.config_fields import ConfigFields
 from prime_composer.upstream.export.instructions import head_comment, slurm_notice
 from prime_composer.upstream.export.keys import not_carried
 from prime_composer.upstream.export.plan import Plan
-from prime_composer.upstream.export.refusals import refuse
+from prime_composer.upstream.export.refusals import refuse, refuse_native
 from prime_composer.upstream.export.tables import build_tables
 from prime_composer.upstream.export.toml import as_text, merge_native
 from prime_composer.upstream.versions import VERSIONS, Version
@@ -48,9 +50,10 @@ class Export:
 
 def export_recipe(
     recipe: Recipe,
-    dialect: str,
+    dialect: str | Version,
     models: Mapping[str, Any] | None = None,
     problems: ProblemSet | None = None,
+    fields: ConfigFields | None = None,
 ) -> Export:
     """Translate a recipe for prime-rl's ``rl @ FILE``.
 
@@ -59,20 +62,30 @@ def export_recipe(
 
     Args:
         recipe: the recipe.
-        dialect: name of a version, a key of ``VERSIONS``.
+        dialect: a version, or its name, a key of ``VERSIONS`` (``v0_6`` is ``v0.6``).
         models: directories of the models under ``[*.prepare]``, by table of the recipe.
         problems: the recipe's problems. None: loaded if rows name teachers.
+        fields: the keys that the installed prime-rl takes. None: whatever the version has.
 
     Raises:
-        RecipeError: the version is unknown, or cannot do what the recipe asks for.
+        RecipeError: the version is unknown, or cannot do what the recipe asks for, or the installed
+            prime-rl lacks keys of it; the message lists all of them.
         ValueError: the data cannot be read.
     """
-    version = VERSIONS.get(dialect)
+    version = dialect if isinstance(dialect, Version) else VERSIONS.get(plain_name(dialect))
     if version is None:
         raise RecipeError(f"unknown dialect {dialect!r}: choose one of {', '.join(VERSIONS)}")
     refuse(recipe, version)
     plan = Plan.of(recipe, version, {} if models is None else models, problems)
     table = build_tables(plan)
+    missing = [] if fields is None else fields.unknown(table)
+    if missing:
+        raise RecipeError(
+            f"the installed prime-rl, which is like {version.name}, does not take {len(missing)} "
+            f"of the keys that this recipe needs: {', '.join(missing)}. Install one of "
+            f"{', '.join(VERSIONS)}, or run the recipe with --engine local."
+        )
     merge_native(table, recipe.prime_rl, version.name)
+    refuse_native(recipe, version, table)
     lost = not_carried(recipe)
     return Export(version, table, head_comment(plan, table, lost), lost)

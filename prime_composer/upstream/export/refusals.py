@@ -1,6 +1,8 @@
 """Refuse recipes that ask for what no field of prime-rl's config can express."""
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from prime_composer.losses import require
 from prime_composer.recipe.routing import Routing
@@ -64,6 +66,56 @@ def refuse(recipe: Recipe, version: Version) -> None:
         )
     except ValueError as error:
         raise RecipeError(str(error)) from None
+
+
+def refuse_native(recipe: Recipe, version: Version, table: Mapping[str, Any]) -> None:
+    """Check the rollouts of an exported TOML, in which prime-rl's own settings have won.
+
+    From September 2026 on, the trainer's log-probs are those among the ids that top-p or top-k has
+    kept, and a sampler replays them. A teacher's are of the whole vocabulary, so that a difference
+    of the two is none of one distribution. prime-rl refuses opd and opsd then. Before, both are of
+    the whole vocabulary, and top-p decides only which tokens are compared.
+
+    Tokens of an advantage below ``min_abs_advantage`` have no rl loss, and with it no teacher.
+
+    Raises:
+        RecipeError: a loss that compares with a teacher meets one of them; the message names the
+            key.
+    """
+    if not recipe.loss.compares_with_teacher:
+        return
+    train, key = table["orchestrator"]["train"], version.environment_key
+    entries = {"orchestrator.train.": train}
+    for entry in train.get(key, []):
+        entries[f"orchestrator.train.{key} {entry.get('name')}: "] = entry
+    for place, entry in entries.items():
+        cut = truncations(entry.get("sampling", {})) if version.replays_sampling else {}
+        for name, value in cut.items():
+            of_recipe = entry is train and name == "top_p" and value == recipe.rollout.top_p
+            raise RecipeError(
+                f"{'rollout.top_p' if of_recipe else f'{place}sampling.{name}'} = {value}: "
+                f"prime-rl {version.name} takes the student's log-probs among the ids that the "
+                "sampler kept, and a teacher's are of the whole vocabulary. Leave it out, "
+                f"{RUN_LOCALLY}"
+            )
+        least = entry.get("min_abs_advantage")
+        if least and recipe.loss.reads_rewards_and_teacher:
+            raise RecipeError(
+                f"{place}min_abs_advantage = {least}: prime-rl leaves tokens of a small advantage "
+                "out of the loss, which would compare them with a teacher too. Leave it out, "
+                f"{RUN_LOCALLY}"
+            )
+
+
+def truncations(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that cut the sampled distribution, typed or in the request body."""
+    off = {"top_p": (None, 1), "top_k": (None, -1, 0), "min_p": (None, 0)}
+    return {
+        f"{prefix}{key}": settings[key]
+        for prefix, settings in (("", sampling), ("extra_body.", sampling.get("extra_body", {})))
+        for key, values in off.items()
+        if settings.get(key) not in values
+    }
 
 
 def refuse_environments(recipe: Recipe, version: Version) -> None:

@@ -11,7 +11,7 @@ from prime_composer.upstream.export.plan import Environment, Plan, api_key, eval
 from prime_composer.upstream.export.refusals import asker_settings
 from prime_composer.upstream.export.toml import merge, merge_native, plain
 from prime_composer.upstream.settings import FILE_KEY, IMPORT_PATH, TEACHER_KEYS
-from prime_composer.upstream.toml_shapes import HINT_KEYS, NO_LIMITS, Limits
+from prime_composer.upstream.toml_shapes import HINT_KEYS, NO_LIMITS, Limits, put
 from prime_composer.upstream.versions import Version
 
 VLLM_LOGPROBS = 20
@@ -52,11 +52,12 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
     """Return [orchestrator]: batches, environments, teachers, evaluation, the student's server."""
     recipe, version = plan.recipe, plan.version
     environments = [environment(part, version) for part in plan.environments]
-    table: dict[str, Any] = {
-        "batch_size": recipe.trainer.batch_size,
-        "group_size": recipe.rollout.group_size,
-        "train": {"sampling": sampling(recipe), version.environment_key: environments},
-    }
+    table: dict[str, Any] = {"batch_size": recipe.trainer.batch_size}
+    put(table, version.places.group_size, recipe.rollout.group_size)
+    put(table, "train.sampling", sampling(recipe))
+    put(table, f"train.{version.environment_key}", environments)
+    if recipe.rollout.top_p != 1:
+        put(table, version.places.top_p, recipe.rollout.top_p)
     if recipe.loss.compares_with_teacher:
         if plan.teachers:
             mixtures = {
@@ -66,14 +67,15 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
                 ]
                 for part in plan.environments
             }
-            version.teachers(table, environments, mixtures, version.base_url)
+            algo = version.places.algo
+            version.teachers(table, environments, mixtures, version.base_url, algo)
         else:
-            table["algo"] = self_distillation(recipe)
+            put(table, version.places.algo, self_distillation(recipe))
     for entry, part in zip(environments, plan.environments, strict=True):
         merge_own_settings(entry, part, version)
     if recipe.rollout.renderer:
         table["renderer"] = plain(recipe.rollout.renderer)
-    if recipe.loss.reads_rewards_and_teacher:
+    if recipe.loss.reads_rewards_and_teacher and version.keep_zero_advantages is not None:
         version.keep_zero_advantages(table)  # worth their distillation
     if recipe.rollout.url is not None:
         url = version.base_url(v1_url(recipe.rollout.url))
@@ -81,6 +83,8 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
         merge(table, {version.student_client: {"client": client}})
     if "eval" in recipe.model_fields_set:
         table["eval"] = evaluation(recipe, version)
+        size = math.ceil(recipe.eval.size / len(evaluated(recipe)))
+        put(table, version.places.eval_size, size)
     return table
 
 
@@ -97,8 +101,14 @@ def self_distillation(recipe: Recipe) -> dict[str, Any]:
 
 
 def environment(part: Environment, version: Version, split: str = "train") -> dict[str, Any]:
-    """Return an environment: one that ``prime_composer_problems`` serves, or one by id."""
-    entry, source = {"name": part.name, "ratio": part.ratio}, part.source
+    """Return an environment: one that ``prime_composer_problems`` serves, or one by id.
+
+    One to evaluate has no ratio. main has no such key, and nothing else reads it.
+    """
+    entry: dict[str, Any] = {"name": part.name}
+    if split == "train":
+        entry["ratio"] = part.ratio
+    source = part.source
     if not isinstance(source, DataConfig):
         write = version.environments[source.api or version.api]
         limits = Limits(source.max_turns, source.timeout)
@@ -120,18 +130,11 @@ def merge_own_settings(entry: dict[str, Any], part: Environment, version: Versio
 def sampling(recipe: Recipe) -> dict[str, Any]:
     """Return the sampling settings of the rollouts."""
     rollout = recipe.rollout
-    table: dict[str, Any] = {
-        "temperature": rollout.temperature,
-        "max_completion_tokens": rollout.max_tokens,
-    }
-    if rollout.top_p != 1:
-        # prime-rl sends top_p = 1 itself. The request body overrides it.
-        table["extra_body"] = {"top_p": rollout.top_p}
-    return table
+    return {"temperature": rollout.temperature, "max_completion_tokens": rollout.max_tokens}
 
 
 def evaluation(recipe: Recipe, version: Version) -> dict[str, Any]:
-    """Return [orchestrator.eval]: greedy accuracy on the held-out problems.
+    """Return [orchestrator.eval] without its size: greedy accuracy on the held-out problems.
 
     prime-rl evaluates before the first step, and whenever its count of steps is a multiple of the
     interval. ``every = 0`` becomes the count after the last step.
@@ -142,7 +145,6 @@ def evaluation(recipe: Recipe, version: Version) -> dict[str, Any]:
         merge_own_settings(entry, part, version)
     return {
         "interval": recipe.eval.every or recipe.trainer.steps + version.first_step,
-        "num_examples": math.ceil(recipe.eval.size / len(parts)),
         "sampling": {"temperature": 0.0, "max_completion_tokens": recipe.rollout.max_tokens},
         version.environment_key: entries,
     }

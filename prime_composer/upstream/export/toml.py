@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prime_composer.losses.shared.dialect import plain_name
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.recipe.urls import has_credentials
 from prime_composer.upstream.versions import VERSIONS
@@ -65,15 +66,33 @@ def merge_native(target: dict[str, Any], native: Mapping[str, Any], version: str
     """Merge a recipe's table of prime-rl's own settings into an exported one, in place.
 
     Its tables named after a version count for that version alone.
+
+    Raises:
+        RecipeError: as ``merge``. Or a version's table is there in both spellings, or is no table.
     """
-    merge(target, {key: value for key, value in native.items() if key not in VERSIONS})
-    merge(target, native.get(version, {}))
+    own = {key: plain_name(key) for key in native if plain_name(key) in VERSIONS}
+    for name in own.values():
+        spellings = [key for key, plain in own.items() if plain == name]
+        if len(spellings) > 1:
+            raise RecipeError(f"prime_rl: {' and '.join(spellings)} are one version: keep one")
+    merge(target, {key: value for key, value in native.items() if key not in own})
+    for key, name in own.items():
+        if not isinstance(native[key], Mapping):
+            raise RecipeError(f"prime_rl.{key} is named after a version: write a table there")
+        if name == version:
+            merge(target, native[key], f"prime_rl.{key}")
 
 
-def merge(target: dict[str, Any], source: Mapping[str, Any]) -> None:
-    """Merge ``source`` into ``target``, table by table. Lists and values are replaced."""
+def merge(target: dict[str, Any], source: Mapping[str, Any], place: str = "prime_rl") -> None:
+    """Merge ``source`` into ``target``, table by table. Lists and values are replaced.
+
+    Raises:
+        RecipeError: a value is where ``target`` has a table.
+    """
     for key, value in source.items():
-        if isinstance(value, Mapping) and isinstance(target.get(key), dict):
-            merge(target[key], value)
-        else:
+        if not isinstance(target.get(key), dict):
             target[key] = plain(value)
+        elif isinstance(value, Mapping):
+            merge(target[key], value, f"{place}.{key}")
+        else:
+            raise RecipeError(f"{place}.{key} is a value, and the export has a table there")

@@ -21,6 +21,7 @@ from prime_composer.backends.vllm_logprobs import (
     top_k_of,
 )
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
+from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, out_of_vocabulary, readable
 from prime_composer.scoring.wire import (
     ENVELOPE_BYTES,
     SCORE_PATH,
@@ -110,9 +111,12 @@ def parse_binary(
 ) -> Scores:
     """Return the scores in an answer of the scoring plugin, checked (``check_scores``).
 
+    The head's size is known here, so that ids which it lacks are scored as ``shared_vocabulary``
+    says.
+
     Args:
-        token_ids: the sequence.
-        content: the answer's body.
+        token_ids: the sequence, with ids that the teacher's head may lack.
+        content: the answer's body, about the ``readable`` sequence.
         k: size of the support, 0 for none.
         origin: who answered, for messages.
         facts: what the server said of itself at first.
@@ -140,7 +144,7 @@ def parse_binary(
         own,
         ids,
         logprobs,
-        sampled=np.array(token_ids[1:]),
+        sampled=np.array(readable(token_ids[1:], facts.vocab_size)),
         k=asked,
         vocab_size=facts.vocab_size,
         origin=origin,
@@ -148,6 +152,7 @@ def parse_binary(
         start=1,
         trained=False,
     )
+    own = np.where(lacking(np.array(token_ids[1:]), facts.vocab_size), LOG_FLOOR, own)
     return Scores(
         [0.0, *own.tolist()],
         np.concatenate([np.zeros((1, k), np.int32), ids[:, :k]]),
@@ -199,6 +204,7 @@ class Requests:
         self._thread = ThreadPoolExecutor(1, "prime_composer_parse")
         self._questions: dict[tuple[str, str, int], Question] = {}
         self._plugins: dict[tuple[str, str], Facts | None] = {}
+        self._told_of_padding: set[str] = set()
 
     async def score(
         self, client: Any, model: str, token_ids: Sequence[int], k: int, *, frozen: bool = False
@@ -277,8 +283,11 @@ class Requests:
             return None
         asked = asked_for(k)
         question |= {"kinds": ["sampled", "top_k"], "k": asked}
+        read = readable(token_ids, facts.vocab_size)
+        if read != list(token_ids):
+            self._say_of_padding(origin, facts.vocab_size)
         # One sequence is within every server's limits.
-        question["sequences"] = [{"token_ids": list(token_ids), "start": 1}]
+        question["sequences"] = [{"token_ids": read, "start": 1}]
         limit = 2 * ENVELOPE_BYTES + len(token_ids) * (4 + 8 * asked)
         try:
             content, retried = await post(
@@ -295,6 +304,16 @@ class Requests:
             self._thread, parse_binary, token_ids, content, k, origin, facts
         )
         return scores, retried
+
+    def _say_of_padding(self, origin: str, vocab_size: int) -> None:
+        """Log once per teacher that the student samples ids which the teacher lacks."""
+        if origin not in self._told_of_padding:
+            self._told_of_padding.add(origin)
+            log(
+                f"{origin} has an output head of {vocab_size} ids, and the student sampled padding "
+                f"beyond them: its log-prob counts as {LOG_FLOOR:.1f}, and the teacher reads id "
+                f"{vocab_size - 1} in its place"
+            )
 
     async def _ask_json(
         self, client: Any, base: str, origin: str, model: str, token_ids: Sequence[int], k: int
@@ -322,6 +341,8 @@ class Requests:
                 origin=origin,
             )
         except Exception as error:
+            if getattr(error, "status_code", None) == 400 and "out of vocabulary" in str(error):
+                raise ValueError(out_of_vocabulary(origin, public_url(str(error)))) from error
             if getattr(error, "status_code", None) == 400 and "logprobs" in str(error):
                 raise ValueError(
                     f"{origin} refuses prompt_logprobs = {k}: start it with "

@@ -22,7 +22,7 @@ def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
     """
     try:
         return read_entries(json.loads(header), environment)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"The header {HEADER} of the teacher's client must be a JSON list of {{url, model, "
             "weight}, or a table of such lists with one for the environment "

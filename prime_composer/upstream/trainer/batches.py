@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from prime_composer.contract import Support
+from prime_composer.scoring.shared_vocabulary import IN_TAIL, lacking
 from prime_composer.two_heads import Logits, TwoHeads
 from prime_composer.upstream.settings import SET_SWITCH
 from prime_composer.upstream.trainer.validity import check_support
@@ -81,7 +82,7 @@ class MicroBatch:
         self.head: Logits | None = None
         self.slices: dict[int, slice] = {}
         self._tensors = tensors
-        self._checked = False
+        self._vocab_size: int | None = None
 
     def _row(self, name: str) -> Tensor | None:
         stream = self._tensors.get(name)
@@ -171,12 +172,12 @@ class MicroBatch:
             vocab_size: entries of the student's head.
 
         Raises:
-            ValueError: an id is not the student's, or the numbers are no log-probs.
+            ValueError: an id is neither the student's nor padding, or the numbers are no log-probs.
         """
-        if self.payload is not None and not self._checked:
+        if self.payload is not None and self._vocab_size is None:
             token_ids, logprobs = self.payload
             check_support(token_ids[self.scored], logprobs[self.scored], vocab_size)
-            self._checked = True
+            self._vocab_size = vocab_size
 
     def place(self, sequences: Iterable[Tensor]) -> None:
         """Note which part of the packed sequence each of ``compute_loss``'s tensors is."""
@@ -239,10 +240,16 @@ class MicroBatch:
             student = trainer_logprobs.new_zeros((trainer_logprobs.shape[0], self.k))
         else:
             student = self.student[part]
+        token_ids = self.payload.token_ids[part].to(device)
+        in_tail = lacking(token_ids, self._vocab_size)
         return Support(
-            token_ids=self.payload.token_ids[part].to(device),
-            teacher_logprobs=self.payload.teacher_logprobs[part].to(device),
-            student_logprobs=student + trainer_logprobs.unsqueeze(1),
+            token_ids=token_ids,
+            teacher_logprobs=self.payload.teacher_logprobs[part]
+            .to(device)
+            .masked_fill(in_tail, IN_TAIL),
+            student_logprobs=(student + trainer_logprobs.unsqueeze(1)).masked_fill(
+                in_tail, IN_TAIL
+            ),
         )
 
 

@@ -73,12 +73,13 @@ def _beside(original: Any, fused: bool) -> Any:
         temperature: Tensor | None,
     ) -> Any:
         state.warn_of_temperature()
-        batch.check_support(self.weight.shape[0])
+        vocab_size = self.weight.shape[0]
+        batch.check_support(vocab_size)
         # The fused head divides by the temperature that it is given, which FSDP has rounded to the
         # model's dtype. A plain head returns logits, and the trainer divides them by the batch's
         # own float32 temperatures.
         given = temperature[0] if fused and temperature is not None else None
-        rows = _rows(state, batch, hidden_states, labels[0], given)
+        rows = _rows(state, batch, hidden_states, labels[0], given, vocab_size)
         if rows is None:
             out = original(self, hidden_states, labels, temperature=temperature)
             local = hidden_states.new_zeros((hidden_states.shape[1], batch.k), dtype=torch.float32)
@@ -105,6 +106,7 @@ def _rows(
     hidden_states: Tensor,
     labels: Tensor,
     temperature: Tensor | None,
+    vocab_size: int,
 ) -> Rows | None:
     """Return the rows to compute, in the head's frame; under context parallelism this rank's.
 
@@ -112,6 +114,7 @@ def _rows(
 
     Args:
         temperature: temperature of each position of the head, [n]; None for the batch's own.
+        vocab_size: entries of the head.
     """
     assert batch.payload is not None
     if hidden_states.shape[0] != 1:
@@ -119,7 +122,8 @@ def _rows(
             f"prime-rl packs one sequence row per micro-batch; got {hidden_states.shape[0]}."
         )
     length = batch.input_ids.shape[0]
-    ids = torch.roll(batch.payload.token_ids, -1, 0)
+    # The entry of an id beyond the head is replaced, whichever row is read for it.
+    ids = torch.roll(batch.payload.token_ids.clamp(max=vocab_size - 1), -1, 0)
     scored = torch.roll(batch.scored, -1, 0)
     scored[-1] = False
     temperatures = batch.temperatures if temperature is None else temperature

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from prime_composer.upstream import capabilities
 from prime_composer.upstream.trainer.adapter import Shard, adapter
 from prime_composer.upstream.trainer.batches import TrackedBatches
 from prime_composer.upstream.trainer.head import gather_head
-from prime_composer.upstream.versions import UnknownSurface, expect, probe_contract
+from prime_composer.upstream.versions import UnknownSurface, expect
 
 DATA_MODULE = "prime_rl.trainer.rl.data"
 
@@ -24,10 +25,7 @@ def hook_loss(module: Any) -> None:
     38494ccb loss.py:298, 559b4477 loss.py:255.
     TODO(prime-rl): remove once custom losses receive the micro-batch.
     """
-    contract = probe_contract(module)
-    compute_loss = expect(
-        module, "compute_loss", contract.compute_loss, "prime_rl/trainer/rl/loss.py"
-    )
+    compute_loss = capabilities.take(capabilities.COMPUTE_LOSS, module)
 
     @functools.wraps(compute_loss)
     def placed(*args: Any, **kwargs: Any) -> Any:

@@ -72,7 +72,7 @@ class Journal:
         for line in text.splitlines():
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:  # a process died while it wrote this line
+            except (ValueError, RecursionError):  # a process died while it wrote this line
                 continue
             if record["type"] == name and record["step"] <= self.start_step:
                 newest = record

@@ -21,6 +21,7 @@ from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.mixture import mix
 from prime_composer.backends.protocols import HiddenStates, Rollout, TeacherHead, TeacherScores
 from prime_composer.backends.vllm_server import ServerScorer
+from prime_composer.scoring.shared_vocabulary import MOST_PADDING, lacking
 from prime_composer.tiny_models.cache import cache_root
 from prime_composer.two_heads import Logits, TwoHeads, compare
 from prime_composer.upstream.frozen import ASKED_EVERY, QUESTION_TOKENS, Numbers, check_again
@@ -36,9 +37,6 @@ Several of a vLLM's prefill steps, so that it does not run idle. At 8 kB per hid
 
 CHECKED_EVERY = 16
 """Rows of a sequence per row whose log-prob is computed again, from hidden state and head."""
-
-PADDING = 1024
-"""Most ids by which padding makes one head larger than another of the same tokenizer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +106,7 @@ def wanted_of(
             environment = tensors["env_names"][start]
             try:
                 teachers = read_entries(entries, environment)
-            except (ValueError, TypeError, KeyError):
+            except ValueError:
                 raise ValueError(
                     f"{SWITCH}: `teachers` names none for the environment {environment!r}. Each "
                     "environment whose tokens the loss compares needs a list of {url, model, "
@@ -260,10 +258,10 @@ class Teachers:
         """
         if id(share.head) not in self._heads:
             head, size = share.head, student.size
-            if abs(head.weight.shape[0] - size) > PADDING:
+            if abs(head.weight.shape[0] - size) > MOST_PADDING:
                 raise ValueError(
                     f"{head.origin} has an output head of {head.weight.shape[0]} ids and the "
-                    f"student one of {size}. Padding explains at most {PADDING}: student and "
+                    f"student one of {size}. Padding explains at most {MOST_PADDING}: student and "
                     "teacher must share one tokenizer."
                 )
             if self._head_on == "device":
@@ -400,6 +398,7 @@ def check_states(logits: Logits, head: TeacherHead, answer: Answer, scores: Teac
         InvalidAnswer: they differ by more than the rounding of the head's dtype explains.
     """
     index = torch.arange(0, len(answer.labels), CHECKED_EVERY)
+    index = index[~lacking(answer.labels[index], logits.size)]
     device = logits.hidden.device
     rows = logits.at(index.to(device))
     labels = answer.labels[index].unsqueeze(1).to(device)

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from prime_composer.scoring.shared_vocabulary import MOST_PADDING, alien
+
 LOGPROB_TOLERANCE, MASS_TOLERANCE, IMPOSSIBLE = 1e-4, 1e-3, -9999.0
 """Those of ``backends.answers``, which needs NumPy: the plain launcher's trainer may lack it."""
 
@@ -47,22 +49,25 @@ def check_support(
 ) -> None:
     """Check the supports of the tokens that train. Tensors on the CPU cost no synchronization.
 
+    Ids beyond the student's head are a wider teacher's padding (``shared_vocabulary``).
+
     Args:
         token_ids: ids of the support.
         logprobs: log q of these ids.
         vocab_size: entries of the student's head.
 
     Raises:
-        ValueError: an id is not the student's, or the numbers are no log-probs.
+        ValueError: an id is neither the student's nor padding, or the numbers are no log-probs.
     """
     if not token_ids.numel():
         return
     lowest, highest = (int(extreme) for extreme in torch.aminmax(token_ids))
-    if lowest < 0 or highest >= vocab_size:
+    wrong = alien(lowest, highest, vocab_size)
+    if wrong is not None:
         raise ValueError(
-            f"The teacher's top-K holds the token id {lowest if lowest < 0 else highest} and the "
-            f"student's head has a vocabulary of {vocab_size}: student and teacher must share one "
-            "tokenizer."
+            f"The teacher's top-K holds the token id {wrong} and the student's head has a "
+            f"vocabulary of {vocab_size}, of which padding explains at most {MOST_PADDING} more: "
+            "student and teacher must share one tokenizer."
         )
     mass = logprobs.exp().sum(dim=-1)
     if not ((logprobs <= LOGPROB_TOLERANCE).all() and (mass <= 1 + MASS_TOLERANCE).all()):

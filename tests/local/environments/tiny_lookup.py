@@ -2,7 +2,9 @@
 
 import verifiers.v1 as vf
 
-TABLE = {"ada": "paris", "bob": "rome", "paris": "seine", "rome": "tiber"}
+TABLE = {"ada": "paris", "bob": "rome", "paris": "seine", "rome": "tiber"} | {
+    "half": "half \ud800 a letter"
+}
 
 
 class LookupData(vf.TaskData):

@@ -1,0 +1,80 @@
+"""Ids that one output head has and another lacks: padding beyond the shared vocabulary.
+
+Models of one tokenizer pad their heads to different sizes: 151,936 rows in the small Qwen2.5, and
+152,064 in the large ones. The shared vocabulary is the ids that every head has. Each side is
+normalized over its own head. On both sides, what is beyond the shared ids is a part of the tail.
+
+    in a top K      the entry of an id that the student lacks has log p = log q = ``IN_TAIL``: its
+                    mass is 0, so that a tail bucket, 1 minus the support's mass, contains it
+    whole heads     the ids beyond the shared ones are one bucket (``two_heads.TwoHeads``)
+    sampled tokens  the student may sample an id that the teacher lacks. Sampling is left as it is,
+                    and with it the importance ratio. The teacher's probability of the id is 0,
+                    floored at that of the bucket. In the sequence that it reads, the last row of
+                    its own head, most often padding too, takes the id's place
+
+Torch is not imported: the requests inside prime-rl's orchestrator read this module too.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+MOST_PADDING = 1024
+"""Most ids by which padding makes one head larger than another of the same tokenizer."""
+
+IN_TAIL = -9999.0
+"""Log-prob of both sides at an entry of a support that belongs to the tail.
+
+Its exponential is 0 in every dtype. Unlike -inf it can be subtracted from itself, so that each
+divergence and each gradient has the term 0.
+"""
+
+LOG_FLOOR = math.log(1e-7)
+"""log q of a sampled token that the teacher's head lacks; the least mass of a bucket or a tail."""
+
+
+def lacking(token_ids: Any, size: int | None) -> Any:
+    """Return which ids a head of this size lacks, as an array of token_ids' own kind.
+
+    Args:
+        token_ids: a tensor or an array.
+        size: entries of the head; None where it is unknown, and taken to have every id.
+    """
+    return token_ids >= (2**31 - 1 if size is None else size)
+
+
+def readable(token_ids: Sequence[int], size: int | None) -> list[int]:
+    """Return a sequence as a model with a head of this size reads it: ids that it lacks replaced.
+
+    Args:
+        token_ids: the sequence.
+        size: entries of the head; None where it is unknown, and taken to have every id.
+    """
+    return list(token_ids) if size is None else [min(token, size - 1) for token in token_ids]
+
+
+def alien(lowest: int, highest: int, size: int) -> int | None:
+    """Return an id that no padding explains; None without one.
+
+    Args:
+        lowest: smallest id that a teacher listed.
+        highest: largest one.
+        size: entries of the student's head.
+    """
+    if lowest < 0:
+        return lowest
+    return highest if highest >= size + MOST_PADDING else None
+
+
+def out_of_vocabulary(origin: str, answer: str) -> str:
+    """Return the error for a server of unknown size that lacks an id of the sequence.
+
+    Args:
+        origin: the server in words.
+        answer: what it said.
+    """
+    return (
+        f"{origin} lacks an id of the sequence, which the student's wider head may sample, and "
+        "without the scoring plugin the size of its head is not known: start it with "
+        f"prime-rl teacher. Its answer: {answer}"
+    )

@@ -1,0 +1,91 @@
+"""Tables: what no key takes, in the whole package."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+import prime_composer.cli.study_file
+import prime_composer.upstream.settings  # noqa: F401
+from prime_composer.losses import LOSS_TYPES
+from prime_composer.recipe.schema import Recipe
+from prime_composer.tables import Table
+
+
+def package_tables(base: type[Table] = Table) -> Iterator[type[Table]]:
+    for cls in base.__subclasses__():
+        if cls.__module__.startswith("prime_composer."):
+            yield cls
+        yield from package_tables(cls)
+
+
+TABLES = sorted(set(package_tables()), key=lambda cls: f"{cls.__module__}.{cls.__qualname__}")
+
+
+def types_in(schema: Any) -> set[str]:
+    """Return the JSON types of a value and of what is in it, "?" for one of any type."""
+    if not isinstance(schema, dict) or "$ref" in schema:
+        return {"?"}
+    if "const" in schema or "enum" in schema:
+        return {type(value).__name__ for value in schema.get("enum", [schema.get("const")])}
+    found = {schema["type"]} if "type" in schema else set()
+    parts = schema.get("anyOf", []) + [schema[key] for key in ("items",) if key in schema]
+    parts += schema.get("prefixItems", [])
+    if schema.get("type") == "object":
+        parts.append(schema.get("additionalProperties"))
+    return found.union(*map(types_in, parts)) if found or parts else {"?"}
+
+
+def true_for(schema: dict[str, Any]) -> Any:
+    """Return a value of the schema's shape, with true for each number."""
+    for choice in [schema, *schema.get("anyOf", [])]:
+        if choice.get("type") == "array":
+            items = choice.get("prefixItems") or [choice.get("items")]
+            return [true_for(item) for item in items]
+        if choice.get("type") == "object":
+            return {"a": true_for(choice["additionalProperties"])}
+    return True
+
+
+NUMBERS = [
+    pytest.param(cls, name, schema, id=f"{cls.__name__}.{name}")
+    for cls in TABLES
+    for name, schema in cls.model_json_schema().get("properties", {}).items()
+    if {"integer", "number"} & types_in(schema) and not {"boolean", "?"} & types_in(schema)
+]
+
+
+def test_tables_are_all_of_the_package() -> None:
+    """Every model that a recipe leads to, and every loss, is one of them."""
+    assert {Recipe, *LOSS_TYPES.values()} <= set(TABLES)
+    ours = {cls for cls in BaseModel.__subclasses__() if cls.__module__.startswith("prime_comp")}
+    assert ours == {Table}
+    assert len(NUMBERS) > 100
+
+
+PATHS = [
+    pytest.param(cls, name, id=f"{cls.__name__}.{name}")
+    for cls in TABLES
+    for name, schema in cls.model_json_schema().get("properties", {}).items()
+    if '"format": "path"' in json.dumps(schema)
+]
+
+
+@pytest.mark.parametrize(("cls", "name"), PATHS)
+def test_key_of_a_path_refuses_a_url(cls: type[Table], name: str) -> None:
+    """As a path, ``http://me:secret@host`` would lose a slash, and show its password."""
+    with pytest.raises(ValidationError) as refusal:
+        cls.model_validate({name: "http://me:secret@host"})
+    messages = [error["msg"] for error in refusal.value.errors() if error["loc"] == (name,)]
+    assert messages == ["Value error, a URL is no path; write the path of a file or folder"]
+
+
+@pytest.mark.parametrize(("cls", "name", "schema"), NUMBERS)
+def test_key_of_a_number_refuses_true(cls: type[Table], name: str, schema: dict[str, Any]) -> None:
+    """``true`` would be read as 1, also within a list or a table of numbers."""
+    with pytest.raises(ValidationError) as refusal:
+        cls.model_validate({name: true_for(schema)})
+    messages = [error["msg"] for error in refusal.value.errors() if error["loc"][0] == name]
+    assert messages == ["Value error, true and false are no numbers; write a number"]

@@ -1,0 +1,289 @@
+"""``prime-rl doctor`` on recorded signatures: which roads work, and what it prints."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from prime_composer.cli.commands import build_parser, main
+from prime_composer.scoring import patches
+from prime_composer.upstream import doctor, launch, launcher_hook
+from prime_composer.upstream.capabilities import CAPABILITIES, ROADS, UnknownSurface
+from prime_composer.upstream.export import export_recipe
+from prime_composer.upstream.sources import texts_of
+from prime_composer.upstream.versions import VERSIONS
+from tests.upstream.export_recipes import recipe
+from tests.upstream.in_prime_rl import environment_of
+from tests.upstream.make_venvs import python_of
+from tests.upstream.signatures import MAIN, TREES, recorded, stand_in
+
+LOSS = "prime_rl.trainer.rl.loss"
+HEAD = "prime_rl.trainer.models.layers.lm_head"
+CLIENTS = "prime_rl.orchestrator.clients:prefill_logprobs"
+SAMPLES = "prime_rl.orchestrator.trajectories:trace_to_samples"
+EVERY = list(ROADS)
+VERSION = {
+    **{name: name for name in ("v0.6", "v0.7", "v0.8", "head")},
+    "orchestrator clients": "head",
+    "two more fields": "v0.7",
+    "kept tokens": "head",
+    "inline images": "head",
+}
+"""Tree -> the version whose TOML it reads, by hand."""
+
+
+def changed(tree, uses=None, **places):
+    """The report on a tree with other signatures. None: the place is gone."""
+    signatures = {**recorded(tree), **places}
+    kept = {place: names for place, names in signatures.items() if names is not None}
+    return doctor.examine(stand_in(kept, uses), "HERE")
+
+
+def write(tree, folder):
+    """Write a stand-in with a tree's signatures, as a checkout has it."""
+    for path, text in stand_in(recorded(tree))._texts.items():
+        target = folder / "src" / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_examine_fits_each_tree_that_runs(tree):
+    report = doctor.examine(stand_in(recorded(tree)))
+    lost = ["rl"] if tree == "v0.6" else []  # one loss for all tokens of a run
+    assert report.working == [road for road in EVERY if road not in lost]
+    assert report.findings[-1].note == f"as {VERSION[tree]}"
+
+
+def test_examine_finds_each_name_where_main_has_it():
+    """October's and November's prime-rl, read and not run: what moved is found at its new place."""
+    report = doctor.examine(stand_in(recorded(MAIN)))
+    places = {f.capability.name: str(f.place) for f in report.findings}
+    assert places["questions to teachers"] == "orchestrator.clients:prefill_logprobs"
+    assert places["place of the algorithm"] == "configs.orchestrator:TrainConfig"
+    assert places["carrier of the support"] == "transports.batch.types:RoutedExperts"
+    assert places["sample"] == "transports.batch.types:TrainingSample"
+    assert [road for road in EVERY if road in report.working or road == "export"] == EVERY
+    assert ("export" in report.working) == ("main" in VERSIONS)
+
+
+@pytest.mark.parametrize(
+    "place,names,lost,message",
+    [
+        (f"{LOSS}:LossInputs", "prompts", EVERY[:5], "requires prompts, which we do not know"),
+        (f"{LOSS}:compute_loss", "batch", EVERY[2:5], "requires batch, which we do not know"),
+        (f"{HEAD}:FusedOutputLinear.forward", "mask", EVERY[2:5], "requires mask"),
+        (f"{LOSS}:ref_kl_loss_fn", "batch", EVERY[1:5], "requires batch"),
+        ("prime_rl.trainer.rl.data:DataLoader.__init__", "more", [], ""),
+        (SAMPLES, "more", [], ""),
+        ("prime_rl.orchestrator.algo.grpo:GRPOAlgorithm.__init__", "gate", ["rl"], "gate"),
+    ],
+)
+def test_examine_refuses_a_new_required_name(place, names, lost, message):
+    """Only the roads that need it are lost, and a name that is handed on costs none."""
+    report = changed("head", **{place: f"{recorded('head')[place]} {names}"})
+    assert [road for road in EVERY if road not in report.working] == lost
+    assert all(message in finding.verdict for finding in report.misfits())
+
+
+def test_examine_a_name_that_is_gone_costs_its_roads():
+    report = changed("head", **{"prime_rl.utils.client:prefill_logprobs": None})
+    (finding,) = report.misfits()
+    assert report.working == ["losses", "slot", "export"]
+    assert finding.verdict == (
+        "there is no orchestrator.clients:prefill_logprobs or utils.client:prefill_logprobs or "
+        "orchestrator.utils:compute_teacher_logprobs (costs adapter, full, rl)"
+    )
+
+
+def test_examine_a_function_that_nothing_calls_is_a_misfit():
+    """A hook on it would never fire."""
+    uses = {place.rpartition(":")[2].rpartition(".")[2] for place in recorded(MAIN)}
+    report = changed(MAIN, uses - {"prefill_logprobs"})
+    (finding, *_) = report.misfits("adapter")
+    assert str(finding) == (
+        "questions to teachers: orchestrator.clients:prefill_logprobs is there, and nothing in "
+        "prime-rl uses it (costs adapter, full, rl)"
+    )
+
+
+def test_table_says_what_differs_and_which_roads_work(monkeypatch):
+    """One line per capability, its misfit below it, one line per road, and the verdict."""
+    head = f"{HEAD}:FusedOutputLinear.forward"
+    report = changed("head", **{head: "hidden_states labels mask", SAMPLES: None})
+    monkeypatch.setattr(doctor, "environment", lambda: {"torch": "2.13.0"})
+    lines = doctor.table(report, "adapter").splitlines()
+    assert lines[0] == "prime-rl in HERE"
+    index = next(i for i, line in enumerate(lines) if line.startswith("DIFFERS"))
+    assert lines[index].split(maxsplit=1)[1].split("  ")[0] == "fused output head"
+    assert lines[index + 1].strip() == (
+        "has no temperature; requires mask, which we do not know (costs adapter, full, rl)"
+    )
+    (gone,) = (line for line in lines if line.startswith("GONE"))
+    assert "samples of a rollout" in gone
+    states = {line.split()[1]: line.split()[0] for line in lines if line.split()[1:2] != []}
+    assert [states[road] for road in EVERY] == ["works", "works", *["FAILS"] * 3, "works"]
+    every = len(CAPABILITIES) + 1  # and the TOML
+    assert lines[-1] == f"{every - 2} of {every} fit. The road adapter does not work."
+    assert "\033" not in "".join(lines) and "\033[31m" in doctor.table(report, "rl", color=True)
+    assert all(len(line) <= 105 for line in lines)
+
+
+def test_doctor_exit_status_follows_the_road(tmp_path, capsys):
+    folder = str(write("v0.6", tmp_path))
+    assert main(["doctor", "--source", folder]) == 0
+    assert capsys.readouterr().out.endswith("The road adapter works.\n")
+    assert main(["doctor", "--source", folder, "--road", "rl"]) == 1
+    assert capsys.readouterr().out.endswith("The road rl does not work.\n")
+
+
+def test_doctor_json_has_every_capability(tmp_path, capsys):
+    assert main(["doctor", "--source", str(write("v0.6", tmp_path)), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["road"] == "adapter" and said["works"]["adapter"] and not said["works"]["rl"]
+    assert len(said["capabilities"]) == len(CAPABILITIES) + 1
+    by_name = {entry["name"]: entry for entry in said["capabilities"]}
+    assert by_name["own loss of rl tokens"] == {
+        "name": "own loss of rl tokens",
+        "place": None,
+        "fits": False,
+        "misfits": ["there is no trainer.rl.loss:setup_rl_loss_fn"],
+        "roads": ["rl"],
+    }
+    assert by_name["distillation slot"]["place"] == "trainer.rl.loss:opd_loss_fn"
+    assert {"torch", "vLLM", "verifiers", "prime-rl"} == set(said["environment"])
+
+
+def test_doctor_without_prime_rl_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine_installed", lambda: None)
+    assert main(["doctor"]) == 2
+    assert "prime-rl doctor --source DIR" in capsys.readouterr().err
+
+
+def test_doctor_imports_neither_prime_rl_nor_torch(tmp_path):
+    """A module of prime-rl that ends its process is read all the same."""
+    write("head", tmp_path)
+    (tmp_path / "src" / "prime_rl" / "__main__.py").write_text("raise SystemExit(9)\n")
+    code = (
+        "import sys; from prime_composer.upstream import doctor;"
+        "status = doctor.run_doctor('adapter', False, None);"
+        "names = {'prime_rl', 'torch', 'verifiers', 'vllm'};"
+        "print(sorted(names & set(sys.modules)), status)"
+    )
+    path = f"{tmp_path / 'src'}:{':'.join(filter(None, sys.path))}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines()[-1] == "[] 0", done.stderr
+    assert done.stdout.startswith(f"prime-rl in {tmp_path / 'src' / 'prime_rl'}\n")
+
+
+@pytest.fixture
+def misfit(monkeypatch):
+    """Act as an environment whose prime-rl has another head."""
+    head = f"{HEAD}:FusedOutputLinear.forward"
+    report = changed("head", **{head: "hidden_states labels temperature mask"})
+    monkeypatch.setattr(doctor, "examine_installed", lambda: report)
+
+
+def test_require_says_what_differs_and_what_still_works(misfit):
+    with pytest.raises(UnknownSurface) as caught:
+        doctor.require("adapter")
+    assert str(caught.value) == (
+        "prime_composer does not fit this prime-rl (HERE):\n"
+        "  fused output head: trainer.models.layers.lm_head:FusedOutputLinear.forward requires "
+        "mask, which we do not know (costs adapter, full, rl)\n"
+        "The five lines in [trainer.loss] do fit (losses, slot). So does: export."
+    )
+    doctor.require("slot")
+
+
+def test_launch_asks_the_doctor_before_anything(misfit, monkeypatch, tmp_path):
+    """Also for a dry run, and for a TOML of prime-rl's own."""
+    monkeypatch.setattr(launch, "has_prime_rl", lambda: True)
+    monkeypatch.setattr(launch, "check_pth", lambda: None)
+    monkeypatch.setattr(launch, "probe_version", lambda: pytest.fail("asked too late"))
+    for dry_run in (False, True):
+        with pytest.raises(launch.RecipeError, match="fused output head.*(?s:.*)five lines"):
+            launch.launch(tmp_path / "native.toml", dry_run=dry_run)
+
+
+def test_prime_rls_own_launcher_asks_the_doctor(misfit):
+    """``PRIME_COMPOSER=1 rl @ FILE`` ends before it starts a process; a trainer is not asked."""
+
+    class Config:
+        trainer = object()
+
+    with pytest.raises(UnknownSurface, match="fused output head"):
+        launcher_hook.resolve(Config())
+    Config.trainer = None
+    launcher_hook.resolve(Config())
+
+
+@pytest.mark.parametrize(
+    "version,runner,expected",
+    [
+        ("0.29.0", None, "fits runner V1, which `prime-rl teacher` chooses"),
+        ("0.29.1.dev3+cu13", "0", "fits runner V1"),
+        ("0.32.0", "1", "needs runner V1: unset it"),
+        ("0.25.1", None, "knows 0.26 to 0.32; teachers answer in JSON"),
+        ("0.33.0", None, "knows 0.26 to 0.32"),
+        ("1.0", None, "knows 0.26 to 0.32"),
+    ],
+)
+def test_environment_says_which_runner_of_vllm_fits(monkeypatch, version, runner, expected):
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if runner is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    monkeypatch.setattr(doctor, "_version", lambda *names: version)
+    assert doctor.environment()["vLLM"].startswith(f"{version}; ")
+    assert expected in doctor.environment()["vLLM"]
+
+
+def test_doctor_knows_the_vllms_that_the_plugin_knows():
+    first, last = doctor.PLUGIN
+    assert patches.LAYOUTS[0].name.endswith(f"vLLM 0.{first} to 0.{last}")
+
+
+def test_doctor_offers_every_road():
+    """The command's choices are a copy, so that --help imports nothing."""
+    (action,) = (
+        action
+        for choice in build_parser()._subparsers._group_actions[0].choices["doctor"]._actions
+        for action in [choice]
+        if "--road" in action.option_strings
+    )
+    assert list(action.choices) == EVERY
+
+
+def test_texts_of_a_stand_in_are_read_back(tmp_path):
+    """What the other tests take for a checkout is one."""
+    folder = write("head", tmp_path) / "src" / "prime_rl"
+    assert texts_of([folder]) == stand_in(recorded("head"))._texts
+
+
+@pytest.mark.upstream
+def test_doctor_ends_a_real_launcher_before_its_processes(trees, tmp_path):
+    """An unmodified launcher with another head, by its own command: nothing has been written."""
+    changed_tree = tmp_path / "tree"
+    shutil.copytree(trees("head"), changed_tree)
+    head = changed_tree / "src" / "prime_rl" / "trainer" / "models" / "layers" / "lm_head.py"
+    text = head.read_text()
+    head.write_text(text.replace("hidden_states: torch.Tensor,", "states: torch.Tensor,"))
+    env = environment_of("head", lambda version: changed_tree, tmp_path)
+    env["PRIME_COMPOSER"] = '{"loss": {"type": "topk_reverse_kl", "k": 4}}'
+    native = export_recipe(recipe(student={"model": "Qwen/Qwen3-0.6B"}), "head").text()
+    (tmp_path / "native.toml").write_text(native)
+    work = tmp_path / "work"
+    work.mkdir()
+    command = [str(python_of("head")), "-m", "prime_rl.entrypoints.rl", "@", "../native.toml"]
+    done = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and list(work.iterdir()) == []
+    assert "lm_head:FusedOutputLinear.forward has no hidden_states; requires states" in done.stderr
+    assert "The five lines in [trainer.loss] do fit (losses, slot)" in done.stderr

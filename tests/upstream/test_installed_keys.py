@@ -1,0 +1,206 @@
+"""What is written fits the installed config classes: stand-ins of later versions, real trees."""
+
+import subprocess
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tomli_w
+from pydantic import ValidationError, create_model
+
+from prime_composer.recipe.loading import load_recipe, parse_recipe
+from prime_composer.recipe.routing import Routing
+from prime_composer.recipe.schema import RecipeError
+from prime_composer.upstream import launch, versions
+from prime_composer.upstream.config_fields import ConfigFields, importable_fields
+from prime_composer.upstream.export import export_recipe
+from prime_composer.upstream.toml_shapes import PLACES, PLACES_OF_MAIN
+from prime_composer.upstream.versions import VERSIONS, fitted, probe_version
+from tests.upstream import stand_in_configs
+from tests.upstream.export_recipes import ALL_RECIPES, export_table, recipe, tables
+from tests.upstream.in_prime_rl import interpreters
+from tests.upstream.stand_in_configs import KINDS
+
+REWARDED = {"type": "rlsd"}
+
+
+@pytest.mark.parametrize("kind,name", [("september", "v0.9"), ("main", "main")])
+def test_probe_version_fits_the_record_to_the_classes(monkeypatch, kind, name):
+    """September lies between two records: v0.9 without the key that keeps zero advantages."""
+    stand_in_configs.put(monkeypatch, kind)
+    found = probe_version()
+    assert found.name == name and found.keep_zero_advantages is None
+    top_p = PLACES_OF_MAIN.top_p
+    assert found.places == (PLACES._replace(top_p=top_p) if name == "v0.9" else PLACES_OF_MAIN)
+    assert (found is VERSIONS["main"]) is (name == "main")
+
+
+@pytest.mark.parametrize("path", ALL_RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_recipe_fits_the_stand_in_or_is_refused(monkeypatch, kind, path):
+    root, loaded = stand_in_configs.put(monkeypatch, kind), load_recipe(path)
+    names = {teacher.table for teacher in Routing.of_recipe(loaded).teachers}
+    models = dict.fromkeys(["student", *names], "/model")
+    try:
+        export = export_recipe(loaded, probe_version(), models, fields=importable_fields())
+    except RecipeError as error:
+        assert "--engine local" in str(error)
+        return
+    root.model_validate(tomllib.loads(export.text()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "loss,changes,verdict",
+    [
+        ({"type": "topk_reverse_kl", "k": 4}, {}, "accepts the file"),
+        (REWARDED, {}, "accepts the file"),
+        ({"type": "default"}, {"rollout": {"top_p": 0.9, "group_size": 2}}, "accepts the file"),
+        ({"type": "default"}, {"orchestrator": {"no_such_key": 1}}, "refuses the file"),
+    ],
+)
+def test_dry_run_beside_a_stand_in(monkeypatch, tmp_path, capsys, kind, loss, changes, verdict):
+    """`rl --engine prime-rl --dry-run`: what is written is what these classes take."""
+    root = stand_in_configs.put(monkeypatch, kind)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PRIME_COMPOSER", raising=False)
+    monkeypatch.setattr(launch, "has_prime_rl", lambda: True)
+    monkeypatch.setattr(launch, "check_pth", lambda: None)
+    monkeypatch.setattr(launch, "require", lambda road: None, raising=False)  # of the hooks
+
+    def run(command, **options):
+        try:
+            root.model_validate(tomllib.loads(Path(command[-2]).read_text()))
+        except ValidationError as error:
+            return subprocess.CompletedProcess(command, 1, "", str(error))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(launch.subprocess, "run", run)
+    raw = {**tables(), "loss": loss, "eval": {"every": 2, "size": 9}}
+    raw["rollout"] |= changes.get("rollout", {})
+    raw["prime_rl"] = {"orchestrator": changes.get("orchestrator", {})}
+    path = tmp_path / "mine.toml"
+    path.write_text(tomli_w.dumps(raw))
+    assert launch.launch(path, dry_run=True) == (verdict == "refuses the file")
+    output = capsys.readouterr()
+    assert verdict in output.out and f"prime-rl: {probe_version().name}\n" in output.out
+    assert ("no_such_key" in output.err) is (verdict == "refuses the file")
+
+
+@pytest.mark.parametrize(
+    "kind,loss,rollout,key",
+    [
+        ("september", REWARDED, {}, "filter_zero_advantages"),
+        ("september", {"type": "default"}, {"top_p": 0.9}, "truncating top_p"),
+        ("main", {"type": "topk_reverse_kl"}, {}, "orchestrator.algo"),
+        ("main", {"type": "topk_reverse_kl"}, {}, "orchestrator.group_size"),
+    ],
+)
+def test_stand_in_refuses_what_v0_9_writes(kind, loss, rollout, key):
+    """Without a look at the installed classes these runs end at prime-rl's parser."""
+    raw = {**tables(rollout=rollout), "loss": loss}
+    with pytest.raises(ValidationError, match=key):
+        stand_in_configs.ROOTS[kind].model_validate(export_recipe(parse_recipe(raw), "v0.9").table)
+
+
+def test_export_lists_all_keys_that_the_classes_lack():
+    """In one error, before anything starts, with the version that the installed one is like."""
+    optim = create_model("Optim", __base__=stand_in_configs.Base, lr=(float, 0.0), type=(str, ""))
+    trainer = create_model("Trainer", __base__=stand_in_configs.Trainer, optim=(optim, None))
+    root = create_model("Root", __base__=stand_in_configs.RLOfMain, trainer=(trainer, None))
+    fields = ConfigFields(root)
+    names = ("weight_decay", "betas1", "betas2", "max_norm")
+    listed = ", ".join(f"trainer.optim.{name}" for name in names)
+    message = f"like main, does not take 4 of the keys .*: {listed}. .*--engine local"
+    with pytest.raises(RecipeError, match=message):
+        export_recipe(recipe(), "main", fields=fields)
+    with pytest.raises(RecipeError, match=r"does not take 6 of .*orchestrator.group_size, "):
+        export_recipe(recipe(), "v0.9", fields=fields)
+
+
+def test_fitted_takes_each_moved_key_by_itself():
+    """main moved them at different times, and may bring one back."""
+    orchestrator = stand_in_configs.Orchestrator
+    train = create_model("Train", __base__=stand_in_configs.Train, group_size=(int, 1))
+    moved = create_model(
+        "Moved",
+        __base__=stand_in_configs.RL,
+        orchestrator=(create_model("Orchestrator", __base__=orchestrator, train=(train, ...)), ...),
+    )
+    found = fitted(VERSIONS["v0.9"], ConfigFields(moved))
+    assert found.places == PLACES._replace(
+        group_size=PLACES_OF_MAIN.group_size, top_p=PLACES_OF_MAIN.top_p
+    )
+    main = stand_in_configs.TrainOfMain
+    again = create_model("Train", __base__=main, filter_zero_advantages=(bool, True))
+    back = create_model(
+        "Back",
+        __base__=stand_in_configs.RLOfMain,
+        orchestrator=(
+            create_model(
+                "Orchestrator", __base__=stand_in_configs.OrchestratorOfMain, train=(again, ...)
+            ),
+            ...,
+        ),
+    )
+    kept = fitted(VERSIONS["main"], ConfigFields(back))
+    assert kept.keep_zero_advantages is VERSIONS["head"].keep_zero_advantages
+    raw = {**tables(), "loss": REWARDED}
+    train_table = export_recipe(parse_recipe(raw), kept).table["orchestrator"]["train"]
+    assert train_table["filter_zero_advantages"] is False
+
+
+def test_fields_that_no_class_declares_are_not_judged():
+    """A dict, extra keys that are allowed, and a class that another key chooses take any key."""
+    fields = ConfigFields(stand_in_configs.RLOfMain)
+    assert fields.has("inference.vllm.max_num_seqs") and fields.has("orchestrator.train.algo.type")
+    assert fields.has("orchestrator.train.source.env.anything.at.all")
+    assert not fields.has("orchestrator.train.sources") and not fields.has("trainer.optim.mu")
+    wrong = {"trainer": {"loss": {"type": "ipo", "kwargs": {}}}, "inference": {"vllm": {"x": 1}}}
+    assert fields.unknown(wrong) == ["trainer.loss.kwargs"]
+
+
+def test_a_record_that_was_never_run_says_so():
+    known = versions.known_versions()
+    assert (
+        "v0.9 (v0.9.0, read in part, never run" in known and "head (HEAD, read at 559b4477" in known
+    )
+    assert versions.NEWEST_RUN is VERSIONS["head"]
+    assert {version.name for version in VERSIONS.values() if not version.commit} == {"v0.9", "main"}
+
+
+REAL = """
+from prime_composer.upstream.config_fields import importable_fields
+from prime_composer.upstream.versions import VERSIONS, probe_version
+
+fields = importable_fields()
+result = {
+    "unknown": [fields.unknown(table) for table in tables],
+    "record": probe_version() is VERSIONS[version],
+}
+"""
+
+
+@pytest.mark.upstream
+@pytest.mark.xdist_group("prime-rl's parser")
+@pytest.mark.parametrize("version", ["v0.7", "v0.8", "head"])
+def test_real_config_classes_have_every_key_that_is_written(trees, tmp_path_factory, version):
+    """A record equals its tree, and a key that the tree lacks is found."""
+    written = [
+        export_table(version, eval={"every": 2, "size": 9}),
+        export_table(version, rollout={"top_p": 0.9}, logging={"wandb": {"project": "p"}}),
+        export_recipe(parse_recipe({**tables(), "loss": REWARDED}), version).table,
+    ]
+    wrong = {"orchestrator": {"group_sizes": 2, "train": {"sampling": {"top_p": 0.5}}}}
+    with interpreters(trees, tmp_path_factory) as get:
+        answer = get(version).run(REAL, tables=[*written, wrong], version=version)
+    paths = ["orchestrator.group_sizes", "orchestrator.train.sampling.top_p"]
+    assert answer == {"unknown": [[], [], [], paths], "record": True}
+
+
+def test_replaced_record_is_exported_as_it_is():
+    """The launcher gives a record that is fitted, not a name."""
+    version = replace(VERSIONS["v0.9"], places=PLACES_OF_MAIN)
+    orchestrator = export_recipe(recipe(), version).table["orchestrator"]
+    assert orchestrator["train"]["group_size"] == 2 and "algo" not in orchestrator
