@@ -5,10 +5,9 @@ A server says by itself whether it has the plugin. Scores pass the same check as
 before ends the run, with the server and the sequence.
 """
 
-import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,21 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from prime_composer.backends.alignment import SequenceToScore, make_scores
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.http import Connection, Refused, ServerError
-from prime_composer.backends.protocols import TeacherHead, TeacherScores
+from prime_composer.backends.output_head import (
+    MOST_HEAD_ENTRIES,
+    TORCH_DTYPES,
+    OutputHead,
+    available_bytes,
+    read_head,
+)
+from prime_composer.backends.protocols import TeacherScores
 from prime_composer.backends.vllm_logprobs import asked_for
-from prime_composer.scoring.head import DTYPE_NAMES, bits_of
 from prime_composer.scoring.wire import (
     DTYPES,
     ENVELOPE_BYTES,
@@ -44,29 +48,11 @@ from prime_composer.scoring.wire import (
     decode_answer,
     encode_ids,
     row_bytes,
-    row_digests,
     unpack_arrays,
 )
 
 HEAD_ROWS = 4096
 """Rows of the output head per request."""
-
-TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.5}
-"""How far log q of a token by hidden state and head may be from the server's own, in nats, by the
-dtype of the head's products.
-
-The sums are the same up to their order. In half precision each logit is rounded, so that another
-order moves it by one unit in the last place: 0.0625 in bfloat16 for logits of 8 to 16.
-"""
-
-HEAD_PARTS = ("lm_head.weight", "lm_head.bias", "embed_tokens.weight")
-"""How the names of a checkpoint's output head end."""
-
-MOST_HEAD_ENTRIES = 2**33
-"""More than any model has."""
-
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
 
 CHECKED_ROWS = 1024
 """Rows of hidden states that are looked through at once."""
@@ -74,72 +60,6 @@ CHECKED_ROWS = 1024
 
 class PluginGone(ServerError):
     """A server that had the plugin is there without it."""
-
-
-@dataclass(frozen=True)
-class OutputHead:
-    """A teacher's output head: logits = scale · softcap(h Wᵀ + bias).
-
-    Attributes:
-        weight: W, [V, d].
-        bias: [V]; None without one.
-        facts: scale, softcap, and the dtype that the server multiplies in.
-    """
-
-    weight: Float[Tensor, "v d"]
-    bias: Float[Tensor, " v"] | None
-    facts: HeadFacts
-
-    @property
-    def sha256(self) -> str:
-        """Of the rows' own digests, in hexadecimal digits."""
-        bias = None if self.bias is None else bits_of(self.bias)
-        return hashlib.sha256(row_digests(bits_of(self.weight), bias)).hexdigest()
-
-    def of_teacher(self, origin: str) -> TeacherHead:
-        """Return the head in the dtype that the server multiplies in.
-
-        Args:
-            origin: the server in words, for messages.
-        """
-        dtype = TORCH_DTYPES[self.facts.computed_in]
-        return TeacherHead(
-            self.weight.to(dtype),
-            None if self.bias is None else self.bias.to(dtype),
-            self.facts.scale,
-            self.facts.softcap,
-            TOLERANCES[self.facts.computed_in],
-            origin,
-        )
-
-
-def read_head(folder: Path, rows: int) -> tuple[Float[Tensor, "v d"], Float[Tensor, " v"] | None]:
-    """Return weight and bias of a checkpoint's output head, from its safetensors files.
-
-    Embeddings stand for a head that is tied to them.
-
-    Args:
-        folder: of the checkpoint.
-        rows: number of rows to read; a padded vocabulary may have more.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  # no mapping
-                part = next((part for part in HEAD_PARTS if name.endswith(part)), None)
-                if part is not None:
-                    found[part] = tensors.get_tensor(name)
-    weight = found.get("lm_head.weight", found.get("embed_tokens.weight"))
-    if weight is None:
-        raise ValueError(
-            f"{folder} has no safetensors file with lm_head.weight or embed_tokens.weight; leave "
-            "`head` out of the teacher's table to read the server's own."
-        )
-    bias = found.get("lm_head.bias")
-    return weight[:rows], None if bias is None else bias[:rows]
 
 
 def kinds_of(given: bool, hidden: bool) -> list[str]:
@@ -150,15 +70,6 @@ def kinds_of(given: bool, hidden: bool) -> list[str]:
         hidden: with hidden states.
     """
     return ["sampled", "given" if given else "top_k", *["hidden"] * hidden]
-
-
-def available_bytes() -> int:
-    """Return the memory that new programs can have, by the kernel's own estimate."""
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    except OSError:  # another system
-        return 2**63
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 class ScoringClient:
