@@ -174,7 +174,7 @@ def test_room_is_given_to_what_is_larger_than_it():
 
 
 @pytest.mark.parametrize("window", [1, 7, 64, 2**20])
-def test_answer_in_windows_is_the_answer(app, monkeypatch, window):
+def test_answer_in_windows_is_the_answer(app, engine, monkeypatch, window):
     """Bit for bit, and as long as it says."""
     body = question(GOOD, ([1, 2, 3, 4, 5], 3, {}))
     whole = post(app, body)
@@ -183,6 +183,7 @@ def test_answer_in_windows_is_the_answer(app, monkeypatch, window):
     assert answer.content == whole.content
     assert int(answer.headers["Content-Length"]) == len(whole.content)
     assert len(decode_answer(answer.content, Answer).sequences) == 2
+    assert len(engine.asked) == 4  # each sequence is computed once, in however many windows
 
 
 @pytest.mark.parametrize("ending", ["gone", "stalled"])

@@ -108,6 +108,7 @@ def test_long_answer_is_in_memory_once(tokens, columns, says_length, more, capsy
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_long_answer_of_vllm_in_windows_is_the_whole(tmp_path):
     """8,192 tokens in windows of 64 KiB, and in one: the same bits of one prefill, as fast."""
     config = {"max_position_embeddings": 8256, "hidden_size": 256}
