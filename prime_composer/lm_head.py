@@ -212,9 +212,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         grad = grad / temperature
         row_grad = grad.sum(dim=1, keepdim=True)
         grad_hidden = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight) if needs_weight and n == 0 else None
-        if needs_weight and n > 0:
-            grad_weight = torch.empty_like(weight)
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
         for v0 in range(0, vocab, chunk):
             w = weight[v0 : v0 + chunk]
             grad_w = None

@@ -82,6 +82,26 @@ def identity_heads(student_logits: Tensor, teacher_logits: Tensor) -> TwoHeads:
     return TwoHeads(Logits(student_logits, identity), (Logits(teacher_logits, identity),))
 
 
+def with_trained_head(inputs: LossInputs) -> LossInputs:
+    """Return the inputs with the student's head as one more leaf."""
+    heads = inputs.hidden_states
+    assert heads is not None
+    weight = heads.student.weight.clone().requires_grad_()
+    student = dataclasses.replace(heads.student, weight=weight)
+    return dataclasses.replace(inputs, hidden_states=dataclasses.replace(heads, student=student))
+
+
+def cast(inputs: LossInputs, dtype: torch.dtype) -> LossInputs:
+    """Return the inputs in another floating point dtype, as new leaves."""
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return value.detach().to(dtype).requires_grad_(value.requires_grad)
+
+    return mapped(inputs, change)
+
+
 def student_leaves(inputs: LossInputs) -> list[Tensor]:
     """Return the tensors that a loss may send a gradient to."""
     assert inputs.support is not None and inputs.hidden_states is not None
@@ -90,6 +110,7 @@ def student_leaves(inputs: LossInputs) -> list[Tensor]:
         inputs.support.student_logprobs,
         inputs.hidden_states.student.hidden,
     ]
+    leaves += [x for x in [inputs.hidden_states.student.weight] if x.requires_grad]
     return leaves + (student_leaves(inputs.replay) if inputs.replay else [])
 
 
@@ -101,21 +122,28 @@ def rows(inputs: LossInputs, index: Tensor, **changed: Any) -> LossInputs:
             return value
         return value.detach()[index].requires_grad_(value.requires_grad)
 
-    values = {f.name: take(getattr(inputs, f.name)) for f in dataclasses.fields(LossInputs)}
+    return mapped(inputs, take, **changed)
+
+
+def mapped(inputs: LossInputs, change: Callable[[Any], Any], **changed: Any) -> LossInputs:
+    """Return the inputs with ``change`` of every field and tensor, and some fields changed."""
+    values = {f.name: change(getattr(inputs, f.name)) for f in dataclasses.fields(LossInputs)}
     values["support"] = inputs.support and Support(
-        *(take(getattr(inputs.support, f.name)) for f in dataclasses.fields(Support))
+        *(change(getattr(inputs.support, f.name)) for f in dataclasses.fields(Support))
     )
-    values["hidden_states"] = with_hidden(inputs.hidden_states, take)
-    values["replay"] = inputs.replay and rows(inputs.replay, index, **changed)
+    values["hidden_states"] = with_hidden(inputs.hidden_states, change)
+    values["replay"] = inputs.replay and mapped(inputs.replay, change, **changed)
     return LossInputs(**{**values, **changed})
 
 
 def with_hidden(heads: TwoHeads | None, change: Callable[[Tensor], Tensor]) -> TwoHeads | None:
-    """Return two heads with changed hidden states, the student's first."""
+    """Return two heads with changed hidden states, the student's first, and weights to match."""
     if heads is None:
         return None
+    changed = [change(side.hidden) for side in heads.sides]
     student, *teachers = (
-        dataclasses.replace(side, hidden=change(side.hidden)) for side in heads.sides
+        dataclasses.replace(side, hidden=hidden, weight=side.weight.to(hidden.dtype))
+        for side, hidden in zip(heads.sides, changed, strict=True)
     )
     return TwoHeads(student, tuple(teachers))
 
@@ -143,13 +171,14 @@ def concatenated(a: LossInputs, b: LossInputs) -> LossInputs:
     return LossInputs(**values)
 
 
-def with_garbage(inputs: LossInputs, garbage: float) -> LossInputs:
-    """Return the inputs with ``garbage`` at the masked positions of every tensor."""
+def with_garbage(inputs: LossInputs, *garbage: float) -> LossInputs:
+    """Return the inputs with garbage at the masked positions of every tensor, one after another."""
     outside = ~inputs.loss_mask
+    numbers = torch.tensor(garbage).repeat(len(outside))[: len(outside)]
 
     def spoiled(values: Tensor) -> Tensor:
-        rows_outside = outside if values.dim() == 1 else outside.unsqueeze(-1)
-        filled = values.detach().masked_fill(rows_outside, garbage)
+        at, fill = (x if values.dim() == 1 else x.unsqueeze(-1) for x in (outside, numbers))
+        filled = torch.where(at, fill.to(values), values.detach())
         return filled.requires_grad_(values.requires_grad)
 
     assert inputs.support is not None
@@ -170,7 +199,7 @@ def with_garbage(inputs: LossInputs, garbage: float) -> LossInputs:
             spoiled(inputs.support.student_logprobs),
         ),
         hidden_states=with_hidden(inputs.hidden_states, spoiled),
-        replay=inputs.replay and with_garbage(inputs.replay, garbage),
+        replay=inputs.replay and with_garbage(inputs.replay, *garbage),
     )
 
 

@@ -24,6 +24,14 @@ VERSIONS = {name: version.revision for name, version in RUN.items()}
 COMMITS = {name: version.commit for name, version in RUN.items()}
 """Name of a version: the full hash of the commit that its record was written from."""
 
+BRANCHES = {
+    "orchestrator clients": "4103b28559f801cb8275b01b98f79a29ede9afe6",
+    "two more fields": "326252f2f6cb2cb52a7383c6885a734ccb3e165a",
+    "kept tokens": "d09488d57ae4fa32fc31a31b3d69eb66130d7e76",
+    "inline images": "59bbc3d3027ffdbae485f3b4f6b4f1eecf730537",
+}
+"""Name of a tree with parts of the next contract: the full hash. Clones have all branches."""
+
 REPO = Path(__file__).resolve().parent.parent
 
 NO_CHECKOUT = "no prime-rl checkout (--prime-rl=PATH)"
@@ -61,8 +69,13 @@ def find_checkout(option: str | None = None) -> Path | None:
 
 
 def commit_of(checkout: Path, version: str) -> str:
-    """Return the full hash of a version."""
-    command = ["git", "-C", str(checkout), "rev-parse", f"{VERSIONS[version]}^{{commit}}"]
+    """Return the full hash of a version, or of one of ``BRANCHES``.
+
+    Raises:
+        CalledProcessError: the clone has no such commit.
+    """
+    revision = {**VERSIONS, **BRANCHES}[version]
+    command = ["git", "-C", str(checkout), "rev-parse", "--verify", f"{revision}^{{commit}}"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 

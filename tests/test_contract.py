@@ -6,6 +6,7 @@ runs all of this on a loss outside the package.
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,7 +25,16 @@ from prime_composer.losses import (
     require,
     setup_loss_fn,
 )
-from tests.builders import concatenated, packed_inputs, rows, student_leaves, with_garbage
+from tests.builders import (
+    VOCAB,
+    cast,
+    concatenated,
+    packed_inputs,
+    rows,
+    student_leaves,
+    with_garbage,
+    with_trained_head,
+)
 
 SAME_PATH = {"normalization", "k", "allow_biased"}
 """Knobs that select another formula of the same divergence, and no other path through the code."""
@@ -176,11 +186,55 @@ def test_a_missing_need_raises_and_names_the_section(representative):
     require(representative, representative.needs, {})
 
 
-def test_half_precision_stays_finite(config):
-    for dtype in (torch.bfloat16, torch.float32):
-        out, grads = loss_and_grads(config, packed_inputs(config, dtype=dtype))
-        assert out.loss.isfinite() and all(g.isfinite().all() for g in grads)
-        assert all(v.isfinite() for v in out.metrics.values())
+ROUNDINGS = {torch.float32: 32, torch.bfloat16: 8, torch.float16: 8}
+"""Error of a number, in roundings of the largest one to the dtype of the inputs.
+
+14 and 3.6 are the most that the losses of the package have. Half precision is computed in float32,
+but where a loss has prime-rl's own arithmetic.
+"""
+
+
+@pytest.fixture
+def fresh_memory_is_nan() -> Iterator[None]:
+    """Fill fresh memory also where ``conftest`` does not."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+@pytest.mark.parametrize("counted", [0, 1, 12])
+@pytest.mark.parametrize("dtype", ROUNDINGS, ids=str)
+def test_precision_and_mask_change_no_number(config, dtype, counted):
+    """All numbers are those of float64 for the counted rows alone, whatever other rows contain.
+
+    Without a counted row they are exactly 0. The heads are identities, so that the gradient of the
+    head follows from that of the hidden states.
+    """
+    if isinstance(getattr(config, "k", None), int):
+        # A tail without any mass is below the limit of float32.
+        config = config.model_copy(update={"k": min(config.k, VOCAB // 2)})
+    mask = (torch.arange(12) - 7) % 12 < counted
+    inputs = packed_inputs(config, dtype=dtype, mask=mask)
+    # One row of each sequence stays, so that preference pairs have both.
+    starts = inputs.segment_ids.diff(prepend=torch.tensor([-1])) > 0
+    kept = (mask | starts).nonzero().squeeze(1)
+    alone = rows(cast(inputs, torch.float64), kept)
+    out, expected = loss_and_grads(config, alone)
+    expected.insert(3, expected[2].T @ alone.hidden_states.student.hidden.detach())
+    expected = [
+        e if i == 3 else e.new_zeros(12, *e.shape[1:]).index_copy(0, kept, e)
+        for i, e in enumerate(expected)
+    ]
+    allowed = ROUNDINGS[dtype] * torch.finfo(dtype).eps
+    spoiled = with_garbage(with_trained_head(inputs), 0.0, -math.inf, math.nan)
+    actual, grads = loss_and_grads(config, spoiled)
+    assert all(value.isfinite() for value in actual.metrics.values())
+    for value, wanted in zip([actual.loss, *grads], [out.loss, *expected], strict=True):
+        atol = allowed * float(wanted.detach().abs().max())
+        torch.testing.assert_close(value.double(), wanted, rtol=0, atol=atol)
 
 
 def test_very_improbable_tokens_stay_finite(config):
@@ -260,6 +314,14 @@ def test_an_unknown_loss_type_names_the_choices():
     for value in ({"k": 4}, {"type": 3}, 3, "taid"):
         with pytest.raises(ValidationError, match="a loss is a table with a `type`"):
             TypeAdapter(AnyLoss).validate_python(value)
+
+
+def test_every_loss_with_k_has_examples_of_both_kinds():
+    """A support and whole vocabularies are other code, and this suite runs on the examples."""
+    for config in LOSS_TYPES.values():
+        if "k" in config.model_fields:
+            needs = frozenset().union(*(config(**knobs).needs for knobs in config.examples))
+            assert {"support", "hidden_states"} <= needs, config.model_fields["type"].default
 
 
 def test_every_loss_names_itself_and_its_function():

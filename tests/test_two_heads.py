@@ -434,10 +434,14 @@ def test_masked_rows_change_nothing(garbage):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_no_row_gives_a_zero_gradient(masked):
-    two = heads(logits(0, n=4), logits(1, n=4)).masked(torch.zeros(4, dtype=torch.bool))
-    if not masked:
-        two = heads(logits(0, n=0), logits(1, n=0))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_no_row_gives_a_zero_gradient(masked, dtype):
+    """Fresh memory is full of NaN (``conftest``)."""
+    n = 4 if masked else 0
+    student = logits(0, n=n, v=V + 6, dtype=dtype, with_bias=True)
+    two = heads(student, logits(1, n=n, dtype=dtype))
+    if masked:
+        two = two.masked(torch.zeros(n, dtype=torch.bool))
     result = compare(two, reverse=True, forward=True, divergence=ReverseKL(), top_mass=0.5)
     gated = result.top_gap * result.forward_kl
     (result.reverse_kl + gated + result.divergence).sum().backward()
@@ -538,6 +542,36 @@ def test_large_logits_do_not_overflow():
     opposite = Logits(-torch.ones(1, 1), weight)
     value = generalized_jsd(TwoHeads(student, (opposite,)), 0.5)
     torch.testing.assert_close(value, torch.tensor([math.log(2)]))
+
+
+@pytest.mark.parametrize("gap", [60.0, 95.0, 300.0, 2000.0])
+@pytest.mark.parametrize("padded", ["student", "teacher"])
+@pytest.mark.parametrize("objective", [x for x in OBJECTIVES if x != f"adaptive {1 - 1e-9}"])
+def test_padding_far_above_the_common_ids_equals_float64(objective, padded, gap):
+    """exp(gap) is beyond float32 from 88.7 nats on, and beyond float64 from 709.
+
+    In the last row the common ids are above the padding. A top mass of 1 - 1e-9 is left out, which
+    is 1 in float32.
+    """
+    sizes = [V + 6 * (name == padded) for name in ("student", "teacher")]
+    sides = [logits(seed, v=size, dtype=torch.float32) for seed, size in enumerate(sizes)]
+    with torch.no_grad():
+        for side in sides:
+            side.weight[:, 0] = gap * (torch.arange(side.size) >= V)
+            side.hidden[:, 0] = torch.tensor([1.0] * (N - 1) + [-1.0])
+    exact = [
+        Logits(*(x.detach().double().requires_grad_() for x in (side.hidden, side.weight)))
+        for side in sides
+    ]
+    found, wanted = heads(*sides), heads(*exact)
+    ours, plain = OBJECTIVES[objective]
+    value, expected = ours(found), plain(wanted)
+    # The float32 logits of this size are a few roundings of 2^-24 off, and probabilities with them.
+    close = {"rtol": max(1e-5, gap / 2**20), "atol": 1e-5}
+    torch.testing.assert_close(value.double(), expected, **close)
+    grads = torch.autograd.grad(value.sum(), leaves(found))
+    for grad, right in zip(grads, torch.autograd.grad(expected.sum(), leaves(wanted)), strict=True):
+        torch.testing.assert_close(grad.double(), right, **close)
 
 
 def test_only_the_wanted_gradients_are_computed():

@@ -54,9 +54,12 @@ class OutputHead:
 
         Args:
             origin: the server in words, for messages.
+
+        Raises:
+            InvalidAnswer: weight or bias is not finite.
         """
         dtype = TORCH_DTYPES[self.facts.computed_in]
-        return TeacherHead(
+        head = TeacherHead(
             self.weight.to(dtype),
             None if self.bias is None else self.bias.to(dtype),
             self.facts.scale,
@@ -64,6 +67,8 @@ class OutputHead:
             TOLERANCES[self.facts.computed_in],
             origin,
         )
+        head.refuse_non_finite("weight", head.weight)
+        return head
 
 
 def read_head(folder: Path, rows: int) -> tuple[Float[Tensor, "v d"], Float[Tensor, " v"] | None]:

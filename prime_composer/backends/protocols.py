@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.two_heads import Logits
 
 
@@ -55,7 +56,7 @@ class TeacherHead:
 
     Attributes:
         weight: [V, d].
-        bias: [V]; None without one.
+        bias: [V], of finite numbers; None without one.
         scale: factor of the logits.
         softcap: bound of the logits; None for none.
         tolerance: how far log q of a sampled token, computed from hidden state and head, may be
@@ -70,6 +71,37 @@ class TeacherHead:
     softcap: float | None = None
     tolerance: float | None = None
     origin: str = "The teacher"
+
+    def __post_init__(self) -> None:
+        """Refuse a bias that is not finite, which every road to a teacher's head passes.
+
+        With -inf an id has no probability, and a KL is NaN or infinite.
+
+        Raises:
+            InvalidAnswer: an entry is NaN or infinite.
+        """
+        if self.bias is not None:
+            self.refuse_non_finite("bias", self.bias)
+
+    def refuse_non_finite(self, name: str, rows: Float[Tensor, "v ..."]) -> None:
+        """Refuse NaN and infinite numbers in a part of the head.
+
+        Args:
+            name: of the part.
+            rows: its rows.
+
+        Raises:
+            InvalidAnswer: there is one.
+        """
+        if torch.stack(rows.aminmax()).isfinite().all():
+            return
+        wrong = ~rows.isfinite().reshape(len(rows), -1).all(1)
+        row = int(wrong.nonzero()[0])
+        raise InvalidAnswer(
+            f"{self.origin} has an output head whose {name} is NaN or infinite for id {row} (and "
+            f"{int(wrong.sum()) - 1} other ids), so that no divergence is defined there. Use a "
+            "checkpoint whose head is finite."
+        )
 
     def over(self, hidden: Float[Tensor, "n d"]) -> Logits:
         """Return the teacher's logits over hidden states, as the teacher rounds them.

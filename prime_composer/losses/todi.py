@@ -27,6 +27,7 @@ class ToDiLossConfig(SupportDivergenceConfig):
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {},
         {"normalization": "renorm", "k": 8},
+        {"normalization": "full", "k": "full"},
     )
     surrogate: ClassVar[bool] = True
 

@@ -28,6 +28,7 @@ class TotalVariationLossConfig(SupportDivergenceConfig):
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {},
         {"normalization": "renorm", "k": 8},
+        {"normalization": "full", "k": "full"},
     )
 
 

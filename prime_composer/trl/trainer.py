@@ -108,6 +108,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         for warning in warnings:
             logger.warning(warning)
         self._averages = MetricAverages()
+        self._computed = False
         self._logged: list[dict[str, float]] = []
         self.add_callback(_EndOfStep(self))
 
@@ -175,6 +176,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
             model, wrapped, self._summed_loss, wrapped, inputs
         )
         self._averages.add(*_over_ranks(metrics, tokens), pairs=0)
+        self._computed = True
         if model.training:
             divisor = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
         else:
@@ -220,6 +222,21 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         averages, self._averages = self._averages, MetricAverages()
         return averages.result()
 
+    def _check_step(self) -> None:
+        """Check that the gradient of a step is that of the loss.
+
+        Raises:
+            RuntimeError: the trainer computed it without ``compute_loss``.
+        """
+        computed, self._computed = self._computed, False
+        if not computed:
+            raise RuntimeError(
+                f"step {self.state.global_step + 1}: transformers or trl has computed a gradient "
+                "and never called compute_loss, so that it is not that of the loss "
+                f"{self.loss_config.type!r}. Nothing was trained on it. Install a trl that "
+                "prime_composer.trl supports (pip install 'prime-composer[trl]')."
+            )
+
     def _end_step(self) -> None:
         self._logged.append(self._take_averages())
         self.loss_fn.end_step()
@@ -235,6 +252,10 @@ class _EndOfStep(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Load the schedules of the checkpoint, or those of a new run."""
         self._trainer.loss_fn.load_state_dict(state.stateful_callbacks.get(LOSS_STATE, self._first))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse a gradient that is not the loss's, before it changes a weight."""
+        self._trainer._check_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the step's metrics, advance, and note the state for the next checkpoint."""

@@ -260,17 +260,14 @@ class GradientSums:
             self.bias = student.hidden.new_zeros(student.size, dtype=plan.dtype)
         self.weight: Tensor | None = None
         if needs[1]:
-            # Each chunk is written as a whole, unless there is no row.
-            new = torch.empty_like if plan.n else torch.zeros_like
-            self.weight = new(settings.weight)
+            self.weight = torch.zeros_like(settings.weight)
 
     def begin(self, start: int, stop: int) -> None:
         """Begin a chunk of the vocabulary."""
         self.ids = slice(start, stop)
         if self.weight is not None:
-            in_place = self.weight.dtype == self.plan.dtype
-            chunk = self.weight[self.ids]
-            self.chunk = chunk if in_place else torch.empty_like(chunk, dtype=self.plan.dtype)
+            # A copy, 0 as well, where the sums need a wider dtype.
+            self.chunk = self.weight[self.ids].to(self.plan.dtype)
 
     def add(self, rows: slice, grad: Tensor, weight: Tensor, cap_slope: Tensor | None) -> None:
         """Add a block of the logits' gradient, which is overwritten."""
@@ -279,9 +276,9 @@ class GradientSums:
         if self.student.factor != 1:
             grad.mul_(self.student.factor)
         if self.hidden is not None:
-            _add_product(self.hidden[rows], grad, weight, add=True)
+            _add_product(self.hidden[rows], grad, weight)
         if self.weight is not None:
-            _add_product(self.chunk, grad.T, self.student.hidden[rows], add=rows.start > 0)
+            _add_product(self.chunk, grad.T, self.student.hidden[rows])
         if self.bias is not None:
             self.bias[self.ids] += grad.sum(0)
 
@@ -300,11 +297,9 @@ class GradientSums:
         )
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
-    """Add a @ b to ``total``, or write it there."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to ``total``."""
     if a.dtype == b.dtype == total.dtype:
-        torch.addmm(total, a, b, beta=1 if add else 0, out=total)
-    elif add:
-        total.add_(matmul(a, b))
+        total.addmm_(a, b)
     else:
-        total.copy_(matmul(a, b))
+        total.add_(matmul(a, b))

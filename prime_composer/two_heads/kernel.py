@@ -339,8 +339,9 @@ def _backward(
         (zeros if reverse is None else reverse) / total,
         (zeros if forward is None else forward) / row.target_log.exp(),
         level / total,
-        beyond / total,
         zeros if t is None else t,
+        row.p_log,
+        beyond,
     ]
     (
         p_highest,
@@ -350,8 +351,9 @@ def _backward(
         reverse_factor,
         forward_factor,
         level,
-        beyond,
         share,
+        p_log,
+        beyond,
     ) = (plan.column(x) for x in columns)
     has_level = not (forward is None and value is None and selected is None)
     generic = None if value is None else _Slopes(plan, row, parameters, value, any(needs[3:]))
@@ -396,7 +398,8 @@ def _backward(
         sums.begin(start, stop)
         for rows in plan.row_blocks():
             a, cap_slope = student.logits_and_slope(rows, chunk, start)
-            a.sub_(p_highest[rows]).exp_().mul_(beyond[rows])
+            # The maximum is that of the common ids, far above which exp would overflow.
+            a.sub_(p_highest[rows]).sub_(p_log[rows]).exp_().mul_(beyond[rows])
             sums.add(rows, a, chunk, cap_slope)
         sums.end()
     grad_parameters = generic.parameter_grads() if generic is not None else []

@@ -388,6 +388,30 @@ def take(capability: Capability, module: ModuleType) -> Any:
     Raises:
         UnknownSurface: it does not fit, or is gone.
     """
+    found = _found(capability, module)
+    return None if found is None else found[1]
+
+
+def replace(capability: Capability, module: ModuleType, wrapped: Callable[[Any], Any]) -> bool:
+    """Put a wrapper in the place of what ``take`` returns, and return whether there was any.
+
+    Args:
+        capability: what is wrapped.
+        module: as ``take``'s.
+        wrapped: returns the wrapper of a function.
+
+    Raises:
+        UnknownSurface: as ``take``.
+    """
+    found = _found(capability, module)
+    if found is None:
+        return False
+    owner, _, name = found[0].rpartition(".")
+    setattr(_member(module, owner) if owner else module, name, wrapped(found[1]))
+    return True
+
+
+def _found(capability: Capability, module: ModuleType) -> tuple[str, Any] | None:
     here = tuple(place for place in capability.places if place.module == module.__name__)
     members = {
         place.attribute: member
@@ -404,7 +428,7 @@ def take(capability: Capability, module: ModuleType) -> Any:
     )
     if finding.place is None or finding.misfits:
         raise UnknownSurface(explain([finding], getattr(module, "__file__", None)))
-    return members[finding.place.attribute]
+    return finding.place.attribute, members[finding.place.attribute]
 
 
 def explain(findings: Sequence[Finding], where: object, remedy: str = "") -> str:

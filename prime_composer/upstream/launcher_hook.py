@@ -83,6 +83,8 @@ def resolve(config: Any) -> None:
         _refuse_offloading(trainer.model, loss_config.type)
     if settings.k and not settings.trainer_asks:
         _refuse_router_replay(config, loss_config.type, settings.k)
+    if settings.k or "hidden_states" in loss_config.needs:
+        _refuse_sampling_replay(config, loss_config.type)
     table = _with_token_ids(loss_table, loss_config, trainer.model.name)
     if loss is not None and in_file:
         loss.kwargs.update(table)
@@ -105,7 +107,9 @@ def _check_rewards(config: Any, settings: AdapterSettings, name: str, in_file: b
 
     From v0.7 on a loss of both is called on rl tokens, so that [trainer.loss] has to name it.
     """
-    separates_kinds = hasattr(getattr(config, "orchestrator", None), "algo")
+    orchestrator = getattr(config, "orchestrator", None)
+    train = getattr(orchestrator, "train", None)
+    separates_kinds = hasattr(orchestrator, "algo") or hasattr(train, "algo")
     if settings.rewards and separates_kinds:
         require("rl")
     if settings.rewards == "in_loss" and separates_kinds and not in_file:
@@ -113,6 +117,13 @@ def _check_rewards(config: Any, settings: AdapterSettings, name: str, in_file: b
             f"{SWITCH} names {name!r}, which reads rewards and a teacher. prime-rl has both for rl "
             f'tokens alone: write type = "custom", import_path = "{IMPORT_PATH}" into '
             f"[trainer.loss], and the table into [{SECTION}]."
+        )
+    smallest = getattr(train, "min_abs_advantage", None)
+    if settings.rewards == "in_loss" and smallest:
+        raise ValueError(
+            f"[{SECTION}] type = {name!r} reads rewards and a teacher, and orchestrator.train."
+            f"min_abs_advantage = {smallest} takes tokens with small advantages out of it, the "
+            "teacher's part with them: set it to 0."
         )
     if settings.rewards == "beside" and (in_file or not separates_kinds):
         raise ValueError(
@@ -157,6 +168,37 @@ def _refuse_router_replay(config: Any, name: str, k: int) -> None:
             f"[{SECTION}] type = {name!r} needs the teacher's top-{k} support, which is sent in "
             f'the field of router replay: set asked_by = "trainer" in [{SECTION}], which sends '
             f"none, or {' and '.join(active)} = false."
+        )
+
+
+def _refuse_sampling_replay(config: Any, name: str) -> None:
+    """Check that prime-rl's trainer normalizes its log-probs over the whole vocabulary.
+
+    With typed ``top_p`` and ``top_k`` it takes the ids that sampling kept (``sampling_mask``).
+    """
+    inference, train = (
+        getattr(config, "inference", None),
+        getattr(config.orchestrator, "train", None),
+    )
+    mask = "enable_return_sampling_mask"
+    active = [
+        f"inference.{path}{mask}"
+        for path, owner in (("", inference), ("vllm.", getattr(inference, "vllm", None)))
+        if getattr(owner, mask, False)
+    ]
+    for path, owner in (
+        ("", train),
+        *((f"source[{i}].", source) for i, source in enumerate(getattr(train, "source", ()))),
+    ):
+        sampling = getattr(owner, "sampling", None)
+        top_p, top_k = getattr(sampling, "top_p", None), getattr(sampling, "top_k", None)
+        active += [f"orchestrator.train.{path}sampling.top_p"] if top_p not in (None, 1) else []
+        active += [f"orchestrator.train.{path}sampling.top_k"] if top_k not in (None, -1, 0) else []
+    if active:
+        raise ValueError(
+            f"[{SECTION}] type = {name!r} compares log-probs over the whole vocabulary, and this "
+            f"prime-rl's trainer renormalizes its own over the ids that sampling kept: leave out "
+            f"{', '.join(active)}, or use a loss of the sampled token (sampled_reverse_kl)."
         )
 
 

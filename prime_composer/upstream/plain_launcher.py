@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from prime_composer.upstream.trainer.adapter import adapter
-from prime_composer.upstream.trainer.hooks import DATA_MODULE, hook_data
+from prime_composer.upstream.trainer.hooks import DATA_MODULE, hook_data, placed
 from prime_composer.upstream.versions import LOSS_MODULE, loss_contracts
 
 SETUPS = frozenset(contract.setup for contract in loss_contracts())
@@ -40,20 +40,27 @@ def loss_fn(inputs: Any, **table: Any) -> Any:
 def enter(frame: FrameType | None) -> Callable[..., Any]:
     """Return ``loss_fn``; if prime-rl's ``setup_*`` imports it, register the loss first.
 
-    The kwargs are the local ``loss_config`` of that function (38494ccb loss.py:275-283, 559b4477
-    loss.py:239-249).
+    The kwargs are the local ``loss_config`` of that function (38494ccb loss.py:262, 559b4477
+    loss.py:262). The train loop, which calls it, has copied ``compute_loss`` by name already:
+    its own name is hooked.
     TODO(prime-rl): remove once ``[trainer.loss]`` reaches distillation tokens.
 
     Args:
         frame: the frame that asks for ``loss_fn``.
     """
-    for _ in range(4):
-        if frame is None:
-            break
+    while frame is not None:
         if frame.f_code.co_name in SETUPS and frame.f_globals.get("__name__") == LOSS_MODULE:
             adapter().register(frame.f_locals["loss_config"].kwargs, in_file=True)
-            if DATA_MODULE in sys.modules:
-                hook_data(sys.modules[DATA_MODULE])
+            _hook_loop(frame.f_globals, frame.f_back)
             break
         frame = frame.f_back
     return loss_fn
+
+
+def _hook_loop(loss_module: dict[str, Any], caller: FrameType | None) -> None:
+    if DATA_MODULE in sys.modules:
+        hook_data(sys.modules[DATA_MODULE])
+    compute_loss: Callable[..., Any] = loss_module["compute_loss"]
+    train_loop: dict[str, Any] = {} if caller is None else caller.f_globals
+    if not adapter().whole_run and train_loop.get("compute_loss") is compute_loss:
+        train_loop["compute_loss"] = placed(compute_loss)

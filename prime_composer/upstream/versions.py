@@ -36,29 +36,26 @@ Nobody has run the two. v0.9 is what pull requests and the versions of single fi
 `filter_zero_advantages` went with 3463 of 1 September. main is single files of October and November
 2026: configs/{rl,orchestrator,algorithm,inference,shared,trainer}.py.
 
-Importing this module imports neither prime-rl nor torch.
+Importing this module imports the standard library alone: CI reads the records before anything is
+installed.
 """
 
 import importlib
 import importlib.util
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prime_composer.upstream.capabilities import (
     LOSS_INPUTS,
     LOSS_OUTPUTS,
     LOSS_SETUP,
-    Place,
     UnknownSurface,
-    misfits,
     signature_of,
     take,
 )
-from prime_composer.upstream.config_fields import ConfigFields, importable_fields
 from prime_composer.upstream.toml_shapes import (
     PLACES,
     PLACES_OF_MAIN,
@@ -82,6 +79,9 @@ from prime_composer.upstream.toml_shapes import (
     teacher_of_each_environment,
     teacher_of_the_run,
 )
+
+if TYPE_CHECKING:  # pydantic, which a script that makes environments does not have
+    from prime_composer.upstream.config_fields import ConfigFields
 
 LOSS_MODULE = "prime_rl.trainer.rl.loss"
 RL_CONFIGS = "prime_rl.configs.rl"
@@ -435,30 +435,6 @@ def probe_contract(module: ModuleType | None = None) -> LossContract:
     )
 
 
-def expect(owner: Any, name: str, expected: Sequence[str], source: str) -> Any:
-    """Return ``owner.name`` after a check that it is a callable that fits these parameters.
-
-    Args:
-        owner: module or class.
-        name: attribute of ``owner``.
-        expected: the parameters that we need.
-        source: file of prime-rl that defines the expected form, for the message.
-
-    Raises:
-        UnknownSurface: the attribute is missing, or does not fit.
-    """
-    label = f"{getattr(owner, '__name__', owner)}.{name}"
-    if inspect.getattr_static(owner, name, None) is None:
-        raise UnknownSurface(f"prime_composer hooks {label}, which is gone (it is in {source}).")
-    member = getattr(owner, name)
-    found = misfits(signature_of(member), Place(source, name, tuple(expected)))
-    if found:
-        raise UnknownSurface(
-            f"prime_composer hooks {label} of {source}, which {' and '.join(found)}."
-        )
-    return member
-
-
 def config_surface() -> frozenset[str]:
     """Return the fields of prime-rl's config classes that tell its versions apart.
 
@@ -505,7 +481,7 @@ def match_version(surface: Iterable[str]) -> Version:
     )
 
 
-def fitted(version: Version, fields: ConfigFields) -> Version:
+def fitted(version: Version, fields: "ConfigFields") -> Version:
     """Return a record with each key that main moved where the config classes have it.
 
     A key that they have in neither place stays where the record has it.
@@ -531,6 +507,8 @@ def probe_version() -> Version:
         UnknownSurface: no version fits.
         ImportError: prime-rl is not installed.
     """
+    from prime_composer.upstream.config_fields import importable_fields
+
     version, fields = match_version(config_surface()), importable_fields()
     return version if fields is None else fitted(version, fields)
 

@@ -24,6 +24,13 @@ the first token, so that no loss reads the mark.
 """
 
 
+NO_ADVANTAGE = 2.0**-100
+"""An advantage of 0 of a token that a teacher scores too. The trainer makes it 0 again.
+
+A power of two is itself in float32 and in bfloat16.
+"""
+
+
 class Payload(NamedTuple):
     """The teacher's top-K of every token.
 

@@ -61,6 +61,18 @@ def test_two_heads_on_a_gpu_equal_float64(device, dtype, sizes):
             )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_no_counted_row_on_a_gpu_has_a_zero_gradient(device, dtype, sizes):
+    student, teacher = sides(device, dtype, sizes)
+    none = torch.zeros(sizes.tokens, dtype=torch.bool, device=device)
+    heads = TwoHeads(Logits(*student), (Logits(*teacher),), mask=none)
+    value = compare(heads, reverse=True, **sizes.blocks).reverse_kl
+    # The allocator gives this memory out again.
+    past = [torch.full_like(student[1], torch.nan) for _ in range(2)]
+    del past
+    assert all(not grad.any() for grad in torch.autograd.grad(value.sum(), student))
+
+
 def test_two_heads_do_not_wait_for_the_gpu(device, sizes):
     """Without a mask and without ids to check, nothing is read on the host."""
     student, teacher = sides(device, torch.float32, sizes)

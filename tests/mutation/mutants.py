@@ -16,7 +16,10 @@ TESTS = {
     "divergences/alpha_beta.py": ["tests/test_divergences_recent.py"],
     "divergences/skewed.py": ["tests/test_divergences_recent.py"],
     "divergences/adaptive.py": ["tests/test_divergences_recent.py"],
+    "lm_head.py": ["tests/test_lm_head.py"],
+    "two_heads/blocks.py": ["tests/test_contract.py", "tests/test_two_heads.py"],
     "two_heads/compare.py": ["tests/test_two_heads.py"],
+    "two_heads/kernel.py": ["tests/test_two_heads.py"],
     "two_heads/top_mass.py": ["tests/test_two_heads.py"],
     "contract.py": ["tests/test_contract.py"],
     "losses/shared/reductions.py": [
@@ -57,6 +60,17 @@ TESTS = {
     "losses/compose.py": [LOSSES + "test_compose.py"],
     "losses/config.py": [LOSSES + "test_compose.py"],
     "local/episodes.py": ["tests/local/test_episodes.py"],
+    "upstream/tally.py": ["tests/upstream/test_silent_hooks.py"],
+    "upstream/trainer/adapter.py": ["tests/upstream/test_silent_hooks.py"],
+    "upstream/trainer/batches.py": [
+        "tests/upstream/test_registration.py", "tests/upstream/test_silent_hooks.py"
+    ],
+    "upstream/trainer/binding.py": [
+        "tests/upstream/test_registration.py", "tests/upstream/test_silent_hooks.py"
+    ],
+    "upstream/trainer/hooks.py": ["tests/upstream/test_silent_hooks.py"],
+    "upstream/plain_launcher.py": ["tests/upstream/test_silent_hooks.py"],
+    "upstream/orchestrator/hooks.py": ["tests/upstream/test_orchestrator.py"],
     "losses/bound.py": [
         LOSSES + "test_compose.py", LOSSES + "test_taid.py", LOSSES + "test_support_losses.py"
     ],
@@ -97,6 +111,8 @@ HEAD_TAIL = "losses/head_tail_reverse_kl.py"
 TAID, EOPD, SELF = "losses/taid.py", "losses/entropy_aware_opd.py", "losses/self_distillation.py"
 REWEIGHTING = "losses/shared/reweighting.py"
 EPISODES = "local/episodes.py"
+ADAPTER, ORCHESTRATOR = "upstream/trainer/adapter.py", "upstream/orchestrator/hooks.py"
+BINDING = "upstream/trainer/binding.py"
 RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
 
 MUTANTS: dict[str, Mutant] = {
@@ -633,6 +649,25 @@ MUTANTS: dict[str, Mutant] = {
         "losses/shared/whole_vocabulary.py", "whole_vocabulary",
         ("heads.temperature * config.temperature", "heads.temperature"),
     ),
+    "head's gradient begins as fresh memory": mutant(
+        "two_heads/blocks.py", "GradientSums.__init__",
+        ("torch.zeros_like(settings.weight)", "torch.empty_like(settings.weight)"),
+    ),
+    "chunk of half precision begins as fresh memory": mutant(
+        "two_heads/blocks.py", "GradientSums.begin",
+        ("self.weight[self.ids].to(self.plan.dtype)",
+         "self.weight[self.ids] if self.weight.dtype == self.plan.dtype "
+         "else torch.empty_like(self.weight[self.ids], dtype=self.plan.dtype)"),
+    ),
+    "log-probs: head's gradient begins as fresh memory": mutant(
+        "lm_head.py", "_SelectedLogprobs.backward",
+        ("torch.zeros_like(weight)", "torch.empty_like(weight)"),
+    ),
+    "padding's exp overflows": mutant(
+        "two_heads/kernel.py", "_backward",
+        ("a.sub_(p_highest[rows]).sub_(p_log[rows]).exp_().mul_(beyond[rows])",
+         "a.sub_(p_highest[rows]).exp_().mul_((beyond / p_log.exp())[rows])"),
+    ),
     "adaptive over two heads weighs the other KL": mutant(
         "two_heads/compare.py", "adaptive_kl",
         ("weight * result.forward_kl + (1 - weight) * result.reverse_kl",
@@ -696,5 +731,79 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "turns: shortest history extended": mutant(
         EPISODES, "interleave", ("max(extended, key=_K)", "min(extended, key=_K)"),
+    ),
+    # hooks that never fire
+    "hooks: silent one accepted": mutant(
+        "upstream/tally.py", "Tally.judge", ("work and not self.calls[hook]", "False"),
+    ),
+    "hooks: calls of the part not counted in the whole": mutant(
+        "upstream/tally.py", "Tally.called", ("self._whole.called(hook)", "None"),
+    ),
+    "hooks: tokens of a batch not counted": mutant(
+        ADAPTER, "Adapter.batch_came", ("self._expect(self.tally, sum(self._tokens))", "None"),
+    ),
+    "hooks: tokens of a micro-batch not counted": mutant(
+        ADAPTER, "Adapter.begin",
+        ("self._expect(self._micro_tally, self._tokens[number])", "None"),
+    ),
+    "hooks: next batch not judged": mutant(
+        ADAPTER, "Adapter.ask_for_batch", ("self.tally.judge()", "None"),
+    ),
+    "hooks: last batch not judged": mutant(
+        ADAPTER, "Adapter.judge_last_batch", ("self.tally.judge()", "None"),
+    ),
+    "hooks: last batch judged after an error": mutant(
+        ADAPTER, "Adapter.judge_last_batch", ("not self._batches.is_open", "True"),
+    ),
+    "hooks: exit with status 0": mutant(
+        ADAPTER, "judge_at_exit", ("os._exit(1)", "None"),
+    ),
+    "hooks: loop past the data loader accepted": mutant(
+        ADAPTER, "Adapter.check_batch", ("self.steps == 0", "False"),
+    ),
+    "hooks: micro-batch not judged": mutant(
+        "upstream/trainer/hooks.py", "placed.compute", ("adapter().judge_micro_batch()", "None"),
+    ),
+    "hooks: support without the student": mutant(
+        "upstream/trainer/batches.py", "MicroBatch._support",
+        ("raise SilentHook(without_student(model))",
+         "self.student = trainer_logprobs.new_zeros((trainer_logprobs.numel(), self.k))"),
+    ),
+    "hooks: train loop of the plain launcher not hooked": mutant(
+        "upstream/plain_launcher.py", "_hook_loop",
+        ("train_loop.get('compute_loss') is compute_loss", "False"),
+    ),
+    "hooks: tokens of all kinds are ours": mutant(
+        BINDING, "RegisteredLoss.tokens_in",
+        ("distilled_of(tensors, not self.distils)", "distilled_of(tensors, self.distils)"),
+    ),
+    "hooks: tokens of this rank alone": mutant(
+        BINDING, "RegisteredLoss._check_tokens", ("summed_over_ranks(counts)", "counts"),
+    ),
+    "hooks: request of the teacher not expected": mutant(
+        ORCHESTRATOR, "_judged.judged", ("tally.judge()", "None"),
+    ),
+    "hooks: request of the teacher not counted": mutant(
+        ORCHESTRATOR, "hook_client.prefill_logprobs", ("ran(REQUEST)", "None"),
+    ),
+    "hooks: support not counted": mutant(
+        ORCHESTRATOR, "hook_routing.assign_reference_logprobs", ("ran(SUPPORT)", "None"),
+    ),
+    "hooks: samples not counted": mutant(
+        ORCHESTRATOR, "hook_samples.trace_to_samples", ("MADE.called(SAMPLES)", "None"),
+    ),
+    "hooks: stamps not judged": mutant(
+        ORCHESTRATOR, "_as_grpo.score_all", ("MADE.judge()", "None"),
+    ),
+    "hooks: ids that sampling kept accepted": mutant(
+        "upstream/trainer/batches.py", "refuse_sampling_mask",
+        ("given.get(name) is not None", "False"),
+    ),
+    "hooks: advantage of zero left to be pruned": mutant(
+        ORCHESTRATOR, "hook_stamps.stamp_loss_routing",
+        ("a or (wire.NO_ADVANTAGE if trains else a)", "a"),
+    ),
+    "hooks: mark of no advantage trained on": mutant(
+        BINDING, "RegisteredLoss.__call__", ("advantages == NO_ADVANTAGE", "advantages > 1"),
     ),
 }  # fmt: skip

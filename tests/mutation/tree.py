@@ -79,19 +79,20 @@ class _Replace(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def function(tree: ast.Module, name: str) -> ast.FunctionDef:
+def function(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
     """Return a function by its qualified name, ``Class.method`` for a method."""
     body: list[ast.stmt] = tree.body
     for part in name.split("."):
         found = [
             node
             for node in body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == part
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            and node.name == part
         ]
         if len(found) != 1:
             raise LookupError(f"{len(found)} definitions of {part} in {name}, not one.")
         body = found[0].body
-    assert isinstance(found[0], ast.FunctionDef), f"{name} is not a function"
+    assert not isinstance(found[0], ast.ClassDef), f"{name} is not a function"
     return found[0]
 
 

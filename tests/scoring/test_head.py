@@ -1,6 +1,7 @@
 """The output head of a model whose rows several workers share, from worker to client."""
 
 import asyncio
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 from fastapi import FastAPI  # noqa: E402
 
 from prime_composer.backends import scoring_client  # noqa: E402
+from prime_composer.backends.answers import InvalidAnswer  # noqa: E402
 from prime_composer.backends.http import Connection, Refused, ServerError  # noqa: E402
 from prime_composer.backends.scoring_client import ScoringClient  # noqa: E402
 from prime_composer.scoring.endpoint import facts_of, head  # noqa: E402
@@ -111,6 +113,20 @@ def test_head_of_several_workers_is_the_whole_head(dtype, has_bias, shards, monk
     assert [path.name for path in tmp_path.iterdir()] == [f"{facts.sha256}.safetensors"]
     head = found.of_teacher("The server")
     assert (head.weight.dtype, head.scale, head.softcap) == (dtype, 0.5, 30.0)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_head_that_is_not_finite_is_refused(part, number):
+    """The message has the server, the part and the id. Nothing is compared with such a head."""
+    weight, bias = torch.ones(ROWS, D), torch.ones(ROWS)
+    {"weight": weight, "bias": bias}[part][5:7] = number
+    client, _ = client_of(weight, bias, [4])
+    message = (
+        f"^The server has an output head whose {part} is NaN or infinite for id 5 .and 1 other"
+    )
+    with pytest.raises(InvalidAnswer, match=message):
+        client.head().of_teacher("The server")
 
 
 def test_head_that_changes_meanwhile_is_refused(monkeypatch):

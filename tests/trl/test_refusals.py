@@ -20,6 +20,9 @@ REVERSE = {"type": "topk_reverse_kl", "k": 8}
 REFUSED = {
     "default": "needs advantages.*no rewards.*prime-rl rl",
     "ipo": "needs advantages.*prime-rl rl",
+    "icepop": "needs advantages.*prime-rl rl",
+    "cispo": "needs advantages.*prime-rl rl",
+    "ppo": "needs advantages.*prime-rl rl",
     "rlsd": "needs advantages.*prime-rl rl",
     "rlrt": "needs advantages.*prime-rl rl",
     "rlcsd": "needs advantages.*prime-rl rl",

@@ -396,3 +396,19 @@ def test_two_runs_of_one_trainer_begin_alike(make_trainer):
     trainer.train()
     trainer.train()
     assert trainer.loss_fn.state_dict()["step"] == 2
+
+
+def test_step_past_compute_loss_ends_the_run_untrained(make_trainer, monkeypatch):
+    """A gradient that is not the loss's changes no weight."""
+    trainer = make_trainer(JSD)
+    before = [weight.detach().clone() for weight in trainer.model.parameters()]
+
+    def training_step(model, *_):
+        loss = sum(weight.sum() for weight in model.parameters())
+        loss.backward()
+        return loss.detach()
+
+    monkeypatch.setattr(trainer, "training_step", training_step)
+    with pytest.raises(RuntimeError, match="step 1: .* never called compute_loss"):
+        trainer.train()
+    assert all(map(torch.equal, trainer.model.parameters(), before))

@@ -16,15 +16,12 @@ from pathlib import Path
 
 from prime_composer.upstream.capabilities import CAPABILITIES
 from prime_composer.upstream.sources import Sources
-from tests.prime_rl_checkout import COMMITS, find_checkout
+from tests.prime_rl_checkout import BRANCHES, COMMITS, find_checkout
 
 FILE = Path(__file__).with_name("signatures.json")
 TREES = {
     **{version: COMMITS[version] for version in ("v0.6", "v0.7", "v0.8", "head")},
-    "orchestrator clients": "4103b28559f801cb8275b01b98f79a29ede9afe6",
-    "two more fields": "326252f2f6cb2cb52a7383c6885a734ccb3e165a",
-    "kept tokens": "d09488d57ae4fa32fc31a31b3d69eb66130d7e76",
-    "inline images": "59bbc3d3027ffdbae485f3b4f6b4f1eecf730537",
+    **BRANCHES,
 }
 """Tree -> its commit: the supported versions, and four branches with parts of the next contract."""
 

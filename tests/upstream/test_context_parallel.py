@@ -39,8 +39,8 @@ def worker(rank: int, port: int, trained: int, states: int = 0) -> tuple[float, 
     """
     from prime_composer.upstream.trainer.adapter import adapter
     from prime_composer.upstream.trainer.batches import MicroBatch, Questions
-    from prime_composer.upstream.trainer.head import hook_head
     from prime_composer.upstream.trainer.hooks import hook_context_parallel
+    from tests.upstream.fake_prime_rl import head_module
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     limit = datetime.timedelta(seconds=60)
@@ -57,16 +57,12 @@ def worker(rank: int, port: int, trained: int, states: int = 0) -> tuple[float, 
 
     cp.setup_cp_params = setup_cp_params
     hook_context_parallel(cp)
-    module = types.ModuleType("prime_rl.trainer.models.layers.lm_head")
 
-    class VanillaOutputLinear(torch.nn.Linear):
+    class Plain(torch.nn.Linear):
         def forward(self, hidden_states, labels=None, temperature=None):
             return {"logits": torch.nn.functional.linear(hidden_states, self.weight)}
 
-    VanillaOutputLinear.__module__ = module.__name__
-    module.VanillaOutputLinear = VanillaOutputLinear
-    hook_head(module)
-
+    VanillaOutputLinear = head_module(Plain)
     torch.manual_seed(0)
     head = VanillaOutputLinear(D, V, bias=False)
     hidden = torch.randn(1, N, D)

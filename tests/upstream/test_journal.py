@@ -146,5 +146,5 @@ def test_unknown_data_loader_names_what_is_missing():
         "wait_for_batch": lambda self: None,
     }
     module.DataLoader = type("DataLoader", (), methods)
-    with pytest.raises(UnknownSurface, match="lost output_dir, start_step"):
+    with pytest.raises(UnknownSurface, match="has no output_dir, start_step"):
         hooks.hook_data(module)

@@ -164,6 +164,55 @@ def test_resolve_refuses_router_replay_with_a_support():
     launcher_hook.resolve(launcher_config({"type": "sampled_reverse_kl"}, replay=True))
 
 
+def sampled_with(**sampling):
+    """Return an orchestrator whose one source has sampling settings, as prime-rl types them."""
+    source = types.SimpleNamespace(sampling=types.SimpleNamespace(**sampling))
+    return types.SimpleNamespace(
+        sampling=types.SimpleNamespace(top_p=1.0, top_k=None), source=[source]
+    )
+
+
+@pytest.mark.parametrize("k", [2, "full"])
+@pytest.mark.parametrize("key,value", [("top_p", 0.9), ("top_k", 50)])
+def test_resolve_refuses_sampling_replay_with_whole_rows(k, key, value):
+    """The trainer's log-probs would be over the ids that were kept, the teacher's over all."""
+    table = {"type": "topk_reverse_kl", "k": k, "normalization": "full"}
+    if k == 2:
+        del table["normalization"]
+    config = launcher_config(table, train=sampled_with(**{key: value}), **V0_6)
+    config.orchestrator.teacher = older(client())["teacher"]
+    with pytest.raises(
+        ValueError, match=rf"leave out orchestrator.train.source\[0\].sampling.{key}"
+    ):
+        launcher_hook.resolve(config)
+    config = launcher_config({"type": "sampled_reverse_kl"}, train=sampled_with(**{key: value}))
+    launcher_hook.resolve(config)
+
+
+def test_resolve_refuses_the_masks_of_a_server():
+    config = launcher_config({"type": "topk_reverse_kl", "k": 2})
+    config.inference = types.SimpleNamespace(enable_return_sampling_mask=True)
+    with pytest.raises(ValueError, match="leave out inference.enable_return_sampling_mask"):
+        launcher_hook.resolve(config)
+
+
+def test_resolve_finds_the_algorithm_below_train():
+    """A newer prime-rl has orchestrator.train.algo; two streams need it, one loss its file."""
+    train = types.SimpleNamespace(algo={"type": "opd"}, min_abs_advantage=0.0)
+    launcher_hook.resolve(launcher_config(BOTH, train=train))
+    train.min_abs_advantage = 0.01
+    with pytest.raises(ValueError, match="min_abs_advantage = 0.01 .* set it to 0"):
+        launcher_hook.resolve(launcher_config(BOTH, train=train))
+
+
+def test_resolve_passes_two_streams_on_below_train(monkeypatch):
+    table = {"type": "topk_reverse_kl", "k": 2}
+    monkeypatch.setenv(SWITCH, json.dumps({"loss": table, "rewards": "beside"}))
+    train = types.SimpleNamespace(algo={"type": "opd"})
+    launcher_hook.resolve(launcher_config(train=train))
+    assert AdapterSettings.from_env().rewards == "beside"
+
+
 def test_resolve_refuses_a_support_of_the_full_vocabulary():
     with pytest.raises(ValueError, match="give it a number k"):
         launcher_hook.resolve(launcher_config(whole_support.FULL))

@@ -11,6 +11,7 @@ from prime_composer.upstream import wire
 from prime_composer.upstream.trainer import head as head_hook
 from prime_composer.upstream.trainer import logits
 from prime_composer.upstream.trainer.adapter import adapter
+from tests.upstream import fake_prime_rl
 
 N, D, V, K = 37, 16, 151, 5
 
@@ -87,11 +88,7 @@ def state(monkeypatch):
 def head(request):
     base = {"fused": Fused, "vanilla": Plain}[request.param]
     name = {"fused": "FusedOutputLinear", "vanilla": "VanillaOutputLinear"}[request.param]
-    cls = type(name, (base,), {"forward": base.forward})
-    module = types.ModuleType("prime_rl.trainer.models.layers.lm_head")
-    cls.__module__ = module.__name__
-    setattr(module, name, cls)
-    head_hook.hook_head(module)
+    cls = fake_prime_rl.head_module(base, name)
     torch.manual_seed(0)
     return cls()
 
@@ -480,3 +477,69 @@ def test_wire_refuses_router_replay():
         wire.unpack(torch.zeros(4, 12, 8, dtype=torch.int32), 8)
     with pytest.raises(ValueError, match="top-8"):
         wire.unpack(torch.zeros(4, 2, 4, dtype=torch.int32), 8)
+
+
+class Newer(Plain):
+    """A plain head of later versions, with parameters that we do not know."""
+
+    def forward(
+        self,
+        hidden_states,
+        labels=None,
+        temperature=None,
+        sampling_mask=None,
+        extra_gather_ids=None,
+    ):
+        self.given = (labels, temperature, sampling_mask, extra_gather_ids)
+        return {"logits": torch.nn.functional.linear(hidden_states, self.weight)}
+
+
+@pytest.fixture
+def newer(state):
+    torch.manual_seed(0)
+    head = fake_prime_rl.head_module(Newer)()
+    micro_batch, top = batch()
+    state.begin(micro_batch)
+    return head, micro_batch, top
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_head_passes_on_what_it_does_not_know(newer, state, by_name):
+    """And computes what it does without."""
+    head, micro_batch, top = newer
+    hidden, extra = torch.randn(1, N, D), torch.ones(1, N, 2)
+    labels = torch.cat([micro_batch["input_ids"][:, 1:], torch.zeros(1, 1, dtype=torch.long)], 1)
+    temperature = torch.ones(1, N)
+    if by_name:
+        head(hidden, labels=labels, temperature=temperature, extra_gather_ids=extra)
+    else:
+        head(hidden, labels, temperature, None, extra)
+    assert head.given == (labels, temperature, None, extra)
+    z = hidden[0] @ head.weight.t()
+    expected = z[:-1].gather(1, top[1:]) - z[:-1].gather(1, labels[0, :-1, None])
+    scored = micro_batch["loss_mask"][0, 1:]
+    torch.testing.assert_close(state.micro_batch.student[1:][scored], expected[scored])
+
+
+@pytest.mark.parametrize("labels,temperature", [(False, True), (True, False)])
+def test_head_without_labels_or_temperatures_is_left_alone(newer, state, labels, temperature):
+    """Without temperatures prime-rl's later heads return a sum of cross-entropies."""
+    head, micro_batch, _ = newer
+    given = (
+        micro_batch["input_ids"] if labels else None,
+        torch.ones(1, N) if temperature else None,
+    )
+    out = head(torch.randn(1, N, D), *given)
+    assert set(out) == {"logits"} and head.given[:2] == given and state.micro_batch.student is None
+
+
+def test_ids_that_sampling_kept_are_refused_with_a_support(newer, state):
+    """The label's log-prob would be over these ids, the support's over the whole vocabulary."""
+    head, micro_batch, _ = newer
+    given = {"labels": micro_batch["input_ids"], "temperature": torch.ones(1, N)}
+    given["sampling_mask"] = torch.ones(1, N, 3)
+    with pytest.raises(ValueError, match=r"carries sampling_mask: .* Set top_p = 1 and no top_k"):
+        head(torch.randn(1, N, D), **given)
+    state.k = 0
+    state.begin(micro_batch)
+    assert "logits" in head(torch.randn(1, N, D), **given)

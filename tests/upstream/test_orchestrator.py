@@ -16,6 +16,7 @@ pytest.importorskip("msgspec")
 from prime_composer.backends.answers import InvalidAnswer  # noqa: E402
 from prime_composer.backends.vllm_logprobs import answer_bytes  # noqa: E402
 from prime_composer.upstream import wire  # noqa: E402
+from prime_composer.upstream.autoload import HOOKS  # noqa: E402
 from prime_composer.upstream.orchestrator import hooks, teachers  # noqa: E402
 from prime_composer.upstream.orchestrator.client import (  # noqa: E402
     IN_FLIGHT,
@@ -24,6 +25,7 @@ from prime_composer.upstream.orchestrator.client import (  # noqa: E402
     parse,
 )
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
+from prime_composer.upstream.tally import SilentHook, Tally  # noqa: E402
 from tests.backends.test_vllm_logprobs import ROWS, TOKENS, answer  # noqa: E402
 
 TOP_2 = {"type": "topk_reverse_kl", "k": 2}
@@ -104,6 +106,12 @@ class Refusal(Exception):
     def __init__(self, message, status_code):
         super().__init__(message)
         self.status_code = status_code
+
+
+@pytest.fixture(autouse=True)
+def samples_of_another_process(monkeypatch):
+    """Nothing has been made in this process."""
+    monkeypatch.setattr(hooks, "MADE", Tally())
 
 
 @pytest.fixture(autouse=True)
@@ -250,6 +258,7 @@ class Sample:
         self.env_name = env_name
         self.prompt_ids, self.completion_ids = TOKENS[:1], TOKENS[1:]
         self.token_ids, self.ref_logprobs, self.routed_experts = TOKENS, None, None
+        self.mask, self.advantages = [False, True, True], None
 
 
 Sample.__module__ = RoutedExperts.__module__ = __name__
@@ -273,8 +282,8 @@ def v0_6_module(client=None):
     return module
 
 
-def client_module():
-    module = types.ModuleType("prime_rl.utils.client")
+def client_module(name="prime_rl.utils.client"):
+    module = types.ModuleType(name)
 
     async def prefill_logprobs(openai, model, token_ids):
         return list(OWN)
@@ -329,9 +338,9 @@ def test_orchestrator_sends_nan_where_the_trainer_asks(switch, mixed):
     switch(TOP_2, 2, asked_by="trainer", teachers_mixed=mixed)
     client, samples = Client(), [Sample(), Sample()]
     rows = compute(v0_6_module(client), {}, samples)
-    token = hooks.FROZEN.set(True)
+    token = hooks.SCORING.set(hooks.Scoring(True, Tally()))
     rows.append(prefill(client))
-    hooks.FROZEN.reset(token)
+    hooks.SCORING.reset(token)
     rows.append(prefill(Client(header=json.dumps([]))))
     assert not client.requests and not any(sample.routed_experts for sample in samples)
     for row in rows:
@@ -425,6 +434,7 @@ def test_stamps_send_scored_tokens_to_the_rl_loss(switch, rewards, algorithm, rl
     sample = Sample()
     sample.rl_weights = sample.ref_kl_weights = None
     sample.ref_logprobs = list(OWN) if scored else None
+    hooks.MADE.called(hooks.SAMPLES)
     module.stamp_loss_routing(sample, algorithm)
     assert (sample.rl_weights, sample.ref_kl_weights) == (rl, ref_kl)
     if scored:
@@ -433,6 +443,221 @@ def test_stamps_send_scored_tokens_to_the_rl_loss(switch, rewards, algorithm, rl
         assert len(sample.ref_logprobs) == 3 and all(map(math.isnan, sample.ref_logprobs))
     else:
         assert sample.ref_logprobs is None
+
+
+def algorithm_of(name, newest, score):
+    """Return a stand-in of a distilling algorithm, hooked.
+
+    Args:
+        name: of the class.
+        newest: it scores episodes, and not rollouts.
+        score: gets the parts of a rollout.
+    """
+
+    class Old:
+        async def score_rollout(self, rollout):
+            await score(rollout.samples)
+
+        async def score_group(self, group):
+            pass
+
+    class New:
+        async def score_episode(self, episode):
+            await score(episode.traces)
+
+        async def score_group(self, episodes):
+            pass
+
+    module = f"prime_rl.orchestrator.algo.{name.removesuffix('Algorithm').lower()}"
+    algo = types.ModuleType(module)
+    cls = New if newest else Old
+    cls.__name__ = name
+    setattr(algo, name, cls)
+    hooks.hook_algorithm(algo)
+    algorithm = getattr(algo, name)()
+    algorithm.demo_key = "answer"
+    return algorithm
+
+
+@pytest.fixture(params=["v0.7", "head"])
+def distil(request, monkeypatch):
+    """Return a function that scores one rollout with a stand-in of OPD, by another's request.
+
+    It takes the request, what keeps the answer, and whether the rollout has something to train.
+    """
+    base = types.ModuleType("prime_rl.orchestrator.algo.base")
+    base.iter_trainable_traces = lambda episodes: [(e, t) for e in episodes for t in e.traces]
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+
+    def run(ask, keep, trains=True):
+        async def score(samples):
+            for sample in samples:
+                keep(sample, await ask(Client(), "teacher", TOKENS))
+
+        newest = request.param == "head"
+        algorithm = algorithm_of("OPDAlgorithm", newest, score)
+        parts = [Sample()] if trains else []
+        rollout = types.SimpleNamespace(**{"traces" if newest else "samples": parts})
+        asyncio.run((algorithm.score_episode if newest else algorithm.score_rollout)(rollout))
+        return parts
+
+    return run
+
+
+async def own_request(client, model, token_ids):
+    """prime-rl's own request, where it has moved it."""
+    return list(OWN)
+
+
+def by_routing(sample, scores):
+    """Keep scores as prime-rl's algorithms do in every version, by the function that is hooked."""
+    branch = types.SimpleNamespace(nodes=[Node(TOKENS)], token_ids=TOKENS)
+    routing_module().assign_reference_logprobs(branch, scores)
+    sample.ref_logprobs = scores
+
+
+def by_another(sample, scores):
+    sample.other = list(scores)
+
+
+@pytest.mark.parametrize("loss", [TOP_2, SAMPLED])
+def test_request_that_is_not_ours_ends_the_run(switch, distil, loss):
+    """In the orchestrator, at the first rollout: no trainer has got a batch."""
+    switch(loss, loss.get("k", 0))
+    with pytest.raises(SilentHook, match="OPDAlgorithm has scored .* not by prefill_logprobs"):
+        distil(own_request, by_another)
+    assert distil(own_request, by_another, trains=False) == []
+    switch(None)
+    distil(own_request, by_another)  # prime-rl's own losses
+
+
+def test_support_that_is_not_kept_ends_the_run(switch, distil):
+    """The request was ours, and prime-rl keeps the scores without the support."""
+    ours = client_module().prefill_logprobs
+    distil(ours, by_routing)
+    with pytest.raises(SilentHook, match="kept the scores without the teacher's top-2"):
+        distil(ours, by_another)
+    switch(TOP_2, 2, asked_by="trainer")
+    distil(ours, by_another)  # the trainer has the support of its own question
+    switch(SAMPLED)
+    distil(ours, by_another)
+
+
+def samples_module():
+    module = types.ModuleType("prime_rl.orchestrator.trajectories")
+
+    def trace_to_samples(trace, *, env_name="", mm_token_type_ids_mapping=None):
+        sample = Sample()
+        sample.ref_logprobs = list(OWN)
+        return [sample]
+
+    module.trace_to_samples = trace_to_samples
+    hooks.hook_samples(module)
+    return module
+
+
+def test_samples_hook_takes_what_later_versions_have(switch):
+    """trace_to_samples has lost the mapping of multimodal tokens, and may get something new."""
+    switch(TOP_2, 2, teachers_mixed=True)
+    module = types.ModuleType("prime_rl.orchestrator.trajectories")
+    seen = []
+
+    def trace_to_samples(trace, *, env_name="", more=None):
+        seen.append((env_name, more))
+        sample = Sample()
+        sample.ref_logprobs = list(OWN)
+        return [sample]
+
+    module.trace_to_samples = trace_to_samples
+    hooks.hook_samples(module)
+    trace = types.SimpleNamespace()
+    for words in ([trace], []):
+        named = {} if words else {"trace": trace}
+        (sample,) = module.trace_to_samples(*words, **named, env_name="sums", more=2)
+        assert sample.ref_logprobs[0] == wire.MARK
+    assert seen == [("sums", 2)] * 2
+
+
+def test_samples_made_elsewhere_end_the_run_at_their_stamp(switch):
+    """They would lack the mark of mixed teachers, and have samples without a hint."""
+    module = types.ModuleType("prime_rl.orchestrator.algo.routing")
+    module.stamp_loss_routing = lambda sample, action_loss_type: None
+    hooks.hook_stamps(module)
+    module.stamp_loss_routing(Sample(), "rl")
+    with pytest.raises(SilentHook, match="not made by trace_to_samples"):
+        module.stamp_loss_routing(Sample(), "ref_kl")
+    samples_module().trace_to_samples(types.SimpleNamespace())
+    module.stamp_loss_routing(Sample(), "ref_kl")
+
+
+@pytest.mark.parametrize("rewards", ["beside", "in_loss"])
+def test_samples_never_stamped_end_the_run_at_the_next_group(switch, rewards):
+    """Their tokens would lack their rewards."""
+    switch(TOP_2, 2, rewards=rewards)
+    samples_module().trace_to_samples(types.SimpleNamespace())
+
+    algorithm = algorithm_of("OPDAlgorithm", True, None)
+    with pytest.raises(SilentHook, match="stamp_loss_routing did not run on samples"):
+        asyncio.run(algorithm.score_group([]))
+
+
+@pytest.mark.parametrize("rewards", ["in_loss", "beside", None])
+def test_stamps_keep_tokens_whose_advantage_is_zero(switch, rewards):
+    """prime-rl takes them out of the rl loss, where the loss of rewards reads a teacher too."""
+    switch(TOP_2, 2, rewards=rewards)
+    module = types.ModuleType("prime_rl.orchestrator.algo.routing")
+    module.stamp_loss_routing = lambda sample, action_loss_type: None
+    hooks.hook_stamps(module)
+    sample = Sample()
+    sample.advantages, sample.rl_weights = [0.0, 0.0, -0.5], None
+    module.stamp_loss_routing(sample, "rl")
+    mark = 2.0**-100 if rewards == "in_loss" else 0.0
+    assert sample.advantages == [0.0, mark, -0.5]
+
+
+@pytest.mark.parametrize("held", ["clients", "policy_pool"])
+def test_advantages_are_grpos_by_whatever_it_holds(switch, monkeypatch, held):
+    """GRPO gets what the distilling algorithm has: its clients, or its policy pool before."""
+    switch(TOP_2, 2, rewards="beside")
+    grpo = types.ModuleType("prime_rl.orchestrator.algo.grpo")
+    source = f"""
+class GRPOAlgoConfig: pass
+class GRPOAlgorithm:
+    def __init__(self, config, {held}): self.held = {held}
+    async def score_group(self, episodes): given.append((self.held, episodes))
+"""
+    grpo.given = given = []
+    exec(source, vars(grpo))
+    monkeypatch.setitem(sys.modules, grpo.__name__, grpo)
+    algorithm = algorithm_of("OPDAlgorithm", True, None)
+    setattr(algorithm, held, "the policy")
+    asyncio.run(algorithm.score_group(["an episode"]))
+    assert given == [("the policy", ["an episode"])]
+
+
+def test_request_moved_to_the_orchestrators_clients_is_ours():
+    """The module that has it is hooked, whichever it is."""
+    assert HOOKS["prime_rl.orchestrator.clients"] == HOOKS["prime_rl.utils.client"]
+    client = Client()
+    clients = client_module("prime_rl.orchestrator.clients")
+    assert asyncio.run(clients.prefill_logprobs(client, "teacher", TOKENS)) == [0.0, -3.0, -1.5]
+    assert len(client.requests) == 1
+
+
+def test_request_for_something_else_is_left_to_prime_rl():
+    """A branch's own distillation asks with ``top_k``; without one the request is ours."""
+    module = types.ModuleType("prime_rl.utils.client")
+
+    async def prefill_logprobs(openai, model, token_ids, top_k=None):
+        return "its own", top_k
+
+    module.prefill_logprobs = prefill_logprobs
+    hooks.hook_client(module)
+    client = Client()
+    own = asyncio.run(module.prefill_logprobs(client, "teacher", TOKENS, top_k=4))
+    assert own == ("its own", 4) and not client.requests
+    ours = asyncio.run(module.prefill_logprobs(client, "teacher", TOKENS, top_k=None))
+    assert ours == [0.0, -3.0, -1.5]
 
 
 def test_router_replay_in_the_rollouts_is_refused():
@@ -618,31 +843,26 @@ def test_live_policy_is_asked_for_its_scores_alone(often):
     assert len(client.requests) == 12
 
 
-@pytest.mark.parametrize("method", ["score_rollout", "score_episode"])
+@pytest.mark.parametrize("newest", [False, True])
 @pytest.mark.parametrize("name,frozen", [("OPDAlgorithm", True), ("OPSDAlgorithm", False)])
-def test_teacher_of_opd_is_frozen_and_of_opsd_is_not(monkeypatch, method, name, frozen):
+def test_teacher_of_opd_is_frozen_and_of_opsd_is_not(monkeypatch, newest, name, frozen):
     """v0.7 and v0.8 score rollouts, later versions episodes."""
     monkeypatch.setattr(hooks, "REQUESTS", Requests())
+    base = types.ModuleType("prime_rl.orchestrator.algo.base")
+    base.iter_trainable_traces = lambda episodes: []
+    monkeypatch.setitem(sys.modules, base.__name__, base)
     client, clients = Teacher(2), client_module()
 
-    async def score(self, rollout):
+    async def score(parts):
         await asyncio.gather(*[clients.prefill_logprobs(client, "teacher", LONG)])
 
-    async def score_group(self, group):
-        pass
-
-    async def score_groups(self, episodes):
-        pass
-
-    of_groups = score_group if method == "score_rollout" else score_groups
-    members = {method: score, "score_group": of_groups, "demo_key": "answer"}
-    algo = types.ModuleType("prime_rl.orchestrator.algo")
-    setattr(algo, name, type(name, (), members))
-    hooks.hook_algorithm(algo)
-    asyncio.run(getattr(getattr(algo, name)(), method)(types.SimpleNamespace(samples=[])))
+    algorithm = algorithm_of(name, newest, score)
+    method = algorithm.score_episode if newest else algorithm.score_rollout
+    nothing = types.SimpleNamespace(samples=[], traces=[])
+    asyncio.run(method(nothing))
     assert len(client.requests) == 1
     client.retries = 1
-    asyncio.run(getattr(getattr(algo, name)(), method)(types.SimpleNamespace(samples=[])))
+    asyncio.run(method(nothing))
     assert len(client.requests) == (3 if frozen else 2)
 
 
@@ -676,6 +896,8 @@ def opsd(request, monkeypatch):
 
     def note(self, trace):
         scored.append((trace.last_reply, trace.info.get(self.demo_key)))
+        hooks.ran(hooks.REQUEST)
+        hooks.ran(hooks.SUPPORT)
 
     class Old:
         async def score_rollout(self, rollout):

@@ -11,9 +11,9 @@ from prime_composer.backends import answers
 from prime_composer.losses import LOSS_TYPES
 from prime_composer.upstream import plain_launcher
 from prime_composer.upstream.trainer import hooks, validity
-from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.upstream.trainer.adapter import LOSS, adapter
 from prime_composer.upstream.versions import LOSS_V0_6, LOSS_V0_7
-from prime_composer.upstream.wire import MARK
+from prime_composer.upstream.wire import MARK, NO_ADVANTAGE
 from tests.prime_rl_checkout import RUN
 from tests.upstream import fake_prime_rl, scheduled_loss, whole_support
 
@@ -33,7 +33,7 @@ class Trainer:
     def __init__(self, monkeypatch, folder, contract):
         self.contract = contract
         self.loss = fake_prime_rl.loss_module(contract.name)
-        self.data = fake_prime_rl.data_module()
+        self.data = fake_prime_rl.data_module(contract.name)
         self._monkeypatch, self._folder = monkeypatch, folder
         self._loader = None
         fake_prime_rl.put(monkeypatch, self.loss, self.data)
@@ -64,15 +64,16 @@ class Trainer:
         mask = torch.arange(n) % 3 != 0
         return self.loss.LossInputs(*rows[:2], rows[2] if ref else None, torch.ones(n), mask)
 
-    def next_batch(self):
-        """Ask for the next batch; the first time, for the first one."""
+    def next_batch(self, kinds="-"):
+        """Ask for the next batch, which has these sequences (``fake_prime_rl.micro_batch``)."""
         if self._loader is None:
             self._loader = self.data.DataLoader(self._folder, 1)
+        self._loader.micro_batches = [fake_prime_rl.micro_batch(self.contract.name, kinds)]
         return self._loader.get_batch()
 
     def train(self, calls=1):
         """Do one step, with as many sequences for the distillation loss."""
-        self.next_batch()
+        self.next_batch("d" * calls)
         return [self.slot(self.inputs()) for _ in range(calls)]
 
 
@@ -101,7 +102,7 @@ def test_setup_binds_a_loss_to_its_own_tokens(trainer, table):
     assert type(out) is trainer.loss.LossOutputs
     assert out.loss.shape == () and out.loss.requires_grad
     assert all(value.shape == () and not value.requires_grad for value in out.metrics.values())
-    assert adapter().loss.calls == 1
+    assert adapter().tally.calls[LOSS] == 1
 
 
 def test_setup_binds_a_loss_from_outside(trainer):
@@ -200,11 +201,11 @@ def test_plain_launcher_refuses_rewards_and_teacher_from_v0_7_on(trainer):
 BOTH = {**SAMPLED, "dialect": "v0_7", "rl_mix": {"form": "add", "kd": 0.5}}
 
 
-def test_rewards_and_teacher_are_a_loss_of_rl_tokens(newer_trainer, capfd):
+def test_rewards_and_teacher_are_a_loss_of_rl_tokens(newer_trainer):
     """Its value on one sequence is -A rho of the rl loss, minus half of log q - log p times rho."""
     newer_trainer.hook({"loss": BOTH})
     rl_loss = newer_trainer.setup(**BOTH)
-    newer_trainer.next_batch()
+    newer_trainer.next_batch("r")
     inputs = newer_trainer.inputs()
     inputs.trainer_logprobs = (inputs.inference_logprobs + 0.01).requires_grad_()
     p, q = inputs.trainer_logprobs.detach(), inputs.ref_logprobs
@@ -212,8 +213,27 @@ def test_rewards_and_teacher_are_a_loss_of_rl_tokens(newer_trainer, capfd):
     per_token = -rho + tau + 0.5 * (-(q - p) * rho + tau)
     out = rl_loss(inputs)
     assert out.loss.item() == pytest.approx(per_token[inputs.loss_mask].sum().item(), rel=1e-5)
-    newer_trainer.next_batch()
-    assert "sampled_reverse_kl was called 1 times on 4 tokens" in capfd.readouterr().err
+    assert adapter().tally.calls[LOSS] == 1 and adapter().tally.meant[LOSS] == 4
+
+
+def test_advantage_of_zero_sent_as_a_mark_is_zero_in_the_loss(newer_trainer):
+    newer_trainer.hook({"loss": BOTH})
+    rl_loss = newer_trainer.setup(**BOTH)
+    given, objective = [], adapter().loss.objective
+
+    class Spy:
+        config, section = objective.config, objective.section
+
+        def __call__(self, inputs):
+            given.append(inputs)
+            return objective(inputs)
+
+    adapter().loss.objective = Spy()
+    inputs = newer_trainer.inputs()
+    inputs.advantages = torch.tensor([NO_ADVANTAGE, 0.5] * 3)
+    rl_loss(inputs)
+    assert given[0].advantages.tolist() == [0.0, 0.5] * 3
+    assert torch.tensor(NO_ADVANTAGE, dtype=torch.bfloat16).float() == NO_ADVANTAGE != 0
 
 
 def test_rewards_and_teacher_refuse_distillation_tokens(newer_trainer):
@@ -242,10 +262,10 @@ def test_rewards_and_teacher_that_are_never_called_stop_the_run(newer_trainer, i
     newer_trainer.hook({"loss": BOTH})
     if in_file:
         newer_trainer.setup(**BOTH)
-    for _ in range(patience):
-        newer_trainer.next_batch()
-    with pytest.raises(RuntimeError, match="no token was sent to the rl loss.*trainer.loss. names"):
-        newer_trainer.next_batch()
+    for _ in range(patience - 1):
+        newer_trainer.next_batch("d-")
+    with pytest.raises(RuntimeError, match="it is called on rl tokens.*trainer.loss. names"):
+        newer_trainer.next_batch("d-")
 
 
 @pytest.mark.parametrize("value", [True, "true"])  # the command line makes strings of it
@@ -266,7 +286,7 @@ def test_trainer_that_asks_has_to_know_the_teachers(newer_trainer):
     """A trainer that was started by hand."""
     newer_trainer.hook({"loss": {"type": "topk_reverse_kl", "k": "full"}})
     with pytest.raises(ValueError, match=r"does not know them.*\"teachers\": \[\{\"url\""):
-        newer_trainer.next_batch()
+        newer_trainer.next_batch("d")
 
 
 def test_plain_launcher_refuses_to_ask_the_teacher(trainer):
@@ -274,11 +294,11 @@ def test_plain_launcher_refuses_to_ask_the_teacher(trainer):
         trainer.setup(**SAMPLED, asked_by="trainer")
 
 
-def test_uncalled_loss_stops_the_run_at_the_second_batch(trainer):
+def test_batch_without_tokens_for_the_loss_ends_the_run(trainer):
+    """Before it is trained, so that a run of one step ends too."""
     trainer.setup(**SAMPLED)
-    trainer.next_batch()
-    with pytest.raises(RuntimeError, match="never called in the first optimizer step") as stop:
-        trainer.next_batch()
+    with pytest.raises(RuntimeError, match="the first batch had no token for it on any") as stop:
+        trainer.next_batch("-")
     key = {"v0.6": 'training_mode = "opd"', "v0.7": '[orchestrator.algo] type = "opd"'}
     assert key[trainer.contract.name] in str(stop.value)
 
@@ -286,47 +306,32 @@ def test_uncalled_loss_stops_the_run_at_the_second_batch(trainer):
 def test_loss_beside_an_rl_loss_waits_ten_steps(newer_trainer, capfd):
     """Named in PRIME_COMPOSER and not in [trainer.loss], so a batch may hold other tokens."""
     newer_trainer.hook({"loss": SAMPLED})
-    for _ in range(10):
-        newer_trainer.next_batch()
-    assert "was not called in step 3: no token for it" in capfd.readouterr().err
-    with pytest.raises(RuntimeError, match="never called in the first 10 steps"):
-        newer_trainer.next_batch()
+    for _ in range(9):
+        newer_trainer.next_batch("rr-")
+    assert "has no token in the batch of step 3 (the run ends after 10" in capfd.readouterr().err
+    with pytest.raises(RuntimeError, match="the first 10 batches had no token for it"):
+        newer_trainer.next_batch("rr-")
 
 
-def test_loss_beside_an_rl_loss_reports_its_first_tokens(newer_trainer, capfd):
+def test_loss_beside_an_rl_loss_may_lack_tokens_later(newer_trainer):
     newer_trainer.hook({"loss": SAMPLED})
     for _ in range(3):
-        newer_trainer.next_batch()
+        newer_trainer.next_batch("r")
     newer_trainer.train()
-    newer_trainer.next_batch()
-    said = capfd.readouterr().err
-    assert "called 1 times on 4 tokens in step 4, the first with tokens" in said
     for _ in range(20):
-        newer_trainer.next_batch()
+        newer_trainer.next_batch("r")
 
 
 def test_loss_of_rl_tokens_waits_where_a_batch_may_lack_them(trainer):
     trainer.setup(type="default")
-    trainer.next_batch()
     if trainer.contract is LOSS_V0_6:
-        with pytest.raises(RuntimeError, match="never called in the first optimizer step"):
-            trainer.next_batch()
+        with pytest.raises(RuntimeError, match="the first batch had no token"):
+            trainer.next_batch("d")
         return
     for _ in range(9):
-        trainer.next_batch()
-    message = "in the first 10 steps: no token was sent to the rl loss"
-    with pytest.raises(RuntimeError, match=message):
-        trainer.next_batch()
-
-
-def test_called_loss_is_reported_once(trainer, capfd):
-    trainer.setup(**SAMPLED)
-    trainer.train(calls=2)
-    assert "called" not in capfd.readouterr().err
-    trainer.train(calls=2)
-    assert "called 2 times on 8 tokens in the first step" in capfd.readouterr().err
-    trainer.next_batch()
-    assert "was called" not in capfd.readouterr().err and adapter().loss.calls == 0
+        trainer.next_batch("d")
+    with pytest.raises(RuntimeError, match="the first 10 batches had no token for it .* rl tokens"):
+        trainer.next_batch("d")
 
 
 def test_data_hook_counts_a_batch_once_on_both_roads(newer_trainer):
@@ -338,38 +343,54 @@ def test_data_hook_counts_a_batch_once_on_both_roads(newer_trainer):
     assert adapter().steps == 2
 
 
-def test_data_hook_leaves_plain_batches_as_they_are(trainer):
-    trainer.setup(**SAMPLED)
-    assert type(trainer.next_batch()) is list
+@pytest.mark.parametrize("name", ["sampling_mask", "kept_tokens"])
+def test_batch_with_a_sampling_mask_is_refused_untrained(newer_trainer, name):
+    """With a support. A loss of the sampled token compares the distribution that was sampled."""
+    for loss in (SAMPLED, {"type": "topk_reverse_kl", "k": 2}):
+        newer_trainer.hook({"loss": loss})
+        loader = newer_trainer.data.DataLoader("", 1)
+        loader.micro_batches[1][name] = None
+        loader.get_batch()
+        loader.micro_batches[1][name] = torch.ones(1, 6, 3)
+        adapter().tally.called(LOSS)
+        if loss is SAMPLED:
+            loader.get_batch()
+            continue
+        with pytest.raises(ValueError, match=f"The batch carries {name}: .*sampled_reverse_kl"):
+            loader.get_batch()
 
 
-def test_data_hook_reports_the_micro_batch_in_flight(newer_trainer):
-    newer_trainer.hook({"loss": SAMPLED})
-    batches = newer_trainer.next_batch()
-    assert len(batches) == 2 and batches[1] == {"number": 1}
+@pytest.mark.parametrize("whole_run", [True, False])
+def test_data_hook_reports_the_micro_batch_in_flight(trainer, whole_run):
+    """On both roads; once a loop has ended, none is in flight."""
+    if whole_run:
+        trainer.hook({"loss": SAMPLED})
+    else:
+        trainer.setup(**SAMPLED)
+    batches = trainer.data.DataLoader("", 1).get_batch()
+    assert isinstance(batches, list) and len(batches) == 2
     for _ in range(2):  # prime-rl counts tokens first, then trains
         in_flight = []
         for _ in batches:
             in_flight.append(adapter().micro_batch)
         assert len(set(map(id, in_flight))) == 2
+        assert adapter().micro_batch is None
 
 
 def test_mixture_stops_without_the_orchestrators_mark(trainer):
-    settings = {"loss": SAMPLED, "k": 0, "teachers_mixed": True}
-    trainer.hook(settings)
-    trainer.train()
+    """Before the batch is trained."""
+    trainer.hook({"loss": SAMPLED, "k": 0, "teachers_mixed": True})
     with pytest.raises(RuntimeError, match="adapter = true.*the orchestrator runs without it"):
-        trainer.next_batch()
+        trainer.next_batch("dd")
 
 
 def test_mixture_goes_on_with_the_mark_on_one_sequence(trainer):
     """One environment has a teacher of its own, another one a mixture."""
     trainer.hook({"loss": SAMPLED, "k": 0, "teachers_mixed": True})
-    trainer.train()
-    marked = trainer.inputs()
-    getattr(marked, trainer.contract.ref_field)[0] = MARK
-    trainer.slot(marked)
-    trainer.next_batch()
+    loader = trainer.data.DataLoader("", 1)
+    scores = loader.micro_batches[1][trainer.contract.ref_field]
+    scores[0, 0] = MARK
+    loader.get_batch()
     assert adapter().loss.seen
 
 

@@ -12,7 +12,7 @@ import pytest
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.upstream.export import export_recipe
 from tests.upstream.export_recipes import tables
-from tests.upstream.in_prime_rl import interpreters
+from tests.upstream.in_prime_rl import Interpreter, interpreters
 
 # It starts no server: the whole runs need not wait for it.
 pytestmark = pytest.mark.xdist_group("prime-rl's orchestrator")
@@ -90,6 +90,7 @@ import torch
 import verifiers.v1 as vf
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import AssistantMessage, UserMessage
+from prime_composer.upstream.orchestrator import hooks
 from prime_rl.configs.algorithm import GRPOAlgoConfig
 from prime_rl.orchestrator import train_sink
 from prime_rl.orchestrator.algo import build_algorithm
@@ -109,6 +110,7 @@ asked = []
 class Pool:
     async def score(self, token_ids):
         asked.append(list(token_ids))
+        hooks.ran(hooks.REQUEST)  # which these scores stand for
         return list(scores.get(tuple(token_ids), [-1.0] * len(token_ids)))
 
 
@@ -126,7 +128,8 @@ class Data(vf.TaskData):
 
 def algorithm_of(algo):
     algorithm = build_algorithm(algo, Pool())
-    algorithm.teacher_pool, algorithm.renderer = Pool(), Renderer()
+    algorithm.teacher_pool = algorithm.teacher_clients = Pool()
+    algorithm.renderer = Renderer()
     return algorithm
 
 
@@ -260,6 +263,16 @@ def libraries(trees, tmp_path_factory):
         yield get
 
 
+@pytest.fixture(scope="module")
+def branch(trees, tmp_path_factory):
+    """A process with the branch whose algorithms have clients, which runs with head's TOML."""
+    folder = tmp_path_factory.mktemp("branch")
+    tree = "orchestrator clients"
+    process = Interpreter("head", lambda _: trees(tree), folder, PRIME_COMPOSER="1")
+    yield process
+    process.close()
+
+
 @pytest.fixture
 def run(libraries, tmp_path):
     """Return a function that trains one step in a new process with a version's prime-rl.
@@ -268,7 +281,14 @@ def run(libraries, tmp_path):
     """
 
     def start(
-        version, loss, rewards=None, without_teacher=(), policy=None, batch_size=8, **prime_rl
+        version,
+        loss,
+        rewards=None,
+        without_teacher=(),
+        policy=None,
+        batch_size=8,
+        process=None,
+        **prime_rl,
     ):
         raw = tables(student={"model": "Qwen/Qwen3-0.6B"}, rollout={"group_size": 4})
         raw["loss"] = loss
@@ -282,7 +302,7 @@ def run(libraries, tmp_path):
             switch = json.dumps({"loss": loss, "rewards": rewards})
         path = tmp_path / "run.toml"
         path.write_text(export.text())
-        return libraries(version).run(
+        return (process or libraries(version)).run(
             MAKE_BATCH + (COMPUTE_LOSS if policy is None else ""),
             fork=True,
             version=version,
@@ -300,7 +320,23 @@ def run(libraries, tmp_path):
 @pytest.mark.parametrize("version", NEWER)
 def test_rewards_and_teacher_are_one_loss_over_all_tokens(run, version):
     """Rollouts of zero advantage are among them."""
-    actual = run(version, LOSS)
+    check_one_loss(run(version, LOSS))
+
+
+@pytest.mark.upstream
+def test_rewards_and_teacher_keep_what_prime_rl_prunes(run):
+    """Later versions always take tokens with an advantage of 0 out of the rl loss."""
+    pruned = {"orchestrator": {"train": {"filter_zero_advantages": True}}}
+    check_one_loss(run("head", LOSS, **pruned))
+
+
+@pytest.mark.slow
+def test_rewards_and_teacher_are_one_loss_on_a_branch(run, branch):
+    """Its GRPO is made of clients, where it was the policy pool before."""
+    check_one_loss(run("head", LOSS, process=branch))
+
+
+def check_one_loss(actual):
     scored = list(advantages(rollouts()))
     tokens = sum(len(rollout["log_p"]) for rollout, _ in scored)
     total = sum(rl_sum(rollout, advantage) + KD * kd_sum(rollout) for rollout, advantage in scored)

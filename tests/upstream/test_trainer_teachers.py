@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import threading
-import types
 from types import SimpleNamespace
 
 import pytest
@@ -134,10 +133,7 @@ class Output(torch.nn.Linear):
 @pytest.fixture
 def output():
     """Return a hooked class of prime-rl's heads."""
-    cls = type("VanillaOutputLinear", (Output,), {"forward": Output.forward})
-    module = types.ModuleType("prime_rl.trainer.models.layers.lm_head")
-    cls.__module__, module.VanillaOutputLinear = module.__name__, cls
-    head_hook.hook_head(module)
+    cls = fake_prime_rl.head_module(Output)
     torch.manual_seed(0)
     return cls
 

@@ -1,5 +1,6 @@
 """Detect prime-rl's version from its API: loss contract and config classes."""
 
+import subprocess
 import sys
 import types
 
@@ -15,6 +16,7 @@ from prime_composer.upstream.versions import (
     probe_contract,
     probe_version,
 )
+from tests.prime_rl_checkout import REPO
 from tests.upstream import fake_prime_rl
 
 RL = {"type": "default"}
@@ -107,3 +109,10 @@ def test_contract_provides_by_kind_of_token(contract, loss, adapter, expected):
 )
 def test_contract_says_which_tokens_a_loss_gets(contract, loss, distils):
     assert VERSIONS[contract].contract.distils(parse_loss(loss)) is distils
+
+
+def test_records_are_read_without_any_package():
+    """CI makes environments from the records before anything is installed."""
+    code = f"import sys; sys.path.insert(0, {str(REPO)!r}); import tests.upstream.make_venvs"
+    done = subprocess.run([sys.executable, "-ISc", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -106,8 +106,9 @@ class SpecialTokenMask(Modifier):
                 signal = (inputs.ref_logprobs - inputs.trainer_logprobs).abs()
                 total, total_removed = masked_sum(signal, mask), masked_sum(signal, removed)
                 metrics["special_tokens/removed_signal"] = total_removed / mask.sum().clamp(min=1)
+                least = torch.finfo(total.dtype).tiny
                 metrics["special_tokens/removed_signal_share"] = total_removed / total.clamp(
-                    min=1e-30
+                    min=least
                 )
         return dataclasses.replace(inputs, loss_mask=mask & ~removed), metrics
 

@@ -24,25 +24,51 @@ import math
 from collections.abc import Awaitable, Sequence
 from contextvars import ContextVar
 from itertools import cycle
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from prime_composer.problems.answers import verdict
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.recipe.urls import public_url
-from prime_composer.upstream import wire
+from prime_composer.upstream import capabilities, wire
+from prime_composer.upstream.capabilities import UnknownSurface, take
 from prime_composer.upstream.log import log
 from prime_composer.upstream.orchestrator.client import Requests, Scores
 from prime_composer.upstream.orchestrator.teachers import HEADER, score_by_each, teachers_of
 from prime_composer.upstream.settings import AdapterSettings
+from prime_composer.upstream.tally import DOCTOR, Tally
 from prime_composer.upstream.toml_shapes import HINT_KEYS
-from prime_composer.upstream.versions import UnknownSurface, expect
 
 SIBLING, FEEDBACK = HINT_KEYS["sibling"], HINT_KEYS["feedback"]
 
 REQUESTS = Requests()
 
-FROZEN: ContextVar[bool] = ContextVar("frozen", default=False)
-"""Whether a frozen teacher scores, and not the live policy (opsd)."""
+REQUEST, SUPPORT, SAMPLES, STAMP = "request for scores", "support", "samples", "loss routing"
+"""Names of the orchestrator's hooks in a ``Tally``."""
+
+MADE = Tally()
+"""The samples that this process has made, and the hooks that ran on them.
+
+prime-rl finalizes one group after the other: the samples of one are made and stamped before the
+next one is scored.
+"""
+
+
+class Scoring(NamedTuple):
+    """One rollout or episode that a distilling algorithm scores.
+
+    Attributes:
+        frozen: a frozen teacher scores, and not the live policy (opsd).
+        tally: the hooks that ran on it.
+    """
+
+    frozen: bool
+    tally: Tally
+
+
+SCORING: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
+"""What is scored here: a task that scores one of its sequences has it too."""
+
+MISSED = f"this prime-rl does it in another way. {DOCTOR}"
 
 
 def _settings() -> AdapterSettings:
@@ -55,14 +81,9 @@ def hook_teacher_logprobs(module: Any) -> None:
     38494ccb, orchestrator/utils.py:110.
     TODO(prime-rl): remove once samples have a field for it.
     """
-    if not hasattr(module, "compute_teacher_logprobs"):
+    original = take(capabilities.PREFILL, module)
+    if original is None:
         return
-    original = expect(
-        module,
-        "compute_teacher_logprobs",
-        ("clients", "model_name", "samples"),
-        "prime_rl/orchestrator/utils.py",
-    )
     if not hasattr(module, "setup_openai_client"):
         raise UnknownSurface(
             "prime_rl.orchestrator.utils lost setup_openai_client, which makes the teacher's "
@@ -97,25 +118,29 @@ def hook_teacher_logprobs(module: Any) -> None:
 def hook_client(module: Any) -> None:
     """Let ``prefill_logprobs`` ask for K; the scorer looks it up at every call (from v0.7 on).
 
-    d334ea52 utils/client.py:571, 559b4477 utils/client.py:479.
+    d334ea52 utils/client.py:571, 559b4477 utils/client.py:479, 4103b285 orchestrator/clients.py:464
+    (later versions have it there).
     TODO(prime-rl): remove with ``hook_teacher_logprobs``.
     """
-    if not hasattr(module, "prefill_logprobs"):
+    original = take(capabilities.PREFILL, module)
+    if original is None:
         return
-    original = expect(
-        module, "prefill_logprobs", ("openai", "model", "token_ids"), "prime_rl/utils/client.py"
-    )
 
     @functools.wraps(original)
-    async def prefill_logprobs(openai: Any, model: str, token_ids: list[int]) -> list[float]:
+    async def prefill_logprobs(openai: Any, model: str, token_ids: list[int], **more: Any) -> Any:
+        if any(value is not None for value in more.values()):
+            return await original(openai, model, token_ids, **more)  # something else is asked
         k = _settings().support_size()
         header = openai.default_headers.get(HEADER)
-        if _settings().trainer_asks and (header is not None or FROZEN.get()):
+        scoring = SCORING.get()
+        frozen = scoring is not None and scoring.frozen
+        ran(REQUEST)
+        if _settings().trainer_asks and (header is not None or frozen):
             return unscored(len(token_ids))
         if header is not None:
             request = score_by_each(REQUESTS, teachers_of(header), token_ids, k)
         else:
-            request = REQUESTS.score(openai, model, token_ids, k, frozen=FROZEN.get())
+            request = REQUESTS.score(openai, model, token_ids, k, frozen=frozen)
         return marked(await said(request))
 
     module.prefill_logprobs = prefill_logprobs
@@ -124,46 +149,36 @@ def hook_client(module: Any) -> None:
 def hook_algorithm(module: Any) -> None:
     """Let ``score_rollout`` of the distilling algorithms attach the support to each sample.
 
-    v0.7 and v0.8: d334ea52 and 60bc2954, orchestrator/algo/opd.py:44, opsd.py:72. Later versions
+    v0.7 and v0.8: d334ea52 and 60bc2954, orchestrator/algo/opd.py:40, opsd.py:64. Later versions
     have no such method; ``hook_routing`` serves them.
 
     opd's teacher is frozen, so that its requests are marked. Later versions: 559b4477,
-    orchestrator/algo/opd.py:44, ``score_episode``.
+    orchestrator/algo/opd.py:37, ``score_episode``.
     """
-    opd = module.__dict__.get("OPDAlgorithm")
-    for method in ("score_rollout", "score_episode"):
-        if opd is not None and hasattr(opd, method):
-            setattr(opd, method, _frozen(getattr(opd, method)))
-    for name in ("OPDAlgorithm", "OPSDAlgorithm"):
-        cls = module.__dict__.get(name)
-        if cls is None:
-            continue
-        if hasattr(cls, "score_rollout"):
-            source = f"prime_rl/orchestrator/algo of {name}"
-            original = expect(cls, "score_rollout", ("self", "rollout"), source)
-            cls.score_rollout = _then_attach(original)
-        cls.score_group = _as_grpo(cls)
-        if name == "OPSDAlgorithm":
-            _give_hints(cls)
+    for scores, groups in (
+        (capabilities.OPD_SCORES, capabilities.OPD_GROUP),
+        (capabilities.OPSD_SCORES, capabilities.OPSD_GROUP),
+    ):
+        frozen = scores is capabilities.OPD_SCORES
+        capabilities.replace(scores, module, functools.partial(_judged, frozen=frozen))
+        capabilities.replace(groups, module, _as_grpo)
+    score = take(capabilities.OPSD_SCORES, module)
+    if score is not None:
+        capabilities.replace(capabilities.OPSD_SCORES, module, _with_hints)
+        capabilities.replace(
+            capabilities.OPSD_GROUP, module, functools.partial(_with_siblings, score)
+        )
 
 
-def _give_hints(cls: Any) -> None:
+def _with_hints(score: Any) -> Any:
     """Let ``opsd`` give two more hints: another rollout of the group, and the verifier's verdict.
 
     They are written to ``info`` of the rollout, where upstream reads its hint: d334ea52 and
-    60bc2954 orchestrator/algo/opsd.py:53, 559b4477 :63. Siblings are known once the group is
-    complete, so that its rollouts are scored then. A rollout without a hint is not trained.
+    60bc2954 orchestrator/algo/opsd.py:54, 559b4477 :57. Siblings are known once the group is
+    complete, so that its rollouts are scored then (``_with_siblings``). A rollout without a hint
+    is not trained.
     TODO(prime-rl): remove once opsd has hints of the group and of the verifier.
     """
-    by_rollout = hasattr(cls, "score_rollout")
-    name = "score_rollout" if by_rollout else "score_episode"
-    score = getattr(cls, name)
-    score_group = expect(
-        cls,
-        "score_group",
-        ("self", "group" if by_rollout else "episodes"),
-        "prime_rl/orchestrator/algo/base.py",
-    )
 
     @functools.wraps(score)
     async def score_one(self: Any, rollout: Any) -> None:
@@ -174,6 +189,10 @@ def _give_hints(cls: Any) -> None:
                 trace.info[FEEDBACK] = _feedback(trace)
         await score(self, rollout)
 
+    return score_one
+
+
+def _with_siblings(score: Any, score_group: Any) -> Any:
     @functools.wraps(score_group)
     async def score_all(self: Any, rollouts: Any) -> None:
         if self.demo_key == SIBLING:
@@ -182,8 +201,7 @@ def _give_hints(cls: Any) -> None:
             await asyncio.gather(*(score(self, rollout) for rollout in hinted))
         await score_group(self, rollouts)
 
-    setattr(cls, name, score_one)
-    cls.score_group = score_all
+    return score_all
 
 
 def _traces(rollouts: Sequence[Any]) -> list[Any]:
@@ -225,38 +243,75 @@ def _feedback(trace: Any) -> str:
     return f"An earlier attempt: {reply}\nIts verdict: {said}"
 
 
-def _as_grpo(cls: Any) -> Any:
+def _as_grpo(score_group: Any) -> Any:
     """Let a distilling algorithm assign advantages as GRPO does, where rewards count.
 
     Upstream's ``score_group`` of these algorithms does nothing: d334ea52 and 60bc2954
     orchestrator/algo/base.py:147, 559b4477 :71. GRPO's is in grpo.py:24, or :25.
     TODO(prime-rl): remove once an algorithm both assigns credit and asks for reference scores.
     """
-    parameters = ("self", "group" if hasattr(cls, "score_rollout") else "episodes")
-    original = expect(cls, "score_group", parameters, "prime_rl/orchestrator/algo/base.py")
 
-    @functools.wraps(original)
-    async def score_group(self: Any, group: Any) -> None:
+    @functools.wraps(score_group)
+    async def score_all(self: Any, group: Any) -> None:
         if _settings().rewards is None:
-            await original(self, group)
+            await score_group(self, group)
             return
+        MADE.judge()
         grpo = importlib.import_module("prime_rl.orchestrator.algo.grpo")
-        expect(grpo.GRPOAlgorithm, "score_group", parameters, "prime_rl/orchestrator/algo/grpo.py")
-        await grpo.GRPOAlgorithm(grpo.GRPOAlgoConfig(), self.policy_pool).score_group(group)
+        for needed in (capabilities.GRPO, capabilities.GRPO_CONFIG, capabilities.GRPO_GROUP):
+            take(needed, grpo)
+        clients = self.clients if hasattr(self, "clients") else self.policy_pool
+        await grpo.GRPOAlgorithm(grpo.GRPOAlgoConfig(), clients).score_group(group)
 
-    return score_group
+    return score_all
 
 
-def _frozen(original: Any) -> Any:
-    @functools.wraps(original)
-    async def score(*args: Any, **kwargs: Any) -> Any:
-        token = FROZEN.set(True)
+def _judged(score: Any, frozen: bool) -> Any:
+    """Let a scoring method end the run if it scored what trains without our hooks.
+
+    Args:
+        score: the method.
+        frozen: a frozen teacher scores.
+    """
+
+    if score.__name__ == "score_rollout":
+        score = _then_attach(score)
+
+    @functools.wraps(score)
+    async def judged(self: Any, rollout: Any) -> None:
+        tally = Tally()
+        token = SCORING.set(Scoring(frozen, tally))
         try:
-            return await original(*args, **kwargs)
+            await score(self, rollout)
         finally:
-            FROZEN.reset(token)
+            SCORING.reset(token)
+        settings = _settings()
+        scored = len(_traces([rollout])) if getattr(rollout, "samples", True) else 0
+        if settings.loss is None:
+            return
+        tally.expect(
+            REQUEST,
+            scored,
+            f"{type(self).__name__} has scored a rollout that trains, and not by prefill_logprobs: "
+            + MISSED,
+        )
+        tally.expect(
+            SUPPORT,
+            scored if settings.support_size() and not settings.trainer_asks else 0,
+            f"{type(self).__name__} has scored a rollout that trains, and kept the scores without "
+            f"the teacher's top-{settings.support_size()}, not by assign_reference_logprobs: "
+            + MISSED,
+        )
+        tally.judge()
 
-    return score
+    return judged
+
+
+def ran(hook: str) -> None:
+    """Note that a hook ran on what is scored here."""
+    scoring = SCORING.get()
+    if scoring is not None:
+        scoring.tally.called(hook)
 
 
 def _then_attach(original: Any) -> Any:
@@ -266,6 +321,7 @@ def _then_attach(original: Any) -> Any:
         for sample in rollout.samples:
             if isinstance(sample.ref_logprobs, Scores):
                 attach(sample, sample.ref_logprobs)
+                ran(SUPPORT)
                 sample.ref_logprobs = list(sample.ref_logprobs)
 
     return score_rollout
@@ -278,20 +334,16 @@ def hook_routing(module: Any) -> None:
     have it too: a branch has a payload only if all its nodes have one.
     TODO(prime-rl): remove with ``hook_teacher_logprobs``.
     """
-    if not hasattr(module, "assign_reference_logprobs"):
+    original = take(capabilities.REFERENCE, module)
+    if original is None:
         return
-    original = expect(
-        module,
-        "assign_reference_logprobs",
-        ("branch", "values"),
-        "prime_rl/orchestrator/algo/routing.py",
-    )
 
     @functools.wraps(original)
     def assign_reference_logprobs(branch: Any, values: Any) -> None:
         original(branch, list(values) if isinstance(values, Scores) else values)
         if not isinstance(values, Scores) or not values.token_ids.shape[1]:
             return
+        ran(SUPPORT)
         payload = wire.pack(values.token_ids, values.logprobs)
         start = 0
         for node in branch.nodes:
@@ -314,25 +366,31 @@ def hook_stamps(module: Any) -> None:
 
     A sample that no teacher has scored gets NaN in the place of its scores. prime-rl would pack it
     as 0.0, which is a probability of 1.
+
+    Where the loss reads rewards, an advantage of 0 is sent as ``wire.NO_ADVANTAGE``: prime-rl takes
+    tokens with an advantage of 0 out of the rl loss (559b4477 orchestrator/train_sink.py:36, later
+    versions without a key that turns it off), and these have a teacher.
     TODO(prime-rl): remove with ``_as_grpo``.
     """
-    if not hasattr(module, "stamp_loss_routing"):
+    original = take(capabilities.STAMPS, module)
+    if original is None:
         return
-    original = expect(
-        module,
-        "stamp_loss_routing",
-        ("sample", "action_loss_type"),
-        "prime_rl/orchestrator/algo/routing.py",
-    )
 
     @functools.wraps(original)
     def stamp_loss_routing(sample: Any, action_loss_type: str) -> None:
         rewards, distilled = _settings().rewards, action_loss_type == "ref_kl"
+        MADE.called(STAMP)
+        made = "A sample that a teacher has scored was not made by trace_to_samples: " + MISSED
+        MADE.expect(SAMPLES, int(distilled and _settings().loss is not None), made)
+        MADE.judge()
         original(sample, "rl" if rewards == "in_loss" and distilled else action_loss_type)
         if rewards == "beside" and distilled:
             sample.rl_weights = None
         if rewards == "in_loss" and sample.ref_logprobs is None:
             sample.ref_logprobs = [math.nan] * len(sample.token_ids)
+        if rewards == "in_loss" and sample.advantages is not None:
+            pairs = zip(sample.advantages, sample.mask, strict=True)
+            sample.advantages = [a or (wire.NO_ADVANTAGE if trains else a) for a, trains in pairs]
 
     module.stamp_loss_routing = stamp_loss_routing
 
@@ -346,14 +404,9 @@ def hook_samples(module: Any) -> None:
     scored, and this does nothing.
     TODO(prime-rl): remove with ``hook_routing``.
     """
-    if not hasattr(module, "trace_to_samples"):
+    original = take(capabilities.SAMPLES, module)
+    if original is None:
         return
-    original = expect(
-        module,
-        "trace_to_samples",
-        ("trace", "env_name", "mm_token_type_ids_mapping"),
-        "prime_rl/orchestrator/trajectories.py",
-    )
 
     @functools.wraps(original)
     def trace_to_samples(*args: Any, **kwargs: Any) -> Any:
@@ -361,9 +414,12 @@ def hook_samples(module: Any) -> None:
         if getattr(trace, "info", {}).get(SIBLING, "") is None:
             return []  # no hint
         samples = original(*args, **kwargs)
+        MADE.called(SAMPLES)
         for sample in samples:
             if sample.ref_logprobs is not None:
                 sample.ref_logprobs = marked(sample.ref_logprobs)
+                stamped = "stamp_loss_routing did not run on samples that a teacher scored: "
+                MADE.expect(STAMP, int(_settings().rewards is not None), stamped + MISSED)
         return samples
 
     module.trace_to_samples = trace_to_samples

@@ -1,7 +1,9 @@
 """The adapter of a trainer process: everything that its hooks share, in one object."""
 
+import atexit
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from prime_composer.losses import require, setup_loss_fn
+from prime_composer.upstream import capabilities
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import (
     EXAMPLE,
@@ -20,18 +23,34 @@ from prime_composer.upstream.settings import (
     split_table,
     wire_support_size,
 )
-from prime_composer.upstream.trainer.batches import Aligned, MicroBatch, Questions, distilled_of
+from prime_composer.upstream.tally import DOCTOR, SilentHook, Tally
+from prime_composer.upstream.trainer.batches import (
+    Aligned,
+    MicroBatch,
+    Questions,
+    TrackedBatches,
+    distilled_of,
+    refuse_sampling_mask,
+)
 from prime_composer.upstream.trainer.binding import RegisteredLoss
 from prime_composer.upstream.trainer.journal import Journal
 from prime_composer.upstream.versions import (
     LOSS_MODULE,
     REMEDIES,
-    expect,
     probe_contract,
 )
 
 if TYPE_CHECKING:  # needs what the plain launcher's trainer may lack
     from prime_composer.upstream.trainer.teachers import StepAnswers, Teachers
+
+LOSS, COMPUTE_LOSS, HEAD, FORWARD = "our loss", "compute_loss", "output head", "forward"
+"""Names of the trainer's hooks in a ``Tally``."""
+
+WITHOUT_BATCH = (
+    "prime_composer: prime-rl computes a loss, and on no micro-batch that get_batch of "
+    "prime_rl.trainer.rl.data returned: this prime-rl's train loop gets its batches in another "
+    f"way, or not one by one. {DOCTOR}"
+)
 
 
 class Shard(NamedTuple):
@@ -57,7 +76,12 @@ class Adapter:
     A step has ended when the next batch is asked for: prime-rl's train loop calls
     ``DataLoader.wait_for_batch`` and then ``get_batch`` once per step (38494ccb
     trainer/rl/train.py:335 and 342, d334ea52:284, 60bc2954:293, 559b4477:282). So the last step of
-    a run has no end here. Its state is not kept, and a run of a single step is not checked.
+    a run has no end here, and its state is not kept.
+
+    A batch with tokens for the loss in which the loss was not called ends the run. That is judged
+    where ``compute_loss`` returns, before a gradient exists. Where prime-rl does not run the
+    ``compute_loss`` that is hooked, it is judged when the next batch is asked for, or at the end of
+    the process. The rule is each rank's own, and reads nothing on the device.
 
     Args:
         settings: the settings of the run, None where the whole-run adapter is off.
@@ -70,6 +94,7 @@ class Adapter:
         shard: this rank's shard, None without context parallelism.
         model: prime-rl's model, once it has run.
         steps: number of batches that were asked for.
+        tally: the work and the calls of the hooks since the last batch came.
         journal: keeps the loss's state for a resume; None for a loss without a state.
     """
 
@@ -83,11 +108,16 @@ class Adapter:
         self.model: Any = None
         self.steps = 0
         self.journal: Journal | None = None
+        self.tally = Tally()
+        self._micro_tally = self.tally
+        self._batches = TrackedBatches((), self.begin)
         self._asked = False
+        self._reported = False
         self._warned_of_temperature = False
         self._teachers: Teachers | None = None
         self._answers: StepAnswers | None = None
         self._numbers: dict[int, int] = {}
+        self._tokens: list[int] = []
 
     def register(
         self, table: Mapping[str, Any], section: str = SECTION, in_file: bool = False
@@ -100,8 +130,8 @@ class Adapter:
         the rl tokens as well. The adapter's orchestrator makes its tokens rl tokens, so that
         distillation tokens are refused.
 
-        Replaces ``prime_rl.trainer.rl.loss.opd_loss_fn`` (38494ccb, loss.py:201) or
-        ``ref_kl_loss_fn`` (559b4477, loss.py:186); prime-rl resolves both names later.
+        Replaces ``prime_rl.trainer.rl.loss.opd_loss_fn`` (38494ccb, loss.py:197) or
+        ``ref_kl_loss_fn`` (559b4477, loss.py:199); prime-rl resolves both names later.
         TODO(prime-rl): remove once ``[trainer.loss]`` reaches distillation tokens.
 
         Args:
@@ -154,19 +184,14 @@ class Adapter:
             setup_loss_fn(config, section),
             contract,
             module.LossOutputs,
+            functools.partial(self.called, LOSS),
             self.aligned if self.whole_run else None,
             in_file,
             mixed,
         )
         if registered.compares:
-            expect(
-                module,
-                contract.slot,
-                ("inputs",),
-                f"prime_rl/trainer/rl/loss.py of {contract.name}",
-            )
             in_slot = registered if registered.distils else registered.no_distillation_tokens
-            setattr(module, contract.slot, in_slot)
+            capabilities.replace(capabilities.SLOT, module, lambda _: in_slot)
         tokens = f"distillation tokens ({contract.slot})" if registered.distils else "rl tokens"
         log(f"{config.type} registered for {tokens}, {contract.name} contract")
         self.loss = registered
@@ -185,31 +210,92 @@ class Adapter:
         that its state is kept before the trainer waits.
 
         Raises:
-            RuntimeError: the loss was not called, or the orchestrator runs without the adapter.
+            SilentHook: the last batch had tokens for the loss, which was not called.
         """
         if self._asked:
             return
         self._asked = True
+        self.tally.judge()
         if self.loss is not None:
             if self.steps > 0:
-                self.loss.end_step(self.steps)
+                self.loss.objective.end_step()
             if self.journal is not None:
                 step = self.journal.start_step + self.steps
                 self.journal.keep(step, self.loss.objective)
         self.steps += 1
 
-    def batch_came(self, batches: Sequence[dict[str, Any]] = ()) -> None:
-        """Note that the batch is there, so that the next call of ``ask_for_batch`` counts.
+    def batch_came(self, batches: Sequence[dict[str, Any]]) -> TrackedBatches:
+        """Note a batch, and return it so that its micro-batches are reported. All ranks call it.
 
-        Where the trainer asks the teachers, the first questions are sent.
+        The next call of ``ask_for_batch`` counts. Where the trainer asks the teachers, the first
+        questions are sent.
 
         Args:
             batches: the micro-batches.
 
         Raises:
-            ValueError: the teachers are not known, or cannot be asked.
+            RuntimeError: no token is for the loss, or the orchestrator runs without the adapter.
+            ValueError: the teachers are not known, or cannot be asked. Or the log-probs will be
+                over the ids that sampling had kept.
         """
         self._asked = False
+        self._batches = TrackedBatches(batches, self.begin)
+        self._micro_tally = self.tally = Tally()
+        if self.loss is not None:
+            self._numbers = {id(tensors): number for number, tensors in enumerate(batches)}
+            self._tokens = self.loss.batch_came(batches, self.steps)
+            self._expect(self.tally, sum(self._tokens))
+            atexit.unregister(judge_at_exit)
+            atexit.register(judge_at_exit)
+            if self.k or "hidden_states" in self.loss.objective.config.needs:
+                for tensors in batches:
+                    refuse_sampling_mask(tensors)
+            self._ask_teachers(batches)
+        return self._batches
+
+    def _expect(self, tally: Tally, tokens: int) -> None:
+        assert self.loss is not None
+        where = "as the loss of [trainer.loss]"
+        if self.loss.distils:
+            where = f"in the place of {LOSS_MODULE}.{self.loss.contract.slot}"
+        tally.expect(
+            LOSS,
+            tokens,
+            f"{self.loss.label}: {tokens} tokens of this rank's batch {self.steps} are for this "
+            "loss, and prime-rl has not called it: another loss was computed, or none. The loss is "
+            f"registered {where}, and this prime-rl takes its loss from elsewhere. Do not use what "
+            f"this run has trained. {DOCTOR}",
+        )
+
+    def called(self, hook: str) -> None:
+        """Note that a hook ran."""
+        self._micro_tally.called(hook)
+
+    def judge_micro_batch(self) -> None:
+        """Check, after its ``compute_loss``, that the micro-batch in flight reached the loss.
+
+        Raises:
+            SilentHook: it has tokens for the loss, which was not called.
+        """
+        self._micro_tally.judge()
+        tally = self.tally
+        if self.loss is not None and not self._reported and tally.calls[LOSS] and tally.meant[LOSS]:
+            self._reported = True
+            log(
+                f"{self.loss.objective.config.type} was called for the first time, in step "
+                f"{self.steps}, which has {tally.meant[LOSS]} tokens for it on this rank"
+            )
+
+    def judge_last_batch(self) -> None:
+        """Check the last batch, unless an error ended its loop.
+
+        Raises:
+            SilentHook: it had tokens for the loss, which was not called.
+        """
+        if not self._asked and not self._batches.is_open:
+            self.tally.judge()
+
+    def _ask_teachers(self, batches: Sequence[dict[str, Any]]) -> None:
         needs = frozenset() if self.loss is None else self.loss.objective.config.needs
         hidden = "hidden_states" in needs
         asks = hidden or (self.settings is not None and self.settings.trainer_asks)
@@ -219,7 +305,6 @@ class Adapter:
 
         self._teachers = self._teachers or self._open_teachers(hidden)
         entries, on_rl_tokens = self._teachers.entries, self._on_rl_tokens
-        self._numbers = {id(tensors): number for number, tensors in enumerate(batches)}
         self._answers = StepAnswers(
             self._teachers,
             [
@@ -245,11 +330,19 @@ class Adapter:
     def _on_rl_tokens(self) -> bool:
         return self.loss is not None and self.loss.compares and not self.loss.distils
 
-    def begin(self, tensors: dict[str, Any]) -> None:
-        """Set the micro-batch in flight."""
+    def begin(self, tensors: dict[str, Any] | None) -> None:
+        """Set the micro-batch in flight; None where a loop over them has ended."""
+        self._micro_tally = self.tally
+        if tensors is None:
+            self.micro_batch = None
+            return
+        number = self._numbers.get(id(tensors))
+        if number is not None:
+            self._micro_tally = Tally(self.tally)
+            self._expect(self._micro_tally, self._tokens[number])
         questions = None
-        if self._answers is not None and self._teachers is not None:
-            take, number = self._answers.take, self._numbers[id(tensors)]
+        if self._answers is not None and self._teachers is not None and number is not None:
+            take = self._answers.take
             questions = Questions(self._teachers, lambda: take(number))
         self.micro_batch = MicroBatch(tensors, self.k, self._on_rl_tokens, questions)
 
@@ -275,11 +368,24 @@ class Adapter:
         """Return what belongs to a sequence of the micro-batch in flight.
 
         Raises:
+            SilentHook: see ``MicroBatch.aligned``. Or no micro-batch is in flight.
             ValueError: see ``MicroBatch.aligned``.
         """
-        if self.micro_batch is None:
-            return Aligned()
-        return self.micro_batch.aligned(trainer_logprobs)
+        if self.micro_batch is not None:
+            return self.micro_batch.aligned(trainer_logprobs, self.model)
+        if self.steps > 0 and self.k:
+            raise SilentHook(WITHOUT_BATCH)
+        return Aligned()
+
+    def check_batch(self) -> None:
+        """Check, where no micro-batch is in flight, that this is no train loop's ``compute_loss``.
+
+        Raises:
+            SilentHook: the model ran, or the plain launcher's train loop calls.
+        """
+        trains = self.model is not None or not self.whole_run
+        if self.loss is not None and self.steps == 0 and trains:
+            raise SilentHook(WITHOUT_BATCH)
 
 
 @functools.cache
@@ -292,3 +398,17 @@ def adapter() -> Adapter:
         ValueError: the environment variable PRIME_COMPOSER is wrong.
     """
     return Adapter(AdapterSettings.from_env())
+
+
+def judge_at_exit() -> None:
+    """Judge the last batch of a run whose ``compute_loss`` is not the one that is hooked.
+
+    An exit function cannot change the exit status by raising.
+    """
+    try:
+        adapter().judge_last_batch()
+    except SilentHook as error:
+        log(str(error).removeprefix("prime_composer: "), level="error")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

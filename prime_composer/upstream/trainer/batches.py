@@ -12,12 +12,21 @@ from torch import Tensor
 from prime_composer.contract import Support
 from prime_composer.scoring.shared_vocabulary import IN_TAIL, lacking
 from prime_composer.two_heads import Logits, TwoHeads
+from prime_composer.upstream.capabilities import HEADS
 from prime_composer.upstream.settings import SET_SWITCH
+from prime_composer.upstream.tally import DOCTOR, SilentHook
 from prime_composer.upstream.trainer.validity import check_support
 from prime_composer.upstream.wire import Payload, unpack
 
 if TYPE_CHECKING:  # needs what the plain launcher's trainer may lack
     from prime_composer.upstream.trainer.teachers import Answer, Teachers
+
+SAMPLING_MASKS = ("sampling_mask", "kept_tokens")
+"""Names in a micro-batch, and of a head's parameter, of the ids that sampling had kept.
+
+TODO(prime-rl): the second one is of d09488d5, which was not merged; remove it with that commit's
+tests.
+"""
 
 
 class Aligned(NamedTuple):
@@ -186,29 +195,42 @@ class MicroBatch:
             self.slices[id(sequence)] = slice(start, start + sequence.shape[0])
             start += sequence.shape[0]
 
-    def aligned(self, trainer_logprobs: Tensor) -> Aligned:
+    def aligned(self, trainer_logprobs: Tensor, model: Any = None) -> Aligned:
         """Return what belongs to one of the sequences that ``place`` noted.
+
+        Args:
+            trainer_logprobs: prime-rl's log-probs of the sequence.
+            model: the model that ran, for messages.
 
         Raises:
             ValueError: a support was expected and this micro-batch, or one of its distilled tokens,
                 has none. Or a teacher's hidden states do not belong to its head.
+            SilentHook: the student's side was not computed, or the sequence is none of
+                ``compute_loss``'s.
         """
         part = self.slices.get(id(trainer_logprobs))
         if part is None:
-            return Aligned()
+            if not self.k and not self.reads_hidden_states:
+                return Aligned()
+            raise SilentHook(
+                "prime_composer: prime-rl has called the loss with log-probs that compute_loss "
+                f"did not get, so nothing tells which tokens they are of. {DOCTOR}"
+            )
         device = trainer_logprobs.device
         own = self.ref_logprobs
         return Aligned(
             token_ids=self.input_ids[part].to(device),
-            support=self._support(part, trainer_logprobs),
-            hidden_states=self._two_heads(part),
+            support=self._support(part, trainer_logprobs, model),
+            hidden_states=self._two_heads(part, model),
             ref_logprobs=None if own is None else own[part].to(device),
         )
 
-    def _two_heads(self, part: slice) -> TwoHeads | None:
+    def _two_heads(self, part: slice, model: Any) -> TwoHeads | None:
         """Return student and teachers of a sequence, where the loss compares heads."""
-        if self.questions is None or self.head is None:
+        if self.questions is None or not self.reads_hidden_states:
             return None
+        if self.head is None:
+            raise SilentHook(without_student(model))
         states = self.head.hidden
         before = states[part.start - 1 : part.stop - 1]
         if part.start == 0:  # nothing predicts the first token
@@ -222,7 +244,7 @@ class MicroBatch:
 
         return two_heads_of(answer, student, self.questions.teachers)
 
-    def _support(self, part: slice, trainer_logprobs: Tensor) -> Support | None:
+    def _support(self, part: slice, trainer_logprobs: Tensor, model: Any) -> Support | None:
         device = trainer_logprobs.device
         if self.payload is None:
             if self.k:
@@ -237,20 +259,61 @@ class MicroBatch:
                 "it to."
             )
         if self.student is None:
-            student = trainer_logprobs.new_zeros((trainer_logprobs.shape[0], self.k))
-        else:
-            student = self.student[part]
+            raise SilentHook(without_student(model))
         token_ids = self.payload.token_ids[part].to(device)
         in_tail = lacking(token_ids, self._vocab_size)
+        student = self.student[part] + trainer_logprobs.unsqueeze(1)
+        teacher = self.payload.teacher_logprobs[part].to(device)
         return Support(
             token_ids=token_ids,
-            teacher_logprobs=self.payload.teacher_logprobs[part]
-            .to(device)
-            .masked_fill(in_tail, IN_TAIL),
-            student_logprobs=(student + trainer_logprobs.unsqueeze(1)).masked_fill(
-                in_tail, IN_TAIL
-            ),
+            teacher_logprobs=teacher.masked_fill(in_tail, IN_TAIL),
+            student_logprobs=student.masked_fill(in_tail, IN_TAIL),
         )
+
+
+def without_student(model: Any) -> str:
+    """Say that no head of ours computed the student's side, and which head ran instead.
+
+    Args:
+        model: prime-rl's model; None where it was not seen.
+    """
+    head = getattr(model, "lm_head", None)
+    ran = "a head that could not be seen"
+    if head is not None:
+        # FSDP makes a subclass of each class that it shards.
+        cls = next(c for c in type(head).__mro__ if not c.__name__.startswith("FSDP"))
+        ran = f"{cls.__module__}.{cls.__qualname__}"
+    ours = ", ".join(head.places[0].attribute.removesuffix(".forward") for head in HEADS)
+    return (
+        "prime_composer: the student's log-probs for this loss were not computed. They are "
+        f"computed in the forward of {ours}, called with labels and temperatures, and this "
+        f"prime-rl's model ran {ran}. Use a loss of the sampled token (sampled_reverse_kl), or "
+        f"another prime-rl. {DOCTOR}"
+    )
+
+
+def refuse_sampling_mask(given: Mapping[str, Any]) -> None:
+    """Refuse ids that sampling had kept, where a loss compares more than the sampled token.
+
+    prime-rl renormalizes its log-probs over these ids (top-p replay). Those of a support or of the
+    whole vocabulary are normalized over all ids, as the teacher's are.
+
+    Args:
+        given: a micro-batch, or the arguments of an output head.
+
+    Raises:
+        ValueError: there are such ids.
+    """
+    for name in SAMPLING_MASKS:
+        if given.get(name) is not None:
+            raise ValueError(
+                f"The batch carries {name}: the rollouts were sampled with top_p or top_k, and "
+                "prime-rl's trainer renormalizes its log-probs over the ids that were kept. The "
+                "teacher's log-probs are over the whole vocabulary, so that the loss would compare "
+                "two kinds of distributions. Set top_p = 1 and no top_k in "
+                "[orchestrator.train.sampling] and each environment's, or use a loss of the "
+                "sampled token (sampled_reverse_kl)."
+            )
 
 
 def distilled_of(tensors: Mapping[str, Any], on_rl_tokens: bool) -> Bool[Tensor, " seq"]:
@@ -271,16 +334,27 @@ def distilled_of(tensors: Mapping[str, Any], on_rl_tokens: bool) -> Bool[Tensor,
 
 
 class TrackedBatches(list[dict[str, Any]]):
-    """The micro-batches of one step; reports each one when a loop reaches it.
+    """The micro-batches of one step; reports each one when a loop reaches it, and None at the end.
 
     prime-rl iterates twice, to count tokens and to train.
+
+    Attributes:
+        is_open: a loop has begun and not reached its end.
     """
 
-    def __init__(self, batches: Iterable[dict[str, Any]], report: Callable[[dict[str, Any]], None]):
+    def __init__(
+        self, batches: Iterable[dict[str, Any]], report: Callable[[dict[str, Any] | None], None]
+    ):
         super().__init__(batches)
         self._report = report
+        self.is_open = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in list.__iter__(self):
-            self._report(batch)
-            yield batch
+        self.is_open = True
+        try:
+            for batch in list.__iter__(self):
+                self._report(batch)
+                yield batch
+        finally:  # a loop that an error ends, too: what comes next belongs to no micro-batch
+            self._report(None)
+        self.is_open = False

@@ -1,6 +1,6 @@
-"""One of our losses in prime-rl's terms: its inputs translated, its calls counted."""
+"""One of our losses in prime-rl's terms: its inputs translated, its tokens counted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from prime_composer.losses.bound import Objective
 from prime_composer.losses.shared.reductions import summed_over_ranks
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import EXAMPLE, SET_SWITCH
-from prime_composer.upstream.trainer.batches import Aligned
+from prime_composer.upstream.trainer.batches import Aligned, distilled_of
 from prime_composer.upstream.trainer.validity import check_own
 from prime_composer.upstream.versions import LossContract
-from prime_composer.upstream.wire import MARK
+from prime_composer.upstream.wire import MARK, NO_ADVANTAGE
 
 PATIENCE = 10
 """Steps without a token of the loss, in a run that may have other tokens, before it is an error."""
@@ -23,12 +23,11 @@ PATIENCE = 10
 class RegisteredLoss:
     """One of our losses, callable with prime-rl's ``LossInputs`` and returning its ``LossOutputs``.
 
-    The first step is checked when the second batch is asked for, so a run of a single step is not.
-
     Args:
         objective: the bound loss.
         contract: prime-rl's loss contract.
         outputs: prime-rl's ``LossOutputs``.
+        called: notes a call.
         aligned: returns what belongs to a sequence, given its ``trainer_logprobs``; None without
             the whole-run adapter.
         in_file: ``[trainer.loss]`` names this loss; else rl tokens have a loss of their own.
@@ -37,7 +36,6 @@ class RegisteredLoss:
     Attributes:
         compares: the loss compares with a teacher.
         distils: it is called on distillation tokens, not on rl tokens.
-        calls: number of calls since the last step.
         seen: a token of this loss has come, on any rank.
     """
 
@@ -46,6 +44,7 @@ class RegisteredLoss:
         objective: Objective,
         contract: LossContract,
         outputs: type,
+        called: Callable[[], None],
         aligned: Callable[[Tensor], Aligned] | None = None,
         in_file: bool = False,
         teachers_mixed: bool = False,
@@ -56,12 +55,10 @@ class RegisteredLoss:
         self.teachers_mixed = teachers_mixed
         self.compares = objective.config.compares_with_teacher
         self.distils = contract.distils(objective.config)
-        self.calls = 0
         self.seen = False
         self._outputs = outputs
+        self._called = called
         self._aligned = aligned
-        self._token_counts: list[Tensor] = []
-        self._first_scores: list[Tensor] = []
 
     @property
     def label(self) -> str:
@@ -74,10 +71,14 @@ class RegisteredLoss:
         Raises:
             ValueError: the teacher's log-prob of a token that trains is none.
         """
-        sent = ref_logprobs = getattr(inputs, self.contract.ref_field)
+        self._called()
+        ref_logprobs = getattr(inputs, self.contract.ref_field)
         found = Aligned() if self._aligned is None else self._aligned(inputs.trainer_logprobs)
         if found.ref_logprobs is not None:
             ref_logprobs = found.ref_logprobs
+        advantages = inputs.advantages
+        if self.compares and not self.distils and advantages is not None:
+            advantages = advantages.masked_fill(advantages == NO_ADVANTAGE, 0.0)
         if self.compares and ref_logprobs is not None:
             check_own(self.label, ref_logprobs, inputs.loss_mask)
         out = self.objective(
@@ -85,7 +86,7 @@ class RegisteredLoss:
                 trainer_logprobs=inputs.trainer_logprobs,
                 inference_logprobs=inputs.inference_logprobs,
                 ref_logprobs=ref_logprobs,
-                advantages=inputs.advantages,
+                advantages=advantages,
                 loss_mask=inputs.loss_mask,
                 loss_weights=getattr(inputs, "loss_weights", None),
                 support=found.support,
@@ -93,11 +94,6 @@ class RegisteredLoss:
                 token_ids=found.token_ids,
             )
         )
-        self.calls += 1
-        if not self.seen:
-            self._token_counts.append(inputs.loss_mask.sum())
-            if sent is not None:
-                self._first_scores.append(sent[:1])
         # prime-rl averages all metrics alike: how ours are averaged is no use to it.
         metrics = {name: value.as_subclass(Tensor) for name, value in out.metrics.items()}
         return self._outputs(loss=out.loss, metrics=metrics)
@@ -131,27 +127,40 @@ class RegisteredLoss:
             f"{SET_SWITCH}"
         )
 
-    def end_step(self, step: int) -> None:
-        """Close a step: check the first one with tokens, advance a schedule. All ranks call it.
+    def tokens_in(self, tensors: Mapping[str, Any]) -> int:
+        """Return how many tokens of a micro-batch are for this loss.
 
         Args:
-            step: number of the steps of this process so far, at least 1.
+            tensors: prime-rl's micro-batch, on the CPU.
+        """
+        mode = tensors.get("training_mode")  # where prime-rl has it, a batch has tokens of one kind
+        if mode == "rl":
+            own = not self.distils or self.in_file
+        else:
+            own = mode is None or (self.distils and mode == "opd")
+        return int(distilled_of(tensors, not self.distils).sum()) if own else 0
+
+    def batch_came(self, batches: Sequence[Mapping[str, Any]], step: int) -> list[int]:
+        """Return how many tokens of each micro-batch are for this loss. All ranks call it.
+
+        Args:
+            batches: the micro-batches.
+            step: number of the batch in this process, at least 1.
 
         Raises:
-            RuntimeError: no token came on any rank in the first step (in a run that may have tokens
-                of another loss, in the first ten). Or the orchestrator runs without the adapter,
-                and this run's teachers are mixed.
+            RuntimeError: no token has come on any rank in the first batch (in a run that may have
+                tokens of another loss, in the first ten). Or the orchestrator runs without the
+                adapter, and this run's teachers are mixed.
         """
+        tokens = [self.tokens_in(tensors) for tensors in batches]
         if not self.seen:
-            self._check_tokens(step)
-        self.objective.end_step()
-        self.calls = 0
-        self._token_counts.clear()
-        self._first_scores.clear()
+            self._check_tokens(sum(tokens), batches, step)
+        return tokens
 
-    def _check_tokens(self, step: int) -> None:
-        calls, tokens, scored, marked = self._global_counts()
-        name = self.objective.config.type
+    def _check_tokens(self, own: int, batches: Sequence[Mapping[str, Any]], step: int) -> None:
+        # Sums over all ranks: one rank may have nothing but padding.
+        counts = torch.tensor([own, *self._scored_and_marked(batches)])
+        tokens, scored, marked = summed_over_ranks(counts).tolist()
         if tokens > 0:
             if self.teachers_mixed and scored > 0 and marked == 0:
                 raise RuntimeError(
@@ -160,39 +169,38 @@ class RegisteredLoss:
                     f"without it: prime-rl has asked one of them for all. {SET_SWITCH}"
                 )
             self.seen = True
-            when = "the first step" if step == 1 else f"step {step}, the first with tokens for it"
-            log(f"{name} was called {calls} times on {tokens} tokens in {when}, on all ranks")
             return
         patience = PATIENCE if self._has_other_tokens() else 1
+        name = self.objective.config.type
         if step < patience:
             log(
-                f"{name} was not called in step {step}: no token for it in the batch (the run ends "
-                f"after {patience} such steps)"
+                f"{name} has no token in the batch of step {step} (the run ends after {patience} "
+                "such steps)"
             )
             return
-        steps = "the first optimizer step" if patience == 1 else f"the first {patience} steps"
+        which = "the first batch" if patience == 1 else f"the first {patience} batches"
         kind = "distillation" if self.distils else "rl"
         key = self.contract.distillation_key if self.compares else self.contract.rl_key
         if self.compares and not self.distils:
             key += f", and [trainer.loss] names this loss. {SET_SWITCH}".rstrip(".")
         raise RuntimeError(
-            f"prime_composer: {self.label} was registered with prime-rl and never called in "
-            f"{steps}: no token was sent to the {kind} loss. These tokens come from {key}."
+            f"prime_composer: {self.label} is registered with prime-rl, and {which} had no token "
+            f"for it on any rank: it is called on {kind} tokens. These come from {key}."
         )
+
+    def _scored_and_marked(self, batches: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+        """Return how many sequences have teacher scores, and how many of them the mark."""
+        firsts: list[Tensor] = []
+        for tensors in batches if self.teachers_mixed else ():
+            scores = tensors[self.contract.ref_field]
+            if scores is not None and self.tokens_in(tensors):
+                lengths = torch.tensor(tensors["sequence_lengths"])
+                firsts.append(scores[0][lengths.cumsum(0) - lengths])
+        first = torch.cat(firsts) if firsts else torch.empty(0)
+        return len(first), int((first == MARK).sum())
 
     def _has_other_tokens(self) -> bool:
         """Return whether a batch may have tokens for other losses alone."""
         if self.compares and not self.distils:
             return self.in_file  # [trainer.loss] has to name a loss of rewards and a teacher
         return not self.in_file or (self.contract.separates_kinds and not self.distils)
-
-    def _global_counts(self) -> tuple[int, int, int, int]:
-        """Return this step's calls, tokens, sequences with teacher scores, and marked sequences.
-
-        Sums over all ranks: one rank may have had nothing but padding.
-        """
-        marked = [(first == MARK).sum() for first in self._first_scores]
-        tokens = sum(int(count) for count in self._token_counts)
-        counts = [self.calls, tokens, len(marked), sum(int(count) for count in marked)]
-        calls, tokens, scored, with_mark = summed_over_ranks(torch.tensor(counts)).tolist()
-        return calls, tokens, scored, with_mark

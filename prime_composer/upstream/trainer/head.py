@@ -5,57 +5,55 @@ the hidden states are kept, and the loss multiplies them with the head's weight.
 """
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from prime_composer.two_heads import Logits
-from prime_composer.upstream.trainer.adapter import Adapter, Shard, adapter
-from prime_composer.upstream.trainer.batches import MicroBatch
+from prime_composer.upstream import capabilities
+from prime_composer.upstream.capabilities import UnknownSurface
+from prime_composer.upstream.trainer.adapter import HEAD, Adapter, Shard, adapter
+from prime_composer.upstream.trainer.batches import MicroBatch, refuse_sampling_mask
 from prime_composer.upstream.trainer.logits import Rows, folded, rows_of, support_logits
-from prime_composer.upstream.versions import UnknownSurface, expect
 
-HEADS = (
-    "FusedOutputLinear",
-    "VanillaOutputLinear",
-    "GemmaFusedOutputLinear",
-    "GemmaVanillaOutputLinear",
-)
-PARAMETERS = ("self", "hidden_states", "labels", "temperature")
 KEY, STATES = "prime_composer_support", "prime_composer_states"
 """Keys of our tensors in a head's output. FSDP finds them there, and gathers the weight before
 their backward runs."""
 
 
 def hook_head(module: Any) -> None:
-    """Compute support logits beside each head (38494ccb lm_head.py:42, 69; 559b4477 :38, 66).
+    """Compute support logits beside each head (38494ccb lm_head.py:44, 71; 559b4477 :42, 69).
 
     TODO(prime-rl): remove once heads return log-probs of given ids.
     """
-    for name in HEADS:
-        cls = module.__dict__.get(name)
-        if cls is not None and cls.__module__ == module.__name__:
-            forward = expect(cls, "forward", PARAMETERS, "prime_rl/trainer/models/layers/")
-            cls.forward = _beside(forward, fused="Fused" in name)
+    for head in capabilities.HEADS:
+        fused = head in (capabilities.FUSED_HEAD, capabilities.GEMMA_FUSED_HEAD)
+        capabilities.replace(head, module, functools.partial(_beside, fused=fused))
 
 
 def _beside(original: Any, fused: bool) -> Any:
+    names = inspect.signature(original)
+
     @functools.wraps(original)
-    def forward(
-        self: Any,
-        hidden_states: Tensor,
-        labels: Tensor | None = None,
-        temperature: Tensor | None = None,
-    ) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = names.bind(self, *args, **kwargs).arguments
+        labels, temperature = given.get("labels"), given.get("temperature")
         state = adapter()
         batch = state.micro_batch
-        if batch is None or labels is None:
-            return original(self, hidden_states, labels, temperature=temperature)
+        run = functools.partial(original, self, *args, **kwargs)
+        if batch is None or labels is None or temperature is None:
+            return run()
+        state.called(HEAD)
+        hidden_states = given["hidden_states"]
+        if batch.payload is not None or batch.reads_hidden_states:
+            refuse_sampling_mask(given)
         if batch.payload is None:
-            out = original(self, hidden_states, labels, temperature=temperature)
+            out = run()
         else:
-            out = with_support(self, state, batch, hidden_states, labels, temperature)
+            out = with_support(self, run, state, batch, hidden_states, labels, temperature)
         if batch.reads_hidden_states:
             state.warn_of_temperature()
             out[STATES] = _gathered(state, batch, hidden_states[0])
@@ -66,11 +64,12 @@ def _beside(original: Any, fused: bool) -> Any:
 
     def with_support(
         self: Any,
+        run: Callable[[], Any],
         state: Adapter,
         batch: MicroBatch,
         hidden_states: Tensor,
         labels: Tensor,
-        temperature: Tensor | None,
+        temperature: Tensor,
     ) -> Any:
         state.warn_of_temperature()
         vocab_size = self.weight.shape[0]
@@ -78,17 +77,17 @@ def _beside(original: Any, fused: bool) -> Any:
         # The fused head divides by the temperature that it is given, which FSDP has rounded to the
         # model's dtype. A plain head returns logits, and the trainer divides them by the batch's
         # own float32 temperatures.
-        given = temperature[0] if fused and temperature is not None else None
+        given = temperature[0] if fused else None
         rows = _rows(state, batch, hidden_states, labels[0], given, vocab_size)
         if rows is None:
-            out = original(self, hidden_states, labels, temperature=temperature)
+            out = run()
             local = hidden_states.new_zeros((hidden_states.shape[1], batch.k), dtype=torch.float32)
         else:
             weight, token = folded(self.weight, rows)
             # An instance attribute hides the parameter of the same name for this one call.
             self.__dict__["weight"] = weight
             try:
-                out = original(self, hidden_states, labels, temperature=temperature)
+                out = run()
             finally:
                 del self.__dict__["weight"]
             softcap = getattr(self, "softcap", None)

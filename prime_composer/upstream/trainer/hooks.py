@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from prime_composer.upstream import capabilities
-from prime_composer.upstream.trainer.adapter import Shard, adapter
-from prime_composer.upstream.trainer.batches import TrackedBatches
+from prime_composer.upstream.trainer.adapter import COMPUTE_LOSS, FORWARD, Shard, adapter
 from prime_composer.upstream.trainer.head import gather_head
-from prime_composer.upstream.versions import UnknownSurface, expect
 
 DATA_MODULE = "prime_rl.trainer.rl.data"
 
@@ -22,28 +20,36 @@ DATA_MODULE = "prime_rl.trainer.rl.data"
 def hook_loss(module: Any) -> None:
     """Let ``compute_loss`` note its tensors' places, and register the loss of the settings.
 
-    38494ccb loss.py:298, 559b4477 loss.py:255.
+    38494ccb loss.py:295, 559b4477 loss.py:285.
     TODO(prime-rl): remove once custom losses receive the micro-batch.
     """
-    compute_loss = capabilities.take(capabilities.COMPUTE_LOSS, module)
-
-    @functools.wraps(compute_loss)
-    def placed(*args: Any, **kwargs: Any) -> Any:
-        batch = adapter().micro_batch
-        if batch is None:
-            return compute_loss(*args, **kwargs)
-        batch.place(kwargs["trainer_logprobs"] if "trainer_logprobs" in kwargs else args[0])
-        gather_head(adapter())
-        try:
-            return compute_loss(*args, **kwargs)
-        finally:
-            batch.slices.clear()
-
-    module.compute_loss = placed
+    capabilities.replace(capabilities.COMPUTE_LOSS, module, placed)
     adapter().whole_run = True
     settings = adapter().settings
     if settings is not None and settings.loss is not None:
         adapter().register(settings.loss)
+
+
+def placed(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``compute_loss``, with its tensors' places noted and its call of the loss judged."""
+
+    @functools.wraps(compute_loss)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        adapter().called(COMPUTE_LOSS)
+        batch = adapter().micro_batch
+        if batch is None:
+            adapter().check_batch()
+            return compute_loss(*args, **kwargs)
+        batch.place(kwargs["trainer_logprobs"] if "trainer_logprobs" in kwargs else args[0])
+        gather_head(adapter())
+        try:
+            out = compute_loss(*args, **kwargs)
+        finally:
+            batch.slices.clear()
+        adapter().judge_micro_batch()
+        return out
+
+    return compute
 
 
 def hook_data(module: Any) -> None:
@@ -54,25 +60,37 @@ def hook_data(module: Any) -> None:
     directory and first step: 38494ccb data.py:176, 559b4477 data.py:165.
     TODO(prime-rl): remove once custom losses receive the micro-batch and can save a state.
     """
-    loader = module.DataLoader
-    if getattr(loader.get_batch, "of_prime_composer", False):
+    if getattr(module.DataLoader.get_batch, "of_prime_composer", False):
         return
-    get_batch = expect(loader, "get_batch", ("self",), "prime_rl/trainer/rl/data.py")
-    wait_for_batch = expect(loader, "wait_for_batch", ("self",), "prime_rl/trainer/rl/data.py")
-    init = loader.__init__
-    names = _signature(init, {"output_dir", "start_step"}, "DataLoader")
+    capabilities.replace(capabilities.GET_BATCH, module, _tracked)
+    capabilities.replace(capabilities.WAIT_FOR_BATCH, module, _waited)
+    capabilities.replace(capabilities.LOADER_INIT, module, _journalled)
+    fake = getattr(module, "FakeDataLoader", None)
+    if fake is not None:  # of prime-rl's benchmark mode, whose batches nobody judges
+        fake.wait_for_batch = _waited(fake.wait_for_batch)
 
+
+def _waited(wait_for_batch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(wait_for_batch)
     def waited(self: Any) -> Any:
         adapter().ask_for_batch()
         return wait_for_batch(self)
 
+    return waited
+
+
+def _tracked(get_batch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(get_batch)
     def tracked(self: Any) -> Any:
         adapter().ask_for_batch()
-        batches = get_batch(self)
-        adapter().batch_came(batches)
-        return TrackedBatches(batches, adapter().begin) if adapter().whole_run else batches
+        return adapter().batch_came(get_batch(self))
+
+    tracked.of_prime_composer = True  # type: ignore[attr-defined]  # marks the hook as in place
+    return tracked
+
+
+def _journalled(init: Callable[..., None]) -> Callable[..., None]:
+    names = inspect.signature(init)
 
     @functools.wraps(init)
     def journalled(*args: Any, **kwargs: Any) -> None:
@@ -80,10 +98,7 @@ def hook_data(module: Any) -> None:
         given = names.bind(*args, **kwargs).arguments
         adapter().open_journal(Path(given["output_dir"]), given["start_step"])
 
-    tracked.of_prime_composer = True  # type: ignore[attr-defined]  # marks the hook as in place
-    loader.get_batch = tracked
-    loader.wait_for_batch = waited
-    loader.__init__ = journalled
+    return journalled
 
 
 def hook_model(module: Any) -> None:
@@ -91,39 +106,36 @@ def hook_model(module: Any) -> None:
 
     TODO(prime-rl): remove once the loss can read the output head.
     """
-    forward = module.forward
-    names = _signature(forward, {"model", "input_ids"}, "forward")
 
-    @functools.wraps(forward)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        adapter().model = names.bind(*args, **kwargs).arguments["model"]
-        return forward(*args, **kwargs)
+    def noted(forward: Callable[..., Any]) -> Callable[..., Any]:
+        names = inspect.signature(forward)
 
-    module.forward = noted
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            adapter().model = names.bind(*args, **kwargs).arguments["model"]
+            adapter().called(FORWARD)
+            return forward(*args, **kwargs)
+
+        return run
+
+    capabilities.replace(capabilities.FORWARD, module, noted)
 
 
 def hook_context_parallel(module: Any) -> None:
-    """Note this rank's shard from ``setup_cp_params`` (38494ccb cp.py:150, 559b4477 cp.py:142).
+    """Note this rank's shard from ``setup_cp_params`` (38494ccb cp.py:186, 559b4477 cp.py:140).
 
     TODO(prime-rl): remove with ``head.hook_head``.
     """
-    setup_cp_params = module.setup_cp_params
-    names = _signature(setup_cp_params, {"cp_rank", "cp_world_size", "cp_group"}, "setup_cp_params")
 
-    @functools.wraps(setup_cp_params)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        given = names.bind(*args, **kwargs).arguments
-        adapter().shard = Shard(given["cp_rank"], given["cp_world_size"], given["cp_group"])
-        return setup_cp_params(*args, **kwargs)
+    def noted(setup_cp_params: Callable[..., Any]) -> Callable[..., Any]:
+        names = inspect.signature(setup_cp_params)
 
-    module.setup_cp_params = noted
+        @functools.wraps(setup_cp_params)
+        def set_up(*args: Any, **kwargs: Any) -> Any:
+            given = names.bind(*args, **kwargs).arguments
+            adapter().shard = Shard(given["cp_rank"], given["cp_world_size"], given["cp_group"])
+            return setup_cp_params(*args, **kwargs)
 
+        return set_up
 
-def _signature(function: Callable[..., Any], needed: set[str], label: str) -> inspect.Signature:
-    signature = inspect.signature(function)
-    missing = needed - set(signature.parameters)
-    if missing:
-        raise UnknownSurface(
-            f"{label} lost {', '.join(sorted(missing))}; it has {', '.join(signature.parameters)}."
-        )
-    return signature
+    capabilities.replace(capabilities.CONTEXT_PARALLEL, module, noted)

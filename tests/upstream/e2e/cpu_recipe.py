@@ -37,6 +37,7 @@ def native(
     lr=1e-2,
     replay=False,
     lora=False,
+    batch=BATCH,
 ):
     """Return the native TOML of a version: a tiny student and teacher, eight sums, three steps.
 
@@ -63,6 +64,7 @@ def native(
         lr: the learning rate.
         replay: the trainer uses the experts that the student's server has used, from v0.8 on.
         lora: the student trains adapters alone.
+        batch: rollouts per step.
         rl: adds an environment with prime-rl's own rl loss (head). Our loss is not in the file
             then, but in PRIME_COMPOSER.
     """
@@ -80,7 +82,7 @@ def native(
             **(rollout or {}),
         },
         "data": {},
-        "trainer": {"steps": steps, "batch_size": BATCH, "lr": lr},
+        "trainer": {"steps": steps, "batch_size": batch, "lr": lr},
         "checkpoint": {"every": 0 if resume is None else 1},
         "output_dir": "outputs",
     }

@@ -8,6 +8,7 @@ folder of the student's weights in that step or null for its own, "rollouts": li
 
     steps       per step the mean of KL(p || sum of w q) over all completion tokens, and over those
                 of each rollout
+    norm        norm of the first step's gradient of the mean
     agreement   per matrix, the share of its entries that the first update moved against their
                 gradient, among the tenth with the largest gradients. Of a student with adapters,
                 these matrices are the adapters' left factors, which begin as 0
@@ -73,7 +74,8 @@ def main(student, steps):
         of_rollouts = [float(part.mean()) for part in parts]
         results.append({"mean": float(mean), "rollouts": of_rollouts})
     shares = agreement(first, student, steps[1]["weights"])
-    print(json.dumps({"steps": results, "agreement": shares}))
+    norm = torch.stack([p.grad.norm() for p in first.parameters()]).norm()
+    print(json.dumps({"steps": results, "norm": float(norm), "agreement": shares}))
 
 
 if __name__ == "__main__":
