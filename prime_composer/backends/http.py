@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from prime_composer.backends.incoming import Incoming
 from prime_composer.recipe.urls import checked_url, public_url, two_credentials
 
 try:
@@ -339,6 +340,29 @@ class Connection:
             ServerError: away for too long, too slow, or an answer too large.
             Refused: an error that is not retried.
         """
+        return bytes(await self.receive(method, path, body, max_bytes, seconds, retried))
+
+    async def receive(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        max_bytes: int = SHORT_ANSWER,
+        seconds: float = 0.0,
+        retried: frozenset[int] = RETRIED,
+        *,
+        tail: int = 0,
+    ) -> memoryview:
+        """Do what ``request`` does, and hold the answer once while and after it comes.
+
+        Args:
+            method, path, body, max_bytes, seconds, retried: as for ``request``.
+            tail: bytes at the answer's end that begin at an aligned address, if the server says how
+                long the answer is.
+
+        Raises:
+            ServerError, Refused: as ``request``.
+        """
         content = None if body is None else json.dumps(body).encode()
         patience = Patience(self._patience_for)
         retrying = tenacity.AsyncRetrying(
@@ -351,7 +375,14 @@ class Connection:
         async with self._turns:
             try:
                 return await retrying(
-                    self._try, method, path, content, max_bytes, self.timeout + seconds, retried
+                    self._try,
+                    method,
+                    path,
+                    content,
+                    max_bytes,
+                    self.timeout + seconds,
+                    retried,
+                    tail,
                 )
             except Away as away:
                 raise self._gave_up(away) from away.__cause__
@@ -380,15 +411,19 @@ class Connection:
         max_bytes: int,
         seconds: float,
         retried: frozenset[int],
-    ) -> bytes:
+        tail: int,
+    ) -> memoryview:
         self._notice_closed_connection()
         self._idle = None
         self._in_flight += 1
         self._deadline = seconds
         try:
             async with asyncio.timeout(seconds):
-                status, headers, answer = await self._exchange(method, path, content, max_bytes)
+                status, headers, answer = await self._exchange(
+                    method, path, content, max_bytes, tail
+                )
         except httpx.TransportError as error:
+            error.__traceback__ = None  # it holds what came of the answer
             if isinstance(error, httpx.LocalProtocolError | httpx.UnsupportedProtocol):
                 raise self.error(f"{self.name} cannot be asked: {error}.") from error
             raise self._away(Away(words_of(error))) from error
@@ -410,8 +445,8 @@ class Connection:
         return answer
 
     async def _exchange(
-        self, method: str, path: str, content: bytes | None, max_bytes: int
-    ) -> tuple[int, httpx.Headers, bytes]:
+        self, method: str, path: str, content: bytes | None, max_bytes: int, tail: int
+    ) -> tuple[int, httpx.Headers, memoryview]:
         extensions = {"trace": keep_alive}
         async with self._client.stream(
             method, path, content=content, extensions=extensions
@@ -419,24 +454,25 @@ class Connection:
             self._met = True
             limit = max_bytes if response.is_success else ERROR_BYTES
             announced = response.headers.get("Content-Length", "")
-            answer = bytearray()
-            if not (response.is_success and announced.isdecimal() and int(announced) > limit):
+            length = int(announced) if announced.isdecimal() else None
+            answer = Incoming(length if length is not None and length <= limit else None, tail)
+            if not (response.is_success and length is not None and length > limit):
                 async for chunk in response.aiter_raw():
-                    answer += chunk
-                    if len(answer) > limit:
+                    answer.add(chunk)
+                    if answer.size > limit:
                         break
                 else:
                     if response.headers.get("Connection", "").lower() != "close":
                         self._idle = response.extensions.get("network_stream")
                         self._idle_since = time.monotonic()
-                    return response.status_code, response.headers, bytes(answer)
+                    return response.status_code, response.headers, answer.view()
             if response.is_success:
-                begins = f"; the answer begins {excerpt(bytes(answer))}" if answer else ""
+                begins = f"; the answer begins {excerpt(answer.view())}" if answer.size else ""
                 raise self.error(
                     f"{self.name} answers {path} with more than {limit:,} bytes, the most that "
                     f"this request can need{begins}."
                 )
-            return response.status_code, response.headers, bytes(answer[:limit])
+            return response.status_code, response.headers, answer.view()[:limit]
 
     def _notice_closed_connection(self) -> None:
         """Count a contact that ended while no request was pending."""
@@ -632,10 +668,10 @@ def seconds_of(retry_after: str) -> float:
         return 0.0
 
 
-def reason_of(answer: bytes) -> str:
+def reason_of(answer: memoryview) -> str:
     """Return the words of an error's body."""
     try:
-        reason = json.loads(answer)["error"]["message"]
+        reason = json.loads(bytes(answer))["error"]["message"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return excerpt(answer)
     return reason[:1000] if isinstance(reason, str) else excerpt(answer)
@@ -654,9 +690,9 @@ def words_of(error: BaseException) -> str:
     return public_url(words.rstrip("."))
 
 
-def excerpt(content: bytes) -> str:
+def excerpt(content: bytes | memoryview) -> str:
     """Return how an answer begins: printable, at most 200 characters."""
     if not content:
         return "with nothing: it is empty"
-    shown = ascii(content[:200].decode("utf-8", "replace"))
+    shown = ascii(bytes(content[:200]).decode("utf-8", "replace"))
     return shown if len(shown) <= 200 else shown[:196] + "...'"

@@ -5,10 +5,9 @@ A server says by itself whether it has the plugin. Scores pass the same check as
 before ends the run, with the server and the sequence.
 """
 
-import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,21 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from prime_composer.backends.alignment import SequenceToScore, make_scores
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.http import Connection, Refused, ServerError
-from prime_composer.backends.protocols import TeacherHead, TeacherScores
+from prime_composer.backends.output_head import (
+    MOST_HEAD_ENTRIES,
+    TORCH_DTYPES,
+    OutputHead,
+    available_bytes,
+    read_head,
+)
+from prime_composer.backends.protocols import TeacherScores
 from prime_composer.backends.vllm_logprobs import asked_for
-from prime_composer.scoring.head import DTYPE_NAMES, bits_of
 from prime_composer.scoring.wire import (
     DTYPES,
     ENVELOPE_BYTES,
@@ -43,112 +47,29 @@ from prime_composer.scoring.wire import (
     WireError,
     decode_answer,
     encode_ids,
-    row_digests,
+    row_bytes,
     unpack_arrays,
 )
 
 HEAD_ROWS = 4096
 """Rows of the output head per request."""
 
-TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.5}
-"""How far log q of a token by hidden state and head may be from the server's own, in nats, by the
-dtype of the head's products.
-
-The sums are the same up to their order. In half precision each logit is rounded, so that another
-order moves it by one unit in the last place: 0.0625 in bfloat16 for logits of 8 to 16.
-"""
-
-HEAD_PARTS = ("lm_head.weight", "lm_head.bias", "embed_tokens.weight")
-"""How the names of a checkpoint's output head end."""
-
-MOST_HEAD_ENTRIES = 2**33
-"""More than any model has."""
-
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+CHECKED_ROWS = 1024
+"""Rows of hidden states that are looked through at once."""
 
 
 class PluginGone(ServerError):
     """A server that had the plugin is there without it."""
 
 
-@dataclass(frozen=True)
-class OutputHead:
-    """A teacher's output head: logits = scale · softcap(h Wᵀ + bias).
-
-    Attributes:
-        weight: W, [V, d].
-        bias: [V]; None without one.
-        facts: scale, softcap, and the dtype that the server multiplies in.
-    """
-
-    weight: Float[Tensor, "v d"]
-    bias: Float[Tensor, " v"] | None
-    facts: HeadFacts
-
-    @property
-    def sha256(self) -> str:
-        """Of the rows' own digests, in hexadecimal digits."""
-        bias = None if self.bias is None else bits_of(self.bias)
-        return hashlib.sha256(row_digests(bits_of(self.weight), bias)).hexdigest()
-
-    def of_teacher(self, origin: str) -> TeacherHead:
-        """Return the head in the dtype that the server multiplies in.
-
-        Args:
-            origin: the server in words, for messages.
-
-        Raises:
-            InvalidAnswer: weight or bias is not finite.
-        """
-        dtype = TORCH_DTYPES[self.facts.computed_in]
-        head = TeacherHead(
-            self.weight.to(dtype),
-            None if self.bias is None else self.bias.to(dtype),
-            self.facts.scale,
-            self.facts.softcap,
-            TOLERANCES[self.facts.computed_in],
-            origin,
-        )
-        head.refuse_non_finite("weight", head.weight)
-        return head
-
-
-def read_head(folder: Path, rows: int) -> tuple[Float[Tensor, "v d"], Float[Tensor, " v"] | None]:
-    """Return weight and bias of a checkpoint's output head, from its safetensors files.
-
-    Embeddings stand for a head that is tied to them.
+def kinds_of(given: bool, hidden: bool) -> list[str]:
+    """Return the kinds of a question for log-probs.
 
     Args:
-        folder: of the checkpoint.
-        rows: number of rows to read; a padded vocabulary may have more.
-
-    Raises:
-        ValueError: there is none.
+        given: of ids of the caller's choice, in place of the teacher's top K.
+        hidden: with hidden states.
     """
-    found: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  # no mapping
-                part = next((part for part in HEAD_PARTS if name.endswith(part)), None)
-                if part is not None:
-                    found[part] = tensors.get_tensor(name)
-    weight = found.get("lm_head.weight", found.get("embed_tokens.weight"))
-    if weight is None:
-        raise ValueError(
-            f"{folder} has no safetensors file with lm_head.weight or embed_tokens.weight; leave "
-            "`head` out of the teacher's table to read the server's own."
-        )
-    bias = found.get("lm_head.bias")
-    return weight[:rows], None if bias is None else bias[:rows]
-
-
-def available_bytes() -> int:
-    """Return the memory that new programs can have, by the kernel's own estimate."""
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    except OSError:  # another system
-        return 2**63
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return ["sampled", "given" if given else "top_k", *["hidden"] * hidden]
 
 
 class ScoringClient:
@@ -268,14 +189,15 @@ class ScoringClient:
         scores = self._scores(index, sequence, arrays, k, candidates)
         shape = (len(sequence.token_ids) - sequence.start, self.facts.hidden_size)
         bits = self._array(arrays, "hidden", shape, np.dtype(DTYPES[self.facts.dtype]), index)
-        hidden = torch.from_numpy(bits.copy()).view(dtype)
-        wrong = (~hidden.isfinite()).any(dim=1).nonzero()
-        if len(wrong):
-            position = sequence.start + int(wrong[0])
-            raise InvalidAnswer(
-                f"{self.origin} gave hidden states at sequence {index}, position {position} that "
-                "are not finite."
-            )
+        hidden = torch.from_numpy(bits).view(dtype)
+        for first in range(0, len(hidden), CHECKED_ROWS):
+            wrong = (~hidden[first : first + CHECKED_ROWS].isfinite()).any(dim=1).nonzero()
+            if len(wrong):
+                position = sequence.start + first + int(wrong[0])
+                raise InvalidAnswer(
+                    f"{self.origin} gave hidden states at sequence {index}, position {position} "
+                    "that are not finite."
+                )
         return scores, hidden
 
     def _scores(
@@ -439,20 +361,42 @@ class ScoringClient:
         hidden: bool = False,
     ) -> dict[str, NDArray[Any]]:
         """Return the arrays of a sequence's answer, in several questions if its ids need them."""
+        tokens, start = sequence.token_ids, sequence.start
         if candidates is None:
-            return await self._ask_rows(index, sequence, k, None, hidden)
-        start, parts = sequence.start, []
-        for rows in self._rows_per_question(len(sequence.token_ids), candidates):
-            beginning = replace(
-                sequence,
-                token_ids=sequence.token_ids[: start + rows.stop],
-                start=start + rows.start,
-            )
+            return await self._ask_rows(index, tokens, start, k, None, hidden)
+        parts = []
+        for rows in self._rows_per_question(len(tokens), candidates):
+            beginning, first = tokens[: start + rows.stop], start + rows.start
             ids = candidates[rows.start : rows.stop]
-            parts.append(await self._ask_rows(index, beginning, k, ids, hidden))
+            parts.append(await self._ask_rows(index, beginning, first, k, ids, hidden))
         if len(parts) == 1:
             return parts[0]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def answer_bytes(self, rows: int, k: int, given: bool, hidden: bool) -> int:
+        """Return the size of an answer's arrays.
+
+        Args:
+            rows: tokens of interest.
+            k: K.
+            given: whether the ids are the caller's choice.
+            hidden: whether it has hidden states.
+
+        Raises:
+            ServerError: it is more than the server answers at once.
+        """
+        top, ids = (0, k) if given else (asked_for(k), 0)
+        per_row = row_bytes(kinds_of(given, hidden), top, ids, self.facts)
+        limits = self.facts.limits
+        if limits is not None and rows * per_row > limits.answer_bytes:
+            remedy = 'set k to a number instead of "full"' if hidden else "lower the loss's k"
+            raise self._connection.error(
+                f"{self._connection.name} answers at most {limits.answer_bytes:,} bytes at once. A "
+                f"rollout with {rows:,} tokens of its own takes {rows * per_row:,}, which are "
+                f"{per_row:,} for each; {remedy}, or lower rollout.max_tokens to "
+                f"{limits.answer_bytes // per_row:,}."
+            )
+        return rows * per_row
 
     def _rows_per_question(self, tokens: int, candidates: Int[Tensor, "n k"]) -> Sequence[range]:
         """Return which rows of a sequence to ask for at once, in order."""
@@ -473,26 +417,22 @@ class ScoringClient:
     async def _ask_rows(
         self,
         index: int,
-        sequence: SequenceToScore,
+        tokens: list[int],
+        start: int,
         k: int,
         candidates: Int[Tensor, "n k"] | None,
         hidden: bool,
     ) -> dict[str, NDArray[Any]]:
-        tokens, start = sequence.token_ids, sequence.start
-        kinds, asked, given = ["sampled"], 0, ""
-        size = 4 + 8 * max(k, asked_for(k)) + (4 * self.facts.hidden_size if hidden else 0)
-        if candidates is None:
-            kinds, asked = [*kinds, "top_k"], asked_for(k)
-        else:
-            kinds, given = [*kinds, "given"], encode_ids(candidates.numpy())
-        if hidden:
-            kinds.append("hidden")
+        asked, given = (
+            (asked_for(k), "") if candidates is None else (0, encode_ids(candidates.numpy()))
+        )
+        kinds = kinds_of(candidates is not None, hidden)
+        size = self.answer_bytes(len(tokens) - start, k, candidates is not None, hidden)
         one = SequenceToAnswer(tokens, start, given)
         question = msgspec.to_builtins(Question(VERSION, [one], kinds, asked, self._model))
-        size *= len(tokens) - start
         try:
-            content = await self._connection.request(
-                "POST", SCORE_PATH, question, max_bytes=ENVELOPE_BYTES + size
+            content = await self._connection.receive(
+                "POST", SCORE_PATH, question, ENVELOPE_BYTES + size, tail=size
             )
         except Refused as refusal:
             if refusal.status in (404, 405):
@@ -532,4 +472,4 @@ class ScoringClient:
                 f"{self.origin} gave a wrong answer for sequence {index}: {words} as {name}, where "
                 f"{np.dtype(dtype)} {shape} was expected."
             )
-        return found
+        return found if found.flags.aligned else found.copy()

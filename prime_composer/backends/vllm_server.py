@@ -742,6 +742,25 @@ class ServerScorer(Server):
             self._asked_at = self.reconnections
         return self._client
 
+    def check_room(
+        self, tokens: int, support_size: int | Literal["full"], by_student: bool, hidden: bool
+    ) -> None:
+        """Check that the scoring plugin answers for so long a rollout at once. JSON has no limit.
+
+        Args:
+            tokens: the rollout's own.
+            support_size: K.
+            by_student: its ids are the student's choice.
+            hidden: with hidden states.
+
+        Raises:
+            ServerError: it does not.
+        """
+        client = self.plugin()
+        if client is not None:
+            k = client.facts.vocab_size if support_size == "full" else support_size
+            client.answer_bytes(tokens, k, by_student, hidden)
+
     def _without_plugin(self) -> None:
         """Ask in JSON from now on, until the server is lost and back again."""
         lost = "lost its" if self._client is not None else "has no"

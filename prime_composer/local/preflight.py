@@ -205,6 +205,9 @@ def preflight_checks(
         # Within the run's own budget, which check_context has compared with the teachers' contexts.
         probe = SamplingParams(max_tokens=min(PROBE_TOKENS, max_tokens))
         with naming(teacher, among=scorers):
+            if isinstance(scorer, LimitedServer):
+                size, by_student = engine.loss.asked_of_teacher
+                scorer.check_room(max_tokens, size, by_student, engine.reads_hidden_states)
             for problem in scored_problems[teacher][:1]:
                 (rollout,) = engine.sampler.generate([tokenized.prompt(problem)], probe, seed=0)
                 (scores,) = scorer.score(
@@ -423,6 +426,17 @@ class TokenServer(Protocol):
 
     def detokenize(self, ids: list[int]) -> str | None:
         """Return the text of ids; None: it cannot be asked."""
+        ...
+
+
+@runtime_checkable
+class LimitedServer(Protocol):
+    """A scorer whose server limits the size of an answer."""
+
+    def check_room(
+        self, tokens: int, support_size: int | Literal["full"], by_student: bool, hidden: bool
+    ) -> None:
+        """Check that the server answers for a rollout with so many tokens of its own."""
         ...
 
 

@@ -22,7 +22,6 @@ from prime_composer.scoring.engine import FIRST_MODEL_RUNNER, NoRows, Room, all_
 from prime_composer.scoring.kinds import KINDS
 from prime_composer.scoring.patches import HEAD_METHOD
 from prime_composer.scoring.questions import (
-    MOST_ANSWER_BYTES,
     BadQuestion,
     OtherVersion,
     answer_size,
@@ -51,6 +50,9 @@ from prime_composer.scoring.wire import (
 )
 
 T = TypeVar("T")
+
+ROOM = 2**30
+"""Bytes of answers that are in the making at once. A larger one is so alone."""
 
 SMALL_BYTES = 2**24
 """Answers up to this size never wait for larger ones."""
@@ -110,7 +112,7 @@ class ScoringEndpoint:
             )
         state.prime_composer_names = args.served_model_name or [args.model]
         state.prime_composer_facts = facts_of(engine_client.model_config)
-        state.prime_composer_rooms = Room(SMALL_ROOM), Room(MOST_ANSWER_BYTES)
+        state.prime_composer_rooms = Room(SMALL_ROOM), Room(ROOM)
         state.prime_composer_config = config
 
 
@@ -194,7 +196,7 @@ async def head(request: Request) -> Response:
     fields = [Field("weight", parts[0]["dtype"], facts.hidden_size)]
     fields += [Field("bias", parts[0]["dtype"], 0)] * any(part["bias"] for part in parts)
     data = b"".join([part["weight"] for part in parts] + [part["bias"] for part in parts])
-    return packed(HeadAnswer(NAME, VERSION, rows=Rows(last - first, fields, data)))
+    return packed(HeadAnswer(NAME, VERSION, rows=Rows(last - first, fields, memoryview(data))))
 
 
 def joined(parts: list[dict[str, Any]]) -> HeadFacts:

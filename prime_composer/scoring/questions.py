@@ -19,6 +19,7 @@ from prime_composer.scoring.wire import (
     Question,
     WireError,
     decode_ids,
+    row_bytes,
 )
 from prime_composer.scoring.worker import Wish
 
@@ -32,8 +33,9 @@ MOST_QUESTION_BYTES = 2**25
 """Bytes of a question, or 16 per token of the longest sequence where that is more. Decoding this
 much takes 0.2 s, most of which are ids of the caller's choice."""
 
-MOST_ANSWER_BYTES = 2**30
-"""Arrays of one answer, and of all that are in the making at once."""
+MOST_ANSWER_BYTES = 2**32 - 1
+"""Arrays of one answer: what a count of msgpack holds. Hidden states of 262,000 tokens with 8,192
+columns in bfloat16 are this much."""
 
 MOST_HEAD_BYTES = 2**29
 """Rows of the output head in one answer, counted in float32."""
@@ -216,19 +218,21 @@ def check_ids(lowest: int, highest: int, vocab_size: int, place: str) -> None:
 
 
 def answer_size(question: Question, wishes: list[Wish], facts: Facts) -> int:
-    """Return about how many bytes an answer has.
+    """Return how many bytes an answer's arrays have.
 
     Raises:
         TooLarge: more than ``MOST_ANSWER_BYTES``.
     """
-    per_row = 4 + 8 * question.k + ("hidden" in question.kinds) * 4 * facts.hidden_size
-    size = sum(
-        (len(sequence.token_ids) - wish.start) * per_row + len(wish.given)
+    rows = sum(
+        len(sequence.token_ids) - wish.start
         for sequence, wish in zip(question.sequences, wishes, strict=True)
     )
+    size = rows * row_bytes(question.kinds, question.k, 0, facts)
+    size += sum(len(wish.given) for wish in wishes)
     if size > MOST_ANSWER_BYTES:
         raise TooLarge(
-            f"{len(wishes)} sequences would get {size:,} bytes, and at most "
-            f"{MOST_ANSWER_BYTES:,} are answered at once; ask for fewer sequences, or a smaller k"
+            f"The answer would have {size:,} bytes, {size // rows:,} for each token of interest, "
+            f"and at most {MOST_ANSWER_BYTES:,} are answered at once; ask about fewer tokens, or "
+            "with a smaller k"
         )
     return size

@@ -31,7 +31,7 @@ DTYPES = {"int32": "<i4", "float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
 ENVELOPE_BYTES = 2**14
 """What an answer may have besides its arrays, in all and again for each sequence."""
 
-Bytes = bytes | memoryview
+Bytes = bytes | bytearray | memoryview
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -158,12 +158,12 @@ class Rows(msgspec.Struct):
     Attributes:
         n: number of rows.
         fields: the arrays, in order.
-        data: the arrays' bytes, one array after the other.
+        data: the arrays' bytes, one array after the other. Decoded, they are a view of the answer.
     """
 
     n: Count
     fields: list[Field]
-    data: bytes
+    data: memoryview
 
 
 class Answer(msgspec.Struct):
@@ -243,8 +243,8 @@ class _Greeting(msgspec.Struct):
     version: int
 
 
-def decode_answer(content: bytes, kind: type[Any]) -> Any:
-    """Return an ``Answer`` or a ``HeadAnswer``.
+def decode_answer(content: Bytes, kind: type[Any]) -> Any:
+    """Return an ``Answer`` or a ``HeadAnswer``, whose arrays are views of ``content``.
 
     Raises:
         WireError: it is something else, or of another version.
@@ -266,8 +266,26 @@ def decode_answer(content: bytes, kind: type[Any]) -> Any:
         raise WireError(f"a damaged answer of the plugin: {error}") from None
 
 
+def row_bytes(kinds: Sequence[str], k: int, given: int, facts: Facts) -> int:
+    """Return how many bytes an answer has for each token of interest.
+
+    Args:
+        kinds: of the question.
+        k: K of the kind ``top_k``.
+        given: number of ids of the caller's choice.
+        facts: the server's.
+    """
+    hidden = facts.hidden_size * np.dtype(DTYPES.get(facts.dtype, "<f4")).itemsize
+    sizes = {"sampled": 4, "top_k": 8 * k, "given": 4 * given, "hidden": hidden}
+    return sum(sizes[kind] for kind in kinds)
+
+
 def answer_parts(answer: Answer) -> list[Bytes]:
-    """Return the bytes of an answer in parts, of which the arrays are no copies."""
+    """Return the bytes of an answer in parts, of which the arrays are no copies.
+
+    The last sequence's arrays end the answer, so that a client that knows their size knows where
+    they begin.
+    """
 
     def count(byte: bytes, number: int) -> bytes:
         return byte + number.to_bytes(4, "big")
@@ -276,7 +294,7 @@ def answer_parts(answer: Answer) -> list[Bytes]:
     rows, empty = answer.sequences, msgspec.structs.replace(answer, sequences=[])
     parts: list[Bytes] = [msgspec.msgpack.encode(empty)[:-1] + count(b"\xdd", len(rows))]
     for one in rows:
-        envelope = msgspec.msgpack.encode(msgspec.structs.replace(one, data=b""))
+        envelope = msgspec.msgpack.encode(msgspec.structs.replace(one, data=memoryview(b"")))
         parts += [envelope[:-2] + count(b"\xc6", len(one.data)), one.data]
     return parts
 

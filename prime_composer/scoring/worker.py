@@ -70,6 +70,7 @@ class Progress:
         first: index of the first row of interest; row i predicts token i + 1.
         n: number of rows of interest.
         arrays: name -> all rows, on the CPU; made when the first rows are there.
+        data: the arrays' bytes, one array after the other, of which they are views.
         next_row: rows before this one are there.
         has_gap: some rows were never computed, because a prefix cache had them.
         error: why the rows cannot be had; empty where nothing went wrong.
@@ -79,6 +80,7 @@ class Progress:
     first: int
     n: int
     arrays: dict[str, Tensor] = field(default_factory=dict)
+    data: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     next_row: int = 0
     has_gap: bool = False
     error: str = ""
@@ -100,10 +102,19 @@ class Progress:
         count = len(next(iter(pieces.values())))
         self.has_gap |= row > self.next_row
         self.next_row = max(self.next_row, row + count)
+        if not self.arrays:
+            self._make_arrays(pieces)
         for name, piece in pieces.items():
-            if name not in self.arrays:
-                self.arrays[name] = piece.new_empty((self.n, *piece.shape[1:]))
             self.arrays[name][row : row + count] = piece
+
+    def _make_arrays(self, pieces: dict[str, Tensor]) -> None:
+        """Make room for all rows, the widest dtypes first, so that each array is aligned."""
+        order = sorted(pieces, key=lambda name: -pieces[name].itemsize)
+        sizes = [self.n * pieces[name][0].numel() * pieces[name].itemsize for name in order]
+        self.data = torch.empty(sum(sizes), dtype=torch.uint8)
+        for name, part in zip(order, self.data.split(sizes), strict=True):
+            rows = part.view(pieces[name].dtype)
+            self.arrays[name] = rows.view(self.n, *pieces[name].shape[1:])
 
     @property
     def is_whole(self) -> bool:
@@ -123,9 +134,7 @@ class Progress:
             (name, DTYPE_NAMES[array.dtype], 0 if array.ndim == 1 else array.shape[1])
             for name, array in self.arrays.items()
         ]
-        description = json.dumps(fields).encode()
-        data = [array.contiguous().flatten().view(torch.uint8) for array in self.arrays.values()]
-        return uint8(description), torch.cat(data)
+        return uint8(json.dumps(fields).encode()), self.data
 
 
 def uint8(content: bytes) -> Tensor:
@@ -260,7 +269,6 @@ def answer_group(
     given = torch.from_numpy(np.concatenate(chosen)).to(device).long() if chosen else None
     entries = vocab_size + 4 * wish.k  # with values and ids of the largest, in two widths
     size = max(1, BLOCK_BYTES.get(device.type, 2**28) // (4 * entries))
-    results: dict[str, list[Tensor]] = {}
     error = ""
     for first in range(0, len(rows), size):
         block = slice(first, first + size)
@@ -268,20 +276,36 @@ def answer_group(
             rows[block], next_ids[block], head, wish.k, given if given is None else given[block]
         )
         try:
-            for kind in wish.kinds:
-                for name, array in KINDS[kind](these).items():
-                    results.setdefault(name, []).append(array.cpu())
+            arrays = {
+                name: array.cpu()
+                for kind in wish.kinds
+                for name, array in KINDS[kind](these).items()
+            }
         except HeadFailed:
             raise
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
+        else:
+            write(group, first, arrays)
     if error:
         for piece in group:
             piece.progress.error = error
-        return
-    whole = {name: torch.cat(arrays) for name, arrays in results.items()}
-    at = 0
+
+
+def write(group: Sequence[Piece], first: int, arrays: dict[str, Tensor]) -> None:
+    """Store a block of the rows of pieces, which are one after the other.
+
+    Args:
+        group: the pieces.
+        first: the block's first row among those of all pieces.
+        arrays: name -> the block's rows, on the CPU.
+    """
+    last, end = first + len(next(iter(arrays.values()))), 0
     for piece in group:
-        end = at + piece.count
-        piece.progress.write(piece.row, {name: array[at:end] for name, array in whole.items()})
-        at = end
+        begin, end = end, end + piece.count
+        low, high = max(begin, first), min(end, last)
+        if low < high:
+            rows = slice(low - first, high - first)
+            piece.progress.write(
+                piece.row + low - begin, {name: array[rows] for name, array in arrays.items()}
+            )

@@ -9,28 +9,29 @@ import torch
 VOCAB = 131
 
 
-def make_model(tied: bool, seed: int, layers: int = 2):
-    """Return a random Qwen3 model of 131 tokens."""
+def make_model(tied: bool, seed: int, layers: int = 2, **changes):
+    """Return a random Qwen3 model of 131 tokens, with other settings than the usual ones."""
     from prime_composer.backends.hf_model import import_transformers
 
     transformers = import_transformers()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = transformers.Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=512,
-            tie_word_embeddings=tied,
-            initializer_range=0.25,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
+        settings = {
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": tied,
+            "initializer_range": 0.25,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        }
+        config = transformers.Qwen3Config(**settings | changes)
         return transformers.Qwen3ForCausalLM(config).float().eval()
 
 

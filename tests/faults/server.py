@@ -67,6 +67,8 @@ class RightAnswers:
         self.eos = {ends} if isinstance(ends, int) else {*(ends or [])}
         self.temperature = 1.0
         """Of the scores; right is 1."""
+        self.limits: dict[str, int] | None = None
+        """That the scoring plugin names; None for none, as an older one."""
         self._words: dict[int, str] = {}
 
     def reload(self, directory: Path) -> None:
@@ -157,6 +159,7 @@ class RightAnswers:
             "dtype": "float32",
             "kinds": ["sampled", "top_k", "given", "hidden"],
             "vllm": "0.32.0",
+            "limits": self.limits,
         }
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import import_transformers
+from prime_composer.backends.http import ServerError
 from prime_composer.backends.mixture import Teachers
 from prime_composer.backends.protocols import Limits, TeacherScores
 from prime_composer.backends.transformers import TransformersSampler
@@ -409,6 +410,35 @@ def test_preflight_passes_on_real_engines(sampler, vllm_scorer, models, tied_mod
     ]
     assert texts[:2] == [f"warning: {warning}" for warning in result.warnings]
     assert "preflight passed" in texts[2] and result.sampler_trainer_difference < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("k", "less", "message"),
+    [
+        ("full", 1, "set k to a number .* to 23."),
+        (8, 1, "lower the loss's k, .* to 23."),
+        (8, 0, None),
+    ],
+)
+def test_preflight_refuses_rollouts_beyond_a_servers_answer(k, less, message, tiny_recipe):
+    """A token takes 4 bytes, 8 for each id of the support, and 4 for each hidden number."""
+    directory = tiny_models(tiny_recipe())["teacher"]
+    loss = {"type": "topk_reverse_kl", "k": k}
+    with SpoilingServer(directory, plugin=True) as server:
+        columns = server._right.model.config.hidden_size
+        most = 24 * (4 + 8 + 4 * columns if k == "full" else 4 + 8 * k) - less
+        limits = {"sequences": 9, "tokens": 2**20, "question_bytes": 2**20, "answer_bytes": most}
+        server._right.limits = limits
+        teacher = {"model": server.model, "url": server.url}
+        recipe = parse_recipe(tiny_recipe(teacher=teacher, loss=loss, rollout__max_tokens=24))
+        problems = load_problem_set(recipe.sources)
+        models = prepare_models(recipe, problems)
+        with open_engine(recipe, problems, models, lambda text: None) as engine:
+            if message is None:
+                preflight(engine, recipe, lambda text: None)
+                return
+            with pytest.raises(ServerError, match=f"24 tokens of its own takes .*{message}"):
+                preflight(engine, recipe, lambda text: None)
 
 
 def test_preflight_refuses_sft_on_the_students_samples(tiny_recipe, tmp_path):

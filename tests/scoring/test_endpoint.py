@@ -95,13 +95,14 @@ def test_wrong_question_is_400_and_never_reaches_the_engine(app, engine, name):
 
 
 def test_answer_too_large_is_refused_before_it_is_made(app, engine, monkeypatch):
-    monkeypatch.setattr("prime_composer.scoring.questions.MOST_ANSWER_BYTES", 300)
+    monkeypatch.setattr("prime_composer.scoring.questions.MOST_ANSWER_BYTES", 200)
     four = [([1] * 9, 1, {})] * 4  # 8 rows each
     assert post(app, question(*four)).status_code == 200
-    for wish, size in ({"kinds": ["top_k"], "k": 1}, 384), ({"kinds": ["hidden"]}, 1152):
+    for wish, size in ({"kinds": ["top_k"], "k": 1}, 256), ({"kinds": ["hidden"]}, 1024):
         answer = post(app, question(*four, **wish))
         assert answer.status_code == 413
-        assert f"{size:,} bytes, and at most 300 are answered at once" in answer.text
+        assert f"{size:,} bytes, {size // 32} for each" in answer.text
+        assert "at most 200 are answered at once" in answer.text
     monkeypatch.setattr("prime_composer.scoring.questions.MOST_HEAD_BYTES", 300)
     answer = post(app, {"version": VERSION, "first": 0, "last": 100}, HEAD_PATH)
     assert answer.status_code == 413 and "ask in pieces" in answer.text

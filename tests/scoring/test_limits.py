@@ -15,7 +15,20 @@ from prime_composer.scoring import endpoint, questions  # noqa: E402
 from prime_composer.scoring import engine as engine_module
 from prime_composer.scoring.endpoint import Windows  # noqa: E402
 from prime_composer.scoring.engine import AHEAD, Room  # noqa: E402
-from prime_composer.scoring.wire import HEAD_PATH, SCORE_PATH, Answer, decode_answer  # noqa: E402
+from prime_composer.scoring.kinds import KINDS  # noqa: E402
+from prime_composer.scoring.questions import TooLarge  # noqa: E402
+from prime_composer.scoring.wire import (
+    HEAD_PATH,
+    SCORE_PATH,
+    VERSION,
+    Answer,
+    Facts,
+    Question,
+    SequenceToAnswer,
+    decode_answer,
+    encode_ids,
+)  # noqa: E402
+from prime_composer.scoring.worker import Wish  # noqa: E402
 from tests.scoring.conftest import GOOD, post, question, scope_of  # noqa: E402
 
 SHORT = ([5, 6], 1, {})
@@ -161,7 +174,7 @@ def test_room_is_given_to_what_is_larger_than_it():
 
 
 @pytest.mark.parametrize("window", [1, 7, 64, 2**20])
-def test_answer_in_windows_is_the_answer(app, monkeypatch, window):
+def test_answer_in_windows_is_the_answer(app, engine, monkeypatch, window):
     """Bit for bit, and as long as it says."""
     body = question(GOOD, ([1, 2, 3, 4, 5], 3, {}))
     whole = post(app, body)
@@ -170,6 +183,7 @@ def test_answer_in_windows_is_the_answer(app, monkeypatch, window):
     assert answer.content == whole.content
     assert int(answer.headers["Content-Length"]) == len(whole.content)
     assert len(decode_answer(answer.content, Answer).sequences) == 2
+    assert len(engine.asked) == 4  # each sequence is computed once, in however many windows
 
 
 @pytest.mark.parametrize("ending", ["gone", "stalled"])
@@ -225,3 +239,34 @@ def test_others_have_their_turn_while_an_answer_is_sent(monkeypatch):
 
     asyncio.run(scenario())
     assert turns.count("other") > 90
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
+def test_size_of_an_answer_is_its_real_one(dtype, width):
+    """As many bytes as its arrays have: 8 columns of hidden states, K = 3, two given ids."""
+    facts = Facts("m", 100, 8, 512, dtype, [*KINDS], "0.32.0")
+    tokens = SequenceToAnswer([5] * 11, 1, encode_ids([[1, 2]] * 10))
+    for kinds, k, size in (
+        (["hidden"], 0, 8 * width),
+        (["sampled", "top_k", "hidden"], 3, 4 + 24 + 8 * width),
+        ([*KINDS], 3, 4 + 24 + 8 + 8 * width),
+    ):
+        one = tokens if "given" in kinds else SequenceToAnswer(tokens.token_ids, 1)
+        asked = Question(VERSION, [one], kinds, k)
+        wishes = [questions.wish_of(0, asked, facts)]
+        assert questions.answer_size(asked, wishes, facts) == 10 * size
+
+
+def test_long_rollouts_fit_into_an_answer():
+    """33,000 tokens with 8,192 columns were refused; a number of bfloat16 counted as 4 bytes."""
+    facts = Facts("m", 100, 8192, 2**18, "bfloat16", [*KINDS], "0.32.0")
+    kinds = ["sampled", "top_k", "hidden"]
+    for length, fits in ((131_072, True), (261_000, True), (263_000, False)):
+        asked = Question(VERSION, [SequenceToAnswer([5] * length, 1)], kinds, 1)
+        wishes = [Wish(1, tuple(kinds), 1)]
+        if fits:
+            size = questions.answer_size(asked, wishes, facts)
+            assert size == (length - 1) * (12 + 2 * 8192)
+        else:
+            with pytest.raises(TooLarge, match="16,396 for each token .* at most 4,294,967,295"):
+                questions.answer_size(asked, wishes, facts)

@@ -1,0 +1,127 @@
+"""Long rollouts: an answer is in the client's memory once, and in the server's engine once."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from prime_composer.scoring.wire import (
+    NAME,
+    VERSION,
+    Answer,
+    Facts,
+    Rows,
+    answer_parts,
+    pack_arrays,
+)
+from tests.backends.conftest import make_model
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs /proc for the memory of a process"
+)
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """Answers each question with ``parts``, and one without sequences with the facts."""
+
+    protocol_version = "HTTP/1.1"
+    facts: Facts
+    parts: list
+    says_length = True
+
+    def log_message(self, *_):
+        """Write no log."""
+
+    def do_POST(self):
+        """Answer."""
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        parts = self.parts
+        if not question["sequences"]:
+            parts = [msgspec.msgpack.encode(Answer(NAME, VERSION, self.facts, []))]
+        self.send_response(200)
+        if self.says_length:
+            self.send_header("Content-Length", str(sum(len(part) for part in parts)))
+        else:
+            self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for part in parts:
+            for first in range(0, len(part), 2**20):
+                piece = part[first : first + 2**20]
+                if self.says_length:
+                    self.wfile.write(piece)
+                else:
+                    self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), bytes(piece)))
+        if not self.says_length:
+            self.wfile.write(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "says_length", "more"),
+    [
+        (16_384, 4096, True, 2**26),  # half of the answer; the process itself grows by 38 MB
+        (1024, 4095, False, 2**26),
+        pytest.param(131_072, 4096, True, 0.3 * 2**30, marks=pytest.mark.slow),
+    ],
+    ids=["16k", "unknown length", "131k"],
+)
+def test_long_answer_is_in_memory_once(tokens, columns, says_length, more, capsys):
+    """Hidden states in bfloat16, bit for bit. A proxy may hide how long the answer is."""
+    n = tokens - 1
+    states = np.arange(n * columns, dtype=np.uint32).astype(np.uint16) % 0x7F80  # all finite
+    states = states.reshape(n, columns)
+    arrays = {
+        "sampled": ("float32", np.full(n, -1.0, "<f4")),
+        "top_ids": ("int32", np.full((n, 1), 2, "<i4")),
+        "top_logprobs": ("float32", np.full((n, 1), -0.5, "<f4")),
+        "hidden": ("bfloat16", states),
+    }
+    fields, _ = pack_arrays(arrays)
+    facts = Facts("m", 1000, columns, 2**18, "bfloat16", ["sampled", "top_k", "hidden"], "0.32.0")
+    data = np.concatenate([array.reshape(-1).view(np.uint8) for _, array in arrays.values()])
+    parts = answer_parts(Answer(NAME, VERSION, facts, [Rows(n, fields, data.data)]))
+    handler = type("Handler", (StandIn,), locals() | {"facts": facts, "parts": parts})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        command = [sys.executable, "-m", "tests.scoring.long_client", url, str(tokens)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    finally:
+        server.shutdown()
+        server.server_close()
+    shape, digest, seconds, added, misaligned = json.loads(done.stdout)
+    assert shape == [n, columns]
+    assert digest == hashlib.sha256(states).hexdigest()
+    assert not says_length or misaligned % 2 == 0
+    with capsys.disabled():
+        print(f"\n{len(data):,} bytes: {seconds:.1f} s, {added / len(data):.2f} times in memory")
+    assert added < len(data) + more
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_long_answer_of_vllm_in_windows_is_the_whole(tmp_path):
+    """8,192 tokens in windows of 64 KiB, and in one: the same bits of one prefill, as fast."""
+    config = {"max_position_embeddings": 8256, "hidden_size": 256}
+    make_model(tied=True, seed=3, **config).save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "tests.scoring.long_server", tmp_path, 8192, 5, 2**16, 2**30]
+    env = os.environ | {"VLLM_PLUGINS": NAME, "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    done = subprocess.run(
+        [*map(str, command)], env=env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    split, whole = found[str(2**16)], found[str(2**30)]
+    assert {*split[0]} == {*whole[0]} and len({*split[0]}) == 1
+    assert min(split[1]) > 8192 * 2 * 256 / 2**17 and {*whole[1]} == {1}
+    assert {*split[2], *whole[2]} == {1}
+    assert min(split[3]) < 1.1 * min(whole[3]), found
