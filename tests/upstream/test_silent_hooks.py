@@ -174,10 +174,18 @@ def test_last_batch_of_a_run_is_judged_at_its_end(torch_forks, tmp_path, whole_r
     assert ("4 tokens of this rank's batch 1 are for this loss" in done.stderr) is (status == 1)
 
 
-def test_step_that_fails_is_not_judged_at_the_end(torch_forks):
-    """The error of the step is the run's, and its status too."""
-    code = "here.OWN = None\nhost.loop.another_loss = lambda *rows: 1 / 0\n"
-    code += "host.train([here.micro_batch()])"
+@pytest.mark.parametrize(
+    "fails",
+    [
+        "host.loop.another_loss = lambda *rows: 1 / 0",
+        "host.loop.sum = lambda rows: len(list(rows)) / 0",
+        "here.adapter()._ask_teachers = lambda batches: 1 / 0",
+    ],
+    ids=["in its loss", "between its two loops", "before its first loop"],
+)
+def test_step_that_fails_is_not_judged_at_the_end(torch_forks, fails):
+    """The error of the step is the run's, and its status too: nothing says that a loss is gone."""
+    code = f"{fails}\nhost.train([here.micro_batch()])"
     done = torch_forks.run("-c", AT_EXIT, True, code, cwd=REPO)
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
     assert "are for this loss" not in done.stderr
