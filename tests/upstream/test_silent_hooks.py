@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -210,6 +211,29 @@ def test_benchmark_batches_of_prime_rl_are_not_judged(host):
     hooks.hook_data(one.data)
     fake.wait_for_batch(None)
     assert type(fake.get_batch(None)) is list and adapter().steps == 1
+
+
+def test_loader_with_more_parameters_gets_them(monkeypatch):
+    """A default that the train loop leaves out is known too."""
+    monkeypatch.delenv("PRIME_COMPOSER", raising=False)
+    adapter.cache_clear()
+    module = types.ModuleType(fake_prime_rl.DATA)
+
+    class DataLoader:
+        def __init__(self, output_dir, start_step=3): ...
+        def wait_for_batch(self, seconds=None):
+            return seconds
+
+        def get_batch(self, packed=True): return [{"packed": packed}]  # fmt: skip
+
+    module.DataLoader = DataLoader
+    hooks.hook_data(module)
+    opened = []
+    monkeypatch.setattr(adapter(), "open_journal", lambda *given: opened.append(given))
+    loader = DataLoader("run")
+    assert loader.wait_for_batch(7) == 7 and loader.get_batch(packed=False) == [{"packed": False}]
+    assert opened == [(Path("run"), 3)]
+    adapter.cache_clear()
 
 
 RANK = """
