@@ -5,6 +5,7 @@ prime_rl is one namespace package over several folders, those of ``src`` and of 
 
 import ast
 import importlib.util
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ from prime_composer.upstream.capabilities import Signature
 
 PACKAGE = "prime_rl"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+NO_FIELD = re.compile(r"(typing\.)?ClassVar\b|(dataclasses\.)?KW_ONLY$")
 
 
 def installed() -> list[Path]:
@@ -76,7 +78,7 @@ class Sources:
             if not method:
                 return {name: needed for name, (needed, _) in self._fields(where, node).items()}
             for owner in self._and_bases(where, node):
-                for member in _flat(owner.body):
+                for member in reversed(list(_flat(owner.body))):
                     if isinstance(member, Function) and member.name == method:
                         return _parameters(member, bound=True)
             return None
@@ -128,6 +130,7 @@ class Sources:
         """Yield a class and those bases of it that are prime-rl's."""
         yield node
         for base in node.bases:
+            base = base.value if isinstance(base, ast.Subscript) else base
             found = self._definition(module, base.id) if isinstance(base, ast.Name) else None
             if found is not None and isinstance(found[1], ast.ClassDef) and found[1] is not node:
                 yield from self._and_bases(found[0], found[1])
@@ -140,19 +143,23 @@ class Sources:
                 if not isinstance(member, ast.AnnAssign) or not isinstance(member.target, ast.Name):
                     continue
                 annotation = ast.unparse(member.annotation)
-                if not annotation.startswith(("ClassVar", "typing.ClassVar")):
+                if not NO_FIELD.match(annotation):
                     fields[member.target.id] = not _has_default(member.value), annotation
         return fields
 
 
 def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, with those under ``try`` and ``if``."""
+    """Yield the statements of a module or class, with those under ``try`` and ``if``.
+
+    The last one that defines a name counts, so that a fallback stands before what it replaces.
+    """
     for node in body:
         if isinstance(node, ast.If):
             if "TYPE_CHECKING" not in ast.unparse(node.test):
-                yield from _flat([*node.body, *node.orelse])
+                yield from _flat([*node.orelse, *node.body])
         elif isinstance(node, ast.Try):
-            yield from _flat([*node.body, *(s for h in node.handlers for s in h.body)])
+            fallbacks = (statement for handler in node.handlers for statement in handler.body)
+            yield from _flat([*fallbacks, *node.body, *node.orelse, *node.finalbody])
         else:
             yield node
 
@@ -213,9 +220,11 @@ def _parsed(text: str) -> ast.Module:
 
 @lru_cache(maxsize=4096)
 def _names(text: str) -> frozenset[str]:
-    """Return the names and attributes that a file reads."""
-    return frozenset(
-        node.id if isinstance(node, ast.Name) else node.attr
-        for node in ast.walk(_parsed(text))
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
-    )
+    """Return the names and attributes that a file reads, and what it imports by another name."""
+    found = set()
+    for node in ast.walk(_parsed(text)):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.alias) and node.asname:
+            found.add(node.name)
+    return frozenset(found)

@@ -479,6 +479,34 @@ def algorithm_of(name, newest, score):
     return algorithm
 
 
+def test_orchestrator_with_more_parameters_gets_them(switch):
+    """What a later prime-rl adds to a function that is wrapped reaches it."""
+    switch(SAMPLED, 0)
+    given = []
+
+    class OPDAlgorithm:
+        async def score_episode(self, episode, more=None):
+            given.append(more)
+
+        async def score_group(self, episodes, more=None):
+            given.append(more)
+
+    opd = types.ModuleType("prime_rl.orchestrator.algo.opd")
+    routing = types.ModuleType("prime_rl.orchestrator.algo.routing")
+    opd.OPDAlgorithm = OPDAlgorithm
+    routing.assign_reference_logprobs = lambda branch, values, more=None: given.append(more)
+    routing.stamp_loss_routing = lambda sample, action_loss_type, more=None: given.append(more)
+    hooks.hook_algorithm(opd)
+    hooks.hook_routing(routing)
+    hooks.hook_stamps(routing)
+    algorithm = OPDAlgorithm()
+    asyncio.run(algorithm.score_episode(types.SimpleNamespace(samples=[]), more=1))
+    asyncio.run(algorithm.score_group([], more=2))
+    routing.assign_reference_logprobs(None, [], more=3)
+    routing.stamp_loss_routing(Sample(), "rl", more=4)
+    assert given == [1, 2, 3, 4]
+
+
 @pytest.fixture(params=["v0.7", "head"])
 def distil(request, monkeypatch):
     """Return a function that scores one rollout with a stand-in of OPD, by another's request.

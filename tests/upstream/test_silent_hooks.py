@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,10 +175,18 @@ def test_last_batch_of_a_run_is_judged_at_its_end(torch_forks, tmp_path, whole_r
     assert ("4 tokens of this rank's batch 1 are for this loss" in done.stderr) is (status == 1)
 
 
-def test_step_that_fails_is_not_judged_at_the_end(torch_forks):
-    """The error of the step is the run's, and its status too."""
-    code = "here.OWN = None\nhost.loop.another_loss = lambda *rows: 1 / 0\n"
-    code += "host.train([here.micro_batch()])"
+@pytest.mark.parametrize(
+    "fails",
+    [
+        "host.loop.another_loss = lambda *rows: 1 / 0",
+        "host.loop.sum = lambda rows: len(list(rows)) / 0",
+        "here.adapter()._ask_teachers = lambda batches: 1 / 0",
+    ],
+    ids=["in its loss", "between its two loops", "before its first loop"],
+)
+def test_step_that_fails_is_not_judged_at_the_end(torch_forks, fails):
+    """The error of the step is the run's, and its status too: nothing says that a loss is gone."""
+    code = f"{fails}\nhost.train([here.micro_batch()])"
     done = torch_forks.run("-c", AT_EXIT, True, code, cwd=REPO)
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
     assert "are for this loss" not in done.stderr
@@ -202,6 +211,29 @@ def test_benchmark_batches_of_prime_rl_are_not_judged(host):
     hooks.hook_data(one.data)
     fake.wait_for_batch(None)
     assert type(fake.get_batch(None)) is list and adapter().steps == 1
+
+
+def test_loader_with_more_parameters_gets_them(monkeypatch):
+    """A default that the train loop leaves out is known too."""
+    monkeypatch.delenv("PRIME_COMPOSER", raising=False)
+    adapter.cache_clear()
+    module = types.ModuleType(fake_prime_rl.DATA)
+
+    class DataLoader:
+        def __init__(self, output_dir, start_step=3): ...
+        def wait_for_batch(self, seconds=None):
+            return seconds
+
+        def get_batch(self, packed=True): return [{"packed": packed}]  # fmt: skip
+
+    module.DataLoader = DataLoader
+    hooks.hook_data(module)
+    opened = []
+    monkeypatch.setattr(adapter(), "open_journal", lambda *given: opened.append(given))
+    loader = DataLoader("run")
+    assert loader.wait_for_batch(7) == 7 and loader.get_batch(packed=False) == [{"packed": False}]
+    assert opened == [(Path("run"), 3)]
+    adapter.cache_clear()
 
 
 RANK = """

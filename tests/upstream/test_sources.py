@@ -18,8 +18,8 @@ def decorated(a): ...
 def decorated(a, b=None): ...
 """
 CLASSES = """
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 import pydantic
 from pydantic import Field
@@ -37,6 +37,16 @@ class Computed:
     a: int
     b: int = field(init=False)
     c: int = field(kw_only=True)
+
+@dataclass
+class Keywords(Generic[TypeVar("T")]):
+    a: int
+    _: KW_ONLY
+    b: int
+
+@dataclass
+class Narrower(Keywords[int]):
+    c: int = 0
 
 class Wire(msgspec.Struct):
     a: bytes
@@ -66,7 +76,7 @@ def test_signature_of_a_function_is_that_of_inspect(name):
     )
 
 
-@pytest.mark.parametrize("name", ["Inputs", "Wire", "Base", "Config"])
+@pytest.mark.parametrize("name", ["Inputs", "Keywords", "Narrower", "Wire", "Base", "Config"])
 def test_signature_of_a_class_is_that_of_inspect(name, monkeypatch):
     """Fields of dataclasses, structs and models, with those of their bases."""
     module = types.ModuleType("classes_of_this_test")
@@ -89,7 +99,8 @@ def test_signature_of_a_method_comes_from_its_bases():
             "prime_rl/algo/base.py": "class Algorithm:\n"
             "    def score(self, episodes): ...\n"
             "    @staticmethod\n    def of(config, more=None): ...\n"
-            "    @property\n    def name(self): ...\n",
+            "    @property\n    def name(self): ...\n"
+            "    @typing.overload\n    def one(self, a, b): ...\n    def one(self, a): ...\n",
             "prime_rl/algo/opd.py": "import typing\n"
             "from prime_rl.algo import Exported\n"
             "class OPD(Exported, typing.Generic):\n    def score_one(self, episode): ...\n",
@@ -99,13 +110,14 @@ def test_signature_of_a_method_comes_from_its_bases():
     assert sources.signature("prime_rl.algo.opd", "OPD.score") == {"episodes": True}
     assert sources.signature("prime_rl.algo.opd", "OPD.of") == {"config": True, "more": False}
     assert sources.signature("prime_rl.algo.opd", "OPD.name") == {}
+    assert sources.signature("prime_rl.algo.opd", "OPD.one") == {"a": True}
     assert sources.signature("prime_rl.algo.opd", "OPD.gone") is None
     assert sources.signature("prime_rl.algo.opd", "Gone.score") is None
     assert sources.signature("prime_rl.gone", "score") is None
 
 
 def test_signature_follows_what_a_module_has_at_run_time():
-    """Imports count, also under ``try``; those for type checkers alone do not."""
+    """Imports count, also under ``try`` and before its fallback; those for type checkers do not."""
     sources = Sources(
         {
             "prime_rl/a.py": "from typing import TYPE_CHECKING\n"
@@ -117,7 +129,8 @@ def test_signature_follows_what_a_module_has_at_run_time():
         }
     )
     assert sources.signature("prime_rl.a", "hidden") is None
-    assert sources.signature("prime_rl.b", "f") == {"x": True}
+    for module, name in ("b", "f"), ("a", "g"), ("a", "other"):
+        assert sources.signature(f"prime_rl.{module}", name) == {"x": True}
     assert sources.signature("prime_rl.a", "cli") == {}
 
 
@@ -126,6 +139,8 @@ def test_is_used_needs_more_than_a_definition_or_a_word():
     assert not Sources(texts).is_used("f")
     assert Sources({**texts, "prime_rl/b.py": "from prime_rl.a import f\nf()\n"}).is_used("f")
     assert Sources({**texts, "prime_rl/b.py": "loader.f()\n"}).is_used("DataLoader.f")
+    renamed = "from prime_rl.a import f as own\nown()\n"
+    assert Sources({**texts, "prime_rl/b.py": renamed}).is_used("f")
 
 
 def test_of_checkout_reads_both_folders_of_the_package(tmp_path):

@@ -181,25 +181,25 @@ def _with_hints(score: Any) -> Any:
     """
 
     @functools.wraps(score)
-    async def score_one(self: Any, rollout: Any) -> None:
+    async def score_one(self: Any, rollout: Any, *args: Any, **more: Any) -> None:
         if self.demo_key == SIBLING:
             return
         if self.demo_key == FEEDBACK:
             for trace in _traces([rollout]):
                 trace.info[FEEDBACK] = _feedback(trace)
-        await score(self, rollout)
+        await score(self, rollout, *args, **more)
 
     return score_one
 
 
 def _with_siblings(score: Any, score_group: Any) -> Any:
     @functools.wraps(score_group)
-    async def score_all(self: Any, rollouts: Any) -> None:
+    async def score_all(self: Any, rollouts: Any, *args: Any, **more: Any) -> None:
         if self.demo_key == SIBLING:
             _write_siblings(_traces(rollouts))
             hinted = filter(None, map(_hinted, rollouts))
             await asyncio.gather(*(score(self, rollout) for rollout in hinted))
-        await score_group(self, rollouts)
+        await score_group(self, rollouts, *args, **more)
 
     return score_all
 
@@ -252,9 +252,9 @@ def _as_grpo(score_group: Any) -> Any:
     """
 
     @functools.wraps(score_group)
-    async def score_all(self: Any, group: Any) -> None:
+    async def score_all(self: Any, group: Any, *args: Any, **more: Any) -> None:
         if _settings().rewards is None:
-            await score_group(self, group)
+            await score_group(self, group, *args, **more)
             return
         MADE.judge()
         grpo = importlib.import_module("prime_rl.orchestrator.algo.grpo")
@@ -278,11 +278,11 @@ def _judged(score: Any, frozen: bool) -> Any:
         score = _then_attach(score)
 
     @functools.wraps(score)
-    async def judged(self: Any, rollout: Any) -> None:
+    async def judged(self: Any, rollout: Any, *args: Any, **more: Any) -> None:
         tally = Tally()
         token = SCORING.set(Scoring(frozen, tally))
         try:
-            await score(self, rollout)
+            await score(self, rollout, *args, **more)
         finally:
             SCORING.reset(token)
         settings = _settings()
@@ -316,8 +316,8 @@ def ran(hook: str) -> None:
 
 def _then_attach(original: Any) -> Any:
     @functools.wraps(original)
-    async def score_rollout(self: Any, rollout: Any) -> None:
-        await original(self, rollout)
+    async def score_rollout(self: Any, rollout: Any, *args: Any, **more: Any) -> None:
+        await original(self, rollout, *args, **more)
         for sample in rollout.samples:
             if isinstance(sample.ref_logprobs, Scores):
                 attach(sample, sample.ref_logprobs)
@@ -339,8 +339,9 @@ def hook_routing(module: Any) -> None:
         return
 
     @functools.wraps(original)
-    def assign_reference_logprobs(branch: Any, values: Any) -> None:
-        original(branch, list(values) if isinstance(values, Scores) else values)
+    def assign_reference_logprobs(branch: Any, values: Any, *args: Any, **more: Any) -> None:
+        own = list(values) if isinstance(values, Scores) else values
+        original(branch, own, *args, **more)
         if not isinstance(values, Scores) or not values.token_ids.shape[1]:
             return
         ran(SUPPORT)
@@ -377,13 +378,14 @@ def hook_stamps(module: Any) -> None:
         return
 
     @functools.wraps(original)
-    def stamp_loss_routing(sample: Any, action_loss_type: str) -> None:
+    def stamp_loss_routing(sample: Any, action_loss_type: str, *args: Any, **more: Any) -> None:
         rewards, distilled = _settings().rewards, action_loss_type == "ref_kl"
         MADE.called(STAMP)
         made = "A sample that a teacher has scored was not made by trace_to_samples: " + MISSED
         MADE.expect(SAMPLES, int(distilled and _settings().loss is not None), made)
         MADE.judge()
-        original(sample, "rl" if rewards == "in_loss" and distilled else action_loss_type)
+        kind = "rl" if rewards == "in_loss" and distilled else action_loss_type
+        original(sample, kind, *args, **more)
         if rewards == "beside" and distilled:
             sample.rl_weights = None
         if rewards == "in_loss" and sample.ref_logprobs is None:

@@ -287,12 +287,12 @@ class Adapter:
             )
 
     def judge_last_batch(self) -> None:
-        """Check the last batch, unless an error ended its loop.
+        """Check the last batch, unless an error ended its step before it had trained.
 
         Raises:
             SilentHook: it had tokens for the loss, which was not called.
         """
-        if not self._asked and not self._batches.is_open:
+        if not self._asked and self._batches.trained:
             self.tally.judge()
 
     def _ask_teachers(self, batches: Sequence[dict[str, Any]]) -> None:

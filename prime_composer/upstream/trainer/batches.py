@@ -339,7 +339,8 @@ class TrackedBatches(list[dict[str, Any]]):
     prime-rl iterates twice, to count tokens and to train.
 
     Attributes:
-        is_open: a loop has begun and not reached its end.
+        begun: how many loops have begun.
+        ended: how many have reached their end.
     """
 
     def __init__(
@@ -347,14 +348,19 @@ class TrackedBatches(list[dict[str, Any]]):
     ):
         super().__init__(batches)
         self._report = report
-        self.is_open = False
+        self.begun = self.ended = 0
+
+    @property
+    def trained(self) -> bool:
+        """Whether a step has trained on them, as far as its loops show."""
+        return self.begun == self.ended >= 2
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self.is_open = True
+        self.begun += 1
         try:
             for batch in list.__iter__(self):
                 self._report(batch)
                 yield batch
         finally:  # a loop that an error ends, too: what comes next belongs to no micro-batch
             self._report(None)
-        self.is_open = False
+        self.ended += 1

@@ -70,20 +70,20 @@ def hook_data(module: Any) -> None:
         fake.wait_for_batch = _waited(fake.wait_for_batch)
 
 
-def _waited(wait_for_batch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _waited(wait_for_batch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(wait_for_batch)
-    def waited(self: Any) -> Any:
+    def waited(*args: Any, **kwargs: Any) -> Any:
         adapter().ask_for_batch()
-        return wait_for_batch(self)
+        return wait_for_batch(*args, **kwargs)
 
     return waited
 
 
-def _tracked(get_batch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _tracked(get_batch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(get_batch)
-    def tracked(self: Any) -> Any:
+    def tracked(*args: Any, **kwargs: Any) -> Any:
         adapter().ask_for_batch()
-        return adapter().batch_came(get_batch(self))
+        return adapter().batch_came(get_batch(*args, **kwargs))
 
     tracked.of_prime_composer = True  # type: ignore[attr-defined]  # marks the hook as in place
     return tracked
@@ -95,10 +95,17 @@ def _journalled(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def journalled(*args: Any, **kwargs: Any) -> None:
         init(*args, **kwargs)
-        given = names.bind(*args, **kwargs).arguments
+        given = _given(names, args, kwargs)
         adapter().open_journal(Path(given["output_dir"]), given["start_step"])
 
     return journalled
+
+
+def _given(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name, with the defaults of those that it leaves out."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def hook_model(module: Any) -> None:
@@ -112,7 +119,7 @@ def hook_model(module: Any) -> None:
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            adapter().model = names.bind(*args, **kwargs).arguments["model"]
+            adapter().model = _given(names, args, kwargs)["model"]
             adapter().called(FORWARD)
             return forward(*args, **kwargs)
 
@@ -132,7 +139,7 @@ def hook_context_parallel(module: Any) -> None:
 
         @functools.wraps(setup_cp_params)
         def set_up(*args: Any, **kwargs: Any) -> Any:
-            given = names.bind(*args, **kwargs).arguments
+            given = _given(names, args, kwargs)
             adapter().shard = Shard(given["cp_rank"], given["cp_world_size"], given["cp_group"])
             return setup_cp_params(*args, **kwargs)
 
