@@ -161,6 +161,21 @@ def test_export_refuses_native_truncation_with_a_teacher(sampling, key):
             export_recipe(parse_recipe(raw), "main")
 
 
+@pytest.mark.parametrize(
+    "train,place",
+    [
+        ({"source": "x"}, "source is no list of tables"),
+        ({"source": ["x"]}, "source is no list of tables"),
+        ({"source": [{"name": "a", "sampling": 3}]}, "source a: sampling is no table"),
+        ({"sampling": {"extra_body": "x"}}, "sampling.extra_body is no table"),
+    ],
+)
+def test_export_refuses_native_values_in_place_of_tables(train, place):
+    """Where the rollouts' settings are read."""
+    with pytest.raises(RecipeError, match=rf"^orchestrator\.train\.{place}: write"):
+        export_table("main", prime_rl={"orchestrator": {"train": train}})
+
+
 @pytest.mark.parametrize("loss,refused", [("topk_reverse_kl", False), ("rlsd", True)])
 def test_export_refuses_a_least_advantage_beside_a_teacher(loss, refused):
     """A token that it leaves out loses its teacher, where one loss reads both."""

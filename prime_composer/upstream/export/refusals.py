@@ -79,17 +79,22 @@ def refuse_native(recipe: Recipe, version: Version, table: Mapping[str, Any]) ->
     Tokens of an advantage below ``min_abs_advantage`` have no rl loss, and with it no teacher.
 
     Raises:
-        RecipeError: a loss that compares with a teacher meets one of them; the message names the
-            key.
+        RecipeError: a loss that compares with a teacher meets one of them, or there is another
+            value where these are read; the message names the key.
     """
     if not recipe.loss.compares_with_teacher:
         return
     train, key = table["orchestrator"]["train"], version.environment_key
     entries = {"orchestrator.train.": train}
-    for entry in train.get(key, []):
+    listed = train.get(key, [])
+    if not isinstance(listed, list) or not all(isinstance(entry, Mapping) for entry in listed):
+        raise RecipeError(f"orchestrator.train.{key} is no list of tables: write one")
+    for entry in listed:
         entries[f"orchestrator.train.{key} {entry.get('name')}: "] = entry
     for place, entry in entries.items():
-        cut = truncations(entry.get("sampling", {})) if version.replays_sampling else {}
+        sampling = _table_at(entry, "sampling", place)
+        extra_body = _table_at(sampling, "extra_body", f"{place}sampling.")
+        cut = truncations(sampling, extra_body) if version.replays_sampling else {}
         for name, value in cut.items():
             of_recipe = entry is train and name == "top_p" and value == recipe.rollout.top_p
             raise RecipeError(
@@ -107,12 +112,19 @@ def refuse_native(recipe: Recipe, version: Version, table: Mapping[str, Any]) ->
             )
 
 
-def truncations(sampling: Mapping[str, Any]) -> dict[str, Any]:
+def _table_at(table: Mapping[str, Any], key: str, place: str) -> Mapping[str, Any]:
+    below = table.get(key, {})
+    if not isinstance(below, Mapping):
+        raise RecipeError(f"{place}{key} is no table: write one")
+    return below
+
+
+def truncations(sampling: Mapping[str, Any], extra_body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that cut the sampled distribution, typed or in the request body."""
     off = {"top_p": (None, 1), "top_k": (None, -1, 0), "min_p": (None, 0)}
     return {
         f"{prefix}{key}": settings[key]
-        for prefix, settings in (("", sampling), ("extra_body.", sampling.get("extra_body", {})))
+        for prefix, settings in (("", sampling), ("extra_body.", extra_body))
         for key, values in off.items()
         if settings.get(key) not in values
     }
