@@ -316,19 +316,6 @@ def row_digests(weight: NDArray[Any], bias: NDArray[Any] | None) -> bytes:
     )
 
 
-def pack_arrays(arrays: dict[str, tuple[str, NDArray[Any]]]) -> tuple[list[Field], bytes]:
-    """Return fields and data of ``Rows``.
-
-    Args:
-        arrays: name -> its dtype in the answer, and an array of [n] or [n, columns].
-    """
-    fields = [
-        Field(name, dtype, 0 if array.ndim == 1 else array.shape[1])
-        for name, (dtype, array) in arrays.items()
-    ]
-    return fields, b"".join(array.tobytes() for _, array in arrays.values())
-
-
 def unpack_arrays(rows: Rows, n: int) -> dict[str, NDArray[Any]]:
     """Return name -> array, [n] or [n, columns]. No byte is copied.
 

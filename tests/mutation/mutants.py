@@ -753,7 +753,11 @@ MUTANTS: dict[str, Mutant] = {
         ADAPTER, "Adapter.judge_last_batch", ("self.tally.judge()", "None"),
     ),
     "hooks: last batch judged after an error": mutant(
-        ADAPTER, "Adapter.judge_last_batch", ("not self._batches.is_open", "True"),
+        ADAPTER, "Adapter.judge_last_batch", ("self._batches.trained", "True"),
+    ),
+    "hooks: last batch judged before it has trained": mutant(
+        "upstream/trainer/batches.py", "TrackedBatches.trained",
+        ("self.begun == self.ended >= 2", "self.begun == self.ended"),
     ),
     "hooks: exit with status 0": mutant(
         ADAPTER, "judge_at_exit", ("os._exit(1)", "None"),
