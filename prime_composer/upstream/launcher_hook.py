@@ -198,7 +198,7 @@ def _refuse_sampling_replay(config: Any, name: str) -> None:
         raise ValueError(
             f"[{SECTION}] type = {name!r} compares log-probs over the whole vocabulary, and this "
             f"prime-rl's trainer renormalizes its own over the ids that sampling kept: leave out "
-            f"{', '.join(active)}, or use a loss of the sampled token (sampled_reverse_kl)."
+            f"{', '.join(active)}."
         )
 
 

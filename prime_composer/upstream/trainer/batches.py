@@ -311,8 +311,7 @@ def refuse_sampling_mask(given: Mapping[str, Any]) -> None:
                 "prime-rl's trainer renormalizes its log-probs over the ids that were kept. The "
                 "teacher's log-probs are over the whole vocabulary, so that the loss would compare "
                 "two kinds of distributions. Set top_p = 1 and no top_k in "
-                "[orchestrator.train.sampling] and each environment's, or use a loss of the "
-                "sampled token (sampled_reverse_kl)."
+                "[orchestrator.train.sampling] and each environment's."
             )
 
 
