@@ -356,7 +356,7 @@ def test_batch_with_a_sampling_mask_is_refused_untrained(newer_trainer, name):
         if loss is SAMPLED:
             loader.get_batch()
             continue
-        with pytest.raises(ValueError, match=f"The batch carries {name}: .*sampled_reverse_kl"):
+        with pytest.raises(ValueError, match=f"The batch carries {name}: .*Set top_p = 1"):
             loader.get_batch()
 
 
