@@ -68,7 +68,7 @@ def default_loss_fn(inputs: LossInputs, config: DefaultLossConfig) -> LossOutput
 
     with torch.no_grad():
         metrics = {
-            **drift_metrics(ratios.log_ratio, dropped, mask),
+            **drift_metrics(ratios.log_ratio, dropped, mask, mean=masked_mean),
             "is_masked_low": masked_mean(negative & too_low, mask),
             "is_masked_high": masked_mean(positive & too_high, mask),
             "masked_advantage_positive": masked_mean(positive, mask & dropped),

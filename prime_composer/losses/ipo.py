@@ -25,6 +25,7 @@ from prime_composer.losses.config import ChannelName, LossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.dialect import MAX_RATIO, Dialect, with_defaults_of_main
 from prime_composer.losses.shared.metrics import top_share
+from prime_composer.losses.shared.reductions import masked_mean
 from prime_composer.losses.shared.trust_region import (
     drift_metrics,
     importance_ratios,
@@ -83,7 +84,7 @@ def ipo_loss_fn(inputs: LossInputs, config: IPOLossConfig) -> LossOutputs:
     bounded = config.dialect == "main"
     with torch.no_grad():
         metrics = {
-            **drift_metrics(ratios.log_ratio, dropped, mask, bounded),
+            **drift_metrics(ratios.log_ratio, dropped, mask, bounded, masked_mean),
             "signal_top1pct": top_share(advantages, mask),
         }
     return LossOutputs(loss=loss, metrics=metrics)

@@ -164,7 +164,7 @@ def sampled_reverse_kl_loss_fn(
 
     with torch.no_grad():
         metrics = {
-            **drift_metrics(log_ratio, dropped, mask, bounded=config.capped),
+            **drift_metrics(log_ratio, dropped, mask, config.capped, masked_mean),
             "signal_abs": token_mean(signal.abs(), mask),
             "signal_top1pct": top_share(signal, mask),
             **mode_metrics,

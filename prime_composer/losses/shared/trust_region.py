@@ -9,6 +9,7 @@ bound of the metrics, is equal up to rounding.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from prime_composer.contract import LossInputs
-from prime_composer.losses.shared.reductions import masked_mean
+from prime_composer.losses.shared.metrics import token_mean
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,7 @@ def drift_metrics(
     dropped: Bool[Tensor, " seq"],
     mask: Bool[Tensor, " seq"],
     bounded: bool = False,
+    mean: Callable[[Tensor, Tensor], Tensor] = token_mean,
 ) -> dict[str, Tensor]:
     """Return the mismatch KL (k3 estimate) of dropped and kept tokens, and the share dropped.
 
@@ -95,6 +97,7 @@ def drift_metrics(
         dropped: tokens outside the trust region, [seq].
         mask: True at the tokens that count, [seq].
         bounded: no token counts more than 1e30, as in prime-rl's main.
+        mean: of values over a mask; ``masked_mean`` for metrics that are bit-equal to prime-rl's.
     """
     if bounded:
         log_ratio = log_ratio.detach()
@@ -102,9 +105,9 @@ def drift_metrics(
     else:
         mismatch_kl = torch.exp(log_ratio) - log_ratio - 1
     return {
-        "masked_mismatch_kl": masked_mean(mismatch_kl, mask & dropped),
-        "unmasked_mismatch_kl": masked_mean(mismatch_kl, mask & ~dropped),
-        "is_masked": masked_mean(dropped, mask),
+        "masked_mismatch_kl": mean(mismatch_kl, mask & dropped),
+        "unmasked_mismatch_kl": mean(mismatch_kl, mask & ~dropped),
+        "is_masked": mean(dropped, mask),
     }
 
 
