@@ -28,6 +28,7 @@ from prime_composer.upstream.sources import Sources, installed, of_checkout, tex
 from prime_composer.upstream.versions import (
     ALGORITHM_CONFIGS,
     ORCHESTRATOR_CONFIGS,
+    RL_CONFIGS,
     match_version,
 )
 
@@ -35,7 +36,6 @@ NOT_INSTALLED = (
     "there is no prime-rl in this environment. Start the command in prime-rl's own, or read a "
     "checkout: prime-rl doctor --source DIR"
 )
-RL_CONFIGS = "prime_rl.configs.rl"
 INDENT = " " * 9
 """Below a capability's name."""
 

@@ -118,13 +118,14 @@ def _check_rewards(config: Any, settings: AdapterSettings, name: str, in_file: b
             f'tokens alone: write type = "custom", import_path = "{IMPORT_PATH}" into '
             f"[trainer.loss], and the table into [{SECTION}]."
         )
-    smallest = getattr(train, "min_abs_advantage", None)
-    if settings.rewards == "in_loss" and smallest:
-        raise ValueError(
-            f"[{SECTION}] type = {name!r} reads rewards and a teacher, and orchestrator.train."
-            f"min_abs_advantage = {smallest} takes tokens with small advantages out of it, the "
-            "teacher's part with them: set it to 0."
-        )
+    for path, owner in _train_tables(train):
+        smallest = getattr(owner, "min_abs_advantage", None)
+        if settings.rewards == "in_loss" and smallest:
+            raise ValueError(
+                f"[{SECTION}] type = {name!r} reads rewards and a teacher, and {path}."
+                f"min_abs_advantage = {smallest} takes tokens with small advantages out of it, the "
+                "teacher's part with them: set it to 0."
+            )
     if settings.rewards == "beside" and (in_file or not separates_kinds):
         raise ValueError(
             f'{SWITCH}: rewards = "beside" leaves [trainer.loss] to prime-rl\'s own rl loss, from '
@@ -171,6 +172,13 @@ def _refuse_router_replay(config: Any, name: str, k: int) -> None:
         )
 
 
+def _train_tables(train: Any) -> list[tuple[str, Any]]:
+    """Return [orchestrator.train] and each of its sources, by their paths."""
+    root = "orchestrator.train"
+    sources = enumerate(getattr(train, "source", ()))
+    return [(root, train), *((f"{root}.source[{i}]", source) for i, source in sources)]
+
+
 def _refuse_sampling_replay(config: Any, name: str) -> None:
     """Check that prime-rl's trainer normalizes its log-probs over the whole vocabulary.
 
@@ -186,14 +194,11 @@ def _refuse_sampling_replay(config: Any, name: str) -> None:
         for path, owner in (("", inference), ("vllm.", getattr(inference, "vllm", None)))
         if getattr(owner, mask, False)
     ]
-    for path, owner in (
-        ("", train),
-        *((f"source[{i}].", source) for i, source in enumerate(getattr(train, "source", ()))),
-    ):
+    for path, owner in _train_tables(train):
         sampling = getattr(owner, "sampling", None)
         top_p, top_k = getattr(sampling, "top_p", None), getattr(sampling, "top_k", None)
-        active += [f"orchestrator.train.{path}sampling.top_p"] if top_p not in (None, 1) else []
-        active += [f"orchestrator.train.{path}sampling.top_k"] if top_k not in (None, -1, 0) else []
+        active += [f"{path}.sampling.top_p"] if top_p not in (None, 1) else []
+        active += [f"{path}.sampling.top_k"] if top_k not in (None, -1, 0) else []
     if active:
         raise ValueError(
             f"[{SECTION}] type = {name!r} compares log-probs over the whole vocabulary, and this "

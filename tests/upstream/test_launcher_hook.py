@@ -205,6 +205,14 @@ def test_resolve_finds_the_algorithm_below_train():
         launcher_hook.resolve(launcher_config(BOTH, train=train))
 
 
+def test_resolve_refuses_a_least_advantage_of_a_source():
+    """prime-rl's main has the key in each source, and none for all of them."""
+    sources = [types.SimpleNamespace(), types.SimpleNamespace(min_abs_advantage=0.02)]
+    train = types.SimpleNamespace(algo={"type": "opd"}, source=sources)
+    with pytest.raises(ValueError, match=r"train.source\[1\].min_abs_advantage = 0.02"):
+        launcher_hook.resolve(launcher_config(BOTH, train=train))
+
+
 def test_resolve_passes_two_streams_on_below_train(monkeypatch):
     table = {"type": "topk_reverse_kl", "k": 2}
     monkeypatch.setenv(SWITCH, json.dumps({"loss": table, "rewards": "beside"}))
