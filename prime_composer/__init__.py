@@ -2,16 +2,20 @@
 
 A map, in the order of the imports. No room imports one below it:
 
-- ``contract``, ``divergences``, ``lm_head``, ``two_heads``: the tensors between trainer and loss,
-  the maths of divergences, log-probs from hidden states, divergences over the whole vocabulary.
+- ``contract``, ``divergences``, ``lm_head``, ``full_vocabulary``: the tensors between trainer and
+  loss, the maths of divergences, log-probs from hidden states, divergences over the vocabulary.
 - ``tables``: the base of every table that a user writes.
 - ``losses``: one file per loss, the registry, and what binds them. See losses/README.md.
 - ``problems``: the questions and how answers are checked. It imports no other room.
 - ``recipe``: what a recipe may say, and which teacher scores which problem.
 - ``scoring``: the plugin inside vLLM that gives a teacher's scores, and its wire.
-- ``backends``: samplers and scorers, with vLLM, a vLLM server, or transformers.
+- ``backends``: what runs a model: transformers, vLLM in this process, a vLLM server.
+- ``step``: what every host does with a batch: micro-batches, the student's forward, gradients.
+- ``samplers``: who writes rollouts.
+- ``teachers``: who scores them: models of their own, mixtures, the policy itself.
 - ``tiny_models``: small models that are trained on the spot, and their cache.
-- ``local``: the one-machine engine.
+- ``environments``: tasks by id, played through verifiers.
+- ``local``: the one-machine run.
 - ``upstream``: the same losses inside an unmodified prime-rl. It imports no local engine.
 - ``trl``: the same losses inside trl's own distillation trainer.
 - ``cli``: the command ``prime-rl``.
@@ -25,6 +29,7 @@ from typing import Any
 _HOMES = {
     "LossInputs": "contract",
     "LossOutputs": "contract",
+    "Scores": "contract",
     "Support": "contract",
     "LOSS_FNS": "losses",
     "LOSS_TYPES": "losses",
@@ -39,7 +44,6 @@ _HOMES = {
     "TAIDScheduler": "losses.taid",
     "Rollout": "backends.protocols",
     "SamplingParams": "backends.protocols",
-    "TeacherScores": "backends.protocols",
 }
 
 __all__ = sorted(_HOMES)

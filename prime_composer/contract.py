@@ -1,5 +1,8 @@
 """Contract between a trainer and a loss: prime-rl's, as in its newest version, plus the support.
 
+``Scores`` are a teacher's numbers of one sequence, from whoever computed them to a trainer. There
+they become a ``Support``, beside the student's.
+
 Index t of every tensor refers to token t, conditioned on the tokens before it (prime-rl's
 convention after its shift to the right): ``trainer_logprobs[t] = log p(token_ids[t] |
 token_ids[:t])``.
@@ -12,16 +15,317 @@ https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``,
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from prime_composer.two_heads.heads import TwoHeads
-
 T = TypeVar("T")
+
+IN_TAIL = -9999.0
+"""Log-prob of both sides at an id that the teacher could not answer for.
+
+Its exponential is 0 in every dtype, so that a tail bucket, 1 minus the support's mass, has the mass
+of the id. Unlike -inf it can be subtracted from itself: each divergence and each gradient has the
+term 0.
+"""
+
+
+SIGN_BIT = -(2**31)
+"""Of an id in int32."""
+
+
+class InvalidAnswer(ValueError):
+    """An answer that no model can have given. The message names origin, place and value."""
+
+
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """Logits of a model that are never computed at once: hidden states, and the head over them.
+
+        z = scale * cap(hidden weight^T + bias),    cap(x) = softcap * tanh(x / softcap)
+
+    The order is that of vLLM's LogitsProcessor.
+
+    Attributes:
+        hidden: final hidden states (after the last norm), [n, d].
+        weight: the head's weight, [V, d], of the same dtype. A teacher's may be on another device,
+            from which each pass copies it chunk by chunk.
+        bias: the head's bias, [V]. None without one.
+        softcap: bound of the logits (Gemma 2). None without one.
+        scale: factor of the logits (Cohere's ``logit_scale``, one over Granite's
+            ``logits_scaling``).
+        rounded_to: dtype to which the head's products are rounded before all else. None keeps the
+            float32 sums. The gradient passes the rounding unchanged.
+    """
+
+    hidden: Float[Tensor, "n d"]
+    weight: Float[Tensor, "v d"]
+    bias: Float[Tensor, " v"] | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+    rounded_to: torch.dtype | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ids."""
+        return self.weight.shape[0]
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows."""
+        return self.hidden.shape[0]
+
+    def at(self, index: Int[Tensor, " m"]) -> "Logits":
+        """Return some of the rows."""
+        return replace(self, hidden=self.hidden[index])
+
+
+@dataclass(frozen=True, eq=False)
+class TwoHeads:
+    """Student and teachers over one vocabulary, row by row.
+
+    Each side is normalized over the rows of its own head, as its server does. Where the heads have
+    different sizes (padded vocabularies), the ids beyond the smallest are one outcome on each side,
+    the bucket. The smallest is that of the student and of the row's own teachers. The bucket's mass
+    is at least 1e-7: a side without such rows has mass 0 there, and a KL would be infinite. Whether
+    two vocabularies are the same is for the caller to check.
+
+    Attributes:
+        student: the student's logits, with the gradient.
+        teachers: one or more.
+        teacher_weights: weight of each teacher in q = sum_i w_i q_i, [n, teachers]. Rows add up to
+            1. A teacher of weight 0 may hold anything there, and costs nothing. None with one
+            teacher.
+        temperature: divides the logits of both sides. No factor T^2 compensates it.
+        mask: True at the rows that count, [n]. Other rows may hold anything, NaN included. Their
+            results are 0, and so are their gradients. Only the rows of the mask are computed, which
+            needs their number on the host. None means all rows.
+    """
+
+    student: Logits
+    teachers: tuple[Logits, ...]
+    teacher_weights: Float[Tensor, "n k"] | None = None
+    temperature: float = 1.0
+    mask: Bool[Tensor, " n"] | None = None
+
+    @property
+    def sides(self) -> tuple[Logits, ...]:
+        """The student, then the teachers."""
+        return (self.student, *self.teachers)
+
+    def at(self, index: Int[Tensor, " m"]) -> "TwoHeads":
+        """Return some of the rows, all of which count."""
+        weights = self.teacher_weights
+        return replace(
+            self,
+            student=self.student.at(index),
+            teachers=tuple(teacher.at(index) for teacher in self.teachers),
+            teacher_weights=None if weights is None else weights[index],
+            mask=None,
+        )
+
+    def masked(self, mask: Bool[Tensor, " n"]) -> "TwoHeads":
+        """Return the same heads, with the rows of ``mask`` only."""
+        return replace(self, mask=mask if self.mask is None else self.mask & mask)
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherHead:
+    """A teacher's output head, in the dtype that the teacher multiplies in.
+
+    Attributes:
+        weight: [V, d].
+        bias: [V], of finite numbers; None without one.
+        scale: factor of the logits.
+        softcap: bound of the logits; None for none.
+        tolerance: how far log q of a sampled token, computed from hidden state and head, may be
+            from the teacher's own number, in nats. None: the numbers are not compared, since both
+            come from one model in this process.
+        origin: the teacher in words, for messages.
+    """
+
+    weight: Float[Tensor, "v d"]
+    bias: Float[Tensor, " v"] | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    tolerance: float | None = None
+    origin: str = "The teacher"
+
+    def __post_init__(self) -> None:
+        """Refuse a bias that is not finite, which every road to a teacher's head passes.
+
+        With -inf an id has no probability, and a KL is NaN or infinite.
+
+        Raises:
+            InvalidAnswer: an entry is NaN or infinite.
+        """
+        if self.bias is not None:
+            self.refuse_non_finite("bias", self.bias)
+
+    def refuse_non_finite(self, name: str, rows: Float[Tensor, "v ..."]) -> None:
+        """Refuse NaN and infinite numbers in a part of the head.
+
+        Args:
+            name: of the part.
+            rows: its rows.
+
+        Raises:
+            InvalidAnswer: there is one.
+        """
+        if torch.stack(rows.aminmax()).isfinite().all():
+            return
+        wrong = ~rows.isfinite().reshape(len(rows), -1).all(1)
+        row = int(wrong.nonzero()[0])
+        raise InvalidAnswer(
+            f"{self.origin} has an output head whose {name} is NaN or infinite for id {row} (and "
+            f"{int(wrong.sum()) - 1} other ids), so that no divergence is defined there. Use a "
+            "checkpoint whose head is finite."
+        )
+
+    def over(self, hidden: Float[Tensor, "n d"]) -> Logits:
+        """Return the teacher's logits over hidden states, as the teacher rounds them.
+
+        A head in half precision rounds each logit to its dtype, as vLLM's does.
+        """
+        dtype = self.weight.dtype
+        half = dtype in (torch.bfloat16, torch.float16)
+        return Logits(
+            hidden.to(dtype),
+            self.weight,
+            self.bias,
+            self.softcap,
+            self.scale,
+            dtype if half else None,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenStates:
+    """The last hidden states of one teacher for one sequence, after the final norm.
+
+    Attributes:
+        states: row i predicts the token of row i of the scores, [n, d], on the CPU.
+        head: turns them into logits. One object for all answers of a teacher.
+        weight: the teacher's share in a mixture.
+        ref_logprobs: the teacher's own log q of the sampled tokens, [n], which states and head are
+            compared with. None where head and states are of one model in this process.
+    """
+
+    states: Float[Tensor, "n d"]
+    head: TeacherHead
+    weight: float = 1.0
+    ref_logprobs: Float[Tensor, " n"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """A teacher's scores of the tokens of one sequence from ``start`` on. All are on the CPU.
+
+    Row i refers to token ``start + i``, conditioned on the tokens before it. Log-probs are in nats,
+    of the full-vocabulary distribution at temperature 1. Whoever makes scores of a model's answer
+    checks them, once (``backends.answers.checked``).
+
+    Attributes:
+        ref_logprobs: log q of the sampled token, [n].
+        token_ids: ids of the support, distinct within a row, [n, k]; k may be 0. A teacher's own
+            top K has the most probable one first.
+        teacher_logprobs: log q of these ids, [n, k].
+        hidden: the hidden states of each teacher, where they were asked for.
+        known: which ids the teacher could answer for, [n, k]. None: all. The numbers of another id
+            may be anything.
+        start: position of the first row's token in the sequence.
+    """
+
+    ref_logprobs: Float[Tensor, " n"]
+    token_ids: Int[Tensor, "n k"]
+    teacher_logprobs: Float[Tensor, "n k"]
+    hidden: tuple[HiddenStates, ...] = ()
+    known: Bool[Tensor, "n k"] | None = None
+    start: int = 0
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self.ref_logprobs.shape[0]
+
+    @property
+    def k(self) -> int:
+        """Ids of the support per row."""
+        return self.token_ids.shape[1]
+
+    def rows(self, part: slice | Bool[Tensor, " n"]) -> "Scores":
+        """Return some rows, by a slice with step 1 or a mask. ``start`` is that of the first one.
+
+        A mask need not be of adjacent rows: the rows then have positions of their own.
+        """
+        if isinstance(part, slice):
+            first, _, step = part.indices(len(self))
+            assert step == 1, "adjacent rows, in order"
+        else:
+            first = int(part.int().argmax()) if part.any() else 0
+        return replace(
+            self,
+            ref_logprobs=self.ref_logprobs[part],
+            token_ids=self.token_ids[part],
+            teacher_logprobs=self.teacher_logprobs[part],
+            hidden=tuple(
+                replace(
+                    share,
+                    states=share.states[part],
+                    ref_logprobs=None if share.ref_logprobs is None else share.ref_logprobs[part],
+                )
+                for share in self.hidden
+            ),
+            known=None if self.known is None else self.known[part],
+            start=self.start + first,
+        )
+
+    def top(self, k: int) -> "Scores":
+        """Return the scores with the first k ids of the support."""
+        return replace(
+            self,
+            token_ids=self.token_ids[:, :k],
+            teacher_logprobs=self.teacher_logprobs[:, :k],
+            known=None if self.known is None else self.known[:, :k],
+        )
+
+    def to_bytes(self) -> bytes:
+        """Return the support as bytes, row after row: rows can be cut and joined as bytes.
+
+        A row has its K ids in int32, then its K log-probs in float32. The sign bit of an id says
+        that it is not known.
+        """
+        ids = self.token_ids.int()
+        if self.known is not None:
+            ids = torch.where(self.known, ids, ids | SIGN_BIT)
+        bits = self.teacher_logprobs.float().contiguous().view(torch.int32)
+        return torch.stack([ids, bits], dim=1).numpy().tobytes()
+
+    @classmethod
+    def of_bytes(
+        cls, content: bytes | Int[Tensor, "..."], ref_logprobs: Float[Tensor, " n"], start: int = 0
+    ) -> "Scores":
+        """Return the scores whose support is ``to_bytes``, without hidden states.
+
+        Args:
+            content: the bytes, or a tensor of int32 that has them.
+            ref_logprobs: log q of the sampled token, [n].
+            start: position of the first row's token.
+        """
+        if isinstance(content, bytes):
+            content = torch.frombuffer(bytearray(content), dtype=torch.int32)
+        n = len(ref_logprobs)
+        packed = content.reshape(n, 2, content.numel() // max(1, 2 * n))
+        known = packed[:, 0] >= 0
+        return cls(
+            ref_logprobs,
+            (packed[:, 0] & ~SIGN_BIT).long(),
+            packed[:, 1].contiguous().view(torch.float32),
+            known=None if known.all() else known,
+            start=start,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,25 +340,57 @@ class Support:
         token_ids: ids of the support, distinct within a position, [seq, k].
         teacher_logprobs: log q at these ids, [seq, k], without a gradient.
         student_logprobs: log p at these ids, [seq, k], with the gradient.
+        known: which ids the teacher could answer for, [seq, k]. None: all. Another id is in the
+            tail on both sides: value and gradient of every loss are those without its entry, whose
+            numbers may be anything.
     """
 
     token_ids: Int[Tensor, "seq k"]
     teacher_logprobs: Float[Tensor, "seq k"]
     student_logprobs: Float[Tensor, "seq k"]
+    known: Bool[Tensor, "seq k"] | None = None
 
     def masked(self, mask: Bool[Tensor, " seq"]) -> "Support":
-        """Replace both distributions by the same one where ``mask`` is False.
+        """Replace what no loss may read: rows where ``mask`` is False, and ids that are not known.
 
-        It is p = q = 1/(K+1) on every id, where each divergence is 0. Called before any exp or
-        log, it keeps NaN and -inf at masked positions out of the loss and of the gradient.
+        A masked row is p = q = 1/(K+1) on every id, where each divergence is 0. An id that is not
+        known has p = q = 0, and is no token's. Called before any exp or log, it keeps NaN and -inf
+        there out of the loss and of the gradient.
         """
         fill = -math.log(self.token_ids.shape[-1] + 1)
+        ids, student = self.token_ids, self.student_logprobs
+        teacher = self.teacher_logprobs.detach()
+        if self.known is not None:
+            ids = torch.where(self.known, ids, -1)
+            teacher, student = (torch.where(self.known, x, IN_TAIL) for x in (teacher, student))
         rows = mask.unsqueeze(-1)
         return Support(
-            token_ids=self.token_ids,
-            teacher_logprobs=torch.where(rows, self.teacher_logprobs.detach(), fill),
-            student_logprobs=torch.where(rows, self.student_logprobs, fill),
+            token_ids=ids,
+            teacher_logprobs=torch.where(rows, teacher, fill),
+            student_logprobs=torch.where(rows, student, fill),
         )
+
+    def of_ids(self, index: Int[Tensor, "seq m"]) -> "Support":
+        """Return the entries at these places of each row."""
+        return Support(
+            self.token_ids.gather(-1, index),
+            self.teacher_logprobs.gather(-1, index),
+            self.student_logprobs.gather(-1, index),
+            None if self.known is None else self.known.gather(-1, index),
+        )
+
+    def tempered(self, temperature: float) -> "Support":
+        """Return both distributions within the support, with the logits divided by a temperature.
+
+        Temperature 1 changes nothing, and keeps the masses outside.
+        """
+        if temperature == 1:
+            return self
+        log_q, log_p = (
+            (x.to(torch.promote_types(x.dtype, torch.float32)) / temperature).log_softmax(-1)
+            for x in (self.teacher_logprobs, self.student_logprobs)
+        )
+        return Support(self.token_ids, log_q, log_p)
 
 
 @dataclass(eq=False)
@@ -75,7 +411,8 @@ class LossInputs:
         loss_mask: True at the tokens that train, [seq]. Other positions of every tensor may
             contain anything, NaN included.
         loss_weights: factor of each token's loss, [seq]. None means 1.
-        support: log-probs of teacher and student at the support. None without a support.
+        support: log-probs of teacher and student at the support. None without a support. A loss
+            with k = "full" finds all ids here, from ``hidden_states``.
         hidden_states: hidden states and output heads of student and teachers, from which a loss
             compares whole vocabularies. Row t belongs to token t: it is the state after the tokens
             before t. None without them.

@@ -1,11 +1,13 @@
-"""The base of every table that a user writes: in a recipe, a study or an environment variable.
+"""The base of every table that a user writes, and what a table names as ``"module:function"``.
 
 This file imports no other file of the package.
 """
 
 import functools
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, field_validator
@@ -59,3 +61,33 @@ def _takes_numbers_alone(annotation: Any) -> bool:
 def _leaves(annotation: Any) -> set[Any]:
     parts = get_args(annotation)
     return {annotation} if not parts else {leaf for part in parts for leaf in _leaves(part)}
+
+
+def named_module(name: str, what: str, form: str) -> tuple[ModuleType, str]:
+    """Import the module of ``"module:function"``, and return it with the name behind the colon.
+
+    Args:
+        name: as a table writes it.
+        what: begins the message, for example "loss type 'a:b'".
+        form: how to name one, for the message.
+
+    Raises:
+        ValueError: it is no such name, or the module cannot be imported.
+    """
+    module_name, _, attribute = name.partition(":")
+    parts = module_name.split(".")
+    if not all(part.isidentifier() for part in (*parts, attribute)):
+        raise ValueError(f"{what}: {form}.")
+    try:
+        return importlib.import_module(module_name), attribute
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (parts[0], module_name)
+        remedy = (
+            "Put the folder that contains it on PYTHONPATH, or install its package."
+            if missing
+            else "Correct the module: `import` it in Python to see where."
+        )
+        raise ValueError(
+            f"{what}: module {module_name!r} cannot be imported "
+            f"({type(error).__name__}: {error}). {remedy}"
+        ) from error

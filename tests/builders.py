@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prime_composer.contract import LossInputs, Support
+from prime_composer.contract import Logits, LossInputs, Support, TwoHeads
 from prime_composer.losses import LOSS_TYPES, LossConfig
-from prime_composer.two_heads import Logits, TwoHeads
 
 # Losses ---------------------------------------------------------------------------------------
 

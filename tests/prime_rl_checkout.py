@@ -13,12 +13,12 @@ import sys
 import tarfile
 from pathlib import Path
 
-from prime_composer.upstream import versions
+from prime_composer.upstream.versions import records
 
-RUN = {name: version for name, version in versions.VERSIONS.items() if version.commit}
+RUN = {name: version for name, version in records.VERSIONS.items() if version.commit}
 """Versions of which a checkout has a whole tree."""
 
-VERSIONS = {name: version.revision for name, version in RUN.items()}
+VERSIONS = {name: "HEAD" if name == "head" else f"{name}.0" for name in RUN}
 """Name of a version: its git revision. "head" moves with the checkout."""
 
 COMMITS = {name: version.commit for name, version in RUN.items()}

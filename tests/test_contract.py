@@ -4,6 +4,7 @@ A new loss is covered without a line here. ``pytest tests/test_contract.py --los
 runs all of this on a loss outside the package.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from torch import Tensor
+from torch.nn.functional import pad
 
 from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, Support
 from prime_composer.losses import (
@@ -182,8 +184,8 @@ def test_a_missing_need_raises_and_names_the_section(representative):
         with pytest.raises(ValueError, match=message):
             setup_loss_fn(representative, "recipe.loss")(lacking)
         with pytest.raises(ValueError, match=message):
-            require(representative, representative.needs - {need}, {}, "recipe.loss")
-    require(representative, representative.needs, {})
+            require(representative, representative.needs - {need}, "call", "recipe.loss")
+    require(representative, representative.needs, "call")
 
 
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 8, torch.float16: 8}
@@ -286,6 +288,57 @@ def test_the_order_of_the_support_does_not_matter(representative):
         rtol=1e-12,
         atol=1e-12,
     )
+
+
+def with_unknown_ids(inputs: LossInputs) -> LossInputs:
+    """Return the inputs with a column more at both ends of the support, whose ids are not known.
+
+    The first one has the sampled tokens. Their log-probs are NaN.
+    """
+    support = inputs.support
+    ids, teacher, student = (
+        pad(own.detach(), (1, 1), value=value).requires_grad_(own.requires_grad)
+        for own, value in (
+            (support.token_ids, 1),
+            (support.teacher_logprobs, math.nan),
+            (support.student_logprobs, math.nan),
+        )
+    )
+    ids[:, 0] = inputs.token_ids
+    known = torch.ones_like(ids, dtype=torch.bool)
+    known[:, [0, -1]] = False
+    return dataclasses.replace(inputs, support=Support(ids, teacher, student, known))
+
+
+def supported(config: LossConfig) -> list[LossConfig]:
+    """Return a config with each normalization that it takes, on a support of 4."""
+    knobs = config.model_dump(exclude_unset=True)
+    found = []
+    for normalization in (None, "tail", "renorm", "stop_gradient", "generalized", "raw"):
+        more = {} if normalization is None else {"normalization": normalization}
+        with contextlib.suppress(ValidationError, ValueError):
+            found.append(type(config)(**{**knobs, "k": 4, **more}))
+    return [one for one in found if "support" in one.needs and one.support_size == 4]
+
+
+def test_ids_that_are_not_known_change_nothing(config):
+    """Value, gradients and metrics are those of the support without their entries.
+
+    The overlap is a share of the K ids, of which there are more.
+    """
+    for narrow in supported(config):
+        wide = type(config)(**{**narrow.model_dump(exclude_unset=True), "k": 6})
+        inputs = packed_inputs(narrow, seed=3)
+        out, grads = loss_and_grads(narrow, inputs)
+        wide_out, wide_grads = loss_and_grads(wide, with_unknown_ids(inputs))
+        torch.testing.assert_close(wide_out.loss, out.loss, rtol=1e-12, atol=1e-14)
+        for a, b in zip(wide_grads, grads, strict=True):
+            if a.shape != b.shape:
+                assert not a[:, [0, -1]].any()
+                a = a[:, 1:-1]
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+        for name in out.metrics.keys() - {name for name in out.metrics if "overlap" in name}:
+            torch.testing.assert_close(wide_out.metrics[name], out.metrics[name])
 
 
 def test_a_config_survives_the_recipe(representative):

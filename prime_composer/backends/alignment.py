@@ -1,15 +1,16 @@
 """What every backend shares: sequences to score, rollouts, scores, size checks, and the top K."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from prime_composer.backends.answers import InvalidAnswer, check_completion, check_scores
-from prime_composer.backends.protocols import Rollout, TeacherScores
+from prime_composer.backends.protocols import Rollout
+from prime_composer.contract import Scores
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, readable
 
 
@@ -21,13 +22,19 @@ class SequenceToScore:
         token_ids: the prompt (the rollout's own or a given one), then the rollout from its first
             trained token on. Ids that the teacher's head lacks are replaced
             (``shared_vocabulary``).
-        start: index in ``token_ids`` of the first trained token. Scores cover [start, end).
+        start: index in ``token_ids`` of the first token that is scored. Scores cover [start, end).
         lacks: which tokens from ``start`` on were replaced, [n].
+        index: of the sequence in its request, for messages; None where there is no index.
+        trained: the tokens that are scored train. False where some may not.
+        vocab_size: entries of the teacher's head; None where it is unknown.
     """
 
     token_ids: list[int]
     start: int
     lacks: Bool[Tensor, " n"]
+    index: int | None = None
+    trained: bool = True
+    vocab_size: int | None = None
 
     @property
     def sampled(self) -> Int[Tensor, " n"]:
@@ -74,6 +81,8 @@ def sequences_to_score(
                 readable(prompt + tokens[start:], vocab_size),
                 start=len(prompt),
                 lacks=lacking(rollout.token_ids[start:], vocab_size),
+                index=index,
+                vocab_size=vocab_size,
             )
         )
     return sequences
@@ -130,47 +139,42 @@ def make_rollout(
     return Rollout(token_ids, loss_mask, inference_logprobs, reason, prompt_index)
 
 
-def make_scores(
-    own: Float[Tensor, " n"],
-    ids: Int[Tensor, "n k"],
-    logprobs: Float[Tensor, "n k"],
+def checked(
+    scores: Scores,
+    sequence: SequenceToScore,
     *,
-    sampled: Int[Tensor, " n"],
     k: int,
-    vocab_size: int | None,
     origin: str,
-    sequence: int | None,
-    start: int,
     ranked: bool = True,
-    trained: bool = True,
-    lacks: Bool[Tensor, " n"] | None = None,
-) -> TeacherScores:
-    """Return the ``TeacherScores`` of a sequence, checked (``check_scores``, same arguments).
+) -> Scores:
+    """Return a model's scores of a sequence, checked (``answers.check_scores``).
 
-    Every scorer makes its scores here.
+    Every scorer runs its scores through here. A sampled token that the teacher's head lacks gets
+    the log-prob of such an id (``shared_vocabulary``).
 
     Args:
-        lacks: which sampled tokens stand for ids that the teacher's head lacks.
+        scores: as the model gave them.
+        sequence: what the model read.
+        k: entries per position that were asked for.
+        origin: who answered, for messages.
+        ranked: the support is the teacher's own top K, and not the caller's choice.
 
     Raises:
         InvalidAnswer: these cannot be log-probs of one distribution per position.
     """
     check_scores(
-        own.numpy(),
-        ids.numpy(),
-        logprobs.numpy(),
-        sampled=sampled.numpy(),
+        scores,
+        sequence.sampled,
         k=k,
-        vocab_size=vocab_size,
+        vocab_size=sequence.vocab_size,
         origin=origin,
-        sequence=sequence,
-        start=start,
+        sequence=sequence.index,
         ranked=ranked,
-        trained=trained,
+        trained=sequence.trained,
     )
-    if lacks is not None:
-        own = own.masked_fill(lacks, LOG_FLOOR)
-    return TeacherScores(own, ids, logprobs)
+    if not sequence.lacks.any():
+        return scores
+    return replace(scores, ref_logprobs=scores.ref_logprobs.masked_fill(sequence.lacks, LOG_FLOOR))
 
 
 def check_lengths(

@@ -1,7 +1,7 @@
 """The one check of every answer: a teacher's scores, and a sampler's completions.
 
 Each backend runs it on each answer: engines in this process, servers, the policy as its own
-teacher, mixtures, and the requests inside prime-rl's orchestrator. Only NumPy is needed.
+teacher, mixtures, and the requests inside prime-rl's orchestrator.
 
 What no single answer shows is not found here: right log-probs of another model or another sequence,
 or the log-prob 0 of every token where no support was asked for.
@@ -13,7 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
+from jaxtyping import Int
 from numpy.typing import NDArray
+from torch import Tensor
+
+from prime_composer.contract import InvalidAnswer, Scores
 
 LOGPROB_TOLERANCE = 1e-4
 """Nats by which two log-probs that should be equal may differ, and one may exceed 0.
@@ -34,21 +38,14 @@ BLOCK = 2**20
 """Entries of a support that are checked at once, in arrays of 8 MB."""
 
 
-class InvalidAnswer(ValueError):
-    """An answer that no model can have given. The message names origin, place and value."""
-
-
 def check_scores(
-    own: NDArray[Any],
-    ids: NDArray[Any],
-    logprobs: NDArray[Any],
+    scores: Scores,
+    sampled: Int[Tensor, " n"],
     *,
-    sampled: NDArray[Any],
     k: int,
     vocab_size: int | None,
     origin: str,
     sequence: int | None,
-    start: int,
     ranked: bool = True,
     trained: bool = True,
 ) -> None:
@@ -58,15 +55,12 @@ def check_scores(
     of the probability, but it is never a token that trains: a loss there is infinite.
 
     Args:
-        own: log q of the sampled tokens, [n].
-        ids: support, [n, k].
-        logprobs: log q of the support, [n, k].
-        sampled: ids of the sampled tokens, [n].
+        scores: of the tokens. Ids that are not known are left out.
+        sampled: ids of the sampled tokens.
         k: entries per position that were asked for.
         vocab_size: entries of the teacher's head; None where it is unknown.
         origin: who answered, for the message: a server by its URL, or a model.
         sequence: index of the sequence in its request; None where there is no index.
-        start: position of the first row in the sequence.
         ranked: the support is the teacher's own top K, the most probable id first. False for ids
             that others chose.
         trained: the sampled tokens train. False where some may not, such as those of a prompt: the
@@ -75,7 +69,8 @@ def check_scores(
     Raises:
         InvalidAnswer: they cannot.
     """
-    n = len(sampled)
+    own, ids = scores.ref_logprobs.numpy(), scores.token_ids.numpy()
+    logprobs, n = scores.teacher_logprobs.numpy(), len(sampled)
     place = "" if sequence is None else f"sequence {sequence}, "
     if own.shape != (n,) or ids.shape != (n, k) or logprobs.shape != (n, k):
         raise InvalidAnswer(
@@ -89,12 +84,13 @@ def check_scores(
             own[block],
             ids[block],
             logprobs[block],
-            sampled[block],
+            None if scores.known is None else scores.known[block].numpy(),
+            sampled[block].numpy(),
             vocab_size=vocab_size,
             ranked=ranked,
             trained=trained,
             refuse=functools.partial(
-                _refuse_score, f"{origin} gave a wrong score at {place}", start + first
+                _refuse_score, f"{origin} gave a wrong score at {place}", scores.start + first
             ),
         )
 
@@ -109,6 +105,7 @@ def _check_rows(
     own: NDArray[Any],
     ids: NDArray[Any],
     logprobs: NDArray[Any],
+    known: NDArray[np.bool_] | None,
     sampled: NDArray[Any],
     *,
     vocab_size: int | None,
@@ -127,12 +124,19 @@ def _check_rows(
         refuse(at[0], found, "a finite number of at most 0")
     if k == 0:
         return
+    is_whole = np.full(n, k == vocab_size)
+    if known is not None:  # others have no probability here, and ids that no vocabulary has
+        logprobs = np.where(known, logprobs, IMPOSSIBLE)
+        is_whole &= known.all(axis=1)
     if at := _first(~(logprobs <= LOGPROB_TOLERANCE)):
         found = f"the log-prob of id {ids[at]} is {logprobs[at]:.6g}"
         refuse(at[0], found, "a number of at most 0")
     limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
-    if at := _first((ids < 0) | (ids >= limit)):
+    alien = (ids < 0) | (ids >= limit)
+    if at := _first(alien if known is None else alien & known):
         refuse(at[0], f"the support has the id {ids[at]}", _an_id(vocab_size))
+    if known is not None:
+        ids = np.where(known, ids, -1 - np.arange(k, dtype=ids.dtype))
     if k != vocab_size or not _are_permutations(ids):
         ordered = np.sort(ids, axis=1)
         if at := _first(ordered[:, 1:] == ordered[:, :-1]):
@@ -150,7 +154,6 @@ def _check_rows(
     if at := _first(~(mass <= 1 + MASS_TOLERANCE)):
         found = f"support and sampled token have a mass of {mass[at]:.6g}"
         refuse(at[0], found, "a probability of at most 1")
-    is_whole = np.full(n, k == vocab_size)
     if ranked:
         if at := _first(logprobs[:, 1:] > logprobs[:, :-1] + LOGPROB_TOLERANCE):
             row, column = at

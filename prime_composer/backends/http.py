@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from prime_composer.backends.errors import Refused, ServerError
 from prime_composer.backends.incoming import Incoming
 from prime_composer.recipe.urls import checked_url, public_url, two_credentials
 
@@ -68,44 +69,6 @@ QUIET_SECONDS = 60.0
 """The same for a server that does not answer."""
 
 NO_ANSWER = "no answer yet"
-
-
-class ServerError(ValueError):
-    """The server cannot be used; the message names the remedy.
-
-    Args:
-        message: what is wrong.
-        url: the server's, without credentials.
-        section: the recipe's table that describes the server.
-        key: the recipe's key to change, where there is one.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        url: str | None = None,
-        section: str | None = None,
-        key: str | None = None,
-    ):
-        super().__init__(message)
-        self.url = url
-        self.section = section
-        self.key = key
-
-
-class Refused(Exception):
-    """The server answered with an error that another try does not change.
-
-    Args:
-        status: of the answer.
-        reason: the server's own words.
-    """
-
-    def __init__(self, status: int, reason: str):
-        super().__init__(status, reason)
-        self.status = status
-        self.reason = reason
 
 
 class Away(Exception):

@@ -5,14 +5,11 @@ This file imports neither torch nor transformers, so that a wrong path is refuse
 
 import functools
 import hashlib
-import json
 import os
 import re
 import socket
-import struct
 import threading
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -21,17 +18,14 @@ HUB_SECONDS = 1.5
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""The file of unsharded weights. A sharded model has an index beside its parts."""
-
-LARGEST_HEADER = 100_000_000
-"""Bytes that safetensors allows for a file's header."""
-
 CONTENT = {".json", ".txt", ".model", ".jinja", ".safetensors", ".bin"}
 """Endings of the files that make a model: config, tokenizer, chat template, weights."""
 
 SAMPLES, SAMPLE_BYTES = 1024, 4096
 """What is read of a file for its fingerprint: so many pieces of that size, evenly spaced."""
+
+CACHE_VARIABLE = "PRIME_COMPOSER_CACHE"
+"""Environment variable that names the cache folder."""
 
 
 def is_path(model: str) -> bool:
@@ -49,62 +43,11 @@ def missing_folder(model: str) -> str | None:
     return "is neither a directory on this machine nor written as a hub id"
 
 
-def what_is_missing(folder: Path) -> str | None:
-    """Return what a folder lacks to be a model in Hugging Face format; None where it is whole.
-
-    The names and sizes of the files are compared, not their weights.
-    """
-    config = _read_json(folder / "config.json")
-    if config is None:
-        there = (folder / "config.json").exists()
-        return "has a config.json that is no JSON object" if there else "has no config.json"
-    files = [folder / name for name in WEIGHTS if (folder / name).exists()]
-    if not files:
-        indexes = [path for name in WEIGHTS if (path := folder / f"{name}.index.json").exists()]
-        if not indexes:
-            return "has no weights (model.safetensors, or its parts and their index)"
-        parts = (_read_json(indexes[0]) or {}).get("weight_map")
-        if not isinstance(parts, dict) or not parts:
-            return f"has an index of weights, {indexes[0].name}, that names no file"
-        names = sorted({str(name) for name in parts.values()})
-        absent = [name for name in names if not (folder / name).is_file()]
-        if absent:
-            return f"lacks {len(absent)} of its {len(names)} files of weights, such as {absent[0]}"
-        files = [folder / name for name in names]
-    for file in files:
-        if file.suffix == ".safetensors" and not _is_whole(file):
-            return f"has only a part of {file.name}; copy it again"
-    return None
-
-
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder has the files of a tokenizer."""
     return any(folder.glob("tokenizer*")) or any(
         (folder / name).exists() for name in ("vocab.json", "spiece.model")
     )
-
-
-def positions(folder: Path) -> int | None:
-    """Return how many positions a model has; None where its config scales or does not say them."""
-    config: Any = _read_json(folder / "config.json") or {}
-    config = config.get("text_config", config)
-    if any(_scales(config.get(name)) for name in ("rope_scaling", "rope_parameters")):
-        return None
-    limit = config.get("max_position_embeddings")
-    return limit if isinstance(limit, int) else None
-
-
-def _scales(rope: Any) -> bool:
-    """Return whether a table of rotary positions may lengthen the context.
-
-    Its type is under ``rope_type``, or under ``type`` in older configs. A model may have one table
-    per kind of layer. What has a factor and no known type counts as scaled.
-    """
-    if not isinstance(rope, dict):
-        return rope is not None
-    typed = any(rope.get(name, "default") != "default" for name in ("rope_type", "type"))
-    inner = [table for table in rope.values() if isinstance(table, dict)]
-    return typed or "factor" in rope or any(map(_scales, inner))
 
 
 def why_not_on_hub(model: str) -> str | None:
@@ -189,24 +132,25 @@ def fingerprint(model: str) -> str | None:
     return digest.hexdigest()
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
+def unusable(folder: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"the cache for prepared models cannot be used: {folder} ({reason}); set "
+        f"{CACHE_VARIABLE} to a folder that can be written"
+    )
 
 
-def _is_whole(file: Path) -> bool:
-    """Return whether a safetensors file is as long as its header says."""
-    size = file.stat().st_size
+def cache_root() -> Path:
+    """Return the user's cache folder.
+
+    It is ``$PRIME_COMPOSER_CACHE``, or ``prime_composer`` in ``$XDG_CACHE_HOME`` (default
+    ~/.cache).
+
+    Raises:
+        ValueError: a variable names the home directory of a user that does not exist.
+    """
+    own = os.environ.get(CACHE_VARIABLE)
+    folder = own or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/prime_composer"
     try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > min(size, LARGEST_HEADER):
-                return False
-            header = json.loads(opened.read(length))
-        ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error):
-        return False
-    return size == 8 + length + max(ends, default=0)
+        return Path(folder).expanduser()
+    except RuntimeError:
+        raise unusable(Path(folder), "there is no such home directory") from None

@@ -1,15 +1,13 @@
-"""Rollouts, teacher scores, and the protocols of what makes them: ``Sampler`` and ``Scorer``."""
+"""Rollouts, and the protocols of what makes them and their scores: ``Sampler`` and ``Scorer``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from prime_composer.backends.answers import InvalidAnswer
-from prime_composer.two_heads import Logits
+from prime_composer.contract import Scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,112 +46,6 @@ class Rollout:
     def completion_ids(self) -> list[int]:
         """The trained tokens."""
         return self.token_ids[self.loss_mask].tolist()
-
-
-@dataclass(frozen=True, eq=False)
-class TeacherHead:
-    """A teacher's output head, in the dtype that the teacher multiplies in.
-
-    Attributes:
-        weight: [V, d].
-        bias: [V], of finite numbers; None without one.
-        scale: factor of the logits.
-        softcap: bound of the logits; None for none.
-        tolerance: how far log q of a sampled token, computed from hidden state and head, may be
-            from the teacher's own number, in nats. None: the numbers are not compared, since both
-            come from one model in this process.
-        origin: the teacher in words, for messages.
-    """
-
-    weight: Float[Tensor, "v d"]
-    bias: Float[Tensor, " v"] | None = None
-    scale: float = 1.0
-    softcap: float | None = None
-    tolerance: float | None = None
-    origin: str = "The teacher"
-
-    def __post_init__(self) -> None:
-        """Refuse a bias that is not finite, which every road to a teacher's head passes.
-
-        With -inf an id has no probability, and a KL is NaN or infinite.
-
-        Raises:
-            InvalidAnswer: an entry is NaN or infinite.
-        """
-        if self.bias is not None:
-            self.refuse_non_finite("bias", self.bias)
-
-    def refuse_non_finite(self, name: str, rows: Float[Tensor, "v ..."]) -> None:
-        """Refuse NaN and infinite numbers in a part of the head.
-
-        Args:
-            name: of the part.
-            rows: its rows.
-
-        Raises:
-            InvalidAnswer: there is one.
-        """
-        if torch.stack(rows.aminmax()).isfinite().all():
-            return
-        wrong = ~rows.isfinite().reshape(len(rows), -1).all(1)
-        row = int(wrong.nonzero()[0])
-        raise InvalidAnswer(
-            f"{self.origin} has an output head whose {name} is NaN or infinite for id {row} (and "
-            f"{int(wrong.sum()) - 1} other ids), so that no divergence is defined there. Use a "
-            "checkpoint whose head is finite."
-        )
-
-    def over(self, hidden: Float[Tensor, "n d"]) -> Logits:
-        """Return the teacher's logits over hidden states, as the teacher rounds them.
-
-        A head in half precision rounds each logit to its dtype, as vLLM's does.
-        """
-        dtype = self.weight.dtype
-        half = dtype in (torch.bfloat16, torch.float16)
-        return Logits(
-            hidden.to(dtype),
-            self.weight,
-            self.bias,
-            self.softcap,
-            self.scale,
-            dtype if half else None,
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class HiddenStates:
-    """The last hidden states of one teacher for one rollout, after the final norm.
-
-    Attributes:
-        states: row i predicts ``token_ids[start + i]`` of the rollout, [n, d], on the CPU.
-        head: turns them into logits. One object for all answers of a teacher.
-        weight: the teacher's share in a mixture.
-    """
-
-    states: Float[Tensor, "n d"]
-    head: TeacherHead
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, eq=False)
-class TeacherScores:
-    """A teacher's log-probs for one rollout from ``Rollout.start`` on. All tensors are on the CPU.
-
-    Row i refers to ``token_ids[start + i]`` of the rollout, conditioned on the tokens before it;
-    n = ``len(rollout.token_ids) - rollout.start``. Log-probs are in nats, of the full-vocabulary
-    distribution at temperature 1.
-
-    Attributes:
-        ref_logprobs: log q of the sampled token, [n].
-        token_ids: the teacher's top-K ids, distinct, most probable first, [n, k]; k may be 0.
-        teacher_logprobs: log q of these ids, [n, k].
-        hidden: the hidden states of each teacher, where they were asked for.
-    """
-
-    ref_logprobs: Float[Tensor, " n"]
-    token_ids: Int[Tensor, "n k"]
-    teacher_logprobs: Float[Tensor, "n k"]
-    hidden: tuple[HiddenStates, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -228,6 +120,11 @@ class Scorer(Protocol):
         ...
 
     @property
+    def gives_any_ids(self) -> bool:
+        """Whether any K, ids of the caller's choice and hidden states can be asked for."""
+        ...
+
+    @property
     def sampler(self) -> Sampler | None:
         """A sampler of the teacher's own weights; None where this scorer has none.
 
@@ -243,8 +140,10 @@ class Scorer(Protocol):
         *,
         candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
         hidden: bool = False,
-    ) -> list[TeacherScores]:
-        """Return one ``TeacherScores`` per rollout, in order.
+    ) -> list[Scores]:
+        """Return one ``Scores`` per rollout, in order.
+
+        Their rows are the tokens from ``Rollout.start`` on.
 
         Args:
             rollouts: what to score.
@@ -253,19 +152,15 @@ class Scorer(Protocol):
             candidate_ids: ids to score instead of the teacher's own top K, one [n, K] tensor per
                 rollout from ``Rollout.start`` on. They are returned in the order given.
             hidden: return hidden states too.
+
+        Raises:
+            ValueError: K above the limit or the vocabulary, candidates of another shape, or a
+                sequence too long for the model.
+            InvalidAnswer: the model's numbers are no log-probs.
+            ServerError: the server is gone, or lacks what is asked for.
         """
         ...
 
     def close(self) -> None:
         """Free the engine's memory or connections."""
         ...
-
-
-@runtime_checkable
-class PluginServer(Protocol):
-    """A scorer whose server may have the scoring plugin (``vllm_server.ServerScorer``)."""
-
-    score: Any
-
-    def plugin(self) -> Any:
-        """Return the plugin's client; None without a plugin."""

@@ -1,8 +1,8 @@
 """Read the JSON of a vLLM server: ``prompt_logprobs`` with their top K, and completions.
 
-This is the only reader of ``prompt_logprobs``: ``backends.vllm_server`` and prime-rl's orchestrator
-(``upstream.orchestrator``) both use it. An engine inside this process, and a server with the
-scoring plugin, return arrays instead. Needs NumPy and msgspec, not torch.
+This is the only reader of ``prompt_logprobs``: the client of served teachers (``teachers.client``)
+and the sampler of a server use it. An engine inside this process, and a server with the scoring
+plugin, return arrays instead.
 
 Types are exact: a JSON true, string or null is no number, and 5.0 is no token id. The values are
 checked by ``backends.answers``, which the callers of this module run on what it returns.
@@ -25,13 +25,15 @@ import math
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from prime_composer.backends.answers import LOGPROB_TOLERANCE, InvalidAnswer
+from prime_composer.backends.answers import LOGPROB_TOLERANCE
+from prime_composer.contract import InvalidAnswer, Scores
 
 T = TypeVar("T")
 
@@ -90,20 +92,6 @@ class Completions(msgspec.Struct):
     """An answer of ``/v1/completions`` with ``return_token_ids``; other fields are skipped."""
 
     choices: list[Completion]
-
-
-class TopK(NamedTuple):
-    """Log-probs of a sequence's own tokens, and its top-K support.
-
-    Attributes:
-        own: log q of each token, n numbers; 0.0 for the first token (prime-rl's convention).
-        token_ids: int32 [n, k], most probable first; 0 for the first token.
-        logprobs: float32 [n, k]; NaN for the first token.
-    """
-
-    own: list[float]
-    token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
 
 
 def asked_for(k: int) -> int:
@@ -169,8 +157,12 @@ def _decode(content: bytes, kind: type[T], expected: str, origin: str) -> T:
         ) from error
 
 
-def top_k_of(token_ids: Sequence[int], rows: Sequence[Row], k: int, origin: str = TEACHER) -> TopK:
-    """Return the log-probs of ``token_ids`` and the top K of each position, by rank.
+def top_k_of(
+    token_ids: Sequence[int], rows: Sequence[Row], k: int, origin: str = TEACHER, start: int = 1
+) -> Scores:
+    """Return the scores of ``token_ids`` from ``start`` on, with the top K of each by rank.
+
+    They are not checked.
 
     The loop over positions is Python; entries are only touched by C. The orchestrator runs this
     next to its event loop.
@@ -181,6 +173,7 @@ def top_k_of(token_ids: Sequence[int], rows: Sequence[Row], k: int, origin: str 
         k: entries per position of the support that were asked for. vLLM adds the own token where
             it is not one of them.
         origin: who answered, for messages.
+        start: position of the first token of interest, at least 1.
 
     Raises:
         InvalidAnswer: rows and tokens do not match, or a row lacks its own token, or has not K
@@ -191,7 +184,7 @@ def top_k_of(token_ids: Sequence[int], rows: Sequence[Row], k: int, origin: str 
         raise InvalidAnswer(
             f"{origin} scored {len(rows)} tokens of {n}; is its context long enough?"
         )
-    own_logprobs = [0.0]
+    own_logprobs = []
     for t, (token, row) in enumerate(zip(token_ids[1:], rows[1:], strict=True), 1):
         if not row:
             raise InvalidAnswer(f"{origin} left token {t} of {n} without a score.")
@@ -211,11 +204,10 @@ def top_k_of(token_ids: Sequence[int], rows: Sequence[Row], k: int, origin: str 
                 "more (vLLM's default is 20)."
             )
         own_logprobs.append(own.logprob)
-    ids = np.zeros((n, k), np.int32)
-    logprobs = np.full((n, k), math.nan, np.float32)
+    ids, logprobs = np.empty((n - 1, k), np.int32), np.empty((n - 1, k), np.float32)
     if k and n > 1:
         ordered_ids, ordered = _by_rank([row for row in rows[1:] if row])
-        ids[1:], logprobs[1:] = ordered_ids[:, :k], ordered[:, :k]
+        ids, logprobs = ordered_ids[:, :k], ordered[:, :k].astype(np.float32)
         wrong = (ordered[:, k:] > ordered[:, k - 1 : k] + LOGPROB_TOLERANCE).any(axis=1)
         if wrong.any():
             row_index = int(wrong.argmax())
@@ -224,7 +216,12 @@ def top_k_of(token_ids: Sequence[int], rows: Sequence[Row], k: int, origin: str 
                 f"the top {k}, with log-prob {ordered[row_index, k]:.6g}, where at most "
                 f"{ordered[row_index, k - 1]:.6g} was expected."
             )
-    return TopK(own_logprobs, ids, logprobs)
+    return Scores(
+        torch.tensor(own_logprobs[start - 1 :], dtype=torch.float32),
+        torch.from_numpy(ids[start - 1 :]).long(),
+        torch.from_numpy(logprobs[start - 1 :]),
+        start=start,
+    )
 
 
 def _by_rank(

@@ -10,12 +10,11 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prime_composer.problems.loading import ProblemSet
-    from prime_composer.recipe.prepare import AnyPrepare
-    from prime_composer.recipe.schema import ModelConfig, Recipe
+    from prime_composer.recipe.schema import Recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +51,7 @@ def explain(error: Exception) -> str | None:
 
     A ``ValueError`` is how every room refuses what a user wrote or set up.
     """
-    from prime_composer.local.disk import describe, os_error
+    from prime_composer.local.run_dir.disk import describe, os_error
 
     if (refused := os_error(error)) is not None:
         return describe(refused)
@@ -67,145 +66,11 @@ def build_parser() -> argparse.ArgumentParser:
         prog="prime-rl", description="Distill language models: recipes for prime_composer."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def add_command(
-        name: str, run: Callable[[argparse.Namespace], int], text: str
-    ) -> argparse.ArgumentParser:
+    for name, (run, text, options) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
-        return command
-
-    def add_overrides(command: argparse.ArgumentParser) -> None:
-        command.add_argument(
-            "--set",
-            dest="overrides",
-            metavar="KEY=VALUE",
-            action="append",
-            default=[],
-            help="override a key of the recipe, for example --set trainer.lr=1e-3; "
-            "may be given several times",
-        )
-
-    rl = add_command("rl", _rl, "Run a recipe.")
-    rl.add_argument("--config", required=True, metavar="FILE", help="the recipe, a TOML file")
-    rl.add_argument(
-        "--engine",
-        choices=["auto", "local", "prime-rl"],
-        default="auto",
-        help="local: this machine, in one process; prime-rl: its own launcher with our losses",
-    )
-    rl.add_argument(
-        "--output-dir",
-        metavar="DIR",
-        help="run directory; default outputs/<recipe>, numbered if taken",
-    )
-    rl.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the newest checkpoint of the run directory",
-    )
-    rl.add_argument(
-        "--step",
-        type=int,
-        metavar="N",
-        help="with --resume: continue from the checkpoint of step N instead",
-    )
-    rl.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="delete the run that is in the run directory, and start over in it",
-    )
-    rl.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check everything and print what would be done; run and write nothing",
-    )
-    add_overrides(rl)
-
-    check = add_command(
-        "check", _check, "Validate a recipe and print it with every default filled in."
-    )
-    check.add_argument("config", metavar="FILE")
-    add_overrides(check)
-
-    probe = add_command(
-        "probe",
-        _probe,
-        "Measure student and teachers before a run: the preflight's checks, tokenizers, limits, "
-        "speed at several K, and the K to choose. Exits with 1 where a check fails.",
-    )
-    probe.add_argument("--config", required=True, metavar="FILE", help="the recipe, a TOML file")
-    probe.add_argument("--json", action="store_true", help="print one JSON object, for machines")
-    add_overrides(probe)
-
-    export = add_command("export", _export, "Write a recipe as a native prime-rl TOML file.")
-    export.add_argument("config", metavar="FILE")
-    export.add_argument(
-        "--dialect", required=True, metavar="VERSION", help="v0.6, v0.7, v0.8, head, v0.9 or main"
-    )
-    export.add_argument("--output", metavar="FILE", help="where to; default: standard output")
-    add_overrides(export)
-
-    prepare = add_command(
-        "prepare",
-        _prepare,
-        "Build or round the models that a recipe asks for, or show where they are.",
-    )
-    prepare.add_argument("--config", required=True, metavar="FILE")
-    prepare.add_argument(
-        "--rebuild", action="store_true", help="train them again even if they are cached"
-    )
-    add_overrides(prepare)
-
-    report = add_command(
-        "report", _report, "Draw one or several runs as a PNG and print their table."
-    )
-    report.add_argument("runs", metavar="RUN_DIR", nargs="+")
-    report.add_argument(
-        "--output", metavar="FILE", help="the PNG; default: report.png in the (first) run directory"
-    )
-
-    study = add_command(
-        "study", _study, "Run several variants of a recipe over several seeds, and compare them."
-    )
-    study.add_argument("config", metavar="FILE", help="the study, a TOML file")
-    study.add_argument(
-        "--output-dir", metavar="DIR", help="where the runs go; what has finished there is kept"
-    )
-    study.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)"
-    )
-    add_overrides(study)
-
-    teacher = add_command(
-        "teacher",
-        _teacher,
-        "Serve a teacher by vLLM with the scoring plugin: scores in binary, several times faster "
-        "than its JSON.",
-    )
-    teacher.add_argument("--model", required=True, help="directory or hub id")
-    teacher.add_argument("--port", required=True, type=int)
-    teacher.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine")
-    teacher.add_argument(
-        "options", nargs="*", metavar="-- OPTION", help="passed on to vLLM's own server"
-    )
-
-    doctor = add_command(
-        "doctor",
-        _doctor,
-        "Check the installed prime-rl against what this package touches in it, by its sources "
-        "alone. Exits with 1 where the road does not work.",
-    )
-    doctor.add_argument(
-        "--road",
-        choices=["losses", "slot", "adapter", "full", "rl", "export"],
-        default="adapter",
-        help="what you want to run: a loss of rl tokens or a distillation loss in [trainer.loss], "
-        "the teacher's top K, the whole vocabulary, rl environments beside distillation, or "
-        "recipes as prime-rl's TOML; default: adapter",
-    )
-    doctor.add_argument("--json", action="store_true", help="print one JSON object, for machines")
-    doctor.add_argument("--source", metavar="DIR", help="read this checkout of prime-rl instead")
+        for flags, how in options:
+            command.add_argument(*flags, **how)
     return parser
 
 
@@ -224,8 +89,8 @@ def _rl(args: argparse.Namespace) -> int:
         return _rl_upstream(args)
     set_environment()
     with ending_at_once():
-        from prime_composer.cli.run_dirs import Wish
         from prime_composer.cli.runs import plan_local, run_local
+        from prime_composer.local.run_dir.claim import Wish
         from prime_composer.recipe.loading import load_recipe
 
     with stopping_at_once():
@@ -239,9 +104,11 @@ def _rl(args: argparse.Namespace) -> int:
 
 def _rl_upstream(args: argparse.Namespace) -> int:
     set_environment()
+    from prime_composer.local.sources import problems_to_prepare
     from prime_composer.recipe.loading import load_recipe, read_tables
+    from prime_composer.tiny_models.cache import model_folders
     from prime_composer.upstream.launch import is_native, launch
-    from prime_composer.upstream.versions import has_prime_rl
+    from prime_composer.upstream.versions.config_fields import has_prime_rl
 
     models: dict[str, Path] = {}
     problems = None
@@ -291,14 +158,16 @@ def _teacher(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from prime_composer.upstream.doctor import run_doctor
+    from prime_composer.upstream.versions.doctor import run_doctor
 
     return run_doctor(args.road, args.json, args.source)
 
 
 def _export(args: argparse.Namespace) -> int:
+    from prime_composer.local.sources import problems_to_prepare
     from prime_composer.recipe.loading import load_recipe
     from prime_composer.recipe.urls import has_credentials, public_url
+    from prime_composer.tiny_models.cache import model_folders
     from prime_composer.upstream.export import export_recipe
     from prime_composer.upstream.export.toml import write_text
 
@@ -327,7 +196,7 @@ def _export(args: argparse.Namespace) -> int:
 
 def warn_of_paths(recipe: "Recipe") -> None:
     """Say on stderr which models are not on this machine; the recipe may be for another one."""
-    from prime_composer.local.model_check import warnings_of_paths
+    from prime_composer.local.run_dir.model_check import warnings_of_paths
 
     for warning in warnings_of_paths(recipe):
         print(warning, file=sys.stderr)
@@ -335,6 +204,7 @@ def warn_of_paths(recipe: "Recipe") -> None:
 
 def _prepare(args: argparse.Namespace) -> int:
     set_environment()
+    from prime_composer.local.sources import problems_to_prepare
     from prime_composer.recipe.loading import load_recipe
 
     recipe = load_recipe(args.config, args.overrides)
@@ -367,30 +237,6 @@ def _study(args: argparse.Namespace) -> int:
         return run_study(Path(args.config), args.output_dir, args.jobs, args.overrides)
 
 
-def prepare_configs(recipe: "Recipe") -> dict[str, "AnyPrepare"]:
-    """Return the ``[*.prepare]`` tables of a recipe, by the table of their model."""
-    from prime_composer.recipe.routing import Routing
-
-    models: dict[str, ModelConfig] = {
-        teacher.table: config for teacher, config in Routing.of_recipe(recipe).teachers.items()
-    }
-    models["student"] = recipe.student
-    return {table: model.prepare for table, model in models.items() if model.prepare is not None}
-
-
-def problems_to_prepare(recipe: "Recipe") -> "ProblemSet | None":
-    """Load the data that small models are trained on; None where the recipe has no such model."""
-    if not prepare_configs(recipe):
-        return None
-    if recipe.teaching_environments:
-        from prime_composer.local.sources import open_sources
-
-        return open_sources(recipe)
-    from prime_composer.problems.loading import load_problem_set
-
-    return load_problem_set(recipe.problem_sources)
-
-
 def prepare_on_screen(
     recipe: "Recipe", problems: "ProblemSet", rebuild: bool = False
 ) -> dict[str, Path]:
@@ -400,19 +246,6 @@ def prepare_on_screen(
 
     with Screen(total=recipe.trainer.steps) as screen:
         return prepare_models(recipe, problems, rebuild, screen.preparing)
-
-
-def model_folders(recipe: "Recipe", problems: "ProblemSet") -> dict[str, Path]:
-    """Return the folder of every prepared model of a recipe, built or not, by table.
-
-    A model whose source is still on the hub is left out: its content names the folder.
-    """
-    from prime_composer.tiny_models.cache import model_path
-
-    folders = {
-        table: model_path(config, problems) for table, config in prepare_configs(recipe).items()
-    }
-    return {table: folder for table, folder in folders.items() if folder is not None}
 
 
 def choose_engine(engine: str) -> tuple[str, str]:
@@ -471,3 +304,145 @@ def usable_cores() -> int:
         return max(1, min(cores, int(quota) // int(period)))
     except (OSError, ValueError):  # no such file, or "max"
         return cores
+
+
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def option(*flags: str, **how: Any) -> Option:
+    """Return the arguments of ``add_argument``."""
+    return flags, how
+
+
+RECIPE = option("--config", required=True, metavar="FILE", help="the recipe, a TOML file")
+JSON = option("--json", action="store_true", help="print one JSON object, for machines")
+OVERRIDES = option(
+    "--set",
+    dest="overrides",
+    metavar="KEY=VALUE",
+    action="append",
+    default=[],
+    help="override a key of the recipe, for example --set trainer.lr=1e-3; "
+    "may be given several times",
+)
+
+RL = (
+    RECIPE,
+    option(
+        "--engine",
+        choices=["auto", "local", "prime-rl"],
+        default="auto",
+        help="local: this machine, in one process; prime-rl: its own launcher with our losses",
+    ),
+    option(
+        "--output-dir",
+        metavar="DIR",
+        help="run directory; default outputs/<recipe>, numbered if taken",
+    ),
+    option(
+        "--resume",
+        action="store_true",
+        help="continue from the newest checkpoint of the run directory",
+    ),
+    option(
+        "--step",
+        type=int,
+        metavar="N",
+        help="with --resume: continue from the checkpoint of step N instead",
+    ),
+    option(
+        "--overwrite",
+        action="store_true",
+        help="delete the run that is in the run directory, and start over in it",
+    ),
+    option(
+        "--dry-run",
+        action="store_true",
+        help="check everything and print what would be done; run and write nothing",
+    ),
+    OVERRIDES,
+)
+EXPORT = (
+    option("config", metavar="FILE"),
+    option(
+        "--dialect", required=True, metavar="VERSION", help="v0.6, v0.7, v0.8, head, v0.9 or main"
+    ),
+    option("--output", metavar="FILE", help="where to; default: standard output"),
+    OVERRIDES,
+)
+PREPARE = (
+    option("--config", required=True, metavar="FILE"),
+    option("--rebuild", action="store_true", help="train them again even if they are cached"),
+    OVERRIDES,
+)
+REPORT = (
+    option("runs", metavar="RUN_DIR", nargs="+"),
+    option(
+        "--output", metavar="FILE", help="the PNG; default: report.png in the (first) run directory"
+    ),
+)
+STUDY = (
+    option("config", metavar="FILE", help="the study, a TOML file"),
+    option(
+        "--output-dir", metavar="DIR", help="where the runs go; what has finished there is kept"
+    ),
+    option("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)"),
+    OVERRIDES,
+)
+TEACHER = (
+    option("--model", required=True, help="directory or hub id"),
+    option("--port", required=True, type=int),
+    option("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine"),
+    option("options", nargs="*", metavar="-- OPTION", help="passed on to vLLM's own server"),
+)
+DOCTOR = (
+    option(
+        "--road",
+        choices=["losses", "slot", "adapter", "full", "rl", "export"],
+        default="adapter",
+        help="what you want to run: a loss of rl tokens or a distillation loss in [trainer.loss], "
+        "the teacher's top K, the whole vocabulary, rl environments beside distillation, or "
+        "recipes as prime-rl's TOML; default: adapter",
+    ),
+    JSON,
+    option("--source", metavar="DIR", help="read this checkout of prime-rl instead"),
+)
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Option]]] = {
+    "rl": (_rl, "Run a recipe.", RL),
+    "check": (
+        _check,
+        "Validate a recipe and print it with every default filled in.",
+        (option("config", metavar="FILE"), OVERRIDES),
+    ),
+    "probe": (
+        _probe,
+        "Measure student and teachers before a run: the preflight's checks, tokenizers, limits, "
+        "speed at several K, and the K to choose. Exits with 1 where a check fails.",
+        (RECIPE, JSON, OVERRIDES),
+    ),
+    "export": (_export, "Write a recipe as a native prime-rl TOML file.", EXPORT),
+    "prepare": (
+        _prepare,
+        "Build or round the models that a recipe asks for, or show where they are.",
+        PREPARE,
+    ),
+    "report": (_report, "Draw one or several runs as a PNG and print their table.", REPORT),
+    "study": (
+        _study,
+        "Run several variants of a recipe over several seeds, and compare them.",
+        STUDY,
+    ),
+    "teacher": (
+        _teacher,
+        "Serve a teacher by vLLM with the scoring plugin: scores in binary, several times faster "
+        "than its JSON.",
+        TEACHER,
+    ),
+    "doctor": (
+        _doctor,
+        "Check the installed prime-rl against what this package touches in it, by its sources "
+        "alone. Exits with 1 where the road does not work.",
+        DOCTOR,
+    ),
+}
+"""Name -> what runs it, its help, its options."""

@@ -1,12 +1,9 @@
-"""Format numbers the same way in every command, and name the file of a run's recipe."""
+"""Format numbers the same way in every command."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prime_composer.problems.metrics import TITLES
-
-RECIPE_FILE = "recipe.json"
-"""The resolved recipe in every run directory."""
 
 MISSING = "–"
 """The cell of a value that was not measured."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from prime_composer.local.disk import describe
+from prime_composer.local.run_dir.disk import describe
 
 IN_ASCII = {"–": "-", "→": "->", "…": "...", "×": "x", "≥": ">="}
 """What is printed for our own signs where the output cannot show them."""

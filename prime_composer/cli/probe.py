@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from typing import Any
@@ -15,20 +15,26 @@ from rich.text import Text
 from prime_composer.cli.formatting import MISSING, percent
 from prime_composer.cli.progress import Screen
 from prime_composer.cli.report import console
+from prime_composer.local.preflight import Finding
 from prime_composer.local.probe import probe
 from prime_composer.local.probe_report import (
     Agreement,
     ModelFacts,
     PluginReport,
     ProbeReport,
+    StepForecast,
     StudentReport,
     TeacherReport,
     Throughput,
-    TokenizerFacts,
 )
 from prime_composer.local.sources import load_sources
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_models
+
+PASSED = {"ok": True, "failed": False, "skipped": None}
+"""The results of a check in JSON. A warning is no result."""
+
+WORDS = {True: "passed", False: "FAILED", None: "not run"}
 
 
 def run_probe(recipe: Recipe, as_json: bool) -> int:
@@ -48,13 +54,29 @@ def run_probe(recipe: Recipe, as_json: bool) -> int:
         paths = prepare_models(recipe, problems, progress=screen.preparing)
         report = probe(recipe, problems, paths, screen.status)
     if as_json:
-        print(json.dumps(plain(asdict(report)), indent=2, allow_nan=False))
+        print(json.dumps(plain(serialized(report)), indent=2, allow_nan=False))
     else:
         print_probe(report)
-    for check in report.checks:
-        if check.passed is False:
-            print(f"prime-rl probe: {check.name}: {check.message}", file=sys.stderr)
+    for finding in report.findings:
+        if finding.state == "failed":
+            print(f"prime-rl probe: {finding.name}: {finding.text}", file=sys.stderr)
     return 0 if report.passed else 1
+
+
+def serialized(report: ProbeReport) -> dict[str, Any]:
+    """Return a report as plain dictionaries and lists."""
+    fields = asdict(report)
+    del fields["findings"]
+    checks = [
+        {"name": finding.name, "passed": passed, "message": finding.text or None}
+        for finding, passed in results(report.findings)
+    ]
+    return {"passed": report.passed, "checks": checks, "warnings": report.warnings, **fields}
+
+
+def results(findings: Iterable[Finding]) -> list[tuple[Finding, bool | None]]:
+    """Return the result of each check: whether it passed, None where it was not run."""
+    return [(one, PASSED[one.state]) for one in findings if one.state in PASSED]
 
 
 def plain(value: Any) -> Any:
@@ -69,7 +91,13 @@ def plain(value: Any) -> Any:
 def print_probe(report: ProbeReport) -> None:
     """Print the report as tables, the checks first and the recommendations last."""
     screen = console()
-    for table in tables(report):
+    made = [checks_table(report.findings)]
+    if report.student is not None and report.step is not None:
+        made.append(models_table(report.student, report.teachers))
+        made += teacher_tables(report.teachers)
+        made.append(step_table(report.step, report.student))
+        made.append(unmeasured_table(report.student, report.teachers))
+    for table in made:
         if table.row_count:
             screen.print(table)
     for title, lines in (
@@ -82,222 +110,173 @@ def print_probe(report: ProbeReport) -> None:
             screen.print(Text(f"  - {line}"), soft_wrap=True)
 
 
-def tables(report: ProbeReport) -> list[Table]:
-    """Return every table of a report; those without a row are not worth printing."""
-    made = [checks_table(report)]
-    if report.student is not None:
-        made += [models_table(report.student, report.teachers), tokens_table(report.teachers)]
-        made += [speed_table(report.teachers), support_table(report.teachers), step_table(report)]
-        made.append(unmeasured_table(report.student, report.teachers))
-    return made
-
-
-def new_table(title: str, columns: Sequence[str]) -> Table:
-    """Return an empty table whose first column is a name."""
+def table_of(
+    title: str, columns: Sequence[str], rows: Iterable[Iterable[object]], left: bool = False
+) -> Table:
+    """Return a table whose first column is a name. Brackets in a cell are no markup."""
     table = Table(title=Text(title, style="bold"), box=SIMPLE_HEAD, title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if index else "left", overflow="fold")
+        justify: Any = "right" if index and not left else "left"
+        table.add_column(Text(column), justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(MISSING if cell is None else str(cell)) for cell in row))
     return table
 
 
-def add_row(table: Table, *cells: object) -> None:
-    """Add a row of texts; brackets in them are no markup."""
-    table.add_row(*(Text(str(cell)) for cell in cells))
-
-
-def checks_table(report: ProbeReport) -> Table:
+def checks_table(findings: Iterable[Finding]) -> Table:
     """Return the preflight's checks and those of a step's parts."""
-    table = new_table("checks", ("check", "result"))
-    table.columns[1].justify = "left"
-    words = {True: "passed", False: "FAILED", None: "not run"}
-    for check in report.checks:
-        message = f": {check.message}" if check.message else ""
-        add_row(table, check.name, words[check.passed] + message)
-    return table
+    rows = (
+        (finding.name, WORDS[passed] + (finding.text and f": {finding.text}"))
+        for finding, passed in results(findings)
+    )
+    return table_of("checks", ("check", "result"), rows, left=True)
 
 
 def models_table(student: StudentReport, teachers: Mapping[str, TeacherReport]) -> Table:
     """Return tokenizers, limits and numbers: a column for the student and one per teacher."""
-    table = new_table("models", ("", "student", *teachers))
-    models = [student.facts, *(teacher.facts for teacher in teachers.values())]
+    facts = [student.facts, *(teacher.facts for teacher in teachers.values())]
 
-    def add(name: str, cell: Callable[[ModelFacts], object]) -> None:
-        add_row(table, name, *map(cell, models))
+    def models(cell: Callable[[ModelFacts], object]) -> list[object]:
+        return [*map(cell, facts)]
 
-    add("model", lambda model: model.model)
-    add("backend", lambda model: model.url or model.backend)
-    add("tokenizer: hash of the vocabulary", lambda model: vocabulary_cell(model.tokenizer))
-    add("  hash of the split of three texts", lambda model: split_cell(model.tokenizer))
-    add_row(table, "  as the student's", "", *(yes(t.same_tokenizer) for t in teachers.values()))
-    add("chat template hash", lambda model: template_cell(model.tokenizer))
-    add_row(table, "  same prompts", "", *(yes(t.same_prompts) for t in teachers.values()))
-    add("EOS and its id", lambda model: eos_cell(model.tokenizer))
-    add("special and added tokens", lambda model: special_cell(model.tokenizer))
-    add("output head, entries", lambda model: count(model.vocabulary))
-    add("context, tokens", lambda model: count(model.context))
-    add_row(table, "largest K", "", *(largest_cell(t.facts) for t in teachers.values()))
-    add("log-probs when sampling", lambda model: model.logprob_mode or MISSING)
-    add_row(table, "dtype", student.facts.dtype, *map(dtype_cell, teachers.values()))
-    add_row(table, "entropy, nats", "", *map(entropy_cell, teachers.values()))
-    add_row(table, "recommended K", "", *map(recommended_cell, teachers.values()))
-    add_row(
-        table,
-        "nats from a forward pass",
-        agreement_cell(student.agreement),
-        *(agreement_cell(teacher.agreement) for teacher in teachers.values()),
+    def own(cell: Callable[[TeacherReport], object], of_student: object = "") -> list[object]:
+        return [of_student, *map(cell, teachers.values())]
+
+    def plugin(cell: Callable[[PluginReport], object]) -> list[object]:
+        return own(lambda teacher: None if teacher.plugin is None else cell(teacher.plugin))
+
+    rows = {
+        "model": models(lambda model: model.model),
+        "backend": models(lambda model: model.url or model.backend),
+        "tokenizer: hash of the vocabulary": models(lambda m: hash_cell(m, "vocabulary_hash")),
+        "  hash of the split of three texts": models(lambda m: hash_cell(m, "split_hash")),
+        "  as the student's": own(lambda teacher: yes(teacher.same_tokenizer)),
+        "chat template hash": models(lambda m: hash_cell(m, "template_hash")),
+        "  same prompts": own(lambda teacher: yes(teacher.same_prompts)),
+        "EOS and its id": models(eos_cell),
+        "special and added tokens": models(lambda m: m.tokenizer and len(m.tokenizer.special_ids)),
+        "output head, entries": models(lambda model: count(model.vocabulary)),
+        "context, tokens": models(lambda model: count(model.context)),
+        "largest K": own(largest_cell),
+        "log-probs when sampling": models(lambda model: model.logprob_mode),
+        "dtype": own(dtype_cell, student.facts.dtype),
+        "entropy, nats": own(entropy_cell),
+        "recommended K": own(lambda teacher: teacher.support and teacher.support.recommended_k),
+        "nats from a forward pass": own(
+            lambda teacher: agreement_cell(teacher.agreement), agreement_cell(student.agreement)
+        ),
+    }
+    if any(teacher.plugin is not None for teacher in teachers.values()):
+        rows |= {
+            "scoring plugin": plugin(version_cell),
+            "  kinds": plugin(lambda plugin: ", ".join(plugin.kinds) or None),
+            "  output head": plugin(head_cell),
+            "  tokens per second": plugin(speeds_cell),
+            "  falls back to JSON": plugin(
+                lambda plugin: "every score" if plugin.version is None else "nothing"
+            ),
+        }
+    rows_with_titles = ((title, *cells) for title, cells in rows.items())
+    return table_of("models", ("", "student", *teachers), rows_with_titles)
+
+
+def teacher_tables(teachers: Mapping[str, TeacherReport]) -> list[Table]:
+    """Return the special tokens of the rollouts, the speeds of scoring, and what each K hides."""
+    tokens = (
+        (
+            *(row.token, name, row.student_id, row.teacher_id),
+            f"{row.occurrences}" + (f" ({row.endings} end a rollout)" if row.endings else ""),
+            *(f"{row.student_probability:.3g}", f"{row.teacher_probability:.3g}"),
+        )
+        for name, teacher in teachers.items()
+        for row in teacher.special_tokens
     )
-    plugins = [teacher.plugin for teacher in teachers.values()]
-    if any(plugin is not None for plugin in plugins):
-        add_row(table, "scoring plugin", "", *map(plugin_cell, plugins))
-        add_row(table, "  kinds", "", *map(kinds_cell, plugins))
-        add_row(table, "  output head", "", *map(head_cell, plugins))
-        add_row(table, "  tokens per second", "", *map(road_cell, plugins))
-        add_row(table, "  falls back to JSON", "", *map(fallback_cell, plugins))
-    return table
-
-
-def tokens_table(teachers: Mapping[str, TeacherReport]) -> Table:
-    """Return both models' probabilities of the special tokens in the rollouts."""
-    table = new_table(
-        "special tokens in the rollouts, mean probabilities",
-        ("token", "teacher", "id", "teacher's id", "positions", "student", "teacher"),
-    )
-    for name, teacher in teachers.items():
-        for row in teacher.special_tokens:
-            ending = f" ({row.endings} end a rollout)" if row.endings else ""
-            add_row(
-                table,
-                row.token,
-                name,
-                row.student_id,
-                MISSING if row.teacher_id is None else row.teacher_id,
-                f"{row.occurrences}{ending}",
-                f"{row.student_probability:.3g}",
-                f"{row.teacher_probability:.3g}",
-            )
-    return table
-
-
-def speed_table(teachers: Mapping[str, TeacherReport]) -> Table:
-    """Return each teacher's speed by column."""
-    columns = list(
-        dict.fromkeys(entry.column for teacher in teachers.values() for entry in teacher.throughput)
-    )
-    table = new_table(
-        "scoring, rollout tokens per second (seconds per step)",
-        ("K", *columns),
-    )
+    entries = [entry for teacher in teachers.values() for entry in teacher.throughput]
+    columns = [*dict.fromkeys(entry.column for entry in entries)]
+    speeds = []
     for name, teacher in teachers.items() if columns else ():
         cells = {entry.column: speed_cell(entry) for entry in teacher.throughput}
-        add_row(table, name, *(cells.get(column, MISSING) for column in columns))
-    return table
-
-
-def support_table(teachers: Mapping[str, TeacherReport]) -> Table:
-    """Return what each K hides on rollouts of the student."""
-    table = new_table(
-        "the teacher's top K on rollouts of the student",
-        ("teacher", "K", "mass outside", "reverse KL, nats", "KL hidden"),
+        speeds.append((name, *map(cells.get, columns)))
+    supports = (
+        (name, row.k, f"{row.mass_outside:.2e}", f"{row.reverse_kl:.4f}", percent(row.hidden))
+        for name, teacher in teachers.items()
+        for row in (teacher.support.by_k if teacher.support is not None else ())
     )
-    for name, teacher in teachers.items():
-        for row in teacher.support.by_k if teacher.support is not None else ():
-            add_row(
-                table,
-                name,
-                row.k,
-                f"{row.mass_outside:.2e}",
-                f"{row.reverse_kl:.4f}",
-                percent(row.hidden),
-            )
-    return table
+    return [
+        table_of(
+            "special tokens in the rollouts, mean probabilities",
+            ("token", "teacher", "id", "teacher's id", "positions", "student", "teacher"),
+            tokens,
+        ),
+        table_of("scoring, rollout tokens per second (seconds per step)", ("K", *columns), speeds),
+        table_of(
+            "the teacher's top K on rollouts of the student",
+            ("teacher", "K", "mass outside", "reverse KL, nats", "KL hidden"),
+            supports,
+        ),
+    ]
 
 
-def step_table(report: ProbeReport) -> Table:
+def step_table(step: StepForecast, student: StudentReport) -> Table:
     """Return the forecast of a step."""
-    table = new_table("one step of this recipe", ("", "value"))
-    step, student = report.step, report.student
-    assert step is not None and student is not None
-    add_row(table, "rollouts", step.rollouts)
-    add_row(table, "rollout tokens", count(step.tokens))
-    add_row(table, "tokens per rollout", count(student.tokens_per_rollout))
-    add_row(table, "cut off at max_tokens", percent(student.truncated))
-    add_row(table, "sampling", seconds(step.sample_seconds))
     column = "" if step.column is None else f" at K = {step.column}"
     column = " with hidden states" if step.column == "states" else column
-    add_row(table, f"scoring{column}", seconds(step.score_seconds))
-    add_row(table, "forward and backward", seconds(step.train_seconds))
-    add_row(table, "all steps, without evaluations", seconds(step.run_seconds))
-    return table
+    rows = {
+        "rollouts": step.rollouts,
+        "rollout tokens": count(step.tokens),
+        "tokens per rollout": count(student.tokens_per_rollout),
+        "cut off at max_tokens": percent(student.truncated),
+        "sampling": seconds(step.sample_seconds),
+        f"scoring{column}": seconds(step.score_seconds),
+        "forward and backward": seconds(step.train_seconds),
+        "all steps, without evaluations": seconds(step.run_seconds),
+    }
+    return table_of("one step of this recipe", ("", "value"), rows.items())
 
 
 def unmeasured_table(student: StudentReport, teachers: Mapping[str, TeacherReport]) -> Table:
     """Return what was not measured, with the reasons."""
-    table = new_table("not measured", ("model", "what", "why"))
-    for column in table.columns:
-        column.justify = "left"
-    for name, reasons in (
-        ("student", student.unmeasured),
-        *((name, teacher.unmeasured) for name, teacher in teachers.items()),
-    ):
-        for what, why in reasons.items():
-            add_row(table, name, what, why)
-    return table
+    models = {"student": student.unmeasured} | {n: t.unmeasured for n, t in teachers.items()}
+    rows = ((name, *reason) for name, reasons in models.items() for reason in reasons.items())
+    return table_of("not measured", ("model", "what", "why"), rows, left=True)
 
 
-def yes(value: bool | None) -> str:
-    """Format a truth value."""
-    return MISSING if value is None else "yes" if value else "NO"
+def yes(value: bool | None) -> str | None:
+    return None if value is None else "yes" if value else "NO"
 
 
-def count(value: int | float | None) -> str:
-    """Format a number of things."""
-    return MISSING if value is None else f"{value:,.0f}"
+def count(value: int | float | None) -> str | None:
+    return None if value is None else f"{value:,.0f}"
 
 
-def seconds(value: float | None) -> str:
+def seconds(value: float | None) -> str | None:
     """Format seconds, from an hour on as hours."""
     if value is None:
-        return MISSING
+        return None
     return f"{value / 3600:,.1f} h" if value >= 3600 else f"{value:.3g} s"
 
 
-def vocabulary_cell(tokenizer: TokenizerFacts | None) -> str:
-    """Format a vocabulary by its hash."""
-    if tokenizer is None or tokenizer.vocabulary_hash is None:
+def hash_cell(model: ModelFacts, name: str) -> str:
+    """Format a hash of the tokenizer's."""
+    if model.tokenizer is None:
         return "cannot be asked"
-    return tokenizer.vocabulary_hash
+    without = "none" if model.tokenizer.from_files else "cannot be asked"
+    return getattr(model.tokenizer, name) or without
 
 
-def split_cell(tokenizer: TokenizerFacts | None) -> str:
-    """Format how texts are split."""
-    if tokenizer is None or tokenizer.split_hash is None:
-        return "cannot be asked"
-    return tokenizer.split_hash
-
-
-def template_cell(tokenizer: TokenizerFacts | None) -> str:
-    """Format a chat template by its hash."""
-    if tokenizer is None or tokenizer.source == "server":
-        return "cannot be asked"
-    return tokenizer.template_hash or "none"
-
-
-def eos_cell(tokenizer: TokenizerFacts | None) -> str:
+def eos_cell(model: ModelFacts) -> str | None:
     """Format the token that ends a text."""
-    if tokenizer is None or tokenizer.eos is None:
-        return MISSING
-    return f"{tokenizer.eos} {tokenizer.special_ids.get(tokenizer.eos, MISSING)}"
+    if model.tokenizer is None or model.tokenizer.eos is None:
+        return None
+    eos = model.tokenizer.eos
+    return f"{eos} {model.tokenizer.special_ids.get(eos, MISSING)}"
 
 
-def special_cell(tokenizer: TokenizerFacts | None) -> str:
-    """Format the number of special tokens."""
-    return MISSING if tokenizer is None else str(len(tokenizer.special_ids))
-
-
-def largest_cell(facts: ModelFacts) -> str:
+def largest_cell(teacher: TeacherReport) -> str | None:
     """Format the largest K."""
-    prefix = "" if facts.largest_k_exact else "at least "
-    return MISSING if facts.largest_k is None else f"{prefix}{facts.largest_k:,}"
+    if teacher.facts.largest_k is None:
+        return None
+    return ("" if teacher.facts.largest_k_exact else "at least ") + f"{teacher.facts.largest_k:,}"
 
 
 def dtype_cell(teacher: TeacherReport) -> str:
@@ -305,68 +284,48 @@ def dtype_cell(teacher: TeacherReport) -> str:
     return "bfloat16-like" if teacher.head_bfloat16 else f"{teacher.facts.dtype} (recipe)"
 
 
-def entropy_cell(teacher: TeacherReport) -> str:
+def entropy_cell(teacher: TeacherReport) -> str | None:
     """Format a teacher's entropy, a lower bound below K = V."""
     support = teacher.support
     if support is None:
-        return MISSING
+        return None
     bound = "" if support.largest_k == teacher.facts.vocabulary else "at least "
     return f"{bound}{support.entropy:.3f}"
 
 
-def recommended_cell(teacher: TeacherReport) -> str:
-    """Format the recommended K."""
-    return MISSING if teacher.support is None else str(teacher.support.recommended_k)
-
-
-def agreement_cell(agreement: Agreement | None) -> str:
+def agreement_cell(agreement: Agreement | None) -> str | None:
     """Format the distance from a forward pass."""
-    if agreement is None:
-        return MISSING
-    return f"{agreement.largest:.1e} (mean {agreement.mean:.1e})"
+    return f"{agreement.largest:.1e} (mean {agreement.mean:.1e})" if agreement else None
 
 
 def speed_cell(entry: Throughput) -> str:
     """Format a speed."""
     if entry.tokens_per_second is None:
         return "refused"
-    return f"{entry.tokens_per_second:,.0f} ({entry.seconds_per_step:.2g} s)"
+    return f"{entry.tokens_per_second:,.0f} ({entry.seconds_per_step:.2g})"
 
 
-def plugin_cell(plugin: PluginReport | None) -> str:
+def version_cell(plugin: PluginReport) -> str:
     """Format whether a server has the scoring plugin."""
-    if plugin is None:
-        return MISSING
     return "none" if plugin.version is None else f"version {plugin.version}, vLLM {plugin.vllm}"
 
 
-def kinds_cell(plugin: PluginReport | None) -> str:
-    """Format what a plugin can answer."""
-    return MISSING if plugin is None or not plugin.kinds else ", ".join(plugin.kinds)
-
-
-def head_cell(plugin: PluginReport | None) -> str:
+def head_cell(plugin: PluginReport) -> str | None:
     """Format an output head."""
-    if plugin is None or plugin.head is None:
-        return MISSING
     head = plugin.head
-    dtype = head.dtype
-    if head.computed_in != dtype:
-        dtype += f", computed in {head.computed_in}"
-    return f"{head.rows:,} x {head.columns:,} {dtype}, {head.sha256[:12]}"
+    if head is None:
+        return None
+    dtype = head["dtype"]
+    if head["computed_in"] != dtype:
+        dtype += f", computed in {head['computed_in']}"
+    return f"{head['rows']:,} x {head['columns']:,} {dtype}, {head['sha256'][:12]}"
 
 
-def road_cell(plugin: PluginReport | None) -> str:
+def speeds_cell(plugin: PluginReport) -> str:
     """Format the speeds in binary and in JSON."""
-    if plugin is None:
-        return MISSING
-    binary, plain = count(plugin.tokens_per_second), count(plugin.json_tokens_per_second)
+    binary, plain = (
+        count(speed) or MISSING
+        for speed in (plugin.tokens_per_second, plugin.json_tokens_per_second)
+    )
     asked = "hidden states" if plugin.column == "states" else f"K = {plugin.column}"
     return f"{asked}: {binary} in binary, {plain} in JSON"
-
-
-def fallback_cell(plugin: PluginReport | None) -> str:
-    """Format what comes in JSON."""
-    if plugin is None:
-        return MISSING
-    return ", ".join(plugin.falls_back) or "nothing"

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from prime_composer.cli.formatting import (
     MISSING,
-    RECIPE_FILE,
     decimal,
     kl_title,
     number,
@@ -21,6 +20,7 @@ from prime_composer.cli.formatting import (
     scores_in,
 )
 from prime_composer.local.answers import Answer, read_answers, read_signatures
+from prime_composer.local.run_dir.recipe_file import RECIPE_FILE
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.metrics import TITLES, signatures_of
 from prime_composer.recipe.schema import Recipe
@@ -87,7 +87,7 @@ def print_signatures(signatures: Mapping[str, str]) -> None:
 def print_answers(run_dir: Path, steps: Collection[int]) -> None:
     """Print held-out questions with the student's answers before and after training.
 
-    Nothing is printed for a run that has none, such as one of an older version.
+    Nothing is printed for a run that has none.
 
     Args:
         run_dir: the run directory.

@@ -6,10 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_composer.cli.run_dirs import REPORT_FILE, RunDir, Wish, choose_run_dir, claim_run_dir
-from prime_composer.local.checkpoint import list_checkpoints
-from prime_composer.local.disk import describe
-from prime_composer.local.model_check import check_models
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.run_dir.claim import (
+    REPORT_FILE,
+    RunDir,
+    Wish,
+    choose_run_dir,
+    claim_run_dir,
+)
+from prime_composer.local.run_dir.disk import describe
+from prime_composer.local.run_dir.model_check import check_models
 from prime_composer.local.sources import load_sources
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing
@@ -17,7 +23,7 @@ from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_models
 
 if TYPE_CHECKING:
-    from prime_composer.local.train import Outcome
+    from prime_composer.local.run import Outcome
 
 
 def run_local(wish: Wish) -> int:
@@ -34,7 +40,7 @@ def run_local(wish: Wish) -> int:
         ValueError: the recipe, its data, its models or the run directory are unusable; or a server,
             the disk or a check ended the run.
     """
-    from prime_composer.local.plan import require_libraries
+    from prime_composer.local.run_dir.plan import require_libraries
 
     check_models(wish.recipe)
     require_libraries(wish.recipe, Routing.of_recipe(wish.recipe))
@@ -50,8 +56,8 @@ def run_local(wish: Wish) -> int:
 
 def _run(wish: Wish, problems: ProblemSet, run_dir: RunDir, begin: Callable[[], None]) -> int:
     from prime_composer.cli.progress import Screen
-    from prime_composer.local.gradients import NonFiniteLoss
     from prime_composer.local.train import train
+    from prime_composer.step.gradients import NonFiniteLoss
 
     recipe, path, checkpoint = wish.recipe, run_dir.path, run_dir.checkpoint
     done = checkpoint.step if checkpoint else 0
@@ -123,7 +129,7 @@ def plan_local(wish: Wish) -> int:
     Returns:
         The exit status, 0.
     """
-    from prime_composer.local.plan import plan
+    from prime_composer.local.run_dir.plan import plan
 
     problems = load_sources(wish.recipe)
     run_dir = choose_run_dir(wish)

@@ -12,13 +12,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 from prime_composer.cli.study_file import Run, is_finished, load_study
 from prime_composer.cli.study_report import in_short, write_report
-from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.signals import Stopped
 from prime_composer.recipe.schema import RecipeError
+
+Process: TypeAlias = "subprocess.Popen[bytes]"
 
 
 def run_study(
@@ -60,34 +62,14 @@ def run_study(
     return 1 if failed else 0
 
 
-class Active(NamedTuple):
-    """A run under way.
-
-    Attributes:
-        label: its place in the study, and its name.
-        run: what runs.
-        process: where.
-    """
-
-    label: str
-    run: Run
-    process: "subprocess.Popen[bytes]"
-
-
 def run_all(runs: Sequence[Run], jobs: int, failed: list[str]) -> None:
     """Run what is not finished, ``jobs`` at a time, and print each result.
 
-    Args:
-        runs: all runs of the study.
-        jobs: runs at a time.
-        failed: gets the names of the runs that diverged.
-
-    Raises:
-        RecipeError: a run could not start; the message ends with the last line of its log.
-        KeyboardInterrupt: Ctrl-C or another signal, once the runs have written their checkpoints.
+    ``failed`` gets the names of the runs that diverged. A signal is raised once the runs have
+    written their checkpoints.
     """
     waiting = deque((f"[{index}/{len(runs)}] {run.name}", run) for index, run in enumerate(runs, 1))
-    active: list[Active] = []
+    active: list[tuple[str, Run, Process]] = []
     try:
         while waiting or active:
             while waiting and len(active) < jobs:
@@ -96,22 +78,22 @@ def run_all(runs: Sequence[Run], jobs: int, failed: list[str]) -> None:
                     print(f"{label}: {in_short(run)} (kept)", flush=True)
                     continue
                 print(f"{label}: running; progress in {run.log}", flush=True)
-                active.append(Active(label, run, start(run)))
-            for one in [one for one in active if one.process.poll() is not None]:
-                active.remove(one)
-                done = succeeded(one.run, one.process.returncode)
-                result = in_short(one.run) if done else f"failed, see {one.run.log}"
-                print(f"{one.label}: {result}", flush=True)
-                if not done:
-                    failed.append(one.run.name)
+                active.append((label, run, start(run)))
+            for ended in [one for one in active if one[2].poll() is not None]:
+                active.remove(ended)
+                label, run, process = ended
+                done = succeeded(run, process.returncode)
+                result = in_short(run) if done else f"failed, see {run.log}"
+                print(f"{label}: {result}", flush=True)
+                failed += [] if done else [run.name]
             if active:
                 time.sleep(0.1)
     except BaseException as error:
-        stop([one.process for one in active], signum_of(error))
+        stop([process for _, _, process in active], signum_of(error))
         raise
 
 
-def start(run: Run) -> "subprocess.Popen[bytes]":
+def start(run: Run) -> Process:
     """Start or resume one run in a process of its own; its output goes to a log beside its
     directory."""
     command = [sys.executable, "-m", "prime_composer.cli", "rl", "--config", str(run.base)]
@@ -124,7 +106,7 @@ def start(run: Run) -> "subprocess.Popen[bytes]":
     return call(command, run.log)
 
 
-def call(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+def call(command: Sequence[str], log: Path) -> Process:
     """Start a process out of the terminal's reach, whose output is appended to ``log``."""
     with log.open("a", encoding="utf-8") as file:
         return subprocess.Popen(
@@ -149,7 +131,7 @@ def succeeded(run: Run, status: int) -> bool:
     return status == 0
 
 
-def stop(processes: Sequence["subprocess.Popen[bytes]"], signum: int) -> None:
+def stop(processes: Sequence[Process], signum: int) -> None:
     """Send a signal to the processes and wait for them.
 
     The first signal makes a run leave a checkpoint. Each further one that comes here is passed on,

@@ -1,33 +1,32 @@
 """A study file: the base recipe, the overrides of each variant, and the seeds."""
 
-import copy
 import itertools
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from prime_composer.cli.formatting import RECIPE_FILE
-from prime_composer.cli.run_dirs import read_recipe
+from prime_composer.local.run_dir.recipe_file import (
+    RECIPE_FILE,
+    Tables,
+    differing_keys,
+    read_recipe,
+)
 from prime_composer.local.tracker import METRICS_FILE, read_metrics
-from prime_composer.recipe.loading import apply_override, parse_recipe, parse_tables, read_tables
+from prime_composer.recipe.loading import load_recipe, parse_tables, read_tables
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.tables import Table
 
-SAME = (
-    "student",
-    "data",
-    "trainer.steps",
-    "trainer.batch_size",
-    "rollout.max_tokens",
-    "eval.size",
-    "eval.kl_size",
+SAME = re.compile(
+    r"student(\..*)?|(data|environments\.[^.]+)(\.(?!teacher(\.|$)).*)?|environments"
+    r"|trainer\.(steps|batch_size)|rollout\.max_tokens|eval\.(size|kl_size)"
 )
-"""Keys that every variant shares: the start, the rollout budget, and what is measured."""
+"""Keys that every variant shares: the start, the rollout budget, and what is measured. Variants may
+choose other teachers for an environment."""
 
 
 class StudyConfig(Table):
@@ -58,28 +57,22 @@ class StudyConfig(Table):
     output_dir: str | None = None
     """Where the runs go; unset: outputs/<name of the study file>."""
 
-    @field_validator("variants", "grid")
-    @classmethod
-    def _names_are_directories(cls, value: dict[str, Any]) -> dict[str, Any]:
-        axes = [names for names in value.values() if isinstance(names, dict)] or [value]
-        for name in itertools.chain(*axes):
+    @model_validator(mode="after")
+    def _names_its_variants(self) -> "StudyConfig":
+        if self.variants and self.grid:
+            raise ValueError("[variants] and [grid.*]: keep one of them")
+        for name in itertools.chain(*self.axes):
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
                 raise ValueError(
                     f"{name!r} names a directory: letters, digits and . _ + - only, "
                     "and no sign first"
                 )
-        return value
-
-    @model_validator(mode="after")
-    def _has_two_variants(self) -> "StudyConfig":
-        if self.variants and self.grid:
-            raise ValueError("[variants] and [grid.*]: keep one of them")
         count = len(self.combinations)
         if count < 2:
             raise ValueError(
                 f"a study compares at least two variants, in [variants] or [grid.*]: {count}"
             )
-        if len({"-".join(names) for names in self.combinations}) < count:
+        if len(self.items_of) < count:
             raise ValueError("grid: two variants have the same name; rename a value of an axis")
         return self
 
@@ -91,15 +84,17 @@ class StudyConfig(Table):
         return seeds
 
     @property
+    def axes(self) -> list[dict[str, tuple[str, ...]]]:
+        """Name -> items, of each axis; the variants are the only one without a grid."""
+        return [self.variants] if self.variants else list(self.grid.values())
+
+    @property
     def combinations(self) -> dict[tuple[str, ...], tuple[str, ...]]:
-        """Names of each variant -> its items: one name per axis, or one without a grid."""
-        if self.variants:
-            return {(name,): items for name, items in self.variants.items()}
-        if not self.grid:
-            return {}
+        """Names of each variant -> its items: one name per axis."""
         return {
             tuple(name for name, _ in one): tuple(itertools.chain(*(items for _, items in one)))
-            for one in itertools.product(*(axis.items() for axis in self.grid.values()))
+            for one in itertools.product(*(axis.items() for axis in self.axes))
+            if one
         }
 
     @property
@@ -136,6 +131,11 @@ class Run:
     def log(self) -> Path:
         return self.run_dir.with_name(f"{self.name}.log")
 
+    @property
+    def tables(self) -> Tables:
+        """The recipe as ``recipe.json`` has it."""
+        return self.recipe.model_dump(mode="json")
+
 
 def load_study(
     path: str | os.PathLike[str], output_dir: str | None = None, changes: Sequence[str] = ()
@@ -160,14 +160,13 @@ def load_study(
         if item.partition("=")[0].strip() == "trainer.seed":
             raise RecipeError(f"{path}: {item}: the seeds of a study belong in `seeds`")
     base = Path(os.path.relpath(path.parent / study.base))
-    tables = read_tables(base, "recipe", "recipes/")
     folder = Path(output_dir or study.output_dir or Path("outputs") / path.stem)
     runs = []
     for seed in study.seeds:
         for variant, items in study.items_of.items():
             overrides = (*study.overrides, *items, *changes, f"trainer.seed={seed}")
             try:
-                recipe = _with_overrides(tables, overrides, base)
+                recipe = load_recipe(base, overrides)
             except RecipeError as error:
                 raise RecipeError(f"{path}: variants.{variant}: {error}") from None
             run_dir = folder / f"{variant}-seed{seed}"
@@ -176,43 +175,16 @@ def load_study(
     return study, runs
 
 
-def _with_overrides(tables: dict[str, Any], overrides: Sequence[str], base: Path) -> Recipe:
-    changed = copy.deepcopy(tables)
-    for item in overrides:
-        apply_override(changed, item)
-    return parse_recipe(changed, str(base))
-
-
 def _check_same_budget(runs: Sequence[Run], path: Path) -> None:
     """Refuse variants whose keys of ``SAME`` differ."""
-    for key in SAME:
-        values = [_value_at(run.recipe, key) for run in runs]
-        for run, value in zip(runs, values, strict=True):
-            if value != values[0]:
-                raise RecipeError(
-                    f"{path}: variants.{run.variant}: {key} differs from that of "
-                    f"variants.{runs[0].variant} ({_short(value)} against {_short(values[0])}); "
-                    "a comparison starts from the same student and spends the same rollouts. "
-                    "Set it in `overrides`, for all of them"
-                )
-
-
-def _value_at(recipe: Recipe, key: str) -> Any:
-    """Return a value of the recipe by its dotted key."""
-    if key == "data":  # variants may choose other teachers for an environment
-        return {
-            name: source.model_copy(update={"teacher": None})
-            for name, source in recipe.sources.items()
-        }
-    value: Any = recipe
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    first = runs[0]
+    for run in runs[1:]:
+        for key in filter(SAME.fullmatch, differing_keys(first.tables, run.tables)):
+            raise RecipeError(
+                f"{path}: variants.{run.variant}: {key} differs from that of variants."
+                f"{first.variant}; a comparison starts from the same student and spends the same "
+                "rollouts. Set it in `overrides`, for all of them"
+            )
 
 
 def is_finished(run: Run) -> bool:
@@ -223,13 +195,10 @@ def is_finished(run: Run) -> bool:
     """
     if not (run.run_dir / RECIPE_FILE).exists():
         return False
-    before = read_recipe(run.run_dir)
-    now = run.recipe.model_dump(mode="json")
-    changed = [section for section in now if before.get(section) != now[section]]
-    if changed:
+    if changed := differing_keys(read_recipe(run.run_dir), run.tables):
         raise RecipeError(
-            f"{run.run_dir} holds a run with another [{'], ['.join(changed)}]; "
-            "nothing was touched. Name another --output-dir, or move it away"
+            f"{run.run_dir} holds a run with other values of {', '.join(changed)}; nothing was "
+            "touched. Name another --output-dir, or move it away"
         )
     if not (run.run_dir / METRICS_FILE).exists():
         return False

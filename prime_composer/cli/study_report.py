@@ -13,11 +13,14 @@ from prime_composer.cli.study_file import Run, StudyConfig, is_finished
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.metrics import TITLES
 
-Series = list[tuple[int, float]]
-"""(step, value) of each measurement of one run."""
-
 Text = Callable[[float | None], str]
 """Formats a value."""
+
+Series = Sequence[Mapping[str, int | float]]
+"""Step, mean, min and max of each measurement that all seeds have."""
+
+Results = Mapping[str, Any]
+"""The contents of ``results.json``."""
 
 SELF_BLEU = "self_bleu"
 """Metric of answers to one problem: 1 where all are the same."""
@@ -29,37 +32,34 @@ def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
     Where the runs sampled at temperatures, diversity.png has the scores against Self-BLEU.
     """
     folder = runs[0].run_dir.parent
-    results = compare(study, runs)
+    results, combinations, grid = compare(study, runs), list(study.combinations), list(study.grid)
     numbers, figure, markdown = folder / "results.json", folder / "study.png", folder / "table.md"
     numbers.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     table = as_table(results)
     markdown.write_text(table, encoding="utf-8")
-    if study.grid:
-        draw_grid(results, list(study.combinations), list(study.grid), figure)
+    figures = [str(figure)]
+    if grid:
+        draw_grid(results, combinations, grid, figure)
     else:
         draw(results, figure)
-    figures = [str(figure)]
     if any(result["temperatures"] for result in results["variants"].values()):
-        diversity = folder / "diversity.png"
-        draw_diversity(results, list(study.combinations), list(study.grid), diversity)
-        figures.append(str(diversity))
+        draw_diversity(results, combinations, grid, folder / "diversity.png")
+        figures.append(str(folder / "diversity.png"))
     print(f"\n{table}\nfigures: {', '.join(figures)}\nnumbers: {numbers}, {markdown}")
 
 
 def in_short(run: Run) -> str:
     """Format a finished run as one line."""
-    values = measured(run)
-    shown = {name: QUANTITIES[name].text for name in SCORES} | {"reverse_kl": number}
-    titles = TITLES | {"reverse_kl": "reverse KL"}
     return ", ".join(
-        f"{titles[name]} {text(values[name][0][1])} → {text(values[name][-1][1])}"
-        for name, text in shown.items()
-        if values[name]
+        f"{QUANTITIES[name].name} {QUANTITIES[name].text(values[0][1])} → "
+        f"{QUANTITIES[name].text(values[-1][1])}"
+        for name, values in measured(run).items()
+        if name in (*SCORES, "reverse_kl") and values
     )
 
 
-def measured(run: Run) -> dict[str, Series]:
-    """Read the run's series, by the names of ``QUANTITIES``."""
+def measured(run: Run) -> dict[str, list[tuple[int, float]]]:
+    """Read (step, value) of each measurement of a run, by the names of ``QUANTITIES``."""
     records = read_metrics(run.run_dir)
     return {
         name: [
@@ -73,11 +73,8 @@ def measured(run: Run) -> dict[str, Series]:
 
 
 def sampled(run: Run) -> dict[str, dict[str, float]]:
-    """Read what the run's last evaluation measured at each temperature.
-
-    Returns:
-        Temperature, as in the names of metrics.jsonl -> name of the score, or "self_bleu" -> value.
-    """
+    """Read what the run's last evaluation measured: temperature, as it is written there -> name of
+    the score, or "self_bleu" -> value."""
     values: dict[str, dict[str, float]] = {}
     last = [record for record in read_metrics(run.run_dir) if "eval/truncated" in record][-1]
     for key, value in last.items():
@@ -87,7 +84,7 @@ def sampled(run: Run) -> dict[str, dict[str, float]]:
     return values
 
 
-def compare(study: StudyConfig, runs: Sequence[Run]) -> dict[str, Any]:
+def compare(study: StudyConfig, runs: Sequence[Run]) -> Results:
     """Return the contents of ``results.json``: the series of finished runs, and over the seeds."""
     variants = {}
     for variant, items in study.items_of.items():
@@ -95,15 +92,13 @@ def compare(study: StudyConfig, runs: Sequence[Run]) -> dict[str, Any]:
         finished = [run for run in repeats if is_finished(run)]
         by_seed = {str(run.seed): measured(run) for run in finished}
         by_temperature = [sampled(run) for run in finished]
-        start_of_run = read_metrics(finished[0].run_dir)[0] if finished else {}
+        start = read_metrics(finished[0].run_dir)[0] if finished else {}
         variants[variant] = {
             "overrides": list(items),
-            "loss": repeats[0].recipe.model_dump(mode="json")["loss"],
+            "loss": repeats[0].tables["loss"],
             "unfinished_seeds": [run.seed for run in repeats if run not in finished],
             "teacher_scores": {
-                name: start_of_run[f"teacher/{name}"]
-                for name in SCORES
-                if f"teacher/{name}" in start_of_run
+                name: start[f"teacher/{name}"] for name in SCORES if f"teacher/{name}" in start
             },
             "seeds": by_seed,
             "over_seeds": {
@@ -121,23 +116,16 @@ def compare(study: StudyConfig, runs: Sequence[Run]) -> dict[str, Any]:
     return {"base": str(study.base), "overrides": list(study.overrides), "variants": variants}
 
 
-def over_seeds(
-    series: Sequence[Sequence[tuple[int, float]]],
-) -> Iterator[dict[str, int | float]]:
+def over_seeds(series: Sequence[Sequence[tuple[int, float]]]) -> Iterator[dict[str, int | float]]:
     """Yield mean, min and max at each step that every seed measured."""
     columns = [dict(points) for points in series]
-    steps = sorted(set.intersection(*(set(column) for column in columns))) if columns else []
-    for step in steps:
+    for step in sorted(set.intersection(*map(set, columns))) if columns else []:
         values = [column[step] for column in columns]
-        yield {
-            "step": step,
-            "mean": sum(values) / len(values),
-            "min": min(values),
-            "max": max(values),
-        }
+        mean = sum(values) / len(values)
+        yield {"step": step, "mean": mean, "min": min(values), "max": max(values)}
 
 
-def measured_quantities(results: Mapping[str, Any]) -> dict[str, "Quantity"]:
+def measured_quantities(results: Results) -> dict[str, "Quantity"]:
     """Return the quantities that a variant has measured."""
     variants = results["variants"].values()
     return {
@@ -147,29 +135,28 @@ def measured_quantities(results: Mapping[str, Any]) -> dict[str, "Quantity"]:
     }
 
 
-def as_table(results: Mapping[str, Any]) -> str:
+def as_table(results: Results) -> str:
     """Format the comparison as a Markdown table: the mean over the seeds, and (min to max).
 
     A quantity that no run has measured has no column.
     """
-    variants, columns = results["variants"], measured_quantities(results)
+    columns = measured_quantities(results)
     head = ["variant", "seeds", *(quantity.column for quantity in columns.values())]
     lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     starts: dict[str, str] = {}
-    for variant, result in variants.items():
+    for variant, result in results["variants"].items():
         series = result["over_seeds"]
         finished, unfinished = len(result["seeds"]), len(result["unfinished_seeds"])
         seeds = f"{finished} of {finished + unfinished}" if unfinished else str(finished)
         cells = [quantity.cell(series[name], quantity.text) for name, quantity in columns.items()]
         lines.append(f"| {' | '.join([variant, seeds, *cells])} |")
-        parts = [
-            f"{TITLES[name]} {score(name, series[name][0]['mean'])} "
-            f"(the teacher {score(name, result['teacher_scores'].get(name))})"
-            for name in SCORES
-            if series[name]
-        ]
-        if series["reverse_kl"]:
-            parts.append(f"reverse KL {number(series['reverse_kl'][0]['mean'])}")
+        parts = []
+        for name in (*SCORES, "reverse_kl"):
+            if series[name]:
+                quantity = QUANTITIES[name]
+                part = f"{quantity.name} {quantity.text(series[name][0]['mean'])}"
+                teacher = quantity.text(result["teacher_scores"].get(name))
+                parts.append(part + f" (the teacher {teacher})" * (name in SCORES))
         if parts:
             starts.setdefault(", ".join(parts), variant)
     for text, variant in starts.items():
@@ -178,7 +165,7 @@ def as_table(results: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def spread(series: Sequence[Mapping[str, int | float]], text: Text) -> str:
+def spread(series: Series, text: Text) -> str:
     """Format the last measurement: mean (min to max), or the one value that all seeds have."""
     if not series:
         return MISSING
@@ -188,20 +175,17 @@ def spread(series: Sequence[Mapping[str, int | float]], text: Text) -> str:
     return f"{text(last['mean'])} ({text(last['min'])} to {text(last['max'])})"
 
 
-def thirds(series: Sequence[Mapping[str, int | float]], text: Text) -> str:
+def average(series: Series, text: Text) -> str:
+    """Format the mean over all steps."""
+    return text(sum(point["mean"] for point in series) / len(series)) if series else MISSING
+
+
+def thirds(series: Series, text: Text) -> str:
     """Format the mean over the first third of the steps, and over the last third."""
     if not series:
         return MISSING
     size = max(1, len(series) // 3)
-    means = [
-        sum(point["mean"] for point in part) / size for part in (series[:size], series[-size:])
-    ]
-    return f"{text(means[0])} → {text(means[1])}"
-
-
-def average(series: Sequence[Mapping[str, int | float]], text: Text) -> str:
-    """Format the mean over all steps."""
-    return text(sum(point["mean"] for point in series) / len(series)) if series else MISSING
+    return f"{average(series[:size], text)} → {average(series[-size:], text)}"
 
 
 class Quantity(NamedTuple):
@@ -219,9 +203,14 @@ class Quantity(NamedTuple):
     metric: str
     column: str
     text: Text
-    cell: Callable[[Sequence[Mapping[str, int | float]], Text], str] = spread
+    cell: Callable[[Series, Text], str] = spread
     title: str | None = None
     unit: str = "nats per token"
+
+    @property
+    def name(self) -> str:
+        """The heading without its unit."""
+        return self.column.partition(",")[0]
 
 
 SCORES = {
@@ -258,15 +247,14 @@ QUANTITIES = SCORES | {
 """Name in ``results.json`` -> what it is."""
 
 
-def draw(results: Mapping[str, Any], output: Path) -> None:
+def draw(results: Results, output: Path) -> None:
     """Draw each quantity with a title against steps: the mean, and the range over seeds."""
-    figure = new_figure(15, 5)
     shown = {
         name: quantity
         for name, quantity in measured_quantities(results).items()
         if quantity.title is not None
     }
-    panels = figure.subplots(1, max(1, len(shown)), squeeze=False)[0]
+    figure, panels = new_panels(len(shown))
     colors = colors_for(len(results["variants"]))
     for axes, (name, quantity) in zip(panels, shown.items(), strict=False):
         for index, (variant, result) in enumerate(results["variants"].items()):
@@ -283,30 +271,17 @@ def draw(results: Mapping[str, Any], output: Path) -> None:
 
 
 def draw_grid(
-    results: Mapping[str, Any],
-    combinations: Sequence[tuple[str, ...]],
-    grid: Sequence[str],
-    output: Path,
+    results: Results, combinations: Sequence[tuple[str, ...]], grid: Sequence[str], output: Path
 ) -> None:
     """Draw the last measurements: the last axis of the grid on x, a color for each other name.
 
     The bars are the range over the seeds.
-
-    Args:
-        results: what ``compare`` returns.
-        combinations: names of each variant, one per axis.
-        grid: names of the axes.
-        output: the figure's file.
     """
-    figure = new_figure(15, 5)
+    shown = set(measured_quantities(results)) & {*SCORES, "reverse_kl", "forward_kl"}
+    measures = [name for name in QUANTITIES if name in shown]
     groups, names = groups_and_names(combinations)
+    figure, panels = new_panels(len(measures))
     colors = colors_for(len(groups))
-    measures = [
-        name
-        for name in measured_quantities(results)
-        if name in (*SCORES, "reverse_kl", "forward_kl")
-    ]
-    panels = figure.subplots(1, max(1, len(measures)), squeeze=False)[0]
     for axes, measure in zip(panels, measures, strict=False):
         for index, group in enumerate(groups):
             last = {
@@ -315,15 +290,13 @@ def draw_grid(
                 if (series := results["variants"]["-".join((*group, name))]["over_seeds"][measure])
             }
             shift = 0.5 * ((index + 0.5) / len(groups) - 0.5)
-            means = [point["mean"] for point in last.values()]
-            ranges = [
-                [point["mean"] - point["min"] for point in last.values()],
-                [point["max"] - point["mean"] for point in last.values()],
-            ]
             axes.errorbar(
                 [place + shift for place in last],
-                means,
-                ranges,
+                [point["mean"] for point in last.values()],
+                [
+                    [point["mean"] - point["min"] for point in last.values()],
+                    [point["max"] - point["mean"] for point in last.values()],
+                ],
                 fmt="o",
                 markersize=4,
                 color=colors(index),
@@ -335,26 +308,16 @@ def draw_grid(
 
 
 def draw_diversity(
-    results: Mapping[str, Any],
-    combinations: Sequence[tuple[str, ...]],
-    grid: Sequence[str],
-    output: Path,
+    results: Results, combinations: Sequence[tuple[str, ...]], grid: Sequence[str], output: Path
 ) -> None:
     """Draw the score of sampled answers against their Self-BLEU: a point per temperature.
 
     A line is a variant. In a grid, each combination of all axes but the last has a panel of its
     own, and a line is a name of the last axis. Means over the seeds.
-
-    Args:
-        results: what ``compare`` returns.
-        combinations: names of each variant, one per axis.
-        grid: names of the axes; none without a grid.
-        output: the figure's file.
     """
-    figure = new_figure(15, 5)
     groups, names = groups_and_names(combinations)
+    figure, panels = new_panels(len(groups), sharex=True, sharey=True)
     colors = colors_for(len(names))
-    panels = figure.subplots(1, len(groups), squeeze=False, sharex=True, sharey=True)[0]
     for axes, group in zip(panels, groups, strict=True):
         for index, name in enumerate(names):
             points = results["variants"]["-".join((*group, name))]["temperatures"]
@@ -389,6 +352,12 @@ def groups_and_names(
 def title_of(grid: Sequence[str], group: Sequence[str]) -> str:
     """Return the names of a combination with their axes; "" where there is one axis or none."""
     return ", ".join(f"{axis} = {name}" for axis, name in zip(grid, group, strict=False))
+
+
+def new_panels(count: int, **shared: bool) -> tuple[Any, list[Any]]:
+    """Return a figure, and its panels side by side."""
+    figure = new_figure(15, 5)
+    return figure, list(figure.subplots(1, max(1, count), squeeze=False, **shared)[0])
 
 
 def colors_for(count: int) -> Callable[[int], Any]:

@@ -38,14 +38,16 @@ def adaptive_kl(
     *,
     head_mass: float,
     normalization: Normalization = "tail",
+    last_is_tail: bool = False,
 ) -> Float[Tensor, "*pos"]:
     """Return AKL per position: forward KL as far as the gap is in the teacher's head.
 
         w KL(q || p) + (1 - w) KL(p || q),    w = sg (sum_head |q - p| / sum |q - p|)
 
     The head is the teacher's most probable outcomes, as long as their cumulated mass is at most
-    ``head_mass``. The first one always belongs to it, and a tail bucket never does. The order of
-    equally probable outcomes is that of the support. w = 1/2 at p = q, which is stationary.
+    ``head_mass``. The first one always belongs to it, and a tail bucket never does. With
+    ``last_is_tail`` that is the last outcome. The order of equally probable ones is that of the
+    support. w = 1/2 at p = q, which is stationary.
 
     Source: "Rethinking Kullback-Leibler Divergence in Knowledge Distillation for Large Language
     Models" (2024), https://arxiv.org/abs/2404.02657, and wutaiqiang/LLM_KD_AKL ff278be, AKL.py,
@@ -56,7 +58,7 @@ def adaptive_kl(
     """
     refuse_head_mass(head_mass)
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
-    weight = _head_share(p.detach(), q, head_mass, has_tail=normalization == "tail")
+    weight = _head_share(p.detach(), q, head_mass, last_is_tail or normalization == "tail")
     forward, reverse = kl_terms(q, p).sum(-1), kl_terms(p, q).sum(-1)
     return weight * forward + (1 - weight) * reverse
 

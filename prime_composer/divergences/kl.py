@@ -205,3 +205,17 @@ def entropy(
     """
     x, _ = outcomes(logprobs, logprobs, normalization)
     return -kl_terms(x, torch.zeros_like(x)).sum(-1)
+
+
+def kls_and_entropy(
+    student_logprobs: Float[Tensor, "*pos k"],
+    teacher_logprobs: Float[Tensor, "*pos k"],
+    normalization: Normalization = "tail",
+    with_reverse: bool = True,
+) -> Float[Tensor, "*pos m"]:
+    """Return the forward KL, the teacher's entropy, and the reverse KL if wanted, per position."""
+    p, q = student_logprobs, teacher_logprobs.detach()
+    values = [forward_kl(p, q, normalization), entropy(q, normalization)]
+    if with_reverse:
+        values.append(reverse_kl(p, q, normalization))
+    return torch.stack(values, dim=-1)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prime_composer.local.run_dir.disk import naming
+
 ANSWERS_FILE = "answers.jsonl"
 """One line per evaluation, in the run directory. A resumed run may write a step again."""
 
@@ -55,7 +57,8 @@ def write_answers(
     }
     if signatures:
         line["signatures"] = dict(signatures)
-    with (run_dir / ANSWERS_FILE).open("a", encoding="utf-8") as file:
+    path = run_dir / ANSWERS_FILE
+    with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 

@@ -1,18 +1,22 @@
-"""Measure the parts of a step."""
+"""Measure the phases of a step."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Clock:
-    """Measures the seconds of a step, as metrics ``time/<part>`` and ``time/step``."""
+    """Measures the seconds of a step, as metrics ``time/PHASE`` and ``time/step``."""
 
     def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
+        self._start = time.perf_counter()
         self.laps: dict[str, float] = {}
 
-    def lap(self, part: str) -> None:
-        """End a part that began with the last call, or with the clock."""
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure what runs in the block. A phase that comes twice is added up."""
+        began = time.perf_counter()
+        yield
         now = time.perf_counter()
-        self.laps[f"time/{part}"] = now - self._last
+        self.laps[f"time/{name}"] = self.laps.get(f"time/{name}", 0.0) + now - began
         self.laps["time/step"] = now - self._start
-        self._last = now

@@ -10,12 +10,10 @@ import torch
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.contract import given
-from prime_composer.local.batch import Batch, Pair, Sample, trained_logprobs
+from prime_composer.environments.episodes import EnvironmentFailed, Episode, Failure
+from prime_composer.environments.tasks import Task, parts_of
 from prime_composer.local.clock import Clock
 from prime_composer.local.engine import Engine
-from prime_composer.local.episodes import EnvironmentFailed, Episode, Failure
-from prime_composer.local.replay import pairs_of_rollouts
-from prime_composer.local.tasks import Task, parts_of
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.losses.config import GroupCredit
 from prime_composer.problems.config import Problem
@@ -23,55 +21,89 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.order import environment_batches, prompt_batches
 from prime_composer.recipe.routing import TeacherId
-from prime_composer.recipe.schema import Recipe, ReplayConfig, RolloutConfig
+from prime_composer.recipe.schema import Recipe, ReplayConfig, RolloutConfig, TrainerConfig
 from prime_composer.scoring.shared_vocabulary import lacking
+from prime_composer.step.batch import Batch, Pair, Sample, trained_logprobs
+from prime_composer.step.replay import pairs_of_rollouts
+
+
+@dataclass
+class Collector:
+    """Collects the batch of a step: ``problems``, ``sample``, ``grade`` and ``score``, in order.
+
+    Attributes:
+        engine: the open models.
+        trainer: the recipe's ``[trainer]``.
+        rollout: its ``[rollout]``.
+        replay: its ``[replay]``.
+        clock: measures sampling, grading and scoring.
+        metrics: what was measured in this step.
+    """
+
+    engine: Engine
+    trainer: TrainerConfig
+    rollout: RolloutConfig
+    replay: ReplayConfig
+    clock: Clock
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def problems(self, step: int) -> list[Problem]:
+        """Return the problems of a step, shared among the environments by their ratios."""
+        count = self.trainer.batch_size // self.rollout.group_size
+        return problems_of_step(self.engine.problems.problem_set, count, self.trainer.seed, step)
+
+    def sample(self, problems: Sequence[Problem], step: int) -> "Sampled":
+        """Sample answers to the problems, and play tasks of environments by id."""
+        with self.clock.phase("sample"):
+            return sample_step(self.engine, self.rollout, problems, self.trainer.seed, step)
+
+    def grade(self, sampled: "Sampled") -> list[Sample]:
+        """Return the rollouts with text, reward and advantage."""
+        budget, problem_set = TimeBudget(), self.engine.problems.problem_set
+        with self.clock.phase("reward"):
+            samples = [
+                *grade(self.engine.problems, sampled.rollouts, sampled.problems, budget),
+                *sampled.played.samples,
+            ]
+            self.metrics |= rollout_metrics(samples, problem_set.names) | sampled.played.metrics
+        if any(source.metric == "math_verify" for source in problem_set.sources.values()):
+            self.metrics["rollout/answer_timeouts"] = float(budget.timeouts)
+        return samples
+
+    def score(self, samples: Sequence[Sample], step: int) -> Batch:
+        """Return the samples with the teacher's scores, and the step's preference pairs."""
+        loss = self.engine.loss
+        pairs: Sequence[Pair] = ()
+        with self.clock.phase("score"):
+            if "replay" in loss.needs:
+                pairs = pairs_of_step(self.engine, self.replay, samples, self.trainer.seed, step)
+            scored = self.engine.score(samples)
+            if loss.credit is not None:
+                scored = replace(scored, samples=with_credit(scored.samples, loss.credit))
+        if scored.padding_ids is not None:
+            self.metrics["rollout/padding_ids"] = float(scored.padding_ids)
+        if scored.without_hint:
+            self.metrics["rollout/without_hint"] = scored.without_hint / len(samples)
+        if self.engine.may_overflow:
+            self.metrics["rollout/teacher_cut"] = scored.cut / len(samples)
+            self.metrics["rollout/teacher_dropped"] = scored.dropped / len(samples)
+        return Batch(scored.samples, pairs)
 
 
 def collect(
     engine: Engine, recipe: Recipe, step: int, clock: Clock
 ) -> tuple[Batch, dict[str, float]]:
-    """Collect a step's batch.
+    """Return the batch of a step, and what was measured.
 
     Args:
         engine: the open models.
         recipe: its ``[trainer]``, ``[rollout]`` and ``[replay]`` tables are read.
         step: from 1.
         clock: measures sampling, grading and scoring.
-
-    Returns:
-        The samples with the teacher's scores and the preference pairs, and what was measured.
     """
-    seed, group_size = recipe.trainer.seed, recipe.rollout.group_size
-    prompts_per_step = recipe.trainer.batch_size // group_size
-    problems = problems_of_step(engine.problems.problem_set, prompts_per_step, seed, step)
-    sampled = sample_step(engine, recipe.rollout, problems, seed, step)
-    clock.lap("sample")
-    budget, played = TimeBudget(), sampled.played
-    samples = [
-        *grade(engine.problems, sampled.rollouts, sampled.problems, budget),
-        *played.samples,
-    ]
-    pairs: Sequence[Pair] = ()
-    if "replay" in recipe.loss.needs:
-        pairs = pairs_of_step(engine, recipe.replay, samples, seed, step)
-    problem_set = engine.problems.problem_set
-    metrics = rollout_metrics(samples, problem_set.names) | played.metrics
-    if any(source.metric == "math_verify" for source in problem_set.sources.values()):
-        metrics["rollout/answer_timeouts"] = float(budget.timeouts)
-    clock.lap("reward")
-    scored = engine.score(samples)
-    if recipe.loss.credit is not None:
-        scored = replace(scored, samples=with_credit(scored.samples, recipe.loss.credit))
-    clock.lap("score")
-    if scored.padding_ids is not None:
-        metrics["rollout/padding_ids"] = float(scored.padding_ids)
-    if scored.without_hint:
-        metrics["rollout/without_hint"] = scored.without_hint / len(samples)
-    teachers = [*recipe.teachers.values(), *([recipe.teacher] if recipe.teacher else [])]
-    if any(teacher.on_overflow != "error" for teacher in teachers):
-        metrics["rollout/teacher_cut"] = scored.cut / len(samples)
-        metrics["rollout/teacher_dropped"] = scored.dropped / len(samples)
-    return Batch(scored.samples, pairs), metrics
+    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, clock)
+    samples = collector.grade(collector.sample(collector.problems(step), step))
+    return collector.score(samples, step), collector.metrics
 
 
 def problems_of_step(problems: ProblemSet, count: int, seed: int, step: int) -> list[Problem]:

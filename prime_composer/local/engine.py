@@ -1,11 +1,10 @@
 """Open the models of a recipe: the student and its sampler, the teachers and their scorers."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -16,124 +15,79 @@ from prime_composer.backends.hf_model import (
     lm_head_weight,
     load_student,
 )
-from prime_composer.backends.mixture import Teachers
-from prime_composer.backends.protocols import Sampler, Scorer, TeacherScores
-from prime_composer.backends.self_teacher import PolicyTeacher, students_choice
-from prime_composer.local.batch import Pair, Sample, trained_logprobs
-from prime_composer.local.model_check import in_table
-from prime_composer.local.overflow import Rule, fit
-from prime_composer.local.replay import read_pairs
+from prime_composer.backends.protocols import Sampler, Scorer
+from prime_composer.contract import Scores
+from prime_composer.local.run_dir.model_check import in_table
 from prime_composer.local.sources import Sources
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing, TeacherId
-from prime_composer.recipe.schema import ModelConfig, Recipe, TeacherConfig
-from prime_composer.scoring.shared_vocabulary import MOST_PADDING, alien, lacking
-from prime_composer.tiny_models.cache import cache_root
+from prime_composer.recipe.schema import ModelConfig, Recipe, RolloutConfig, TeacherConfig
+from prime_composer.samplers.registry import BackendSpec, open_sampler
+from prime_composer.scoring.shared_vocabulary import MOST_PADDING, lacking
+from prime_composer.step.batch import Pair, Sample, trained_logprobs
+from prime_composer.step.overflow import Rule, fit
+from prime_composer.step.replay import read_pairs
+from prime_composer.teachers.compatibility import alien_id
+from prime_composer.teachers.mixture import Teachers
+from prime_composer.teachers.policy import PolicyTeacher, students_choice
+from prime_composer.teachers.registry import open_scorer
 
 if TYPE_CHECKING:
-    from prime_composer.local.environments import Environments
+    from prime_composer.environments.runner import Environments
 
 SCORED_AT_ONCE = 4
 """Sequences that a teacher that only scores has cache for, on a CPU. Prefill takes all cores with
 one already, and the cache of a large model takes memory."""
 
-BackendName = Literal["vllm", "transformers", "server"]
 
+def student_spec(
+    rollout: RolloutConfig, model: str | Path, dtype: str, sequences: int
+) -> BackendSpec:
+    """Return how to open the student's sampler.
 
-@dataclass(frozen=True)
-class BackendSpec:
-    """How to open a sampler or a scorer of one model.
-
-    Attributes:
-        backend: what runs the model.
+    Args:
+        rollout: its table of the recipe.
         model: directory or hub id.
-        dtype: of weights and activations.
-        max_model_len: longest sequence in tokens, prompt and completion together.
-        sequences: most sequences that it samples or scores in one call.
-        gpu_memory_utilization: share of the GPU's memory, for vLLM.
-        url: base URL, for a server.
-        api_key_var: environment variable with the server's API key.
-        wait: seconds to wait for a server that is away.
-        starting: wait as long for a server that has never answered. It may still be starting.
-        timeout: seconds that one answer of a server may take.
-        section: the recipe's table that describes the model, in brackets.
-        weights_dir: directory through which a server receives new weights; None is the system's
-            own.
-        head: directory of a checkpoint with a served teacher's output head; None asks the server.
+        dtype: of the trainer.
+        sequences: most that it samples at once.
     """
-
-    backend: BackendName
-    model: str | Path
-    dtype: str
-    max_model_len: int
-    sequences: int
-    gpu_memory_utilization: float
-    url: str | None
-    api_key_var: str
-    wait: float
-    starting: bool
-    timeout: float
-    section: str
-    weights_dir: Path | None
-    head: Path | None = None
-
-    def connection(self, status: Callable[[str], None] | None) -> dict[str, Any]:
-        """Return how its server is asked: ``backends.http.ConnectionOptions``.
-
-        Args:
-            status: shown when the run waits for it.
-        """
-        return {
-            "wait": self.wait,
-            "starting": self.starting,
-            "timeout": self.timeout,
-            "status": status,
-            "api_key": os.environ.get(self.api_key_var),
-            "api_key_var": self.api_key_var,
-        }
-
-
-def student_spec(recipe: Recipe, model: str | Path) -> BackendSpec:
-    """Return how to open the student's sampler, with the weights of ``model``."""
-    config = recipe.rollout
     return BackendSpec(
-        backend=config.backend,
+        backend=rollout.backend,
         model=model,
-        dtype=recipe.trainer.dtype,
-        max_model_len=config.max_model_len,
-        sequences=largest_call(recipe),
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        url=config.url,
-        api_key_var=config.api_key_var,
-        wait=config.wait,
-        starting="wait" in config.model_fields_set,
-        timeout=config.timeout,
+        dtype=dtype,
+        max_model_len=rollout.max_model_len,
+        sequences=sequences,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        url=rollout.url,
+        api_key_var=rollout.api_key_var,
+        wait=rollout.wait,
+        starting="wait" in rollout.model_fields_set,
+        timeout=rollout.timeout,
         section="[rollout]",
-        weights_dir=config.weights_dir,
+        weights_dir=rollout.weights_dir,
     )
 
 
 def teacher_spec(
-    teacher: TeacherConfig, recipe: Recipe, model: str | Path, table: str = "teacher"
+    teacher: TeacherConfig, student: BackendSpec, model: str | Path, samples: bool, table: str
 ) -> BackendSpec:
-    """Return how to open a teacher's scorer or sampler, with the weights of ``model``.
+    """Return how to open a teacher's scorer, which may sample.
 
     Args:
         teacher: its table of the recipe.
-        recipe: the recipe.
+        student: how the student's sampler is opened.
         model: directory or hub id.
+        samples: whether the teacher samples sequences.
         table: the name of its table.
     """
     return BackendSpec(
-        backend=teacher_backend(teacher, recipe.rollout.backend),
+        backend=teacher.runs_on(student.backend),
         model=model,
-        dtype=teacher.dtype or recipe.trainer.dtype,
-        max_model_len=recipe.rollout.max_model_len,
-        sequences=largest_call(recipe)
-        if recipe.rollout.teacher_samples
-        else min(largest_call(recipe), SCORED_AT_ONCE),
+        dtype=teacher.dtype or student.dtype,
+        max_model_len=student.max_model_len,
+        sequences=student.sequences if samples else min(student.sequences, SCORED_AT_ONCE),
         gpu_memory_utilization=teacher.gpu_memory_utilization,
         url=teacher.url,
         api_key_var=teacher.api_key_var,
@@ -141,107 +95,8 @@ def teacher_spec(
         starting="wait" in teacher.model_fields_set,
         timeout=teacher.timeout,
         section=f"[{table}]",
-        weights_dir=None,
         head=teacher.head,
     )
-
-
-def largest_call(recipe: Recipe) -> int:
-    """Return how many sequences a run samples or scores at once: a step, or an evaluation."""
-    return max(recipe.trainer.batch_size, recipe.eval.size, recipe.eval.kl_size)
-
-
-def teacher_backend(teacher: TeacherConfig, default: BackendName) -> BackendName:
-    """Return the teacher's backend: "server" where it has a URL, else its own, else ``default``.
-
-    Raises:
-        ValueError: none of them says how to run it.
-    """
-    if teacher.url is not None:
-        return "server"
-    if teacher.backend is None and default == "server":
-        raise ValueError(
-            "rollout.backend = 'server' is the student's server, and the teacher has none: set url "
-            "in the teacher's table, or its backend to 'vllm' or 'transformers'"
-        )
-    return teacher.backend or default
-
-
-def open_sampler(spec: BackendSpec, status: Callable[[str], None] | None = None) -> Sampler:
-    """Open what samples rollouts of a model.
-
-    Args:
-        spec: the model and what runs it.
-        status: shown when the run waits for a server.
-
-    Raises:
-        ImportError: the backend's library is missing; the message names the pip line.
-        ValueError: the backend refuses the model or its settings.
-    """
-    if spec.backend == "server":
-        from prime_composer.backends.vllm_server import ServerSampler
-
-        assert spec.url is not None
-        return ServerSampler(
-            spec.url,
-            str(spec.model),
-            section=spec.section,
-            weights_dir=spec.weights_dir,
-            **spec.connection(status),
-        )
-    if spec.backend == "vllm":
-        from prime_composer.backends.vllm import VLLMSampler
-
-        return VLLMSampler(
-            spec.model,
-            dtype=spec.dtype,
-            max_model_len=spec.max_model_len,
-            sequences=spec.sequences,
-            gpu_memory_utilization=spec.gpu_memory_utilization,
-        )
-    from prime_composer.backends.transformers import TransformersSampler
-
-    return TransformersSampler(spec.model, dtype=spec.dtype, max_model_len=spec.max_model_len)
-
-
-def open_scorer(spec: BackendSpec, status: Callable[[str], None] | None = None) -> Scorer:
-    """Open what scores rollouts with a teacher, for any K up to the vocabulary (a server sets its
-    own).
-
-    Args:
-        spec: the model and what runs it.
-        status: shown when the run waits for a server.
-
-    Raises:
-        ImportError: the backend's library is missing; the message names the pip line.
-        ValueError: the backend refuses the model or its settings.
-    """
-    if spec.backend == "server":
-        from prime_composer.backends.vllm_server import ServerScorer
-
-        assert spec.url is not None
-        return ServerScorer(
-            spec.url,
-            str(spec.model),
-            section=spec.section,
-            heads=cache_root() / "heads",
-            head=spec.head,
-            **spec.connection(status),
-        )
-    if spec.backend == "vllm":
-        from prime_composer.backends.vllm import VLLMScorer
-
-        return VLLMScorer(
-            spec.model,
-            dtype=spec.dtype,
-            max_model_len=spec.max_model_len,
-            sequences=spec.sequences,
-            max_logprobs="full",
-            gpu_memory_utilization=spec.gpu_memory_utilization,
-        )
-    from prime_composer.backends.transformers import TransformersScorer
-
-    return TransformersScorer(spec.model, dtype=spec.dtype, max_model_len=spec.max_model_len)
 
 
 @dataclass(frozen=True)
@@ -326,7 +181,14 @@ class Engine:
     @property
     def reads_hidden_states(self) -> bool:
         """Whether the loss compares whole vocabularies by the teachers' hidden states."""
-        return "hidden_states" in self.loss.needs
+        return self.loss.reads_hidden_states
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether a teacher scores the head of a rollout that is too long, or drops it."""
+        teachers = () if self.teachers is None else self.teachers.routing.teachers.values()
+        rules = [self.policy_overflow, *(teacher.on_overflow for teacher in teachers)]
+        return any(rule != "error" for rule in rules)
 
     def score(self, samples: Sequence[Sample]) -> Scored:
         """Return the samples with their teacher's scores; unchanged where the loss needs no
@@ -378,7 +240,7 @@ class Engine:
             fitted.append(left)
         return fitted
 
-    def _check_ids(self, scores: Sequence[TeacherScores]) -> None:
+    def _check_ids(self, scores: Sequence[Scores]) -> None:
         for index, one in enumerate(scores):
             wrong = alien_id(one, self.vocab_size)
             if wrong is not None:
@@ -484,15 +346,6 @@ class Engine:
             self.teachers.close()
 
 
-def alien_id(scores: TeacherScores, vocab_size: int) -> int | None:
-    """Return an id of a teacher's support that a student's head of this size cannot lack as
-    padding; None without one."""
-    if not scores.token_ids.numel():
-        return None
-    smallest, largest = (int(bound) for bound in scores.token_ids.aminmax())
-    return alien(smallest, largest, vocab_size)
-
-
 def open_engine(
     recipe: Recipe,
     problems: ProblemSet,
@@ -516,90 +369,99 @@ def open_engine(
         ImportError: a backend's library is missing; the message names the pip line.
         ValueError: a model, a backend or the file of preference pairs is unusable.
     """
+    origin = model_origin(recipe.student, "student", paths)
+    resumes = student_dir is not None
     with ExitStack() as opened:
-        engine = _open(recipe, problems, paths, status, student_dir, opened)
+        model, tokenizer = _load_student(student_dir or origin, status)
+        if recipe.trainer.gradient_checkpointing:
+            checkpoint_layers(model)
+        environments = None
+        if isinstance(problems, Sources):
+            # Not a checkpoint: the library chooses a renderer by the name of the model.
+            environments = _start_environments(
+                problems, str(origin), recipe.rollout.renderer, status
+            )
+            opened.callback(environments.close)
+        status(f"opening the {recipe.rollout.backend} sampler")
+        spec = student_spec(recipe.rollout, origin, recipe.trainer.dtype, recipe.largest_call)
+        sampler = open_sampler(replace(spec, starting=spec.starting or resumes), status)
+        opened.callback(sampler.close)
+        if resumes:
+            sampler.update_weights(model)
+        engine = Engine(
+            TokenizedProblems(problems, tokenizer),
+            recipe.loss,
+            model,
+            sampler,
+            environments=environments,
+        )
+        if recipe.teacher is not None and recipe.teacher.policy is not None:
+            policy = recipe.teacher.policy
+            engine.policy_teacher = PolicyTeacher(policy, problems.sources, model, tokenizer)
+            engine.policy_overflow = recipe.teacher.on_overflow
+            config: Any = model.config
+            positions = config.get_text_config().max_position_embeddings
+            engine.policy_room = min(recipe.rollout.max_model_len, positions)
+        elif recipe.asks_teacher:
+            routing = Routing.of_recipe(recipe)
+            engine.teacher_specs = {
+                teacher: teacher_spec(
+                    config,
+                    spec,
+                    model_origin(config, teacher.table, paths),
+                    recipe.rollout.teacher_samples,
+                    teacher.table,
+                )
+                for teacher, config in routing.teachers.items()
+            }
+            scorers = _open_scorers(engine.teacher_specs, resumes, status, opened)
+            engine.teachers = Teachers(scorers, routing)
+            if recipe.reference is not None:
+                engine.reward_scale = recipe.reference.reward_scale
+        if environments is not None:
+            environments.room = conversation_room(recipe.rollout.max_model_len, engine.teachers)
+        if "replay" in recipe.loss.needs:
+            if replay_needs_reference(recipe.loss):
+                engine.reference = load_student(origin, dtype="float32")[0].requires_grad_(False)
+            if recipe.replay.path is not None:
+                engine.pairs = read_pairs(recipe.replay.path, problems.sources, tokenizer)
         opened.pop_all()
     return engine
 
 
-def _open(
-    recipe: Recipe,
-    problems: ProblemSet,
-    paths: Mapping[str, Path],
-    status: Callable[[str], None],
-    student_dir: Path | None,
-    opened: ExitStack,
-) -> Engine:
-    """Return what ``open_engine`` does, and leave to ``opened`` what is to be closed."""
-    origin = model_origin(recipe.student, "student", paths)
-    status(f"loading the student from {student_dir or origin}")
+def _load_student(model: str | Path, status: Callable[[str], None]) -> tuple[nn.Module, Any]:
+    """Return the student for training, and its tokenizer."""
+    status(f"loading the student from {model}")
     with in_table("student"):
-        model, tokenizer = load_student(student_dir or origin, dtype="float32")
+        student, tokenizer = load_student(model, dtype="float32")
     if tokenizer is None:
-        raise ModelUnavailable(f"[student] {student_dir or origin} has no tokenizer; add its files")
-    if recipe.trainer.gradient_checkpointing:
-        checkpoint_layers(model)
-    environments = None
-    if isinstance(problems, Sources):
-        from prime_composer.local.environments import Environments
+        raise ModelUnavailable(f"[student] {model} has no tokenizer; add its files")
+    return student, tokenizer
 
-        status("starting the environments")
-        environments = Environments(
-            # Not a checkpoint: the library chooses a renderer by the name of the model.
-            problems.environments,
-            str(origin),
-            recipe.rollout.renderer,
-            status,
-        )
-        opened.callback(environments.close)
-    status(f"opening the {recipe.rollout.backend} sampler")
-    resumes = student_dir is not None
-    student = student_spec(recipe, origin)
-    sampler = open_sampler(replace(student, starting=student.starting or resumes), status)
-    opened.callback(sampler.close)
-    if resumes:
-        sampler.update_weights(model)
-    engine = Engine(
-        TokenizedProblems(problems, tokenizer),
-        recipe.loss,
-        model,
-        sampler,
-        environments=environments,
-    )
-    if recipe.teacher is not None and recipe.teacher.policy is not None:
-        policy = recipe.teacher.policy
-        engine.policy_teacher = PolicyTeacher(policy, problems.sources, model, tokenizer)
-        engine.policy_overflow = recipe.teacher.on_overflow
-        config: Any = model.config
-        positions = config.get_text_config().max_position_embeddings
-        engine.policy_room = min(recipe.rollout.max_model_len, positions)
-    elif recipe.asks_teacher:
-        routing = Routing.of_recipe(recipe)
-        engine.teacher_specs = {
-            teacher: teacher_spec(
-                config, recipe, model_origin(config, teacher.table, paths), teacher.table
-            )
-            for teacher, config in routing.teachers.items()
-        }
-        scorers = {}
-        for teacher, spec in engine.teacher_specs.items():
-            status(f"opening the {teacher.display}'s {spec.backend} scorer")
-            with in_table(teacher.table):
-                scorers[teacher] = open_scorer(
-                    replace(spec, starting=spec.starting or resumes), status
-                )
-            opened.callback(scorers[teacher].close)
-        engine.teachers = Teachers(scorers, routing)
-        if recipe.reference is not None:
-            engine.reward_scale = recipe.reference.reward_scale
-    if environments is not None:
-        environments.room = conversation_room(recipe.rollout.max_model_len, engine.teachers)
-    if "replay" in recipe.loss.needs:
-        if replay_needs_reference(recipe.loss):
-            engine.reference = load_student(origin, dtype="float32")[0].requires_grad_(False)
-        if recipe.replay.path is not None:
-            engine.pairs = read_pairs(recipe.replay.path, problems.sources, tokenizer)
-    return engine
+
+def _start_environments(
+    problems: Sources, student: str, renderer: Mapping[str, Any], status: Callable[[str], None]
+) -> "Environments":
+    from prime_composer.environments.runner import Environments
+
+    status("starting the environments")
+    return Environments(problems.environments, student, renderer, status)
+
+
+def _open_scorers(
+    specs: Mapping[TeacherId, BackendSpec],
+    resumes: bool,
+    status: Callable[[str], None],
+    opened: ExitStack,
+) -> dict[TeacherId, Scorer]:
+    """Open the teachers' scorers, and leave to ``opened`` to close them."""
+    scorers = {}
+    for teacher, spec in specs.items():
+        status(f"opening the {teacher.display}'s {spec.backend} scorer")
+        with in_table(teacher.table):
+            scorers[teacher] = open_scorer(replace(spec, starting=spec.starting or resumes), status)
+        opened.callback(scorers[teacher].close)
+    return scorers
 
 
 def conversation_room(max_model_len: int, teachers: Teachers | None) -> int:
@@ -633,4 +495,4 @@ def model_origin(config: ModelConfig, table: str, paths: Mapping[str, Path]) -> 
 
 def replay_needs_reference(loss: LossConfig) -> bool:
     """Return whether the loss of the replay channel compares with a frozen policy."""
-    return any(part.on_pairs and "ref_logprobs" in part.loss.needs for part in loss.parts)
+    return any(part.on_pairs and "ref_logprobs" in part.loss.needs for part in loss.channels)

@@ -6,27 +6,29 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from prime_composer import two_heads
 from prime_composer.backends.hf_model import token_batches
-from prime_composer.backends.mixture import Teachers
 from prime_composer.backends.protocols import Rollout, Sampler, SamplingParams
-from prime_composer.contract import Support, given
+from prime_composer.contract import given
 from prime_composer.divergences import Normalization, entropy, forward_kl, reverse_kl
+from prime_composer.environments.episodes import EnvironmentFailed, Episode
+from prime_composer.environments.tasks import Task, parts_of
+from prime_composer.full_vocabulary import compare
 from prime_composer.local.answers import KEPT, Answer
-from prime_composer.local.batch import Sample
 from prime_composer.local.collect import mean_by_environment
-from prime_composer.local.engine import Engine, open_sampler
-from prime_composer.local.episodes import EnvironmentFailed, Episode
-from prime_composer.local.student_forward import student_inputs
-from prime_composer.local.tasks import Task, parts_of
+from prime_composer.local.engine import Engine
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.config import Problem
 from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.metrics import self_bleu, total_score
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import EvalConfig, Recipe
+from prime_composer.samplers.registry import open_sampler
+from prime_composer.step.batch import Sample
+from prime_composer.step.student_forward import student_inputs
+from prime_composer.teachers.mixture import Teachers
 
 FULL_VOCABULARY_UP_TO = 8192
 """Largest vocabulary whose reverse KL is measured in full with ``kl_support = "auto"``."""
@@ -442,11 +444,16 @@ class Evaluator:
             inputs = student_inputs(self.engine.model, [samples[i] for i in indices])
             segments = given(inputs.segment_ids)
             if hidden:
-                values = _compare_heads(given(inputs.hidden_states))
+                values = compare(given(inputs.hidden_states), _kls_and_entropy)
             else:
-                values = _compare_support(given(inputs.support), "full" if full else "tail")
+                own = given(inputs.support).masked(inputs.loss_mask)
+                values = _kls_and_entropy(
+                    own.student_logprobs,
+                    own.teacher_logprobs,
+                    normalization="full" if full else "tail",
+                )
             rows = torch.tensor([places[i] for i in indices])[segments.cpu()]
-            columns = torch.stack([*values, torch.ones_like(values[0])]).double().cpu()
+            columns = torch.cat([values.T, torch.ones_like(values.T[:1])]).double().cpu()
             sums.index_add_(1, rows, columns)
         reverse, forward, entropies, tokens = sums.tolist()
         return DivergenceSums(reverse, forward, entropies if full else None, tokens, support)
@@ -468,23 +475,16 @@ class Evaluator:
         )
 
 
-def _compare_heads(heads: two_heads.TwoHeads) -> tuple[Tensor, Tensor, Tensor]:
-    """Return KL(p || q), KL(q || p) and the entropy of p per token, over the whole vocabulary."""
-    entropy_of_p = two_heads.Terms(lambda log_p, log_q: torch.special.entr(log_p.exp()))
-    result = two_heads.compare(heads, reverse=True, forward=True, divergence=entropy_of_p)
-    return given(result.reverse_kl), given(result.forward_kl), given(result.divergence)
-
-
-def _compare_support(
-    support: Support, normalization: Normalization
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return KL(p || q), KL(q || p) and the entropy of p per token, over the support."""
-    student, teacher = support.student_logprobs, support.teacher_logprobs
-    return (
+def _kls_and_entropy(
+    student: Tensor, teacher: Tensor, *, normalization: Normalization
+) -> Float[Tensor, "n 3"]:
+    """Return KL(p || q), KL(q || p) and the entropy of p per token."""
+    values = (
         reverse_kl(student, teacher, normalization=normalization),
         forward_kl(student, teacher, normalization=normalization),
         entropy(student, normalization),
     )
+    return torch.stack(values, dim=-1)
 
 
 def kl_support(config: EvalConfig, engine: Engine) -> int | Literal["full"]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from prime_composer.local.gradients import NonFiniteLoss
+from prime_composer.step.gradients import NonFiniteLoss
 
 LARGEST_GROWTH = 100.0
 """How often a tensor's norm at the run's start its norm may become."""

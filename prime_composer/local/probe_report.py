@@ -5,10 +5,15 @@ None is a value that was not measured. ``unmeasured`` says why, by the name of t
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from prime_composer.backends.answers import InvalidAnswer
-from prime_composer.local.probe_numbers import HiddenByK
+from prime_composer.local.preflight import Finding, one_line
+
+SupportSize = int | Literal["full", "states"]
+"""What a teacher is asked for: K ids, the whole vocabulary, or hidden states instead of it."""
+
+NO_ROLLOUT = "there is no rollout for it"
 
 T = TypeVar("T")
 
@@ -17,23 +22,16 @@ class NotMeasured(ValueError):
     """A measurement does not apply, or its answer cannot be had; the message says why."""
 
 
-def one_line(error: BaseException) -> str:
-    """Return an error's message without line breaks."""
-    return " ".join(str(error).split())
-
-
 @dataclass
 class Attempts:
     """Measurements that may fail, each on its own.
 
     Attributes:
         unmeasured: reasons of those that failed or do not apply, by name.
-        failed: those of them that failed although they apply.
         wrong_answers: messages of answers that no model can have given.
     """
 
     unmeasured: dict[str, str] = field(default_factory=dict)
-    failed: set[str] = field(default_factory=set)
     wrong_answers: list[str] = field(default_factory=list)
 
     def attempt(self, name: str, measure: Callable[[], T]) -> T | None:
@@ -42,49 +40,26 @@ class Attempts:
             return measure()
         except (ValueError, RuntimeError, OSError) as error:
             self.unmeasured[name] = one_line(error)
-            if not isinstance(error, NotMeasured):
-                self.failed.add(name)
             if isinstance(error, InvalidAnswer):
                 self.wrong_answers.append(one_line(error))
             return None
 
 
 @dataclass(frozen=True)
-class CheckResult:
-    """One of the preflight's checks, or one of a step's parts.
-
-    Attributes:
-        name: the check's.
-        passed: None where it was not run.
-        message: why it failed or was not run.
-    """
-
-    name: str
-    passed: bool | None
-    message: str | None = None
-
-
-@dataclass(frozen=True)
 class TokenizerFacts:
-    """A model's tokenizer.
+    """A model's tokenizer, read from files or asked of its server.
 
-    Attributes:
-        source: where it was read: files on this machine, or the answers of a server.
-        tokens: entries of the vocabulary.
-        vocabulary_hash: of every token with its id.
-        split_hash: of the ids of the preflight's three texts, which merges and normalizers decide.
-        template_hash: of the chat template; None where there is none.
-        eos: the token that ends a text.
-        special_ids: special and added tokens with their ids.
+    ``vocabulary_hash`` is of every token with its id, and ``split_hash`` of the ids of the
+    preflight's three texts, which merges and normalizers decide. A tokenizer without a chat
+    template has no ``template_hash``. ``special_ids`` has added tokens too.
     """
 
-    source: Literal["files", "server"]
-    tokens: int | None = None
+    from_files: bool
+    split_hash: str
+    special_ids: Mapping[str, int]
     vocabulary_hash: str | None = None
-    split_hash: str | None = None
     template_hash: str | None = None
     eos: str | None = None
-    special_ids: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -94,13 +69,13 @@ class ModelFacts:
     Attributes:
         model: directory, hub id or served name.
         backend: what runs the model.
-        url: the server's, without a password.
         dtype: by the recipe.
+        url: the server's, without a password; None of a model in this process.
         context: longest sequence in tokens.
         vocabulary: entries of the output head.
-        largest_k: largest K that scoring accepts.
-        largest_k_exact: False where only this much was asked for.
-        logprob_mode: whether sampled log-probs are those after temperature and top-p.
+        largest_k: largest K that scoring accepts, or that it accepted of the table's.
+        largest_k_exact: False where a larger K may be accepted too.
+        logprob_mode: "processed" where sampled log-probs are those after temperature and top-p.
         tokenizer: None where it cannot be read nor asked.
     """
 
@@ -118,13 +93,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Distance between two computations of the same tokens' log-probs, in nats.
-
-    Attributes:
-        largest: maximum of the absolute difference.
-        mean: mean of the absolute difference.
-        tokens: tokens compared.
-    """
+    """Absolute difference between two computations of some tokens' log-probs, in nats."""
 
     largest: float
     mean: float
@@ -135,14 +104,8 @@ class Agreement:
 class SpecialToken:
     """A special token in the rollouts, or the last token of a finished one.
 
-    Attributes:
-        token: its text.
-        student_id: its id for the student.
-        teacher_id: its id for the teacher; None where that is not known.
-        occurrences: positions of the rollouts at which it is the next token.
-        endings: those of them that end a finished rollout.
-        student_probability: the student's mean probability of it there.
-        teacher_probability: the teacher's.
+    It is the next token at ``occurrences`` positions, of which ``endings`` end a finished rollout.
+    The probabilities are each model's mean there. An id that is not known is None.
     """
 
     token: str
@@ -156,19 +119,30 @@ class SpecialToken:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Speed of scoring in one column of the table.
+    """Speed of scoring in one column: a number K, "full" for the whole vocabulary, or "states".
 
-    Attributes:
-        column: a number K, "full" for the whole vocabulary, or "states" for hidden states.
-        tokens_per_second: rollout tokens (without prompts); None where it was refused.
-        seconds_per_step: what this teacher's share of a step of the recipe takes.
-        refused: the teacher's reason.
+    The tokens are those of the rollouts, without prompts. The seconds are for the teacher's share
+    of a step. A refused column has the teacher's reason.
     """
 
     column: str
     tokens_per_second: float | None = None
     seconds_per_step: float | None = None
     refused: str | None = None
+
+
+@dataclass(frozen=True)
+class HiddenByK:
+    """What a support of the teacher's K most probable ids hides.
+
+    ``reverse_kl`` is L(K), the mean over the support and a tail bucket, in nats per token. It never
+    falls with K (log-sum inequality). ``hidden`` is 1 - L(K) / L(largest K).
+    """
+
+    k: int
+    mass_outside: float
+    reverse_kl: float
+    hidden: float
 
 
 @dataclass(frozen=True)
@@ -191,47 +165,20 @@ class SupportFacts:
 
 
 @dataclass(frozen=True)
-class HeadShape:
-    """A server's output head, which turns its hidden states into logits.
-
-    Attributes:
-        rows: entries of the vocabulary.
-        columns: size of the hidden states.
-        dtype: of the weights.
-        computed_in: the dtype that the server multiplies in.
-        sha256: of the weights, in hexadecimal digits.
-    """
-
-    rows: int
-    columns: int
-    dtype: str
-    computed_in: str
-    sha256: str
-
-
-@dataclass(frozen=True)
 class PluginReport:
-    """What a teacher's server answers in binary, by its scoring plugin.
+    """What a teacher's server answers at the recipe's K, in binary by its scoring plugin.
 
-    Attributes:
-        version: of the plugin; None where the server has none.
-        vllm: the server's version of vLLM.
-        kinds: what the plugin can answer.
-        head: the output head, where the plugin can read it.
-        column: the recipe's K.
-        tokens_per_second: at that K in binary.
-        json_tokens_per_second: the same in JSON.
-        falls_back: what comes in JSON, because the server has no plugin.
+    Without a plugin there is no ``version``, and every score comes in JSON. ``head`` has rows,
+    columns, dtypes and the hash of the output head, where the plugin can read it.
     """
 
     version: int | None
     vllm: str | None
     kinds: Sequence[str]
-    head: HeadShape | None
+    head: Mapping[str, Any] | None
     column: str
     tokens_per_second: float | None
     json_tokens_per_second: float | None
-    falls_back: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -245,7 +192,7 @@ class TeacherReport:
         head_bfloat16: whether its log-probs show logits rounded to bfloat16.
         agreement: its server's numbers against a float32 forward pass of the checkpoint.
         special_tokens: those in the rollouts.
-        share: share of the recipe's rollouts that it scores.
+        share: share of the step's rollouts that it scores.
         throughput: one entry per column.
         plugin: its server's scoring plugin; None for a teacher that is no server.
         support: what a top K hides.
@@ -274,7 +221,7 @@ class StudentReport:
     Attributes:
         facts: model, backend and limits.
         agreement: the sampler's log-probs of the rollouts against the trainer's.
-        rollouts: rollouts sampled for this probe.
+        rollouts: rollouts that the step sampled.
         tokens_per_rollout: their mean length, without the prompt.
         truncated: share of them that used up ``rollout.max_tokens``.
         tokens_per_second: of sampling.
@@ -292,25 +239,20 @@ class StudentReport:
 
 @dataclass(frozen=True)
 class StepForecast:
-    """One step of the recipe, in seconds.
+    """One step of the recipe, as it was measured.
 
-    Attributes:
-        rollouts: of a step.
-        tokens: rollout tokens of a step, by the mean length of the probe's rollouts.
-        column: the recipe's own column of the scoring; None where the loss needs no teacher.
-        sample_seconds: sampling.
-        score_seconds: scoring in ``column``, the teachers one after the other.
-        train_seconds: forward and backward of the student, without the optimizer.
-        run_seconds: the sum of the three over all steps of the recipe, without evaluations.
+    ``column`` is what the step asks the teachers for, None without a teacher. The seconds of
+    training are those of forward and backward, without the optimizer. ``run_seconds`` are those of
+    all steps, without evaluations.
     """
 
     rollouts: int
-    tokens: float | None = None
-    column: str | None = None
-    sample_seconds: float | None = None
-    score_seconds: float | None = None
-    train_seconds: float | None = None
-    run_seconds: float | None = None
+    tokens: int | None
+    column: str | None
+    sample_seconds: float | None
+    score_seconds: float | None
+    train_seconds: float | None
+    run_seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -318,19 +260,25 @@ class ProbeReport:
     """Everything that ``prime-rl probe`` found.
 
     Attributes:
-        passed: whether no check failed.
-        checks: the preflight's in order, then the parts of a step.
-        warnings: the preflight's.
+        findings: the preflight's in order, then those about the parts of a step.
         recommendations: what to change, one sentence each.
-        step: forecast of a step; None where the models could not be opened.
+        step: one step; None where the models could not be opened.
         student: likewise.
         teachers: by table of the recipe.
     """
 
-    passed: bool
-    checks: Sequence[CheckResult]
-    warnings: Sequence[str] = ()
+    findings: Sequence[Finding]
     recommendations: Sequence[str] = ()
     step: StepForecast | None = None
     student: StudentReport | None = None
     teachers: Mapping[str, TeacherReport] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed."""
+        return all(finding.state != "failed" for finding in self.findings)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is legal but worth knowing."""
+        return [finding.text for finding in self.findings if finding.state == "warning"]

@@ -3,145 +3,94 @@
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from prime_composer.backends.alignment import make_rollout, sequences_to_score
-from prime_composer.backends.answers import InvalidAnswer
-from prime_composer.backends.hf_model import (
-    lm_head_weight,
-    load_model,
-    sequence_logprobs,
-    token_batches,
-)
+from prime_composer.backends.hf_model import load_model, token_batches
 from prime_composer.backends.protocols import (
-    Limits,
-    PluginServer,
-    Rollout,
     Sampler,
     SamplingParams,
     Scorer,
-    TeacherScores,
 )
-from prime_composer.contract import given
-from prime_composer.local.batch import Sample
-from prime_composer.local.preflight import (
-    PROBES,
-    PreflightError,
-    TokenServer,
-    check_served_tokenizer,
-    special_tokens,
-    tokenizer_hash,
-)
-from prime_composer.local.probe_numbers import (
-    hidden_by_k,
-    is_bfloat16_like,
-    mean_entropy,
-    recommended_k,
-)
+from prime_composer.contract import Scores, given
+from prime_composer.divergences import entropy, reverse_kl
 from prime_composer.local.probe_report import (
+    NO_ROLLOUT,
     Agreement,
     Attempts,
-    HeadShape,
+    HiddenByK,
     ModelFacts,
     NotMeasured,
     PluginReport,
     SpecialToken,
     SupportFacts,
+    SupportSize,
     TeacherReport,
     Throughput,
     TokenizerFacts,
 )
-from prime_composer.local.student_forward import student_inputs
 from prime_composer.local.tokenized_problems import TokenizedProblems
+from prime_composer.step.batch import Batch, Sample
+from prime_composer.step.student_forward import student_inputs
+from prime_composer.teachers.compatibility import (
+    PROBES,
+    PreflightError,
+    TokenServer,
+    check_served_tokenizer,
+    check_tokenizers,
+    special_tokens,
+    tokenizer_hash,
+)
+from prime_composer.teachers.server import ServerScorer
+from prime_composer.teachers.transformers import TransformersScorer
 
-COLUMNS = (0, 1, 8, 32, 64)
-"""The values of K whose speed is measured, beside the recipe's own."""
+COLUMNS = (0, 1, 8, 20, 32, 64)
+"""The values of K whose speed is measured, beside the recipe's own. A vLLM server gives at most 20
+unless it was told otherwise."""
 
-MOST_K = 1024
-"""Largest K that a server is asked for when its own limit is not known."""
+CHECKPOINT_ROLLOUTS = 4
+"""Rollouts whose numbers are compared with a checkpoint's forward pass."""
 
-MOST_ENTRIES = 2**24
-"""Positions times K of the rollouts that a support is measured on: 128 MiB in float64."""
-
-CHECKPOINT_TOKENS = 512
-"""Tokens of prompt and completion whose numbers are compared with a checkpoint's forward pass."""
-
-NO_ROLLOUT = "there is no rollout for it"
-
-SupportSize = int | Literal["full", "states"]
-"""What a teacher is asked for: K ids, the whole vocabulary, or hidden states instead of it."""
+LARGEST_HIDDEN_SHARE = 0.05
+"""Share of the KL at the largest K that the recommended K may hide."""
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A teacher and the rollouts that it scores.
+    """A teacher and the rollouts that it is measured on.
 
     Attributes:
         table: of the recipe.
-        facts: model, backend and dtype; limits are added by the probe.
-        limits: what its backend reports.
+        facts: what recipe and backend say; the rest is added by the probe.
         scorer: None for a policy teacher.
-        score_rollouts: scores rollouts at a K, after the given prompts or their own.
+        score: scores samples at a K.
         samples: rollouts of the student.
-        prompts: what the teacher reads instead of each rollout's own prompt.
         share: share of the recipe's rollouts that it scores.
         load_tokenizer: returns its tokenizer; None where the directory has none.
     """
 
     table: str
     facts: ModelFacts
-    limits: Limits
     scorer: Scorer | None
-    score_rollouts: Callable[
-        [Sequence[Rollout], SupportSize, Sequence[Sequence[int]] | None], list[TeacherScores]
-    ]
+    score: Callable[[Sequence[Sample], SupportSize], list[Scores]]
     samples: Sequence[Sample]
-    prompts: Sequence[Sequence[int]] | None
     share: float
     load_tokenizer: Callable[[], Any]
-
-    def score(self, count: int, k: SupportSize) -> list[TeacherScores]:
-        """Score the first ``count`` rollouts at K."""
-        rollouts = [sample.rollout for sample in self.samples[:count]]
-        return self.score_rollouts(rollouts, k, self.prompts and self.prompts[:count])
-
-
-@dataclass(frozen=True, eq=False)
-class Compared:
-    """Student and teacher at every token of some rollouts.
-
-    Attributes:
-        token_ids: the sampled tokens, [n].
-        endings: whether the token ends a finished rollout, [n].
-        student: log p of the sampled tokens, [n].
-        teacher: log q of the sampled tokens, [n].
-        student_support: log p of the teacher's K ids, [n, k].
-        teacher_support: log q of them, [n, k].
-    """
-
-    token_ids: Int[Tensor, " n"]
-    endings: Bool[Tensor, " n"]
-    student: Float[Tensor, " n"]
-    teacher: Float[Tensor, " n"]
-    student_support: Float[Tensor, "n k"]
-    teacher_support: Float[Tensor, "n k"]
 
 
 def probe_teacher(
     target: Target,
     model: nn.Module,
     tokenized: TokenizedProblems,
-    columns: Sequence[SupportSize],
-    own_column: SupportSize,
-    step_tokens: float,
+    own: SupportSize,
+    step_tokens: int,
     micro_batch_tokens: int,
     seconds: float,
 ) -> TeacherReport:
@@ -151,56 +100,54 @@ def probe_teacher(
         target: the teacher and its rollouts.
         model: the student that trains.
         tokenized: the problems, in the student's tokens.
-        columns: values of K whose speed is measured.
-        own_column: the recipe's, which is among them.
+        own: what a step of the recipe asks its teachers for.
         step_tokens: rollout tokens of a step of the recipe.
         micro_batch_tokens: padded tokens per forward of the student.
         seconds: time for each column.
     """
     found = Attempts()
-    tokenizer, tokenizer_facts, same_tokenizer = found.attempt(
+    tokenizer, facts, same = found.attempt(
         "tokenizer", lambda: find_tokenizer(target, tokenized.tokenizer)
     ) or (None, None, None)
-    same_prompts = found.attempt(
-        "prompts", lambda: equal_prompts(target.samples, tokenized, tokenizer)
-    )
-    largest, exact = found.attempt("largest K", lambda: largest_k(target)) or (None, False)
-    facts = replace(
-        target.facts,
-        context=target.limits.max_model_len,
-        vocabulary=target.limits.vocab_size,
-        largest_k=largest,
-        largest_k_exact=exact,
-        logprob_mode=found.attempt("log-prob mode", lambda: scoring_mode(target)),
-        tokenizer=tokenizer_facts,
-    )
-    count = found.attempt("scoring", lambda: rollouts_within(target, seconds)) or 0
-    throughput = [
-        measure_column(found, target, k, count, seconds, target.share * step_tokens)
-        for k in (columns if count else ())
-    ]
-    plugin = plugin_report(found, target, own_column, throughput, count, seconds)
-    compared = found.attempt(
-        "support",
-        lambda: compare(target, model, largest_measured(throughput, largest), micro_batch_tokens),
-    )
-    support, rows = None, []
+    columns = [*COLUMNS, own] if isinstance(own, str) else sorted({*COLUMNS, own})
+    compared, support, tokens = None, None, []
+    if not target.samples:
+        found.unmeasured["scoring"] = NO_ROLLOUT
+        columns = []
+    throughput = [measure_column(found, target, k, seconds, step_tokens) for k in columns]
+    accepted = [entry.column for entry in throughput if entry.refused is None]
+    widest = max((int(k) for k in accepted if k.isdigit()), default=0)
+    if accepted:
+        compared = found.attempt(
+            "support", lambda: compare(target, model, widest, micro_batch_tokens)
+        )
     if compared is not None:
         support = found.attempt("support", lambda: support_facts(compared, columns))
-        teacher_ids = {} if tokenizer_facts is None else tokenizer_facts.special_ids
-        rows = special_token_rows(tokenized.tokenizer, teacher_ids, compared)
-        if not rows:
+        tokens = special_token_rows(tokenized.tokenizer, facts, compared)
+        if not tokens:
             found.unmeasured["special tokens"] = "the rollouts have none, and none of them ended"
+    mode: str | None = "raw"  # as scores always are
+    if target.scorer is not None and (sampler := target.scorer.sampler) is not None:
+        prompt = tokenized.prompt(tokenized.problem_set.practice[0])
+        mode = found.attempt("log-prob mode", lambda: logprob_mode(sampler, prompt))
     return TeacherReport(
-        facts=facts,
-        same_tokenizer=same_tokenizer,
-        same_prompts=same_prompts,
+        facts=replace(
+            target.facts,
+            largest_k=target.facts.largest_k or widest or None,
+            largest_k_exact=target.facts.largest_k is not None,
+            logprob_mode=mode,
+            tokenizer=facts,
+        ),
+        same_tokenizer=same,
+        same_prompts=found.attempt(
+            "prompts", lambda: equal_prompts(target.samples, tokenized, tokenizer)
+        ),
         head_bfloat16=None if compared is None else is_bfloat16_like(compared.teacher_support),
         agreement=found.attempt("agreement", lambda: checkpoint_agreement(target)),
-        special_tokens=rows,
+        special_tokens=tokens,
         share=target.share,
         throughput=throughput,
-        plugin=plugin,
+        plugin=plugin_report(found, target, own, throughput, seconds),
         support=support,
         wrong_answers=found.wrong_answers,
         unmeasured=found.unmeasured,
@@ -210,71 +157,51 @@ def probe_teacher(
 def find_tokenizer(target: Target, student: Any) -> tuple[Any, TokenizerFacts, bool]:
     """Return the teacher's tokenizer, its facts, and whether its tokens and ids are the student's.
 
-    A server is asked too, also where its tokenizer is on this machine.
-
-    Returns:
-        None in place of a tokenizer that is not on this machine.
+    A server is asked too, also where its tokenizer is on this machine. One that is not is None.
 
     Raises:
         NotMeasured: it is not on this machine, and cannot be asked.
     """
-    tokenizer = target.load_tokenizer()
-    served = served_alike(target.scorer, student)
-    if tokenizer is not None:
-        own, facts = read_tokenizer(student), read_tokenizer(tokenizer)
-        same = (own.vocabulary_hash, own.split_hash) == (facts.vocabulary_hash, facts.split_hash)
-        return tokenizer, facts, same and served is not False
-    if served is None:
-        raise NotMeasured("its tokenizer is not on this machine, and cannot be asked")
-    return None, ask_tokenizer(target.scorer, student), served
-
-
-def served_alike(scorer: Scorer | None, student: Any) -> bool | None:
-    """Return whether a server reads and writes as the student's tokenizer; None: not known."""
-    if scorer is None:
-        return None
+    tokenizer, scorer, was_asked, same = target.load_tokenizer(), target.scorer, True, True
     try:
-        return check_served_tokenizer(student, scorer) or None
+        if tokenizer is not None:
+            check_tokenizers(student, tokenizer)
+        was_asked = scorer is not None and check_served_tokenizer(student, scorer)
     except PreflightError:
-        return False
+        same = False
+    if tokenizer is not None:
+        return tokenizer, read_tokenizer(tokenizer), same
+    if not was_asked:
+        raise NotMeasured("its tokenizer is not on this machine, and cannot be asked")
+    return None, ask_tokenizer(scorer, student), same
 
 
 def ask_tokenizer(scorer: Scorer | None, student: Any) -> TokenizerFacts:
     """Ask a server for the ids of the student's special tokens, those that are one token there."""
     assert isinstance(scorer, TokenServer)
-    ids = {}
-    for token in read_tokenizer(student).special_ids:
-        answer = scorer.tokenize(token)
-        if answer is not None and len(answer) == 1:
-            ids[token] = answer[0]
-    return TokenizerFacts("server", split_hash=split_hash(scorer.tokenize), special_ids=ids)
+    answers = {token: scorer.tokenize(token) for token in special_tokens(student)}
+    ids = {token: ids[0] for token, ids in answers.items() if ids is not None and len(ids) == 1}
+    return TokenizerFacts(False, hash_of([scorer.tokenize(text) for text in PROBES]), ids)
 
 
 def read_tokenizer(tokenizer: Any) -> TokenizerFacts:
     """Return hashes, EOS and special tokens of a tokenizer on this machine."""
     template = getattr(tokenizer, "chat_template", None)
-    vocabulary = tokenizer.get_vocab()
+    vocabulary, special = tokenizer.get_vocab(), special_tokens(tokenizer)
+    split = [tokenizer.encode(text, add_special_tokens=False) for text in PROBES]
     return TokenizerFacts(
-        source="files",
-        tokens=len(tokenizer),
+        from_files=True,
         vocabulary_hash=tokenizer_hash(tokenizer),
-        split_hash=split_hash(partial(tokenizer.encode, add_special_tokens=False)),
-        template_hash=None if template is None else short_hash(str(template)),
+        split_hash=hash_of(split),
+        template_hash=None if template is None else hash_of(template),
         eos=tokenizer.eos_token,
-        special_ids={
-            token: vocabulary[token] for token in special_tokens(tokenizer) if token in vocabulary
-        },
+        special_ids={token: vocabulary[token] for token in special if token in vocabulary},
     )
 
 
-def short_hash(text: str) -> str:
-    """Return 12 hexadecimal digits of a text's SHA-256."""
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def split_hash(encode: Callable[[str], list[int] | None]) -> str:
-    """Return a hash of how the preflight's texts are split."""
-    return short_hash(repr([encode(text) for text in PROBES]))
+def hash_of(value: object) -> str:
+    """Return 12 hexadecimal digits of the SHA-256 of what a value is printed as."""
+    return hashlib.sha256(str(value).encode()).hexdigest()[:12]
 
 
 def equal_prompts(samples: Sequence[Sample], tokenized: TokenizedProblems, tokenizer: Any) -> bool:
@@ -292,54 +219,6 @@ def equal_prompts(samples: Sequence[Sample], tokenized: TokenizedProblems, token
     return all(own.prompt(sample.problem) == tokenized.prompt(sample.problem) for sample in samples)
 
 
-def largest_k(target: Target) -> tuple[int, bool]:
-    """Return the largest K that scoring accepts, and whether a larger one is refused.
-
-    A server does not report its --max-logprobs. It is asked for one token at several K.
-
-    Raises:
-        ValueError: it refuses K = 1, or gives a wrong answer.
-    """
-    if target.limits.max_logprobs is not None:
-        return target.limits.max_logprobs, True
-    if not target.samples:
-        raise NotMeasured(NO_ROLLOUT)
-    prompt, token = target.samples[0].rollout.token_ids.tolist()[:2]
-    rollout = make_rollout([prompt], [token], [0.0], "length", 0)
-
-    def accepts(k: int) -> bool:
-        try:
-            target.score_rollouts([rollout], k, None)
-        except InvalidAnswer:
-            raise
-        except ValueError:
-            return False
-        return True
-
-    target.score_rollouts([rollout], 1, None)
-    vocab_size = target.limits.vocab_size
-    low, high = 1, MOST_K if vocab_size is None else min(MOST_K, vocab_size)
-    if accepts(high):
-        return high, high == vocab_size
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if accepts(middle) else (low, middle)
-    return low, True
-
-
-def scoring_mode(target: Target) -> str:
-    """Return the mode of the log-probs that the teacher's engine samples with.
-
-    Scores themselves are always those of the full vocabulary at temperature 1.
-    """
-    sampler = None if target.scorer is None else target.scorer.sampler
-    if sampler is None:
-        return "raw"
-    if not target.samples:
-        raise NotMeasured(NO_ROLLOUT)
-    return logprob_mode(sampler, target.samples[0].rollout.token_ids.tolist()[:2])
-
-
 def logprob_mode(sampler: Sampler, prompt: Sequence[int]) -> str:
     """Return "processed" where log mu is that after temperature and top-p, else "raw"."""
     mode: str | None = getattr(sampler, "logprobs_mode", None)
@@ -354,154 +233,116 @@ def logprob_mode(sampler: Sampler, prompt: Sequence[int]) -> str:
     return "processed"
 
 
-def rollouts_within(target: Target, seconds: float) -> int:
-    """Return how many rollouts the teacher scores in about ``seconds``, at least one.
-
-    Raises:
-        NotMeasured: there is no rollout for it.
-    """
-    if not target.samples:
-        raise NotMeasured(NO_ROLLOUT)
-    target.score(1, 0)  # connects and warms up
-    start = time.perf_counter()
-    target.score(1, 0)
-    elapsed = time.perf_counter() - start
-    return max(1, min(len(target.samples), int(seconds / elapsed)))
-
-
 def measure_column(
-    found: Attempts,
-    target: Target,
-    k: SupportSize,
-    count: int,
-    seconds: float,
-    step_tokens: float,
+    found: Attempts, target: Target, k: SupportSize, seconds: float, step_tokens: int
 ) -> Throughput:
-    """Measure one column of the table of speeds.
-
-    Args:
-        found: keeps the teacher's reason where it refuses.
-        target: the teacher and its rollouts.
-        k: K.
-        count: rollouts of a call.
-        seconds: time for the column.
-        step_tokens: rollout tokens that this teacher scores in a step.
-    """
+    """Measure the speed at one K; a refusal is kept in ``found`` too."""
     name = f"K = {k}"
-    speed = found.attempt(name, lambda: tokens_per_second(target, k, count, seconds))
+    speed = found.attempt(name, lambda: tokens_per_second(target, k, seconds))
     if speed is None:
         return Throughput(str(k), refused=found.unmeasured[name])
-    return Throughput(str(k), speed, step_tokens / speed)
+    return Throughput(str(k), speed, target.share * step_tokens / speed)
 
 
-def tokens_per_second(target: Target, k: SupportSize, count: int, seconds: float) -> float:
-    """Score ``count`` rollouts at K again and again, until ``seconds`` are over."""
-    tokens = sum(int(sample.rollout.loss_mask.sum()) for sample in target.samples[:count])
-    start = time.perf_counter()
-    scored, elapsed = 0, 0.0
-    while elapsed < seconds:
-        target.score(count, k)
-        scored += tokens
+def tokens_per_second(target: Target, k: SupportSize, seconds: float) -> float:
+    """Score 1, 2, 4, ... rollouts at K until a call takes ``seconds``, or it has all of them."""
+    samples, count = target.samples, 1
+    while True:
+        start = time.perf_counter()
+        target.score(samples[:count], k)
         elapsed = time.perf_counter() - start
-    return scored / elapsed
+        if elapsed >= seconds or count >= len(samples):
+            return Batch(samples[:count]).tokens / elapsed
+        count *= 2
 
 
 def plugin_report(
     found: Attempts,
     target: Target,
-    own_column: SupportSize,
+    own: SupportSize,
     throughput: Sequence[Throughput],
-    count: int,
     seconds: float,
 ) -> PluginReport | None:
-    """Return what a teacher's server answers in binary; None where it is no server.
-
-    Args:
-        found: keeps the reasons of what cannot be measured.
-        target: the teacher and its rollouts.
-        own_column: the recipe's K.
-        throughput: the measured speeds, in binary where the server can.
-        count: rollouts of a call; 0 for none.
-        seconds: time for the speed in JSON.
-    """
-    scorer = target.scorer
-    if not isinstance(scorer, PluginServer):
+    """Return what a teacher's server answers in binary; None where it is no server."""
+    scorer, column = target.scorer, str(own)
+    if not isinstance(scorer, ServerScorer):
         return None
-    client = found.attempt("scoring plugin", scorer.plugin)
+    speed = next((e.tokens_per_second for e in throughput if e.column == column), None)
+    client = found.attempt("scoring plugin", lambda: scorer.client)
     if "scoring plugin" in found.unmeasured:
         return None
-    name = str(own_column)
-    speed = next((e.tokens_per_second for e in throughput if e.column == name), None)
-    if client is None:
-        falls_back = ["every score"]
-        return PluginReport(None, None, [], None, name, None, speed, falls_back)
+    if client is None or client.facts is None:
+        return PluginReport(None, None, [], None, column, None, speed)
 
-    def head_shape() -> HeadShape:
-        head = client.head_facts()
-        return HeadShape(head.rows, head.columns, head.dtype, head.computed_in, head.sha256)
+    def head() -> dict[str, Any]:
+        facts = scorer.served_head().facts()
+        names = ("rows", "columns", "dtype", "computed_in", "sha256")
+        return {name: getattr(facts, name) for name in names}
 
-    plain = replace(target, score_rollouts=partial(scorer.score, binary=False))
+    def in_json(samples: Sequence[Sample], k: SupportSize) -> list[Scores]:
+        assert k != "states"  # hidden states need the plugin
+        return scorer.score([sample.rollout for sample in samples], k, binary=False)
+
+    json_speed = None
+    if target.samples and own != "states":
+        plain = replace(target, score=in_json)
+        json_speed = found.attempt("JSON", lambda: tokens_per_second(plain, own, seconds))
     return PluginReport(
         version=client.version,
         vllm=client.facts.vllm,
         kinds=client.facts.kinds,
-        head=found.attempt("output head", head_shape),
-        column=name,
+        head=found.attempt("output head", head),
+        column=column,
         tokens_per_second=speed,
-        json_tokens_per_second=found.attempt(
-            "JSON", lambda: tokens_per_second(plain, own_column, count, seconds)
-        )
-        if count and own_column != "states"
-        else None,
-        falls_back=[],
+        json_tokens_per_second=json_speed,
     )
 
 
-def largest_measured(throughput: Sequence[Throughput], limit: int | None) -> int:
-    """Return the K of the support: the largest one of the table that the teacher gives.
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """Student and teacher at every token of some rollouts.
 
-    Args:
-        throughput: what was accepted, and what was refused.
-        limit: the largest K that scoring accepts, where known.
-
-    Raises:
-        NotMeasured: the teacher accepted no K.
+    Attributes:
+        token_ids: the sampled tokens, [n].
+        endings: whether the token ends a finished rollout, [n].
+        student: log p of the sampled tokens, [n].
+        teacher: log q of the sampled tokens, [n].
+        student_support: log p of the teacher's K ids, most probable for the teacher first, [n, k].
+        teacher_support: log q of them, [n, k].
     """
-    accepted = [entry.column for entry in throughput if entry.tokens_per_second is not None]
-    sizes = [int(column) for column in accepted if column.isdigit()]
-    if not sizes:
-        raise NotMeasured("no K was accepted")
-    return max(*sizes, 0 if limit is None else min(limit, max(COLUMNS)))
+
+    token_ids: Int[Tensor, " n"]
+    endings: Bool[Tensor, " n"]
+    student: Float[Tensor, " n"]
+    teacher: Float[Tensor, " n"]
+    student_support: Float[Tensor, "n k"]
+    teacher_support: Float[Tensor, "n k"]
 
 
 @torch.no_grad()
 def compare(target: Target, model: nn.Module, k: int, micro_batch_tokens: int) -> Compared:
-    """Score rollouts at K, and run the student over them.
-
-    Raises:
-        ValueError: the teacher refused.
-    """
-    lengths = [sample.length for sample in target.samples]
-    count, positions = 0, 0
-    while count < len(lengths) and (count == 0 or positions * max(k, 1) <= MOST_ENTRIES):
-        positions += lengths[count]
-        count += 1
-    scores = target.score(count, k)
+    """Score rollouts at K, and run the student over them."""
+    scores = target.score(target.samples, k)
     samples = [
-        replace(sample, scores=own, advantage=None)
-        for sample, own in zip(target.samples[:count], scores, strict=True)
+        Sample(sample.rollout, sample.problem, scores=own)
+        for sample, own in zip(target.samples, scores, strict=True)
     ]
     parts = []
-    for indices in token_batches(lengths[:count], micro_batch_tokens):
+    for indices in token_batches([sample.length for sample in samples], micro_batch_tokens):
         batch = [samples[index] for index in indices]
         inputs = student_inputs(model, batch)
         own = inputs.trainer_logprobs
-        support = inputs.support
+        support = inputs.support and inputs.support.masked(inputs.loss_mask)
         none = own.new_empty((len(own), 0))
+        # The last trained token ends a rollout that was not cut off.
+        counts = torch.tensor([int(sample.rollout.loss_mask.sum()) for sample in batch])
+        endings = torch.zeros(len(own), dtype=torch.bool)
+        stopped = [sample.rollout.finish_reason == "stop" for sample in batch]
+        endings[counts.cumsum(0) - 1] = torch.tensor(stopped)
         parts.append(
             (
                 given(inputs.token_ids),
-                torch.cat([ends(sample.rollout) for sample in batch]),
+                endings,
                 own,
                 given(inputs.ref_logprobs),
                 none if support is None else support.student_logprobs,
@@ -511,44 +352,88 @@ def compare(target: Target, model: nn.Module, k: int, micro_batch_tokens: int) -
     return Compared(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
 
 
-def ends(rollout: Rollout) -> Bool[Tensor, " n"]:
-    """Return which trained token ends the rollout: the last one, if it was not cut off."""
-    last = torch.zeros(int(rollout.loss_mask.sum()), dtype=torch.bool)
-    last[-1] = rollout.finish_reason == "stop"
-    return last
-
-
 def support_facts(compared: Compared, columns: Sequence[SupportSize]) -> SupportFacts:
-    """Return what smaller supports hide of the measured one.
+    """Return what smaller supports hide of the measured one, and the smallest that hides little.
 
     Raises:
         NotMeasured: the teacher gave no support.
     """
-    student, teacher = compared.student_support, compared.teacher_support
+    student, teacher = compared.student_support.double(), compared.teacher_support.double()
     largest = teacher.shape[1]
     if not largest:
         raise NotMeasured("the teacher gives no log-probs beside the sampled token's")
-    sizes = sorted({k for k in columns if isinstance(k, int) and 0 < k <= largest} | {largest})
+    sizes = {k for k in columns if isinstance(k, int) and 0 < k <= largest} | {largest}
+
+    def hides_little(k: int) -> bool:
+        return hidden_by_k(student, teacher, k).hidden <= LARGEST_HIDDEN_SHARE
+
     return SupportFacts(
         positions=len(teacher),
         largest_k=largest,
-        entropy=mean_entropy(teacher),
-        by_k=[hidden_by_k(student, teacher, k) for k in sizes],
-        recommended_k=recommended_k(student, teacher),
+        entropy=float(entropy(teacher, normalization="tail").mean()),
+        by_k=[hidden_by_k(student, teacher, k) for k in sorted(sizes)],
+        # The KL never falls with K, so that bisection finds the smallest one.
+        recommended_k=1 + bisect_left(range(1, largest), True, key=hides_little),
     )
 
 
+def hidden_by_k(
+    student: Float[Tensor, "n k_max"], teacher: Float[Tensor, "n k_max"], k: int
+) -> HiddenByK:
+    """Return what the teacher's top K hides of the reverse KL on all columns.
+
+    Args:
+        student: log p of the teacher's ids, most probable for the teacher first.
+        teacher: log q of the same ids.
+        k: K, at most the number of columns.
+    """
+    measured, largest = (
+        float(reverse_kl(student[:, :size], teacher[:, :size], normalization="tail").mean())
+        for size in (k, teacher.shape[1])
+    )
+    outside = 1 - teacher[:, :k].exp().sum(dim=-1)
+    return HiddenByK(
+        k=k,
+        mass_outside=float(outside.clamp(min=0).mean()),
+        reverse_kl=measured,
+        hidden=max(0.0, 1 - measured / largest) if largest > 0 else 0.0,
+    )
+
+
+def is_bfloat16_like(teacher: Float[Tensor, "n k"]) -> bool:
+    """Return whether scores show logits that were rounded to bfloat16.
+
+    Log-probs of one position are logits minus one number, so that their differences are those of
+    the logits: multiples of 2^-9 if these were rounded. Equal log-probs and those below -30 are
+    left out. A float16 head shows the same where its top logits are 2 and more: they are on the
+    grid too.
+
+    Args:
+        teacher: log q of the teacher's ids, most probable first.
+    """
+    # The bfloat16 numbers of 0.25 and more are multiples of the grid. A float32 log-softmax above
+    # -32 rounds by less than the tolerance. The largest logits have the coarsest spacing.
+    grid, tolerance = 2.0**-9, 2.0**-18
+    top = teacher[:, :4].double()
+    differences = top[:, :1] - top[:, 1:]
+    counted = differences[(top[:, 1:] > -30) & (differences > tolerance)]
+    on_grid = (counted - (counted / grid).round() * grid).abs() <= tolerance
+    # Of a float32 head 0.004 of them are there by chance; a few differences prove nothing.
+    return len(counted) >= 20 and float(on_grid.double().mean()) >= 0.9
+
+
 def special_token_rows(
-    tokenizer: Any, teacher_ids: Mapping[str, int], compared: Compared
+    tokenizer: Any, teacher: TokenizerFacts | None, compared: Compared
 ) -> list[SpecialToken]:
     """Return both models' mean probability of each special token, where the rollouts have it.
 
     Args:
         tokenizer: the student's.
-        teacher_ids: the teacher's special tokens.
+        teacher: the teacher's tokenizer, where it is known.
         compared: student and teacher at the rollouts' tokens.
     """
     names = {index: token for token, index in read_tokenizer(tokenizer).special_ids.items()}
+    teacher_ids = {} if teacher is None else teacher.special_ids
     last = {int(index) for index in compared.token_ids[compared.endings]}
     rows = []
     for index in sorted(names.keys() | last):
@@ -577,35 +462,39 @@ def checkpoint_agreement(target: Target) -> Agreement:
         NotMeasured: the teacher is no server, or its checkpoint is not here or too large.
         ValueError: the checkpoint cannot be loaded.
     """
-    if target.facts.backend != "server":
+    if target.facts.url is None:
         raise NotMeasured("it runs in this process, from its own checkpoint")
     folder = Path(target.facts.model)
     if not folder.is_dir():
         raise NotMeasured(f"{target.facts.model} is no directory on this machine")
-    if not target.samples:
+    samples = target.samples[:CHECKPOINT_ROLLOUTS]
+    if not samples:
         raise NotMeasured(NO_ROLLOUT)
     weights = 2 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if weights > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2:
         raise NotMeasured(f"the checkpoint takes {weights / 2**30:.0f} GiB in float32")
-    count, tokens = 0, 0
-    while count < len(target.samples) and (count == 0 or tokens < CHECKPOINT_TOKENS):
-        tokens += target.samples[count].length
-        count += 1
-    scores = target.score(count, 0)
-    model = load_model(folder, "float32", "cpu")
-    sequences = sequences_to_score(
-        [sample.rollout for sample in target.samples[:count]],
-        vocab_size=lm_head_weight(model).shape[0],
-    )
-    expected = sequence_logprobs(model, [sequence.token_ids for sequence in sequences])
-    has = ~torch.cat([sequence.lacks for sequence in sequences])
-    return agreement(
-        torch.cat([own.ref_logprobs for own in scores])[has],
-        torch.cat([row[s.start :] for s, row in zip(sequences, expected, strict=True)])[has],
-    )
+    scores = target.score(samples, 0)
+    logprobs = [own.ref_logprobs for own in scores]
+    return forward_agreement(load_model(folder, "float32", "cpu"), samples, logprobs)
 
 
-def agreement(one: Float[Tensor, " n"], other: Float[Tensor, " n"]) -> Agreement:
-    """Return the distance between two lists of log-probs."""
-    difference = (one.double() - other.double()).abs()
-    return Agreement(float(difference.max()), float(difference.mean()), len(difference))
+def forward_agreement(
+    model: nn.Module, samples: Sequence[Sample], logprobs: Sequence[Float[Tensor, " _n"]]
+) -> Agreement:
+    """Compare log-probs of rollouts with those of a forward pass.
+
+    Args:
+        model: runs the pass.
+        samples: the rollouts.
+        logprobs: of each one from its first trained token on, NaN where a token has none.
+
+    Raises:
+        NotMeasured: no token has one.
+    """
+    expected = TransformersScorer(model).score([sample.rollout for sample in samples], 0)
+    difference = torch.cat(list(logprobs)).double()
+    difference -= torch.cat([own.ref_logprobs for own in expected])
+    known = difference[~difference.isnan()].abs()
+    if not len(known):
+        raise NotMeasured("no rollout was sampled")
+    return Agreement(float(known.max()), float(known.mean()), len(known))

@@ -45,7 +45,7 @@ class StopRequest:
         return self.signum is not None
 
     @contextmanager
-    def giving_up_waits(self) -> Iterator[None]:
+    def may_interrupt(self) -> Iterator[None]:
         """Mark a part of a step that leaves no half of a change when it is given up.
 
         Within the block a server is not waited for after a signal. It could take ten minutes, and

@@ -5,14 +5,15 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from prime_composer.local.tasks import Task
+from prime_composer.environments.tasks import Task
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.schema import Recipe
+from prime_composer.tiny_models.cache import prepare_configs
 
 if TYPE_CHECKING:
-    from prime_composer.local.environments import Environment
+    from prime_composer.environments.opening import Environment
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,15 @@ def load_sources(recipe: Recipe) -> ProblemSet:
         ValueError: as ``load_problem_set``.
     """
     if recipe.environments_by_id:
-        from prime_composer.local.environments import refuse_what_needs_problems
+        from prime_composer.environments.opening import refuse_what_needs_problems
 
-        refuse_what_needs_problems(recipe)
+        refuse_what_needs_problems(
+            next(iter(recipe.environments_by_id)),
+            recipe.loss,
+            recipe.rollout,
+            policy_teacher=recipe.teacher is not None and recipe.teacher.policy is not None,
+            pairs_rollouts=recipe.replay.source == "rollouts",
+        )
     return open_sources(recipe)
 
 
@@ -71,7 +78,7 @@ def open_sources(recipe: Recipe) -> ProblemSet:
     problems = load_problem_set(recipe.problem_sources)
     if not recipe.environments_by_id:
         return problems
-    from prime_composer.local.environments import open_environment
+    from prime_composer.environments.opening import open_environment
 
     environments = {
         name: open_environment(name, config, name in recipe.teaching_environments)
@@ -99,3 +106,12 @@ def open_sources(recipe: Recipe) -> ProblemSet:
         by_id=recipe.environments_by_id,
         environments=environments,
     )
+
+
+def problems_to_prepare(recipe: Recipe) -> ProblemSet | None:
+    """Load the data that small models are trained on; None where the recipe has no such model."""
+    if not prepare_configs(recipe):
+        return None
+    if recipe.teaching_environments:
+        return open_sources(recipe)
+    return load_problem_set(recipe.problem_sources)

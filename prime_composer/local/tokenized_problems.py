@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prime_composer.backends.protocols import Rollout
-from prime_composer.local.replay import response
-from prime_composer.local.tasks import Task
+from prime_composer.environments.tasks import Task
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.metrics import reward
 from prime_composer.problems.prompts import render_prompt
+from prime_composer.step.replay import response
 
 
 @dataclass(frozen=True, eq=False)

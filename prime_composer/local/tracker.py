@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from prime_composer.local.disk import describe
+from prime_composer.local.run_dir.disk import describe, naming
 from prime_composer.recipe.schema import LoggingConfig
 
 METRICS_FILE = "metrics.jsonl"
@@ -24,6 +24,9 @@ class Tracker:
         resume_step: the checkpoint's step; None for a fresh run.
         warn: called with a sentence about records that are lost.
 
+    Attributes:
+        last_step: of the newest record; -1 without one.
+
     Raises:
         ValueError: ``[logging.wandb]`` is set and W&B is not installed.
     """
@@ -35,6 +38,7 @@ class Tracker:
         resume_step: int | None = None,
         warn: Callable[[str], None] = print,
     ):
+        self.last_step = -1 if resume_step is None else resume_step
         self._warn = warn
         wandb: Any = None if config.wandb is None else import_wandb()
         path = run_dir / METRICS_FILE
@@ -119,6 +123,7 @@ class Tracker:
             self._file.truncate(end)
             error.filename = self._file.name
             raise
+        self.last_step = step
         if self._tensorboard is not None:
             self._log_to_tensorboard(step, metrics)
         if self._wandb is not None:
@@ -136,7 +141,8 @@ class Tracker:
 
     def sync(self) -> None:
         """Wait until every record is on the disk, so that no checkpoint is newer than they are."""
-        os.fsync(self._file.fileno())
+        with naming(Path(self._file.name)):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file and the other loggers."""
@@ -203,7 +209,7 @@ def parse_records(path: Path, damaged_too: bool = False) -> list[dict[str, Any]]
 def _rewrite(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Replace a metrics file by these records, at once and on the disk."""
     rewritten = path.with_suffix(".tmp")
-    with rewritten.open("w", encoding="utf-8") as file:
+    with naming(rewritten), rewritten.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
         file.flush()
         os.fsync(file.fileno())

@@ -17,10 +17,6 @@ A new loss is one new file that registers itself, and one import below. A loss o
 needs neither: name it as ``type = "my_package.my_module:my_loss"``.
 """
 
-from collections.abc import Callable
-
-from prime_composer.contract import LossOutputs
-from prime_composer.losses import registry
 from prime_composer.losses.bound import BoundLoss, Objective, WeightedSum, setup_loss_fn
 from prime_composer.losses.config import (
     AnyLoss,
@@ -32,7 +28,7 @@ from prime_composer.losses.config import (
     parse_loss,
 )
 from prime_composer.losses.needs import Unmet, require, unmet
-from prime_composer.losses.registry import register
+from prime_composer.losses.registry import LOSS_FNS, LOSS_TYPES, register
 
 # Each import registers a loss, and this is the order of the table.
 # isort: off
@@ -66,12 +62,6 @@ from prime_composer.losses.dpo import DPOLossConfig
 from prime_composer.losses.simpo import SimPOLossConfig
 from prime_composer.losses.compose import ComposeLossConfig
 # isort: on
-
-LOSS_FNS: dict[type[LossConfig], Callable[..., LossOutputs]] = registry.LOSS_FNS
-"""Loss function by config class: ``fn(inputs, config)``, or ``fn(inputs, config, state)``."""
-
-LOSS_TYPES: dict[str, type[LossConfig]] = registry.LOSS_TYPES
-"""Config class by the ``type`` that a recipe names."""
 
 __all__ = [
     "LOSS_FNS",

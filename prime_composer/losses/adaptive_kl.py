@@ -4,8 +4,7 @@
     w = sg (sum_head |q - p| / sum |q - p|)
 
 The head is the teacher's most probable tokens up to a mass of ``head_mass``, the first one always.
-A tail bucket never belongs to it. w is one number per position. With k = "full" the last token of
-the head is selected without sorting the vocabulary, in four passes over the teacher's output head.
+A tail bucket never belongs to it. w is one number per position.
 
 Reference: "Rethinking Kullback-Leibler Divergence in Knowledge Distillation for Large Language
 Models" (2024), https://arxiv.org/abs/2404.02657, and wutaiqiang/LLM_KD_AKL ff278be.
@@ -15,7 +14,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from prime_composer import two_heads
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import adaptive_kl
 from prime_composer.losses.registry import register
@@ -44,10 +42,4 @@ class AdaptiveKLLossConfig(SupportDivergenceConfig):
 @register(AdaptiveKLLossConfig)
 def adaptive_kl_loss_fn(inputs: LossInputs, config: AdaptiveKLLossConfig) -> LossOutputs:
     """Return sum_mask w of the adaptive KL."""
-    return support_divergence(
-        inputs,
-        config,
-        adaptive_kl,
-        whole=lambda heads: two_heads.adaptive_kl(heads, config.head_mass),
-        head_mass=config.head_mass,
-    )
+    return support_divergence(inputs, config, adaptive_kl, head_mass=config.head_mass)

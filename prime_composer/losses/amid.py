@@ -13,21 +13,15 @@ Reference: AMiD (2025), https://arxiv.org/abs/2510.15982, and aailab-kaist/AMiD 
 
 from typing import Any, ClassVar, Literal
 
-import torch
-from jaxtyping import Float
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import AMiDDivergence, amid, refuse_amid
-from prime_composer.divergences.skewed import assistant_kl_terms, unnormalized_assistant
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.support_divergence import (
     SupportDivergenceConfig,
     support_divergence,
 )
-from prime_composer.losses.shared.whole_vocabulary import sum_over_vocabulary
-from prime_composer.two_heads import TwoHeads
 
 
 class AMiDLossConfig(SupportDivergenceConfig):
@@ -63,23 +57,7 @@ def amid_loss_fn(inputs: LossInputs, config: AMiDLossConfig) -> LossOutputs:
         inputs,
         config,
         amid,
-        whole=lambda heads: _whole(heads, config),
         alpha=config.alpha,
         skew=config.skew,
         divergence=config.divergence,
     )
-
-
-def _whole(heads: TwoHeads, config: AMiDLossConfig) -> Float[Tensor, " n"]:
-    """Return the KL over the whole vocabulary: a first pass normalizes r, a second one sums."""
-
-    def log_r(log_p: Tensor, log_q: Tensor) -> Tensor:
-        return unnormalized_assistant(log_p, log_q, config.alpha, config.skew)
-
-    def terms(log_p: Tensor, log_q: Tensor, log_total: Tensor) -> Tensor:
-        r = log_r(log_p, log_q) - log_total
-        return assistant_kl_terms(log_p, log_q, r, config.divergence)
-
-    total = sum_over_vocabulary(heads, lambda log_p, log_q: log_r(log_p, log_q).exp())
-    # The sum of a row outside the mask is 0.
-    return sum_over_vocabulary(heads, terms, torch.where(total > 0, total, 1.0).log())

@@ -1,6 +1,7 @@
 """Bound losses: what a trainer calls with ``LossInputs``, one loss function or a weighted sum."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -9,37 +10,12 @@ import torch
 from torch import Tensor
 
 from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, Support, given
-from prime_composer.losses.config import LossConfig, SupportRequest, loss_type
+from prime_composer.full_vocabulary import WholeVocabulary
+from prime_composer.losses.config import LossConfig, Part, loss_type
 from prime_composer.losses.needs import require
 from prime_composer.losses.registry import LOSS_FNS
-from prime_composer.losses.shared.modifiers import PositionWeights, SpecialTokenMask
+from prime_composer.losses.shared.modifiers import Modifier
 from prime_composer.losses.shared.reductions import summed_over_ranks
-
-REMEDIES = {
-    "ref_logprobs": "Configure a [teacher] that scores the student's tokens.",
-    "support": "Configure a [teacher]: its scorer returns the top-K support of each position.",
-    "hidden_states": (
-        "Configure a [teacher] on this machine, or one that prime-rl teacher serves; or set k to a "
-        "number."
-    ),
-    "advantages": (
-        "Configure rewards: [rollout] group_size of at least 2 and a dataset with answers."
-    ),
-    "credit": "Pass LossInputs.credit, computed from whole groups by the loss's config.credit.",
-    "contrast_logprobs": (
-        "Configure [teacher.policy], whose wrong hints are wrong rollouts of the same group."
-    ),
-    "token_ids": "Pass LossInputs.token_ids.",
-    "segment_ids": (
-        "Preference losses read pairs of sequences: pass LossInputs.segment_ids "
-        "(2i chosen, 2i + 1 rejected)."
-    ),
-    "by_teacher": "Pass LossInputs.by_teacher: which tokens are the teacher's.",
-    "replay": (
-        "Configure a source of preference pairs, or set the weight of the replay channel to 0."
-    ),
-}
-"""Remedy of each need where a trainer's call lacks it."""
 
 
 @runtime_checkable
@@ -69,25 +45,6 @@ class Objective(Protocol):
         """Restore what ``state_dict`` returned."""
 
 
-class StepMean:
-    """Loss per token of one optimizer step, over its micro-batches and over all ranks."""
-
-    def __init__(self) -> None:
-        self._total: Tensor | None = None
-
-    def add(self, loss: Tensor, mask: Tensor) -> None:
-        """Add the sum of one micro-batch, and its tokens."""
-        part = torch.stack([loss.detach().double(), mask.sum().double()])
-        self._total = part if self._total is None else self._total + part
-
-    def take(self) -> float | None:
-        """Return the mean since the last call, None without a token. Every rank has to call it."""
-        total = torch.zeros(2, dtype=torch.double) if self._total is None else self._total
-        self._total = None
-        loss, tokens = summed_over_ranks(total).tolist()
-        return loss / tokens if tokens else None
-
-
 class BoundLoss:
     """A loss function with its config, its modifiers and its state.
 
@@ -114,7 +71,7 @@ class BoundLoss:
         self._fn = fn
         self._prefix = f"{config.type}/" if prefix is None else prefix
         self._modifier_prefix = modifier_prefix
-        self._step_mean = StepMean()
+        self._step_total: Tensor | None = None
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Return the SUM of the loss over the mask, and its metrics by full name.
@@ -126,8 +83,7 @@ class BoundLoss:
             ValueError: an input that the loss needs is missing, or advantages carry a graph.
         """
         _check(inputs, self.config, self.section)
-        support = _requested(inputs.support, self.config.support)
-        inputs = dataclasses.replace(inputs, support=support)
+        inputs = dataclasses.replace(inputs, support=_requested(inputs, self.config))
         step_mask = inputs.loss_mask  # as a trainer counts: a removed token is one of weight 0
         inputs, modifier_metrics = _modified(inputs, self.config.modifiers)
         outputs = (
@@ -136,7 +92,8 @@ class BoundLoss:
             else self._fn(inputs, self.config, self.state)
         )
         if self.stateful and outputs.loss.requires_grad:  # an evaluation is no step
-            self._step_mean.add(outputs.loss, step_mask)
+            part = torch.stack([outputs.loss.detach().double(), step_mask.sum().double()])
+            self._step_total = part if self._step_total is None else self._step_total + part
         return LossOutputs(
             loss=outputs.loss,
             metrics=_prefixed(outputs.metrics, self._prefix)
@@ -146,9 +103,12 @@ class BoundLoss:
     def end_step(self) -> None:
         """Advance the state by the loss per token of the step's calls with a gradient."""
         if self.state is not None:
-            mean_loss = self._step_mean.take()
-            if mean_loss is not None:
-                self.state.end_step(mean_loss)
+            total = self._step_total
+            self._step_total = None
+            no_tokens = torch.zeros(2, dtype=torch.double)
+            loss, tokens = summed_over_ranks(no_tokens if total is None else total).tolist()
+            if tokens:
+                self.state.end_step(loss / tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
@@ -162,18 +122,16 @@ class BoundLoss:
 
 @dataclass(frozen=True)
 class Term:
-    """One term of a weighted sum.
+    """One bound term of a weighted sum.
 
     Attributes:
+        part: its weight, and what it reads.
         objective: the bound loss, or a sum itself.
-        weight: factor in the sum.
-        on_pairs: the term reads ``LossInputs.replay``.
         mean_metric: name of the metric for the term's loss per token, None for no such metric.
     """
 
+    part: Part
     objective: Objective
-    weight: float
-    on_pairs: bool = False
     mean_metric: str | None = None
 
 
@@ -186,21 +144,13 @@ class WeightedSum:
         config: the config that the sum was made from.
         section: recipe section of the config, for messages.
         terms: the terms by name.
-        modifiers: applied to the inputs of all terms.
     """
 
-    def __init__(
-        self,
-        config: LossConfig,
-        section: str,
-        terms: Mapping[str, Term],
-        modifiers: Iterable[SpecialTokenMask | PositionWeights] = (),
-    ):
+    def __init__(self, config: LossConfig, section: str, terms: Mapping[str, Term]):
         self.config = config
         self.section = section
         self.terms = dict(terms)
         self.stateful = any(term.objective.stateful for term in self.terms.values())
-        self._modifiers = tuple(modifiers)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Return the sum of weight times each term's sum, and the metrics of all terms.
@@ -209,13 +159,14 @@ class WeightedSum:
             ValueError: an input that a term needs is missing, or advantages carry a graph.
         """
         _check(inputs, self.config, self.section)
-        inputs, metrics = _modified(inputs, self._modifiers)
+        inputs, metrics = _modified(inputs, self.config.modifiers)
         # The anchor keeps a micro-batch of pairs alone in the graph of the policy's log-probs.
         loss = torch.where(inputs.loss_mask, inputs.trainer_logprobs, 0.0).sum() * 0.0
         for term in self.terms.values():
-            outputs = term.objective(given(inputs.replay) if term.on_pairs else inputs)
-            loss = loss + term.weight * outputs.loss
-            metrics |= _per_pair(outputs.metrics) if term.on_pairs else outputs.metrics
+            on_pairs = term.part.on_pairs
+            outputs = term.objective(given(inputs.replay) if on_pairs else inputs)
+            loss = loss + term.part.weight * outputs.loss
+            metrics |= _per_pair(outputs.metrics) if on_pairs else outputs.metrics
             if term.mean_metric is not None:
                 tokens = inputs.loss_mask.sum().clamp(min=1)
                 metrics[term.mean_metric] = outputs.loss.detach() / tokens
@@ -265,27 +216,19 @@ def setup_loss_fn(config: LossConfig, section: str = "loss") -> Objective:
 
 
 def _bind(config: LossConfig, section: str, prefix: str, modifier_prefix: str) -> Objective:
-    if config.rl_mix is not None:
-        rl, (rl_weight, kd_weight) = config.rl_mix.loss, config.rl_mix.weights
-        alone = config.model_copy(update={"rl_mix": None})
-        rl_objective = _bind(
-            rl, f"{section}.rl_mix.loss", f"{modifier_prefix}{rl.type}/", modifier_prefix
-        )
-        kd_objective = _bind(alone, section, prefix, modifier_prefix)
-        terms = {"kd": Term(kd_objective, kd_weight), "rl": Term(rl_objective, rl_weight)}
-        return WeightedSum(config, section, terms)
-    if config.parts:
-        terms = {}
-        for part in config.parts:
-            below = f"{prefix}{part.name}/"
-            terms[part.name] = Term(
-                _bind(part.loss, f"{section}.{part.key}", below, below),
-                part.weight,
-                on_pairs=part.on_pairs,
-                mean_metric=None if part.on_pairs else f"{below}loss",
-            )
-        return WeightedSum(config, section, terms, config.modifiers)
-    return BoundLoss(config, _function_of(config), section, prefix, modifier_prefix)
+    if not config.parts:
+        return BoundLoss(config, _function_of(config), section, prefix, modifier_prefix)
+    terms = {}
+    for part in config.parts:
+        if not part.mixed:
+            own = of_modifiers = f"{prefix}{part.name}/"
+        else:
+            own = f"{modifier_prefix}{part.loss.type}/" if part.key else prefix
+            of_modifiers = modifier_prefix
+        below = part.section(section)
+        mean_metric = None if part.mixed or part.on_pairs else f"{own}loss"
+        terms[part.name] = Term(part, _bind(part.loss, below, own, of_modifiers), mean_metric)
+    return WeightedSum(config, section, terms)
 
 
 def _function_of(config: LossConfig) -> Callable[..., LossOutputs]:
@@ -302,7 +245,7 @@ def _check(inputs: LossInputs, config: LossConfig, section: str) -> None:
     """Raise where an input that the loss needs is missing, or where advantages carry a graph."""
     available = {need for need in config.needs if getattr(inputs, need) is not None}
     if available != config.needs:
-        require(config, available, REMEDIES, section)
+        require(config, available, "call", section)
     if inputs.advantages is not None and inputs.advantages.requires_grad:
         raise ValueError(
             f"[{section}] got advantages that carry a gradient. A divergence used as an advantage "
@@ -312,7 +255,7 @@ def _check(inputs: LossInputs, config: LossConfig, section: str) -> None:
 
 
 def _modified(
-    inputs: LossInputs, modifiers: Iterable[SpecialTokenMask | PositionWeights]
+    inputs: LossInputs, modifiers: Iterable[Modifier]
 ) -> tuple[LossInputs, dict[str, Tensor]]:
     """Apply the modifiers in order. Return the changed inputs and the modifiers' metrics."""
     metrics: dict[str, Tensor] = {}
@@ -322,24 +265,25 @@ def _modified(
     return inputs, metrics
 
 
-def _requested(support: Support | None, request: SupportRequest | None) -> Support | None:
-    """Return the K ids that a loss asks for, of a support that another loss made larger."""
+def _requested(inputs: LossInputs, config: LossConfig) -> Support | None:
+    """Return the K ids that a loss asks for, or all of them where it needs hidden states.
+
+    Another loss of the same run may have made the support larger.
+    """
+    support, request = inputs.support, config.support
+    if inputs.hidden_states is not None and "hidden_states" in config.own_needs:
+        return WholeVocabulary(inputs.hidden_states)
     if support is None or request is None or request.k == "full":
         return support
     if support.token_ids.shape[-1] <= request.k:
         return support
     if request.chosen_by == "student":
-        index = support.student_logprobs.detach().topk(request.k, dim=-1).indices
-        return Support(
-            support.token_ids.gather(-1, index),
-            support.teacher_logprobs.gather(-1, index),
-            support.student_logprobs.gather(-1, index),
-        )
-    return Support(
-        support.token_ids[:, : request.k],
-        support.teacher_logprobs[:, : request.k],
-        support.student_logprobs[:, : request.k],
-    )
+        ranked = support.student_logprobs.detach()
+        if support.known is not None:
+            ranked = torch.where(support.known, ranked, -math.inf)
+        return support.of_ids(ranked.topk(request.k, dim=-1).indices)
+    first = torch.arange(request.k, device=support.token_ids.device)
+    return support.of_ids(first.expand(support.token_ids.shape[0], -1))
 
 
 def _prefixed(metrics: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -19,22 +19,23 @@ import math
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field
 
 from prime_composer.contract import LossInputs, LossOutputs, given
-from prime_composer.losses.config import ChannelName, LossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import token_mean, top_share
-from prime_composer.losses.shared.trust_region import importance_ratios, weighted_sum
+from prime_composer.losses.shared.trust_region import (
+    RewardLossConfig,
+    importance_ratios,
+    weighted_sum,
+)
 
 
-class CISPOLossConfig(LossConfig):
+class CISPOLossConfig(RewardLossConfig):
     """Knobs of ``cispo_loss_fn``, by upstream's names."""
 
     type: Literal["cispo"] = "cispo"
 
-    needs_inputs: ClassVar[frozenset[str]] = frozenset({"advantages"})
-    channel: ClassVar[ChannelName] = "rl"
     surrogate: ClassVar[bool] = True
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"ratio_low": 0.9, "ratio_high": 1.1})
 
@@ -43,9 +44,6 @@ class CISPOLossConfig(LossConfig):
 
     ratio_high: float = Field(5.0, ge=1)
     """The weight is at most this."""
-
-    adv_tau: NonNegativeFloat = 1.0
-    """Factor of the advantage."""
 
 
 @register(CISPOLossConfig)

@@ -86,12 +86,7 @@ class ComposeLossConfig(LossConfig):
         require_channel(self.rl.loss, "rl", "rl.loss")
         for name, channel in self.distillation.items():
             require_channel(channel.loss, "distillation", f"distillation.{name}.loss")
-            if channel.loss.answer_pairs:
-                raise ValueError(
-                    f"distillation.{name}.loss: type = {channel.loss.type!r} is a mean over pairs "
-                    "of answers, and the other channels over tokens: make it the only loss, [loss]."
-                )
-            if channel.loss.parts:
+            if channel.loss.is_sum():
                 raise ValueError(
                     f"distillation.{name}.loss: compose does not nest; name its channels here."
                 )
@@ -102,7 +97,7 @@ class ComposeLossConfig(LossConfig):
                 )
         if self.replay is not None:
             require_channel(self.replay.loss, "replay", "replay.loss")
-        if not self.parts:
+        if not self.channels:
             raise ValueError(
                 "every channel's weight is 0: nothing would train. "
                 "Set rl.weight or another weight above 0."
@@ -110,7 +105,7 @@ class ComposeLossConfig(LossConfig):
         return self
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def channels(self) -> tuple[Part, ...]:
         """Channels with a positive weight."""
         channels = [Part("rl", "rl.loss", self.rl.weight, self.rl.loss)]
         channels += [
@@ -125,17 +120,9 @@ class ComposeLossConfig(LossConfig):
         return tuple(channel for channel in channels if channel.weight > 0)
 
     @property
-    def own_needs(self) -> frozenset[str]:
-        """The needs of all channels, and preference pairs for ``replay``."""
-        needs: frozenset[str] = frozenset()
-        for part in self.parts:
-            needs |= {"replay"} if part.on_pairs else part.loss.needs
-        return needs
-
-    @property
     def support(self) -> SupportRequest | None:
         """The largest support of all channels. Each channel reads its own K of it."""
-        requests = [part.loss.support for part in self.parts if not part.on_pairs]
+        requests = [part.loss.support for part in self.channels if not part.on_pairs]
         given = [request for request in requests if request is not None]
         choosers = {request.chosen_by for request in given}
         numbers = [request.k for request in given if request.k != "full"]
@@ -144,14 +131,6 @@ class ComposeLossConfig(LossConfig):
         if len(numbers) < len(given) or len(choosers) > 1:
             return SupportRequest("full")
         return SupportRequest(max(numbers), choosers.pop())
-
-    @property
-    def reads_sampler(self) -> bool:
-        """Whether a modifier or a channel on rollouts reads ``inference_logprobs``."""
-        channels = (part.loss for part in self.parts if not part.on_pairs)
-        return bool(self.modifier_needs & {"ref_logprobs", "advantages"}) or any(
-            loss.reads_sampler for loss in channels
-        )
 
 
 @register(ComposeLossConfig)

@@ -2,17 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Literal,
-    Protocol,
-    cast,
-    final,
-    get_args,
-    runtime_checkable,
-)
+from typing import Annotated, Any, ClassVar, Literal, Protocol, final, runtime_checkable
 
 from pydantic import (
     BeforeValidator,
@@ -27,22 +17,9 @@ from torch import Tensor
 
 from prime_composer.divergences import Normalization
 from prime_composer.losses import registry
+from prime_composer.losses.needs import OF_TEACHER, unknown
 from prime_composer.losses.shared.modifiers import Modifier, PositionWeights, SpecialTokenMask
 from prime_composer.tables import Table
-
-Need = Literal[
-    "ref_logprobs",
-    "support",
-    "hidden_states",
-    "advantages",
-    "credit",
-    "contrast_logprobs",
-    "token_ids",
-    "segment_ids",
-    "by_teacher",
-    "replay",
-]
-"""Inputs that a trainer provides beyond trainer_logprobs, inference_logprobs and loss_mask."""
 
 ChannelName = Literal["rl", "distillation", "replay"]
 """What a loss learns from: rewards, a teacher, or preference pairs."""
@@ -53,12 +30,7 @@ SupportSize = PositiveInt | Literal["full"]
 
 @dataclass(frozen=True)
 class SupportRequest:
-    """Token ids at which a loss compares student and teacher.
-
-    Attributes:
-        k: number of ids per position, or "full" for the whole vocabulary.
-        chosen_by: whose k most probable tokens these are.
-    """
+    """Token ids at which a loss compares both: the k most probable of teacher or student."""
 
     k: int | Literal["full"]
     chosen_by: Literal["teacher", "student"] = "teacher"
@@ -69,11 +41,10 @@ class Part:
     """One term of a loss that is a weighted sum of other losses.
 
     Attributes:
-        name: name of the term in metrics and checkpoints.
-        key: recipe key of the term's loss, below the sum's own table.
-        weight: factor in the sum.
-        loss: the term's loss.
+        name: name of the term in checkpoints and metrics.
+        key: recipe key of the term's loss, below the sum's own table. "" for that table itself.
         on_pairs: the term reads ``LossInputs.replay`` instead of the rollouts.
+        mixed: the term's metrics are beside those of the sum's own loss, not below ``name``.
     """
 
     name: str
@@ -81,6 +52,16 @@ class Part:
     weight: float
     loss: "LossConfig"
     on_pairs: bool = False
+    mixed: bool = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Inputs that the sum needs for this term."""
+        return frozenset({"replay"}) if self.on_pairs else self.loss.needs
+
+    def section(self, of_sum: str) -> str:
+        """Return the recipe section of the term's loss, from that of the sum."""
+        return f"{of_sum}.{self.key}" if self.key else of_sum
 
 
 @runtime_checkable
@@ -94,12 +75,7 @@ class GroupCredit(Protocol):
     def __call__(
         self, ref_logprobs: Sequence[Tensor], inference_logprobs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return the credit of each trained token, one tensor per rollout of the group.
-
-        Args:
-            ref_logprobs: log q of each rollout's trained tokens.
-            inference_logprobs: log mu of the same tokens.
-        """
+        """Return the credit of each rollout's trained tokens, from their log q and log mu."""
 
 
 @runtime_checkable
@@ -123,13 +99,17 @@ class LossConfig(Table):
     of this class are modifiers, which work with every loss.
 
     Attributes:
-        needs_inputs: inputs without which the loss cannot be computed (``Need``).
+        needs_inputs: inputs without which the loss cannot be computed (``NEEDS``).
         channel: what the loss learns from.
         examples: knobs of the configs that the contract tests run, one table each.
         surrogate: True where the loss contains a stop-gradient, so that its gradient is not the
             derivative of its value.
         answer_pairs: the loss is a sum over pairs of answers to one prompt, the teacher's and the
             student's. A trainer samples both, and divides by the pairs instead of the tokens.
+        on_given_text: the loss trains on given text alone. On the student's own samples its
+            expected gradient is 0.
+        takes_reference: ``ref_logprobs`` may be extrapolated from a reference model, and are then
+            log-probs of no distribution.
     """
 
     needs_inputs: ClassVar[frozenset[str]] = frozenset()
@@ -137,6 +117,8 @@ class LossConfig(Table):
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({},)
     surrogate: ClassVar[bool] = False
     answer_pairs: ClassVar[bool] = False
+    on_given_text: ClassVar[bool] = False
+    takes_reference: ClassVar[bool] = False
 
     type: str
     """Name of the loss."""
@@ -168,20 +150,18 @@ class LossConfig(Table):
                 f"{cls.__name__} needs credit without saying how it is computed: override "
                 "`own_credit`."
             )
-        unknown = sorted(cls.needs_inputs - set(get_args(Need)))
-        if unknown:
-            raise TypeError(
-                f"{cls.__name__}.needs_inputs names {', '.join(unknown)}; "
-                f"a loss may need: {', '.join(get_args(Need))}."
-            )
+        if complaint := unknown(cls.needs_inputs):
+            raise TypeError(f"{cls.__name__}.needs_inputs {complaint}")
 
     @model_validator(mode="after")
-    def _mix_has_one_divisor(self) -> "LossConfig":
-        if self.answer_pairs and self.rl_mix is not None:
-            raise ValueError(
-                f"rl_mix: type = {self.type!r} is a mean over pairs of answers, and an RL loss one "
-                "over tokens: leave rl_mix out."
-            )
+    def _sum_has_one_divisor(self) -> "LossConfig":
+        for part in self.parts:
+            if part.loss.answer_pairs:
+                raise ValueError(
+                    f"{part.key or 'rl_mix'}: type = {part.loss.type!r} is a mean over pairs of "
+                    "answers, and the other channels are means over tokens: make it the only loss, "
+                    "[loss], and leave rl_mix out."
+                )
         return self
 
     @property
@@ -192,14 +172,19 @@ class LossConfig(Table):
     @property
     @final
     def needs(self) -> frozenset[str]:
-        """Inputs that this config cannot do without: the loss's own and those of its modifiers."""
-        mixed = self.rl_mix.loss.needs if self.rl_mix else frozenset()
-        return self.own_needs | self.modifier_needs | mixed
+        """Inputs that this config cannot do without: those of its terms and of its modifiers."""
+        terms = [part.needs for part in self.parts] or [self.own_needs]
+        return self.modifier_needs.union(*terms)
 
     @property
     @final
-    def modifiers(self) -> tuple[SpecialTokenMask | PositionWeights, ...]:
-        """Modifiers of the inputs, in the order in which they apply."""
+    def modifiers(self) -> tuple[Modifier, ...]:
+        """Modifiers of the inputs, in the order in which they apply.
+
+        An RL mix has none: its terms keep their own.
+        """
+        if self.rl_mix is not None:
+            return ()
         return tuple(m for m in (self.special_tokens, self.position_weights) if m is not None)
 
     @property
@@ -209,28 +194,47 @@ class LossConfig(Table):
         return frozenset(need for modifier in self.modifiers for need in modifier.needs)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """Terms of a weighted sum. Empty for a loss with a function of its own."""
+    def channels(self) -> tuple[Part, ...]:
+        """Terms of a loss that is a weighted sum. Empty for one with a function of its own."""
         return ()
 
-    def needs_by_section(self, section: str = "loss") -> dict[str, tuple[str, frozenset[str]]]:
-        """Map each recipe section to its loss type and its needs, for error messages."""
+    @classmethod
+    @final
+    def is_sum(cls) -> bool:
+        """Return whether the loss is a sum of channels, and not a term of another sum."""
+        return cls.channels is not LossConfig.channels
+
+    @property
+    @final
+    def parts(self) -> tuple[Part, ...]:
+        """Terms of the sum to compute: the channels, or the loss itself and its RL mix."""
+        if self.rl_mix is None:
+            return self.channels
+        return self.rl_mix.beside(self.model_copy(update={"rl_mix": None}))
+
+    def needs_by_section(
+        self, section: str = "loss"
+    ) -> dict[str, tuple["LossConfig", frozenset[str]]]:
+        """Map each recipe section to its loss and its needs, for error messages."""
         own = frozenset() if self.parts else self.own_needs
-        sections = {section: (self.type, own | self.modifier_needs)}
+        sections = {section: (self, own | self.modifier_needs)}
         for part in self.parts:
-            below = f"{section}.{part.key}"
+            below = part.section(section)
             if part.on_pairs:
-                sections[below] = (part.loss.type, frozenset({"replay"}))
+                sections[below] = (part.loss, part.needs)
             else:
                 sections |= part.loss.needs_by_section(below)
-        if self.rl_mix:
-            sections |= self.rl_mix.loss.needs_by_section(f"{section}.rl_mix.loss")
         return sections
 
     @property
     def compares_with_teacher(self) -> bool:
-        """Whether the loss reads a teacher's log-probs or hidden states."""
-        return bool(self.needs & {"ref_logprobs", "support", "hidden_states"})
+        """Whether the loss reads what a teacher's scores are needed for."""
+        return bool(self.needs & OF_TEACHER)
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether a teacher is asked for hidden states, and not for log-probs of K ids alone."""
+        return "hidden_states" in self.needs
 
     @property
     def reads_rewards_and_teacher(self) -> bool:
@@ -256,8 +260,7 @@ class LossConfig(Table):
     def support_size(self) -> int | Literal["full"]:
         """K: ids per position at which the teacher's log-probs are needed, 0 for none.
 
-        A support that the student chooses needs the whole vocabulary, because the loss makes the
-        choice. A trainer whose teacher scores given ids provides those k alone.
+        A support of the student's choice needs the whole vocabulary, of which the loss chooses.
         """
         request = self.support
         if request is None:
@@ -289,10 +292,8 @@ class LossConfig(Table):
         Raises:
             ValueError: two of them want different ones.
         """
-        losses = [part.loss for part in self.parts if not part.on_pairs]
-        losses += [self.rl_mix.loss] if self.rl_mix else []
-        wanted = [self.own_credit, *(loss.credit for loss in losses)]
-        given = {credit for credit in wanted if credit is not None}
+        wanted = [part.loss.credit for part in self.parts if not part.on_pairs]
+        given = {credit for credit in (self.own_credit, *wanted) if credit is not None}
         if len(given) > 1:
             raise ValueError(
                 f"[loss] type = {self.type!r} has losses that compute the credit of a token in "
@@ -303,7 +304,11 @@ class LossConfig(Table):
     @property
     def reads_sampler(self) -> bool:
         """Whether ``inference_logprobs`` matter. Dataset text has none."""
-        return bool(self.needs & {"ref_logprobs", "advantages"})
+        own = self.modifier_needs if self.parts else self.needs
+        on_rollouts = [part.loss for part in self.parts if not part.on_pairs]
+        return bool(own & {"ref_logprobs", "advantages"}) or any(
+            loss.reads_sampler for loss in on_rollouts
+        )
 
     def make_state(self) -> LossState | None:
         """Return a new state, or None for a loss without one."""
@@ -338,8 +343,8 @@ AnyLoss = Annotated[SerializeAsAny[LossConfig], BeforeValidator(parse_loss)]
 """Any loss, chosen by its ``type``: the type of a field that contains a loss table."""
 
 
-class RLMix(Modifier):
-    """Mix a distillation loss with the RL loss of the same rollouts.
+class RLMix(Table):
+    """The RL loss of the same rollouts, as a second term beside any loss.
 
     ``interpolate`` is (1 - kd) RL + kd KD, GKD's mixture (2306.13649, Sec. 3.3). ``add`` is
     RL + kd KD. For the sampled token both are the policy gradient of the mixed advantage
@@ -366,26 +371,25 @@ class RLMix(Modifier):
             )
         return self
 
-    @property
-    def weights(self) -> tuple[float, float]:
-        """Weight of the RL loss, and of the distillation loss."""
-        return (1 - self.kd if self.form == "interpolate" else 1.0), self.kd
+    def beside(self, loss: LossConfig) -> tuple[Part, Part]:
+        """Return the terms of the mixture of a loss with the RL loss."""
+        rl_weight = 1 - self.kd if self.form == "interpolate" else 1.0
+        return (
+            Part("kd", "", self.kd, loss, mixed=True),
+            Part("rl", "rl_mix.loss", rl_weight, self.loss, mixed=True),
+        )
 
 
 LossConfig.model_rebuild()
 
 
 def require_channel(config: LossConfig, channel: ChannelName, key: str) -> None:
-    """Refuse a loss that learns from something else than its place in the recipe provides.
-
-    Raises:
-        ValueError: naming ``key`` and the losses of the channel.
-    """
+    """Refuse a loss at ``key`` that learns from something else than its place provides."""
     if config.channel != channel:
         names = ", ".join(
             name
-            for name, other in cast(dict[str, type[LossConfig]], registry.LOSS_TYPES).items()
-            if other.channel == channel and name != "compose"
+            for name, other in registry.LOSS_TYPES.items()
+            if other.channel == channel and not other.is_sum()
         )
         raise ValueError(
             f"{key}: type = {config.type!r} is not a loss of the {channel} channel; "
@@ -393,16 +397,20 @@ def require_channel(config: LossConfig, channel: ChannelName, key: str) -> None:
         )
 
 
+def refuse_above(config: LossConfig, low: str, high: str, remedy: str) -> None:
+    """Refuse a config whose knob ``low`` exceeds its knob ``high``."""
+    lower, upper = getattr(config, low), getattr(config, high)
+    if lower > upper:
+        raise ValueError(f"{low} = {lower:g} is above {high} = {upper:g}: {remedy}")
+
+
 class TopKLossConfig(LossConfig):
     """Knobs of a loss on K tokens per position, or on the whole vocabulary.
 
-    Attributes:
-        whole_by_heads: k = "full" reads ``LossInputs.hidden_states``. Otherwise it reads a support
-            of the whole vocabulary, which only small vocabularies have the memory for.
+    k = "full" needs ``LossInputs.hidden_states``. ``LossInputs.support`` is then made of them.
     """
 
     needs_inputs: ClassVar[frozenset[str]] = frozenset({"support"})
-    whole_by_heads: ClassVar[bool] = False
 
     k: SupportSize = 32
     """Tokens per position. "full" is the whole vocabulary."""
@@ -411,9 +419,9 @@ class TopKLossConfig(LossConfig):
     """Whose K most probable tokens are compared. "student" works on one machine."""
 
     @property
-    def comparison_need(self) -> Need:
+    def comparison_need(self) -> str:
         """The input in which student and teacher are compared: the support or hidden states."""
-        return "hidden_states" if self.k == "full" and self.whole_by_heads else "support"
+        return "hidden_states" if self.k == "full" else "support"
 
     @property
     def own_needs(self) -> frozenset[str]:
@@ -442,7 +450,7 @@ class SupportLossConfig(TopKLossConfig):
     """How the vocabulary outside the support enters the divergence."""
 
     @model_validator(mode="after")
-    def _normalization_fits_k(self) -> "SupportLossConfig":
+    def _knobs_fit_k(self) -> "SupportLossConfig":
         if self.normalization == "full" and self.k != "full":
             raise ValueError(
                 f"normalization = 'full' is the whole vocabulary, and k = {self.k}: "
@@ -453,10 +461,6 @@ class SupportLossConfig(TopKLossConfig):
                 "normalization = 'renorm' with k = 1 is identically 0. "
                 "Use normalization = 'tail', or k of at least 2."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _temperature_has_logits(self) -> "SupportLossConfig":
         if self.temperature != 1 and self.k != "full" and self.normalization != "renorm":
             raise ValueError(
                 f"temperature = {self.temperature} divides logits, and normalization = "
@@ -467,11 +471,7 @@ class SupportLossConfig(TopKLossConfig):
 
 
 def refuse_biased(normalization: Normalization, allow_biased: bool) -> None:
-    """Refuse normalization "raw" without ``allow_biased``, as ``divergences`` does in a call.
-
-    Raises:
-        ValueError: with the bias and the alternatives.
-    """
+    """Refuse normalization "raw" without ``allow_biased``, as ``divergences`` does in a call."""
     if normalization == "raw" and not allow_biased:
         raise ValueError(
             "normalization = 'raw' is biased: its gradient does not vanish at p = q and its value "

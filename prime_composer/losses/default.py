@@ -14,39 +14,33 @@ https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/
 https://arxiv.org/abs/2602.02276.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import NonNegativeFloat
 
 from prime_composer.contract import LossInputs, LossOutputs, given
-from prime_composer.losses.config import ChannelName, LossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import top_share
 from prime_composer.losses.shared.reductions import masked_mean
 from prime_composer.losses.shared.trust_region import (
+    RewardLossConfig,
     drift_metrics,
     importance_ratios,
     policy_gradient_sum,
 )
 
 
-class DefaultLossConfig(LossConfig):
+class DefaultLossConfig(RewardLossConfig):
     """Knobs of ``default_loss_fn``, by upstream's names."""
 
     type: Literal["default"] = "default"
-
-    needs_inputs: ClassVar[frozenset[str]] = frozenset({"advantages"})
-    channel: ClassVar[ChannelName] = "rl"
 
     dppo_mask_low: NonNegativeFloat = 0.2
     """A token of advantage <= 0 is dropped once its probability fell by more than this."""
 
     dppo_mask_high: NonNegativeFloat = 0.2
     """A token of advantage > 0 is dropped once its probability rose by more than this."""
-
-    adv_tau: NonNegativeFloat = 1.0
-    """Factor of the advantage."""
 
     kl_tau: NonNegativeFloat = 1e-3
     """Factor of (log rho)^2."""

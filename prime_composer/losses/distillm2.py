@@ -191,7 +191,7 @@ def distillm2_loss_fn(
             "skew": token_mean(torch.ones_like(forward) * skew, mask),
             "beta": loss.new_full((), beta),
             "signal_top1pct": top_share(forward + reverse, mask),
-            **comparison_metrics(inputs, config, mask),
+            **comparison_metrics(inputs, mask),
         }
     return LossOutputs(loss=loss, metrics=metrics)
 
@@ -215,14 +215,7 @@ def own_skew(
     anchors: tuple[float, float],
     skew: float,
 ) -> Float[Tensor, " seq"]:
-    """Return the skew of each token's answer.
-
-    Args:
-        gaps: g_a of each token's answer.
-        by_teacher: True at the teacher's answers.
-        anchors: g of the teacher's and of the student's answers.
-        skew: the upper bound.
-    """
+    """Return the skew of each token's answer, from its gap g_a and the anchor g of its kind."""
     of_teacher, of_student = (torch.full_like(gaps, anchor) for anchor in anchors)
     anchor = torch.where(by_teacher, of_teacher, of_student)
     return (1 - (1 - skew) * anchor / (gaps + GAP_SHIFT)).clamp(SMALLEST_SKEW, skew)

@@ -17,16 +17,13 @@ Reference: "Direct Preference Optimization" (2023), https://arxiv.org/abs/2305.1
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import PositiveFloat
 
-from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, given
+from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import upcast
 from prime_composer.losses.config import ChannelName, LossConfig
 from prime_composer.losses.registry import register
-from prime_composer.losses.shared.metrics import token_mean
-from prime_composer.losses.shared.pairs import pairs_of
-from prime_composer.losses.shared.reductions import masked_sum
+from prime_composer.losses.shared.pairs import logistic_loss, pairs_of
 
 
 class DPOLossConfig(LossConfig):
@@ -50,13 +47,4 @@ def dpo_loss_fn(inputs: LossInputs, config: DPOLossConfig) -> LossOutputs:
     pairs = pairs_of(inputs, policy.dtype)
     chosen, rejected = pairs.sums(policy - reference)
     margin = config.beta * (chosen - rejected)
-    loss = masked_sum(-F.logsigmoid(margin), pairs.complete, pairs.weights)
-
-    with torch.no_grad():
-        metrics: dict[str, torch.Tensor] = {
-            "loss": PairMean(token_mean(-F.logsigmoid(margin), pairs.complete)),
-            "margin": PairMean(token_mean(margin, pairs.complete)),
-            "accuracy": PairMean(token_mean(margin > 0, pairs.complete)),
-            "pairs": Count(pairs.complete.sum().to(policy.dtype)),
-        }
-    return LossOutputs(loss=loss, metrics=metrics)
+    return logistic_loss(pairs, margin, margin > 0)

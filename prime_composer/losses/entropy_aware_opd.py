@@ -19,26 +19,25 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import NonNegativeFloat
 
-from prime_composer import two_heads
 from prime_composer.contract import LossInputs, LossOutputs, given
-from prime_composer.divergences import entropy, forward_kl, reverse_kl
+from prime_composer.divergences import kls_and_entropy
 from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
-from prime_composer.losses.shared.support_divergence import comparison_metrics, tempered
+from prime_composer.losses.shared.support_divergence import (
+    comparison_metrics,
+    divergence_per_token,
+)
 from prime_composer.losses.shared.trust_region import (
     importance_ratios,
     policy_gradient_sum,
     signed_region,
 )
-from prime_composer.losses.shared.whole_vocabulary import whole_vocabulary
 
 
 class EntropyAwareOPDLossConfig(SupportLossConfig):
     """Knobs of ``entropy_aware_opd_loss_fn``."""
-
-    whole_by_heads: ClassVar[bool] = True
 
     type: Literal["entropy_aware_opd"] = "entropy_aware_opd"
 
@@ -79,20 +78,15 @@ def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossCon
     """Return sum_mask w (R + alpha 1[H(q) > tau] KL(q || p))."""
     mask = inputs.loss_mask
     on_all_tokens = config.reverse == "topk"
-    if config.comparison_need == "hidden_states":
-        heads = whole_vocabulary(inputs, config)
-        whole = two_heads.compare(heads, reverse=on_all_tokens, forward=True)
-        teacher_entropy, forward = given(whole.target_entropy), given(whole.forward_kl)
-        reverse = given(whole.reverse_kl) if on_all_tokens else None
-    else:
-        p, q = tempered(given(inputs.support).masked(mask), config)
-        teacher_entropy = entropy(q, config.normalization).detach()
-        forward = forward_kl(p, q, config.normalization)
-        reverse = reverse_kl(p, q, config.normalization) if on_all_tokens else None
+    forward, teacher_entropy, *reverses = divergence_per_token(
+        inputs, config, kls_and_entropy, mask, with_reverse=on_all_tokens
+    ).unbind(-1)
+    teacher_entropy = teacher_entropy.detach()
     # Negated, so that a missing log-prob (NaN) counts as unsure and makes the sum NaN.
     unsure = mask & ~(teacher_entropy <= config.tau)
     forward_sum = config.alpha * masked_sum(forward, unsure, inputs.loss_weights)
-    if reverse is not None:
+    if on_all_tokens:
+        (reverse,) = reverses
         loss = masked_sum(reverse, mask, inputs.loss_weights) + forward_sum
         dropped = torch.zeros_like(mask)
     else:
@@ -117,6 +111,6 @@ def entropy_aware_opd_loss_fn(inputs: LossInputs, config: EntropyAwareOPDLossCon
             "unsure": token_mean(unsure, mask),
             "is_masked": token_mean(dropped, mask),
             "signal_top1pct": top_share(reverse, mask),
-            **comparison_metrics(inputs, config, mask),
+            **comparison_metrics(inputs, mask),
         }
     return LossOutputs(loss=loss, metrics=metrics)

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from prime_composer import two_heads
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import generalized_jsd
 from prime_composer.losses.config import SupportLossConfig
@@ -29,8 +28,6 @@ from prime_composer.losses.shared.support_divergence import support_divergence
 
 class GeneralizedJSDLossConfig(SupportLossConfig):
     """Knobs of ``generalized_jsd_loss_fn``."""
-
-    whole_by_heads: ClassVar[bool] = True
 
     type: Literal["generalized_jsd"] = "generalized_jsd"
 
@@ -51,11 +48,4 @@ class GeneralizedJSDLossConfig(SupportLossConfig):
 @register(GeneralizedJSDLossConfig)
 def generalized_jsd_loss_fn(inputs: LossInputs, config: GeneralizedJSDLossConfig) -> LossOutputs:
     """Return sum_mask w JSD_beta(p, q)."""
-    return support_divergence(
-        inputs,
-        config,
-        generalized_jsd,
-        whole=lambda heads: two_heads.generalized_jsd(heads, config.beta),
-        metric="jsd",
-        beta=config.beta,
-    )
+    return support_divergence(inputs, config, generalized_jsd, metric="jsd", beta=config.beta)

@@ -28,14 +28,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import PositiveFloat
 
-from prime_composer import two_heads
-from prime_composer.contract import LossInputs, LossOutputs, given
+from prime_composer.contract import LossInputs, LossOutputs, Support, given
 from prime_composer.divergences import reverse_kl, upcast, weighted_k1
+from prime_composer.full_vocabulary import WholeVocabulary
 from prime_composer.losses.config import SupportSize, TopKLossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
-from prime_composer.losses.shared.whole_vocabulary import whole_vocabulary
+from prime_composer.losses.shared.support_divergence import on_support
 
 
 class HeadTailReverseKLLossConfig(TopKLossConfig):
@@ -44,7 +44,6 @@ class HeadTailReverseKLLossConfig(TopKLossConfig):
     type: Literal["head_tail_reverse_kl"] = "head_tail_reverse_kl"
 
     needs_inputs: ClassVar[frozenset[str]] = frozenset({"support", "ref_logprobs", "token_ids"})
-    whole_by_heads: ClassVar[bool] = True
     examples: ClassVar[tuple[dict[str, Any], ...]] = (
         {},
         {"k": 8},
@@ -71,10 +70,10 @@ def head_tail_reverse_kl_loss_fn(
     inputs: LossInputs, config: HeadTailReverseKLLossConfig
 ) -> LossOutputs:
     """Return sum_mask w (sum_S p sg(log p/q) + 1[y not in S] rho sg(log p(y)/q(y)))."""
-    if config.comparison_need == "hidden_states":
-        return _whole(inputs, config)
     mask = inputs.loss_mask
     support = given(inputs.support).masked(mask)
+    if isinstance(support, WholeVocabulary):
+        return _whole(inputs, support)
     sampled = given(inputs.token_ids).unsqueeze(-1)
     outside = mask & ~(support.token_ids == sampled).any(-1)
     # Tokens of the support are masked here too: their ratio is not used, and must not overflow.
@@ -103,9 +102,9 @@ def head_tail_reverse_kl_loss_fn(
     return LossOutputs(loss=loss, metrics=metrics)
 
 
-def _whole(inputs: LossInputs, config: HeadTailReverseKLLossConfig) -> LossOutputs:
+def _whole(inputs: LossInputs, support: Support) -> LossOutputs:
     mask = inputs.loss_mask
-    per_token = two_heads.reverse_kl(whole_vocabulary(inputs, config))
+    per_token = on_support(support, reverse_kl)
     with torch.no_grad():
         metrics = {
             "kl": token_mean(per_token, mask),

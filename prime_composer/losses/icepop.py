@@ -20,26 +20,25 @@ import math
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import PositiveFloat, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs, given
-from prime_composer.losses.config import ChannelName, LossConfig
+from prime_composer.losses.config import refuse_above
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import top_share
 from prime_composer.losses.shared.trust_region import (
+    RewardLossConfig,
     drift_metrics,
     importance_ratios,
     policy_gradient_sum,
 )
 
 
-class IcePopLossConfig(LossConfig):
+class IcePopLossConfig(RewardLossConfig):
     """Knobs of ``icepop_loss_fn``, by upstream's names."""
 
     type: Literal["icepop"] = "icepop"
 
-    needs_inputs: ClassVar[frozenset[str]] = frozenset({"advantages"})
-    channel: ClassVar[ChannelName] = "rl"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"ratio_low": 0.5, "ratio_high": 2.0})
 
     ratio_low: PositiveFloat = 0.2
@@ -48,16 +47,9 @@ class IcePopLossConfig(LossConfig):
     ratio_high: PositiveFloat = 5.0
     """A token is dropped above this ratio."""
 
-    adv_tau: NonNegativeFloat = 1.0
-    """Factor of the advantage."""
-
     @model_validator(mode="after")
     def _band_is_not_empty(self) -> "IcePopLossConfig":
-        if self.ratio_low > self.ratio_high:
-            raise ValueError(
-                f"ratio_low = {self.ratio_low:g} is above ratio_high = {self.ratio_high:g}: no "
-                "token would be kept. Exchange them."
-            )
+        refuse_above(self, "ratio_low", "ratio_high", "no token would be kept. Exchange them.")
         return self
 
 

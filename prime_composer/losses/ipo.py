@@ -21,25 +21,23 @@ import torch
 from pydantic import Field, NonNegativeFloat, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs, given
-from prime_composer.losses.config import ChannelName, LossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.dialect import MAX_RATIO, Dialect, with_defaults_of_main
 from prime_composer.losses.shared.metrics import top_share
 from prime_composer.losses.shared.reductions import masked_mean
 from prime_composer.losses.shared.trust_region import (
+    RewardLossConfig,
     drift_metrics,
     importance_ratios,
     policy_gradient_sum,
 )
 
 
-class IPOLossConfig(LossConfig):
+class IPOLossConfig(RewardLossConfig):
     """Knobs of ``ipo_loss_fn``, by upstream's names."""
 
     type: Literal["ipo"] = "ipo"
 
-    needs_inputs: ClassVar[frozenset[str]] = frozenset({"advantages"})
-    channel: ClassVar[ChannelName] = "rl"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"dialect": "main"})
 
     dialect: Dialect = "v0.7"
@@ -47,9 +45,6 @@ class IPOLossConfig(LossConfig):
 
     ipo_threshold: NonNegativeFloat = 0.1
     """A token is dropped once its probability moved by more than this. Dialect main: 0.3."""
-
-    adv_tau: NonNegativeFloat = 1.0
-    """Factor of the advantage."""
 
     kl_tau: NonNegativeFloat = 1e-3
     """Factor of (log rho)^2. Dialect main: 0."""

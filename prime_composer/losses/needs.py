@@ -1,9 +1,113 @@
-"""Check that a trainer provides what a loss needs."""
+"""Inputs that a loss may need, and what to do about each where it is missing.
 
-from collections.abc import Iterable, Mapping
+``NEEDS`` has a row for every field of ``LossInputs`` that a loss may name in ``needs_inputs``, with
+a remedy for each host that may leave it unmet. A new need is a field there, a row here, and the
+code of the hosts that provide it.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from prime_composer.losses.config import LossConfig
+Host = Literal["call", "recipe", "prime_rl", "trl"]
+
+PROVIDERS: dict[Host, str] = {
+    "call": "the trainer",
+    "recipe": "this recipe",
+    "prime_rl": "prime-rl's trainer",
+    "trl": "trl's DistillationTrainer",
+}
+"""Who provides the inputs, by host: who calls a loss, the one-machine engine, prime-rl, trl."""
+
+START_ADAPTER = (
+    "Start the run with the adapter: `prime-rl rl --config FILE --engine prime-rl`, or "
+    "PRIME_COMPOSER=1 in front of prime-rl's own `rl @ FILE`."
+)
+_ADD_TEACHER = "Remedy: add a [teacher] table, or several [teachers.*]."
+_RUN_LOCALLY = "or run the recipe with --engine local."
+_NO_PAIRS = (
+    "prime-rl gives a loss one sequence at a time, and no field ties two of them together into a "
+    f"preference pair. Set the replay channel's weight to 0, {_RUN_LOCALLY}"
+)
+_ONE_MACHINE_HAS_IT = "prime-rl rl --config RECIPE provides it."
+
+
+NEEDS: dict[str, dict[Host, str]] = {
+    "ref_logprobs": {
+        "call": "Configure a [teacher] that scores the student's tokens.",
+        "recipe": _ADD_TEACHER,
+    },
+    "support": {
+        "call": "Configure a [teacher]: its scorer returns the top-K support of each position.",
+        "recipe": _ADD_TEACHER,
+        "prime_rl": START_ADAPTER,
+    },
+    "hidden_states": {
+        "call": "Configure a [teacher] on this machine, or one that prime-rl teacher serves; or "
+        "set k to a number.",
+        "recipe": _ADD_TEACHER,
+        "prime_rl": START_ADAPTER,
+    },
+    "advantages": {
+        "call": "Configure rewards: [rollout] group_size of at least 2 and a dataset with answers.",
+        "recipe": "It compares the rollouts of a group: set rollout.group_size to 2 or more.",
+        "prime_rl": "From v0.7 on prime-rl gives no advantages to tokens that a teacher scores. "
+        f"The adapter does. {START_ADAPTER} For sampled_reverse_kl alone, "
+        'dialect = "v0_7" needs none.',
+        "trl": f"It has no rewards: leave rl_mix and RL losses out. {_ONE_MACHINE_HAS_IT}",
+    },
+    "credit": {
+        "call": "Pass LossInputs.credit, computed from whole groups by the loss's config.credit.",
+        "recipe": _ADD_TEACHER,
+        "prime_rl": "Its orchestrator does not compute a token's credit from the scores of a "
+        "group. Use sampled_reverse_kl with mode = 'signed' and its floor top_d, "
+        f"{_RUN_LOCALLY}",
+        "trl": f"It samples no groups. {_ONE_MACHINE_HAS_IT}",
+    },
+    "contrast_logprobs": {
+        "call": "Configure [teacher.policy], whose wrong hints are wrong rollouts of the same "
+        "group.",
+        "recipe": "Its wrong hints are wrong rollouts of the same group: add [teacher.policy] with "
+        'hint = "reference", and set rollout.group_size to 2 or more.',
+        "prime_rl": "Its opsd scores a rollout with one hint, and not with wrong rollouts of the "
+        f"group. Use rlsd, {_RUN_LOCALLY}",
+        "trl": f"It gives the teacher no hints. {_ONE_MACHINE_HAS_IT}",
+    },
+    "token_ids": {"call": "Pass LossInputs.token_ids.", "prime_rl": START_ADAPTER},
+    "segment_ids": {
+        "call": "Preference losses read pairs of sequences: pass LossInputs.segment_ids "
+        "(2i chosen, 2i + 1 rejected).",
+        "prime_rl": _NO_PAIRS,
+    },
+    "by_teacher": {
+        "call": "Pass LossInputs.by_teacher: which tokens are the teacher's.",
+        "recipe": "It tells the teacher's sequences from the student's: set rollout.other_source = "
+        "'teacher', and rollout.student_fraction below 1.",
+        "prime_rl": f"Its rollouts are all the student's: choose another loss, {_RUN_LOCALLY}",
+        "trl": f"The student samples every answer. {_ONE_MACHINE_HAS_IT}",
+    },
+    "replay": {
+        "call": "Configure a source of preference pairs, or set the weight of the replay channel "
+        "to 0.",
+        "recipe": "It pairs the rollouts of a group: set rollout.group_size to 2 or more, or name "
+        'a file of pairs with [replay] source = "jsonl" and path.',
+        "prime_rl": _NO_PAIRS,
+        "trl": "It has no preference pairs: set the weight of the replay channel to 0.",
+    },
+}
+"""Every optional input, by its field of ``LossInputs``, and the remedy of each host that may lack
+it."""
+
+OF_TEACHER = frozenset({"ref_logprobs", "support", "hidden_states", "credit", "contrast_logprobs"})
+"""The inputs that are computed from a teacher's scores."""
+
+
+@runtime_checkable
+class HasNeeds(Protocol):
+    """What is read of a ``LossConfig`` here."""
+
+    def needs_by_section(self, section: str = "loss") -> dict[str, tuple[Any, frozenset[str]]]:
+        """Map each recipe section to its loss and its needs."""
 
 
 @dataclass(frozen=True)
@@ -21,38 +125,53 @@ class Unmet:
     need: str
 
 
-def unmet(config: LossConfig, available: Iterable[str], section: str = "loss") -> list[Unmet]:
+def unknown(names: Iterable[str]) -> str:
+    """Return what to say of inputs without a row in ``NEEDS``, "" where each has one."""
+    others = sorted(set(names) - NEEDS.keys())
+    if not others:
+        return ""
+    return f"names {', '.join(others)}; a loss may need: {', '.join(NEEDS)} ({__name__}.NEEDS)."
+
+
+def unmet(config: HasNeeds, available: Iterable[str], section: str = "loss") -> list[Unmet]:
     """Return the needs of a loss, and of the losses within it, that are not among ``available``."""
     provided = set(available)
     return [
-        Unmet(below, name, need)
-        for below, (name, needs) in config.needs_by_section(section).items()
+        Unmet(below, loss.type, need)
+        for below, (loss, needs) in config.needs_by_section(section).items()
         for need in sorted(needs - provided)
     ]
 
 
 def require(
-    config: LossConfig,
+    config: HasNeeds,
     available: Iterable[str],
-    remedies: Mapping[str, str],
+    host: Host,
     section: str = "loss",
-    provider: str = "the trainer",
+    provider: str | None = None,
 ) -> None:
-    """Raise unless all that a loss needs is among ``available``.
+    """Raise unless a host provides all that a loss needs.
 
     Args:
         config: the loss.
-        available: names of inputs that are provided.
-        remedies: what to do about each need, one sentence each.
+        available: names of the inputs that the host provides.
+        host: whose remedies of ``NEEDS`` the message has.
         section: recipe section of the loss.
-        provider: what provides the inputs, for the message.
+        provider: what provides the inputs, for the message. None: as in ``PROVIDERS``.
 
     Raises:
-        ValueError: naming the first unmet need, its section and its remedy.
+        ValueError: naming the first unmet need, its section and its remedy; or an input that
+            ``NEEDS`` does not know.
     """
+    provider = provider or PROVIDERS[host]
+    available = set(available)
+    if complaint := unknown(available):
+        raise ValueError(f"what {provider} provides {complaint}")
     for missing in unmet(config, available, section):
-        remedy = remedies.get(missing.need, "")
+        label = f"[{missing.section}] type = {missing.loss!r}"
+        if complaint := unknown([missing.need]):
+            raise ValueError(f"{label} {complaint}")
+        remedy = NEEDS[missing.need].get(host, "")
         raise ValueError(
-            f"[{missing.section}] type = {missing.loss!r} needs {missing.need}, "
-            f"which {provider} does not provide. {remedy}".rstrip()
+            f"{label} needs {missing.need}, which {provider} does not provide. {remedy}".rstrip()
         )

@@ -21,23 +21,26 @@ import math
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import Field, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs, given
-from prime_composer.losses.config import ChannelName, LossConfig
+from prime_composer.losses.config import refuse_above
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.dialect import MAX_RATIO
 from prime_composer.losses.shared.metrics import token_mean, top_share
-from prime_composer.losses.shared.trust_region import capped_ratio, importance_ratios, weighted_sum
+from prime_composer.losses.shared.trust_region import (
+    RewardLossConfig,
+    capped_ratio,
+    importance_ratios,
+    weighted_sum,
+)
 
 
-class PPOLossConfig(LossConfig):
+class PPOLossConfig(RewardLossConfig):
     """Knobs of ``ppo_loss_fn``, by upstream's names."""
 
     type: Literal["ppo"] = "ppo"
 
-    needs_inputs: ClassVar[frozenset[str]] = frozenset({"advantages"})
-    channel: ClassVar[ChannelName] = "rl"
     examples: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"ratio_low": 0.5, "ratio_high": 2.0})
 
     ratio_low: float = Field(0.8, gt=0, le=1)
@@ -49,16 +52,9 @@ class PPOLossConfig(LossConfig):
     max_importance_ratio: float = Field(MAX_RATIO, ge=1)
     """Cap of the ratio where A < 0; a capped token keeps its gradient."""
 
-    adv_tau: NonNegativeFloat = 1.0
-    """Factor of the advantage."""
-
     @model_validator(mode="after")
     def _cap_is_outside_the_band(self) -> "PPOLossConfig":
-        if self.max_importance_ratio < self.ratio_high:
-            raise ValueError(
-                f"max_importance_ratio = {self.max_importance_ratio:g} is below ratio_high = "
-                f"{self.ratio_high:g}: raise it, or lower ratio_high."
-            )
+        refuse_above(self, "ratio_high", "max_importance_ratio", "lower it, or raise the cap.")
         return self
 
 

@@ -7,12 +7,12 @@ A loss of the package is registered by a decorator in its own file. A loss from 
 """
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from prime_composer.contract import LossOutputs
+from prime_composer.tables import named_module
 
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., LossOutputs])
@@ -74,34 +74,21 @@ def choices() -> str:
 
 def _register_from_outside(name: str, base: type[Any]) -> None:
     """Import ``"module:function"`` and register the function under its config."""
-    module_name, _, function_name = name.partition(":")
-    parts = module_name.split(".")
-    if not all(part.isidentifier() for part in parts) or not function_name.isidentifier():
-        raise ValueError(
-            f"loss type {name!r}: name a loss of your own as 'my_package.my_module:my_loss'."
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name in (parts[0], module_name)
-        remedy = (
-            "Put the folder that contains it on PYTHONPATH, or install its package."
-            if missing
-            else "Correct the module: `import` it in Python to see where."
-        )
-        raise ValueError(
-            f"loss type {name!r}: module {module_name!r} cannot be imported "
-            f"({type(error).__name__}: {error}). {remedy}"
-        ) from error
+    module, function_name = named_module(
+        name,
+        f"loss type {name!r}",
+        "name a loss of your own as 'my_package.my_module:my_loss'",
+    )
     if name in LOSS_TYPES:  # the module used the decorator
         return
     if not hasattr(module, function_name):
         raise ValueError(
-            f"loss type {name!r}: {function_name!r} does not exist in {module_name!r}. "
+            f"loss type {name!r}: {function_name!r} does not exist in {module.__name__!r}. "
             f"Define it there: {_signature(function_name)}"
         )
     fn = getattr(module, function_name)
-    _check_function(fn, f"loss type {name!r}: {function_name!r} in {module_name!r}", function_name)
+    what = f"loss type {name!r}: {function_name!r} in {module.__name__!r}"
+    _check_function(fn, what, function_name)
     config = _config_of(fn, name, base)
     field = config.model_fields.get("type")
     if field is None or field.annotation != Literal[name] or field.default != name:
@@ -115,11 +102,7 @@ def _register_from_outside(name: str, base: type[Any]) -> None:
 
 
 def _check_function(thing: Any, what: str, function_name: str) -> None:
-    """Refuse classes and objects: prime-rl's own rl losses are objects with a method ``loss``.
-
-    Raises:
-        ValueError: with what to write instead.
-    """
+    """Refuse classes and objects: prime-rl's own rl losses are objects with a method ``loss``."""
     if callable(thing) and not isinstance(thing, type):
         return
     kind = "the class" if isinstance(thing, type) else "an object of the class"

@@ -45,7 +45,6 @@ from jaxtyping import Float
 from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
-from prime_composer import two_heads
 from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import reverse_kl
 from prime_composer.losses.config import LossConfig, SupportRequest, SupportSize
@@ -53,6 +52,7 @@ from prime_composer.losses.registry import register
 from prime_composer.losses.shared.dialect import MAX_RATIO, Dialect, with_defaults_of_main
 from prime_composer.losses.shared.metrics import token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_mean
+from prime_composer.losses.shared.support_divergence import on_support
 from prime_composer.losses.shared.trust_region import (
     Region,
     drift_metrics,
@@ -77,6 +77,7 @@ class SampledReverseKLLossConfig(LossConfig):
         {"rl_mix": {"form": "add", "kd": 2.0, "loss": {"type": "ipo"}}},
     )
     surrogate: ClassVar[bool] = True
+    takes_reference: ClassVar[bool] = True
 
     mode: Literal["prime_rl", "signed"] = "prime_rl"
     """``prime_rl``: loss, gradient and metrics are bit-equal to upstream's on finite inputs.
@@ -214,12 +215,7 @@ def _signed(
         signal = signal.clamp(-config.clip, config.clip)
     metrics = {"ref_kl": token_mean(log_teacher_ratio, mask)}
     if config.baseline is not None:
-        if config.k == "full":
-            baseline = two_heads.reverse_kl(given(inputs.hidden_states).masked(mask))
-        else:
-            support = given(inputs.support).masked(mask)
-            baseline = reverse_kl(support.student_logprobs, support.teacher_logprobs, "tail")
-        baseline = baseline.to(signal.dtype)
+        baseline = on_support(given(inputs.support).masked(mask), reverse_kl).to(signal.dtype)
         signal = signal + baseline
         metrics["baseline"] = token_mean(baseline, mask)
     signal = torch.where(mask, signal, 0.0)

@@ -27,7 +27,6 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
-from prime_composer import two_heads
 from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import forward_kl, generalized_jsd, reverse_kl, upcast
 from prime_composer.losses.config import SupportLossConfig
@@ -40,13 +39,10 @@ from prime_composer.losses.shared.support_divergence import (
     divergence_per_token,
 )
 from prime_composer.losses.shared.trust_region import importance_ratios
-from prime_composer.two_heads import TwoHeads
 
 
 class SelfDistillationLossConfig(SupportLossConfig):
     """Knobs of ``self_distillation_loss_fn``."""
-
-    whole_by_heads: ClassVar[bool] = True
 
     type: Literal["self_distillation"] = "self_distillation"
 
@@ -103,11 +99,11 @@ def self_distillation_loss_fn(
         signal = (student - teacher).detach()
         per_token = signal * student
     else:
-        divergence, whole, knobs = _divergence(config)
-        per_token = divergence_per_token(inputs, config, divergence, mask, whole=whole, **knobs)
+        divergence, knobs = _divergence(config)
+        per_token = divergence_per_token(inputs, config, divergence, mask, **knobs)
         with torch.no_grad():
             reverse = config.divergence != "forward_kl"
-            metrics = comparison_metrics(inputs, config, mask, reverse)
+            metrics = comparison_metrics(inputs, mask, reverse)
         signal = per_token
     if config.max_ratio == "off":
         ratio, bound = torch.ones_like(per_token), torch.inf
@@ -133,14 +129,8 @@ def self_distillation_loss_fn(
 
 def _divergence(
     config: SelfDistillationLossConfig,
-) -> tuple[Callable[..., Tensor], Callable[[TwoHeads], Tensor], dict[str, float]]:
-    """Return D on a support, D over two heads, and the knobs of the former."""
-    if config.divergence == "reverse_kl":
-        return reverse_kl, two_heads.reverse_kl, {}
-    if config.divergence == "forward_kl":
-        return forward_kl, two_heads.forward_kl, {}
-    return (
-        generalized_jsd,
-        lambda heads: two_heads.generalized_jsd(heads, config.beta),
-        {"beta": config.beta},
-    )
+) -> tuple[Callable[..., Tensor], dict[str, float]]:
+    """Return D and its knobs."""
+    if config.divergence == "generalized_jsd":
+        return generalized_jsd, {"beta": config.beta}
+    return (reverse_kl if config.divergence == "reverse_kl" else forward_kl), {}

@@ -10,7 +10,7 @@ https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/
 "Sequence-Level Knowledge Distillation" (2016), https://arxiv.org/abs/1606.07947.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -24,6 +24,8 @@ class SFTLossConfig(LossConfig):
     """``sft_loss_fn`` has no knobs of its own."""
 
     type: Literal["sft"] = "sft"
+
+    on_given_text: ClassVar[bool] = True
 
 
 @register(SFTLossConfig)

@@ -12,16 +12,13 @@ Reference: "SimPO" (2024), https://arxiv.org/abs/2405.14734, Eq. 6.
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean
+from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import upcast
 from prime_composer.losses.config import ChannelName, LossConfig
 from prime_composer.losses.registry import register
-from prime_composer.losses.shared.metrics import token_mean
-from prime_composer.losses.shared.pairs import pairs_of
-from prime_composer.losses.shared.reductions import masked_sum
+from prime_composer.losses.shared.pairs import logistic_loss, pairs_of
 
 
 class SimPOLossConfig(LossConfig):
@@ -46,13 +43,4 @@ def simpo_loss_fn(inputs: LossInputs, config: SimPOLossConfig) -> LossOutputs:
     pairs = pairs_of(inputs, policy.dtype)
     chosen, rejected = pairs.sums(policy) / pairs.lengths.clamp(min=1)
     margin = config.beta * (chosen - rejected) - config.gamma
-    loss = masked_sum(-F.logsigmoid(margin), pairs.complete, pairs.weights)
-
-    with torch.no_grad():
-        metrics: dict[str, torch.Tensor] = {
-            "loss": PairMean(token_mean(-F.logsigmoid(margin), pairs.complete)),
-            "margin": PairMean(token_mean(margin, pairs.complete)),
-            "accuracy": PairMean(token_mean(margin > -config.gamma, pairs.complete)),
-            "pairs": Count(pairs.complete.sum().to(policy.dtype)),
-        }
-    return LossOutputs(loss=loss, metrics=metrics)
+    return logistic_loss(pairs, margin, margin > -config.gamma)

@@ -9,7 +9,7 @@ A page outside this folder adds the folder of the links: ``--links prime_compose
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,7 @@ END = "<!-- table: end -->"
 def table(links: str = "") -> str:
     """Return one row per loss of the package: type, first line of its docstring, needs.
 
-    Args:
-        links: prefix of the links to the losses' files. With one, the row has what is before the
-            first colon: the page is an overview.
+    With a prefix of the links, the page is an overview: a row has what is before the first colon.
     """
     rows = ["| `type` | loss | needs |", "|---|---|---|"]
     for name, config in LOSS_TYPES.items():
@@ -59,37 +57,49 @@ def between_markers(page: str, begin: str, end: str, content: str) -> str:
     return f"{before}{begin}\n\n{content}\n{end}{after}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print, write or check the table. Return the exit status."""
-    parser = argparse.ArgumentParser(description="The table of losses.")
+def page_parser(description: str) -> argparse.ArgumentParser:
+    """Return the parser of a program that generates a part of a page."""
+    parser = argparse.ArgumentParser(description=description)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--write", type=Path, metavar="FILE", help="renew it in FILE")
     choice.add_argument("--check", type=Path, metavar="FILE", help="fail if FILE is stale")
-    parser.add_argument(
-        "--links", default="", metavar="FOLDER/", help="where FILE finds the losses' files"
-    )
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def generate(
+    program: str, renew: Callable[[str], str], content: str, options: argparse.Namespace
+) -> int:
+    """Print, write or check what ``python -m program`` generates. Return the exit status."""
     path = options.write or options.check
     if path is None:
-        print(table(options.links), end="")
+        print(content, end="")
         return 0
     page = path.read_text(encoding="utf-8")
-    current = renewed(page, options.links)
+    current = renew(page)
     if options.write is not None:
         path.write_text(current, encoding="utf-8")
-        return 0
-    if page != current:
-        print(
-            f"{path} is stale; renew it: python -m prime_composer.losses.table --write {path}",
-            file=sys.stderr,
-        )
+    elif page != current:
+        print(f"{path} is stale; renew it: python -m {program} --write {path}", file=sys.stderr)
         return 1
     return 0
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print, write or check the table. Return the exit status."""
+    parser = page_parser("The table of losses.")
+    parser.add_argument(
+        "--links", default="", metavar="FOLDER/", help="where FILE finds the losses' files"
+    )
+    options = parser.parse_args(arguments)
+    links = options.links
+    return generate(
+        "prime_composer.losses.table", lambda page: renewed(page, links), table(links), options
+    )
+
+
 def _needs(config: Any) -> str:
     first = config(**config.examples[0])
-    if first.parts:
+    if config.is_sum():
         return "what its channels need"
     return ", ".join(f"`{need}`" for need in sorted(first.needs)) or "nothing else"
 

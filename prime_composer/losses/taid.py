@@ -25,10 +25,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
-from prime_composer import two_heads
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import taid
-from prime_composer.losses.config import SupportLossConfig
+from prime_composer.losses.config import SupportLossConfig, refuse_above
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
@@ -40,8 +39,6 @@ from prime_composer.losses.shared.support_divergence import (
 
 class TAIDLossConfig(SupportLossConfig):
     """Knobs of ``taid_loss_fn`` and of its schedule."""
-
-    whole_by_heads: ClassVar[bool] = True
 
     type: Literal["taid"] = "taid"
 
@@ -77,10 +74,7 @@ class TAIDLossConfig(SupportLossConfig):
 
     @model_validator(mode="after")
     def _t_rises(self) -> "TAIDLossConfig":
-        if self.t_start > self.t_end:
-            raise ValueError(
-                f"t_start = {self.t_start} exceeds t_end = {self.t_end}; t only rises."
-            )
+        refuse_above(self, "t_start", "t_end", "t only rises.")
         return self
 
     def make_state(self) -> "TAIDScheduler":
@@ -133,15 +127,7 @@ class TAIDScheduler:
 def taid_loss_fn(inputs: LossInputs, config: TAIDLossConfig, state: TAIDScheduler) -> LossOutputs:
     """Return sum_mask w (-sum p_t log p), or sum_mask w KL(p_t || p)."""
     mask = inputs.loss_mask
-    per_token = divergence_per_token(
-        inputs,
-        config,
-        taid,
-        mask,
-        whole=lambda heads: two_heads.taid(heads, state.t, config.form),
-        t=state.t,
-        form=config.form,
-    )
+    per_token = divergence_per_token(inputs, config, taid, mask, t=state.t, form=config.form)
     loss = masked_sum(per_token, mask, inputs.loss_weights)
 
     with torch.no_grad():
@@ -149,6 +135,6 @@ def taid_loss_fn(inputs: LossInputs, config: TAIDLossConfig, state: TAIDSchedule
             config.form: token_mean(per_token, mask),
             "t": loss.new_tensor(state.t).detach(),
             "signal_top1pct": top_share(per_token, mask),
-            **comparison_metrics(inputs, config, mask, reverse=False),
+            **comparison_metrics(inputs, mask, reverse=False),
         }
     return LossOutputs(loss=loss, metrics=metrics)

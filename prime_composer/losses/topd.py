@@ -47,11 +47,7 @@ SMALLEST_SPREAD = 1e-6
 
 @dataclass(frozen=True)
 class TopDCredit:
-    """Returns of TOP-D, normalized over a group.
-
-    Attributes:
-        alpha: the teacher's weight in the target.
-    """
+    """Returns of TOP-D, normalized over a group. ``alpha`` is the teacher's weight."""
 
     alpha: float
 
@@ -60,12 +56,7 @@ class TopDCredit:
         ref_logprobs: Sequence[Tensor],
         inference_logprobs: Sequence[Tensor],
     ) -> list[Tensor]:
-        """Return A of each trained token, one tensor per rollout, in the dtype of log mu.
-
-        Args:
-            ref_logprobs: log q of each rollout's trained tokens, [n] with its own n.
-            inference_logprobs: log mu of the same tokens.
-        """
+        """Return A of each rollout's trained tokens, in the dtype of log mu."""
         returns = [
             self._returns(log_q.double() - log_mu.double())
             for log_q, log_mu in zip(ref_logprobs, inference_logprobs, strict=True)

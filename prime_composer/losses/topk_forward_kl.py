@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from prime_composer import two_heads
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import forward_kl
 from prime_composer.losses.config import SupportLossConfig, SupportSize, refuse_biased
@@ -26,8 +25,6 @@ from prime_composer.losses.shared.support_divergence import support_divergence
 
 class TopKForwardKLLossConfig(SupportLossConfig):
     """Knobs of ``topk_forward_kl_loss_fn``."""
-
-    whole_by_heads: ClassVar[bool] = True
 
     type: Literal["topk_forward_kl"] = "topk_forward_kl"
 
@@ -62,7 +59,6 @@ def topk_forward_kl_loss_fn(inputs: LossInputs, config: TopKForwardKLLossConfig)
         inputs,
         config,
         forward_kl,
-        whole=two_heads.forward_kl,
         metric="kl",
         reverse=False,
         allow_biased=config.allow_biased,

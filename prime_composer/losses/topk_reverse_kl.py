@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
-from prime_composer import two_heads
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import reverse_kl
 from prime_composer.losses.config import SupportLossConfig, refuse_biased
@@ -30,8 +29,6 @@ from prime_composer.losses.shared.support_divergence import support_divergence
 
 class TopKReverseKLLossConfig(SupportLossConfig):
     """Knobs of ``topk_reverse_kl_loss_fn``."""
-
-    whole_by_heads: ClassVar[bool] = True
 
     type: Literal["topk_reverse_kl"] = "topk_reverse_kl"
 
@@ -61,10 +58,5 @@ class TopKReverseKLLossConfig(SupportLossConfig):
 def topk_reverse_kl_loss_fn(inputs: LossInputs, config: TopKReverseKLLossConfig) -> LossOutputs:
     """Return sum_mask w KL(p || q)."""
     return support_divergence(
-        inputs,
-        config,
-        reverse_kl,
-        whole=two_heads.reverse_kl,
-        metric="kl",
-        allow_biased=config.allow_biased,
+        inputs, config, reverse_kl, metric="kl", allow_biased=config.allow_biased
     )

@@ -5,7 +5,6 @@ python -m prime_composer.recipe.reference --write FILE     # renew it between th
 python -m prime_composer.recipe.reference --check FILE     # fail if FILE is stale
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from prime_composer.losses import LOSS_TYPES, LossConfig
-from prime_composer.losses.table import between_markers
+from prime_composer.losses.table import between_markers, generate, page_parser
 from prime_composer.recipe.carried import mark_of, models_in
 from prime_composer.recipe.schema import Recipe
 
@@ -215,27 +214,8 @@ def renewed(page: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print, write or check the reference. Return the exit status."""
-    parser = argparse.ArgumentParser(description="The reference of every recipe key.")
-    choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--write", type=Path, metavar="FILE", help="renew it in FILE")
-    choice.add_argument("--check", type=Path, metavar="FILE", help="fail if FILE is stale")
-    options = parser.parse_args(arguments)
-    path = options.write or options.check
-    if path is None:
-        print(reference(), end="")
-        return 0
-    page = path.read_text(encoding="utf-8")
-    current = renewed(page)
-    if options.write is not None:
-        path.write_text(current, encoding="utf-8")
-        return 0
-    if page != current:
-        print(
-            f"{path} is stale; renew it: python -m prime_composer.recipe.reference --write {path}",
-            file=sys.stderr,
-        )
-        return 1
-    return 0
+    options = page_parser("The reference of every recipe key.").parse_args(arguments)
+    return generate("prime_composer.recipe.reference", renewed, reference(), options)
 
 
 if __name__ == "__main__":

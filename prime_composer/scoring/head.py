@@ -15,6 +15,8 @@ from prime_composer.scoring.wire import row_digests
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
 HASHED_ROWS = 4096
 """Rows of the head that are on the CPU at once."""
 

@@ -4,15 +4,13 @@ Models of one tokenizer pad their heads to different sizes: 151,936 rows in the 
 152,064 in the large ones. The shared vocabulary is the ids that every head has. Each side is
 normalized over its own head. On both sides, what is beyond the shared ids is a part of the tail.
 
-    in a top K      the entry of an id that the student lacks has log p = log q = ``IN_TAIL``: its
-                    mass is 0, so that a tail bucket, 1 minus the support's mass, contains it
-    whole heads     the ids beyond the shared ones are one bucket (``two_heads.TwoHeads``)
+    in a top K      an id that the student lacks is not known (``contract.Support``): a tail bucket,
+                    1 minus the support's mass, contains it
+    whole heads     the ids beyond the shared ones are one bucket (``full_vocabulary.TwoHeads``)
     sampled tokens  the student may sample an id that the teacher lacks. Sampling is left as it is,
                     and with it the importance ratio. The teacher's probability of the id is 0,
                     floored at that of the bucket. In the sequence that it reads, the last row of
                     its own head, most often padding too, takes the id's place
-
-Torch is not imported: the requests inside prime-rl's orchestrator read this module too.
 """
 
 import math
@@ -21,13 +19,6 @@ from typing import Any
 
 MOST_PADDING = 1024
 """Most ids by which padding makes one head larger than another of the same tokenizer."""
-
-IN_TAIL = -9999.0
-"""Log-prob of both sides at an entry of a support that belongs to the tail.
-
-Its exponential is 0 in every dtype. Unlike -inf it can be subtracted from itself, so that each
-divergence and each gradient has the term 0.
-"""
 
 LOG_FLOOR = math.log(1e-7)
 """log q of a sampled token that the teacher's head lacks; the least mass of a bucket or a tail."""

@@ -7,7 +7,6 @@ byte-level BPE with single digits, trained on the recipe's own data.
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from prime_composer.backends.model_files import fingerprint
+from prime_composer.backends.model_files import cache_root, fingerprint, unusable
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import prompt_text
 from prime_composer.recipe.prepare import AnyPrepare, PrepareConfig, RoundedConfig
@@ -27,35 +26,9 @@ from prime_composer.tiny_models.transcripts import CHAT_TEMPLATE
 FORMAT = 1
 """Part of the cache key. Raise it when the same description builds another model."""
 
-CACHE_VARIABLE = "PRIME_COMPOSER_CACHE"
-"""Environment variable that names the cache folder."""
 
 DESCRIPTION = "prepare.json"
 """The file beside the weights that says how they were made. A trained model's has its loss."""
-
-
-def cache_root() -> Path:
-    """Return the user's cache folder.
-
-    It is ``$PRIME_COMPOSER_CACHE``, or ``prime_composer`` in ``$XDG_CACHE_HOME`` (default
-    ~/.cache).
-
-    Raises:
-        ValueError: a variable names the home directory of a user that does not exist.
-    """
-    own = os.environ.get(CACHE_VARIABLE)
-    folder = own or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/prime_composer"
-    try:
-        return Path(folder).expanduser()
-    except RuntimeError:
-        raise _unusable(Path(folder), "there is no such home directory") from None
-
-
-def _unusable(folder: Path, reason: str) -> ValueError:
-    return ValueError(
-        f"the cache for prepared models cannot be used: {folder} ({reason}); set "
-        f"{CACHE_VARIABLE} to a folder that can be written"
-    )
 
 
 @contextmanager
@@ -64,7 +37,12 @@ def _cache_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _unusable(folder, error.strerror or str(error)) from error
+        raise unusable(folder, error.strerror or str(error)) from error
+    except Exception as error:
+        # So safetensors and tokenizers say what the system refused.
+        if isinstance(error, ValueError) or "(os error " not in str(error):
+            raise
+        raise unusable(folder, str(error)) from error
 
 
 def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
@@ -113,6 +91,32 @@ def cached_path(
         return path if path.is_dir() else None
 
 
+def prepare_configs(recipe: Recipe) -> dict[str, tuple[str, AnyPrepare]]:
+    """Return table -> display name and description of every model under a ``[*.prepare]``."""
+    models: list[tuple[str, str, ModelConfig]] = [
+        (teacher.table, teacher.display, config)
+        for teacher, config in Routing.of_recipe(recipe).teachers.items()
+    ]
+    models.append(("student", "student", recipe.student))
+    return {
+        table: (display, model.prepare)
+        for table, display, model in models
+        if model.prepare is not None
+    }
+
+
+def model_folders(recipe: Recipe, problems: ProblemSet) -> dict[str, Path]:
+    """Return the folder of every prepared model of a recipe, built or not, by table.
+
+    A model whose source is still on the hub is left out: its content names the folder.
+    """
+    return {
+        table: path
+        for table, (_, config) in prepare_configs(recipe).items()
+        if (path := model_path(config, problems)) is not None
+    }
+
+
 def prepare_models(
     recipe: Recipe,
     problems: ProblemSet,
@@ -134,25 +138,14 @@ def prepare_models(
     Raises:
         ValueError: as ``prepare_model``.
     """
-    models: list[tuple[str, str, ModelConfig]] = [
-        (teacher.table, teacher.display, config)
-        for teacher, config in Routing.of_recipe(recipe).teachers.items()
-    ]
-    models.append(("student", "student", recipe.student))
     paths: dict[str, Path] = {}
-    for table, display, config in models:
-        if config.prepare is None:
-            continue
-        path = None if rebuild else cached_path(config.prepare, problems)
+    for table, (display, config) in prepare_configs(recipe).items():
+        path = None if rebuild else cached_path(config, problems)
         if path is None:
-            steps = config.prepare.sft_steps if isinstance(config.prepare, PrepareConfig) else 0
+            steps = config.sft_steps if isinstance(config, PrepareConfig) else 0
             callback = None if progress is None else progress(display, steps)
             path = prepare_model(
-                config.prepare,
-                problems,
-                rebuild=rebuild,
-                progress=callback,
-                rebuilt=paths.values(),
+                config, problems, rebuild=rebuild, progress=callback, rebuilt=paths.values()
             )
         paths[table] = path
     return paths
@@ -198,25 +191,26 @@ def prepare_model(
     with _locked(models / f"{key}.lock"):
         if path.is_dir() and not rebuild:
             return path
-        unfinished = models / f"{key}.unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        if isinstance(config, RoundedConfig):
-            _round(config, unfinished)
-        elif config.prune:
-            unpruned_config = config.model_copy(update={"prune": 0.0})
-            unpruned = prepare_model(
-                unpruned_config, problems, cache_dir, rebuild, progress, rebuilt
-            )
-            _prune(config, problems, unpruned, unfinished, progress or _silent)
-        else:
-            _build(config, problems, unfinished, progress or _silent)
-        replaced = models / f"{key}.replaced"
-        shutil.rmtree(replaced, ignore_errors=True)
-        if path.is_dir():
-            path.rename(replaced)
-        unfinished.rename(path)
-        shutil.rmtree(replaced, ignore_errors=True)
+        with _cache_errors(models):
+            unfinished = models / f"{key}.unfinished"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            if isinstance(config, RoundedConfig):
+                _round(config, unfinished)
+            elif config.prune:
+                unpruned_config = config.model_copy(update={"prune": 0.0})
+                unpruned = prepare_model(
+                    unpruned_config, problems, cache_dir, rebuild, progress, rebuilt
+                )
+                _prune(config, problems, unpruned, unfinished, progress or _silent)
+            else:
+                _build(config, problems, unfinished, progress or _silent)
+            replaced = models / f"{key}.replaced"
+            shutil.rmtree(replaced, ignore_errors=True)
+            if path.is_dir():
+                path.rename(replaced)
+            unfinished.rename(path)
+            shutil.rmtree(replaced, ignore_errors=True)
     return path
 
 

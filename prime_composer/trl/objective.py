@@ -3,24 +3,14 @@
 import os
 from typing import Any
 
-from prime_composer.losses import LossConfig, loss_type, parse_loss, require
+from prime_composer.losses import LossConfig, parse_loss, require
+from prime_composer.losses.needs import PROVIDERS
 from prime_composer.recipe import RecipeError, load_recipe
 
 AVAILABLE = frozenset({"ref_logprobs", "support", "hidden_states", "token_ids", "segment_ids"})
 """Inputs of a loss that are computed from trl's batch and a teacher."""
 
-PROVIDER = "trl's DistillationTrainer"
-
-ON_ONE_MACHINE = "prime-rl rl --config RECIPE provides it."
-
-REMEDIES = {
-    "advantages": "It has no rewards: leave rl_mix and RL losses out. " + ON_ONE_MACHINE,
-    "credit": "It samples no groups. " + ON_ONE_MACHINE,
-    "contrast_logprobs": "It gives the teacher no hints. " + ON_ONE_MACHINE,
-    "by_teacher": "The student samples every answer. " + ON_ONE_MACHINE,
-    "replay": "It has no preference pairs: set the weight of the replay channel to 0.",
-}
-"""Remedy of each need that trl's trainer leaves unmet."""
+PROVIDER = PROVIDERS["trl"]
 
 PLAIN_SAMPLING = {
     "temperature": 1.0,
@@ -49,18 +39,19 @@ def read_loss(loss: LossConfig | dict[str, Any] | str | os.PathLike[str]) -> Los
         config = _loss_of_recipe(loss)
     else:
         config = parse_loss(loss)
-    for section, (name, _) in config.needs_by_section().items():
-        if loss_type(name).channel == "replay":
+    for section, (loss_config, _) in config.needs_by_section().items():
+        name = loss_config.type
+        if loss_config.channel == "replay":
             raise ValueError(
                 f"[{section}] type = {name!r} compares pairs of answers, and {PROVIDER} has none. "
                 "Use trl's DPOTrainer or CPOTrainer, or the replay channel of prime-rl rl."
             )
-        if name == "sft":
+        if loss_config.on_given_text:
             raise ValueError(
-                f"[{section}] type = 'sft' on the student's own samples has an expected gradient "
-                "of 0: leave it out, or train on given answers with trl's SFTTrainer."
+                f"[{section}] type = {name!r} on the student's own samples has an expected "
+                "gradient of 0: leave it out, or train on given answers with trl's SFTTrainer."
             )
-    require(config, AVAILABLE, REMEDIES, provider=PROVIDER)
+    require(config, AVAILABLE, "trl")
     if not config.compares_with_teacher:
         raise ValueError(
             f"[loss] type = {config.type!r} reads no teacher, and {PROVIDER} has no other signal. "

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from prime_composer.backends.hf_model import import_transformers, load_tokenizer
+from prime_composer.backends.model_files import cache_root
 from prime_composer.backends.protocols import Rollout, Scorer
-from prime_composer.backends.transformers import TransformersScorer
-from prime_composer.backends.vllm_server import ServerScorer
-from prime_composer.local.preflight import (
+from prime_composer.losses import LossConfig
+from prime_composer.teachers.compatibility import (
     check_served_tokenizer,
     check_tokenizers,
     check_vocabularies,
 )
-from prime_composer.losses import LossConfig
-from prime_composer.tiny_models.cache import cache_root
+from prime_composer.teachers.server import ServerScorer
+from prime_composer.teachers.transformers import TransformersScorer
 
 Teacher = str | Path | nn.Module | Scorer
 """A URL, a directory or hub id, a model in memory, or a scorer."""
@@ -57,7 +57,7 @@ def open_teacher(
     if teacher is None:
         raise ValueError(
             "teacher_model is missing: pass a model, its directory or hub id, the URL of a vLLM "
-            "server, or a prime_composer.backends.vllm_server.ServerScorer."
+            "server, or a prime_composer.teachers.server.ServerScorer."
         )
     if args.teacher_model_init_kwargs and not is_folder_or_hub_id(teacher):
         raise ValueError(
@@ -122,7 +122,7 @@ def check_teacher(
             "The teacher's tokenizer is not known, so its token ids were not compared with the "
             "student's."
         )
-    ask(scorer, size, by_student, "hidden_states" in config.needs)
+    ask(scorer, size, by_student, config.reads_hidden_states)
     return warnings
 
 

@@ -13,21 +13,20 @@ from torch import Tensor, nn
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
 from prime_composer.backends.hf_model import check_plain_head, lm_head_weight
-from prime_composer.backends.protocols import TeacherScores
-from prime_composer.backends.self_teacher import students_choice
-from prime_composer.contract import Count
-from prime_composer.local.batch import Sample
-from prime_composer.local.gradients import (
+from prime_composer.contract import Count, Scores
+from prime_composer.losses import LossConfig, setup_loss_fn
+from prime_composer.losses.shared.reductions import summed_over_ranks
+from prime_composer.problems.config import Problem
+from prime_composer.step.batch import Sample
+from prime_composer.step.gradients import (
     MetricAverages,
     MicroBatch,
     NonFiniteLoss,
     describe_non_finite,
 )
-from prime_composer.local.preflight import check_ids
-from prime_composer.local.student_forward import student_inputs
-from prime_composer.losses import LossConfig, setup_loss_fn
-from prime_composer.losses.shared.reductions import summed_over_ranks
-from prime_composer.problems.config import Problem
+from prime_composer.step.student_forward import student_inputs
+from prime_composer.teachers.compatibility import check_ids
+from prime_composer.teachers.policy import students_choice
 from prime_composer.trl.batch import SCORES, rollouts_of
 from prime_composer.trl.objective import check_arguments, read_loss
 from prime_composer.trl.teacher import Teacher, check_teacher, open_teacher
@@ -136,7 +135,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         batch = super()._generate_and_score_completions(inputs)
         return batch | {SCORES: self._scores(batch)}
 
-    def _scores(self, batch: Mapping[str, Any]) -> list[TeacherScores]:
+    def _scores(self, batch: Mapping[str, Any]) -> list[Scores]:
         rollouts = rollouts_of(batch, self.eos_token_ids)
         student = self._student(self.model)
         size, by_student = self.loss_config.asked_of_teacher
@@ -149,7 +148,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
             rollouts,
             size,
             candidate_ids=candidates,
-            hidden="hidden_states" in self.loss_config.needs,
+            hidden=self.loss_config.reads_hidden_states,
         )
         for one in scores:
             check_ids(one, lm_head_weight(student).shape[0])

@@ -1,15 +1,15 @@
-"""The adapter for an unmodified prime-rl: v0.6 up to the commits that ``versions`` names.
+"""The adapter for an unmodified prime-rl: v0.6 up to the commits that ``versions.records`` names.
 
     settings        what all processes of a run share, in one environment variable
-    versions        one record per version of prime-rl, and which one is installed
-    capabilities    the one table of what we touch in prime-rl; ``doctor`` checks its ``sources``
+    versions/       one record per version of prime-rl, the one table of what we touch in it, and
+                    the doctor, which checks that table
     autoload        lazy hooks in every process of a run, installed by a .pth file
     launcher_hook   in prime-rl's launcher: checks the loss, resolves the settings
     orchestrator/   asks the teachers for their top-K and sends it to the trainer
     wire            how the top-K is sent
     trainer/        one ``Adapter``: receives the top-K, computes the loss
     plain_launcher  a loss without the adapter: ``loss_fn`` for ``[trainer.loss] import_path``
-    export          a recipe as a native prime-rl TOML; ``environment`` is its problems there
+    export/         a recipe as a native prime-rl TOML; ``environment`` is its problems there
     launch          starts prime-rl's own launcher with the adapter on
 
 Importing this package imports neither prime-rl nor torch; ``loss_fn`` imports torch.

@@ -4,11 +4,10 @@ The question is the beginning of one sequence. Whoever asks the teachers asks it
 ``ASKED_EVERY`` sequences, and after contact with the server was lost.
 """
 
-from typing import Any, NamedTuple
+import torch
+from torch import Tensor
 
-import numpy as np
-
-from prime_composer.backends.answers import InvalidAnswer
+from prime_composer.contract import InvalidAnswer, Scores
 
 ASKED_EVERY = 256
 """Sequences that a teacher scores between two questions whose answer is known."""
@@ -24,38 +23,24 @@ SHARE_APART = 0.1
 experts may choose others at a position, where other requests are in its batch."""
 
 
-class Numbers(NamedTuple):
-    """A teacher's answer as NumPy arrays, one row per scored token.
-
-    Attributes:
-        own: log q of the token, [n].
-        token_ids: the top K, most probable first, [n, k].
-        logprobs: their log q, [n, k].
-    """
-
-    own: Any
-    token_ids: Any
-    logprobs: Any
-
-
-def share_apart(first: Numbers, again: Numbers) -> float:
+def share_apart(first: Scores, again: Scores) -> float:
     """Return the share of positions at which two answers are more than ``APART`` nats apart.
 
     Compared are the sequence's own token, and the first answer's most probable id where there is a
     support. If the second answer does not list it, the last id that it lists is an upper bound.
     """
-    apart = np.abs(_finite(first.own) - _finite(again.own)) > APART
-    if first.token_ids.shape[1]:
+    apart = (_finite(first.ref_logprobs) - _finite(again.ref_logprobs)).abs() > APART
+    if first.k:
         same = again.token_ids == first.token_ids[:, :1]
-        values, best = _finite(again.logprobs), _finite(first.logprobs[:, 0])
-        listed = same.any(axis=1)
-        value = np.where(listed, (values * same).sum(axis=1), values[:, -1])
+        values, best = _finite(again.teacher_logprobs), _finite(first.teacher_logprobs[:, 0])
+        listed = same.any(dim=1)
+        value = torch.where(listed, (values * same).sum(dim=1), values[:, -1])
         gap = best - value
-        apart |= np.where(listed, np.abs(gap), gap) > APART
-    return float(apart.mean())
+        apart |= torch.where(listed, gap.abs(), gap) > APART
+    return float(apart.double().mean())
 
 
-def check_again(first: Numbers, again: Numbers, origin: str) -> None:
+def check_again(first: Scores, again: Scores, origin: str) -> None:
     """Check that a teacher gives its first answer again.
 
     Args:
@@ -77,6 +62,6 @@ def check_again(first: Numbers, again: Numbers, origin: str) -> None:
         )
 
 
-def _finite(logprobs: Any) -> Any:
-    """Return log-probs as an array, with -1000 for less."""
-    return np.maximum(np.asarray(logprobs, np.float64), -1000.0)
+def _finite(logprobs: Tensor) -> Tensor:
+    """Return log-probs in float64, with -1000 for less."""
+    return logprobs.double().clamp(min=-1000.0)

@@ -14,18 +14,19 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import apply_override, parse_recipe, read_tables
 from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.recipe.urls import public_url
-from prime_composer.upstream.config_fields import importable_fields
-from prime_composer.upstream.doctor import require
-from prime_composer.upstream.export.exporter import export_recipe
-from prime_composer.upstream.export.instructions import slurm_notice
+from prime_composer.upstream.export.exporter import Export, export_recipe
 from prime_composer.upstream.export.toml import as_text, merge, write_text
 from prime_composer.upstream.settings import SWITCH, AdapterSettings
-from prime_composer.upstream.versions import (
+from prime_composer.upstream.versions.config_fields import (
+    has_prime_rl,
+    importable_fields,
+    probe_version,
+)
+from prime_composer.upstream.versions.doctor import require
+from prime_composer.upstream.versions.records import (
     NEWEST_RUN,
     UnknownSurface,
     Version,
-    has_prime_rl,
-    probe_version,
 )
 
 NATIVE_TABLES = frozenset({"orchestrator", "inference", "deployment", "slurm"})
@@ -48,32 +49,28 @@ class NativeRun:
     """A run of prime-rl that has not been started.
 
     Attributes:
-        version: the version of prime-rl.
-        file: where its TOML is kept for the record, ``outputs/NAME.prime_rl.toml``.
-        table: the TOML.
-        head: lines of the comment at the head of the file.
+        export: its TOML, and the version of prime-rl.
+        file: where the TOML is kept for the record, ``outputs/NAME.prime_rl.toml``.
         switch: value of ``PRIME_COMPOSER``.
     """
 
-    version: Version
+    export: Export
     file: Path
-    table: dict[str, Any]
-    head: list[str]
     switch: str
 
-    def text(self) -> str:
-        """Return the TOML document."""
-        return as_text(self.table, self.head)
+    def text(self, resume: bool) -> str:
+        """Return the TOML document that prime-rl reads."""
+        table = copy.deepcopy(self.export.table)
+        if resume:
+            self.export.version.resume(table)
+        return as_text(table, self.export.head)
 
     def start(self, resume: bool) -> int:
         """Write the file, start prime-rl's launcher and return its exit status."""
-        table = copy.deepcopy(self.table)
-        if resume:
-            self.version.resume(table)
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.file, as_text(table, self.head))
+        write_text(self.file, self.text(resume))
         command = launcher(self.file)
-        print(f"prime-rl ({self.version.name}): {' '.join(command)}", flush=True)
+        print(f"prime-rl ({self.export.version.name}): {' '.join(command)}", flush=True)
         return subprocess.call(command, env=environment(self.switch))
 
     def check(self) -> subprocess.CompletedProcess[str]:
@@ -83,8 +80,8 @@ class NativeRun:
         checkpoint of a resumed run is not checked.
         """
         with tempfile.TemporaryDirectory(prefix="prime_composer-") as folder:
-            table = copy.deepcopy(self.table)
-            merge(table, self.version.run_dir(Path(folder) / "run"))
+            table = copy.deepcopy(self.export.table)
+            merge(table, self.export.version.run_dir(Path(folder) / "run"))
             table.get("ckpt", {}).pop("output_dir", None)
             file = Path(folder) / self.file.name
             write_text(file, as_text(table, []))
@@ -167,17 +164,16 @@ def plan_recipe(
     export.warn()
     loss = export.table["trainer"]["loss"]["kwargs"]
     switch = AdapterSettings.model_validate({"loss": loss}).to_env()[SWITCH]
-    return NativeRun(version, kept_file(path), export.table, export.head, switch)
+    return NativeRun(export, kept_file(path), switch)
 
 
 def plan_native(raw: dict[str, Any], path: Path, version: Version) -> NativeRun:
     """Take a native TOML as it is. The environment may name its loss."""
-    notice = slurm_notice(raw)
-    if notice is not None:
-        print(notice, file=sys.stderr)
+    export = Export(version, raw, [], {})
+    export.warn()
     given = os.environ.get(SWITCH, "").strip()
     switch = given if given.startswith("{") else AdapterSettings().to_env()[SWITCH]
-    return NativeRun(version, kept_file(path), raw, [], switch)
+    return NativeRun(export, kept_file(path), switch)
 
 
 def print_dry_run(run: NativeRun, resume: bool, installed: bool) -> int:
@@ -186,19 +182,15 @@ def print_dry_run(run: NativeRun, resume: bool, installed: bool) -> int:
     Raises:
         RecipeError: prime-rl is not installed.
     """
-    table = copy.deepcopy(run.table)
-    if resume:
-        run.version.resume(table)
     command = " ".join(launcher(run.file))
     folder = Path(sys.executable).parent
     print("dry run: nothing is started, nothing is written")
-    print(
-        f"prime-rl: {run.version.name}{'' if installed else ' assumed, it is not installed here'}"
-    )
+    assumed = "" if installed else " assumed, it is not installed here"
+    print(f"prime-rl: {run.export.version.name}{assumed}")
     print(f"command: {command}")
     print(f"environment: {SWITCH}={run.switch}")
     print(f"             PATH={folder}{os.pathsep}$PATH")
-    print(f"file: {run.file}\n\n{public_url(as_text(table, run.head))}")
+    print(f"file: {run.file}\n\n{public_url(run.text(resume))}")
     if not installed:
         raise RecipeError(NOT_INSTALLED)
     done = run.check()

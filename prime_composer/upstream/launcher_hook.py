@@ -6,7 +6,6 @@ import os
 import sys
 from typing import Any
 
-from prime_composer.upstream.doctor import require
 from prime_composer.upstream.settings import (
     IMPORT_PATH,
     SECTION,
@@ -16,6 +15,8 @@ from prime_composer.upstream.settings import (
     split_table,
 )
 from prime_composer.upstream.teachers import configured
+from prime_composer.upstream.versions.capabilities import RL_LOSS
+from prime_composer.upstream.versions.doctor import fits, require
 
 
 def hook_config(module: Any) -> None:
@@ -78,12 +79,12 @@ def resolve(config: Any) -> None:
     _check_rewards(config, settings, loss_config.type, in_file)
     if settings.trainer_asks and settings.teachers is None:
         settings = settings.model_copy(update={"teachers": configured(config.orchestrator)})
-    if "hidden_states" in loss_config.needs:
+    if loss_config.reads_hidden_states:
         require("full")
         _refuse_offloading(trainer.model, loss_config.type)
     if settings.k and not settings.trainer_asks:
         _refuse_router_replay(config, loss_config.type, settings.k)
-    if settings.k or "hidden_states" in loss_config.needs:
+    if settings.k or loss_config.reads_hidden_states:
         _refuse_sampling_replay(config, loss_config.type)
     table = _with_token_ids(loss_table, loss_config, trainer.model.name)
     if loss is not None and in_file:
@@ -105,11 +106,10 @@ def _with_file(settings: AdapterSettings, kwargs: dict[str, Any]) -> AdapterSett
 def _check_rewards(config: Any, settings: AdapterSettings, name: str, in_file: bool) -> None:
     """Check that a loss of rewards and teachers is where prime-rl will find it.
 
-    From v0.7 on a loss of both is called on rl tokens, so that [trainer.loss] has to name it.
+    Where rl tokens have a loss of their own, a loss of both is called on them, so that
+    [trainer.loss] has to name it.
     """
-    orchestrator = getattr(config, "orchestrator", None)
-    train = getattr(orchestrator, "train", None)
-    separates_kinds = hasattr(orchestrator, "algo") or hasattr(train, "algo")
+    separates_kinds = fits(RL_LOSS)
     if settings.rewards and separates_kinds:
         require("rl")
     if settings.rewards == "in_loss" and separates_kinds and not in_file:
@@ -118,8 +118,8 @@ def _check_rewards(config: Any, settings: AdapterSettings, name: str, in_file: b
             f'tokens alone: write type = "custom", import_path = "{IMPORT_PATH}" into '
             f"[trainer.loss], and the table into [{SECTION}]."
         )
-    for path, owner in _train_tables(train):
-        smallest = getattr(owner, "min_abs_advantage", None)
+    for path, table in _train_tables(config):
+        smallest = _at(table, "min_abs_advantage")
         if settings.rewards == "in_loss" and smallest:
             raise ValueError(
                 f"[{SECTION}] type = {name!r} reads rewards and a teacher, and {path}."
@@ -134,6 +134,13 @@ def _check_rewards(config: Any, settings: AdapterSettings, name: str, in_file: b
         )
 
 
+def _at(table: Any, path: str) -> Any:
+    """Return a setting at a dotted path, None where this prime-rl has none."""
+    for key in path.split("."):
+        table = getattr(table, key, None)
+    return table
+
+
 def _refuse_offloading(model: Any, name: str) -> None:
     """Check that the output head's weight stays on the trainer's device.
 
@@ -146,7 +153,7 @@ def _refuse_offloading(model: Any, name: str) -> None:
     Raises:
         ValueError: it does not; the message names the key.
     """
-    active = [key for key in ("fsdp_cpu_offload", "full_offload") if getattr(model, key, None)]
+    active = [key for key in ("fsdp_cpu_offload", "full_offload") if _at(model, key)]
     if active:
         raise ValueError(
             f"[{SECTION}] type = {name!r} multiplies with the output head after the forward, and "
@@ -156,14 +163,9 @@ def _refuse_offloading(model: Any, name: str) -> None:
 
 
 def _refuse_router_replay(config: Any, name: str, k: int) -> None:
-    inference = getattr(config, "inference", None)
     experts = "enable_return_routed_experts"
-    replays = {
-        "trainer.enable_router_replay": getattr(config.trainer, "enable_router_replay", False),
-        f"inference.{experts}": getattr(inference, experts, False),
-        f"inference.vllm.{experts}": getattr(getattr(inference, "vllm", None), experts, False),
-    }
-    active = [key for key, on in replays.items() if on]
+    keys = ("trainer.enable_router_replay", f"inference.{experts}", f"inference.vllm.{experts}")
+    active = [key for key in keys if _at(config, key)]
     if active:
         raise ValueError(
             f"[{SECTION}] type = {name!r} needs the teacher's top-{k} support, which is sent in "
@@ -172,11 +174,11 @@ def _refuse_router_replay(config: Any, name: str, k: int) -> None:
         )
 
 
-def _train_tables(train: Any) -> list[tuple[str, Any]]:
+def _train_tables(config: Any) -> list[tuple[str, Any]]:
     """Return [orchestrator.train] and each of its sources, by their paths."""
-    root = "orchestrator.train"
-    sources = enumerate(getattr(train, "source", ()))
-    return [(root, train), *((f"{root}.source[{i}]", source) for i, source in sources)]
+    path = "orchestrator.train"
+    sources = enumerate(_at(config, f"{path}.source") or ())
+    return [(path, _at(config, path)), *((f"{path}.source[{i}]", source) for i, source in sources)]
 
 
 def _refuse_sampling_replay(config: Any, name: str) -> None:
@@ -184,21 +186,13 @@ def _refuse_sampling_replay(config: Any, name: str) -> None:
 
     With typed ``top_p`` and ``top_k`` it takes the ids that sampling kept (``sampling_mask``).
     """
-    inference, train = (
-        getattr(config, "inference", None),
-        getattr(config.orchestrator, "train", None),
-    )
     mask = "enable_return_sampling_mask"
-    active = [
-        f"inference.{path}{mask}"
-        for path, owner in (("", inference), ("vllm.", getattr(inference, "vllm", None)))
-        if getattr(owner, mask, False)
-    ]
-    for path, owner in _train_tables(train):
-        sampling = getattr(owner, "sampling", None)
-        top_p, top_k = getattr(sampling, "top_p", None), getattr(sampling, "top_k", None)
-        active += [f"{path}.sampling.top_p"] if top_p not in (None, 1) else []
-        active += [f"{path}.sampling.top_k"] if top_k not in (None, -1, 0) else []
+    keys = (f"inference.{mask}", f"inference.vllm.{mask}")
+    active = [key for key in keys if _at(config, key)]
+    off = {"top_p": (None, 1), "top_k": (None, -1, 0)}
+    for path, table in _train_tables(config):
+        cuts = [key for key, values in off.items() if _at(table, f"sampling.{key}") not in values]
+        active += [f"{path}.sampling.{key}" for key in cuts]
     if active:
         raise ValueError(
             f"[{SECTION}] type = {name!r} compares log-probs over the whole vocabulary, and this "

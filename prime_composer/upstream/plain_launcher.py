@@ -13,7 +13,7 @@ from typing import Any
 
 from prime_composer.upstream.trainer.adapter import adapter
 from prime_composer.upstream.trainer.hooks import DATA_MODULE, hook_data, placed
-from prime_composer.upstream.versions import LOSS_MODULE, loss_contracts
+from prime_composer.upstream.versions.records import LOSS_MODULE, loss_contracts
 
 SETUPS = frozenset(contract.setup for contract in loss_contracts())
 

@@ -175,7 +175,7 @@ class AdapterSettings(Table):
                 f"and {loss.type!r} is none. Leave rewards out."
             )
         asked_by = self.asked_by
-        if "hidden_states" in loss.needs:
+        if loss.reads_hidden_states:
             if asked_by == "orchestrator":
                 raise ValueError(
                     f"[{SECTION}] type = {loss.type!r} reads the teacher's hidden states, which "

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from prime_composer.upstream.settings import TeacherEntry
-from prime_composer.upstream.toml_shapes import API_KEY_VAR, HEADER
+from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, HEADER
 
 Entries = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]]
 """Tables of ``url``, ``model``, ``weight``, and maybe ``api_key_var``: for all environments, or by

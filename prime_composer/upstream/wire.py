@@ -1,19 +1,28 @@
-"""The teacher's support on prime-rl's wire, in the field ``routed_experts``.
+"""What a teacher's scores look like between prime-rl's orchestrator and its trainer.
 
-That field is meant for router replay: a per-token integer array [seq, a, b]. Every version of
-prime-rl slices, packs, pads, checks and sends it, and its trainer drops it where router replay is
-off. Ours is int32 [seq, 2, K]: the K ids, and the bits of the K float32 log-probs. That is 8 K
-bytes per token.
+prime-rl sends one list of floats per sample, a log-prob for each token, and has no field for
+anything else that a teacher says. So three things travel where they have no field of their own:
 
-Its price: no router replay in the same run; a bin never mixes samples with and without a support; K
-is one number for the run.
+    the support        in ``routed_experts`` (``pack``, ``unpack``)
+    who asked          ``MARK`` in the first place of the list, which no teacher scores
+    no teacher's score NaN in the list. prime-rl's own filling, 0.0, would be a probability of 1
+
+``routed_experts`` is meant for router replay: a per-token integer array [seq, a, b]. Every version
+of prime-rl slices, packs, pads, checks and sends it, and its trainer drops it where router replay
+is off. Ours is int32 [seq, 2, K], ``Scores.to_bytes``: 8 K bytes per token. Its price: no router
+replay in the same run; a bin never mixes samples with and without a support; K is one number for
+the run.
 """
 
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from prime_composer.contract import Scores
 
 MARK = 1.0
 """Value of a sequence's first log-prob in a run whose teachers are mixed or routed by the adapter.
@@ -31,32 +40,68 @@ A power of two is itself in float32 and in bfloat16.
 """
 
 
-class Payload(NamedTuple):
-    """The teacher's top-K of every token.
+class Sent(list[float]):
+    """The list of log-probs that prime-rl's own request returns, and the scores behind it.
 
-    Attributes:
-        token_ids: [seq, k].
-        teacher_logprobs: log q at these ids, full-vocabulary normalized, [seq, k]; NaN where
-            nothing was scored.
+    prime-rl passes the list on between two hooks, and its self-distillation cuts the hint off. A
+    slice keeps its part of the scores.
+
+    Args:
+        values: log q of each token.
+        scores: of the same tokens.
     """
 
-    token_ids: Int[Tensor, "seq k"]
-    teacher_logprobs: Float[Tensor, "seq k"]
+    def __init__(self, values: Iterable[float], scores: Scores):
+        super().__init__(values)
+        self.scores = scores
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        return Sent(super().__getitem__(index), self.scores.rows(index))
 
 
-def pack(token_ids: Any, logprobs: Any) -> Any:
-    """Return int32 [n, 2, K] of NumPy ids [n, K] and float32 log-probs [n, K]."""
+def sent(scores: Scores) -> Sent:
+    """Return what prime-rl gets for a sequence: 0.0 for the tokens before the first score.
+
+    The support of these tokens is not known.
+    """
+    n, k = scores.start, scores.k
+    known = torch.ones(len(scores), k, dtype=torch.bool) if scores.known is None else scores.known
+    whole = Scores(
+        torch.cat([torch.zeros(n), scores.ref_logprobs]),
+        torch.cat([torch.zeros(n, k, dtype=scores.token_ids.dtype), scores.token_ids]),
+        torch.cat([torch.zeros(n, k), scores.teacher_logprobs]),
+        known=torch.cat([torch.zeros(n, k, dtype=torch.bool), known]),
+    )
+    return Sent(whole.ref_logprobs.tolist(), whole)
+
+
+def unscored(length: int) -> list[float]:
+    """Return what is sent for a sequence that no teacher has scored."""
+    return [math.nan] * length
+
+
+def pack(scores: Scores) -> Any:
+    """Return the support as int32 [n, 2, K] in NumPy."""
     import numpy as np  # the plain launcher's trainer packs nothing and may lack NumPy
 
-    ids = np.ascontiguousarray(token_ids, dtype=np.int32)
-    bits = np.ascontiguousarray(logprobs, dtype=np.float32).view(np.int32)
-    return np.stack([ids, bits], axis=1)
+    packed = np.frombuffer(scores.to_bytes(), np.int32)
+    return packed.reshape(len(scores), 2, scores.k)
 
 
-def unpack(array: Int[Tensor, "seq a k"], k: int) -> Payload:
+def unpack(
+    array: Int[Tensor, "seq a k"], k: int, ref_logprobs: Float[Tensor, " seq"] | None = None
+) -> Scores:
     """Return what ``pack`` packed, after prime-rl's packing and padding.
 
     Padding reads id 0 and log-prob 0; it is masked.
+
+    Args:
+        array: of the micro-batch.
+        k: size of the support.
+        ref_logprobs: log q of the tokens; None leaves them NaN, where prime-rl gives its own list
+            to the loss.
 
     Raises:
         ValueError: router replay filled the field, or K differs.
@@ -68,4 +113,5 @@ def unpack(array: Int[Tensor, "seq a k"], k: int) -> Payload:
             "this field: set trainer.enable_router_replay = false and inference "
             "enable_return_routed_experts = false."
         )
-    return Payload(array[:, 0].long(), array[:, 1].contiguous().view(torch.float32))
+    own = torch.full((len(array),), torch.nan) if ref_logprobs is None else ref_logprobs
+    return Scores.of_bytes(array, own)

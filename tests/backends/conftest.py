@@ -51,7 +51,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="session")
 def vllm_sampler(models):
     """Return a sampler of the tied model; only for tests marked ``vllm``."""
-    from prime_composer.backends.vllm import VLLMSampler
+    from prime_composer.samplers.vllm import VLLMSampler
 
     sampler = VLLMSampler(models.tied, max_model_len=320)
     yield sampler
@@ -61,7 +61,7 @@ def vllm_sampler(models):
 @pytest.fixture(scope="session")
 def vllm_scorer(models):
     """Return a scorer of the untied model; only for tests marked ``vllm``."""
-    from prime_composer.backends.vllm import VLLMScorer
+    from prime_composer.teachers.vllm import VLLMScorer
 
     scorer = VLLMScorer(models.untied, max_model_len=320, max_logprobs="full")
     yield scorer

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.answers import IMPOSSIBLE, InvalidAnswer, check_scores
-from prime_composer.backends.mixture import mix
-from prime_composer.backends.protocols import SamplingParams, TeacherScores
-from prime_composer.backends.vllm_server import ServerSampler, ServerScorer
-from prime_composer.upstream.orchestrator.client import parse
+from prime_composer.backends.protocols import SamplingParams
+from prime_composer.contract import Scores
+from prime_composer.samplers.server import ServerSampler
+from prime_composer.teachers.client import read_json
+from prime_composer.teachers.mixture import mix
+from prime_composer.teachers.server import ServerScorer
+from prime_composer.upstream.orchestrator.client import whole_sequence
 
 VOCAB = 12
 START = 2
@@ -59,10 +62,13 @@ def answer_of(seed, n, k, sampled="anywhere", masked=False):
 
 
 def check(a, **changes):
-    """Run the validator on arrays, as ``make_scores`` does for the engines in this process."""
-    known = {"k": a.k, "vocab_size": VOCAB, "origin": "The engine of m", "sequence": 7}
-    arrays = (array.numpy() for array in (a.own, a.ids, a.logprobs))
-    check_scores(*arrays, sampled=a.sampled.numpy(), start=START, **known | changes)
+    """Run the validator, as every scorer does."""
+    asked = {"k": a.k, "vocab_size": VOCAB, "origin": "The engine of m", "sequence": 7}
+    scores = SimpleNamespace(
+        ref_logprobs=a.own, token_ids=a.ids, teacher_logprobs=a.logprobs, known=None, start=START
+    )  # some have shapes that no Scores may have
+    vars(scores).update({name: changes.pop(name) for name in {"known"} & changes.keys()})
+    check_scores.__wrapped__(scores, a.sampled, **asked | changes)
 
 
 seeds = st.integers(0, 10**6)
@@ -159,6 +165,24 @@ def test_scores_that_break_an_invariant_are_refused(broken, seed, n):
 
 @few
 @given(seeds, rows)
+def test_ids_that_are_not_known_are_left_out_of_the_check(seed, n):
+    """Their numbers and ids may be anything. The whole vocabulary then has a mass below 1."""
+    answer = answer_of(seed, n, VOCAB)
+    known = torch.ones(n, VOCAB, dtype=torch.bool)
+    known[:, [2, 5]] = False
+    answer.ids[:, 2], answer.ids[:, 5] = answer.ids[:, 5].clone(), -7
+    answer.logprobs[:, [2, 5]] = torch.tensor([math.nan, 3.0])
+    answer.sampled, answer.own = answer.ids[:, 0], answer.logprobs[:, 0]
+    check(answer, known=known, ranked=False)
+    with pytest.raises(InvalidAnswer, match="id .* is nan"):
+        check(answer, ranked=False)
+    answer.logprobs[-1, 3] = 0.5
+    with pytest.raises(InvalidAnswer, match="is 0.5, where"):
+        check(answer, known=known, ranked=False)
+
+
+@few
+@given(seeds, rows)
 def test_id_that_is_twice_in_a_row_is_refused(seed, n):
     answer = answer_of(seed, n, 3, "outside")
     answer.ids[-1, 2] = answer.ids[-1, 0]
@@ -236,11 +260,11 @@ def test_mixture_of_right_scores_passes_and_of_wrong_ones_does_not(seed, n, k):
         dense = answer_of(seed + (answer is answers[1]), n, VOCAB)
         answer.own = dense.logprobs[dense.ids == 0]
         answer.sampled = tokens
-    scores = [TeacherScores(answer.own, answer.ids, answer.logprobs) for answer in answers]
-    mix(tokens, scores, [0.25, 0.75], sequence=3, start=START)
+    scores = [Scores(a.own, a.ids, a.logprobs, start=START) for a in answers]
+    mix(tokens, scores, [0.25, 0.75], sequence=3)
     scores[0].teacher_logprobs[0] = 3.0
     with pytest.raises(InvalidAnswer, match="^The mixture of teachers gave .* sequence 3, pos"):
-        mix(tokens, scores, [0.25, 0.75], sequence=3, start=START)
+        mix(tokens, scores, [0.25, 0.75], sequence=3)
 
 
 # --- JSON: what vLLM writes, for both endpoints ---
@@ -317,7 +341,8 @@ def server(tmp_path_factory):
 def in_orchestrator(a, written):
     """Read an answer of ``/inference/v1/generate`` as prime-rl's orchestrator does."""
     content = json.dumps({"choices": [{"index": 0}], "prompt_logprobs": written}).encode()
-    return parse([4, 3, *a.sampled.tolist()], content, a.k, "The teacher at http://t:8000")
+    sequence = whole_sequence([4, 3, *a.sampled.tolist()])
+    return read_json(content, sequence, a.k, "The teacher at http://t:8000")
 
 
 @few
@@ -329,9 +354,9 @@ def test_right_json_passes_on_both_roads(server, seed, n, k):
     scores = server.score(answer, written)
     assert scores.ref_logprobs.tolist() == answer.own.tolist()
     assert scores.teacher_logprobs.tolist() == answer.logprobs[:, :k].tolist()
-    flat = in_orchestrator(answer, written)
-    assert flat[START:] == answer.own.tolist()
-    assert flat.token_ids[START:].tolist() == answer.ids[:, :k].tolist()
+    behind = in_orchestrator(answer, written).rows(slice(START - 1, None))
+    assert behind.ref_logprobs.tolist() == answer.own.tolist()
+    assert behind.token_ids.tolist() == answer.ids[:, :k].tolist()
 
 
 def own_of(a):

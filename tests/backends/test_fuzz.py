@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,14 +37,11 @@ SAMPLED = {
 def read_scores(content: bytes) -> None:
     """Read and check an answer as the scorers do."""
     top = top_k_of(TOKENS, read_answer(content), 2)
-    own = np.array(top.own)
-    sampled = np.array(TOKENS[1:])
-    check_scores(
-        own[1:], top.token_ids[1:], top.logprobs[1:],
-        sampled=sampled, k=2, vocab_size=10, origin="server", sequence=0, start=1,
-    )  # fmt: skip
+    sampled = torch.tensor(TOKENS[1:])
+    check_scores(top, sampled, k=2, vocab_size=10, origin="server", sequence=0)
     # Whatever is accepted is a part of a distribution.
-    assert (own <= 1e-4).all() and (np.exp(top.logprobs[1:]).sum(axis=1) <= 1.001).all()
+    assert (top.ref_logprobs <= 1e-4).all()
+    assert (top.teacher_logprobs.exp().sum(dim=1) <= 1.001).all()
     assert ((top.token_ids >= 0) & (top.token_ids < 10)).all()
 
 

@@ -23,8 +23,8 @@ from prime_composer.backends.hf_model import (
     sequence_logprobs,
 )
 from prime_composer.backends.protocols import SamplingParams
-from prime_composer.backends.transformers import TransformersSampler
 from prime_composer.lm_head import selected_logprobs
+from prime_composer.samplers.transformers import TransformersSampler
 
 SEQUENCES = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [14]]
 SMALL = dict(

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_composer.backends.mixture import Teachers, extrapolate, mix
-from prime_composer.backends.protocols import Limits, Rollout, TeacherScores
+from prime_composer.backends.protocols import Limits, Rollout
+from prime_composer.contract import Scores
 from prime_composer.problems.config import Problem
 from prime_composer.recipe.routing import Routing, TeacherId
+from prime_composer.teachers.mixture import Teachers, extrapolate, mix
 
 VOCAB = 12
 AUTHORS = json.loads(
@@ -28,9 +29,9 @@ def dense(count: int, n: int, seed: int) -> torch.Tensor:
     )
 
 
-def scored(q: torch.Tensor, token_ids: torch.Tensor, k: int) -> TeacherScores:
+def scored(q: torch.Tensor, token_ids: torch.Tensor, k: int) -> Scores:
     top = q.log().topk(k, dim=-1)
-    return TeacherScores(
+    return Scores(
         q.log().gather(1, token_ids[:, None])[:, 0].float(), top.indices, top.values.float()
     )
 
@@ -71,10 +72,8 @@ def test_mix_is_a_lower_bound_and_exact_where_it_can_be(count, k, seed, raw):
 def test_mix_is_exact_on_ids_that_every_teacher_lists():
     """An id of every teacher's top K has the mixture's mass."""
     ids = torch.tensor([[3, 1]])
-    one = TeacherScores(torch.tensor([math.log(0.1)]), ids, torch.tensor([[0.6, 0.3]]).log())
-    two = TeacherScores(
-        torch.tensor([math.log(0.3)]), ids.flip(1), torch.tensor([[0.5, 0.2]]).log()
-    )
+    one = Scores(torch.tensor([math.log(0.1)]), ids, torch.tensor([[0.6, 0.3]]).log())
+    two = Scores(torch.tensor([math.log(0.3)]), ids.flip(1), torch.tensor([[0.5, 0.2]]).log())
     mixed = mix(torch.tensor([7]), [one, two], [0.25, 0.75])
     # id 1: .25 * .3 + .75 * .5; id 3: .25 * .6 + .75 * .2; the sampled id 7: .25 * .1 + .75 * .3
     assert mixed.token_ids.tolist() == [[1, 3]]
@@ -108,6 +107,21 @@ def test_mix_of_one_teacher_is_that_teacher():
     assert mix(torch.arange(4), [scores], [1.0]) is scores
 
 
+@pytest.mark.parametrize("same_ids", [True, False])
+def test_id_that_no_teacher_knows_is_not_known_of_the_mixture(same_ids):
+    """One that some of them know has their share, as if the others did not list it."""
+    ids = torch.tensor([[3, 1, 5]])
+    own, known = torch.tensor([math.log(0.1)]), torch.tensor([[True, False, True]])
+    one = Scores(own, ids, torch.tensor([[0.6, math.nan, 0.1]]).log(), known=known)
+    known = torch.tensor([[True, False, False]])
+    two = Scores(own, ids, torch.tensor([[0.2, math.inf, math.nan]]).log(), known=known, start=2)
+    mixed = mix(torch.tensor([7]), [two, one], [0.75, 0.25], same_ids=same_ids)
+    known = mixed.known[0]
+    values = mixed.teacher_logprobs[0][known].exp().tolist()
+    found = dict(zip(mixed.token_ids[0][known].tolist(), values, strict=True))
+    assert found == pytest.approx({3: 0.3, 5: 0.025}) and mixed.start == 2
+
+
 def test_mix_without_a_support_mixes_the_sampled_token():
     """With K = 0 only the sampled token is mixed."""
     scores = [scored(q, torch.arange(4), 0) for q in dense(2, 4, 1)]
@@ -127,6 +141,7 @@ class Recorder:
 
     limits = Limits()
     sampler = None
+    gives_any_ids = True
 
     def __init__(self, logprob: float):
         self.logprob, self.scored, self.closed = logprob, [], False
@@ -134,7 +149,7 @@ class Recorder:
     def score(self, rollouts, support_size, prompts=None, **_):
         self.scored.append([r.token_ids.tolist() for r in rollouts])
         empty = [torch.zeros(len(r.token_ids), 0) for r in rollouts]
-        return [TeacherScores(torch.full((len(e),), self.logprob), e.long(), e) for e in empty]
+        return [Scores(torch.full((len(e),), self.logprob), e.long(), e) for e in empty]
 
     def close(self):
         self.closed = True
@@ -171,7 +186,7 @@ def test_extrapolated_advantage_is_that_of_g_opds_code(scale: float) -> None:
     for row, (q, r) in enumerate(zip(recorded("teacher"), recorded("reference"), strict=True)):
         ids, logprobs = torch.zeros((len(q), 1), dtype=torch.long), q.unsqueeze(1)
         scores = extrapolate(
-            TeacherScores(q, ids, logprobs), TeacherScores(r, ids[:, :0], logprobs[:, :0]), scale
+            Scores(q, ids, logprobs), Scores(r, ids[:, :0], logprobs[:, :0]), scale
         )
         advantage = scores.ref_logprobs - recorded("student")[row]
         assert advantage.tolist() == pytest.approx(expected[row], rel=1e-12, abs=1e-14)
@@ -181,5 +196,5 @@ def test_extrapolated_advantage_is_that_of_g_opds_code(scale: float) -> None:
 def test_extrapolation_of_equal_models_is_the_model() -> None:
     """lambda drops out where q = r, also for a token that both exclude."""
     q = torch.tensor([-0.5, -math.inf])
-    scores = TeacherScores(q, torch.zeros((2, 0), dtype=torch.long), torch.zeros((2, 0)))
+    scores = Scores(q, torch.zeros((2, 0), dtype=torch.long), torch.zeros((2, 0)))
     assert extrapolate(scores, scores, 3.0).ref_logprobs.tolist() == q.tolist()

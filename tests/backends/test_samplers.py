@@ -8,8 +8,8 @@ import torch
 
 from prime_composer.backends.hf_model import read_eos_token_ids
 from prime_composer.backends.protocols import Limits, Sampler, SamplingParams
-from prime_composer.backends.transformers import TransformersSampler, processed_logprobs
-from prime_composer.backends.vllm import VLLMSampler
+from prime_composer.samplers.transformers import TransformersSampler, processed_logprobs
+from prime_composer.samplers.vllm import VLLMSampler
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 

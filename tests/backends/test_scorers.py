@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 
-from prime_composer.backends import transformers as transformers_backend
 from prime_composer.backends.alignment import make_rollout, sequences_to_score
 from prime_composer.backends.hf_model import token_batches
 from prime_composer.backends.protocols import Rollout, Sampler, SamplingParams, Scorer
-from prime_composer.backends.transformers import TransformersScorer
-from prime_composer.backends.vllm import VLLMScorer
+from prime_composer.teachers import transformers as transformers_backend
+from prime_composer.teachers.transformers import TransformersScorer
+from prime_composer.teachers.vllm import VLLMScorer
 from tests.backends.conftest import VOCAB
 
 UNTRAINED = Rollout(

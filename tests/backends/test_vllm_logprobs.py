@@ -3,18 +3,18 @@
 import copy
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 numpy = pytest.importorskip("numpy")
+torch = pytest.importorskip("torch")
 pytest.importorskip("msgspec")
 
 from prime_composer.backends.answers import InvalidAnswer  # noqa: E402
-from prime_composer.backends.vllm_logprobs import TopK, read_answer, top_k_of  # noqa: E402
+from prime_composer.backends.vllm_logprobs import read_answer, top_k_of  # noqa: E402
+from prime_composer.contract import Scores  # noqa: E402
 
 ROWS = [
     None,
@@ -51,40 +51,43 @@ def parse(token_ids, content, k):
 
 def plain_parse(token_ids, content, k):
     """Return what ``parse`` returns, written the plain way, entry by entry."""
-    rows = json.loads(content)["prompt_logprobs"]
-    ids = numpy.zeros((len(rows), k), numpy.int32)
-    logprobs = numpy.full((len(rows), k), math.nan, numpy.float32)
-    values = [0.0] * len(rows)
-    for t, (token, row) in enumerate(zip(token_ids, rows, strict=True)):
-        if row:
-            values[t] = float(row[str(token)]["logprob"])
-            best = sorted(row.items(), key=lambda item: (item[1]["rank"], -item[1]["logprob"]))[:k]
-            for j, (candidate, entry) in enumerate(best):
-                ids[t, j], logprobs[t, j] = int(candidate), entry["logprob"]
-    return TopK(values, ids, logprobs)
+    rows = json.loads(content)["prompt_logprobs"][1:]
+    ids, logprobs = torch.zeros(len(rows), k).long(), torch.zeros(len(rows), k)
+    values = torch.zeros(len(rows))
+    for t, (token, row) in enumerate(zip(token_ids[1:], rows, strict=True)):
+        values[t] = row[str(token)]["logprob"]
+        best = sorted(row.items(), key=lambda item: (item[1]["rank"], -item[1]["logprob"]))[:k]
+        for j, (candidate, entry) in enumerate(best):
+            ids[t, j], logprobs[t, j] = int(candidate), entry["logprob"]
+    return Scores(values, ids, logprobs, start=1)
 
 
 def test_top_k_is_taken_by_rank_from_k_or_k_plus_one_entries():
     top = parse(TOKENS, answer(ROWS), 2)
-    assert top.own == [0.0, -3.0, -1.5]
-    assert top.token_ids.tolist()[1:] == [[1, 2], [9, 1]]
-    assert top.logprobs[1:].ravel().tolist() == pytest.approx([-0.5, -2.0, -0.4, -1.5])
-    assert numpy.isnan(top.logprobs[0]).all()
+    assert top.start == 1 and top.ref_logprobs.tolist() == [-3.0, -1.5]
+    assert top.token_ids.tolist() == [[1, 2], [9, 1]]
+    assert top.teacher_logprobs.ravel().tolist() == pytest.approx([-0.5, -2.0, -0.4, -1.5])
 
 
 def test_k_zero_reads_the_own_tokens_only():
     own = [row and {str(token): row[str(token)]} for token, row in zip(TOKENS, ROWS, strict=True)]
     top = parse(TOKENS, answer(own), 0)
-    assert top.own == [0.0, -3.0, -1.5] and top.token_ids.shape == top.logprobs.shape == (3, 0)
+    assert top.ref_logprobs.tolist() == [-3.0, -1.5]
+    assert top.token_ids.shape == top.teacher_logprobs.shape == (2, 0)
+
+
+def test_rows_before_the_start_are_left_out():
+    top = top_k_of(TOKENS, read_answer(answer(ROWS)), 2, start=2)
+    assert top.start == 2 and top.ref_logprobs.tolist() == [-1.5]
+    assert top.token_ids.tolist() == [[9, 1]]
 
 
 def test_completions_answer_has_its_rows_in_the_choice():
     """``/v1/completions`` and ``/inference/v1/generate`` differ only in where the rows are."""
     content = json.dumps({"id": "r", "choices": [{"index": 0, "prompt_logprobs": ROWS}]}).encode()
     generated, completed = parse(TOKENS, answer(ROWS), 2), parse(TOKENS, content, 2)
-    assert generated.own == completed.own
-    assert generated.token_ids.tobytes() == completed.token_ids.tobytes()
-    assert generated.logprobs.tobytes() == completed.logprobs.tobytes()
+    assert generated.ref_logprobs.tolist() == completed.ref_logprobs.tolist()
+    assert generated.to_bytes() == completed.to_bytes()
 
 
 @pytest.mark.parametrize(
@@ -149,9 +152,9 @@ def test_infinity_of_pythons_json_is_read():
     content = answer([None, {**ROWS[1], "7": never}, ROWS[2] | {"8": never}])
     assert b"-Infinity" in content
     top = parse(TOKENS, content, 3)
-    assert top.own == [0.0, -math.inf, -1.5]
-    assert top.token_ids[1:].tolist() == [[1, 2, 7], [9, 1, 8]]
-    assert top.logprobs[1:, 2].tolist() == [-math.inf] * 2
+    assert top.ref_logprobs.tolist() == [-math.inf, -1.5]
+    assert top.token_ids.tolist() == [[1, 2, 7], [9, 1, 8]]
+    assert top.teacher_logprobs[:, 2].tolist() == [-math.inf] * 2
 
 
 def test_own_token_that_ties_with_the_kth_stays_outside():
@@ -162,15 +165,15 @@ def test_own_token_that_ties_with_the_kth_stays_outside():
         "3": {"logprob": -2.0, "rank": 2},
     }
     top = parse([4, 8], answer([None, row]), 2)
-    assert top.own == [0.0, -2.0]
-    assert top.token_ids[1].tolist() == [9, 3] and top.logprobs[1].tolist() == [-0.5, -2.0]
+    assert top.ref_logprobs.tolist() == [-2.0]
+    assert top.token_ids[0].tolist() == [9, 3] and top.teacher_logprobs[0].tolist() == [-0.5, -2.0]
 
 
 def test_own_token_that_ties_inside_the_top_k_stays_inside():
     """In the top K, vLLM overwrites the own token's rank with its place there."""
     row = {"8": {"logprob": -2.0, "rank": 2}, "9": {"logprob": -0.5, "rank": 1}}
     top = parse([4, 8], answer([None, row]), 2)
-    assert top.token_ids[1].tolist() == [9, 8] and top.logprobs[1].tolist() == [-0.5, -2.0]
+    assert top.token_ids[0].tolist() == [9, 8] and top.teacher_logprobs[0].tolist() == [-0.5, -2.0]
 
 
 def test_equal_ranks_fall_back_to_the_log_prob():
@@ -181,7 +184,7 @@ def test_equal_ranks_fall_back_to_the_log_prob():
         "9": {"logprob": -0.5, "rank": 1},
     }
     top = parse([4, 8], answer([None, row]), 2)
-    assert top.token_ids[1].tolist() == [9, 7] and top.logprobs[1].tolist() == [-0.5, -2.0]
+    assert top.token_ids[0].tolist() == [9, 7] and top.teacher_logprobs[0].tolist() == [-0.5, -2.0]
 
 
 # What float32 makes of a float64, and ties of both kinds
@@ -212,13 +215,10 @@ def test_every_bit_is_that_of_the_plain_parser(sequence):
     """Compare to the last bit, signs of zeros included."""
     tokens, rows, k = sequence
     fast, plain = parse(tokens, answer(rows), k), plain_parse(tokens, answer(rows), k)
-    assert repr(list(fast.own)) == repr(list(plain.own))
-    for ours, theirs in ((fast.token_ids, plain.token_ids), (fast.logprobs, plain.logprobs)):
-        assert (
-            ours.dtype == theirs.dtype
-            and ours.shape == theirs.shape
-            and ours.tobytes() == theirs.tobytes()
-        )
+    for name in ("ref_logprobs", "token_ids", "teacher_logprobs"):
+        ours, theirs = getattr(fast, name), getattr(plain, name)
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        assert ours.numpy().tobytes() == theirs.numpy().tobytes()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -245,15 +245,8 @@ def test_answers_of_a_vllms_size_are_read_alike(seed):
         rows.append(row)
     fast, plain = parse(tokens, answer(rows), k), plain_parse(tokens, answer(rows), k)
     assert {len(row) for row in rows[1:]} == {k, k + 1}
-    assert fast.own == plain.own
-    assert (fast.token_ids == plain.token_ids).all()
-    assert fast.logprobs.tobytes() == plain.logprobs.tobytes()
-
-
-def test_reader_does_not_import_torch():
-    """prime-rl's orchestrator imports it before it has read its config."""
-    code = "import sys, prime_composer.backends.vllm_logprobs; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert fast.ref_logprobs.tolist() == plain.ref_logprobs.tolist()
+    assert fast.to_bytes() == plain.to_bytes()
 
 
 @pytest.mark.vllm
@@ -262,10 +255,8 @@ def test_ranks_of_vllm_identify_the_top_k_in_a_tie(models, tmp_path):
 
     Each own token is one of the most probable 13, so that it ties with the K-th.
     """
-    import torch
-
     from prime_composer.backends.alignment import make_rollout
-    from prime_composer.backends.vllm import VLLMScorer
+    from prime_composer.teachers.vllm import VLLMScorer
 
     model = copy.deepcopy(models.untied_model)
     with torch.no_grad():
@@ -297,7 +288,7 @@ def test_ranks_of_vllm_identify_the_top_k_in_a_tie(models, tmp_path):
     for t in range(2, len(tokens)):
         row, own = rows[t], str(tokens[t])
         listed = {i for i in row if i != own or len(row) == k}
-        assert {str(i) for i in top.token_ids[t].tolist()} == listed
+        assert {str(i) for i in top.token_ids[t - 1].tolist()} == listed
         assert sorted(row[i]["rank"] for i in listed) == [1, 2, 3, 4]
         assert len({entry["logprob"] for entry in row.values()}) == 1  # the tie
         if len(row) == k + 1:
@@ -307,6 +298,6 @@ def test_ranks_of_vllm_identify_the_top_k_in_a_tie(models, tmp_path):
     # The engine in this process returns the own token in a column of its own. Which of the tied ids
     # are listed depends on the top-K algorithm; their log-probs do not, up to the rounding of
     # log_softmax and logsumexp in float32.
-    assert numpy.abs(score.teacher_logprobs.numpy() - top.logprobs[2:]).max() < 2e-6
+    assert (score.teacher_logprobs - top.teacher_logprobs[1:]).abs().max() < 2e-6
     assert (score.token_ids.numpy() % 10 == numpy.array(tokens[2:])[:, None] % 10).all()
     assert all(len(set(ids)) == k for ids in score.token_ids.tolist())

@@ -19,15 +19,18 @@ import torch
 
 from prime_composer.backends import http
 from prime_composer.backends.alignment import make_rollout
-from prime_composer.backends.http import Refused
+from prime_composer.backends.http import Refused, ServerError
 from prime_composer.backends.protocols import SamplingParams
-from prime_composer.backends.vllm_server import ServerError, ServerSampler, ServerScorer
 from prime_composer.local import engine
-from prime_composer.local.engine import open_sampler, open_scorer, student_spec, teacher_spec
-from prime_composer.local.preflight import check_weight_sync
+from prime_composer.local.engine import student_spec, teacher_spec
 from prime_composer.local.probe import impatient
+from prime_composer.local.weight_sync import check_weight_sync
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import parse_recipe
+from prime_composer.samplers.registry import open_sampler
+from prime_composer.samplers.server import ServerSampler
+from prime_composer.teachers.registry import open_scorer
+from prime_composer.teachers.server import ServerScorer
 from tests.faults import modes
 from tests.faults.server import SpoilingServer, road_of_request
 from tests.local.helpers import tiny_models
@@ -101,7 +104,7 @@ def test_server_rollouts_have_the_policys_log_probs(sampler, models, plain_logpr
 
 @pytest.mark.vllm
 def test_server_nucleus_is_renormalized(sampler, models, plain_logprobs):
-    from prime_composer.backends.transformers import processed_logprobs
+    from prime_composer.samplers.transformers import processed_logprobs
 
     for rollout in sampler.generate(
         PROMPTS, SamplingParams(max_tokens=12, temperature=0.7, top_p=0.8), seed=0
@@ -141,7 +144,7 @@ def test_same_seed_gives_the_same_server_rollouts(sampler):
 
 @pytest.mark.vllm
 def test_server_scores_are_those_of_the_model(server, scorer, models):
-    from prime_composer.backends.transformers import TransformersScorer
+    from prime_composer.teachers.transformers import TransformersScorer
 
     g = torch.Generator().manual_seed(0)
     rollouts = [
@@ -342,6 +345,29 @@ def test_restarted_student_gets_its_weights_again(when, restarting, tied_model):
     assert told == ("sampling" in when or when == "between")
 
 
+def test_student_restarted_without_an_outage_samples_again(restarting, tied_model, monkeypatch):
+    """No request meets the restart: an idle connection ended, and the rest is of old weights."""
+    params = SamplingParams(max_tokens=6)
+    sampler = ServerSampler(restarting.url)
+    moved(tied_model)
+    sampler.update_weights(tied_model)
+    undisturbed = sampler.generate(PROMPTS, params, seed=0)
+    sample, calls = sampler._sample, []
+
+    def sample_after_a_restart(*arguments):
+        if not calls:
+            restarting.swap(restarting.checkpoint)
+            sampler._connection.restarts += 1
+        calls.append(1)
+        return sample(*arguments)
+
+    monkeypatch.setattr(sampler, "_sample", sample_after_a_restart)
+    rollouts = sampler.generate(PROMPTS, params, seed=0)
+    sampler.close()
+    assert len(calls) == 2 and sampler._connection.outages == 0
+    assert ids_of(rollouts) == ids_of(undisturbed) and mu_of(rollouts) == mu_of(undisturbed)
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_student_is_asked_for_its_weights_after_a_pause(
     restarted, restarting, tied_model, monkeypatch
@@ -521,6 +547,12 @@ def test_busy_server_is_asked_to_reload_again(spoiling, tied_model):
     assert spoiling.spoiled["status_503"] >= 2
 
 
+def specs_of(recipe, teacher, table="teacher"):
+    """Return how the student's sampler and a teacher's scorer are opened."""
+    student = student_spec(recipe.rollout, "m", recipe.trainer.dtype, recipe.largest_call)
+    return student, teacher_spec(teacher, student, "m", samples=False, table=table)
+
+
 def test_tables_of_a_recipe_reach_the_server(fake_server, tiny_recipe):
     """``wait``, ``timeout`` and the table's name, of each of several teachers and the student."""
     raw = tiny_recipe(student={"model": "m"})
@@ -528,8 +560,8 @@ def test_tables_of_a_recipe_reach_the_server(fake_server, tiny_recipe):
     raw["teachers"] = {"big": {"model": "m", "url": fake_server.url, "wait": 3, "timeout": 5}}
     raw["rollout"] |= {"backend": "server", "url": fake_server.url, "wait": 4, "timeout": 6}
     recipe = parse_recipe(raw)
-    scorer = open_scorer(teacher_spec(recipe.teachers["big"], recipe, "m", "teachers.big"))
-    sampler = open_sampler(student_spec(recipe, "m"))
+    student, teacher = specs_of(recipe, recipe.teachers["big"], "teachers.big")
+    scorer, sampler = open_scorer(teacher), open_sampler(student)
     assert (scorer._connection.wait, scorer.section) == (3.0, "[teachers.big]")
     assert (sampler._connection.wait, sampler.section) == (4.0, "[rollout]")
     assert (scorer._connection.timeout, sampler._connection.timeout) == (5.0, 6.0)
@@ -538,8 +570,7 @@ def test_tables_of_a_recipe_reach_the_server(fake_server, tiny_recipe):
     assert scorer._connection.starting and sampler._connection.starting
     del raw["rollout"]["wait"], raw["teachers"]["big"]["wait"]
     unset = parse_recipe(raw)
-    assert not student_spec(unset, "m").starting
-    assert not teacher_spec(unset.teachers["big"], unset, "m").starting
+    assert not any(spec.starting for spec in specs_of(unset, unset.teachers["big"]))
     assert parse_recipe(tiny_recipe()).rollout.wait == 600
     assert parse_recipe(tiny_recipe()).teacher.timeout == 600
 
@@ -689,8 +720,9 @@ def test_api_key_comes_from_the_recipes_variable(fake_server, monkeypatch, tiny_
 
     def open_both():
         recipe = parse_recipe(raw)
-        open_scorer(teacher_spec(recipe.teacher, recipe, "m")).close()
-        open_sampler(student_spec(recipe, "m")).close()
+        student, teacher = specs_of(recipe, recipe.teacher)
+        open_scorer(teacher).close()
+        open_sampler(student).close()
 
     fake_server.key = "usual"
     open_both()

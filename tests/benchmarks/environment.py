@@ -18,7 +18,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,16 +35,16 @@ from prime_composer.backends.hf_model import (  # noqa: E402
     import_transformers,
     without_progress_bars,
 )
+from prime_composer.environments.tasks import parts_of  # noqa: E402
 from prime_composer.local.clock import Clock  # noqa: E402
 from prime_composer.local.collect import collect  # noqa: E402
 from prime_composer.local.engine import Engine, open_engine  # noqa: E402
 from prime_composer.local.sources import Sources, load_sources  # noqa: E402
-from prime_composer.local.tasks import parts_of  # noqa: E402
+from prime_composer.local.student import Student  # noqa: E402
 from prime_composer.local.tokenized_problems import TokenizedProblems  # noqa: E402
-from prime_composer.local.train import TrainingState  # noqa: E402
 from prime_composer.problems.loading import ProblemSet  # noqa: E402
 from prime_composer.recipe.loading import parse_recipe  # noqa: E402
-from tests.local.environment_kit import ENVIRONMENTS, save_tokenizer  # noqa: E402
+from tests.environments.kit import ENVIRONMENTS, save_tokenizer  # noqa: E402
 
 SIZES = {
     # name: vocabulary, hidden, layers, heads, key-value heads, intermediate
@@ -93,18 +94,20 @@ class Cost:
 class CpuClock(Clock):
     """Remembers the CPU time at which sampling, environments included, and grading ended."""
 
-    def lap(self, name: str) -> None:
-        super().lap(name)
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with super().phase(name):
+            yield
         if name == "reward":
             self.graded_at = time.process_time()
 
 
-def run_step(engine: Engine, state: TrainingState, recipe: Any, step: int) -> Cost:
+def run_step(engine: Engine, student: Student, recipe: Any, step: int) -> Cost:
     """Run a step, and return what it took."""
     began, cpu_began = time.perf_counter(), time.process_time()
     clock = CpuClock()
     batch, _ = collect(engine, recipe, step, clock)
-    state.train_step(batch, step)
+    student.update(batch, step)
     engine.end_step(step)
     wall, cpu = time.perf_counter() - began, time.process_time() - cpu_began
     tokens = batch.tokens
@@ -157,15 +160,15 @@ def measure(size: str, args: argparse.Namespace) -> None:
             first, second = (one.problems.prompt(one.problems.problem_set.practice[0])
                              for one in engines)  # fmt: skip
             assert first == second, "the prompts differ"
-            state = TrainingState.of_recipe(recipe, engine)
+            student = Student.of_recipe(recipe, engine)
             with all_cores(engine.model):
                 for one in engines:  # the first calls of libraries
-                    run_step(one, state, recipe, 1)
+                    run_step(one, student, recipe, 1)
                 costs: tuple[list[Cost], list[Cost]] = ([], [])
                 for step in range(2, args.steps + 2):
                     order = (0, 1) if step % 2 else (1, 0)
                     for kind in order:
-                        costs[kind].append(run_step(engines[kind], state, recipe, step))
+                        costs[kind].append(run_step(engines[kind], student, recipe, step))
         print_row(size, costs, args.max_tokens)
 
 

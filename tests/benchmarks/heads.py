@@ -5,13 +5,13 @@
 
 One step computes values, and the gradients for the student's hidden states and head. ``log-probs``
 are those of the sampled token and K = 32 ids (``prime_composer.lm_head``). The others are
-``prime_composer.two_heads``, where student and teacher have the same width.
+``prime_composer.full_vocabulary``, where student and teacher have the same width.
 
 ``products`` is the floor: the matrix products of ``chunked`` alone, in the same blocks. ``plain``
 is the formula on log-softmaxes of [tokens, vocabulary], with autograd, and ``compiled`` is
 ``torch.compile`` of it. The variants take turns, and a time is the median of its rounds. ``MiB`` is
 the peak of a step above inputs and gradients. "-" is out of memory. A CPU's peak is that of a whole
-process: ``tests.benchmarks.two_heads`` measures it.
+process: ``tests.benchmarks.full_vocabulary`` measures it.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from prime_composer.lm_head import CHUNK, TOKEN_BLOCK, selected_logprobs
-from tests.benchmarks.two_heads import DTYPES, OBJECTIVES, Step
+from tests.benchmarks.full_vocabulary import DTYPES, OBJECTIVES, Step
 
 K = 32
 LOG_PROBS = "log-probs"
@@ -124,7 +124,6 @@ def main() -> None:
     if cuda and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --device cpu needs small --vocab and --tokens")
     options.dtype = options.dtype or ("bfloat16" if cuda else "float32")
-    options.block = options.chunk = None
     device = torch.cuda.get_device_name() if cuda else "CPU"
     print(f"{device}, torch {torch.__version__}, {options.dtype}, vocabulary {options.vocab:,}; ms")
     print()

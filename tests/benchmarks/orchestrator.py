@@ -30,8 +30,10 @@ from pydantic.dataclasses import dataclass
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prime_composer.backends.vllm_logprobs import read_answer, top_k_of
-from prime_composer.upstream.orchestrator.client import IN_FLIGHT, Scores, parse
-from prime_composer.upstream.wire import pack
+from prime_composer.contract import Scores
+from prime_composer.teachers.client import read_json
+from prime_composer.upstream.orchestrator.client import IN_FLIGHT, whole_sequence
+from prime_composer.upstream.wire import pack, sent
 from tests.backends.test_vllm_logprobs import plain_parse
 
 VOCAB = 151_936
@@ -86,7 +88,11 @@ def prime_rls(content: bytes) -> list[float]:
 
 
 def unchecked(token_ids: list[int], content: bytes, k: int) -> Scores:
-    return Scores(*top_k_of(token_ids, read_answer(content), k))
+    return top_k_of(token_ids, read_answer(content), k)
+
+
+def parse(token_ids: list[int], content: bytes, k: int) -> Scores:
+    return read_json(content, whole_sequence(token_ids), k, "The teacher")
 
 
 def main() -> None:
@@ -128,7 +134,7 @@ def main() -> None:
     answers = min(IN_FLIGHT, arguments.batch)
     gigabytes = answers * len(many[1]) / 1e9
     print(f"JSON in flight: {answers} answers, {gigabytes:.2f} GB")
-    payload = pack(scores.token_ids, scores.logprobs)
+    payload = pack(sent(scores).scores)
     print(f"on the wire to the trainer: {payload.nbytes:,} bytes a sample")
 
 

@@ -64,7 +64,7 @@ from types import SimpleNamespace
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))
 
-from prime_composer.upstream.versions import VERSIONS  # noqa: E402
+from prime_composer.contract import Scores  # noqa: E402
 from tests.prime_rl_checkout import extract, pythonpath  # noqa: E402
 
 VARIANTS = ("prime-rl again", "sampled", "topk", "topk naive")
@@ -77,7 +77,7 @@ def table_of(args):
         return None
     if args.variant.startswith("topk"):
         return {"type": "topk_reverse_kl", "k": args.k}
-    return {"type": "sampled_reverse_kl", "dialect": VERSIONS[args.version].loss_dialect}
+    return {"type": "sampled_reverse_kl", "dialect": args.version}
 
 
 def resident(field):
@@ -159,7 +159,7 @@ def samples(args, step, topk):
         if topk:
             from prime_composer.upstream import wire
 
-            packed = wire.pack(ids.numpy(), log_q.numpy())
+            packed = wire.pack(Scores(log_q[:, 0], ids, log_q))
             routed = RoutedExperts(
                 data=packed.tobytes(), shape=list(packed.shape), dtype=str(packed.dtype)
             )
@@ -430,7 +430,7 @@ def head_only(args):
     ref, mu, advantages = -torch.rand(n), -torch.rand(n), torch.ones(n)
     packed = None
     if args.variant.startswith("topk"):
-        packed = torch.from_numpy(wire.pack(top.numpy(), log_q.numpy()))[None]
+        packed = torch.from_numpy(wire.pack(Scores(log_q[:, 0], top, log_q)))[None]
     batch = {
         "input_ids": ids,
         "loss_mask": mask,

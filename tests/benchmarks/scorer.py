@@ -26,8 +26,8 @@ from prime_composer.backends.hf_model import (  # noqa: E402
     import_transformers,
     without_progress_bars,
 )
-from prime_composer.backends.transformers import TransformersScorer  # noqa: E402
-from prime_composer.backends.vllm import VLLMScorer  # noqa: E402
+from prime_composer.teachers.transformers import TransformersScorer  # noqa: E402
+from prime_composer.teachers.vllm import VLLMScorer  # noqa: E402
 
 SIZES = {
     # name: vocabulary, hidden, layers, prompt tokens, completion tokens, rollouts

@@ -28,12 +28,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 
-from prime_composer.backends.alignment import make_rollout, sequences_to_score  # noqa: E402
+from prime_composer.backends.alignment import make_rollout  # noqa: E402
 from prime_composer.backends.hf_model import (  # noqa: E402
     import_transformers,
     without_progress_bars,
 )
-from prime_composer.backends.vllm_server import ServerScorer  # noqa: E402
+from prime_composer.teachers.server import ServerScorer  # noqa: E402
 from tests.vllm_process import TeacherProcess, VllmProcess, save_tokenizer  # noqa: E402
 
 Work = Callable[[list[Any]], object]
@@ -113,12 +113,10 @@ def sequences(options: argparse.Namespace, start: int, seed: int) -> list[Any]:
 def compare(server: VllmProcess, options: argparse.Namespace) -> None:
     """Print a row per kind of answer."""
     scorer = ServerScorer(server.url)
-    client = scorer.plugin()
-    assert client is not None
+    assert scorer.gives_any_ids
 
     def hidden(rollouts: list[Any]) -> object:
-        numbered = list(enumerate(sequences_to_score(rollouts)))
-        return scorer._connection.map(lambda one: client.score_with_hidden(*one), numbered)
+        return scorer.score(rollouts, 0, hidden=True)
 
     most, half = options.ks[-1], options.tokens // 2
     cases: dict[str, tuple[int, Work]] = {}

@@ -28,19 +28,20 @@ set_environment()
 import torch  # noqa: E402
 
 from prime_composer.backends import cpu_guard  # noqa: E402
-from prime_composer.backends.vllm import VLLMEngine, VLLMSampler  # noqa: E402
-from prime_composer.local import gradients  # noqa: E402
+from prime_composer.backends.vllm import VLLMEngine  # noqa: E402
 from prime_composer.local import train as train_module  # noqa: E402
-from prime_composer.local.canary import Canary  # noqa: E402
 from prime_composer.local.health import WeightCheck  # noqa: E402
-from prime_composer.local.mismatch import Mismatch  # noqa: E402
+from prime_composer.local.watch import Watch  # noqa: E402
 from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
+from prime_composer.samplers.vllm import VLLMSampler  # noqa: E402
+from prime_composer.step import gradients  # noqa: E402
+from prime_composer.step.mismatch import Mismatch  # noqa: E402
 from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
 
 spent: dict[str, float] = defaultdict(float)
 BOTH = "forward and backward"
-CHECKS = ("canary", "sampler's KL", "weights' norms")
+CHECKS = ("watch", "sampler's KL", "weights' norms")
 
 
 def timed(name: Callable[[Any], str] | str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +152,7 @@ def main() -> None:
     )
     gradients.student_inputs = timed("student forward", gradients.student_inputs)
     torch.Tensor.backward = timed("student backward", torch.Tensor.backward)
-    Canary.check = timed("canary", Canary.check)
+    Watch.check = timed("watch", Watch.check)
     Mismatch.add = timed("sampler's KL", Mismatch.add)
     WeightCheck.check = timed("weights' norms", WeightCheck.check)
     steps = Steps()

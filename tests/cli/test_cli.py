@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from prime_composer.cli.commands import choose_engine, main, set_environment
-from prime_composer.cli.run_dirs import Claim, Wish, claim_run_dir
-from prime_composer.local.lock import InUse
+from prime_composer.local.run_dir.claim import Claim, Wish, claim_run_dir
+from prime_composer.local.run_dir.lock import InUse
 from prime_composer.recipe.loading import parse_recipe
 from tests.command import CLI, prime_rl, toml
 from tests.fork_server import ForkServer
@@ -117,7 +117,7 @@ def test_rl_without_vllm_is_refused_before_preparing(
 ) -> None:
     """Nobody waits for small models to be trained, only to read that vLLM is missing."""
     from prime_composer.cli import runs
-    from prime_composer.local import plan
+    from prime_composer.local.run_dir import plan
 
     prepared: list[Any] = []
     monkeypatch.setattr(runs, "prepare_models", lambda *args, **kw: prepared.append(args) or {})
@@ -220,10 +220,11 @@ def test_dry_run_is_passed_to_the_prime_rl_launcher(
     tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher gets the folders of the small models, none of which is built."""
-    from prime_composer.upstream import launch, versions
+    from prime_composer.upstream import launch
+    from prime_composer.upstream.versions import config_fields
 
     calls: list[Any] = []
-    monkeypatch.setattr(versions, "has_prime_rl", lambda: True)
+    monkeypatch.setattr(config_fields, "has_prime_rl", lambda: True)
     monkeypatch.setattr(launch, "launch", lambda *args, **kw: calls.append((args, kw)) or 0)
     monkeypatch.setenv("PRIME_COMPOSER_CACHE", str(tmp_path / "cache"))
     words = ["rl", "--config", str(tiny_file), "--engine", "prime-rl", "--dry-run"]

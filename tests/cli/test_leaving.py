@@ -17,7 +17,7 @@ import pytest
 from prime_composer.cli import study as study_module
 from prime_composer.cli.commands import main
 from prime_composer.cli.study_file import Run
-from prime_composer.local.checkpoint import list_checkpoints
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.signals import Stopped, stopping_at_once
 from prime_composer.recipe.loading import parse_recipe
 from tests.command import CLI, numbers, prime_rl, toml
@@ -114,7 +114,7 @@ def test_signal_before_the_first_step_leaves_the_name_free(
     assert seconds < 1 or "Traceback" not in err
     if process.returncode:
         names = {path.name for path in (tmp_path / "run").glob("*")}
-        assert names <= {"recipe.json", ".lock", "metrics.jsonl", "checkpoints"}
+        assert names <= {"recipe.json", ".lock", ".holder", "metrics.jsonl", "checkpoints"}
         done = prime_rl(*words, *(["--resume"] * ("checkpoints" in names)), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 

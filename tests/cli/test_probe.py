@@ -73,7 +73,7 @@ def test_json_has_stable_keys_and_numbers(cli: Cli, tiny_recipe: Raw) -> None:
         "share", "throughput", "plugin", "support", "wrong_answers", "unmeasured",
     } == set(teacher)  # fmt: skip
     speeds = [entry["tokens_per_second"] for entry in teacher["throughput"]]
-    assert len(speeds) == 6 and all(isinstance(speed, float) for speed in speeds)
+    assert len(speeds) == 7 and all(isinstance(speed, float) for speed in speeds)
     numbers = [teacher["support"]["recommended_k"], teacher["support"]["by_k"][0]["reverse_kl"]]
     numbers += [report["step"]["score_seconds"], teacher["facts"]["context"]]
     assert all(isinstance(number, int | float) for number in numbers)

@@ -1,6 +1,7 @@
 """Run directories: which are free, which start over, which continue, and which are left alone."""
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -9,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from prime_composer.cli.run_dirs import (
+from prime_composer.local.run_dir import checkpoint as checkpoint_module
+from prime_composer.local.run_dir.checkpoint import DamagedCheckpoint, list_checkpoints
+from prime_composer.local.run_dir.claim import (
     Claim,
     RunDir,
     Wish,
     choose_run_dir,
     claim_run_dir,
-    write_recipe,
 )
-from prime_composer.local import checkpoint as checkpoint_module
-from prime_composer.local.checkpoint import DamagedCheckpoint, list_checkpoints
-from prime_composer.local.lock import InUse, RunLock
+from prime_composer.local.run_dir.lock import InUse, RunLock
+from prime_composer.local.run_dir.recipe_file import _why_not_other_steps, write_recipe
+from prime_composer.local.student import lr_factor
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.recipe.schema import RecipeError
+from prime_composer.recipe.schema import RecipeError, TrainerConfig
 from tests.local.test_checkpoint import save
 
 Raw = Callable[..., dict[str, Any]]
@@ -72,8 +73,9 @@ def refusal(wish: Wish) -> str:
     with pytest.raises((RecipeError, DamagedCheckpoint)) as caught:
         claim_run_dir(wish)
     after = contents()
-    assert {path: after[path] for path in before if path.name != ".lock"} == {
-        path: content for path, content in before.items() if path.name != ".lock"
+    ours = (".lock", ".holder")
+    assert {path: after[path] for path in before if path.name not in ours} == {
+        path: content for path, content in before.items() if path.name not in ours
     }
     return str(caught.value)
 
@@ -84,7 +86,7 @@ def over_again(claim: Claim) -> bool:
         assert "starting over" in claim.run_dir.describe()
         claim.begin()
         names = {path.name for path in claim.path.iterdir()}
-    return names == {".lock", "recipe.json"}
+    return names == {".lock", ".holder", "recipe.json"}
 
 
 @pytest.mark.parametrize("output_dir", ["run", None])
@@ -113,7 +115,8 @@ def test_start_killed_before_its_recipe_starts_over(
     resume: bool, wish: Callable[..., Wish]
 ) -> None:
     Path("run").mkdir()
-    Path("run/.lock").write_text("host 1\n")
+    Path("run/.lock").touch()
+    Path("run/.holder").write_text("host 1\n")
     Path("run/recipe.tmp").write_text('{"stud')
     with claim_run_dir(wish(resume=resume)) as claim:
         assert json.loads((claim.path / "recipe.json").read_text())["trainer"]["steps"] == 4
@@ -171,8 +174,9 @@ def test_overwrite_deletes_the_run_when_the_new_one_begins(wish: Callable[..., W
     assert json.loads((path / "recipe.json").read_text())["trainer"]["lr"] == 0.5
     names = {str(file.relative_to(path)) for file in path.rglob("*")}
     assert names == {
-        ".lock", "recipe.json", "thesis.txt", "wandb", "checkpoints", "checkpoints/notes.txt"
-    }  # fmt: skip
+        *(".lock", ".holder", "recipe.json"),
+        *("thesis.txt", "wandb", "checkpoints", "checkpoints/notes.txt"),
+    }
 
 
 def test_overwrite_leaves_a_directory_without_a_recipe_alone(wish: Callable[..., Wish]) -> None:
@@ -205,16 +209,6 @@ def test_resume_takes_the_newest_or_the_named_step(wish: Callable[..., Wish]) ->
         assert run_dir.checkpoint is not None and run_dir.checkpoint.step == taken
         assert run_dir.describe() == f"run directory: run, resuming after step {taken}"
     assert "no checkpoint of step 4; it has 2, 3" in refusal(wish(resume=True, step=4))
-
-
-def test_resume_of_a_checkpoint_without_manifest_warns(wish: Callable[..., Wish]) -> None:
-    finish(wish(), 2)
-    folder = Path("run/checkpoints/step_000002")
-    (folder / "manifest.json").unlink()
-    assert "manifest.json is missing" in refusal(wish(resume=True))
-    torch.save({"step": 2, "rng": torch.get_rng_state()}, folder / "trainer.pt")
-    (line,) = choose_run_dir(wish(resume=True)).note.splitlines()
-    assert line.startswith("warning: run/checkpoints/step_000002 is of a version without checksums")
 
 
 def test_resume_names_a_recipe_that_is_gone_or_cut(wish: Callable[..., Wish]) -> None:
@@ -264,12 +258,6 @@ def test_resume_compares_urls_without_their_passwords(
     assert "secret" not in Path("run/recipe.json").read_text()
     note = choose_run_dir(wish(**with_url("http://me:new@host:1"), resume=True)).note
     assert note == ""
-    # What versions without the mask wrote.
-    written = Path("run/recipe.json").read_text()
-    Path("run/recipe.json").write_text(written.replace("***@host", "me:secret@host"))
-    assert "me:secret@host" in Path("run/recipe.json").read_text()
-    note = choose_run_dir(wish(**with_url("http://me:new@host:1"), resume=True)).note
-    assert note == ""
     note = choose_run_dir(wish(**with_url("http://me:new@other:1"), resume=True)).note
     assert note.startswith("teacher.url: other values") and "new@" not in note
 
@@ -298,18 +286,6 @@ def test_resume_allows_servers_to_move(tiny_recipe: Raw, wish: Callable[..., Wis
     moved["teachers"]["a"]["model"] = "another"
     message = refusal(wish(changes=moved, resume=True))
     assert "other values of teachers.a.model;" in message
-
-
-def test_resume_without_stored_answers_keeps_servers_strict(
-    tiny_recipe: Raw, wish: Callable[..., Wish]
-) -> None:
-    """Checkpoints of before manifests have no answers that could prove anything."""
-    finish(wish(changes=served(tiny_recipe(), "http://a:1")), 2)
-    folder = Path("run/checkpoints/step_000002")
-    (folder / "manifest.json").unlink()
-    torch.save({"step": 2, "rng": torch.get_rng_state()}, folder / "trainer.pt")
-    changes = served(tiny_recipe(), "http://b:2")
-    assert "teachers.a.url" in refusal(wish(changes=changes, resume=True))
 
 
 def test_resume_keeps_the_dtype_of_an_own_teacher(
@@ -354,14 +330,28 @@ def test_finished_run_with_a_constant_rate_gets_more_steps(wish: Callable[..., W
 
 
 def test_more_steps_on_a_decaying_rate_say_what_would_change(wish: Callable[..., Wish]) -> None:
-    """With one step of warm-up the linear decay of 4 steps is at 2/3 in step 3, that of 7 at 5/6.
-
-    The peak is 0.001.
-    """
     finish(wish(), 2, 4)
     message = refusal(wish(changes={"trainer__steps": 7}, resume=True))
+    assert "trainer.steps = 7 instead of 4 would change steps that are done" in message
     assert "trainer.schedule = 'linear'" in message
-    assert "step 3 was 0.000667 and would be 0.000833" in message
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_other_steps_are_refused_where_a_done_rate_would_change(
+    schedule: str, tiny_recipe: Raw
+) -> None:
+    """The rates themselves are compared, at every number of steps up to 6."""
+    for warmup, before, now, done in itertools.product(range(4), *[range(1, 7)] * 3):
+        if before == now or not done <= min(before, now):
+            continue
+        changes = {"trainer__schedule": schedule, "trainer__warmup_steps": warmup}
+        was, becomes = (
+            TrainerConfig(**tiny_recipe(**changes, trainer__steps=steps)["trainer"])
+            for steps in (before, now)
+        )
+        same = all(lr_factor(was, step) == lr_factor(becomes, step) for step in range(1, done + 1))
+        tables = becomes.model_dump(mode="json")
+        assert (_why_not_other_steps(before, tables, done) == "") == same
 
 
 def test_read_only_place_is_named_before_anything_runs(
@@ -379,12 +369,12 @@ def test_read_only_place_is_named_before_anything_runs(
 
 def test_recipe_is_written_at_once(wish: Callable[..., Wish], tmp_path: Path) -> None:
     """A crash in the middle of writing leaves the old recipe, never half of a new one."""
-    before = wish(changes={"trainer__lr": 0.5}).recipe
+    before = wish(changes={"trainer__lr": 0.5}).tables
     write_recipe(tmp_path, before)
     unfinished = tmp_path / "recipe.tmp"
     unfinished.mkdir()
     with pytest.raises(IsADirectoryError):
-        write_recipe(tmp_path, wish().recipe)
+        write_recipe(tmp_path, wish().tables)
     assert json.loads((tmp_path / "recipe.json").read_text())["trainer"]["lr"] == 0.5
 
 

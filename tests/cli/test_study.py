@@ -14,7 +14,7 @@ from prime_composer.cli import study as study_module
 from prime_composer.cli import study_report
 from prime_composer.cli.commands import main
 from prime_composer.cli.formatting import percent
-from prime_composer.cli.study_file import load_study
+from prime_composer.cli.study_file import SAME, load_study
 from prime_composer.cli.study_report import QUANTITIES, as_table, over_seeds, thirds
 from prime_composer.recipe.schema import RecipeError
 from tests.command import toml
@@ -181,8 +181,8 @@ def test_a_grid_has_a_variant_for_each_combination(study_file: WriteStudy) -> No
     [
         ("trainer.batch_size=12", "trainer.batch_size"),
         ("trainer.steps=5", "trainer.steps"),
-        ("student.prepare.seed=9", "student"),
-        ("data.size=70", "data"),
+        ("student.prepare.seed=9", "student.prepare.seed"),
+        ("data.size=70", "data.size"),
     ],
 )
 def test_variants_with_another_start_or_budget_are_refused(
@@ -190,6 +190,12 @@ def test_variants_with_another_start_or_budget_are_refused(
 ) -> None:
     message = refusal(study_file(variants={**VARIANTS, "more": [item]}))
     assert f"variants.more: {key} differs from that of variants.sampled" in message
+
+
+def test_variants_may_have_other_teachers_and_the_same_data() -> None:
+    free = ["environments.a.teacher", "environments.a.teacher.math", "data.teacher", "trainer.lr"]
+    same = ["environments", "environments.a.teacher_key", "environments.a.size", "student"]
+    assert [key for key in (*free, *same) if SAME.fullmatch(key)] == same
 
 
 def test_a_study_compares_runs_and_keeps_the_finished_ones(
@@ -244,7 +250,7 @@ def test_a_study_compares_runs_and_keeps_the_finished_ones(
     assert without_times(json.loads((folder / "results.json").read_text())) == results
 
     assert main(["study", str(study_file(overrides=["trainer.lr=5e-4"]))]) == 2
-    assert "holds a run with another [trainer]; nothing was touched" in capsys.readouterr().err
+    assert "with other values of trainer.lr; nothing was touched" in capsys.readouterr().err
 
 
 def test_a_loss_from_outside_is_checked_run_and_compared(
@@ -279,7 +285,7 @@ def test_a_loss_from_outside_is_checked_run_and_compared(
     assert capsys.readouterr().out.count("(kept)") == 2
     changed = study_file(variants={"gap": [table.replace("1.5", "1.0")], "tail": []}, seeds=[0])
     assert main(["study", str(changed)]) == 2
-    assert "holds a run with another [loss]" in capsys.readouterr().err
+    assert "with other values of loss.power; nothing was touched" in capsys.readouterr().err
 
 
 def test_a_run_that_cannot_start_stops_the_study(
@@ -363,6 +369,7 @@ def test_diversity_has_a_panel_for_each_first_name_and_a_line_for_each_last(
 def test_table_has_mean_and_range_and_skips_missing_values() -> None:
     seeds = [[(0, 0.25), (4, 0.5)], [(0, 0.25), (4, 0.75)]]
     empty: dict[str, Any] = {name: [] for name in QUANTITIES}
+    assert thirds([], percent) == "–"
     over = {"accuracy": list(over_seeds(seeds)), "reverse_kl": list(over_seeds(seeds))}
     over["step_seconds"] = list(over_seeds([[(1, 0.5), (2, 0.25)], [(1, 0.75), (2, 0.5)]]))
     results = {

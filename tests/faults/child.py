@@ -1,7 +1,7 @@
 """Run commands in processes that have the libraries loaded already."""
 
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +10,14 @@ from tests.fork_server import ENGINE, Fork, ForkServer
 
 COMMAND = f"""
 import resource, sys
+from tests.faults.watched import install
+install()
 from prime_composer.cli.commands import main
 resource.setrlimit(resource.RLIMIT_AS, ({12 * 2**30}, {12 * 2**30}))
 sys.exit(main())
 """
-"""``prime-rl`` with an address space of 12 GiB: nonsense must not take the machine with it."""
+"""``prime-rl`` with an address space of 12 GiB: nonsense must not take the machine with it. Its
+environment may say which changes of files are watched (``tests.faults.watched``)."""
 
 
 @dataclass
@@ -45,8 +48,8 @@ class Done:
 
 
 def server() -> ForkServer:
-    """Return a server of processes that have loaded what a run needs."""
-    return ForkServer("torch", *ENGINE)
+    """Return a server of processes that have loaded what a run needs, and a tiny model."""
+    return ForkServer("torch", *ENGINE, "tests.faults.watched", "tests.faults.warmed")
 
 
 def run(
@@ -55,6 +58,7 @@ def run(
     cwd: Path,
     limit: float = 120.0,
     meanwhile: Callable[[Fork], object] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Done:
     """Run a command to its end.
 
@@ -64,8 +68,9 @@ def run(
         cwd: its working directory.
         limit: seconds after which it is killed.
         meanwhile: called with the process once it runs; it may send signals.
+        env: its environment; None: this process's.
     """
-    process = server.start("-c", COMMAND, *words, cwd=cwd)
+    process = server.start("-c", COMMAND, *words, cwd=cwd, env=env)
     timed_out = False
     try:
         if meanwhile is not None:

@@ -10,7 +10,7 @@ from tests.command import numbers
 
 CHECKPOINTS = "checkpoints"
 UNCOMPARED = {"safe_step"}
-"""State that no number of a run depends on: it says when the canary was asked."""
+"""State that no number of a run depends on: it says when the probes were sent."""
 
 
 def checkpoint_of(run_dir: Path, step: int) -> Path:

@@ -472,7 +472,7 @@ CONNECTIONS = ("drop", "drop_after_headers", "cut", "drip", "huge", "huge_chunke
 
 MODELS = ("other_model", "other_model_for_new", "tempered")
 """Plausible numbers of another model, or of another temperature. ``other_model_for_new`` is right
-for a sequence that was scored before, as the canary's."""
+for a sequence that was scored before, as a probe's."""
 
 ROADS = ("scoring", "binary", "head", "sampling", "models", "reload", "tokenize")
 """``binary`` are the scores of the scoring plugin, ``head`` its output head."""

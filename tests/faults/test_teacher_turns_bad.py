@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from prime_composer.backends.http import ServerError
-from prime_composer.local.checkpoint import Checkpoint
-from prime_composer.local.train import RunStopped, train
+from prime_composer.local.run import RunStopped
+from prime_composer.local.run_dir.checkpoint import Checkpoint
+from prime_composer.local.train import train
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from tests.conftest import TINY_RECIPE
@@ -205,7 +206,7 @@ def test_teacher_wrong_binary_answers_end_the_run(mode: str, rig: Rig, tmp_path:
         rig, lambda: rig.teacher.spoil(mode), tmp_path / "run", goes_on=mode == "packed_nan"
     )
     assert rig.teacher.url in message
-    # Another model is the server's fault alone, and rows of another order are the canary's find.
+    # Another model is the server's fault alone, and rows of another order are found by the probe.
     others = ("packed_vocab_size", "packed_model", "packed_rows_swapped")
     assert "sequence " in message or mode in others
 
@@ -308,10 +309,10 @@ def test_teacher_restarted_as_another_model_is_named(rig: Rig, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("mode", some(("other_model",), ["other_model", "tempered"]))
-def test_teacher_other_numbers_are_seen_by_the_canary(mode: str, rig: Rig, tmp_path: Path) -> None:
+def test_teacher_other_numbers_are_seen_by_the_probe(mode: str, rig: Rig, tmp_path: Path) -> None:
     """Plausible numbers of another model are seen before the next checkpoint.
 
-    What was trained since the canary's last question is in doubt, and not saved.
+    What was trained since the last probe is in doubt, and not saved.
     """
     message = expect_stop(rig, lambda: rig.teacher.spoil(mode), tmp_path / "run")
     assert rig.teacher.url in message
@@ -319,7 +320,7 @@ def test_teacher_other_numbers_are_seen_by_the_canary(mode: str, rig: Rig, tmp_p
 
 @pytest.mark.slow
 def test_teacher_plausible_for_new_prompts_is_not_seen(rig: Rig, tmp_path: Path) -> None:
-    """A server that is right for the canary and plausible for the rest is trained on.
+    """A server that is right for the probe and plausible for the rest is trained on.
 
     The table of faults says so.
     """
@@ -335,7 +336,7 @@ def test_teacher_restarted_with_another_model_ends_the_run(rig: Rig, tmp_path: P
 
     def restart(road: str) -> None:
         asked.append(road)
-        # The first question of step 3 is the canary's.
+        # The first question of step 3 is the probe.
         if asked.count("scoring") == 3 and road == "scoring":
             rig.teacher.stop()
             rig.teacher.swap(tiny_models(TINY_RECIPE)["student"])

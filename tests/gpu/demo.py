@@ -16,10 +16,10 @@ set_environment()
 
 from torch import nn  # noqa: E402
 
-from prime_composer.local import gradients  # noqa: E402
 from prime_composer.local.train import train  # noqa: E402
 from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
+from prime_composer.step import gradients  # noqa: E402
 from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.benchmarks.full_vocabulary import OBJECTIVES
 from tests.benchmarks.heads import LOG_PROBS
-from tests.benchmarks.two_heads import OBJECTIVES
 from tests.gpu.programs import output_of
 
 

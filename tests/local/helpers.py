@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from prime_composer.backends.hf_model import load_student
-from prime_composer.backends.protocols import Rollout, TeacherScores
-from prime_composer.local.batch import Sample
-from prime_composer.local.checkpoint import list_checkpoints
-from prime_composer.local.train import Outcome, train
+from prime_composer.backends.protocols import Rollout
+from prime_composer.contract import Scores
+from prime_composer.local.run import Outcome
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.train import train
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
+from prime_composer.step.batch import Sample
 from prime_composer.tiny_models.cache import prepare_models
 
 VOCAB = 300
@@ -118,7 +120,7 @@ def random_samples(lengths: list[tuple[int, int]], k: int) -> list[Sample]:
         mu = torch.where(mask, -torch.rand(n, generator=generator, dtype=torch.float64) * 3, nan)
         own = teacher.gather(-1, ids[:, None])[prompt:, 0]
         top = teacher[prompt:].topk(k)
-        scores = TeacherScores(own, top.indices, top.values)
+        scores = Scores(own, top.indices, top.values)
         samples.append(Sample(Rollout(ids, mask, mu, "stop", index), PROBLEM, scores=scores))
     return samples
 

@@ -9,7 +9,7 @@ import pytest
 
 from prime_composer.cli.commands import main
 from prime_composer.cli.report import print_answers, shown
-from prime_composer.local import train as train_module
+from prime_composer.local import run as run_module
 from prime_composer.local.answers import ANSWERS_FILE, Answer, read_answers, write_answers
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set
@@ -118,7 +118,7 @@ def test_answers_without_room_on_the_disk_end_no_run(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", "answers.jsonl")
 
-    monkeypatch.setattr(train_module, "write_answers", full)
+    monkeypatch.setattr(run_module, "write_answers", full)
     display = Silent()
     outcome = run(tiny_recipe(trainer__steps=1), tmp_path / "run", display)
     assert outcome.steps == 1 and "eval/accuracy" in outcome.evaluations[1]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from prime_composer.local import checkpoint as module
-from prime_composer.local import disk
-from prime_composer.local.checkpoint import (
+from prime_composer.local.run_dir import checkpoint as module
+from prime_composer.local.run_dir import disk
+from prime_composer.local.run_dir.checkpoint import (
     CheckpointNotSaved,
     DamagedCheckpoint,
     check_room,
@@ -24,7 +24,7 @@ from prime_composer.local.checkpoint import (
     tensor_bytes,
     whole_checkpoint,
 )
-from prime_composer.local.disk import NoRoom
+from prime_composer.local.run_dir.disk import NoRoom
 
 WEIGHTS = "model.safetensors"
 
@@ -67,16 +67,15 @@ def test_save_checkpoint_keeps_the_newest_few(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path)[-1].load() == {"optimizer": 100, "step": 100}
 
 
-def test_manifest_has_size_and_sha256_of_every_file(tmp_path: Path) -> None:
+def test_manifest_has_the_sha256_of_every_file(tmp_path: Path) -> None:
     """The digest of ``{}`` is the one that ``printf {} | sha256sum`` prints."""
     save(tmp_path, 3)
     manifest = json.loads((folder_of(tmp_path, 3) / "manifest.json").read_text())
-    assert (manifest["format"], manifest["step"]) == (1, 3)
+    assert manifest["step"] == 3
     assert set(manifest["files"]) == {WEIGHTS, "config.json", "tokenizer.json", "trainer.pt"}
-    assert manifest["files"]["config.json"] == {
-        "size": 2,
-        "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
-    }
+    assert manifest["files"]["config.json"] == (
+        "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+    )
 
 
 def test_manifest_is_written_after_all_other_files(
@@ -91,6 +90,17 @@ def test_manifest_is_written_after_all_other_files(
     save(tmp_path, 1)
     assert seen[-3:] == ["manifest.json", "step_000001.tmp", "checkpoints"]
     assert set(seen[:-3]) == {WEIGHTS, "config.json", "tokenizer.json", "trainer.pt"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", '{"step": 3}', '{"step": 3, "files": [1]}', '{"step": 3, "files": 1}', 9999 * "["],
+)
+def test_manifest_of_another_shape_is_refused(text: str, tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    (folder_of(tmp_path, 3) / "manifest.json").write_text(text)
+    with pytest.raises(DamagedCheckpoint, match="step_000003/manifest.json is not a manifest"):
+        whole_checkpoint(tmp_path)
 
 
 def flip(file: Path) -> None:
@@ -208,42 +218,6 @@ def test_step_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
         whole_checkpoint(tmp_path, 3)
 
 
-def as_before_manifests(folder: Path) -> None:
-    """Make a checkpoint what the version before manifests wrote."""
-    (folder / "manifest.json").unlink()
-    state = torch.load(folder / "trainer.pt", weights_only=True)
-    del state["format"]
-    torch.save({**state, "rng": torch.get_rng_state()}, folder / "trainer.pt")
-
-
-def test_checkpoint_of_before_manifests_is_read(tmp_path: Path) -> None:
-    save(tmp_path, 2)
-    as_before_manifests(folder_of(tmp_path, 2))
-    checkpoint = whole_checkpoint(tmp_path)
-    assert not checkpoint.has_manifest
-    assert checkpoint.load()["optimizer"] == 2
-
-
-@pytest.mark.parametrize("damage", ["cut", "empty", "missing"])
-@pytest.mark.parametrize("name", [WEIGHTS, "config.json", "trainer.pt"])
-def test_checkpoint_of_before_manifests_damaged_is_refused(
-    name: str, damage: str, tmp_path: Path
-) -> None:
-    save(tmp_path, 1, 2)
-    as_before_manifests(folder_of(tmp_path, 2))
-    DAMAGES[damage](folder_of(tmp_path, 2) / name)
-    with pytest.raises(DamagedCheckpoint, match=f"step_000002/{name}.*--resume --step 1"):
-        whole_checkpoint(tmp_path)
-
-
-def test_checkpoint_of_before_manifests_renamed_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, 2)
-    as_before_manifests(folder_of(tmp_path, 2))
-    folder_of(tmp_path, 2).rename(folder_of(tmp_path, 3))
-    with pytest.raises(DamagedCheckpoint, match="state of step 2, not of step 3"):
-        whole_checkpoint(tmp_path)
-
-
 def test_list_checkpoints_ignores_what_we_do_not_write(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == []
     save(tmp_path, 2)
@@ -287,7 +261,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from tests.local.test_checkpoint import Model, Tokenizer, save
-from prime_composer.local.checkpoint import save_checkpoint
+from prime_composer.local.run_dir.checkpoint import save_checkpoint
 import torch
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 big = {"optimizer": torch.zeros(10_000)}
@@ -421,3 +395,46 @@ def test_check_room_counts_checkpoints_that_are_there(
 def test_tensor_bytes_counts_shared_tensors_once() -> None:
     shared = torch.zeros(10)
     assert tensor_bytes({"a": shared, "b": [shared, {"c": torch.zeros(3)}], "d": "text"}) == 52
+
+
+def test_tidy_deletes_what_a_killed_save_left(tmp_path: Path) -> None:
+    """Killed before its old checkpoint was gone, a run has one too many, or half of one."""
+    save(tmp_path, 1, 2, 3, keep=3)
+    shutil.copytree(folder_of(tmp_path, 3), folder_of(tmp_path, 1).with_name("step_000001.tmp"))
+    module.tidy(tmp_path, keep=2)
+    assert steps_of(tmp_path) == [2, 3]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_tidy_keeps_the_newest_verified_one(tmp_path: Path) -> None:
+    """As a save does."""
+    save(tmp_path, 1, 2, 3, keep=3)
+    module.tidy(tmp_path, keep=1, verified=1)
+    assert steps_of(tmp_path) == [1, 3]
+    module.tidy(tmp_path / "none", keep=1)
+
+
+def test_naming_names_the_file_of_an_open_one(tmp_path: Path) -> None:
+    """An error of a write or a flush names no file; one that names its own keeps it."""
+    for error, named in ((OSError(5, "broken"), "mine"), (OSError(5, "broken", "own"), "own")):
+        with pytest.raises(OSError) as caught, disk.naming(Path("mine")):
+            raise error
+        assert caught.value.filename == named
+
+
+def test_save_checkpoint_whose_name_is_not_flushed_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message that says "not saved" never names the step as safe."""
+    save(tmp_path, 1)
+    flush = module._flush
+
+    def fail(path: Path) -> None:
+        if path.name == "checkpoints":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        flush(path)
+
+    monkeypatch.setattr(module, "_flush", fail)
+    with pytest.raises(CheckpointNotSaved, match="the checkpoint of step 2 could not be saved"):
+        save(tmp_path, 2)
+    assert steps_of(tmp_path) == [1] and len(list((tmp_path / "checkpoints").iterdir())) == 1

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from prime_composer.backends.protocols import Rollout, TeacherScores
+from prime_composer.backends.protocols import Rollout
+from prime_composer.contract import Scores
 from prime_composer.local import collect as collecting
 from prime_composer.local import tokenized_problems
 from prime_composer.local.clock import Clock
@@ -21,13 +22,15 @@ from prime_composer.local.collect import (
     with_advantages,
     with_credit,
 )
-from prime_composer.local.engine import Scored
+from prime_composer.local.engine import Engine
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import parse_recipe
-from tests.local.helpers import rollout, run, sample
+from prime_composer.samplers.transformers import TransformersSampler
+from tests.conftest import TINY_RECIPE
+from tests.local.helpers import rollout, run, sample, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -47,7 +50,7 @@ def test_credit_is_computed_within_each_group() -> None:
         logprobs = torch.where(mask, -1.0, torch.nan)
         sampled = Rollout(torch.arange(5), mask, logprobs, "stop", group)
         empty = torch.zeros((3, 0))
-        scores = TeacherScores(torch.tensor([value, math.nan, 2 * value]), empty.long(), empty)
+        scores = Scores(torch.tensor([value, math.nan, 2 * value]), empty.long(), empty)
         return replace(sample(group), rollout=sampled, scores=scores)
 
     def credit(ref_logprobs: Any, inference_logprobs: Any) -> list[torch.Tensor]:
@@ -119,7 +122,9 @@ def test_collect_counts_answers_without_a_verdict(
     problems = [Problem(str(i), "#### 1") for i in range(8)]
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
     tokenized = TokenizedProblems(ProblemSet(problems, [], recipe.sources), tokenizer)
-    engine = SimpleNamespace(problems=tokenized, score=lambda samples: Scored(list(samples)))
+    # Without an open teacher nothing scores. The sampler is never called.
+    sampler = TransformersSampler(tiny_models(TINY_RECIPE)["student"])
+    engine = Engine(tokenized, recipe.loss, sampler.model, sampler)
     monkeypatch.setattr(tokenized_problems, "reward", judge)
     monkeypatch.setattr(
         collecting,
@@ -128,6 +133,5 @@ def test_collect_counts_answers_without_a_verdict(
             asked, [rollout(group) for group in range(6)], collecting.Played()
         ),
     )
-    collect: Any = collecting.collect
-    _, metrics = getattr(collect, "__wrapped__", collect)(engine, recipe, 1, Clock())
+    _, metrics = collecting.collect(engine, recipe, 1, Clock())
     assert metrics.get("rollout/answer_timeouts") == (6.0 if rule == "math_verify" else None)

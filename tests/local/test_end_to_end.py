@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from prime_composer.local.tracker import read_metrics
 from tests.command import CLI, interrupt_after, numbers, prime_rl, toml
 from tests.conftest import TINY_RECIPE
+from tests.environments.kit import ENVIRONMENTS, SUMMARY, save_student
 from tests.fork_server import ENGINE, ForkServer
-from tests.local.environment_kit import ENVIRONMENTS, SUMMARY, save_student
 
 pytest.importorskip("vllm", reason="real vLLM is not installed: pip install -e '.[local,test]'")
 pytestmark = pytest.mark.vllm

@@ -11,12 +11,10 @@ import pytest
 
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
 from prime_composer.cli.report import print_outcome, print_report
-from prime_composer.cli.run_dirs import read_recipe
-from prime_composer.local import plan as plan_module
 from prime_composer.local.answers import Answer, read_answers, read_signatures, write_answers
 from prime_composer.local.collect import grade
 from prime_composer.local.evaluate import Evaluator
-from prime_composer.local.replay import response
+from prime_composer.local.run_dir import plan as plan_module
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems import metrics
@@ -26,6 +24,7 @@ from prime_composer.problems.metrics import sentence_score, total_score
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import EvalConfig, RecipeError
+from prime_composer.step.replay import response
 from tests.local.helpers import Letters, run
 
 pytest.importorskip("rouge_score", reason="rouge-score is not installed (extra: metrics)")
@@ -224,19 +223,6 @@ def test_outcome_shows_graded_metrics_and_temperatures(
     }.items():
         assert all(value in lines[name] for value in values)
     assert "ROUGE-2 x 100: rouge2|fmeasure|stemmer:no|version:rouge-score-" in out
-
-
-def test_run_of_an_older_version_can_be_resumed(tmp_path: Path) -> None:
-    """Its recipe has ``answer_check``, and is read as the same recipe."""
-    for sections in (
-        {"data": {"answer_check": "math_verify"}},
-        {"data": None, "environments": {"sums": {"answer_check": "math_verify"}}},
-    ):
-        raw = summary_recipe(**sections)
-        (tmp_path / "recipe.json").write_text(json.dumps(raw))
-        before = read_recipe(tmp_path)
-        (data,) = (before["environments"] or {"": before["data"]}).values()
-        assert data["metric"] == "math_verify" and "answer_check" not in data
 
 
 # Refusals -----------------------------------------------------------------------------------------

@@ -8,21 +8,20 @@ import pytest
 import torch
 
 from prime_composer.backends.hf_model import load_student
-from prime_composer.backends.protocols import TeacherScores
-from prime_composer.contract import Count, PairMean
-from prime_composer.local.batch import Batch, Pair, Sample
+from prime_composer.contract import Count, PairMean, Scores
 from prime_composer.local.engine import open_engine
-from prime_composer.local.gradients import (
+from prime_composer.losses import LOSS_TYPES, parse_loss, setup_loss_fn
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.schema import TrainerConfig
+from prime_composer.step.batch import Batch, Pair, Sample
+from prime_composer.step.gradients import (
     MetricAverages,
     NonFiniteLoss,
     accumulate_gradients,
     prepare_micro_batches,
 )
-from prime_composer.local.replay import response
-from prime_composer.losses import LOSS_TYPES, parse_loss, setup_loss_fn
-from prime_composer.problems.loading import load_problem_set
-from prime_composer.recipe.loading import parse_recipe
-from prime_composer.recipe.schema import TrainerConfig
+from prime_composer.step.replay import response
 from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE
 from tests.local.helpers import DATA, PROBLEM, VOCAB, random_samples, sample, tiny_models
@@ -102,7 +101,7 @@ def test_bfloat16_logprobs_are_those_of_one_distribution() -> None:
     for one in random_samples(LENGTHS, k=2):
         n = len(one.rollout.completion_ids)
         ids = torch.arange(VOCAB).expand(n, -1)
-        scores = TeacherScores(torch.zeros(n), ids, torch.zeros(n, VOCAB))
+        scores = Scores(torch.zeros(n), ids, torch.zeros(n, VOCAB))
         samples.append(Sample(one.rollout, PROBLEM, scores=scores))
     config = TrainerConfig(steps=1, dtype="bfloat16")
     loss = setup_loss_fn(LOSS_TYPES["topk_reverse_kl"](k="full"))

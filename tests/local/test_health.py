@@ -10,20 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-from prime_composer.backends.transformers import TransformersSampler
 from prime_composer.contract import LossInputs
-from prime_composer.local import train as train_module
-from prime_composer.local.batch import Batch, Sample
-from prime_composer.local.checkpoint import list_checkpoints
-from prime_composer.local.gradients import NonFiniteLoss, accumulate_gradients
+from prime_composer.local import student as student_module
+from prime_composer.local.engine import open_engine
 from prime_composer.local.health import ExplodedWeights, WeightCheck
-from prime_composer.local.mismatch import METRIC, Mismatch, SamplerCheck, SamplerMismatch
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.student import Student
 from prime_composer.local.tracker import read_metrics
 from prime_composer.local.train import train
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import TrainerConfig
+from prime_composer.samplers.transformers import TransformersSampler
+from prime_composer.step.batch import Batch, Sample
+from prime_composer.step.gradients import NonFiniteLoss, accumulate_gradients
+from prime_composer.step.mismatch import METRIC, Mismatch, SamplerCheck, SamplerMismatch
 from prime_composer.tiny_models.cache import prepare_models
 from tests.local.helpers import Silent, random_samples, run, weights
 
@@ -128,7 +130,7 @@ def test_train_exploded_weights_leave_the_good_checkpoint(
     def factor(config: TrainerConfig, step: int) -> float:
         return math.inf if step == 3 else 1.0
 
-    monkeypatch.setattr(train_module, "lr_factor", factor)
+    monkeypatch.setattr(student_module, "lr_factor", factor)
     with pytest.raises(ExplodedWeights, match="step 3"):
         run(tiny_recipe(), tmp_path / "run")
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "run")] == [2]
@@ -144,13 +146,14 @@ def test_train_norms_of_a_resumed_run_are_those_of_its_start(
     before = torch.load(file)["norms"]
     recipe = parse_recipe(tiny_recipe(trainer__steps=2))
     problems = load_problem_set(recipe.sources)
-    with train_module.open_engine(
+    checkpoint = list_checkpoints(tmp_path / "run")[-1]
+    with open_engine(
         recipe, problems, prepare_models(recipe, problems), lambda text: None, file.parent
     ) as engine:
-        state = train_module.TrainingState.of_recipe(recipe, engine)
-        of_the_checkpoint = state.weight_check.norms
-        state.load(list_checkpoints(tmp_path / "run")[-1])
-    assert torch.equal(state.weight_check.norms, before)
+        student = Student.of_recipe(recipe, engine)
+        of_the_checkpoint = student.weight_check.norms
+        student.load_state_dict(checkpoint.load(), checkpoint.step)
+    assert torch.equal(student.weight_check.norms, before)
     assert not torch.equal(of_the_checkpoint, before)
 
 

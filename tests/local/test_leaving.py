@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from prime_composer.backends.transformers import TransformersSampler
-from prime_composer.local import checkpoint as checkpoint_module
-from prime_composer.local import disk
-from prime_composer.local import train as module
-from prime_composer.local.canary import CanaryChanged
-from prime_composer.local.checkpoint import list_checkpoints
-from prime_composer.local.disk import NoRoom
+from prime_composer.local import run as module
+from prime_composer.local.collect import Collector
+from prime_composer.local.run import RunStopped, checkpoints_at_once
+from prime_composer.local.run_dir import checkpoint as checkpoint_module
+from prime_composer.local.run_dir import disk
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.run_dir.disk import NoRoom
 from prime_composer.local.tracker import Tracker, read_metrics
-from prime_composer.local.train import RunStopped, checkpoints_at_once, train
+from prime_composer.local.train import train
+from prime_composer.local.watch import WatchFailed
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
+from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.tiny_models.cache import prepare_models
 from tests.command import numbers
 from tests.local.helpers import Silent, run
@@ -95,23 +97,6 @@ def test_train_stopped_by_a_signal_resumes_to_the_same_numbers(
     assert_same_run(tmp_path / "run", whole)
 
 
-def test_train_checkpoint_of_before_manifests_resumes(
-    whole: Path,  # noqa: F811
-    tiny_recipe: Raw,
-    tmp_path: Path,
-) -> None:
-    """It has torch's random state, and neither a manifest nor the numbers of later checks."""
-    raw = tiny_recipe(trainer__steps=6)
-    run(raw, tmp_path / "run", Silent(interrupt_at=4))
-    folder = tmp_path / "run" / "checkpoints" / "step_000003"
-    (folder / "manifest.json").unlink()
-    state = torch.load(folder / "trainer.pt", weights_only=True)
-    old = {key: state[key] for key in ("optimizer", "loss", "teacher", "step")}
-    torch.save({**old, "rng": torch.get_rng_state()}, folder / "trainer.pt")
-    run(raw, tmp_path / "run", resume=True)
-    assert_same_run(tmp_path / "run", whole)
-
-
 def test_train_error_before_the_update_saves_the_step_before(
     whole: Path,  # noqa: F811
     tiny_recipe: Raw,
@@ -120,7 +105,7 @@ def test_train_error_before_the_update_saves_the_step_before(
 ) -> None:
     """A teacher that is away in step 4 costs that step: step 3 is saved, though it is not due."""
     raw = tiny_recipe(trainer__steps=6)
-    failing(monkeypatch, module, "collect", 4, ServerGone("the teacher at http://h:1 is away."))
+    failing(monkeypatch, Collector, "sample", 4, ServerGone("the teacher at http://h:1 is away."))
     with pytest.raises(RunStopped) as caught:
         run(raw, tmp_path / "run")
     assert str(caught.value) == (
@@ -178,7 +163,7 @@ def count_of_syncs_before(
 def test_train_full_disk_does_not_hide_the_first_error(
     tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(monkeypatch, module, "collect", 4, ServerGone("the teacher is away"))
+    failing(monkeypatch, Collector, "sample", 4, ServerGone("the teacher is away"))
     with pytest.raises(RunStopped) as caught:
         run(tiny_recipe(trainer__steps=6), tmp_path / "run", FullAt(3, monkeypatch))
     assert caught.value.step == 2
@@ -238,7 +223,7 @@ def test_train_full_disk_at_the_metrics_names_the_safe_step(
 def test_train_error_in_the_first_step_has_nothing_to_save(
     tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(monkeypatch, module, "collect", 1, ServerGone("away"))
+    failing(monkeypatch, Collector, "sample", 1, ServerGone("away"))
     with pytest.raises(RunStopped, match="away; no earlier step is saved") as caught:
         run(tiny_recipe(), tmp_path / "run")
     assert caught.value.checkpoint is None and steps_of(tmp_path / "run") == []
@@ -248,7 +233,7 @@ def test_train_changed_teacher_names_the_last_step_in_no_doubt(
     tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step 3 may have been scored by another teacher, and step 2 has not."""
-    failing(monkeypatch, module, "collect", 4, CanaryChanged("another model now.", safe_step=2))
+    failing(monkeypatch, Collector, "sample", 4, WatchFailed("another model now.", safe_step=2))
     raw = tiny_recipe(checkpoint={"every": 1, "keep": 9})
     with pytest.raises(RunStopped, match="another model now; step 2 is safe") as caught:
         run(raw, tmp_path / "run")
@@ -263,22 +248,22 @@ def test_train_signal_while_a_server_is_away_leaves_a_checkpoint(
 ) -> None:
     """The wait of step 4 would be longer than the time that a scheduler grants."""
     raw, statuses, waits = tiny_recipe(trainer__steps=6), [], []
-    open_engine, collect = module.open_engine, module.collect
+    open_engine, sample = module.open_engine, Collector.sample
 
     def opened(recipe: Any, problems: Any, paths: Any, status: Any, student: Any) -> Any:
         statuses.append(status)
         return open_engine(recipe, problems, paths, status, student)
 
-    def collected(engine: Any, recipe: Any, step: int, clock: Any) -> Any:
+    def sampled(self: Collector, problems: Any, step: int) -> Any:
         if step == 4 and not waits:
             waits.append(step)
             statuses[-1]("waiting for the teacher's server")
             os.kill(os.getpid(), signal.SIGTERM)
             pytest.fail("the wait went on")
-        return collect(engine, recipe, step, clock)
+        return sample(self, problems, step)
 
     monkeypatch.setattr(module, "open_engine", opened)
-    monkeypatch.setattr(module, "collect", collected)
+    monkeypatch.setattr(Collector, "sample", sampled)
     outcome = run(raw, tmp_path / "run")
     assert (outcome.interrupted, outcome.steps) == (True, 3)
     assert steps_of(tmp_path / "run") == [2, 3]

@@ -17,9 +17,13 @@ import torch
 
 from prime_composer.backends import model_files
 from prime_composer.backends.hf_model import ModelUnavailable, check_finite, load_model
-from prime_composer.backends.model_files import positions
 from prime_composer.cli.commands import main
-from prime_composer.local.model_check import check_models, in_table, warnings_of_paths
+from prime_composer.local.run_dir.model_check import (
+    check_models,
+    in_table,
+    positions,
+    warnings_of_paths,
+)
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
 from tests.conftest import TINY_RECIPE

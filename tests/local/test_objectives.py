@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.local.collect import with_advantages
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import LOSS_TYPES
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import PolicyTeacherConfig, RecipeError
+from prime_composer.teachers.policy import PolicyTeacher
 from tests.local.helpers import PROBLEM, SOURCES, copy_first_half, run, sample
 
 Raw = Callable[..., dict[str, Any]]

@@ -13,25 +13,25 @@ import torch
 
 from prime_composer.backends.hf_model import import_transformers
 from prime_composer.backends.protocols import Rollout, SamplingParams
-from prime_composer.cli.commands import problems_to_prepare
-from prime_composer.local.batch import Sample
-from prime_composer.local.episodes import Episode
+from prime_composer.environments.episodes import Episode
 from prime_composer.local.probe_teacher import equal_prompts
-from prime_composer.local.sources import load_sources
+from prime_composer.local.sources import load_sources, problems_to_prepare
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.orders import Order, draw_orders
 from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.schema import RecipeError
+from prime_composer.step.batch import Sample
 from prime_composer.tiny_models.training import train_tokenizer
 from prime_composer.tiny_models.transcripts import END_OF_TEXT, example_of
-from tests.local.environment_kit import ENVIRONMENTS, Scripted
+from tests.environments.kit import ENVIRONMENTS, Scripted
 
 import_transformers()  # before verifiers, which would import it beside a broken torchvision
 pytest.importorskip("verifiers.v1", reason="environments by id need verifiers: the extra [env]")
 
-from prime_composer.local.environments import Environments, open_environment  # noqa: E402
+from prime_composer.environments.opening import open_environment  # noqa: E402
+from prime_composer.environments.runner import Environments  # noqa: E402
 
 # verifiers and its servers leave sockets and loops to the garbage collector.
 pytestmark = [

@@ -10,17 +10,17 @@ import torch
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.protocols import Limits
 from prime_composer.local import collect as module
-from prime_composer.local.batch import Sample
 from prime_composer.local.clock import Clock
 from prime_composer.local.engine import Engine, open_engine
 from prime_composer.local.evaluate import Evaluator
-from prime_composer.local.overflow import Rule, fit
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe
+from prime_composer.step.batch import Sample
+from prime_composer.step.overflow import Rule, fit
 from prime_composer.tiny_models.cache import prepare_models
 from tests.local.helpers import run
 
@@ -64,6 +64,8 @@ def test_sample_without_room_for_a_token_is_dropped(before: int, rule: Rule) -> 
 
 class Narrow:
     """A teacher's scorer with a smaller window."""
+
+    gives_any_ids = True
 
     def __init__(self, scorer: Any, window: int):
         self.scorer = scorer

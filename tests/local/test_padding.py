@@ -22,23 +22,25 @@ from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import load_model
 from prime_composer.backends.http import ServerError
 from prime_composer.backends.protocols import Rollout, SamplingParams
-from prime_composer.local.batch import Sample
+from prime_composer.divergences import reverse_kl
+from prime_composer.full_vocabulary import compare
+from prime_composer.full_vocabulary.kernel import LOG_BUCKET_FLOOR
 from prime_composer.local.collect import up_to_padding
 from prime_composer.local.engine import Engine, open_engine
 from prime_composer.local.evaluate import EVALUATION_SEED, Evaluator, kl_support
-from prime_composer.local.preflight import PreflightError, preflight
+from prime_composer.local.preflight import preflight
 from prime_composer.local.probe import probe
-from prime_composer.local.student_forward import student_inputs
 from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import setup_loss_fn
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe
-from prime_composer.scoring.shared_vocabulary import IN_TAIL, LOG_FLOOR
+from prime_composer.scoring.shared_vocabulary import LOG_FLOOR
+from prime_composer.step.batch import Sample
+from prime_composer.step.student_forward import student_inputs
+from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.tiny_models.cache import prepare_models
-from prime_composer.two_heads import reverse_kl
-from prime_composer.two_heads.kernel import LOG_BUCKET_FLOOR
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
 from tests.local.helpers import VOCAB, run, save_padded, tiny_models
@@ -197,14 +199,13 @@ def test_loss_of_unequal_heads_equals_plain_float64(
 
 
 def test_padding_of_the_students_support_has_no_gradient(pair: Raw) -> None:
-    """Both sides hold the mark of the tail where the student lacks an id."""
+    """An id that the student lacks is not known, and no loss reads its entry."""
     _, engine = opened(pair("teacher"))
     with engine:
         support = student_inputs(engine.model, engine.score(samples_of(engine)).samples).support
     beyond = support.token_ids >= VOCAB
     assert beyond.any() and not beyond.all()
-    for side in (support.student_logprobs, support.teacher_logprobs):
-        assert ((side == IN_TAIL) == beyond).all()
+    assert (support.known == ~beyond).all()
 
 
 @pytest.mark.parametrize("road", ["in process", "plugin", "json"])
@@ -334,7 +335,7 @@ def test_kl_support_follows_a_server_that_lost_its_plugin(served_pair: Raw) -> N
     with engine:
         assert kl_support(recipe.eval, engine) == "full"
         (scorer,) = engine.teachers.scorers.values()
-        scorer._without_plugin()
+        scorer.client.go_without_plugin()
         assert kl_support(recipe.eval, engine) == 8
 
 
@@ -400,6 +401,6 @@ def test_served_vllm_of_another_size_equals_plain_float64(served_pair: Raw, wide
 def assert_close_whole(engine: Engine, recipe: Recipe, scores: Any, samples: list[Sample]) -> None:
     """Compare the KL by hidden states with that of plain softmaxes."""
     scored = [replace(one, scores=own) for one, own in zip(samples, scores, strict=True)]
-    found = reverse_kl(student_inputs(engine.model, scored).hidden_states)
+    found = compare(student_inputs(engine.model, scored).hidden_states, reverse_kl)
     p, q = Plain(engine, recipe).over([sample.rollout for sample in samples], None)
     torch.testing.assert_close(found.detach().double(), kl(p, q), atol=1e-4, rtol=1e-4)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from prime_composer.local import plan as plan_module
-from prime_composer.local.plan import plan
-from prime_composer.local.preflight import PreflightError
+from prime_composer.local.run_dir import plan as plan_module
+from prime_composer.local.run_dir.plan import plan
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
+from prime_composer.teachers.compatibility import PreflightError
 from tests.conftest import TINY_RECIPE
 from tests.local.helpers import tiny_models
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from prime_composer.backends.self_teacher import PolicyTeacher
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.recipe.schema import PolicyTeacherConfig
+from prime_composer.teachers.policy import PolicyTeacher
 from tests.local.helpers import PROBLEM, SOURCES, Letters, rollout
 
 

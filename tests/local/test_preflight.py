@@ -11,31 +11,29 @@ from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import import_transformers
 from prime_composer.backends.http import ServerError
-from prime_composer.backends.mixture import Teachers
-from prime_composer.backends.protocols import Limits, TeacherScores
-from prime_composer.backends.transformers import TransformersSampler
-from prime_composer.backends.vllm_server import ServerScorer
-from prime_composer.local.batch import Sample
-from prime_composer.local.engine import Engine, open_engine, teacher_spec
-from prime_composer.local.preflight import (
-    PreflightError,
-    check_context,
-    check_ids,
-    check_served_tokenizer,
-    check_tokenizers,
-    check_vocabularies,
-    check_weight_sync,
-    perturbed,
-    preflight,
-    sampling_warnings,
-    tokenizer_hash,
-)
+from prime_composer.backends.protocols import Limits
+from prime_composer.contract import Scores
+from prime_composer.local.engine import Engine, open_engine, student_spec, teacher_spec
+from prime_composer.local.preflight import check_context, preflight, sampling_warnings
 from prime_composer.local.tokenized_problems import TokenizedProblems
+from prime_composer.local.weight_sync import check_weight_sync, perturbed
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import RolloutConfig
+from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING
+from prime_composer.step.batch import Sample
+from prime_composer.teachers.compatibility import (
+    PreflightError,
+    check_ids,
+    check_served_tokenizer,
+    check_tokenizers,
+    check_vocabularies,
+    tokenizer_hash,
+)
+from prime_composer.teachers.mixture import Teachers
+from prime_composer.teachers.server import ServerScorer
 from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
@@ -50,6 +48,7 @@ class FixedScores:
 
     limits = Limits()
     sampler = None
+    gives_any_ids = True
 
     def __init__(self, scores):
         self.scores = scores
@@ -275,7 +274,7 @@ def test_weight_sync_refuses_a_sampler_of_other_weights(models, tied_model):
 def alien_scores(token):
     """Scores of four tokens whose last position lists an id."""
     ids = torch.tensor([[5, 6], [5, 6], [5, 6], [5, token]])
-    return TeacherScores(torch.full((4,), -3.0), ids, torch.full((4, 2), -1.0))
+    return Scores(torch.full((4,), -3.0), ids, torch.full((4, 2), -1.0))
 
 
 @pytest.mark.parametrize("token", [VOCAB + MOST_PADDING, 10**6, -1])
@@ -393,13 +392,16 @@ def test_preflight_passes_on_real_engines(sampler, vllm_scorer, models, tied_mod
     problems = load_problem_set(recipe.sources)
     routing = Routing.of_recipe(recipe)
     teacher = TeacherId()
+    student = student_spec(recipe.rollout, models.tied, "float32", sequences=1)
     engine = Engine(
         problems=TokenizedProblems(problems, tokenizer),
         loss=recipe.loss,
         model=tied_model,
         sampler=sampler,
         teachers=Teachers({teacher: vllm_scorer}, routing),
-        teacher_specs={teacher: teacher_spec(recipe.teacher, recipe, models.untied)},
+        teacher_specs={
+            teacher: teacher_spec(recipe.teacher, student, models.untied, False, "teacher")
+        },
     )
     texts = []
     result = preflight(engine, recipe, texts.append)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prime_composer.local.engine import open_engine
-from prime_composer.local.plan import plan
+from prime_composer.local.run_dir.plan import plan
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from prime_composer.local.replay import pairs_of_rollouts, read_pairs
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import DataConfig
+from prime_composer.step.replay import pairs_of_rollouts, read_pairs
 from tests.local.helpers import SOURCES, Letters, run, sample
 
 Raw = Callable[..., dict[str, Any]]

@@ -10,16 +10,17 @@ import pytest
 
 from prime_composer.local import evaluate as evaluate_module
 from prime_composer.local import tokenized_problems
-from prime_composer.local.batch import Sample
 from prime_composer.local.engine import Engine, open_engine
 from prime_composer.local.evaluate import Evaluator, Graded
-from prime_composer.local.preflight import PreflightError, preflight
+from prime_composer.local.preflight import preflight
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe, RecipeError
+from prime_composer.step.batch import Sample
+from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_MODEL
 from tests.local.helpers import run

@@ -39,7 +39,7 @@ def test_signal_in_a_step_is_noted_and_a_second_one_stops(signum: int) -> None:
         send(signum)
         assert stop.requested and stop.signum == signum
         stop.wait_begins()
-        with pytest.raises(StepAbandoned), stop.giving_up_waits():
+        with pytest.raises(StepAbandoned), stop.may_interrupt():
             stop.wait_begins()
         with pytest.raises(Stopped) as caught:
             send(signal.SIGTERM)
@@ -50,12 +50,12 @@ def test_signal_while_a_server_is_waited_for_gives_up_the_step() -> None:
     """The wait may last ten minutes. What is no wait is finished."""
     stop = StopRequest()
     with finishing_the_step(stop):
-        with pytest.raises(StepAbandoned), stop.giving_up_waits():
+        with pytest.raises(StepAbandoned), stop.may_interrupt():
             stop.wait_begins()
             send(signal.SIGTERM)
         assert stop.signum == signal.SIGTERM and not stop.waiting
     stop = StopRequest()
-    with finishing_the_step(stop), stop.giving_up_waits():
+    with finishing_the_step(stop), stop.may_interrupt():
         send(signal.SIGTERM)
     assert stop.requested
 

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from prime_composer.local.batch import Sample
-from prime_composer.local.student_forward import empty_inputs, student_inputs
+from prime_composer.contract import IN_TAIL
+from prime_composer.step.batch import Sample
+from prime_composer.step.student_forward import empty_inputs, student_inputs
 from tests.local.helpers import PROBLEM, random_samples, sample
 
 
@@ -48,6 +49,25 @@ def test_student_inputs_pack_the_trained_tokens(student: tuple[Any, Any]) -> Non
         logprobs = student[0](second.rollout.token_ids[None]).logits[0].log_softmax(-1)
     expected = logprobs[1:-1].gather(-1, second.rollout.token_ids[2:, None])[:, 0]
     torch.testing.assert_close(inputs.trainer_logprobs[2:], expected, rtol=0, atol=2e-5)
+
+
+def test_ids_that_a_teacher_does_not_know_are_not_known_to_the_loss(
+    student: tuple[Any, Any],
+) -> None:
+    """Of one rollout's teacher only; what its numbers are is not read."""
+    first, second = random_samples([(3, 2), (2, 4)], k=3)
+    known = torch.tensor([[True, False, True], [True, True, False]])
+    odd = replace(
+        first.scores,
+        known=known,
+        teacher_logprobs=torch.where(known, first.scores.teacher_logprobs, torch.nan),
+        token_ids=torch.where(known, first.scores.token_ids, 10**6),
+    )
+    support = student_inputs(student[0], [replace(first, scores=odd), second]).support
+    assert torch.equal(support.known, torch.cat([known, torch.ones(4, 3, dtype=torch.bool)]))
+    masked = support.masked(torch.ones(6, dtype=torch.bool))
+    for side in (masked.teacher_logprobs, masked.student_logprobs):
+        assert side.isfinite().all() and (side[~support.known] == IN_TAIL).all()
 
 
 def test_student_inputs_leave_out_what_no_sample_has(student: tuple[Any, Any]) -> None:

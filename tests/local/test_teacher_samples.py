@@ -11,13 +11,9 @@ import torch
 from torch import nn
 
 from prime_composer.backends.answers import InvalidAnswer
-from prime_composer.backends.mixture import Teachers
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
-from prime_composer.local.batch import Batch
 from prime_composer.local.collect import sample_rollouts
 from prime_composer.local.engine import Engine, open_engine
-from prime_composer.local.gradients import accumulate_gradients
-from prime_composer.local.mismatch import METRIC
 from prime_composer.local.preflight import preflight
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
@@ -27,6 +23,10 @@ from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import RolloutConfig, TrainerConfig
+from prime_composer.step.batch import Batch
+from prime_composer.step.gradients import accumulate_gradients
+from prime_composer.step.mismatch import METRIC
+from prime_composer.teachers.mixture import Teachers
 from tests.local.helpers import random_samples, run, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
@@ -38,6 +38,7 @@ class Writer:
     """A sampler and scorer that always writes its own token after the prompt."""
 
     limits = Limits()
+    gives_any_ids = True
 
     def __init__(self, token: int):
         self.token = token

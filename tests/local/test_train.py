@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from prime_composer.contract import LossInputs
-from prime_composer.local import gradients as gradients_module
-from prime_composer.local.checkpoint import list_checkpoints
-from prime_composer.local.gradients import NonFiniteLoss
+from prime_composer.local.run import is_due
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.student import lr_factor
 from prime_composer.local.tracker import read_metrics
-from prime_composer.local.train import is_due, lr_factor
 from prime_composer.recipe.schema import TrainerConfig
+from prime_composer.step import gradients as gradients_module
+from prime_composer.step.gradients import NonFiniteLoss
 from tests.command import numbers
 from tests.fork_server import REPO, ForkServer
 from tests.local.helpers import Silent, run, weights
@@ -97,7 +98,8 @@ def test_train_interrupted_run_resumes_to_the_same_numbers(
 KILLED = """
 import os, signal, sys, json
 from pathlib import Path
-from prime_composer.local import checkpoint as saving, train as module
+from prime_composer.local import train as module
+from prime_composer.local.run_dir import checkpoint as saving
 from tests.local.helpers import run
 
 def die(*args, **kwargs):

@@ -11,23 +11,19 @@ from torch import Tensor
 
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import load_student
-from prime_composer.backends.protocols import (
-    HiddenStates,
-    SamplingParams,
-    TeacherHead,
-    TeacherScores,
-)
+from prime_composer.backends.protocols import SamplingParams
+from prime_composer.contract import HiddenStates, Scores, TeacherHead
 from prime_composer.local import evaluate as evaluate_module
-from prime_composer.local.batch import Batch, Pair, Sample
 from prime_composer.local.evaluate import EVALUATION_SEED, Evaluator
-from prime_composer.local.gradients import accumulate_gradients
-from prime_composer.local.plan import plan
-from prime_composer.local.student_forward import student_inputs
+from prime_composer.local.run_dir.plan import plan
 from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import parse_loss, setup_loss_fn
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError, TrainerConfig
+from prime_composer.step.batch import Batch, Pair, Sample
+from prime_composer.step.gradients import accumulate_gradients
+from prime_composer.step.student_forward import student_inputs
 from tests.conftest import TINY_RECIPE
 from tests.local.helpers import VOCAB, random_samples, run, sample, tiny_models
 from tests.local.test_several_teachers import open_run, raw
@@ -69,7 +65,7 @@ def with_states(samples: list[Sample], shares: list[list[float]]) -> list[Sample
         ]
         own = mixture(given).gather(-1, one.rollout.token_ids[one.rollout.start :, None])[:, 0]
         none = torch.empty(n, 0)
-        scores = TeacherScores(own.log(), none.long(), none.double(), tuple(given))
+        scores = Scores(own.log(), none.long(), none.double(), tuple(given))
         scored.append(replace(one, scores=scores))
     return scored
 
@@ -122,6 +118,40 @@ def test_gradient_is_that_of_the_kl_over_whole_softmaxes(
         assert measured["loss"] == pytest.approx(expected, rel=1e-6)
         for name, gradient in expected_gradients.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-7, atol=1e-11)
+
+
+OUTSIDE = """
+from typing import Literal
+from prime_composer import LossInputs, LossOutputs
+from prime_composer.losses import SupportLossConfig
+from prime_composer.losses.shared.support_divergence import support_divergence
+
+
+class Config(SupportLossConfig):
+    type: Literal["outside_kl:loss"] = "outside_kl:loss"
+
+
+def loss(inputs: LossInputs, config: Config) -> LossOutputs:
+    return support_divergence(inputs, config, kl)
+
+
+def kl(log_p, log_q, *, normalization):
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+"""
+
+
+def test_outside_loss_trains_on_hidden_states(
+    student: torch.nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the scorers' states of two teachers to the gradient of the model."""
+    (tmp_path / "outside_kl.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    samples = with_states(random_samples(LENGTHS, k=1), [[1.0, 0.0], [0.3, 0.7]] * 2)
+    expected, expected_gradients = plain(student, samples)
+    measured, found = gradients(student, samples, {"type": "outside_kl:loss", "k": "full"})
+    assert measured["loss"] == pytest.approx(expected, rel=1e-6)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-7, atol=1e-11)
 
 
 def test_temperature_divides_the_logits_of_both(student: torch.nn.Module) -> None:
@@ -209,7 +239,7 @@ def test_run_by_hidden_states_equals_a_run_on_all_ids(
     table = tiny_recipe(**FULL, loss__type=name)
     run(table, tmp_path / "states")
     config = type(parse_recipe(table).loss)
-    monkeypatch.setattr(config, "whole_by_heads", False)
+    monkeypatch.setattr(config, "comparison_need", "support")
     run(table, tmp_path / "ids")
     states, ids = (read_metrics(tmp_path / name) for name in ("states", "ids"))
     assert [row[key] for row in states if key in row] == pytest.approx(

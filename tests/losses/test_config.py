@@ -69,6 +69,14 @@ def test_needs_are_the_losses_own_and_its_modifiers():
     assert Mine(**knobs).needs == {"segment_ids", "token_ids", "ref_logprobs", "advantages"}
 
 
+def test_an_rl_mix_of_a_sum_reads_the_sampler():
+    """Also where none of the sum's own channels does."""
+    tail = {"weight": 1, "loss": {"type": "topk_reverse_kl"}}
+    table = {"type": "compose", "rl": {"weight": 0}, "distillation": {"tail": tail}}
+    assert not parse_loss(table).reads_sampler
+    assert parse_loss({**table, "rl_mix": {"kd": 0.5}}).reads_sampler
+
+
 def test_unmet_names_section_loss_and_need():
     config = parse_loss({"type": "topk_reverse_kl", "rl_mix": {"kd": 0.5}})
     missing = [(m.section, m.loss, m.need) for m in unmet(config, {"token_ids"}, "trainer.loss")]
@@ -82,12 +90,12 @@ def test_unmet_names_section_loss_and_need():
 def test_require_says_who_does_not_provide_it_and_the_remedy():
     config = parse_loss({"type": "topk_reverse_kl"})
     with pytest.raises(ValueError) as error:
-        require(config, (), {"support": "Add a [teacher]."}, provider="this recipe")
+        require(config, (), "recipe")
     assert str(error.value) == (
         "[loss] type = 'topk_reverse_kl' needs support, which this recipe does not provide. "
-        "Add a [teacher]."
+        "Remedy: add a [teacher] table, or several [teachers.*]."
     )
-    require(config, {"support"}, {})
+    require(config, {"support"}, "recipe")
 
 
 @pytest.mark.parametrize(

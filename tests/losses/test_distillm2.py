@@ -9,9 +9,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from prime_composer.contract import LossInputs, Support
+from prime_composer.contract import Logits, LossInputs, Support, TwoHeads
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
-from prime_composer.two_heads import Logits, TwoHeads
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "distillm2.json").read_text())
 CASES = {f"{case['global_step']} {case['anchors']}": case for case in GOLDEN["cases"]}

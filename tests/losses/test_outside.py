@@ -1,5 +1,6 @@
 """A loss outside the package: named by module:function, and as good as a built-in one."""
 
+import dataclasses
 import json
 import os
 import re
@@ -79,7 +80,7 @@ def test_the_example_is_the_huber_loss_by_hand():
 def contract(
     tmp_path_factory: pytest.TempPathFactory, torch_forks: ForkServer
 ) -> dict[str, dict[str, str]]:
-    """Module of a loss -> case of the contract suite -> outcome, for three losses in one run.
+    """Module of a loss -> case of the contract suite -> outcome, for five losses in one run.
 
     Every case of the example, and for the others those that tell.
     """
@@ -89,13 +90,20 @@ def contract(
     assert broken != example
     (folder / "broken_loss.py").write_text(broken.replace("my_loss:huber", "broken_loss:huber"))
     (folder / "moving.py").write_text(SCHEDULED)
+    (folder / "far.py").write_text(FAR)
     words = ["-m", "pytest", "-vv", "-n", "0", "-p", "no:cacheprovider", "tests/test_contract.py"]
-    for loss in ("my_loss:huber", "broken_loss:huber", "moving:fn"):
+    losses = ("my_loss:huber", "broken_loss:huber", "moving:fn", "far:by_rows", "far:by_tensors")
+    for loss in losses:
         words += ["--loss", loss]
-    words += ["-k", "my_loss or sum_of_its_sequences or moving and (survives or weights_scale)"]
+    words += [
+        "-k",
+        "my_loss or sum_of_its_sequences or far or moving and (survives or weights_scale)",
+    ]
     env = os.environ | {"PYTHONPATH": f"{EXAMPLES}{os.pathsep}{folder}"}
     done = torch_forks.run(*words, cwd=REPO, env=env)
-    outcomes: dict[str, dict[str, str]] = {"my_loss": {}, "broken_loss": {}, "moving": {}}
+    outcomes: dict[str, dict[str, str]] = {
+        name: {} for name in ("my_loss", "broken_loss", "moving", "far")
+    }
     for line in done.stdout.splitlines():
         case = re.match(r"tests/test_contract\.py::(\w+)\[(\w+):(\S*).*\] ([A-Z]+)", line)
         if case is not None:
@@ -109,6 +117,13 @@ def test_the_contract_suite_runs_on_the_example(contract):
     """Every case is a case of this loss: three examples of it, and none skipped."""
     assert len(contract["my_loss"]) >= 40
     assert set(contract["my_loss"].values()) == {"PASSED"}
+
+
+def test_the_contract_suite_runs_over_whole_vocabularies(contract):
+    """On two outside losses, each with a support and with hidden states."""
+    full = {case: outcome for case, outcome in contract["far"].items() if "k=full" in case}
+    assert len(full) >= 20
+    assert set(contract["far"].values()) == {"PASSED"}
 
 
 def test_the_contract_suite_fails_a_loss_that_breaks_it(contract):
@@ -242,6 +257,63 @@ def test_examples_of_an_outside_loss_give_required_knobs(contract, write):
         parse_loss({"type": "moving:fn"})
     assert len(contract["moving"]) >= 6
     assert set(contract["moving"].values()) == {"PASSED"}
+
+
+FAR = """
+from typing import Literal
+import torch
+from prime_composer import LossInputs, LossOutputs
+from prime_composer.divergences import outcomes
+from prime_composer.losses import SupportLossConfig
+from prime_composer.losses.shared.support_divergence import support_divergence
+
+
+class ByRows(SupportLossConfig):
+    type: Literal["far:by_rows"] = "far:by_rows"
+    normalization: Literal["full", "tail"] = "tail"
+    examples = ({"k": 8}, {"k": "full"})
+
+
+class ByTensors(SupportLossConfig):
+    type: Literal["far:by_tensors"] = "far:by_tensors"
+    examples = ({"k": 8}, {"k": "full"})
+
+
+def hellinger(log_p, log_q, *, normalization):
+    log_p, log_q = outcomes(log_p, log_q, normalization)
+    return 1 - torch.exp((log_p + log_q) / 2).sum(-1)
+
+
+def by_rows(inputs: LossInputs, config: ByRows) -> LossOutputs:
+    return support_divergence(inputs, config, hellinger)
+
+
+def by_tensors(inputs: LossInputs, config: ByTensors) -> LossOutputs:
+    support = inputs.support.masked(inputs.loss_mask)
+    p, q = support.student_logprobs, support.teacher_logprobs
+    value = hellinger(p, q, normalization="full" if config.k == "full" else "tail")
+    value = torch.where(inputs.loss_mask, value, 0.0)
+    if inputs.loss_weights is not None:
+        value = value * torch.where(inputs.loss_mask, inputs.loss_weights, 1.0)
+    return LossOutputs(loss=value.sum(), metrics={"distance": value.detach().sum()})
+"""
+
+
+@pytest.mark.parametrize("name", ["far:by_rows", "far:by_tensors"])
+def test_an_outside_loss_compares_whole_vocabularies(write, name):
+    """From hidden states alone, by rows or by all tensors, and with its gradient."""
+    write("far", FAR)
+    config = parse_loss({"type": name, "k": "full"})
+    assert config.needs == {"hidden_states"} and config.support_size == 0
+    inputs = dataclasses.replace(packed_inputs(config), support=None)
+    student, teacher = (side.hidden for side in inputs.hidden_states.sides)
+    overlap = ((student.log_softmax(-1) + teacher.detach().log_softmax(-1)) / 2).exp().sum(-1)
+    expected = ((1 - overlap) * inputs.loss_weights.detach())[inputs.loss_mask].sum()
+    (wanted,) = torch.autograd.grad(expected, student)
+    loss = setup(config)(inputs).loss
+    (found,) = torch.autograd.grad(loss, student)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
 
 
 FN = "def fn(inputs: LossInputs, config: C) -> LossOutputs: ...\n"

@@ -67,7 +67,7 @@ def test_each_token_is_its_definition(config, drops):
     ("name", "knobs", "message"),
     [
         ("icepop", {"ratio_low": 2.0, "ratio_high": 1.0}, "no token would be kept"),
-        ("ppo", {"max_importance_ratio": 1.1}, "is below ratio_high = 1.2: raise it"),
+        ("ppo", {"max_importance_ratio": 1.1}, "is above max_importance_ratio = 1.1: lower it"),
         ("ppo", {"ratio_low": 1.1}, "less than or equal to 1"),
         ("cispo", {"ratio_high": 0.9}, "greater than or equal to 1"),
     ],

@@ -406,7 +406,7 @@ WHOLE = {
 
 @pytest.mark.parametrize(
     "name",
-    [name for name, cls in LOSS_TYPES.items() if getattr(cls, "whole_by_heads", False)],
+    [name for name, cls in LOSS_TYPES.items() if hasattr(cls, "comparison_need")],
 )
 def test_two_heads_give_the_loss_of_a_support_of_all_ids(name, monkeypatch):
     """Loss and gradient for each logit, with every knob of the examples that fits."""
@@ -425,7 +425,7 @@ def test_two_heads_give_the_loss_of_a_support_of_all_ids(name, monkeypatch):
             (loss := setup_loss_fn(config)(by_heads).loss), student, allow_unused=True
         )
         with monkeypatch.context() as patch:
-            patch.setattr(cls, "whole_by_heads", False)
+            patch.setattr(cls, "comparison_need", "support")
             all_ids = cls(**{**example, "k": "full"})
             log_p = student.log_softmax(-1)
             teacher = by_heads.hidden_states.teachers[0].hidden.detach()

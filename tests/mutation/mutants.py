@@ -17,11 +17,14 @@ TESTS = {
     "divergences/skewed.py": ["tests/test_divergences_recent.py"],
     "divergences/adaptive.py": ["tests/test_divergences_recent.py"],
     "lm_head.py": ["tests/test_lm_head.py"],
-    "two_heads/blocks.py": ["tests/test_contract.py", "tests/test_two_heads.py"],
-    "two_heads/compare.py": ["tests/test_two_heads.py"],
-    "two_heads/kernel.py": ["tests/test_two_heads.py"],
-    "two_heads/top_mass.py": ["tests/test_two_heads.py"],
-    "contract.py": ["tests/test_contract.py"],
+    "full_vocabulary/blocks.py": ["tests/test_contract.py", "tests/test_full_vocabulary.py"],
+    "full_vocabulary/compare.py": [
+        "tests/test_full_vocabulary.py", LOSSES + "test_support_losses.py"
+    ],
+    "full_vocabulary/kernel.py": ["tests/test_full_vocabulary.py"],
+    "full_vocabulary/token_blocks.py": ["tests/test_full_vocabulary.py"],
+    "full_vocabulary/heads.py": ["tests/test_full_vocabulary.py"],
+    "contract.py": ["tests/test_contract.py", LOSSES + "test_support_losses.py"],
     "losses/shared/reductions.py": [
         LOSSES + "test_support_losses.py", LOSSES + "test_preferences.py"
     ],
@@ -31,8 +34,6 @@ TESTS = {
         "tests/parity/test_read.py",
     ],
     "losses/shared/support_divergence.py": [LOSSES + "test_support_losses.py"],
-    "losses/shared/whole_vocabulary.py": [LOSSES + "test_support_losses.py"],
-    "losses/amid.py": [LOSSES + "test_support_losses.py"],
     "losses/shared/metrics.py": [LOSSES + "test_support_losses.py"],
     "losses/shared/pairs.py": [LOSSES + "test_preferences.py"],
     "losses/shared/modifiers.py": [LOSSES + "test_modifiers.py"],
@@ -50,16 +51,16 @@ TESTS = {
     "losses/rlsd.py": [LOSSES + "test_rl_and_teacher.py"],
     "losses/rlrt.py": [LOSSES + "test_rl_and_teacher.py"],
     "losses/sdar.py": [LOSSES + "test_rl_and_teacher.py"],
-    "backends/mixture.py": ["tests/backends/test_mixture.py"],
+    "teachers/mixture.py": ["tests/backends/test_mixture.py"],
     "losses/rlcsd.py": [LOSSES + "test_rl_and_teacher.py"],
-    "backends/self_teacher.py": ["tests/local/test_policy_teacher.py"],
+    "teachers/policy.py": ["tests/local/test_policy_teacher.py"],
     "losses/topd.py": [LOSSES + "test_topd.py"],
     "losses/sft.py": [LOSSES + "test_rl_losses.py", "tests/parity/test_recorded.py"],
     "losses/dpo.py": [LOSSES + "test_preferences.py"],
     "losses/simpo.py": [LOSSES + "test_preferences.py"],
     "losses/compose.py": [LOSSES + "test_compose.py"],
     "losses/config.py": [LOSSES + "test_compose.py"],
-    "local/episodes.py": ["tests/local/test_episodes.py"],
+    "environments/episodes.py": ["tests/environments/test_episodes.py"],
     "upstream/tally.py": ["tests/upstream/test_silent_hooks.py"],
     "upstream/trainer/adapter.py": ["tests/upstream/test_silent_hooks.py"],
     "upstream/trainer/batches.py": [
@@ -110,7 +111,7 @@ DISTILLM2 = "losses/distillm2.py"
 HEAD_TAIL = "losses/head_tail_reverse_kl.py"
 TAID, EOPD, SELF = "losses/taid.py", "losses/entropy_aware_opd.py", "losses/self_distillation.py"
 REWEIGHTING = "losses/shared/reweighting.py"
-EPISODES = "local/episodes.py"
+EPISODES = "environments/episodes.py"
 ADAPTER, ORCHESTRATOR = "upstream/trainer/adapter.py", "upstream/orchestrator/hooks.py"
 BINDING = "upstream/trainer/binding.py"
 RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
@@ -309,8 +310,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "adaptive weight keeps its gradient": mutant(
         ADAPTIVE, "adaptive_kl",
-        ("_head_share(p.detach(), q, head_mass, has_tail=_T)",
-         "_head_share(p, q, head_mass, has_tail=_T)"),
+        ("_head_share(p.detach(), q, head_mass, _T)",
+         "_head_share(p, q, head_mass, _T)"),
     ),
     "adaptive head may be empty": mutant(
         ADAPTIVE, "_head_share", ("in_head[..., 0] = True", "pass")
@@ -333,7 +334,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "student not masked before the exp": mutant(
         "contract.py", "Support.masked",
-        ("torch.where(_R, self.student_logprobs, _F)", "self.student_logprobs"),
+        ("torch.where(_R, student, _F)", "student"),
     ),
     # trust region
     "signed region reads the sign the wrong way": mutant(
@@ -580,15 +581,15 @@ MUTANTS: dict[str, Mutant] = {
          "signed_policy_gradient(_I, _C, -credit, _S)"),
     ),
     "extrapolation toward the reference": mutant(
-        "backends/mixture.py", "extrapolate",
+        "teachers/mixture.py", "extrapolate",
         ("scale * log_q + (1 - scale) * log_r", "(1 - scale) * log_q + scale * log_r"),
     ),
     "extrapolation away from both": mutant(
-        "backends/mixture.py", "extrapolate",
+        "teachers/mixture.py", "extrapolate",
         ("scale * log_q + (1 - scale) * log_r", "scale * log_q - (1 - scale) * log_r"),
     ),
     "impossible for both is not a number": mutant(
-        "backends/mixture.py", "extrapolate",
+        "teachers/mixture.py", "extrapolate",
         ("torch.where(log_q == log_r, log_q, extrapolated)", "extrapolated"),
     ),
     "contrast reversed": mutant(
@@ -608,12 +609,12 @@ MUTANTS: dict[str, Mutant] = {
         ("torch.where(advantages == 0, 0.0 * signal, signal)", "signal"),
     ),
     "mean of wrong hints in logs": mutant(
-        "backends/self_teacher.py", "PolicyTeacher.contrast",
+        "teachers/policy.py", "PolicyTeacher.contrast",
         ("torch.stack(logprobs[index]).logsumexp(dim=0) - math.log(len(logprobs[index]))",
          "torch.stack(logprobs[index]).mean(dim=0)"),
     ),
     "a rollout is its own wrong hint": mutant(
-        "backends/self_teacher.py", "PolicyTeacher.wrong_hints", ("other != index", "True")
+        "teachers/policy.py", "PolicyTeacher.wrong_hints", ("other != index", "True")
     ),
     "gate in the graph": mutant(
         "losses/sdar.py", "sdar_loss_fn", ("config.beta * gap.detach()", "config.beta * gap")
@@ -627,34 +628,36 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # sums of losses
     "channel weight ignored": mutant(
-        "losses/bound.py", "WeightedSum.__call__", ("term.weight * outputs.loss", "outputs.loss")
+        "losses/bound.py", "WeightedSum.__call__",
+        ("term.part.weight * outputs.loss", "outputs.loss"),
     ),
     "channels of weight zero computed": mutant(
-        "losses/compose.py", "ComposeLossConfig.parts",
+        "losses/compose.py", "ComposeLossConfig.channels",
         ("channel.weight > 0", "channel.weight >= 0"),
     ),
     "mixture weights swapped": mutant(
-        "losses/bound.py", "_bind",
-        ("Term(kd_objective, kd_weight)", "Term(kd_objective, rl_weight)"),
-        ("Term(rl_objective, rl_weight)", "Term(rl_objective, kd_weight)"),
+        "losses/config.py", "RLMix.beside",
+        ("Part('kd', '', self.kd, _L, mixed=True)", "Part('kd', '', rl_weight, _L, mixed=True)"),
+        ("Part('rl', _K, rl_weight, _M, mixed=True)", "Part('rl', _K, self.kd, _M, mixed=True)"),
     ),
     "wider support taken whole": mutant(
         "losses/bound.py", "_requested", ("support.token_ids.shape[-1] <= request.k", "True")
     ),
     # k = "full" and temperature
     "temperature of the support left out": mutant(
-        "losses/shared/support_divergence.py", "tempered", ("config.temperature == 1", "True")
+        "contract.py", "Support.tempered", ("temperature == 1", "True")
     ),
     "temperature of the heads left out": mutant(
-        "losses/shared/whole_vocabulary.py", "whole_vocabulary",
-        ("heads.temperature * config.temperature", "heads.temperature"),
+        "full_vocabulary/compare.py", "WholeVocabulary.tempered",
+        ("self.heads.temperature * temperature", "self.heads.temperature"),
     ),
     "head's gradient begins as fresh memory": mutant(
-        "two_heads/blocks.py", "GradientSums.__init__",
-        ("torch.zeros_like(settings.weight)", "torch.empty_like(settings.weight)"),
+        "full_vocabulary/blocks.py", "GradientSums.__init__",
+        ("torch.zeros_like(settings.weight, dtype=weight_dtype)",
+         "torch.empty_like(settings.weight, dtype=weight_dtype)"),
     ),
     "chunk of half precision begins as fresh memory": mutant(
-        "two_heads/blocks.py", "GradientSums.begin",
+        "full_vocabulary/blocks.py", "GradientSums.begin",
         ("self.weight[self.ids].to(self.plan.dtype)",
          "self.weight[self.ids] if self.weight.dtype == self.plan.dtype "
          "else torch.empty_like(self.weight[self.ids], dtype=self.plan.dtype)"),
@@ -664,31 +667,39 @@ MUTANTS: dict[str, Mutant] = {
         ("torch.zeros_like(weight)", "torch.empty_like(weight)"),
     ),
     "padding's exp overflows": mutant(
-        "two_heads/kernel.py", "_backward",
-        ("a.sub_(p_highest[rows]).sub_(p_log[rows]).exp_().mul_(beyond[rows])",
-         "a.sub_(p_highest[rows]).exp_().mul_((beyond / p_log.exp())[rows])"),
+        "full_vocabulary/kernel.py", "_second_pass",
+        ("a.sub_(plan.column(beyond)[rows]).exp_().mul_(plan.column(of_beyond)[rows])",
+         "a.sub_(p_highest[rows]).exp_()"
+         ".mul_((plan.column(of_beyond) / (plan.column(beyond) - p_highest).exp())[rows])"),
     ),
-    "adaptive over two heads weighs the other KL": mutant(
-        "two_heads/compare.py", "adaptive_kl",
-        ("weight * result.forward_kl + (1 - weight) * result.reverse_kl",
-         "weight * result.reverse_kl + (1 - weight) * result.forward_kl"),
+    "taid's gradient shrunk by t": mutant(
+        "full_vocabulary/kernel.py", "kls",
+        ("sums.r_ratio.detach() * (1 - interpolation) - sums.r_ratio",
+         "-interpolation * sums.r_ratio"),
     ),
-    "top ids may be none": mutant(
-        "two_heads/top_mass.py", "_critical", ("count.clamp(min=1)", "count")
+    "kl of the bucket left out": mutant(
+        "full_vocabulary/kernel.py", "_kl", ("a.log_bucket is not None", "False")
     ),
-    "top ids have all equal ones": mutant(
-        "two_heads/top_mass.py", "top_gap",
-        ("at_limit & (place <= count[rows].unsqueeze(1))", "at_limit"),
+    "token blocks: gradient of log p is that of the logits": mutant(
+        "full_vocabulary/token_blocks.py", "_ByTokenBlocks.backward",
+        ("-of_log_p.sum(1, keepdim=True)", "0 * of_log_p.sum(1, keepdim=True)"),
     ),
-    "top ids counted from zero in each chunk": mutant(
-        "two_heads/top_mass.py", "top_gap",
-        ("at_limit.cumsum(1) + seen[rows].unsqueeze(1)", "at_limit.cumsum(1)"),
+    "token blocks: teachers not weighted": mutant(
+        "full_vocabulary/token_blocks.py", "_TeacherRows.log_probs",
+        ("part += self.plan.column(weights[rows, i].log())", "pass"),
     ),
-    "top gap without the bucket's": mutant(
-        "two_heads/top_mass.py", "top_gap", ("bucket is not None", "False")
+    "token blocks: knobs of the first rows": mutant(
+        "full_vocabulary/compare.py", "_called", ("v[rows]", "v[: rows.stop - rows.start]")
     ),
-    "amid over two heads not normalized": mutant(
-        "losses/amid.py", "_whole", ("log_r(log_p, log_q) - log_total", "log_r(log_p, log_q)")
+    "token blocks: the bucket without its floor": mutant(
+        "full_vocabulary/token_blocks.py", "_floored", ("not plan.has_bucket", "True")
+    ),
+    "top of adaptive kl has the bucket": mutant(
+        "full_vocabulary/compare.py", "_called",
+        ("WITH_BUCKET.get(divergence, divergence)", "divergence"),
+    ),
+    "teachers without a weight take part": mutant(
+        "full_vocabulary/heads.py", "by_teachers", ("weights > 0", "weights >= 0")
     ),
     # metrics
     "top percent of the whole pack": mutant(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from prime_composer.upstream.versions import VERSIONS
+from prime_composer.upstream.versions.records import VERSIONS
 
 CONTRACTS = {name: version.contract.name for name, version in VERSIONS.items() if version.commit}
 """Version that can be run: the loss contract that it has."""

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from prime_composer.upstream import autoload
-from prime_composer.upstream.capabilities import (
+from prime_composer.upstream.versions.capabilities import (
     CAPABILITIES,
     GRPO,
     GRPO_CONFIG,
@@ -18,7 +18,7 @@ from prime_composer.upstream.capabilities import (
     RL_LOSS,
     find,
 )
-from prime_composer.upstream.sources import Sources, of_checkout, texts_of
+from prime_composer.upstream.versions.sources import Sources, of_checkout, texts_of
 from tests.prime_rl_checkout import VERSIONS
 
 ABSENT = {"v0.6": {RL_LOSS, GRPO, GRPO_CONFIG, GRPO_GROUP}}

@@ -12,7 +12,7 @@ from prime_composer.cli.study import load_study
 from prime_composer.problems.config import DataConfig
 from prime_composer.recipe.loading import load_recipe
 from prime_composer.upstream.export import export_recipe
-from prime_composer.upstream.versions import VERSIONS
+from prime_composer.upstream.versions.records import VERSIONS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TASKS = {"summary": "rouge2", "translation": "bleu"}

@@ -38,8 +38,12 @@ def test_reference_names_every_key_and_loss() -> None:
         "| `steps` | integer ≥ 1, ≤ 100000000 | required | Optimizer steps. |",
         "| `top_p` | number > 0, ≤ 1 | `1.0` | Nucleus sampling. log mu is that of the truncated "
         "distribution. |",
-        '| `backend` | `"vllm"` or `"transformers"` or `"server"` | `"vllm"` | The engine that '
-        "samples the rollouts. Not exported: prime-rl samples with vLLM. |",
+        '| `backend` | text | `"vllm"` | What samples the rollouts: `vllm`, `transformers`, '
+        "`server`, or one of your own, `my_package.my_module:MySampler`. Not exported: prime-rl "
+        "samples with vLLM. |",
+        '| `other_source` | `"data"` or `"teacher"` | `"data"` | Where the other sequences come '
+        "from: the data's solutions, or answers that the teacher samples. Of several teachers it "
+        "is the problem's, and of a mixture one that is drawn by weight. |",
     ],
 )
 def test_reference_row_has_type_default_and_meaning(row: str) -> None:

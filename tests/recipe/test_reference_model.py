@@ -16,6 +16,7 @@ BASE: dict[str, Any] = {
     "data": {"source": "generated"},
     "trainer": {"steps": 3, "batch_size": 4},
 }
+BASELINE = {"type": "sampled_reverse_kl", "mode": "signed", "baseline": "topk_kl"}
 TWO = {"a": {"model": "t"}, "b": {"model": "u"}}
 
 
@@ -43,7 +44,12 @@ def with_reference(reference: dict[str, Any], **tables: Any) -> dict[str, Any]:
         ({"model": "r"}, {"loss": {"type": "topk_reverse_kl"}}, "[loss] type = 'topk_reverse_kl'"),
         (
             {"model": "r"},
-            {"loss": {"type": "sampled_reverse_kl", "mode": "signed", "baseline": "topk_kl"}},
+            {"loss": BASELINE},
+            "without a baseline",
+        ),
+        (
+            {"model": "r"},
+            {"loss": {**BASELINE, "k": "full"}},
             "without a baseline",
         ),
         ({"model": "r"}, {"loss": {"type": "sft"}}, "goes with a loss of type"),

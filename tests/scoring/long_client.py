@@ -16,7 +16,16 @@ import torch
 
 from prime_composer.backends.alignment import make_rollout, sequences_to_score
 from prime_composer.backends.http import Connection
-from prime_composer.backends.scoring_client import ScoringClient
+from prime_composer.contract import TeacherHead
+from prime_composer.teachers.client import TeacherClient
+from prime_composer.teachers.server import ServerScorer
+
+
+class Bare(ServerScorer):
+    """The transport of a server that has the plugin's routes alone."""
+
+    def __init__(self, url: str):
+        self._connection = Connection(url, section="[teacher]")
 
 
 def memory(name: str) -> int:
@@ -29,14 +38,17 @@ def memory(name: str) -> int:
 def main(url: str, tokens: int) -> None:
     """Ask once."""
     torch.set_num_threads(1)
-    connection = Connection(url, section="[teacher]")
-    client = ScoringClient.discover(connection, "m")
-    assert client is not None
+    transport = Bare(url)
+    connection, client = transport._connection, TeacherClient(transport, "m")
+    connection.run(client.discover())
+    assert client.facts is not None
     rollout = make_rollout([1], [1] * (tokens - 1), [0.0] * (tokens - 1), "length", 0)
     (sequence,) = sequences_to_score([rollout])
     torch.ones(1, dtype=torch.bfloat16).isfinite().any()
     before, begin = memory("VmRSS"), time.monotonic()
-    _, hidden = connection.run(client.score_with_hidden(0, sequence))
+    head = TeacherHead(torch.zeros(1, 1))
+    scores = connection.run(client.score(sequence, k=0, head=head))
+    hidden = scores.hidden[0].states
     seconds, added = time.monotonic() - begin, memory("VmHWM") - before
     digest = hashlib.sha256(hidden.view(torch.int16).numpy()).hexdigest()
     aligned = hidden.data_ptr() % 64

@@ -17,11 +17,14 @@ import sys
 import time
 from types import SimpleNamespace
 
+import torch
+
 from prime_composer.backends.alignment import make_rollout, sequences_to_score
 from prime_composer.backends.cpu_guard import import_vllm
-from prime_composer.backends.http import Connection
-from prime_composer.backends.scoring_client import ScoringClient
+from prime_composer.contract import TeacherHead
 from prime_composer.scoring import endpoint
+from prime_composer.teachers.client import TeacherClient
+from tests.scoring.long_client import Bare
 
 # At the top level, because vLLM's engine process imports this module again.
 import_vllm(multiprocessing=True)
@@ -32,15 +35,18 @@ def ask(url, tokens, rounds, sizes, counts):
     ids = random.Random(0).choices(range(2, 100), k=tokens)
     rollout = make_rollout(ids[:1], ids[1:], [0.0] * (tokens - 1), "length", 0)
     (sequence,) = sequences_to_score([rollout])
-    connection = Connection(url, section="[teacher]")
-    client = ScoringClient.discover(connection, "m")
+    transport = Bare(url)
+    connection, client = transport._connection, TeacherClient(transport, "m")
+    connection.run(client.discover())
+    head = TeacherHead(torch.zeros(1, 1))
     found = {size: ([], [], [], []) for size in sizes}
     for _ in range(rounds):
         for size in sizes:
             endpoint.WINDOW_BYTES = size
             counts.clear()
             begin = time.perf_counter()
-            scores, hidden = connection.run(client.score_with_hidden(0, sequence, 8))
+            scores = connection.run(client.score(sequence, k=8, head=head))
+            hidden = scores.hidden[0].states
             seconds = time.perf_counter() - begin
             digest = hashlib.sha256()
             for tensor in (

@@ -12,13 +12,12 @@ pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 
 from fastapi import FastAPI  # noqa: E402
 
-from prime_composer.backends import scoring_client  # noqa: E402
 from prime_composer.backends.answers import InvalidAnswer  # noqa: E402
 from prime_composer.backends.http import Connection, Refused, ServerError  # noqa: E402
-from prime_composer.backends.scoring_client import ScoringClient  # noqa: E402
 from prime_composer.scoring.endpoint import facts_of, head  # noqa: E402
 from prime_composer.scoring.head import read_head  # noqa: E402
 from prime_composer.scoring.wire import HEAD_PATH  # noqa: E402
+from prime_composer.teachers import served_head  # noqa: E402
 from tests.scoring.conftest import post  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("vllm_without_its_libraries")
@@ -92,7 +91,7 @@ def client_of(weight, bias, shards):
     app.add_route(HEAD_PATH, head, methods=["POST"])
     app.state.prime_composer_facts = facts_of(config)
     app.state.engine_client = Engine()
-    return ScoringClient(Direct(app), app.state.prime_composer_facts, "m"), workers
+    return served_head.ServedHead(Direct(app), app.state.prime_composer_facts), workers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,12 +99,12 @@ def client_of(weight, bias, shards):
 @pytest.mark.parametrize("shards", [[], [4], [1, 5]])
 def test_head_of_several_workers_is_the_whole_head(dtype, has_bias, shards, monkeypatch, tmp_path):
     """In pieces of three rows, which cross the workers' borders; its hash is checked and kept."""
-    monkeypatch.setattr(scoring_client, "HEAD_ROWS", 3)
+    monkeypatch.setattr(served_head, "HEAD_ROWS", 3)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(ROWS, D, generator=generator).to(dtype)
     bias = torch.randn(ROWS, generator=generator).to(dtype) if has_bias else None
     client, _ = client_of(weight, bias, shards)
-    found = client.head(tmp_path)
+    found = client.read(tmp_path)
     assert torch.equal(found.weight, weight)
     assert found.bias is None if bias is None else torch.equal(found.bias, bias)
     facts = found.facts
@@ -126,23 +125,23 @@ def test_head_that_is_not_finite_is_refused(part, number):
         f"^The server has an output head whose {part} is NaN or infinite for id 5 .and 1 other"
     )
     with pytest.raises(InvalidAnswer, match=message):
-        client.head().of_teacher("The server")
+        client.read().of_teacher("The server")
 
 
 def test_head_that_changes_meanwhile_is_refused(monkeypatch):
-    monkeypatch.setattr(scoring_client, "HEAD_ROWS", 3)
+    monkeypatch.setattr(served_head, "HEAD_ROWS", 3)
     client, (worker,) = client_of(torch.ones(ROWS, D), None, [])
-    client.head()
-    ask = client._head_answer
+    client.read()
+    ask = client._answer
 
     def change(first, last, facts=None):
         with torch.no_grad():
             worker.get_model().lm_head.weight[first] += 1.0
         return ask(first, last, facts)
 
-    monkeypatch.setattr(client, "_head_answer", change)
+    monkeypatch.setattr(client, "_answer", change)
     with pytest.raises(ServerError, match="changed meanwhile"):
-        client.head()
+        client.read()
 
 
 def test_head_that_cannot_be_read_says_why():
@@ -150,4 +149,4 @@ def test_head_that_cannot_be_read_says_why():
     client, (worker,) = client_of(torch.ones(ROWS, D), None, [])
     del worker.get_model().lm_head.shard_indices
     with pytest.raises(ServerError, match="answered 400 .* cannot be read: .*shard_indices"):
-        client.head()
+        client.read()

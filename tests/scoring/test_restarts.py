@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from prime_composer.local.train import RunStopped
+from prime_composer.local.run import RunStopped
 from tests.local.helpers import run, tiny_models
 from tests.local.killed_teacher import KILLED_AFTER, KillAt, expect_wait_for_killed, recipe_of
 from tests.vllm_process import QUICK, TeacherProcess, VllmProcess

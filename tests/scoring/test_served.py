@@ -17,7 +17,6 @@ import torch
 
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.http import Connection, Refused, ServerError
-from prime_composer.backends.vllm_server import ServerScorer
 from prime_composer.scoring.questions import MOST_SEQUENCES
 from prime_composer.scoring.wire import (
     ENVELOPE_BYTES,
@@ -27,6 +26,7 @@ from prime_composer.scoring.wire import (
     Question,
     SequenceToAnswer,
 )
+from prime_composer.teachers.server import ServerScorer
 from tests.backends.conftest import VOCAB, make_model
 from tests.vllm_process import TeacherProcess, save_tokenizer
 
@@ -137,16 +137,16 @@ def test_given_ids_beyond_a_question_come_in_parts(scorer, rollouts, monkeypatch
         for r in rollouts
     ]
     whole = scorer.score(rollouts, 14, candidate_ids=given)
-    plugin, sizes = scorer.plugin(), []
+    plugin, connection, sizes = scorer.client.known, scorer._connection, []
     limits = msgspec.structs.replace(plugin.facts.limits, question_bytes=2**12 + ENVELOPE_BYTES)
     monkeypatch.setattr(plugin, "facts", msgspec.structs.replace(plugin.facts, limits=limits))
-    receive = plugin._connection.receive
+    receive = connection.receive
 
     def recorded(method, path, body, *args, **options):
         sizes.append(len(json.dumps(body)))
         return receive(method, path, body, *args, **options)
 
-    monkeypatch.setattr(plugin._connection, "receive", recorded)
+    monkeypatch.setattr(connection, "receive", recorded)
     for one, other in zip(scorer.score(rollouts, 14, candidate_ids=given), whole, strict=True):
         assert torch.equal(one.token_ids, other.token_ids)
         for name in ("teacher_logprobs", "ref_logprobs"):
@@ -163,14 +163,14 @@ def test_given_ids_beyond_a_question_come_in_parts(scorer, rollouts, monkeypatch
 
 def test_hidden_states_and_head_give_the_same_log_probs(scorer, rollouts, exact, model, tmp_path):
     """The head comes in pieces and is kept under its hash; the second time nothing is sent."""
-    client = scorer.plugin()
-    head = client.head(tmp_path)
+    client = scorer.served_head()
+    head = client.read(tmp_path)
     assert torch.equal(head.weight, model.lm_head.weight) and head.bias is None
     assert (head.facts.dtype, head.facts.scale, head.facts.softcap) == ("float32", 1.0, None)
     (kept,) = tmp_path.iterdir()
     assert kept.name == f"{head.facts.sha256}.safetensors"
     stamp = kept.stat().st_mtime_ns
-    assert torch.equal(client.head(tmp_path).weight, head.weight)
+    assert torch.equal(client.read(tmp_path).weight, head.weight)
     assert kept.stat().st_mtime_ns == stamp
     scores = scorer.score(rollouts, 0, hidden=True)
     for one, rollout, expected in zip(scores, rollouts, exact, strict=True):
@@ -183,14 +183,14 @@ def test_hidden_states_and_head_give_the_same_log_probs(scorer, rollouts, exact,
 
 
 def test_head_of_a_checkpoint_has_to_be_the_servers(server, scorer, model, tmp_path):
-    client = scorer.plugin()
-    assert torch.equal(client.head_of_files(server.directory).weight, model.lm_head.weight)
+    client = scorer.served_head()
+    assert torch.equal(client.read_files(server.directory).weight, model.lm_head.weight)
     make_model(tied=False, seed=4).save_pretrained(tmp_path)
     with pytest.raises(ServerError, match="is not the one of .* of another checkpoint"):
-        client.head_of_files(tmp_path)
+        client.read_files(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="has no safetensors file with lm_head.weight"):
-        client.head_of_files(tmp_path)
+        client.read_files(tmp_path)
 
 
 def test_group_of_rollouts_has_the_scores_of_each_alone(scorer, exact, rollouts):

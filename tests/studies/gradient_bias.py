@@ -23,16 +23,16 @@ set_environment()
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from prime_composer.local.batch import Batch, Sample  # noqa: E402
 from prime_composer.local.collect import problems_of_step, sample_rollouts  # noqa: E402
 from prime_composer.local.engine import open_engine  # noqa: E402
-from prime_composer.local.gradients import accumulate_gradients  # noqa: E402
 from prime_composer.losses import (
     parse_loss,  # noqa: E402
     setup_loss_fn,  # noqa: E402
 )
 from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
+from prime_composer.step.batch import Batch, Sample  # noqa: E402
+from prime_composer.step.gradients import accumulate_gradients  # noqa: E402
 from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
 
 FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}

@@ -43,8 +43,8 @@ from prime_composer.backends.protocols import (  # noqa: E402
     Rollout,
     Sampler,
     Scorer,
-    TeacherScores,
 )
+from prime_composer.contract import Scores  # noqa: E402
 from prime_composer.local import engine as engine_module  # noqa: E402
 from prime_composer.local.engine import BackendSpec  # noqa: E402
 from prime_composer.local.tracker import read_metrics  # noqa: E402
@@ -67,7 +67,7 @@ LOSSES = {
 MASK = f', special_tokens = {{strings = ["{END}"]}}'
 
 
-def plant(scores: TeacherScores, sampled: torch.Tensor, token: int, k: int) -> TeacherScores:
+def plant(scores: Scores, sampled: torch.Tensor, token: int, k: int) -> Scores:
     """The scores of a teacher that gives ``token`` e^-20 and the others its old mass in their old
     proportions.
 
@@ -84,7 +84,7 @@ def plant(scores: TeacherScores, sampled: torch.Tensor, token: int, k: int) -> T
     others = math.log1p(-math.exp(LOG_PLANTED)) - torch.log1p(-log_q.clamp(max=-1e-6).exp())
     logprobs = torch.where(at_token, -torch.inf, scores.teacher_logprobs + others[:, None])
     order = logprobs.argsort(dim=-1, descending=True, stable=True)[:, :k]
-    return TeacherScores(
+    return Scores(
         torch.where(sampled == token, LOG_PLANTED, scores.ref_logprobs + others),
         scores.token_ids.gather(1, order),
         logprobs.gather(1, order),
@@ -94,6 +94,8 @@ def plant(scores: TeacherScores, sampled: torch.Tensor, token: int, k: int) -> T
 class PlantedScorer:
     """A scorer whose teacher never writes ``token``; full-vocabulary scores, which measure the KL,
     stay the true ones."""
+
+    gives_any_ids = True
 
     def __init__(self, inner: Scorer, token: int):
         self.inner, self.token = inner, token
@@ -111,7 +113,7 @@ class PlantedScorer:
         rollouts: Sequence[Rollout],
         support_size: int | Literal["full"],
         prompts: Sequence[Sequence[int]] | None = None,
-    ) -> list[TeacherScores]:
+    ) -> list[Scores]:
         if support_size == "full":
             return self.inner.score(rollouts, "full")
         true = self.inner.score(rollouts, support_size + 1)

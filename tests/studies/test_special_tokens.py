@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from prime_composer.backends.protocols import Limits, Rollout, TeacherScores
+from prime_composer.backends.protocols import Limits, Rollout
+from prime_composer.contract import Scores
 from tests.studies.special_tokens import PlantedScorer, plant
 
 Q = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04], [0.2, 0.7, 0.05, 0.03, 0.02]], dtype=torch.float64)
@@ -14,12 +15,13 @@ END = 1
 class FullScorer:
     limits = Limits()
     sampler = None
+    gives_any_ids = True
 
     def score(self, rollouts, support_size, prompts=None, **_):
         k = Q.shape[1] if support_size == "full" else support_size
         logprobs, ids = Q.log().sort(dim=-1, descending=True)
         ref = Q.log().gather(1, rollouts[0].token_ids[:, None])[:, 0]
-        return [TeacherScores(ref, ids[:, :k], logprobs[:, :k])]
+        return [Scores(ref, ids[:, :k], logprobs[:, :k])]
 
 
 def test_plant_keeps_the_proportions_of_other_tokens() -> None:
@@ -50,7 +52,7 @@ def test_planted_scorer_measures_with_the_true_teacher() -> None:
 
 
 def test_plant_of_an_unconsidered_token_changes_nothing() -> None:
-    scores = TeacherScores(
+    scores = Scores(
         torch.log(torch.tensor([0.6])),
         torch.tensor([[0, 2]]),
         torch.log(torch.tensor([[0.6, 0.3]])),

@@ -15,18 +15,13 @@ import torch
 from pydantic import ValidationError
 from torch.overrides import TorchFunctionMode
 
+from prime_composer.backends.model_files import cache_root
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import load_problem_set, load_problems
 from prime_composer.problems.prompts import render_prompt
 from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.prepare import PrepareConfig
-from prime_composer.tiny_models.cache import (
-    cache_key,
-    cache_root,
-    cached_path,
-    prepare_model,
-    prepare_models,
-)
+from prime_composer.tiny_models.cache import cache_key, cached_path, prepare_model, prepare_models
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -12,8 +12,8 @@ from torch import nn
 from prime_composer.backends.hf_model import ModelUnavailable, load_student
 from prime_composer.backends.model_files import fingerprint
 from prime_composer.cli.commands import main
-from prime_composer.local.model_check import check_models, warnings_of_paths
-from prime_composer.local.plan import plan
+from prime_composer.local.run_dir.model_check import check_models, warnings_of_paths
+from prime_composer.local.run_dir.plan import plan
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.loading import parse_recipe

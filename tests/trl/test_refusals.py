@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from prime_composer.local.preflight import PreflightError
 from prime_composer.losses import LOSS_TYPES, parse_loss
 from prime_composer.recipe import RecipeError
+from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.trl.batch import rollouts_of
 from prime_composer.trl.objective import read_loss
 from tests.backends.conftest import VOCAB, make_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_composer.backends.http import ServerError
-from prime_composer.backends.vllm_server import ServerScorer
+from prime_composer.teachers.server import ServerScorer
 from tests.faults.server import SpoilingServer
 from tests.trl.test_trainer import JSD, assert_close, sampled_batch, step_of
 from tests.vllm_process import QUICK, TeacherProcess, VllmProcess

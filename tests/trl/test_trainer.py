@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from prime_composer.backends.protocols import Rollout
-from prime_composer.backends.self_teacher import students_choice
-from prime_composer.backends.transformers import TransformersScorer
-from prime_composer.local.batch import Batch, Sample
-from prime_composer.local.gradients import NonFiniteLoss, accumulate_gradients
 from prime_composer.losses import parse_loss, setup_loss_fn
 from prime_composer.problems.config import Problem
 from prime_composer.recipe.schema import TrainerConfig
+from prime_composer.step.batch import Batch, Sample
+from prime_composer.step.gradients import NonFiniteLoss, accumulate_gradients
+from prime_composer.teachers.policy import students_choice
+from prime_composer.teachers.transformers import TransformersScorer
 from prime_composer.trl.batch import SCORES
 
 pytestmark = pytest.mark.xdist_group("trl")

@@ -2,8 +2,8 @@
 
     python tests/upstream/make_venvs.py [VERSION ... | all]
 
-A version is one of prime_composer/upstream/versions.py that can be run; "newest" is another name of
-"head". v0.6 needs other versions of libraries than the rest. v0.7 and v0.8 run in head's
+A version is one of prime_composer/upstream/versions/records.py that can be run; "newest" is another
+name of "head". v0.6 needs other versions of libraries than the rest. v0.7 and v0.8 run in head's
 environment, each with its own verifiers first in PYTHONPATH.
 
 An environment goes to ``prime_composer/venvs/NAME`` in the per-user cache directory, or below
@@ -23,12 +23,17 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from tests.prime_rl_checkout import REPO, cache_dir  # noqa: E402
-from tests.prime_rl_checkout import RUN as VERSIONS  # noqa: E402
+from tests.prime_rl_checkout import REPO, VERSIONS, cache_dir  # noqa: E402
 
 ALIASES = {"newest": "head"}
+REQUIREMENTS = dict.fromkeys(VERSIONS, "requirements_head.txt") | {"v0.6": "requirements_v0.6.txt"}
+"""Version -> the file in this folder with the environment in which it runs on a CPU."""
+
 FOLDERS = {"requirements_v0.6.txt": "v0.6", "requirements_head.txt": "newest"}
 """Requirements file -> folder of its environment."""
+
+VERIFIERS = {"v0.7": "0.2.0", "v0.8": "0.2.2.dev76"}
+"""Version -> its verifiers, where they differ from those of its requirements."""
 
 NO_VENV = "no environment for it (python tests/upstream/make_venvs.py)"
 """The one reason for which a test that needs an environment is skipped."""
@@ -42,15 +47,14 @@ def venvs_dir() -> Path:
 
 def python_of(version: str) -> Path:
     """Return the interpreter that runs a version, whether it exists or not."""
-    requirements = VERSIONS[ALIASES.get(version, version)].requirements
+    requirements = REQUIREMENTS[ALIASES.get(version, version)]
     folder = venvs_dir() / FOLDERS.get(requirements, Path(requirements).stem)
     return folder / "Scripts" / "python.exe" if os.name == "nt" else folder / "bin" / "python"
 
 
 def verifiers_of(version: str) -> Path | None:
     """Return a folder for PYTHONPATH, for a version that needs its own verifiers."""
-    record = VERSIONS[ALIASES.get(version, version)]
-    return None if record.verifiers is None else venvs_dir() / f"verifiers-{record.revision}"
+    return venvs_dir() / f"verifiers-{VERSIONS[version]}" if version in VERIFIERS else None
 
 
 def is_ready(version: str) -> bool:
@@ -61,7 +65,7 @@ def is_ready(version: str) -> bool:
 
 def make(requirements: str) -> None:
     """Make or update an environment, with the verifiers of all versions that run in it."""
-    names = [name for name, record in VERSIONS.items() if record.requirements == requirements]
+    names = [name for name, file in REQUIREMENTS.items() if file == requirements]
     python = python_of(names[0])
     if not python.exists():
         venv.create(python.parents[1], with_pip=True)
@@ -72,7 +76,7 @@ def make(requirements: str) -> None:
         verifiers = verifiers_of(name)
         if verifiers is not None:
             target = ["--target", str(verifiers), "--upgrade", "--no-deps"]
-            wanted = f"verifiers=={VERSIONS[name].verifiers}"
+            wanted = f"verifiers=={VERIFIERS[name]}"
             subprocess.run([*pip, *target, wanted], check=True)
     print(f"{', '.join(names)}: {python.parents[1]}")
 
@@ -84,7 +88,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=choices, default="all", help="default: all")
     names = parser.parse_args().names
     versions = VERSIONS if "all" in names else [ALIASES.get(name, name) for name in names]
-    for requirements in dict.fromkeys(VERSIONS[version].requirements for version in versions):
+    for requirements in dict.fromkeys(REQUIREMENTS[version] for version in versions):
         make(requirements)
 
 

@@ -14,8 +14,9 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from prime_composer.upstream.capabilities import CAPABILITIES
-from prime_composer.upstream.sources import Sources
+from prime_composer.upstream.versions.capabilities import CAPABILITIES
+from prime_composer.upstream.versions.records import CONFIGS
+from prime_composer.upstream.versions.sources import Sources
 from tests.prime_rl_checkout import BRANCHES, COMMITS, find_checkout
 
 FILE = Path(__file__).with_name("signatures.json")
@@ -27,7 +28,7 @@ TREES = {
 
 MAIN = "main"
 PLACES = {
-    ("prime_rl.configs.rl", "RLConfig"),  # tells versions apart, as ``config_surface`` says
+    *CONFIGS.values(),
     *((place.module, place.attribute) for each in CAPABILITIES for place in each.places),
 }
 TYPED = ("prime_rl.configs.algorithm", "FrozenModelConfig", "base_url")

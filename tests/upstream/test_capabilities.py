@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prime_composer.upstream.capabilities import (
+from prime_composer.upstream.versions.capabilities import (
     COMPUTE_LOSS,
     FUSED_HEAD,
     GEMMA_FUSED_HEAD,
@@ -21,7 +21,7 @@ from prime_composer.upstream.capabilities import (
     misfits,
     take,
 )
-from prime_composer.upstream.versions import probe_contract
+from prime_composer.upstream.versions.records import probe_contract
 from tests.upstream import fake_prime_rl
 
 PLACE = Place("prime_rl.a", "f", ("x", "y"))

@@ -9,11 +9,12 @@ import pytest
 
 from prime_composer.cli.commands import build_parser, main
 from prime_composer.scoring import patches
-from prime_composer.upstream import doctor, launch, launcher_hook
-from prime_composer.upstream.capabilities import CAPABILITIES, ROADS, UnknownSurface
+from prime_composer.upstream import launch, launcher_hook
 from prime_composer.upstream.export import export_recipe
-from prime_composer.upstream.sources import texts_of
-from prime_composer.upstream.versions import VERSIONS
+from prime_composer.upstream.versions import doctor
+from prime_composer.upstream.versions.capabilities import CAPABILITIES, ROADS, UnknownSurface
+from prime_composer.upstream.versions.records import VERSIONS
+from prime_composer.upstream.versions.sources import texts_of
 from tests.upstream.export_recipes import recipe
 from tests.upstream.in_prime_rl import environment_of
 from tests.upstream.make_venvs import python_of
@@ -168,7 +169,7 @@ def test_doctor_imports_neither_prime_rl_nor_torch(tmp_path):
     write("head", tmp_path)
     (tmp_path / "src" / "prime_rl" / "__main__.py").write_text("raise SystemExit(9)\n")
     code = (
-        "import sys; from prime_composer.upstream import doctor;"
+        "import sys; from prime_composer.upstream.versions import doctor;"
         "status = doctor.run_doctor('adapter', False, None);"
         "names = {'prime_rl', 'torch', 'verifiers', 'vllm'};"
         "print(sorted(names & set(sys.modules)), status)"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_composer.upstream.capabilities import ROADS
-from prime_composer.upstream.doctor import examine
+from prime_composer.upstream.versions.capabilities import ROADS
+from prime_composer.upstream.versions.doctor import examine
 from tests.prime_rl_checkout import NO_CHECKOUT
 from tests.upstream.signatures import TREES, Blobs, record, recorded
 

@@ -16,17 +16,16 @@ from prime_composer.recipe.carried import marks
 from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe, RecipeError
-from prime_composer.upstream import versions
 from prime_composer.upstream.environment import SETTINGS, load_split
 from prime_composer.upstream.export import export_recipe
 from prime_composer.upstream.export import plan as export_plan
-from prime_composer.upstream.export.keys import not_carried
+from prime_composer.upstream.export.exporter import not_carried
 from prime_composer.upstream.export.toml import to_toml
 from prime_composer.upstream.settings import AdapterSettings, parse_loss_table
-from prime_composer.upstream.toml_shapes import HEADER
-from prime_composer.upstream.versions import VERSIONS
+from prime_composer.upstream.versions import records
+from prime_composer.upstream.versions.records import VERSIONS
+from prime_composer.upstream.versions.toml_shapes import HEADER
 from tests.prime_rl_checkout import NO_CHECKOUT, REPO
-from tests.upstream import whole_support
 from tests.upstream.export_recipes import (
     ALL_RECIPES,
     ENVIRONMENTS,
@@ -259,10 +258,6 @@ def test_prime_rl_value_in_a_tables_place_is_refused(extra, message):
     [
         ({"rollout": {"student_fraction": 0.5}}, "rollout.student_fraction"),
         ({"loss": {"chosen_by": "student"}}, r'set k = "full".*--engine local'),
-        (
-            {"loss": whole_support.FULL},
-            r"\[loss\].*the whole vocabulary.*--engine local",
-        ),
         (
             {"loss": {"k": "full"}, "teacher": {"asked_by": "orchestrator"}},
             "teacher.asked_by = .orchestrator.: the loss reads .*hidden states",
@@ -942,15 +937,13 @@ def add_v1_1(monkeypatch):
     record = replace(
         VERSIONS["head"],
         name="v1.1",
-        revision="v1.1.0",
         surface=("orchestrator.objective",),
         environment_key="world",
         teachers=objective,
         run_dir=lambda run_dir: {"directory": str(run_dir)},
-        requirements="requirements_v1.1.txt",
         model_option="--serve",
     )
-    monkeypatch.setitem(versions.VERSIONS, "v1.1", record)
+    monkeypatch.setitem(records.VERSIONS, "v1.1", record)
     return record
 
 
@@ -959,9 +952,9 @@ def test_next_version_is_one_record(monkeypatch):
     path = REPO / "recipes" / "gsm8k_opd_qwen3.toml"
     before = {name: export_recipe(load_recipe(path), name).text() for name in VERSIONS}
     record = add_v1_1(monkeypatch)
-    assert versions.match_version({"orchestrator.objective", *record.surface}) is record
-    assert versions.match_version(VERSIONS["head"].surface) is VERSIONS["head"]
-    assert "v1.1.0" in versions.known_versions()
+    assert records.match_version({"orchestrator.objective", *record.surface}) is record
+    assert records.match_version(VERSIONS["head"].surface) is VERSIONS["head"]
+    assert "v1.1" in records.known_versions()
     export = export_recipe(load_recipe(path, ["output_dir=runs/x"]), "v1_1")
     table = tomllib.loads(export.text())
     assert table["directory"] == "runs/x"

@@ -13,8 +13,8 @@ import tomli_w
 from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream.export import export_recipe
-from prime_composer.upstream.toml_shapes import HEADER
-from prime_composer.upstream.versions import VERSIONS
+from prime_composer.upstream.versions.records import VERSIONS
+from prime_composer.upstream.versions.toml_shapes import HEADER
 from tests.prime_rl_checkout import REPO
 from tests.upstream.export_recipes import ENVIRONMENTS, LIKE_HEAD, TWO, recipe, tables
 

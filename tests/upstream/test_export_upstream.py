@@ -326,7 +326,7 @@ result = getattr(cli(InferenceConfig), field)
 def test_prime_rls_inference_has_a_float32_head(prime_rl, version):
     """The export's head says so."""
     record = VERSIONS[version]
-    names = {"model_option": record.model_option, "field": record.float32_head}
+    names = {"model_option": record.model_option, "field": "enable_fp32_lm_head"}
     assert prime_rl(version).run(HEAD_DTYPE, **names) is True
 
 

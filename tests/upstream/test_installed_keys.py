@@ -12,11 +12,17 @@ from pydantic import ValidationError, create_model
 from prime_composer.recipe.loading import load_recipe, parse_recipe
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import RecipeError
-from prime_composer.upstream import launch, versions
-from prime_composer.upstream.config_fields import ConfigFields, importable_fields
+from prime_composer.upstream import launch
 from prime_composer.upstream.export import export_recipe
-from prime_composer.upstream.toml_shapes import PLACES, PLACES_OF_MAIN
-from prime_composer.upstream.versions import VERSIONS, fitted, probe_version
+from prime_composer.upstream.versions import records
+from prime_composer.upstream.versions.config_fields import (
+    ConfigFields,
+    fitted,
+    importable_fields,
+    probe_version,
+)
+from prime_composer.upstream.versions.records import VERSIONS
+from prime_composer.upstream.versions.toml_shapes import PLACES, PLACES_OF_MAIN
 from tests.upstream import stand_in_configs
 from tests.upstream.export_recipes import ALL_RECIPES, export_table, recipe, tables
 from tests.upstream.in_prime_rl import interpreters
@@ -162,17 +168,15 @@ def test_fields_that_no_class_declares_are_not_judged():
 
 
 def test_a_record_that_was_never_run_says_so():
-    known = versions.known_versions()
-    assert (
-        "v0.9 (v0.9.0, read in part, never run" in known and "head (HEAD, read at 559b4477" in known
-    )
-    assert versions.NEWEST_RUN is VERSIONS["head"]
+    known = records.known_versions()
+    assert "v0.9 (read in part, never run" in known and "head (read at 559b4477" in known
+    assert records.NEWEST_RUN is VERSIONS["head"]
     assert {version.name for version in VERSIONS.values() if not version.commit} == {"v0.9", "main"}
 
 
 REAL = """
-from prime_composer.upstream.config_fields import importable_fields
-from prime_composer.upstream.versions import VERSIONS, probe_version
+from prime_composer.upstream.versions.config_fields import importable_fields, probe_version
+from prime_composer.upstream.versions.records import VERSIONS
 
 fields = importable_fields()
 result = {

@@ -8,7 +8,7 @@ import torch
 from prime_composer.upstream.trainer import hooks
 from prime_composer.upstream.trainer.adapter import adapter
 from prime_composer.upstream.trainer.journal import FILE
-from prime_composer.upstream.versions import UnknownSurface
+from prime_composer.upstream.versions.records import UnknownSurface
 from tests.upstream import fake_prime_rl, scheduled_loss
 
 SCHEDULED = {"type": scheduled_loss.NAME}

@@ -12,7 +12,7 @@ import tomli_w
 
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream import launch
-from prime_composer.upstream.versions import VERSIONS, UnknownSurface
+from prime_composer.upstream.versions.records import VERSIONS, UnknownSurface
 from tests.prime_rl_checkout import REPO
 from tests.upstream.export_recipes import tables
 from tests.upstream.in_prime_rl import environment_of

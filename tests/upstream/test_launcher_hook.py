@@ -14,8 +14,7 @@ from prime_composer.upstream.settings import (
     AdapterSettings,
     parse_loss_table,
 )
-from prime_composer.upstream.toml_shapes import HEADER
-from tests.upstream import whole_support
+from prime_composer.upstream.versions.toml_shapes import HEADER
 
 
 @pytest.fixture(autouse=True)
@@ -37,34 +36,42 @@ def launcher_config(table=None, replay=False, path=IMPORT_PATH, **orchestrator):
 
 
 BOTH = {"type": "topk_reverse_kl", "k": 2, "rl_mix": {"kd": 0.5}}
-V0_6, NEWER = {"training_mode": "opd"}, {"algo": {"type": "opd"}}
 
 
-@pytest.mark.parametrize("orchestrator", [V0_6, NEWER])
-def test_resolve_passes_on_that_the_loss_reads_rewards(orchestrator):
-    launcher_hook.resolve(launcher_config(BOTH, **orchestrator))
+@pytest.fixture
+def v0_6(monkeypatch):
+    """Return a function that makes the installed prime-rl one without a loss of its rl tokens."""
+    return lambda: monkeypatch.setattr(launcher_hook, "fits", lambda capability: False)
+
+
+@pytest.mark.parametrize("separates_kinds", [False, True])
+def test_resolve_passes_on_that_the_loss_reads_rewards(v0_6, separates_kinds):
+    separates_kinds or v0_6()
+    launcher_hook.resolve(launcher_config(BOTH))
     assert AdapterSettings.from_env() == AdapterSettings(loss=BOTH, k=2, rewards="in_loss")
 
 
-def test_resolve_refuses_rewards_and_teacher_outside_the_file(monkeypatch):
+def test_resolve_refuses_rewards_and_teacher_outside_the_file(monkeypatch, v0_6):
     """From v0.7 on its tokens are rl tokens, which [trainer.loss] is called on."""
     monkeypatch.setenv(SWITCH, json.dumps({"loss": BOTH}))
     with pytest.raises(ValueError, match="reads rewards and a teacher.*into .trainer.loss."):
-        launcher_hook.resolve(launcher_config(**NEWER))
-    launcher_hook.resolve(launcher_config(**V0_6))
+        launcher_hook.resolve(launcher_config())
+    v0_6()
+    launcher_hook.resolve(launcher_config())
     assert AdapterSettings.from_env().loss == BOTH
 
 
-def test_resolve_passes_two_streams_on(monkeypatch):
+def test_resolve_passes_two_streams_on(monkeypatch, v0_6):
     """prime-rl's own rl loss beside ours, for the same tokens."""
     table = {"type": "topk_reverse_kl", "k": 2}
     monkeypatch.setenv(SWITCH, json.dumps({"loss": table, "rewards": "beside"}))
-    launcher_hook.resolve(launcher_config(**NEWER))
+    launcher_hook.resolve(launcher_config())
     assert AdapterSettings.from_env() == AdapterSettings(loss=table, k=2, rewards="beside")
-    with pytest.raises(ValueError, match="and this run has one loss for all"):
-        launcher_hook.resolve(launcher_config(**V0_6))
     with pytest.raises(ValueError, match="and this run names ours there"):
-        launcher_hook.resolve(launcher_config(table, **NEWER))
+        launcher_hook.resolve(launcher_config(table))
+    v0_6()
+    with pytest.raises(ValueError, match="and this run has one loss for all"):
+        launcher_hook.resolve(launcher_config())
 
 
 def test_resolve_passes_the_files_loss_and_k_on():
@@ -179,7 +186,7 @@ def test_resolve_refuses_sampling_replay_with_whole_rows(k, key, value):
     table = {"type": "topk_reverse_kl", "k": k, "normalization": "full"}
     if k == 2:
         del table["normalization"]
-    config = launcher_config(table, train=sampled_with(**{key: value}), **V0_6)
+    config = launcher_config(table, train=sampled_with(**{key: value}))
     config.orchestrator.teacher = older(client())["teacher"]
     with pytest.raises(
         ValueError, match=rf"leave out orchestrator.train.source\[0\].sampling.{key}"
@@ -219,11 +226,6 @@ def test_resolve_passes_two_streams_on_below_train(monkeypatch):
     train = types.SimpleNamespace(algo={"type": "opd"})
     launcher_hook.resolve(launcher_config(train=train))
     assert AdapterSettings.from_env().rewards == "beside"
-
-
-def test_resolve_refuses_a_support_of_the_full_vocabulary():
-    with pytest.raises(ValueError, match="give it a number k"):
-        launcher_hook.resolve(launcher_config(whole_support.FULL))
 
 
 def test_resolve_refuses_experts_that_the_server_sends():

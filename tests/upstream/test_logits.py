@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 
+from prime_composer.contract import SIGN_BIT, Scores
 from prime_composer.divergences import reverse_kl
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING
 from prime_composer.upstream import wire
@@ -312,7 +313,7 @@ def test_frozen_head_sends_gradients_to_the_hidden_states(head, state):
 def test_unscored_token_of_another_loss_is_no_error(state):
     """From v0.7 on a bin may hold rl tokens, whose weights of the distillation loss are 0."""
     micro_batch, _ = batch(masked=0)
-    micro_batch["routed_experts"][0, 3, 1] = torch.tensor(float("nan")).view(torch.int32)
+    micro_batch["routed_experts"][0, 3, 0] |= SIGN_BIT
     weights = torch.ones(1, N)
     for row, refused in ((3, False), (4, True)):
         micro_batch["ref_kl_weights"] = weights.clone()
@@ -328,7 +329,7 @@ def test_unscored_rl_token_is_an_error_where_rl_reads_a_teacher(state):
     """The loss of rewards and a teacher has no distillation tokens; rl weights say what it gets."""
     state.loss = types.SimpleNamespace(compares=True, distils=False)
     micro_batch, _ = batch(masked=0)
-    micro_batch["routed_experts"][0, 3, 1] = torch.tensor(float("nan")).view(torch.int32)
+    micro_batch["routed_experts"][0, 3, 0] |= SIGN_BIT
     micro_batch["ref_kl_weights"] = None
     weights = torch.ones(1, N)
     weights[0, 3] = 0
@@ -345,20 +346,22 @@ def test_unscored_rl_token_is_an_error_where_rl_reads_a_teacher(state):
 
 
 def test_unscored_token_is_refused_and_an_impossible_one_is_not(head, state):
-    """A row of NaN is a token without a score, -inf an id that the teacher rules out."""
+    """A token without a score has no id that is known, -inf is an id that the teacher rules out."""
     type(head).softcap = None
     micro_batch, _ = batch(masked=0)
-    supports = micro_batch["routed_experts"][0, 3, 1]
-    for value, places in ((float("-inf"), slice(-1, None)), (float("nan"), slice(None))):
-        supports[places] = torch.tensor(value).view(torch.int32)
-        _, logprobs = student(head, state, micro_batch, torch.randn(1, N, D))
-        state.micro_batch.place([logprobs])
-        if value == float("-inf"):
-            support = state.aligned(logprobs).support
-            assert support.teacher_logprobs[3, -1] == value
-        else:
-            with pytest.raises(ValueError, match="came without a teacher score"):
-                state.aligned(logprobs)
+    ids, bits = micro_batch["routed_experts"][0, 3]
+    bits[-1] = torch.tensor(float("-inf")).view(torch.int32)
+    ids[0] |= SIGN_BIT
+    _, logprobs = student(head, state, micro_batch, torch.randn(1, N, D))
+    state.micro_batch.place([logprobs])
+    support = state.aligned(logprobs)["support"]
+    assert support.teacher_logprobs[3, -1] == float("-inf")
+    assert support.known[3].tolist() == [False] + [True] * (K - 1)
+    ids |= SIGN_BIT
+    _, logprobs = student(head, state, micro_batch, torch.randn(1, N, D))
+    state.micro_batch.place([logprobs])
+    with pytest.raises(ValueError, match="came without a teacher score"):
+        state.aligned(logprobs)
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -410,9 +413,10 @@ def test_ids_beyond_the_head_are_in_the_tail(head, state):
     hidden = torch.randn(1, N, D, requires_grad=True)
     _, logprobs = student(head, state, micro_batch, hidden)
     state.micro_batch.place([logprobs])
-    support = state.aligned(logprobs).support
+    support = state.aligned(logprobs)["support"]
     assert torch.equal(support.token_ids, ids)
     mask = micro_batch["loss_mask"][0]
+    support = support.masked(mask)
     ours = reverse_kl(support.student_logprobs, support.teacher_logprobs, normalization="tail")
     ours[mask].sum().backward()
 
@@ -431,8 +435,9 @@ def test_ids_beyond_the_head_are_in_the_tail(head, state):
 def test_id_outside_the_vocabulary_names_both_sizes(head, state, token):
     micro_batch, _ = batch()
     micro_batch["routed_experts"][0, :, 0, 0] = token
+    found = token % 2**31  # the sign bit says that the id is not known
     with pytest.raises(
-        ValueError, match=f"token id {token} and the student's head has a vocabulary of {V}"
+        ValueError, match=f"token id {found} and the student's head has a vocabulary of {V}"
     ):
         student(head, state, micro_batch, torch.randn(1, N, D))
 
@@ -457,19 +462,23 @@ def test_loss_without_a_support_costs_no_tensor_work(state):
 
     with Refuse():
         state.begin(micro_batch)
-    assert state.micro_batch.payload is None
+    assert state.micro_batch.scores is None
 
 
 def test_wire_returns_every_bit():
-    numpy = pytest.importorskip("numpy")
-    ids = numpy.arange(12, dtype=numpy.int32).reshape(4, 3)
-    logprobs = numpy.array([[-0.1, -2.5, float("nan")]] * 4, dtype=numpy.float32)
-    packed = wire.pack(ids, logprobs)
-    back = wire.unpack(torch.from_numpy(packed), 3)
-    assert torch.equal(back.token_ids, torch.from_numpy(ids).long())
-    assert torch.equal(
-        back.teacher_logprobs.view(torch.int32), torch.from_numpy(logprobs.view(numpy.int32))
-    )
+    """Also which ids are known, and in rows that prime-rl has cut and joined."""
+    pytest.importorskip("numpy")
+    logprobs = torch.tensor([[-0.1, -2.5, float("nan")]] * 4)
+    known = torch.tensor([True, False, True]).expand(4, -1)
+    scores = Scores(torch.zeros(4), torch.arange(12).view(4, 3), logprobs, known=known)
+    packed = torch.from_numpy(wire.pack(scores).copy())
+    back = wire.unpack(torch.cat([packed[:1], packed[1:]]), 3)
+    assert torch.equal(back.token_ids, scores.token_ids) and torch.equal(back.known, known)
+    bits = back.teacher_logprobs.view(torch.int32)
+    assert torch.equal(bits, logprobs.view(torch.int32))
+    again = Scores.of_bytes(scores.rows(slice(2, 4)).to_bytes(), torch.zeros(2), start=2)
+    assert again.token_ids.tolist() == [[6, 7, 8], [9, 10, 11]] and again.start == 2
+    assert wire.unpack(packed[:, :, ::2].contiguous(), 2).known is None
 
 
 def test_wire_refuses_router_replay():

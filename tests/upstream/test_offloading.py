@@ -16,7 +16,7 @@ from prime_rl.trainer.optim.state_offload import CPUOffloadOptimizer
 from prime_rl.trainer.models.layers.lm_head import FusedOutputLinear
 from prime_rl.trainer.rl import loss as loss_module
 from prime_rl.utils.act_offloading import maybe_activation_offloading
-from prime_composer.backends.protocols import HiddenStates, TeacherHead, TeacherScores
+from prime_composer.contract import HiddenStates, TeacherHead, Scores
 from prime_composer.upstream.trainer import teachers
 from prime_composer.upstream.trainer.adapter import adapter
 
@@ -38,7 +38,7 @@ class Scorer:
             log_q = (states @ self.head.weight.T).log_softmax(-1)
             own = log_q.gather(1, rollout.token_ids[rollout.start :, None])[:, 0]
             none = torch.zeros(len(own), 0)
-            scores.append(TeacherScores(own, none.long(), none, (HiddenStates(states, self.head),)))
+            scores.append(Scores(own, none.long(), none, (HiddenStates(states, self.head),)))
         return scores
 
 

@@ -15,14 +15,14 @@ pytest.importorskip("msgspec")
 
 from prime_composer.backends.answers import InvalidAnswer  # noqa: E402
 from prime_composer.backends.vllm_logprobs import answer_bytes  # noqa: E402
+from prime_composer.teachers.client import TeacherClient, read_json  # noqa: E402
 from prime_composer.upstream import wire  # noqa: E402
 from prime_composer.upstream.autoload import HOOKS  # noqa: E402
 from prime_composer.upstream.orchestrator import hooks, teachers  # noqa: E402
 from prime_composer.upstream.orchestrator.client import (  # noqa: E402
     IN_FLIGHT,
     Requests,
-    Scores,
-    parse,
+    whole_sequence,
 )
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
 from prime_composer.upstream.tally import SilentHook, Tally  # noqa: E402
@@ -119,19 +119,24 @@ def servers_without_the_plugin(monkeypatch):
     """The scoring plugin has tests of its own, in test_orchestrator_plugin.py."""
 
     async def discover(*_):
-        return None
+        """Find nothing."""
 
-    monkeypatch.setattr("prime_composer.upstream.orchestrator.client.discover", discover)
+    monkeypatch.setattr(TeacherClient, "discover", discover)
 
 
 def score(client, k=2, requests=None):
-    return asyncio.run((requests or Requests()).score(client, "teacher", TOKENS, k))
+    return wire.sent(asyncio.run((requests or Requests()).score(client, "teacher", TOKENS, k)))
+
+
+def sent():
+    """Return what prime-rl gets for ``ROWS``."""
+    return wire.sent(read_json(answer(ROWS), whole_sequence(TOKENS), 2, "The teacher"))
 
 
 def test_scores_slice_keeps_its_part_of_the_support():
-    tail = parse(TOKENS, answer(ROWS), 2)[1:]
-    assert tail == [-3.0, -1.5] and tail.token_ids.tolist() == [[1, 2], [9, 1]]
-    assert tail.logprobs.ravel().tolist() == pytest.approx([-0.5, -2.0, -0.4, -1.5])
+    tail = sent()[1:]
+    assert tail == [-3.0, -1.5] and tail.scores.token_ids.tolist() == [[1, 2], [9, 1]]
+    assert tail.scores.teacher_logprobs.ravel().tolist() == pytest.approx([-0.5, -2.0, -0.4, -1.5])
 
 
 def test_request_is_prime_rls_own_with_k_and_without_text():
@@ -142,7 +147,7 @@ def test_request_is_prime_rls_own_with_k_and_without_text():
     assert body["token_ids"] == TOKENS
     own_params = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 1}
     assert body["sampling_params"] == own_params | {"prompt_logprobs": 2, "detokenize": False}
-    assert scores.token_ids.shape == (3, 2)
+    assert scores.scores.token_ids.shape == (3, 2)
 
 
 def test_request_whose_k_is_refused_says_how_to_start_the_server():
@@ -151,7 +156,7 @@ def test_request_whose_k_is_refused_says_how_to_start_the_server():
         score(Failing(error), k=32)
 
 
-def test_requests_are_limited_and_parsed_one_by_one():
+def test_requests_are_limited_and_parsed_one_by_one(monkeypatch):
     """v0.6 asks for a whole batch at once."""
     flying, parsing, most = set(), set(), [0, 0]
     lock = threading.Lock()
@@ -167,7 +172,8 @@ def test_requests_are_limited_and_parsed_one_by_one():
             note()
             return Response(b"")
 
-    def slow_parse(token_ids, content, k, origin):
+    def slow_parse(content, sequence, k, origin):
+        token_ids = sequence.token_ids
         parsing.add(token_ids[0])
         note()
         threading.Event().wait(1e-4)  # others could come in between
@@ -175,7 +181,8 @@ def test_requests_are_limited_and_parsed_one_by_one():
         flying.remove(token_ids[0])
         return token_ids[0]
 
-    requests, count = Requests(parse=slow_parse), 3 * IN_FLIGHT
+    monkeypatch.setattr("prime_composer.teachers.client.read_json", slow_parse)
+    requests, count = Requests(), 3 * IN_FLIGHT
 
     async def batch():
         calls = (requests.score(Counting(), "teacher", [i], 2) for i in range(count))
@@ -196,7 +203,7 @@ def test_request_that_fails_gives_its_place_back():
                 await requests.score(failing, "teacher", TOKENS, 2)
         return await asyncio.wait_for(requests.score(Client(), "teacher", TOKENS, 2), 10)
 
-    assert asyncio.run(after_failures()) == [0.0, -3.0, -1.5]
+    assert asyncio.run(after_failures()).ref_logprobs.tolist() == [-3.0, -1.5]
 
 
 def test_openais_own_client_retries_and_reads_at_most_the_bound(monkeypatch):
@@ -238,7 +245,7 @@ def test_openais_own_client_retries_and_reads_at_most_the_bound(monkeypatch):
                 await Requests().score(client, "teacher", TOKENS, 2)
         return scores
 
-    assert asyncio.run(ask_twice()) == [0.0, -3.0, -1.5]
+    assert asyncio.run(ask_twice()).ref_logprobs.tolist() == [-3.0, -1.5]
     assert Handler.tries == 4 and sent[0] < 2**24  # what fits into the sockets' buffers
     server.shutdown()
     server.server_close()
@@ -394,7 +401,7 @@ def test_head_hook_attaches_the_support_to_every_node():
     module = routing_module()
     nodes = [Node(TOKENS[:1]), Node(TOKENS[1:])]
     branch = types.SimpleNamespace(nodes=nodes, token_ids=TOKENS)
-    module.assign_reference_logprobs(branch, parse(TOKENS, answer(ROWS), 2))
+    module.assign_reference_logprobs(branch, sent())
     assert type(module.given[0]) is list
     assert [node.routed_experts.shape for node in nodes] == [(1, 2, 2), (2, 2, 2)]
     assert nodes[1].routed_experts[:, 0].tolist() == [[1, 2], [9, 1]]
@@ -403,7 +410,7 @@ def test_head_hook_attaches_the_support_to_every_node():
 def test_head_hook_keeps_the_support_behind_a_hint():
     """prime-rl's self-distillation cuts the hint off the scores."""
     hint, nodes = TOKENS[:1], [Node(TOKENS[1:])]
-    scores = parse(TOKENS, answer(ROWS), 2)[len(hint) :]
+    scores = sent()[len(hint) :]
     branch = types.SimpleNamespace(nodes=nodes, token_ids=TOKENS[1:])
     routing_module().assign_reference_logprobs(branch, scores)
     assert nodes[0].routed_experts[:, 0].tolist() == [[1, 2], [9, 1]]
@@ -479,9 +486,12 @@ def algorithm_of(name, newest, score):
     return algorithm
 
 
-def test_orchestrator_with_more_parameters_gets_them(switch):
+def test_orchestrator_with_more_parameters_gets_them(monkeypatch, switch):
     """What a later prime-rl adds to a function that is wrapped reaches it."""
     switch(SAMPLED, 0)
+    base = types.ModuleType("prime_rl.orchestrator.algo.base")
+    base.iter_trainable_traces = lambda episodes: []
+    monkeypatch.setitem(sys.modules, base.__name__, base)
     given = []
 
     class OPDAlgorithm:
@@ -689,7 +699,7 @@ def test_request_for_something_else_is_left_to_prime_rl():
 
 
 def test_router_replay_in_the_rollouts_is_refused():
-    sample, scores = Sample(), parse(TOKENS, answer(ROWS), 2)
+    sample, scores = Sample(), sent()
     sample.routed_experts = RoutedExperts(b"", [3, 12, 8], "uint8")
     with pytest.raises(ValueError, match="enable_return_routed_experts"):
         hooks.attach(sample, scores)
@@ -1020,12 +1030,6 @@ def test_process_started_by_hand_has_to_name_the_loss(monkeypatch):
         prefill(Client())
 
 
-def scores_of(values, ids, probabilities):
-    logprobs = numpy.log(numpy.array(probabilities)).astype("f4")
-    logprobs[0] = numpy.nan
-    return Scores(values, numpy.array(ids, numpy.int32), logprobs)
-
-
 @pytest.mark.parametrize("change", [{"weight": 0}, {"weight": "http://u:hidden@a"}, {"url": None}])
 def test_header_of_another_form_is_not_shown(change):
     """Its URLs may have passwords, and the message is logged."""
@@ -1045,17 +1049,10 @@ def test_password_in_an_error_is_not_shown(servers, capsys):
     assert "hidden" not in str(caught.value) + capsys.readouterr().err
 
 
-def test_mix_is_in_probability_space():
-    first = scores_of([0.0, math.log(0.2)], [[0, 0], [5, 6]], [[1, 1], [0.7, 0.2]])
-    second = scores_of([0.0, math.log(0.5)], [[0, 0], [6, 7]], [[1, 1], [0.5, 0.4]])
-    mixed = teachers.mix([3, 6], [first, second], [0.25, 0.75])
-    # Sampled token: .25 * .2 + .75 * .5. Id 6: the same sum. Id 7: .75 * .4. Id 5: .25 * .7.
-    assert mixed[1] == pytest.approx(math.log(0.425))
-    assert mixed.token_ids[1].tolist() == [6, 7]
-    assert numpy.exp(mixed.logprobs[1]).tolist() == pytest.approx([0.425, 0.3], rel=1e-5)
-    assert mixed[0] == 0.0 and numpy.isnan(mixed.logprobs[0]).all()
-    assert type(mixed[1]) is float
-    assert mixed.token_ids.dtype == numpy.int32 and mixed.logprobs.dtype == numpy.float32
+def test_first_token_has_no_score_and_knows_nothing():
+    """prime-rl's convention is 0.0. The bytes say that no id is known."""
+    ids, _ = carried(types.SimpleNamespace(data=sent().scores.to_bytes(), shape=(3, 2, 2)))
+    assert sent()[0] == 0.0 and ids == [[-(2**31)] * 2, [1, 2], [9, 1]]
 
 
 OTHERS = [

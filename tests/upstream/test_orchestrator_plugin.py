@@ -17,6 +17,7 @@ from prime_composer.scoring.wire import (
     Field,
     Rows,
 )
+from prime_composer.upstream import wire
 from prime_composer.upstream.orchestrator.client import Requests
 
 TOKENS = [7, 3, 9]
@@ -86,15 +87,14 @@ class Client:
 
 
 def score(client, k=2, requests=None):
-    return asyncio.run((requests or Requests()).score(client, "served", TOKENS, k))
+    return wire.sent(asyncio.run((requests or Requests()).score(client, "served", TOKENS, k)))
 
 
 def test_scores_of_the_plugin_are_those_of_json():
-    """Same values, same layout: 0.0 and NaN for the first token, which has no context."""
+    """Same values, same layout; the first token has no context."""
     binary, json = score(Client()), score(Client(found=Status(404)))
     assert binary == json == [0.0, -3.0, -1.5]
-    assert (binary.token_ids == json.token_ids).all() and binary.token_ids.dtype == np.int32
-    np.testing.assert_array_equal(binary.logprobs, json.logprobs)
+    assert binary.scores.to_bytes() == json.scores.to_bytes()
 
 
 def test_server_is_asked_once_whether_it_has_the_plugin():
@@ -106,7 +106,7 @@ def test_server_is_asked_once_whether_it_has_the_plugin():
     assert url == f"http://teacher:8001{SCORE_PATH}"
     assert body == {
         "version": VERSION, "model": "served", "kinds": ["sampled", "top_k"], "k": 2,
-        "sequences": [{"token_ids": TOKENS, "start": 1}],
+        "sequences": [{"token_ids": TOKENS, "start": 1, "given": ""}],
     }  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_k_zero_asks_for_the_top_1_as_a_check():
     client = Client(scores=packed(ids=IDS[:, :1]))
     scores = score(client, k=0)
     assert client.asked[1][2]["k"] == 1
-    assert scores == [0.0, -3.0, -1.5] and scores.token_ids.shape == (3, 0)
+    assert scores == [0.0, -3.0, -1.5] and scores.scores.token_ids.shape == (3, 0)
 
 
 @pytest.mark.parametrize("status", [400, 404, 405, 422, 501])
@@ -144,7 +144,7 @@ def test_other_refusals_are_not_taken_for_a_missing_plugin(status):
         ({"scores": packed(own=np.array([0.3, -1.5], "<f4"))}, "wrong score at position 1"),
         ({"scores": packed(own=np.array([np.nan, -1.5], "<f4"))}, "nan"),
         ({"scores": packed(ids=IDS + 15)}, "has the id 24"),
-        ({"scores": packed(ids=IDS[:, :1])}, "shapes"),
+        ({"scores": packed(ids=IDS[:, :1])}, "as top_ids, where"),
     ],
 )  # fmt: skip
 def test_wrong_answer_of_the_plugin_is_refused(answers, words):
@@ -163,7 +163,7 @@ def test_server_that_lost_the_plugin_is_asked_for_json(capsys):
         asked = [requests.score(client, "served", TOKENS, 2) for _ in range(2)]
         return await asyncio.gather(*asked)
 
-    assert asyncio.run(both()) == [[0.0, -3.0, -1.5]] * 2
+    assert [one.ref_logprobs.tolist() for one in asyncio.run(both())] == [[-3.0, -1.5]] * 2
     assert score(client, requests=requests) == [0.0, -3.0, -1.5]
     assert client.kinds == ["found", *["scores"] * 3, *["json"] * 3]
     printed = capsys.readouterr().err
@@ -181,9 +181,9 @@ def test_padding_that_the_student_sampled_is_floored(capsys):
     client, requests, tokens = Client(), Requests(), [7, 25, 9]
     for _ in range(2):
         scores = asyncio.run(requests.score(client, "served", tokens, 2))
-        assert scores == pytest.approx([0.0, math.log(1e-7), -1.5])
-    assert client.asked[1][2]["sequences"] == [{"token_ids": [7, 19, 9], "start": 1}]
-    assert scores.token_ids.tolist() == [[0, 0], [1, 2], [9, 1]]
+        assert scores.ref_logprobs.tolist() == pytest.approx([math.log(1e-7), -1.5])
+    assert client.asked[1][2]["sequences"][0]["token_ids"] == [7, 19, 9]
+    assert scores.token_ids.tolist() == [[1, 2], [9, 1]]
     assert capsys.readouterr().err.count("output head of 20 ids, and the student sampled") == 1
 
 

@@ -8,7 +8,7 @@ import tomli_w
 
 from prime_composer.cli.commands import main
 from prime_composer.upstream import launch
-from prime_composer.upstream.versions import VERSIONS
+from prime_composer.upstream.versions.records import VERSIONS
 from tests.upstream.export_recipes import tables
 
 WITH_PASSWORD = "http://me:secret@host:8001"

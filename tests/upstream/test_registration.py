@@ -12,10 +12,10 @@ from prime_composer.losses import LOSS_TYPES
 from prime_composer.upstream import plain_launcher
 from prime_composer.upstream.trainer import hooks, validity
 from prime_composer.upstream.trainer.adapter import LOSS, adapter
-from prime_composer.upstream.versions import LOSS_V0_6, LOSS_V0_7
+from prime_composer.upstream.versions.records import LOSS_V0_6, LOSS_V0_7
 from prime_composer.upstream.wire import MARK, NO_ADVANTAGE
 from tests.prime_rl_checkout import RUN
-from tests.upstream import fake_prime_rl, scheduled_loss, whole_support
+from tests.upstream import fake_prime_rl, scheduled_loss
 
 SAMPLED = {"type": "sampled_reverse_kl"}
 CONTRACTS = {"v0.6": LOSS_V0_6, "v0.7": LOSS_V0_7}
@@ -273,13 +273,6 @@ def test_plain_launcher_refuses_mixed_teachers(trainer, value):
     with pytest.raises(ValueError, match="adapter = true.*PRIME_COMPOSER=1 in front"):
         trainer.setup(**SAMPLED, adapter=value)
     trainer.setup(**SAMPLED, adapter=False)
-
-
-def test_whole_support_is_refused_in_the_trainer_too(newer_trainer):
-    """A trainer that was started by hand, without prime-rl's launcher."""
-    settings = {"loss": whole_support.FULL, "k": 4}
-    with pytest.raises(ValueError, match="give it a number k"):
-        newer_trainer.hook(settings)
 
 
 def test_trainer_that_asks_has_to_know_the_teachers(newer_trainer):

@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from prime_composer.upstream.capabilities import signature_of
-from prime_composer.upstream.sources import Sources, installed, of_checkout, texts_of
+from prime_composer.upstream.versions.capabilities import signature_of
+from prime_composer.upstream.versions.sources import Sources, installed, of_checkout, texts_of
 
 FUNCTIONS = """
 def plain(a, b, c=1): ...

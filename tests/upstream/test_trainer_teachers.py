@@ -11,15 +11,17 @@ import torch
 from prime_composer.backends.alignment import sequences_to_score
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.http import ServerError
-from prime_composer.backends.protocols import HiddenStates, Rollout, TeacherHead, TeacherScores
-from prime_composer.backends.vllm_server import ServerScorer
+from prime_composer.backends.protocols import Rollout
+from prime_composer.contract import HiddenStates, Logits, Scores, TeacherHead
+from prime_composer.divergences import reverse_kl
+from prime_composer.full_vocabulary import compare
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR
-from prime_composer.two_heads import Logits, reverse_kl
+from prime_composer.teachers.server import ServerScorer
 from prime_composer.upstream.teachers import Teacher, configured
-from prime_composer.upstream.toml_shapes import HEADER
 from prime_composer.upstream.trainer import head as head_hook
 from prime_composer.upstream.trainer import hooks, teachers
 from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.upstream.versions.toml_shapes import HEADER
 from tests.upstream import fake_prime_rl
 
 V, D, DT, K = 31, 6, 5, 3
@@ -91,8 +93,8 @@ class Scorer(ServerScorer):
             log_q = self.logprobs(before)
             top = log_q.topk(support_size)
             own = log_q.gather(1, rollout.token_ids[rollout.start :, None])[:, 0]
-            shares = (HiddenStates(self.table[before], self.head),) if hidden else ()
-            scores.append(TeacherScores(own, top.indices, top.values, shares))
+            share = HiddenStates(self.table[before], self.head, ref_logprobs=own)
+            scores.append(Scores(own, top.indices, top.values, (share,) if hidden else ()))
         return scores
 
 
@@ -147,7 +149,7 @@ def step(state, head, hidden, tensors):
     logprobs = out["logits"].log_softmax(-1).gather(2, labels.unsqueeze(2))[0, :, 0]
     parts = torch.cat([torch.full((1,), -1.0), logprobs[:-1]]).split(LENGTHS)
     state.micro_batch.place(parts)
-    return [state.aligned(part) for part in parts[:2]]
+    return [SimpleNamespace(**state.aligned(part)) for part in parts[:2]]
 
 
 def test_wanted_are_the_sequences_that_train():
@@ -177,7 +179,7 @@ def test_answers_of_the_next_micro_batch_are_asked_for_ahead(monkeypatch):
     (scorer,) = Scorer.opened
 
     def asked_after(number):
-        assert [a.first for a in answers.take(number)] == [2, 6]
+        assert [a.start for a in answers.take(number)] == [2, 6]
         return len(scorer.asked)
 
     assert [asked_after(number) for number in range(4)] == [2, 3, 4, 4]
@@ -215,7 +217,7 @@ def test_whole_vocabulary_equals_plain_float64(monkeypatch, output, entries, sof
     masks = tensors["loss_mask"][0].split(LENGTHS)
     kl = torch.cat(
         [
-            reverse_kl(one.hidden_states.masked(mask))
+            compare(one.hidden_states.masked(mask), reverse_kl)
             for one, mask in zip(found, masks, strict=False)
         ]
     )
@@ -253,7 +255,7 @@ def test_whole_vocabulary_of_a_batch_without_tokens_has_no_loss(monkeypatch, out
     state.batch_came([tensors])
     head, hidden = output(), torch.randn(1, 12, D, requires_grad=True)
     (heads, _) = (one.hidden_states for one in step(state, head, hidden, tensors))
-    reverse_kl(heads.masked(torch.zeros(5, dtype=torch.bool))).sum().backward()
+    compare(heads.masked(torch.zeros(5, dtype=torch.bool)), reverse_kl).sum().backward()
     assert not Scorer.opened
     assert not hidden.grad.any() and not head.weight.grad.any()
 
@@ -295,10 +297,11 @@ def test_sampled_loss_reads_the_trainers_answers(monkeypatch):
         loss_mask=tensors["loss_mask"][0][:5],
         loss_weights=None,
     )
-    state.micro_batch.slices = {id(inputs.trainer_logprobs): slice(0, 5)}
+    state.micro_batch.place([inputs.trainer_logprobs])
     out = state.loss(inputs)
     assert out.loss.isfinite()
-    assert state.aligned(inputs.trainer_logprobs).ref_logprobs.isnan().tolist() == [1, 1, 0, 0, 0]
+    own = state.aligned(inputs.trainer_logprobs)["ref_logprobs"]
+    assert own.isnan().tolist() == [1, 1, 0, 0, 0]
 
 
 def long_sequences(n, tokens=40):
@@ -369,7 +372,7 @@ def test_whole_vocabulary_says_which_temperature_it_has(monkeypatch, output, los
     )
     state.batch_came([tensors])
     step(state, head, hidden, tensors)
-    state.micro_batch.slices[id(inputs.trainer_logprobs)] = slice(0, 5)
+    state.micro_batch.place([inputs.trainer_logprobs])
     own = loss.get("temperature", 1.0)
     before = tensors["input_ids"][0][1:4]
     log_p = (hidden[0, 1:4] @ head.weight.T / own).log_softmax(-1)
@@ -468,7 +471,7 @@ def test_sampled_padding_of_the_student_trains_on_whole_heads(monkeypatch, outpu
     found = step(state, head, hidden, tensors)
     masks = tensors["loss_mask"][0].split(LENGTHS)
     pairs = zip(found, masks, strict=False)
-    kl = torch.cat([reverse_kl(one.hidden_states.masked(mask)) for one, mask in pairs])
+    kl = torch.cat([compare(one.hidden_states.masked(mask), reverse_kl) for one, mask in pairs])
     p = (hidden[0] @ head.weight.T).softmax(-1)
     p = torch.cat([p[:, :NARROW], p[:, NARROW:].sum(-1, True)], dim=1)
     (scorer,) = Scorer.opened

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from prime_composer.upstream.versions import VERSIONS
+from prime_composer.upstream.versions.records import VERSIONS
 from tests.prime_rl_checkout import REPO
 
 ROOM = REPO / "prime_composer" / "upstream"

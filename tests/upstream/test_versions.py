@@ -7,14 +7,13 @@ import types
 import pytest
 
 from prime_composer.losses import parse_loss
-from prime_composer.upstream.versions import (
-    ALGORITHM_CONFIGS,
-    ORCHESTRATOR_CONFIGS,
+from prime_composer.upstream.versions.config_fields import probe_version
+from prime_composer.upstream.versions.records import (
+    CONFIGS,
     VERSIONS,
     UnknownSurface,
     match_version,
     probe_contract,
-    probe_version,
 )
 from tests.prime_rl_checkout import REPO
 from tests.upstream import fake_prime_rl
@@ -37,20 +36,20 @@ def config_class(**fields):
 
 def put_configs(monkeypatch, orchestrator, train, base_url):
     """Make config modules importable under prime-rl's names. ``base_url`` None: no algorithms."""
-    module = types.ModuleType(ORCHESTRATOR_CONFIGS)
+    places = ("orchestrator", "teacher")
+    module, algorithm = (types.ModuleType(CONFIGS[place][0]) for place in places)
+    module.__spec__ = algorithm.__spec__ = types.SimpleNamespace()
     module.OrchestratorConfig = config_class(**orchestrator)
     module.TrainConfig = config_class(**train)
     for name in ("prime_rl", "prime_rl.configs"):
         package = types.ModuleType(name)
         package.__path__ = []
         monkeypatch.setitem(sys.modules, name, package)
-    monkeypatch.setitem(sys.modules, ORCHESTRATOR_CONFIGS, module)
-    monkeypatch.delitem(sys.modules, ALGORITHM_CONFIGS, raising=False)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, algorithm.__name__, raising=False)
     if base_url is not None:
-        algorithm = types.ModuleType(ALGORITHM_CONFIGS)
-        algorithm.__spec__ = types.SimpleNamespace(name=ALGORITHM_CONFIGS)
         algorithm.FrozenModelConfig = config_class(name=str, base_url=base_url)
-        monkeypatch.setitem(sys.modules, ALGORITHM_CONFIGS, algorithm)
+        monkeypatch.setitem(sys.modules, algorithm.__name__, algorithm)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Names of prime-rl's versions, and whose arithmetic a loss follows.
 
-prime-rl changed its own losses twice, so a dialect is the first version with an arithmetic. A test
-compares ``_SAME_LOSSES`` with the records of ``prime_composer/upstream/versions.py``, which this
-room never imports.
+prime-rl changed its own losses twice, so a dialect is the first version with an arithmetic. Records
+of the versions themselves are in ``prime_composer/upstream/versions``, which this room never
+imports.
 """
 
 import re
@@ -19,14 +19,15 @@ def plain_name(name: str) -> str:
     return re.sub(r"^(v\d+)_(\d+)$", r"\1.\2", name)
 
 
-def _dialect_of(value: Any) -> Any:
+def dialect_of(value: Any) -> Any:
+    """Return the dialect of a version, given its name in either spelling; else the value itself."""
     if not isinstance(value, str):
         return value
     name = plain_name(value)
     return _SAME_LOSSES.get(name, name)
 
 
-Dialect = Annotated[Literal["v0.6", "v0.7", "main"], BeforeValidator(_dialect_of)]
+Dialect = Annotated[Literal["v0.6", "v0.7", "main"], BeforeValidator(dialect_of)]
 """A dialect; the name of any version of prime-rl, in either spelling, is read as its own."""
 
 MAX_RATIO = 1e4
@@ -35,6 +36,6 @@ MAX_RATIO = 1e4
 
 def with_defaults_of_main(knobs: Any, **defaults: float) -> Any:
     """Return a loss table with main's own defaults, if ``dialect`` is main; else as it is."""
-    if isinstance(knobs, dict) and _dialect_of(knobs.get("dialect")) == "main":
+    if isinstance(knobs, dict) and dialect_of(knobs.get("dialect")) == "main":
         return {**defaults, **knobs}
     return knobs

@@ -29,15 +29,8 @@ def top_share(
     0.01 is evenly spread over 100 tokens or more. Near 1, a handful of tokens trains the model: the
     first failure mode of "Revisiting On-Policy Distillation" (2026),
     https://arxiv.org/abs/2603.25562. The share of a small micro-batch is larger, so compare runs
-    with the same ``micro_batch_tokens``. Without a host synchronization.
-
-    Args:
-        values: per token, [seq].
-        mask: True at the tokens that count, [seq].
-        share: share of the tokens that are the largest, at least one token.
-
-    Returns:
-        A number between 0 and 1, 0 where all values are 0.
+    with the same ``micro_batch_tokens``. At least one token counts as large. Without a host
+    synchronization.
     """
     if values.numel() == 0:
         return values.new_zeros(())
@@ -75,12 +68,7 @@ def support_metrics(
     KL over the K + 1 outcomes is ``kl_in_support`` (mass on the support times the KL of the
     renormalized distributions) + ``kl_mass`` (KL of the Bernoulli distributions of being on the
     support). ``topk_overlap_min`` is the share of the K ids that are certainly among the student's
-    own K most probable ones.
-
-    Args:
-        support: masked support, [seq, k].
-        mask: True at the tokens that count, [seq].
-        reverse: True for the parts of KL(p || q), False for those of KL(q || p).
+    own K most probable ones. The KL is KL(p || q) with ``reverse``, otherwise KL(q || p).
     """
     p, q = upcast(support.student_logprobs), upcast(support.teacher_logprobs)
     log_p_mass, log_q_mass = (torch.logsumexp(x, dim=-1).clamp(max=MAX_LOG_MASS) for x in (p, q))

@@ -23,7 +23,17 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Modifier(Table):
-    """Knobs of one modifier."""
+    """Knobs of one modifier.
+
+    Attributes:
+        needs: inputs that it reads.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
+        """Return the changed inputs, and the modifier's metrics."""
+        raise NotImplementedError
 
 
 class SpecialTokenMask(Modifier):
@@ -56,11 +66,7 @@ class SpecialTokenMask(Modifier):
         return self
 
     def resolve(self, tokenizer: Any) -> "SpecialTokenMask":
-        """Return the modifier with ``strings`` turned into ``ids``.
-
-        Args:
-            tokenizer: of transformers or of tokenizers, with ``encode(text,
-                add_special_tokens=False)``.
+        """Return the modifier with ``strings`` turned into ``ids``, by transformers or tokenizers.
 
         Raises:
             ValueError: a string is not exactly one token.
@@ -84,9 +90,6 @@ class SpecialTokenMask(Modifier):
         ``special_tokens/removed`` is the share of the mask's tokens. With A = log q - log p,
         ``special_tokens/removed_signal`` is the |A| of the removed tokens per token of the mask,
         and ``special_tokens/removed_signal_share`` its share of all |A|.
-
-        Raises:
-            ValueError: ``strings`` are not resolved yet.
         """
         if self.strings:
             raise ValueError(
@@ -106,10 +109,8 @@ class SpecialTokenMask(Modifier):
                 signal = (inputs.ref_logprobs - inputs.trainer_logprobs).abs()
                 total, total_removed = masked_sum(signal, mask), masked_sum(signal, removed)
                 metrics["special_tokens/removed_signal"] = total_removed / mask.sum().clamp(min=1)
-                least = torch.finfo(total.dtype).tiny
-                metrics["special_tokens/removed_signal_share"] = total_removed / total.clamp(
-                    min=least
-                )
+                divisor = total.clamp(min=torch.finfo(total.dtype).tiny)
+                metrics["special_tokens/removed_signal_share"] = total_removed / divisor
         return dataclasses.replace(inputs, loss_mask=mask & ~removed), metrics
 
 
@@ -157,10 +158,7 @@ def segment_starts(segment_ids: Int[Tensor, " seq"]) -> Bool[Tensor, " seq"]:
 def at_segment_start(counts: Tensor, segment_ids: Int[Tensor, " seq"] | None) -> Tensor:
     """Return for each token the value of ``counts`` at the first token of its sequence.
 
-    Args:
-        counts: [..., seq], not negative and non-decreasing along the last axis, as an exclusive
-            cumulative sum is.
-        segment_ids: index of each token's sequence, [seq]. None means one sequence.
+    ``counts`` is [..., seq], not negative and non-decreasing, as an exclusive cumulative sum is.
     """
     if segment_ids is None:
         return counts[..., :1]

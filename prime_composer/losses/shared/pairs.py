@@ -1,4 +1,4 @@
-"""Sums over the pairs of a preference pack.
+"""Sums over the pairs of a preference pack, and the loss of their margins.
 
 Segment 2i is the chosen and 2i + 1 the rejected response of pair i.
 """
@@ -6,11 +6,14 @@ Segment 2i is the chosen and 2i + 1 the rejected response of pair i.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from prime_composer.contract import LossInputs, given
+from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, given
+from prime_composer.losses.shared.metrics import token_mean
 from prime_composer.losses.shared.modifiers import segment_starts
+from prime_composer.losses.shared.reductions import masked_sum
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +34,7 @@ class Pairs:
     _side: Tensor
 
     def sums(self, values: Float[Tensor, " seq"]) -> Float[Tensor, "2 seq"]:
-        """Return the sum of ``values`` over the tokens of each response, chosen then rejected.
-
-        Args:
-            values: per token, 0 outside the mask, [seq].
-        """
+        """Return the sums over each response, chosen then rejected, of values that are masked."""
         return _sums(values, self._row, self._side)
 
 
@@ -44,11 +43,9 @@ def pairs_of(inputs: LossInputs, dtype: torch.dtype) -> Pairs:
     mask, segments = inputs.loss_mask, given(inputs.segment_ids)
     row = segment_starts(segments // 2).long().cumsum(0) - 1
     side = segments % 2
-    weights = (
-        torch.ones_like(mask, dtype=dtype)
-        if inputs.loss_weights is None
-        else inputs.loss_weights.to(dtype)
-    )
+    given_weights = inputs.loss_weights
+    weights = torch.ones_like(mask, dtype=dtype) if given_weights is None else given_weights
+    weights = weights.to(dtype)
     lengths = _sums(mask.to(dtype), row, side)
     total = _sums(torch.where(mask, weights, 0.0), row, side).sum(0)
     return Pairs(
@@ -58,6 +55,22 @@ def pairs_of(inputs: LossInputs, dtype: torch.dtype) -> Pairs:
         _row=row,
         _side=side,
     )
+
+
+def logistic_loss(
+    pairs: Pairs, margin: Float[Tensor, " seq"], prefers_chosen: Bool[Tensor, " seq"]
+) -> LossOutputs:
+    """Return the sum over pairs of -w log sigmoid(margin), and the metrics of preference losses."""
+    per_pair = -F.logsigmoid(margin)
+    loss = masked_sum(per_pair, pairs.complete, pairs.weights)
+    with torch.no_grad():
+        metrics: dict[str, Tensor] = {
+            "loss": PairMean(token_mean(per_pair, pairs.complete)),
+            "margin": PairMean(token_mean(margin, pairs.complete)),
+            "accuracy": PairMean(token_mean(prefers_chosen, pairs.complete)),
+            "pairs": Count(pairs.complete.sum().to(margin.dtype)),
+        }
+    return LossOutputs(loss=loss, metrics=metrics)
 
 
 def _sums(values: Tensor, row: Tensor, side: Tensor) -> Tensor:

@@ -15,11 +15,6 @@ def masked_sum(
     ``torch.where`` keeps NaN and inf of masked positions out of the value. It keeps them out of the
     gradient only if they did not already arise in a function of the masked entries (0 * inf in a
     backward). A loss therefore masks its *inputs* first.
-
-    Args:
-        values: per token, [seq].
-        mask: True at the tokens that count, [seq].
-        weights: factors per token, [seq]. None means 1.
     """
     if weights is not None:
         values = values * torch.where(mask, weights, 1.0)

@@ -85,11 +85,7 @@ def reweighted_rl(
 ) -> LossOutputs:
     """Return sum_mask w_loss (-keep A ((1 - mix) + mix w) rho + kl_tau (log rho)^2).
 
-    Args:
-        inputs: the loss's inputs.
-        config: the clip range, the mixture, the trust region.
-        state: the schedule of ``mix``, if it has one.
-        log_weights: log w of advantages and of gaps log q - log p, [seq] each.
+    ``log_weights`` returns log w of advantages and of gaps log q - log p.
     """
     mask = inputs.loss_mask
     mix = config.mix if state is None else state.mix

@@ -6,8 +6,6 @@ Per token of the mask, with a signal S and the sign of a quantity A,
     keep = not (A > 0 and p - mu > delta_high) and not (A < 0 and p - mu < -delta_low)
 """
 
-from typing import NamedTuple
-
 from jaxtyping import Float
 from pydantic import NonNegativeFloat
 from torch import Tensor
@@ -35,36 +33,15 @@ class SignedRLLossConfig(LossConfig):
     """Factor of (log rho)^2, which keeps the policy near its sampler."""
 
 
-class SignedPolicyGradient(NamedTuple):
-    """The loss and what is known of its trust region.
-
-    Attributes:
-        loss: sum_mask w (-keep S rho + kl_tau (log rho)^2).
-        metrics: mismatch of kept and dropped tokens, and the share dropped.
-    """
-
-    loss: Float[Tensor, ""]
-    metrics: dict[str, Tensor]
-
-
 def signed_policy_gradient(
     inputs: LossInputs,
     config: SignedRLLossConfig,
     signs: Float[Tensor, " seq"],
     signal: Float[Tensor, " seq"],
-) -> SignedPolicyGradient:
-    """Return the loss of a signal, and the metrics of its trust region.
-
-    Args:
-        inputs: the loss's inputs.
-        config: the trust region.
-        signs: A, whose sign decides on which side a token can leave the region.
-        signal: S, without a gradient.
-    """
+) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+    """Return the loss of a signal S by the signs of A, and the metrics of its trust region."""
     mask, ratios = inputs.loss_mask, importance_ratios(inputs)
     region = signed_region(signs, ratios.probs_diff, config.delta_low, config.delta_high, mask)
     keep = mask & ~region.dropped
     loss = policy_gradient_sum(ratios.log_ratio, signal, keep, config.kl_tau, inputs)
-    return SignedPolicyGradient(
-        loss, drift_metrics(ratios.log_ratio.detach(), region.dropped, mask)
-    )
+    return loss, drift_metrics(ratios.log_ratio.detach(), region.dropped, mask)

@@ -11,13 +11,26 @@ bound of the metrics, is equal up to rounding.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
+from pydantic import NonNegativeFloat
 from torch import Tensor
 
 from prime_composer.contract import LossInputs
+from prime_composer.losses.config import ChannelName, LossConfig
 from prime_composer.losses.shared.metrics import token_mean
+
+
+class RewardLossConfig(LossConfig):
+    """Knobs of a policy gradient on rewards alone."""
+
+    needs_inputs: ClassVar[frozenset[str]] = frozenset({"advantages"})
+    channel: ClassVar[ChannelName] = "rl"
+
+    adv_tau: NonNegativeFloat = 1.0
+    """Factor of the advantage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,15 +72,7 @@ def policy_gradient_sum(
     """Return sum_mask w (-keep signal rho + kl_tau (log rho)^2), prime-rl's DPPO + KL form.
 
     The ratio of a dropped token never enters the exp's backward. Upstream multiplies it by 0, which
-    is NaN once rho overflows.
-
-    Args:
-        log_ratio: log rho, [seq].
-        signal: what multiplies rho, without a gradient, [seq].
-        keep: tokens of the mask inside the trust region, [seq].
-        kl_tau: factor of (log rho)^2.
-        inputs: the loss's inputs.
-        max_ratio: cap of rho. None: none.
+    is NaN once rho overflows. ``max_ratio`` is a cap of rho.
     """
     kept = torch.where(keep, log_ratio, 0.0)
     ratio = torch.exp(kept) if max_ratio is None else capped_ratio(kept, max_ratio)
@@ -92,12 +97,8 @@ def drift_metrics(
 ) -> dict[str, Tensor]:
     """Return the mismatch KL (k3 estimate) of dropped and kept tokens, and the share dropped.
 
-    Args:
-        log_ratio: log rho, [seq].
-        dropped: tokens outside the trust region, [seq].
-        mask: True at the tokens that count, [seq].
-        bounded: no token counts more than 1e30, as in prime-rl's main.
-        mean: of values over a mask; ``masked_mean`` for metrics that are bit-equal to prime-rl's.
+    With ``bounded`` no token counts more than 1e30, as in prime-rl's main. ``masked_mean`` as
+    ``mean`` makes the metrics bit-equal to prime-rl's.
     """
     if bounded:
         log_ratio = log_ratio.detach()

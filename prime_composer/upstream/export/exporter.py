@@ -7,15 +7,15 @@ from typing import Any
 
 from prime_composer.losses.shared.dialect import plain_name
 from prime_composer.problems.loading import ProblemSet
+from prime_composer.recipe.carried import keys_set
 from prime_composer.recipe.schema import Recipe, RecipeError
-from prime_composer.upstream.config_fields import ConfigFields
 from prime_composer.upstream.export.instructions import head_comment, slurm_notice
-from prime_composer.upstream.export.keys import not_carried
 from prime_composer.upstream.export.plan import Plan
 from prime_composer.upstream.export.refusals import refuse, refuse_native
 from prime_composer.upstream.export.tables import build_tables
 from prime_composer.upstream.export.toml import as_text, merge_native
-from prime_composer.upstream.versions import VERSIONS, Version
+from prime_composer.upstream.versions.config_fields import ConfigFields
+from prime_composer.upstream.versions.records import VERSIONS, Version
 
 
 @dataclass(frozen=True)
@@ -89,3 +89,16 @@ def export_recipe(
     refuse_native(recipe, version, table)
     lost = not_carried(recipe)
     return Export(version, table, head_comment(plan, table, lost), lost)
+
+
+def not_carried(recipe: Recipe) -> dict[str, str]:
+    """Return each key that the recipe sets and prime-rl has no setting for, with the reason.
+
+    The marks on the recipe's fields say which these are. A key is left out where its value loses
+    nothing.
+    """
+    return {
+        entry.key: entry.mark.why
+        for entry in keys_set(recipe)
+        if entry.mark.export == "not carried" and entry.value not in entry.mark.harmless
+    }

@@ -66,7 +66,7 @@ def servers(plan: Plan) -> list[str]:
     if not recipe.loss.compares_with_teacher:
         return []
     more, k = needs_more_logprobs(recipe), recipe.loss.support_size
-    states = "hidden_states" in recipe.loss.needs
+    states = recipe.loss.reads_hidden_states
     if not plan.teachers:
         if recipe.rollout.url is None:
             return []
@@ -113,7 +113,7 @@ def temperatures(recipe: Recipe) -> list[str]:
     if sampled == 1 or not loss.compares_with_teacher:
         return []
     lines = ["", f"rollout.temperature = {sampled:g}: prime-rl's trainer takes log-probs at it."]
-    if "hidden_states" in loss.needs:
+    if loss.reads_hidden_states:
         return [
             *lines,
             'k = "full" compares student and teacher without it, at the temperature of the loss.',
@@ -125,7 +125,7 @@ def logits_dtype(plan: Plan) -> list[str]:
     """Return what to do so that a server in bfloat16 scores with float32 logits."""
     return [
         "A server in bfloat16 gives bfloat16 logits, unless its head computes in float32.",
-        f"prime-rl's `inference` does that by default ({plan.version.float32_head} = true). To any",
+        "prime-rl's `inference` does that by default (enable_fp32_lm_head = true). To any",
         "other vLLM server give vLLM's option:",
         f"    {FLOAT32_HEAD}",
     ]

@@ -10,8 +10,8 @@ from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import Recipe, RecipeError, RolloutConfig, TeacherConfig
-from prime_composer.upstream.toml_shapes import API_KEY_VAR
-from prime_composer.upstream.versions import Version
+from prime_composer.upstream.versions.records import Version
+from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR
 
 FIRST_TEACHER_PORT = 8001
 
@@ -92,9 +92,7 @@ class Plan:
         mixtures = [environment.mixture for environment in self.environments]
         if any(len(mixture) > 1 for mixture in mixtures):
             return True
-        return not self.version.teacher_by_environment and any(
-            mixture != mixtures[0] for mixture in mixtures
-        )
+        return not self.version.algorithms and any(mixture != mixtures[0] for mixture in mixtures)
 
 
 def model_name(name: str | None, models: Mapping[str, Any], table: str) -> str:

@@ -15,21 +15,9 @@ from prime_composer.recipe.schema import (
 )
 from prime_composer.recipe.urls import has_credentials, two_credentials
 from prime_composer.upstream.settings import TEACHER_KEYS, wire_support_size
-from prime_composer.upstream.versions import REMEDIES, VERSIONS, Version
+from prime_composer.upstream.versions.records import VERSIONS, Version
 
 RUN_LOCALLY = "or run the recipe with --engine local."
-
-OWN_REMEDIES = {
-    "credit": (
-        "Its orchestrator does not compute a token's credit from the scores of a group. Use "
-        f"sampled_reverse_kl with mode = 'signed' and its floor top_d, {RUN_LOCALLY}"
-    ),
-    "contrast_logprobs": (
-        "Its opsd scores a rollout with one hint, and not with wrong rollouts of the group. Use "
-        f"rlsd, {RUN_LOCALLY}"
-    ),
-}
-"""Input that a loss needs and prime-rl cannot compute -> what to do."""
 
 
 def refuse(recipe: Recipe, version: Version) -> None:
@@ -61,9 +49,7 @@ def refuse(recipe: Recipe, version: Version) -> None:
     refuse_asker(recipe)
     provided = version.contract.provides(recipe.loss, adapter=True)
     try:
-        require(
-            recipe.loss, provided, {**REMEDIES, **OWN_REMEDIES}, provider=f"prime-rl {version.name}"
-        )
+        require(recipe.loss, provided, "prime_rl", provider=f"prime-rl {version.name}")
     except ValueError as error:
         raise RecipeError(str(error)) from None
 
@@ -167,7 +153,7 @@ def refuse_asker(recipe: Recipe) -> None:
     Raises:
         RecipeError: it cannot, or the teachers' tables disagree; the message names the key.
     """
-    reads_states = "hidden_states" in recipe.loss.needs
+    reads_states = recipe.loss.reads_hidden_states
     for key in TEACHER_KEYS:
         values = asker_settings(recipe, key)
         if len(values) > 1:
@@ -219,8 +205,8 @@ def refuse_policy_teacher(policy: PolicyTeacherConfig, version: Version) -> None
     Raises:
         RecipeError: it does not; the message names the key.
     """
-    if not version.self_distillation:
-        able = ", ".join(name for name, other in VERSIONS.items() if other.self_distillation)
+    if not version.algorithms:
+        able = ", ".join(name for name, other in VERSIONS.items() if other.algorithms)
         raise RecipeError(
             f"teacher.policy: prime-rl {version.name} has no self-distillation. Use one of {able}, "
             f"{RUN_LOCALLY}"

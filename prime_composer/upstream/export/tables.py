@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from prime_composer.losses.shared.dialect import dialect_of
 from prime_composer.problems.config import DataConfig
 from prime_composer.recipe.schema import Recipe
 from prime_composer.upstream.environment import NAME, data_settings
@@ -11,8 +12,8 @@ from prime_composer.upstream.export.plan import Environment, Plan, api_key, eval
 from prime_composer.upstream.export.refusals import asker_settings
 from prime_composer.upstream.export.toml import merge, merge_native, plain
 from prime_composer.upstream.settings import FILE_KEY, IMPORT_PATH, TEACHER_KEYS
-from prime_composer.upstream.toml_shapes import HINT_KEYS, NO_LIMITS, Limits, put
-from prime_composer.upstream.versions import Version
+from prime_composer.upstream.versions.records import Version
+from prime_composer.upstream.versions.toml_shapes import HINT_KEYS, NO_LIMITS, Limits, put
 
 VLLM_LOGPROBS = 20
 """vLLM's default max_logprobs. It refuses requests for more."""
@@ -185,7 +186,7 @@ def loss_table(plan: Plan) -> dict[str, Any]:
             for value in asker_settings(plan.recipe, key):
                 table[key] = value
     if "dialect" in type(loss).model_fields and "dialect" not in loss.model_fields_set:
-        table["dialect"] = plan.version.loss_dialect
+        table["dialect"] = dialect_of(plan.version.name)
     return table
 
 

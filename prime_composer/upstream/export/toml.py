@@ -8,7 +8,7 @@ from typing import Any
 from prime_composer.losses.shared.dialect import plain_name
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.recipe.urls import has_credentials
-from prime_composer.upstream.versions import VERSIONS
+from prime_composer.upstream.versions.records import VERSIONS
 
 
 def to_toml(table: Mapping[str, Any]) -> str:

@@ -20,23 +20,24 @@ modules too, before it has read its config.
 import asyncio
 import functools
 import importlib
-import math
 from collections.abc import Awaitable, Sequence
 from contextvars import ContextVar
 from itertools import cycle
 from typing import Any, NamedTuple, NoReturn
 
+from prime_composer.contract import Scores
 from prime_composer.problems.answers import verdict
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.recipe.urls import public_url
-from prime_composer.upstream import capabilities, wire
-from prime_composer.upstream.capabilities import UnknownSurface, take
+from prime_composer.upstream import wire
 from prime_composer.upstream.log import log
-from prime_composer.upstream.orchestrator.client import Requests, Scores
+from prime_composer.upstream.orchestrator.client import Requests
 from prime_composer.upstream.orchestrator.teachers import HEADER, score_by_each, teachers_of
 from prime_composer.upstream.settings import AdapterSettings
 from prime_composer.upstream.tally import DOCTOR, Tally
-from prime_composer.upstream.toml_shapes import HINT_KEYS
+from prime_composer.upstream.versions import capabilities
+from prime_composer.upstream.versions.capabilities import located, take
+from prime_composer.upstream.versions.toml_shapes import HINT_KEYS
 
 SIBLING, FEEDBACK = HINT_KEYS["sibling"], HINT_KEYS["feedback"]
 
@@ -84,17 +85,13 @@ def hook_teacher_logprobs(module: Any) -> None:
     original = take(capabilities.PREFILL, module)
     if original is None:
         return
-    if not hasattr(module, "setup_openai_client"):
-        raise UnknownSurface(
-            "prime_rl.orchestrator.utils lost setup_openai_client, which makes the teacher's "
-            "client."
-        )
 
     @functools.wraps(original)
     async def compute_teacher_logprobs(clients: Any, model_name: str, samples: Any) -> Any:
         k = _settings().support_size()
         if _settings().trainer_asks:
-            return [unscored(len(s.prompt_ids) + len(s.completion_ids)) for s in samples]
+            lengths = [len(s.prompt_ids) + len(s.completion_ids) for s in samples]
+            return [marked(wire.unscored(length)) for length in lengths]
 
         async def score(config: Any, sample: Any) -> list[float]:
             token_ids = list(sample.prompt_ids) + list(sample.completion_ids)
@@ -105,7 +102,7 @@ def hook_teacher_logprobs(module: Any) -> None:
             else:
                 teachers = teachers_of(header, sample.env_name)
                 request = score_by_each(REQUESTS, teachers, token_ids, k)
-            scores = await said(request)
+            scores = wire.sent(await said(request))
             attach(sample, scores)
             return marked(list(scores))
 
@@ -136,12 +133,12 @@ def hook_client(module: Any) -> None:
         frozen = scoring is not None and scoring.frozen
         ran(REQUEST)
         if _settings().trainer_asks and (header is not None or frozen):
-            return unscored(len(token_ids))
+            return marked(wire.unscored(len(token_ids)))
         if header is not None:
             request = score_by_each(REQUESTS, teachers_of(header), token_ids, k)
         else:
             request = REQUESTS.score(openai, model, token_ids, k, frozen=frozen)
-        return marked(await said(request))
+        return marked(wire.sent(await said(request)))
 
     module.prefill_logprobs = prefill_logprobs
 
@@ -180,12 +177,14 @@ def _with_hints(score: Any) -> Any:
     TODO(prime-rl): remove once opsd has hints of the group and of the verifier.
     """
 
+    episodes = _scores_episodes(score)
+
     @functools.wraps(score)
     async def score_one(self: Any, rollout: Any, *args: Any, **more: Any) -> None:
         if self.demo_key == SIBLING:
             return
         if self.demo_key == FEEDBACK:
-            for trace in _traces([rollout]):
+            for trace in _traces([rollout], episodes):
                 trace.info[FEEDBACK] = _feedback(trace)
         await score(self, rollout, *args, **more)
 
@@ -193,20 +192,27 @@ def _with_hints(score: Any) -> Any:
 
 
 def _with_siblings(score: Any, score_group: Any) -> Any:
+    episodes = _scores_episodes(score)
+
     @functools.wraps(score_group)
     async def score_all(self: Any, rollouts: Any, *args: Any, **more: Any) -> None:
         if self.demo_key == SIBLING:
-            _write_siblings(_traces(rollouts))
-            hinted = filter(None, map(_hinted, rollouts))
+            _write_siblings(_traces(rollouts, episodes))
+            hinted = filter(None, (_hinted(rollout, episodes) for rollout in rollouts))
             await asyncio.gather(*(score(self, rollout) for rollout in hinted))
         await score_group(self, rollouts, *args, **more)
 
     return score_all
 
 
-def _traces(rollouts: Sequence[Any]) -> list[Any]:
-    """Return the rollouts that train. Head's episodes contain them, older ones are rollouts."""
-    if not all(hasattr(rollout, "traces") for rollout in rollouts):
+def _scores_episodes(score: Any) -> bool:
+    """Return whether an algorithm is given episodes, which contain rollouts (head)."""
+    return bool(score.__name__ == "score_episode")
+
+
+def _traces(rollouts: Sequence[Any], episodes: bool) -> list[Any]:
+    """Return the rollouts that train."""
+    if not episodes:
         return list(rollouts)
     base = importlib.import_module("prime_rl.orchestrator.algo.base")
     return [trace for _, trace in base.iter_trainable_traces(rollouts)]
@@ -221,9 +227,9 @@ def _write_siblings(traces: Sequence[Any]) -> None:
         trace.info[SIBLING] = next(replies, None)
 
 
-def _hinted(rollout: Any) -> Any:
+def _hinted(rollout: Any, episodes: bool) -> Any:
     """Return a rollout, or the part of an episode that has hints. None: nothing has."""
-    if hasattr(rollout, "traces"):
+    if episodes:
         traces = [trace for trace in rollout.traces if trace.info.get(SIBLING) is not None]
         return rollout.model_copy(update={"traces": traces}) if traces else None
     if rollout.info[SIBLING] is not None:
@@ -258,10 +264,12 @@ def _as_grpo(score_group: Any) -> Any:
             return
         MADE.judge()
         grpo = importlib.import_module("prime_rl.orchestrator.algo.grpo")
-        for needed in (capabilities.GRPO, capabilities.GRPO_CONFIG, capabilities.GRPO_GROUP):
+        for needed in (capabilities.GRPO_CONFIG, capabilities.GRPO_GROUP):
             take(needed, grpo)
-        clients = self.clients if hasattr(self, "clients") else self.policy_pool
-        await grpo.GRPOAlgorithm(grpo.GRPOAlgoConfig(), clients).score_group(group)
+        found = located(capabilities.GRPO, grpo)
+        assert found is not None  # no other module may have it
+        _, clients = found[0].needs  # an algorithm keeps them by the parameter's name
+        await grpo.GRPOAlgorithm(grpo.GRPOAlgoConfig(), getattr(self, clients)).score_group(group)
 
     return score_all
 
@@ -273,8 +281,8 @@ def _judged(score: Any, frozen: bool) -> Any:
         score: the method.
         frozen: a frozen teacher scores.
     """
-
-    if score.__name__ == "score_rollout":
+    episodes = _scores_episodes(score)
+    if not episodes:
         score = _then_attach(score)
 
     @functools.wraps(score)
@@ -286,9 +294,9 @@ def _judged(score: Any, frozen: bool) -> Any:
         finally:
             SCORING.reset(token)
         settings = _settings()
-        scored = len(_traces([rollout])) if getattr(rollout, "samples", True) else 0
         if settings.loss is None:
             return
+        scored = len(_traces([rollout], episodes)) if episodes or rollout.samples else 0
         tally.expect(
             REQUEST,
             scored,
@@ -319,7 +327,7 @@ def _then_attach(original: Any) -> Any:
     async def score_rollout(self: Any, rollout: Any, *args: Any, **more: Any) -> None:
         await original(self, rollout, *args, **more)
         for sample in rollout.samples:
-            if isinstance(sample.ref_logprobs, Scores):
+            if isinstance(sample.ref_logprobs, wire.Sent):
                 attach(sample, sample.ref_logprobs)
                 ran(SUPPORT)
                 sample.ref_logprobs = list(sample.ref_logprobs)
@@ -340,12 +348,12 @@ def hook_routing(module: Any) -> None:
 
     @functools.wraps(original)
     def assign_reference_logprobs(branch: Any, values: Any, *args: Any, **more: Any) -> None:
-        own = list(values) if isinstance(values, Scores) else values
+        own = list(values) if isinstance(values, wire.Sent) else values
         original(branch, own, *args, **more)
-        if not isinstance(values, Scores) or not values.token_ids.shape[1]:
+        if not isinstance(values, wire.Sent) or not values.scores.k:
             return
         ran(SUPPORT)
-        payload = wire.pack(values.token_ids, values.logprobs)
+        payload = wire.pack(values.scores)
         start = 0
         for node in branch.nodes:
             end = start + len(node.token_ids)
@@ -389,7 +397,7 @@ def hook_stamps(module: Any) -> None:
         if rewards == "beside" and distilled:
             sample.rl_weights = None
         if rewards == "in_loss" and sample.ref_logprobs is None:
-            sample.ref_logprobs = [math.nan] * len(sample.token_ids)
+            sample.ref_logprobs = wire.unscored(len(sample.token_ids))
         if rewards == "in_loss" and sample.advantages is not None:
             pairs = zip(sample.advantages, sample.mask, strict=True)
             sample.advantages = [a or (wire.NO_ADVANTAGE if trains else a) for a, trains in pairs]
@@ -441,11 +449,6 @@ async def said(request: Awaitable[Scores]) -> Scores:
         raise
 
 
-def unscored(length: int) -> list[float]:
-    """Return what is sent for a sequence that the trainer asks for: NaN, never a probability."""
-    return marked([math.nan] * length)
-
-
 def marked(scores: list[float]) -> list[float]:
     """Return ``scores`` of a sequence, with ``wire.MARK`` where the trainer expects it."""
     if _settings().teachers_mixed:
@@ -453,17 +456,17 @@ def marked(scores: list[float]) -> list[float]:
     return scores
 
 
-def attach(sample: Any, scores: Scores) -> None:
+def attach(sample: Any, values: wire.Sent) -> None:
     """Put the support, if there is one, into a sample's ``routed_experts``.
 
     Raises:
         ValueError: router replay is already in it.
     """
-    if not scores.token_ids.shape[1]:
+    if not values.scores.k:
         return
     if sample.routed_experts is not None:
         refuse_router_replay()
-    payload = wire.pack(scores.token_ids, scores.logprobs)
+    payload = wire.pack(values.scores)
     routed_experts = importlib.import_module(type(sample).__module__).RoutedExperts
     sample.routed_experts = routed_experts(
         data=payload.tobytes(), shape=list(payload.shape), dtype="int32"

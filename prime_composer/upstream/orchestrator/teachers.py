@@ -7,11 +7,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from prime_composer.backends.answers import InvalidAnswer
+import torch
+
+from prime_composer.contract import InvalidAnswer, Scores
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
-from prime_composer.upstream.orchestrator.client import Requests, Scores
+from prime_composer.teachers.mixture import mix
+from prime_composer.upstream.orchestrator.client import Requests
 from prime_composer.upstream.teachers import Teacher, read_entries
-from prime_composer.upstream.toml_shapes import HEADER
+from prime_composer.upstream.versions.toml_shapes import HEADER
 
 
 def teachers_of(header: str, environment: str | None = None) -> list[Teacher]:
@@ -49,7 +52,7 @@ def client_of(url: str, api_key_var: str) -> Any:
 async def score_by_each(
     requests: Requests, teachers: Sequence[Teacher], token_ids: Sequence[int], k: int
 ) -> Scores:
-    """Ask every teacher for its scores, and return their mixture.
+    """Ask every teacher for its scores, and return their mixture, from the second token on.
 
     Raises:
         ValueError: a teacher did not answer (the message names it). prime-rl waits only for the
@@ -76,34 +79,4 @@ async def score_by_each(
 
     scores = await asyncio.gather(*map(score, teachers))
     weights = [teacher.weight for teacher in teachers]
-    return await asyncio.to_thread(mix, token_ids, scores, weights)
-
-
-def mix(token_ids: Sequence[int], scores: Sequence[Scores], weights: Sequence[float]) -> Scores:
-    """Return the mixture of several teachers' scores in probability space (``backends.mixture``).
-
-    Args:
-        token_ids: the sequence, n ids.
-        scores: of the whole sequence, one per teacher.
-        weights: one per teacher; they add up to 1.
-    """
-    if len(scores) == 1:
-        return scores[0]
-    import torch
-
-    from prime_composer.backends.mixture import mix as mix_scores
-    from prime_composer.backends.protocols import TeacherScores
-
-    by_teacher = [
-        TeacherScores(
-            torch.tensor(score[1:]),
-            torch.from_numpy(score.token_ids[1:]).long(),
-            torch.from_numpy(score.logprobs[1:]),
-        )
-        for score in scores
-    ]
-    mixed = mix_scores(torch.tensor(token_ids[1:]), by_teacher, weights, start=1, trained=False)
-    # The first token has no score.
-    ids, logprobs = scores[0].token_ids.copy(), scores[0].logprobs.copy()
-    ids[1:], logprobs[1:] = mixed.token_ids.numpy(), mixed.teacher_logprobs.numpy()
-    return Scores([0.0, *mixed.ref_logprobs.tolist()], ids, logprobs)
+    return await asyncio.to_thread(mix, torch.tensor(token_ids[1:]), scores, weights, trained=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from prime_composer.losses import require, setup_loss_fn
-from prime_composer.upstream import capabilities
+from prime_composer.losses.needs import START_ADAPTER
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import (
     EXAMPLE,
@@ -25,7 +25,6 @@ from prime_composer.upstream.settings import (
 )
 from prime_composer.upstream.tally import DOCTOR, SilentHook, Tally
 from prime_composer.upstream.trainer.batches import (
-    Aligned,
     MicroBatch,
     Questions,
     TrackedBatches,
@@ -34,9 +33,9 @@ from prime_composer.upstream.trainer.batches import (
 )
 from prime_composer.upstream.trainer.binding import RegisteredLoss
 from prime_composer.upstream.trainer.journal import Journal
-from prime_composer.upstream.versions import (
+from prime_composer.upstream.versions import capabilities
+from prime_composer.upstream.versions.records import (
     LOSS_MODULE,
-    REMEDIES,
     probe_contract,
 )
 
@@ -116,7 +115,6 @@ class Adapter:
         self._warned_of_temperature = False
         self._teachers: Teachers | None = None
         self._answers: StepAnswers | None = None
-        self._numbers: dict[int, int] = {}
         self._tokens: list[int] = []
 
     def register(
@@ -159,14 +157,13 @@ class Adapter:
             )
         if in_file_too.get("asked_by") == "trainer" and not self.whole_run:
             raise ValueError(
-                f'[{section}] asked_by = "trainer" is a setting of the adapter. '
-                f"{REMEDIES['support']}"
+                f'[{section}] asked_by = "trainer" is a setting of the adapter. {START_ADAPTER}'
             )
         if mixed and not self.whole_run:
             raise ValueError(
                 f"[{section}] adapter = true: this run's teachers are mixed or routed by the "
                 "adapter, and without it prime-rl would ask one of them for all. "
-                f"{REMEDIES['support']}"
+                f"{START_ADAPTER}"
             )
         registered = self.loss
         bound = registered is not None and (
@@ -177,7 +174,7 @@ class Adapter:
             registered.teachers_mixed |= mixed
             return registered
         available = contract.provides(config, self.whole_run)
-        require(config, available, REMEDIES, section, provider="prime-rl's trainer")
+        require(config, available, "prime_rl", section)
         if self.whole_run:
             self.k = wire_support_size(config, section)
         registered = RegisteredLoss(
@@ -242,12 +239,11 @@ class Adapter:
         self._batches = TrackedBatches(batches, self.begin)
         self._micro_tally = self.tally = Tally()
         if self.loss is not None:
-            self._numbers = {id(tensors): number for number, tensors in enumerate(batches)}
             self._tokens = self.loss.batch_came(batches, self.steps)
             self._expect(self.tally, sum(self._tokens))
             atexit.unregister(judge_at_exit)
             atexit.register(judge_at_exit)
-            if self.k or "hidden_states" in self.loss.objective.config.needs:
+            if self.k or self.loss.objective.config.reads_hidden_states:
                 for tensors in batches:
                     refuse_sampling_mask(tensors)
             self._ask_teachers(batches)
@@ -296,8 +292,7 @@ class Adapter:
             self.tally.judge()
 
     def _ask_teachers(self, batches: Sequence[dict[str, Any]]) -> None:
-        needs = frozenset() if self.loss is None else self.loss.objective.config.needs
-        hidden = "hidden_states" in needs
+        hidden = self.loss is not None and self.loss.objective.config.reads_hidden_states
         asks = hidden or (self.settings is not None and self.settings.trainer_asks)
         if not self.whole_run or self.loss is None or not self.loss.compares or not asks:
             return
@@ -336,7 +331,7 @@ class Adapter:
         if tensors is None:
             self.micro_batch = None
             return
-        number = self._numbers.get(id(tensors))
+        number = None if self.loss is None else self._batches.number_of(tensors)
         if number is not None:
             self._micro_tally = Tally(self.tally)
             self._expect(self._micro_tally, self._tokens[number])
@@ -364,8 +359,8 @@ class Adapter:
             "temperature and the teacher scores at 1, so the divergence compares two temperatures"
         )
 
-    def aligned(self, trainer_logprobs: Tensor) -> Aligned:
-        """Return what belongs to a sequence of the micro-batch in flight.
+    def aligned(self, trainer_logprobs: Tensor) -> dict[str, Any]:
+        """Return our fields of a sequence of the micro-batch in flight (``MicroBatch.aligned``).
 
         Raises:
             SilentHook: see ``MicroBatch.aligned``. Or no micro-batch is in flight.
@@ -375,7 +370,7 @@ class Adapter:
             return self.micro_batch.aligned(trainer_logprobs, self.model)
         if self.steps > 0 and self.k:
             raise SilentHook(WITHOUT_BATCH)
-        return Aligned()
+        return {}
 
     def check_batch(self) -> None:
         """Check, where no micro-batch is in flight, that this is no train loop's ``compute_loss``.

@@ -1,25 +1,24 @@
 """Micro-batches of prime-rl's trainer, with the teacher's support of their tokens."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool
 from torch import Tensor
 
-from prime_composer.contract import Support
-from prime_composer.scoring.shared_vocabulary import IN_TAIL, lacking
-from prime_composer.two_heads import Logits, TwoHeads
-from prime_composer.upstream.capabilities import HEADS
+from prime_composer.contract import Logits, Scores, Support, TwoHeads
+from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.upstream.settings import SET_SWITCH
 from prime_composer.upstream.tally import DOCTOR, SilentHook
 from prime_composer.upstream.trainer.validity import check_support
-from prime_composer.upstream.wire import Payload, unpack
+from prime_composer.upstream.versions.capabilities import HEADS
+from prime_composer.upstream.wire import unpack
 
 if TYPE_CHECKING:  # needs what the plain launcher's trainer may lack
-    from prime_composer.upstream.trainer.teachers import Answer, Teachers
+    from prime_composer.upstream.trainer.teachers import Teachers
 
 SAMPLING_MASKS = ("sampling_mask", "kept_tokens")
 """Names in a micro-batch, and of a head's parameter, of the ids that sampling had kept.
@@ -29,32 +28,16 @@ tests.
 """
 
 
-class Aligned(NamedTuple):
-    """What belongs to one sequence of a micro-batch beside prime-rl's own inputs.
-
-    Attributes:
-        token_ids: the tokens.
-        support: log-probs at the teacher's top K.
-        hidden_states: student and teachers over the whole vocabulary.
-        ref_logprobs: log q of the tokens, where the trainer has asked for them.
-    """
-
-    token_ids: Int[Tensor, " seq"] | None = None
-    support: Support | None = None
-    hidden_states: TwoHeads | None = None
-    ref_logprobs: Float[Tensor, " seq"] | None = None
-
-
 class Questions(NamedTuple):
     """The answers that the trainer itself asked for, of one micro-batch.
 
     Attributes:
         teachers: who was asked.
-        wait: waits for the answers, once.
+        wait: waits for the scores, once. Their places are those in the packed micro-batch.
     """
 
     teachers: "Teachers"
-    wait: Callable[[], "list[Answer]"]
+    wait: Callable[[], list[Scores]]
 
 
 class MicroBatch:
@@ -73,8 +56,8 @@ class MicroBatch:
         student: log p of the support's ids minus log p of the label, [seq, k], by token. None until
             the head has run.
         head: the student's logits, row t for token t + 1. None until the head has run.
-        slices: place in the packed sequence of each tensor that ``compute_loss`` works on, by its
-            ``id``.
+        sequences: the tensors that ``compute_loss`` works on, one after the other in the packed
+            sequence.
     """
 
     def __init__(
@@ -89,7 +72,7 @@ class MicroBatch:
         self.questions = questions
         self.student: Tensor | None = None
         self.head: Logits | None = None
-        self.slices: dict[int, slice] = {}
+        self.sequences: Sequence[Tensor] = ()
         self._tensors = tensors
         self._vocab_size: int | None = None
 
@@ -113,37 +96,44 @@ class MicroBatch:
         return self.questions is not None and self.questions.teachers.hidden
 
     @cached_property
-    def answers(self) -> "dict[int, Answer]":
-        """The trainer's answers, by the place where their sequence begins. Waits for them."""
-        if self.questions is None:
-            return {}
-        return {answer.place.start: answer for answer in self.questions.wait()}
+    def answers(self) -> list[Scores]:
+        """The scores that the trainer has asked for, of each sequence. Waits for them."""
+        return [] if self.questions is None else self.questions.wait()
 
     @cached_property
-    def ref_logprobs(self) -> Tensor | None:
-        """log q of each token by the trainer's answers, NaN without one; None if it asks none."""
-        if self.questions is None:
-            return None
-        whole = torch.full(self.input_ids.shape, torch.nan)
-        for answer in self.answers.values():
-            whole[answer.first : answer.last] = answer.scores.ref_logprobs.float()
-        return whole
+    def scores(self) -> Scores | None:
+        """The teacher's scores of each token; None where there are none or none are read.
 
-    @cached_property
-    def payload(self) -> Payload | None:
-        """The teacher's top-K of each token; None where there is none or none is read."""
-        if not self.k:
-            return None
+        Nothing is known of a token that no teacher has scored.
+        """
         if self.questions is None:
-            packed = self._row("routed_experts")
+            packed = self._row("routed_experts") if self.k else None
             return None if packed is None else unpack(packed, self.k)
         shape = (*self.input_ids.shape, self.k)
-        token_ids, logprobs = torch.zeros(shape, dtype=torch.long), torch.full(shape, torch.nan)
-        for answer in self.answers.values():
-            part = slice(answer.first, answer.last)
-            token_ids[part] = answer.scores.token_ids
-            logprobs[part] = answer.scores.teacher_logprobs.float()
-        return Payload(token_ids, logprobs)
+        own, logprobs = torch.full(self.input_ids.shape, torch.nan), torch.zeros(shape)
+        token_ids, known = torch.zeros(shape, dtype=torch.long), torch.zeros(shape).bool()
+        for answer in self.answers:
+            part = slice(answer.start, answer.start + len(answer))
+            own[part] = answer.ref_logprobs.float()
+            token_ids[part], known[part] = answer.token_ids, True
+            logprobs[part] = answer.teacher_logprobs.float()
+            if answer.known is not None:
+                known[part] = answer.known
+        return Scores(own, token_ids, logprobs, known=known)
+
+    @property
+    def support(self) -> Scores | None:
+        """The scores, where they have a support."""
+        return self.scores if self.k else None
+
+    @property
+    def has_support(self) -> Tensor:
+        """Whether a token has a support of the teacher, bool [seq]."""
+        if self.support is None:
+            return torch.zeros(self.input_ids.shape, dtype=torch.bool)
+        if self.support.known is None:
+            return torch.ones(self.input_ids.shape, dtype=torch.bool)
+        return self.support.known.any(dim=1)
 
     @cached_property
     def scored(self) -> Tensor:
@@ -152,9 +142,7 @@ class MicroBatch:
         for stream in ("ref_kl_weights", "rl_weights"):
             weights = self._row(stream)
             trained = trained if weights is None else trained | (weights != 0)
-        if self.payload is None:
-            return torch.zeros_like(trained)
-        return trained & ~self.payload.teacher_logprobs[:, 0].isnan()
+        return trained & self.has_support
 
     @cached_property
     def has_other_temperatures(self) -> bool:
@@ -168,11 +156,10 @@ class MicroBatch:
 
     @cached_property
     def lacks_scores(self) -> bool:
-        """Whether a distilled token came without a teacher score."""
-        if self.payload is None:
+        """Whether a distilled token came without a support, in a batch that has supports."""
+        if self.support is None:
             return False
-        distilled = distilled_of(self._tensors, self.on_rl_tokens)
-        return bool(self.payload.teacher_logprobs[distilled].isnan().any())
+        return bool((distilled_of(self._tensors, self.on_rl_tokens) & ~self.has_support).any())
 
     def check_support(self, vocab_size: int) -> None:
         """Check the supports of the scored tokens, once (``validity.check_support``).
@@ -183,24 +170,34 @@ class MicroBatch:
         Raises:
             ValueError: an id is neither the student's nor padding, or the numbers are no log-probs.
         """
-        if self.payload is not None and self._vocab_size is None:
-            token_ids, logprobs = self.payload
-            check_support(token_ids[self.scored], logprobs[self.scored], vocab_size)
+        if self.support is not None and self._vocab_size is None:
+            check_support(self.support.rows(self.scored), vocab_size)
             self._vocab_size = vocab_size
 
-    def place(self, sequences: Iterable[Tensor]) -> None:
-        """Note which part of the packed sequence each of ``compute_loss``'s tensors is."""
-        start = 0
-        for sequence in sequences:
-            self.slices[id(sequence)] = slice(start, start + sequence.shape[0])
-            start += sequence.shape[0]
+    def place(self, sequences: Sequence[Tensor]) -> None:
+        """Note the tensors of ``compute_loss``, which are one after the other."""
+        self.sequences = sequences
 
-    def aligned(self, trainer_logprobs: Tensor, model: Any = None) -> Aligned:
+    def _part_of(self, trainer_logprobs: Tensor) -> slice | None:
+        """Return the place of one of ``compute_loss``'s tensors; None for any other tensor."""
+        start = 0
+        for sequence in self.sequences:
+            end = start + sequence.shape[0]
+            if sequence is trainer_logprobs:
+                return slice(start, end)
+            start = end
+        return None
+
+    def aligned(self, trainer_logprobs: Tensor, model: Any = None) -> dict[str, Any]:
         """Return what belongs to one of the sequences that ``place`` noted.
 
         Args:
             trainer_logprobs: prime-rl's log-probs of the sequence.
             model: the model that ran, for messages.
+
+        Returns:
+            Fields of our ``LossInputs`` that prime-rl's lack, by name. ``ref_logprobs`` are among
+            them where the trainer has asked the teachers.
 
         Raises:
             ValueError: a support was expected and this micro-batch, or one of its distilled tokens,
@@ -208,22 +205,23 @@ class MicroBatch:
             SilentHook: the student's side was not computed, or the sequence is none of
                 ``compute_loss``'s.
         """
-        part = self.slices.get(id(trainer_logprobs))
+        part = self._part_of(trainer_logprobs)
         if part is None:
             if not self.k and not self.reads_hidden_states:
-                return Aligned()
+                return {}
             raise SilentHook(
                 "prime_composer: prime-rl has called the loss with log-probs that compute_loss "
                 f"did not get, so nothing tells which tokens they are of. {DOCTOR}"
             )
         device = trainer_logprobs.device
-        own = self.ref_logprobs
-        return Aligned(
-            token_ids=self.input_ids[part].to(device),
-            support=self._support(part, trainer_logprobs, model),
-            hidden_states=self._two_heads(part, model),
-            ref_logprobs=None if own is None else own[part].to(device),
-        )
+        fields = {
+            "token_ids": self.input_ids[part].to(device),
+            "support": self._support(part, trainer_logprobs, model),
+            "hidden_states": self._two_heads(part, model),
+        }
+        if self.questions is not None and self.scores is not None:
+            fields["ref_logprobs"] = self.scores.ref_logprobs[part].to(device)
+        return fields
 
     def _two_heads(self, part: slice, model: Any) -> TwoHeads | None:
         """Return student and teachers of a sequence, where the loss compares heads."""
@@ -236,17 +234,17 @@ class MicroBatch:
         if part.start == 0:  # nothing predicts the first token
             before = torch.cat([states.new_zeros(1, states.shape[1]), states[: part.stop - 1]])
         student = replace(self.head, hidden=before)
-        answer = self.answers.get(part.start)
-        if answer is None:  # none of its tokens trains, so that anything may be compared
+        answers = [one for one in self.answers if part.start <= one.start < part.stop]
+        if not answers:  # none of its tokens trains, so that anything may be compared
             detached = replace(student, hidden=before.detach(), weight=student.weight.detach())
             return TwoHeads(student, (detached,))
         from prime_composer.upstream.trainer.teachers import two_heads_of
 
-        return two_heads_of(answer, student, self.questions.teachers)
+        return two_heads_of(answers[0], part, self.input_ids, student, self.questions.teachers)
 
     def _support(self, part: slice, trainer_logprobs: Tensor, model: Any) -> Support | None:
         device = trainer_logprobs.device
-        if self.payload is None:
+        if self.support is None:
             if self.k:
                 raise ValueError(
                     f"No teacher support arrived with this batch (top-{self.k} was expected): the "
@@ -260,14 +258,15 @@ class MicroBatch:
             )
         if self.student is None:
             raise SilentHook(without_student(model))
-        token_ids = self.payload.token_ids[part].to(device)
-        in_tail = lacking(token_ids, self._vocab_size)
-        student = self.student[part] + trainer_logprobs.unsqueeze(1)
-        teacher = self.payload.teacher_logprobs[part].to(device)
+        scores = self.support.rows(part)
+        known = ~lacking(scores.token_ids, self._vocab_size)
+        if scores.known is not None:
+            known &= scores.known
         return Support(
-            token_ids=token_ids,
-            teacher_logprobs=teacher.masked_fill(in_tail, IN_TAIL),
-            student_logprobs=student.masked_fill(in_tail, IN_TAIL),
+            token_ids=scores.token_ids.to(device),
+            teacher_logprobs=scores.teacher_logprobs.to(device),
+            student_logprobs=self.student[part] + trainer_logprobs.unsqueeze(1),
+            known=None if known.all() else known.to(device),
         )
 
 
@@ -348,6 +347,11 @@ class TrackedBatches(list[dict[str, Any]]):
         super().__init__(batches)
         self._report = report
         self.begun = self.ended = 0
+
+    def number_of(self, tensors: dict[str, Any]) -> int | None:
+        """Return which one of the micro-batches this is; None for any other one."""
+        batches = enumerate(list.__iter__(self))
+        return next((number for number, one in batches if one is tensors), None)
 
     @property
     def trained(self) -> bool:

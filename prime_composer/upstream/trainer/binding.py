@@ -11,9 +11,9 @@ from prime_composer.losses.bound import Objective
 from prime_composer.losses.shared.reductions import summed_over_ranks
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import EXAMPLE, SET_SWITCH
-from prime_composer.upstream.trainer.batches import Aligned, distilled_of
+from prime_composer.upstream.trainer.batches import distilled_of
 from prime_composer.upstream.trainer.validity import check_own
-from prime_composer.upstream.versions import LossContract
+from prime_composer.upstream.versions.records import LossContract
 from prime_composer.upstream.wire import MARK, NO_ADVANTAGE
 
 PATIENCE = 10
@@ -28,8 +28,8 @@ class RegisteredLoss:
         contract: prime-rl's loss contract.
         outputs: prime-rl's ``LossOutputs``.
         called: notes a call.
-        aligned: returns what belongs to a sequence, given its ``trainer_logprobs``; None without
-            the whole-run adapter.
+        aligned: returns our own fields of a sequence (``MicroBatch.aligned``), given its
+            ``trainer_logprobs``; None without the whole-run adapter.
         in_file: ``[trainer.loss]`` names this loss; else rl tokens have a loss of their own.
         teachers_mixed: the orchestrator has to run with the adapter too, whatever the loss reads.
 
@@ -45,7 +45,7 @@ class RegisteredLoss:
         contract: LossContract,
         outputs: type,
         called: Callable[[], None],
-        aligned: Callable[[Tensor], Aligned] | None = None,
+        aligned: Callable[[Tensor], dict[str, Any]] | None = None,
         in_file: bool = False,
         teachers_mixed: bool = False,
     ):
@@ -72,10 +72,10 @@ class RegisteredLoss:
             ValueError: the teacher's log-prob of a token that trains is none.
         """
         self._called()
-        ref_logprobs = getattr(inputs, self.contract.ref_field)
-        found = Aligned() if self._aligned is None else self._aligned(inputs.trainer_logprobs)
-        if found.ref_logprobs is not None:
-            ref_logprobs = found.ref_logprobs
+        fields = {"ref_logprobs": getattr(inputs, self.contract.ref_field)}
+        if self._aligned is not None:
+            fields |= self._aligned(inputs.trainer_logprobs)
+        ref_logprobs = fields["ref_logprobs"]
         advantages = inputs.advantages
         if self.compares and not self.distils and advantages is not None:
             advantages = advantages.masked_fill(advantages == NO_ADVANTAGE, 0.0)
@@ -85,13 +85,10 @@ class RegisteredLoss:
             LossInputs(
                 trainer_logprobs=inputs.trainer_logprobs,
                 inference_logprobs=inputs.inference_logprobs,
-                ref_logprobs=ref_logprobs,
                 advantages=advantages,
                 loss_mask=inputs.loss_mask,
                 loss_weights=getattr(inputs, "loss_weights", None),
-                support=found.support,
-                hidden_states=found.hidden_states,
-                token_ids=found.token_ids,
+                **fields,
             )
         )
         # prime-rl averages all metrics alike: how ours are averaged is no use to it.
@@ -133,12 +130,11 @@ class RegisteredLoss:
         Args:
             tensors: prime-rl's micro-batch, on the CPU.
         """
-        mode = tensors.get("training_mode")  # where prime-rl has it, a batch has tokens of one kind
-        if mode == "rl":
-            own = not self.distils or self.in_file
-        else:
-            own = mode is None or (self.distils and mode == "opd")
-        return int(distilled_of(tensors, not self.distils).sum()) if own else 0
+        if not self.contract.separates_kinds:  # a batch has tokens of one kind
+            own = {"rl": not self.distils or self.in_file, "opd": self.distils}
+            if not own.get(tensors["training_mode"], False):
+                return 0
+        return int(distilled_of(tensors, not self.distils).sum())
 
     def batch_came(self, batches: Sequence[Mapping[str, Any]], step: int) -> list[int]:
         """Return how many tokens of each micro-batch are for this loss. All ranks call it.

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prime_composer.two_heads import Logits
-from prime_composer.upstream import capabilities
-from prime_composer.upstream.capabilities import UnknownSurface
+from prime_composer.contract import Logits
 from prime_composer.upstream.trainer.adapter import HEAD, Adapter, Shard, adapter
 from prime_composer.upstream.trainer.batches import MicroBatch, refuse_sampling_mask
 from prime_composer.upstream.trainer.logits import Rows, folded, rows_of, support_logits
+from prime_composer.upstream.versions import capabilities
+from prime_composer.upstream.versions.capabilities import UnknownSurface
 
 KEY, STATES = "prime_composer_support", "prime_composer_states"
 """Keys of our tensors in a head's output. FSDP finds them there, and gathers the weight before
@@ -48,9 +48,9 @@ def _beside(original: Any, fused: bool) -> Any:
             return run()
         state.called(HEAD)
         hidden_states = given["hidden_states"]
-        if batch.payload is not None or batch.reads_hidden_states:
+        if batch.support is not None or batch.reads_hidden_states:
             refuse_sampling_mask(given)
-        if batch.payload is None:
+        if batch.support is None:
             out = run()
         else:
             out = with_support(self, run, state, batch, hidden_states, labels, temperature)
@@ -115,14 +115,14 @@ def _rows(
         temperature: temperature of each position of the head, [n]; None for the batch's own.
         vocab_size: entries of the head.
     """
-    assert batch.payload is not None
+    assert batch.support is not None
     if hidden_states.shape[0] != 1:
         raise ValueError(
             f"prime-rl packs one sequence row per micro-batch; got {hidden_states.shape[0]}."
         )
     length = batch.input_ids.shape[0]
     # The entry of an id beyond the head is replaced, whichever row is read for it.
-    ids = torch.roll(batch.payload.token_ids.clamp(max=vocab_size - 1), -1, 0)
+    ids = torch.roll(batch.support.token_ids.clamp(max=vocab_size - 1), -1, 0)
     scored = torch.roll(batch.scored, -1, 0)
     scored[-1] = False
     temperatures = batch.temperatures if temperature is None else temperature

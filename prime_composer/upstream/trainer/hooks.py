@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prime_composer.upstream import capabilities
 from prime_composer.upstream.trainer.adapter import COMPUTE_LOSS, FORWARD, Shard, adapter
 from prime_composer.upstream.trainer.head import gather_head
+from prime_composer.upstream.versions import capabilities
 
 DATA_MODULE = "prime_rl.trainer.rl.data"
 
@@ -45,7 +45,7 @@ def placed(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         try:
             out = compute_loss(*args, **kwargs)
         finally:
-            batch.slices.clear()
+            batch.place(())
         adapter().judge_micro_batch()
         return out
 
@@ -55,16 +55,15 @@ def placed(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 def hook_data(module: Any) -> None:
     """Let ``DataLoader`` end steps, report micro-batches, and open the journal. Works once.
 
-    ``get_batch``: 38494ccb data.py:216, 559b4477 data.py:182; ``wait_for_batch`` is called
-    before it in each step. ``__init__`` receives the run's
-    directory and first step: 38494ccb data.py:176, 559b4477 data.py:165.
+    ``get_batch``: 38494ccb data.py:216, 559b4477 data.py:182; ``wait_for_batch`` comes before it.
+    ``__init__`` receives the run's directory and first step: 38494ccb data.py:176, 559b4477 :165.
     TODO(prime-rl): remove once custom losses receive the micro-batch and can save a state.
     """
     if getattr(module.DataLoader.get_batch, "of_prime_composer", False):
         return
     capabilities.replace(capabilities.GET_BATCH, module, _tracked)
     capabilities.replace(capabilities.WAIT_FOR_BATCH, module, _waited)
-    capabilities.replace(capabilities.LOADER_INIT, module, _journalled)
+    capabilities.replace(capabilities.LOADER_INIT, module, _noted(_open_journal))
     fake = getattr(module, "FakeDataLoader", None)
     if fake is not None:  # of prime-rl's benchmark mode, whose batches nobody judges
         fake.wait_for_batch = _waited(fake.wait_for_batch)
@@ -89,23 +88,26 @@ def _tracked(get_batch: Callable[..., Any]) -> Callable[..., Any]:
     return tracked
 
 
-def _journalled(init: Callable[..., None]) -> Callable[..., None]:
-    names = inspect.signature(init)
+def _noted(note: Callable[[dict[str, Any]], None]) -> Callable[[Callable[..., Any]], Any]:
+    """Return what wraps a function so that ``note`` gets the arguments of each call by name."""
 
-    @functools.wraps(init)
-    def journalled(*args: Any, **kwargs: Any) -> None:
-        init(*args, **kwargs)
-        given = _given(names, args, kwargs)
-        adapter().open_journal(Path(given["output_dir"]), given["start_step"])
+    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
 
-    return journalled
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            note(given.arguments)
+            return original(*args, **kwargs)
+
+        return run
+
+    return wrapped
 
 
-def _given(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name, with the defaults of those that it leaves out."""
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
+def _open_journal(given: dict[str, Any]) -> None:
+    adapter().open_journal(Path(given["output_dir"]), given["start_step"])
 
 
 def hook_model(module: Any) -> None:
@@ -114,18 +116,11 @@ def hook_model(module: Any) -> None:
     TODO(prime-rl): remove once the loss can read the output head.
     """
 
-    def noted(forward: Callable[..., Any]) -> Callable[..., Any]:
-        names = inspect.signature(forward)
+    def note(given: dict[str, Any]) -> None:
+        adapter().model = given["model"]
+        adapter().called(FORWARD)
 
-        @functools.wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            adapter().model = _given(names, args, kwargs)["model"]
-            adapter().called(FORWARD)
-            return forward(*args, **kwargs)
-
-        return run
-
-    capabilities.replace(capabilities.FORWARD, module, noted)
+    capabilities.replace(capabilities.FORWARD, module, _noted(note))
 
 
 def hook_context_parallel(module: Any) -> None:
@@ -134,15 +129,7 @@ def hook_context_parallel(module: Any) -> None:
     TODO(prime-rl): remove with ``head.hook_head``.
     """
 
-    def noted(setup_cp_params: Callable[..., Any]) -> Callable[..., Any]:
-        names = inspect.signature(setup_cp_params)
+    def note(given: dict[str, Any]) -> None:
+        adapter().shard = Shard(given["cp_rank"], given["cp_world_size"], given["cp_group"])
 
-        @functools.wraps(setup_cp_params)
-        def set_up(*args: Any, **kwargs: Any) -> Any:
-            given = _given(names, args, kwargs)
-            adapter().shard = Shard(given["cp_rank"], given["cp_world_size"], given["cp_group"])
-            return setup_cp_params(*args, **kwargs)
-
-        return set_up
-
-    capabilities.replace(capabilities.CONTEXT_PARALLEL, module, noted)
+    capabilities.replace(capabilities.CONTEXT_PARALLEL, module, _noted(note))

@@ -18,13 +18,14 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from prime_composer.backends.answers import InvalidAnswer
-from prime_composer.backends.mixture import mix
-from prime_composer.backends.protocols import HiddenStates, Rollout, TeacherHead, TeacherScores
-from prime_composer.backends.vllm_server import ServerScorer
+from prime_composer.backends.model_files import cache_root
+from prime_composer.backends.protocols import Rollout
+from prime_composer.contract import HiddenStates, Logits, Scores, TeacherHead, TwoHeads
+from prime_composer.full_vocabulary import teacher_logprobs
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING, lacking
-from prime_composer.tiny_models.cache import cache_root
-from prime_composer.two_heads import Logits, TwoHeads, compare
-from prime_composer.upstream.frozen import ASKED_EVERY, QUESTION_TOKENS, Numbers, check_again
+from prime_composer.teachers.mixture import mix
+from prime_composer.teachers.server import ServerScorer
+from prime_composer.upstream.frozen import ASKED_EVERY, QUESTION_TOKENS, check_again
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import SWITCH
 from prime_composer.upstream.teachers import Entries, Teacher, read_entries
@@ -52,30 +53,6 @@ class Wanted:
     place: slice
     rollout: Rollout
     teachers: Sequence[Teacher]
-
-
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """The scores of a sequence from its first trained token on.
-
-    Attributes:
-        place: the sequence's place in the packed micro-batch.
-        first: place of the first scored token there.
-        labels: the scored tokens, [n].
-        scores: of the mixture.
-        parts: of each teacher.
-    """
-
-    place: slice
-    first: int
-    labels: Tensor
-    scores: TeacherScores
-    parts: Sequence[TeacherScores]
-
-    @property
-    def last(self) -> int:
-        """Place after the last scored token."""
-        return self.first + len(self.labels)
 
 
 def wanted_of(
@@ -134,16 +111,16 @@ class Frozen:
         self._k = k
         self._hidden = hidden
         self._question: Rollout | None = None
-        self._answer: Numbers | None = None
+        self._answer: Scores | None = None
         self._since = 0
         self._reconnections = scorer.reconnections
 
-    def ask(self, rollouts: Sequence[Rollout]) -> Callable[[], list[TeacherScores]]:
+    def ask(self, rollouts: Sequence[Rollout]) -> Callable[[], list[Scores]]:
         """Send the questions, and return a function that waits for the answers."""
         question = self._question_among(rollouts)
         future = in_background(self._score, [*rollouts, *question])
 
-        def answers() -> list[TeacherScores]:
+        def answers() -> list[Scores]:
             scores = future.result()
             if question:
                 self._compare(scores.pop())
@@ -154,7 +131,7 @@ class Frozen:
 
         return answers
 
-    def _score(self, rollouts: Sequence[Rollout]) -> list[TeacherScores]:
+    def _score(self, rollouts: Sequence[Rollout]) -> list[Scores]:
         return self.scorer.score(rollouts, self._k, hidden=self._hidden)
 
     def _question_among(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -174,18 +151,16 @@ class Frozen:
         self._since = 0
         return [self._question]
 
-    def _compare(self, scores: TeacherScores) -> None:
+    def _compare(self, scores: Scores) -> None:
         """Keep the first answer, and compare later ones with it.
 
         Raises:
             InvalidAnswer: it differs.
         """
-        logprobs = scores.teacher_logprobs.float().numpy()
-        answer = Numbers(scores.ref_logprobs.numpy(), scores.token_ids.numpy(), logprobs)
         if self._answer is None:
-            self._answer = answer
+            self._answer = scores
         else:
-            check_again(self._answer, answer, self.scorer.origin)
+            check_again(self._answer, scores, self.scorer.origin)
 
 
 class Teachers:
@@ -204,7 +179,7 @@ class Teachers:
         self.hidden = hidden
         self._head_on = head_on
         self._frozen: dict[tuple[str, str], Frozen] = {}
-        self._heads: dict[int, tuple[TeacherHead, TeacherHead]] = {}
+        self._heads: dict[TeacherHead, TeacherHead] = {}
 
     def frozen(self, teacher: Teacher) -> Frozen:
         """Return the connection to a teacher; the first time, open it and load its head.
@@ -228,8 +203,11 @@ class Teachers:
             self._frozen[key] = Frozen(scorer, self.k, self.hidden)
         return self._frozen[key]
 
-    def ask(self, wanted: Sequence[Wanted]) -> Callable[[], list[Answer]]:
-        """Send the questions of a micro-batch, and return a function that waits for the answers."""
+    def ask(self, wanted: Sequence[Wanted]) -> Callable[[], list[Scores]]:
+        """Send the questions of a micro-batch, and return a function that waits for the scores.
+
+        Their places are those in the packed micro-batch.
+        """
         asked: dict[tuple[str, str], tuple[Frozen, list[Rollout]]] = {
             teacher[:2]: (self.frozen(teacher), [])
             for sequence in wanted
@@ -240,10 +218,10 @@ class Teachers:
                 asked[teacher[:2]][1].append(sequence.rollout)
         pending = {key: frozen.ask(rollouts) for key, (frozen, rollouts) in asked.items()}
 
-        def answers() -> list[Answer]:
+        def answers() -> list[Scores]:
             scores = {key: iter(wait()) for key, wait in pending.items()}
             return [
-                answer_of(sequence, [next(scores[t[:2]]) for t in sequence.teachers])
+                mixture_of(sequence, [next(scores[t[:2]]) for t in sequence.teachers])
                 for sequence in wanted
             ]
 
@@ -256,7 +234,7 @@ class Teachers:
             ValueError: the vocabularies differ by more than padding, or the device has no memory
                 for the head.
         """
-        if id(share.head) not in self._heads:
+        if share.head not in self._heads:
             head, size = share.head, student.size
             if abs(head.weight.shape[0] - size) > MOST_PADDING:
                 raise ValueError(
@@ -274,9 +252,8 @@ class Teachers:
                         f"{head.weight.dtype}, {gigabytes:.1f} GB, for which the student's device "
                         'has no memory: set head_on = "cpu" in the teacher\'s table.'
                     ) from error
-            # The server's own is kept too, so that its id stays its own.
-            self._heads[id(share.head)] = share.head, head
-        return self._heads[id(share.head)][1].over(states)
+            self._heads[share.head] = head
+        return self._heads[share.head].over(states)
 
 
 def on_device(head: TeacherHead, device: torch.device) -> TeacherHead:
@@ -296,14 +273,14 @@ class StepAnswers:
 
     teachers: Teachers
     wanted: Sequence[Sequence[Wanted]]
-    _pending: dict[int, Callable[[], list[Answer]]] = field(default_factory=dict)
+    _pending: dict[int, Callable[[], list[Scores]]] = field(default_factory=dict)
     _next: int = 0
 
     def __post_init__(self) -> None:
         """Ask for the first micro-batches."""
         self._ask_ahead_of(0)
 
-    def take(self, number: int) -> list[Answer]:
+    def take(self, number: int) -> list[Scores]:
         """Ask for micro-batches behind this one, wait for its answers, and forget them.
 
         Raises:
@@ -342,26 +319,28 @@ def in_background(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "F
     return future
 
 
-def answer_of(wanted: Wanted, parts: Sequence[TeacherScores]) -> Answer:
+def mixture_of(wanted: Wanted, parts: Sequence[Scores]) -> Scores:
     """Return the mixture of the teachers' scores of a sequence, at its place."""
-    rollout, first = wanted.rollout, wanted.place.start + wanted.rollout.start
-    labels = rollout.token_ids[rollout.start :]
+    rollout = wanted.rollout
     scores = mix(
-        labels,
-        parts,
+        rollout.token_ids[rollout.start :],
+        [replace(part, start=rollout.start) for part in parts],
         [teacher.weight for teacher in wanted.teachers],
         sequence=rollout.prompt_index,
-        start=rollout.start,
         trained=False,
     )
-    return Answer(wanted.place, first, labels, scores, parts)
+    return replace(scores, start=wanted.place.start + rollout.start)
 
 
-def two_heads_of(answer: Answer, student: Logits, teachers: Teachers) -> TwoHeads:
+def two_heads_of(
+    scores: Scores, place: slice, token_ids: Tensor, student: Logits, teachers: Teachers
+) -> TwoHeads:
     """Return student and teachers of a sequence, row t for token t.
 
     Args:
-        answer: with hidden states.
+        scores: with hidden states.
+        place: of the sequence in the packed micro-batch.
+        token_ids: of the micro-batch.
         student: of the sequence's tokens.
         teachers: whose heads these are.
 
@@ -369,11 +348,12 @@ def two_heads_of(answer: Answer, student: Logits, teachers: Teachers) -> TwoHead
         InvalidAnswer: the hidden states do not belong to the head.
         ValueError: the vocabularies differ.
     """
-    rows = slice(answer.first - answer.place.start, answer.last - answer.place.start)
+    first, last = scores.start, scores.start + len(scores)
+    rows = slice(first - place.start, last - place.start)
     device, compared, weights = student.hidden.device, [], []
-    for share, part in zip(answer.scores.hidden, answer.parts, strict=True):
+    for share in scores.hidden:
         scored = teachers.logits(share, share.states.to(device), student)
-        check_states(scored, share.head, answer, part)
+        check_states(scored, share, token_ids[first:last], place.start, rows.start)
         states = scored.hidden.new_zeros(student.row_count, scored.hidden.shape[1])
         states[rows] = scored.hidden
         compared.append(replace(scored, hidden=states))
@@ -382,7 +362,9 @@ def two_heads_of(answer: Answer, student: Logits, teachers: Teachers) -> TwoHead
     return TwoHeads(student, tuple(compared), mixed if len(weights) > 1 else None)
 
 
-def check_states(logits: Logits, head: TeacherHead, answer: Answer, scores: TeacherScores) -> None:
+def check_states(
+    logits: Logits, share: HiddenStates, labels: Tensor, begin: int, start: int
+) -> None:
     """Check a teacher's hidden states and head against its own log-probs of some tokens.
 
     That costs one synchronization. The products have full float32 precision, whatever the trainer's
@@ -390,34 +372,35 @@ def check_states(logits: Logits, head: TeacherHead, answer: Answer, scores: Teac
 
     Args:
         logits: of the scored tokens.
-        head: as the server gave it.
-        answer: the sequence.
-        scores: the teacher's own.
+        share: the states, and the head as the server gave it.
+        labels: the scored tokens.
+        begin: place of the sequence in the micro-batch.
+        start: position of the first scored token in the sequence.
 
     Raises:
         InvalidAnswer: they differ by more than the rounding of the head's dtype explains.
     """
-    index = torch.arange(0, len(answer.labels), CHECKED_EVERY)
-    index = index[~lacking(answer.labels[index], logits.size)]
-    device = logits.hidden.device
-    rows = logits.at(index.to(device))
-    labels = answer.labels[index].unsqueeze(1).to(device)
+    if share.ref_logprobs is None:
+        return
+    head, index = share.head, torch.arange(0, len(labels), CHECKED_EVERY)
+    index = index[~lacking(labels[index], logits.size)]
+    rows = logits.at(index.to(logits.hidden.device))
+    labels = labels[index].unsqueeze(1).to(logits.hidden.device)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         with torch.no_grad():
-            computed = compare(TwoHeads(rows, (rows,)), token_ids=labels).teacher_logprobs
+            computed = teacher_logprobs(TwoHeads(rows, (rows,)), labels)
     finally:
         torch.set_float32_matmul_precision(precision)
-    assert computed is not None
-    own, computed = scores.ref_logprobs[index], computed[:, 0].cpu()
+    own, computed = share.ref_logprobs[index], computed[:, 0].cpu()
     wrong = (~((computed - own).abs() <= (head.tolerance or 0.0))).nonzero()
     if len(wrong):
         row = int(wrong[0])
-        position = answer.first - answer.place.start + int(index[row])
+        position = start + int(index[row])
         raise InvalidAnswer(
             f"{head.origin} gave a hidden state at position {position} of the sequence that begins "
-            f"at token {answer.place.start} of a micro-batch. With the server's output head its "
+            f"at token {begin} of a micro-batch. With the server's output head its "
             f"token has log-prob {float(computed[row]):.6g}, and the server's own is "
             f"{float(own[row]):.6g} (at most {head.tolerance:g} apart). States and head are not of "
             "one model, so this step is not trained. Start the server anew with prime-rl teacher, "

@@ -5,9 +5,10 @@ beyond the vocabulary, which it does not know. Without the adapter nobody has.
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from prime_composer.contract import Scores
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING, alien
 
 LOGPROB_TOLERANCE, MASS_TOLERANCE, IMPOSSIBLE = 1e-4, 1e-3, -9999.0
@@ -44,23 +45,23 @@ def check_own(label: str, ref_logprobs: Float[Tensor, " seq"], mask: Bool[Tensor
         )
 
 
-def check_support(
-    token_ids: Int[Tensor, "n k"], logprobs: Float[Tensor, "n k"], vocab_size: int
-) -> None:
+def check_support(scores: Scores, vocab_size: int) -> None:
     """Check the supports of the tokens that train. Tensors on the CPU cost no synchronization.
 
     Ids beyond the student's head are a wider teacher's padding (``shared_vocabulary``).
 
     Args:
-        token_ids: ids of the support.
-        logprobs: log q of these ids.
+        scores: of these tokens. The log-probs of ids that are not known are not looked at.
         vocab_size: entries of the student's head.
 
     Raises:
         ValueError: an id is neither the student's nor padding, or the numbers are no log-probs.
     """
+    token_ids, logprobs = scores.token_ids, scores.teacher_logprobs
     if not token_ids.numel():
         return
+    if scores.known is not None:
+        logprobs = logprobs.masked_fill(~scores.known, -torch.inf)
     lowest, highest = (int(extreme) for extreme in torch.aminmax(token_ids))
     wrong = alien(lowest, highest, vocab_size)
     if wrong is not None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.upstream.export import export_recipe
 from prime_composer.upstream.export.toml import to_toml
-from prime_composer.upstream.versions import VERSIONS
+from prime_composer.upstream.versions.records import VERSIONS
 from tests.upstream.e2e.launch_run import free_port
 
 HERE = Path(__file__).resolve().parent

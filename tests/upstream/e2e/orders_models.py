@@ -8,7 +8,7 @@ usage: orders_models.py RECIPE TARGET
 import sys
 from pathlib import Path
 
-from prime_composer.cli.commands import problems_to_prepare
+from prime_composer.local.sources import problems_to_prepare
 from prime_composer.recipe.loading import load_recipe
 from prime_composer.tiny_models.cache import prepare_models
 

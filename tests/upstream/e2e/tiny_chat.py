@@ -3,6 +3,6 @@
 verifiers finds a harness by the name of a module.
 """
 
-from prime_composer.local.chat_harness import ChatHarness
+from prime_composer.environments.chat_harness import ChatHarness
 
 __all__ = ["ChatHarness"]

@@ -1,0 +1,1 @@
+"""Tasks by id, played through verifiers."""

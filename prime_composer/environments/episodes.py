@@ -1,0 +1,127 @@
+"""Turn what the student sampled in one run of an environment into rollouts to train on."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from prime_composer.backends.protocols import Rollout
+
+
+class EnvironmentFailed(ValueError):
+    """Environments gave no rollout to train on or to measure."""
+
+
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """One run of an environment that ended, and its reward.
+
+    Attributes:
+        rollouts: what trains: each turn of the student in exactly one of them (``interleave``).
+        reward: the environment's own.
+        text: the student's last answer.
+        turns: answers of the student.
+        tool_calls: calls of tools in them.
+        limited: the turn limit ended it.
+    """
+
+    rollouts: Sequence[Rollout]
+    reward: float
+    text: str
+    turns: int
+    tool_calls: int
+    limited: bool
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One run of an environment that failed, and has no reward.
+
+    Attributes:
+        reason: what failed, in one line.
+    """
+
+    reason: str
+
+
+def outcome(episode: Any, turns: Sequence[Rollout], place: int) -> Episode | Failure:
+    """Return what an episode of verifiers gives to train on.
+
+    Args:
+        episode: of ``verifiers.v1``.
+        turns: what the student sampled in it, in order.
+        place: index of the episode.
+    """
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok or not episode.traces:
+        last = errors[-1] if errors else None
+        return Failure(f"{last.type}: {last.message}" if last else "it gave no rollout")
+    (trace, *_) = episode.traces
+    if getattr(trace, "is_timeout", False):  # an error before verifiers 0.4
+        return Failure(f"it ran into its time limit ({trace.stop_condition})")
+    if not turns:
+        return Failure("it ended without an answer of the student")
+    if any(reward is None for reward in trace.rewards.values()):
+        return Failure("its rewards were not computed")
+    reward = float(trace.reward)
+    if not math.isfinite(reward):
+        return Failure(f"its reward is {reward}")
+    reason = finish_reason(turns)
+    calls = [message.tool_calls or () for message in trace.assistant_messages]
+    return Episode(
+        [replace(one, finish_reason=reason) for one in interleave(turns, place)],
+        reward,
+        trace.last_reply,
+        len(turns),
+        sum(map(len, calls)),
+        trace.stop_condition == "max_turns",
+    )
+
+
+def interleave(turns: Sequence[Rollout], prompt_index: int) -> list[Rollout]:
+    """Join the turns of one conversation into as few rollouts as possible.
+
+    A turn whose prompt begins with all tokens of an earlier rollout extends that rollout. What lies
+    between the two answers was said by the environment or a tool, and is context. A turn with
+    another prompt begins a rollout of its own, whose prompt is context too. Each sampled token
+    trains once, and has exactly the context that it was sampled with.
+
+    Args:
+        turns: one rollout per turn, a prompt and its completion, in the order of sampling.
+        prompt_index: the prompt index of the result.
+    """
+    joined: list[Rollout] = []
+    for turn in turns:
+        prompt = turn.token_ids[: turn.start]
+        extended = [
+            index
+            for index, earlier in enumerate(joined)
+            if len(earlier.token_ids) <= len(prompt)
+            and torch.equal(earlier.token_ids, prompt[: len(earlier.token_ids)])
+        ]
+        if extended:
+            longest = max(extended, key=lambda index: len(joined[index].token_ids))
+            joined[longest] = _extend(joined[longest], turn)
+        else:
+            joined.append(replace(turn, prompt_index=prompt_index))
+    return joined
+
+
+def _extend(earlier: Rollout, turn: Rollout) -> Rollout:
+    """Return the turn with the trained tokens of the rollout that its prompt begins with."""
+    seen = len(earlier.token_ids)
+    loss_mask, logprobs = turn.loss_mask.clone(), turn.inference_logprobs.clone()
+    loss_mask[:seen], logprobs[:seen] = earlier.loss_mask, earlier.inference_logprobs
+    return replace(
+        turn,
+        loss_mask=loss_mask,
+        inference_logprobs=logprobs,
+        prompt_index=earlier.prompt_index,
+    )
+
+
+def finish_reason(turns: Sequence[Rollout]) -> Literal["stop", "length"]:
+    """Return "length" where the token budget cut one of the turns."""
+    return "length" if any(turn.finish_reason == "length" for turn in turns) else "stop"

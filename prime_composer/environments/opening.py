@@ -1,0 +1,299 @@
+"""Load environments of verifiers by their ids, and refuse those that cannot run in this process."""
+
+import difflib
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from itertools import islice
+from typing import Any
+
+from prime_composer.backends.hf_model import import_transformers
+from prime_composer.environments.tasks import Task
+from prime_composer.losses import LossConfig
+from prime_composer.recipe.environment import EnvironmentConfig
+from prime_composer.recipe.schema import RecipeError, RolloutConfig
+
+EXTRA = "pip install 'prime-composer[env]'"
+
+MOST_TASKS = 100_000
+"""Tasks that are read of an environment, which may have endlessly many."""
+
+ROLLOUT_SECONDS = 600.0
+"""Seconds that a rollout may take, where the recipe does not say it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Environment:
+    """An environment by id, loaded, and not yet running.
+
+    Attributes:
+        config: its table in the recipe.
+        env: the environment (``verifiers.v1.Env``).
+        tasks: its tasks (``verifiers.v1.Task``).
+        problems: the same tasks, as the engine knows them.
+        has_tools: whether it offers tools.
+    """
+
+    config: EnvironmentConfig
+    env: Any
+    tasks: Sequence[Any]
+    problems: Sequence[Task]
+    has_tools: bool
+
+    @property
+    def seconds(self) -> float:
+        """Most seconds of a stage of one rollout."""
+        return self.config.timeout or ROLLOUT_SECONDS
+
+
+def refuse_what_needs_problems(
+    name: str, loss: LossConfig, rollout: RolloutConfig, policy_teacher: bool, pairs_rollouts: bool
+) -> None:
+    """Refuse what the engine does with problems, and cannot do with an environment's rollouts.
+
+    Args:
+        name: an environment by id.
+        loss: the recipe's.
+        rollout: ``[rollout]``.
+        policy_teacher: the policy is its own teacher, given a hint.
+        pairs_rollouts: preference pairs come from the rollouts.
+
+    Raises:
+        RecipeError: the message names the table and a remedy.
+    """
+    reasons = {
+        "[teacher.policy]: its hints need the worked answers of problems": policy_teacher,
+        "rollout.student_fraction below 1: only the student plays environments": (
+            rollout.student_fraction < 1
+        ),
+        "the loss compares the answers of a group, and a rollout may be several samples": (
+            loss.answer_pairs
+            or loss.credit is not None
+            or ("replay" in loss.needs and pairs_rollouts)
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise RecipeError(
+                f"[environments.{name}] has an id, and one machine cannot run it with this recipe: "
+                f"{reason}"
+            )
+
+
+def open_environment(name: str, config: EnvironmentConfig, teaches: bool = False) -> Environment:
+    """Load an environment by id and its tasks.
+
+    Args:
+        name: its name in the recipe.
+        config: its table.
+        teaches: small models learn from its tasks, which need a method ``solution``. It returns the
+            messages after the prompt of a rollout that solves the task.
+
+    Raises:
+        RecipeError: it is not installed, of another API, cannot run in this process, or has no
+            tasks or solutions. The message names the table and the remedy.
+    """
+    where = f"[environments.{name}] id = {config.id!r}"
+    if config.api == "v0":
+        raise RecipeError(
+            f"{where}: api = 'v0', and one machine runs environments of verifiers' v1 API; run the "
+            "recipe with --engine prime-rl (v0.6 to v0.8)"
+        )
+    if find_spec("verifiers") is None:
+        raise RecipeError(f"{where} needs the library verifiers: {EXTRA}")
+    import_transformers()  # verifiers would import it beside a torchvision that breaks it
+    try:
+        import verifiers.v1 as vf
+    except ImportError as error:
+        raise RecipeError(
+            f"{where} needs verifiers' v1 API, and this one cannot be imported ({error}): {EXTRA}"
+        ) from error
+    _quiet_logs()
+    needs_container = _taskset_class(config, where).task_type().NEEDS_CONTAINER
+    try:
+        env = vf.load_environment(_env_config(vf, config, where))
+        tasks = list(islice(env.taskset, MOST_TASKS))
+    except RecipeError:
+        raise
+    except Exception as error:
+        raise RecipeError(f"{where} cannot be opened: {describe(error)}") from error
+    if not tasks:
+        raise RecipeError(f"{where} has no tasks; look at its args")
+    has_tools = _check_servers(env, where)
+    for task in tasks:
+        if needs_container or task.data.image is not None:
+            raise RecipeError(f"{where}: its tasks need a container, which one machine has not")
+        if task.data.prompt is None:
+            raise RecipeError(
+                f"{where}: task {task.data.idx} has no prompt. A simulated user begins it, which "
+                "one machine has not"
+            )
+    problems = [
+        Task(
+            task.data.prompt_text,
+            "",
+            name,
+            transcript=_transcript(task, where) if teaches else None,
+            index=index,
+            messages=json.dumps(_first_messages(task.data)),
+        )
+        for index, task in enumerate(tasks)
+    ]
+    return Environment(config, env, tasks, problems, has_tools)
+
+
+def _taskset_class(config: EnvironmentConfig, where: str) -> Any:
+    from verifiers.v1.utils.loaders import taskset_class
+
+    try:
+        return taskset_class(config.id)
+    except ModuleNotFoundError as error:
+        module = _module_name(config.id)
+        if find_spec(module) is not None:
+            raise RecipeError(f"{where} cannot be imported: {describe(error)}") from error
+        near = difflib.get_close_matches(module, _installed_environments(), n=3)
+        nearest = f" The nearest installed: {', '.join(near)}." if near else ""
+        owner, _, package = config.id.partition("@")[0].rpartition("/")
+        install = f"prime env install {owner}/{package}" if owner else f"pip install {package}"
+        raise RecipeError(f"{where} is not installed.{nearest} Install it: {install}") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        if hasattr(sys.modules.get(_module_name(config.id)), "load_environment"):
+            raise RecipeError(
+                f"{where} is an environment of verifiers' v0 API, and one machine runs those of "
+                "v1; run the recipe with --engine prime-rl (v0.6 to v0.8)"
+            ) from error
+        raise RecipeError(f"{where}: {error}") from error
+    except Exception as error:
+        raise RecipeError(f"{where} cannot be imported: {describe(error)}") from error
+
+
+def _module_name(environment_id: str) -> str:
+    """Return the module that verifiers imports for an id."""
+    return environment_id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+
+
+def _installed_environments() -> list[str]:
+    """Return the installed packages that need verifiers, as the names of their modules."""
+    names = {
+        distribution.metadata["Name"].replace("-", "_").lower()
+        for distribution in metadata.distributions()
+        if any((line or "").startswith("verifiers") for line in distribution.requires or ())
+    }
+    return sorted(names - {"prime_composer"})
+
+
+def _env_config(vf: Any, config: EnvironmentConfig, where: str) -> Any:
+    """Return verifiers' config of the environment, with a harness that runs in this process."""
+    from pydantic import ValidationError
+
+    from prime_composer.environments import chat_harness
+
+    # verifiers finds a harness by the name of a module.
+    sys.modules[chat_harness.ID] = chat_harness
+    taskset = {**config.args, "id": config.id}
+    try:
+        plain = vf.resolve_env_config({"taskset": taskset})
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        keys = ".".join(str(part) for part in first["loc"] if part != "taskset")
+        raise RecipeError(f"{where}: args.{keys}: {first['msg']}") from error
+    harnesses = plain.agent_harnesses()
+    if list(harnesses) != ["agent"]:
+        raise RecipeError(
+            f"{where} has several agents ({', '.join(harnesses)}), and one machine runs "
+            "environments of one"
+        )
+    seconds = config.timeout or ROLLOUT_SECONDS
+    agent = {
+        "harness": {"id": _harness_id(plain, harnesses["agent"].id, where)},
+        "runtime": {"type": "subprocess"},
+        "timeout": dict.fromkeys(("setup", "rollout", "finalize", "scoring"), seconds),
+    }
+    if config.max_turns is not None:
+        agent["max_turns"] = config.max_turns
+    return vf.resolve_env_config({"taskset": taskset, "agent": agent})
+
+
+def _harness_id(plain: Any, chosen: str, where: str) -> str:
+    """Return the harness that plays an environment.
+
+    The plain chat loop plays those that bring none, or verifiers' ``null``, which is one.
+    """
+    from verifiers.v1.utils.loaders import builtin_harness_ids, harness_class
+
+    from prime_composer.environments import chat_harness
+
+    if chosen == "null" or (chosen == "bash" and plain.agent.harness is None):
+        return chat_harness.ID
+    if chosen in builtin_harness_ids():
+        raise RecipeError(
+            f"{where} is played by verifiers' harness {chosen!r}, which needs uv and a network to "
+            "install its program. One machine runs harnesses in this process. Run the recipe with "
+            "--engine prime-rl"
+        )
+    if harness_class(chosen).NEEDS_CONTAINER:
+        raise RecipeError(
+            f"{where} is played by the harness {chosen!r}, which needs a container. One machine "
+            "runs harnesses in this process. Run the recipe with --engine prime-rl"
+        )
+    return chosen
+
+
+def _check_servers(env: Any, where: str) -> bool:
+    """Return whether an environment has tools. Refuse those that are not on this machine."""
+    taskset = env.taskset
+    servers = [
+        *taskset.toolsets(taskset.config),
+        *type(taskset).task_type().toolsets(taskset.config.task),
+    ]
+    for server in servers:
+        remote = server.config.url is not None or server.config.runtime.type != "subprocess"
+        if remote:
+            raise RecipeError(
+                f"{where}: its tools {server.server_name!r} are not on this machine "
+                f"({server.config.url or server.config.runtime.type}); run the recipe with "
+                "--engine prime-rl"
+            )
+    return bool(servers)
+
+
+def _first_messages(data: Any) -> list[dict[str, Any]]:
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    messages = []
+    if data.system_prompt is not None:
+        messages.append({"role": "system", "content": data.system_prompt})
+    if isinstance(data.prompt, str):
+        return [*messages, {"role": "user", "content": data.prompt}]
+    return [*messages, *map(message_to_wire, data.prompt)]
+
+
+def _transcript(task: Any, where: str) -> str:
+    """Return the messages of a rollout that solves a task, as JSON."""
+    solution = getattr(task, "solution", None)
+    if solution is None:
+        raise RecipeError(
+            f"{where}: [*.prepare] builds a model from worked answers, and its tasks have no "
+            "method `solution`: name an existing model, or other environments in "
+            "prepare.environments"
+        )
+    try:
+        return json.dumps([*_first_messages(task.data), *solution()])
+    except Exception as error:
+        raise RecipeError(f"{where}: its `solution` fails: {describe(error)}") from error
+
+
+def _quiet_logs() -> None:
+    """Keep the libraries' log lines off the screen: failures are counted and named here."""
+    for library in ("verifiers", "renderers", "aiohttp", "httpx", "mcp"):
+        logging.getLogger(library).addHandler(logging.NullHandler())
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's type and message in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__

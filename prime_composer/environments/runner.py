@@ -1,0 +1,213 @@
+"""Run environments of verifiers in this process, with the run's own sampler.
+
+verifiers has an environment's tasks, tools, turns and rewards. Its client for training renders the
+messages to token ids, and asks ``token_endpoint`` for the ids of each turn. What trains is what the
+endpoint was asked and what was sampled. No text is tokenized twice.
+
+The environments live in the event loop of a thread of their own. Sampling stays in the caller's.
+"""
+
+import asyncio
+import contextlib
+import functools
+import queue
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from prime_composer.backends.protocols import Sampler, SamplingParams
+from prime_composer.environments.episodes import EnvironmentFailed, Episode, Failure, outcome
+from prime_composer.environments.opening import Environment, describe
+from prime_composer.environments.rendering import check_rendering, client_config
+from prime_composer.environments.tasks import Task
+from prime_composer.environments.token_endpoint import MODEL, Rounds, answer_round, deliver, serve
+from prime_composer.recipe.schema import RecipeError
+
+CLOSING_SECONDS = 30.0
+"""Seconds that tool servers may take to stop."""
+
+PATIENCE = 60.0
+"""Seconds that a round may take beyond what its rollouts are allowed, on a busy machine."""
+
+STAGES = 4
+"""Stages of a rollout that each may take its seconds: set-up, turns, clean-up, rewards."""
+
+
+class Environments:
+    """The running environments of a recipe.
+
+    Args:
+        environments: by name.
+        model: directory or hub id of the student's tokenizer.
+        renderer: ``[rollout] renderer``, the settings of ``renderers.RendererConfig``. Empty: the
+            library chooses by the tokenizer's name.
+        status: shown warnings.
+
+    Attributes:
+        room: most tokens of a conversation that all models of the run can read. None: the sampler's
+            own limit alone holds.
+
+    Raises:
+        RecipeError: the tokenizer cannot render an environment's messages, or a tool server does
+            not start.
+    """
+
+    def __init__(
+        self,
+        environments: Mapping[str, Environment],
+        model: str,
+        renderer: Mapping[str, Any],
+        status: Callable[[str], None],
+    ):
+        self._environments = environments
+        self._status = status
+        self.room: int | None = None
+        self._asking: dict[str, tuple[Rounds, int]] = {}
+        for warning in check_rendering(environments, model, renderer):
+            status(f"warning: {warning}")
+        self._loop = event_loop()
+        self._stopping = asyncio.Event()
+        url: Future[str] = Future()
+        self._serving = asyncio.run_coroutine_threadsafe(self._serve(url), self._loop)
+        try:
+            self._client = client_config(url.result(), model, renderer)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(
+        self, sampler: Sampler, tasks: Sequence[Task], params: SamplingParams, seed: int
+    ) -> list[Episode | Failure]:
+        """Play each task once, and return the episodes in order.
+
+        Args:
+            sampler: samples the turns.
+            tasks: what is played, side by side.
+            params: how to sample a turn; ``n`` is 1.
+            seed: the same seed and weights give the same rollouts.
+
+        Raises:
+            EnvironmentFailed: an environment neither asks nor ends, and cannot be interrupted.
+        """
+        draws = random.Random(seed)
+        rooms = [room for room in (self.room, sampler.limits.max_model_len) if room is not None]
+        limits = replace(sampler.limits, max_model_len=min(rooms, default=None))
+        rounds = Rounds(len(tasks), limits)
+        playing = asyncio.run_coroutine_threadsafe(self._play(rounds, tasks, params), self._loop)
+        playing.add_done_callback(lambda _: rounds.full.put(None))
+        patience = PATIENCE + STAGES * max(
+            self._environments[task.environment].seconds for task in tasks
+        )
+        try:
+            while (questions := self._next_round(rounds.full, patience)) is not None:
+                seeds = [draws.getrandbits(31) for _ in questions]
+                turns = answer_round(questions, sampler, seeds)
+                self._loop.call_soon_threadsafe(deliver, questions, turns)
+        except BaseException:
+            playing.cancel()
+            raise
+        outcomes = playing.result()
+        self._name_failures(tasks, outcomes)
+        return outcomes
+
+    def close(self) -> None:
+        """Stop endpoint and tool servers. Closing twice is harmless."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        with contextlib.suppress(Exception):
+            self._serving.result(timeout=CLOSING_SECONDS)
+
+    def _name_failures(self, tasks: Sequence[Task], outcomes: Sequence[Episode | Failure]) -> None:
+        failures = [
+            f"[environments.{task.environment}] task {task.index}: {outcome.reason}"
+            for task, outcome in zip(tasks, outcomes, strict=True)
+            if isinstance(outcome, Failure)
+        ]
+        if failures:
+            self._status(
+                f"warning: {len(failures)} of {len(tasks)} rollouts failed and are left out; the "
+                f"first: {failures[0]}"
+            )
+
+    def _next_round(self, full: "queue.SimpleQueue[Any]", patience: float) -> Any:
+        try:
+            return full.get(timeout=patience)
+        except queue.Empty:
+            raise EnvironmentFailed(
+                f"the environments {', '.join(self._environments)} have neither asked for a turn "
+                f"nor ended for {patience:.0f} s, and do not react to their time limits: code of "
+                "one of them blocks. Repair it, or leave it out"
+            ) from None
+
+    async def _play(
+        self, rounds: Rounds, tasks: Sequence[Task], params: SamplingParams
+    ) -> list[Episode | Failure]:
+        return await asyncio.gather(
+            *(self._episode(rounds, place, task, params) for place, task in enumerate(tasks))
+        )
+
+    async def _episode(
+        self, rounds: Rounds, place: int, task: Task, params: SamplingParams
+    ) -> Episode | Failure:
+        import verifiers.v1 as vf
+
+        environment = self._environments[task.environment]
+        sampling = vf.SamplingConfig(
+            temperature=params.temperature, top_p=params.top_p, max_tokens=params.max_tokens
+        )
+        context = vf.ModelContext(model=MODEL, client=self._client, sampling=sampling)
+        traces: list[str] = []
+
+        def follow(trace: Any) -> None:
+            traces.append(trace.id)
+            self._asking[trace.id] = rounds, place
+
+        try:
+            episode = await environment.env.run_episode(
+                environment.tasks[task.index], context, on_trace=follow
+            )
+        except Exception as error:  # verifiers catches what environments raise
+            return Failure(describe(error))
+        finally:
+            for trace in traces:
+                del self._asking[trace]
+            rounds.leave(place)
+        return outcome(episode, rounds.turns[place], place)
+
+    async def _serve(self, url: Future[str]) -> None:
+        """Hold the servers of endpoint and environments until ``close``.
+
+        One task starts and stops them, as the libraries' cancel scopes demand.
+        """
+        from verifiers.v1.clients.client import SESSION_ID_HEADER
+
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                runner, address = await serve(self._asking, SESSION_ID_HEADER)
+                stack.push_async_callback(runner.cleanup)
+                for name, environment in self._environments.items():
+                    try:
+                        await stack.enter_async_context(environment.env.serving())
+                    except Exception as error:
+                        raise RecipeError(
+                            f"[environments.{name}]: its servers do not start: {describe(error)}"
+                        ) from error
+                url.set_result(address)
+                await self._stopping.wait()
+        except Exception as error:
+            if not url.done():
+                url.set_exception(error)
+
+
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process's environments, which runs in a thread of its own.
+
+    There is one, because locks of the library ``renderers`` belong to the loop that first used
+    them.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    return loop

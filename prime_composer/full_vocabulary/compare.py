@@ -1,0 +1,189 @@
+"""A divergence of ``prime_composer.divergences``, or any like them, over two heads, per row."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from prime_composer.contract import Support, TwoHeads, given
+from prime_composer.divergences import (
+    adaptive_kl,
+    forward_kl,
+    kls_and_entropy,
+    reverse_kl,
+    taid,
+)
+from prime_composer.full_vocabulary.heads import by_teachers, check
+from prime_composer.full_vocabulary.kernel import kls
+from prime_composer.full_vocabulary.token_blocks import by_token_blocks
+
+
+def compare(
+    heads: TwoHeads, divergence: Callable[..., Tensor], /, **knobs: Any
+) -> Float[Tensor, "n ..."]:
+    """Return a divergence of student and teachers over the whole vocabulary, per row.
+
+    One teacher has ``KERNELS`` for the KLs and TAID, in blocks of the vocabulary. All else takes
+    blocks of tokens. Both are six matrix products, and two more for each further teacher.
+
+    Args:
+        heads: student and teachers.
+        divergence: of log p and log q, [block, V] each, and of ``normalization``. It returns one
+            number per row, or one row of numbers. The ids are those that every head has, and where
+            some head has more, the last column is the bucket of all others.
+        knobs: its further arguments. A tensor has one entry per row, [n, ...], and no gradient.
+
+    Raises:
+        ValueError: shapes, dtypes or weights that do not fit.
+    """
+    check(heads)
+    n, device = heads.student.row_count, heads.student.hidden.device
+    values, rows = [], []
+    groups = list(by_teachers(heads))
+    if not groups:  # no row counts
+        none = torch.zeros(0, dtype=torch.long, device=device)
+        groups = [(heads.at(none), none)]
+    for group, index in groups:
+        own = knobs
+        if index is not None:
+            own = {k: v[index] if isinstance(v, Tensor) else v for k, v in knobs.items()}
+            rows.append(index)
+        kernel = KERNELS.get(divergence)
+        if kernel is not None and group.teacher_weights is None:
+            values.append(kernel(group, **own))
+        else:
+            values.append(by_token_blocks(group, _called(group, divergence, own)))
+    if not rows:
+        return values[0]
+    joined = torch.cat(values)
+    return joined.new_zeros((n, *joined.shape[1:])).index_copy(0, torch.cat(rows), joined)
+
+
+def _called(
+    heads: TwoHeads, divergence: Callable[..., Tensor], knobs: dict[str, Any]
+) -> Callable[[slice, Tensor, Tensor], Tensor]:
+    """Return a divergence with the knobs of its rows."""
+    if len({side.size for side in heads.sides}) > 1:
+        divergence = WITH_BUCKET.get(divergence, divergence)
+
+    def call(rows: slice, log_p: Tensor, log_q: Tensor) -> Tensor:
+        own = {k: v[rows] if isinstance(v, Tensor) else v for k, v in knobs.items()}
+        return divergence(log_p, log_q, normalization="full", **own)
+
+    return call
+
+
+def _reverse_kl(heads: TwoHeads, **_: Any) -> Tensor:
+    return given(kls(heads, reverse=True).reverse)
+
+
+def _forward_kl(heads: TwoHeads, **_: Any) -> Tensor:
+    return given(kls(heads, forward=True).forward)
+
+
+def _taid(
+    heads: TwoHeads, t: float, form: Literal["cross_entropy", "kl"] = "cross_entropy"
+) -> Tensor:
+    result = kls(heads, forward=True, interpolation=t)
+    value = given(result.forward)
+    return value if form == "kl" else value + given(result.target_entropy)
+
+
+def _kls_and_entropy(heads: TwoHeads, with_reverse: bool = True) -> Tensor:
+    result = kls(heads, reverse=with_reverse, forward=True)
+    values = result.forward, result.target_entropy, result.reverse
+    return torch.stack([x for x in values if x is not None], dim=-1)
+
+
+KERNELS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+    reverse_kl: _reverse_kl,
+    forward_kl: _forward_kl,
+    taid: _taid,
+    kls_and_entropy: _kls_and_entropy,
+}
+"""What is faster than token blocks, by the function of ``divergences`` that it computes."""
+
+WITH_BUCKET: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+    adaptive_kl: partial(adaptive_kl, last_is_tail=True)
+}
+"""What treats the bucket of padding ids apart, by the function of ``divergences``."""
+
+
+@torch.no_grad()
+def teacher_logprobs(heads: TwoHeads, token_ids: Int[Tensor, "n m"]) -> Float[Tensor, "n m"]:
+    """Return log q at ``token_ids``, without a gradient.
+
+    Raises:
+        ValueError: an id that a head does not have, or one row of ids too many or too few.
+    """
+    size = min(side.size for side in heads.sides)
+    if token_ids.shape[0] != heads.student.row_count:
+        raise ValueError(
+            f"token_ids has {token_ids.shape[0]} rows for {heads.student.row_count} hidden states."
+        )
+    low, high = (int(x) for x in token_ids.aminmax()) if token_ids.numel() else (0, 0)
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"token_ids reach from {low} to {high}, and the smallest head has a vocabulary of "
+            f"{size}; mask padding ids out before."
+        )
+    return compare(heads, lambda _, log_q, ids, **__: log_q.gather(1, ids), ids=token_ids.long())
+
+
+class WholeVocabulary(Support):
+    """A support of all ids that every head has, of hidden states and heads.
+
+    ``compare`` reads ``heads``, block by block. Whoever reads a tensor of the support gets all of
+    it, [seq, V], in the memory that this takes.
+
+    Args:
+        heads: student and teachers.
+    """
+
+    heads: TwoHeads
+
+    def __init__(self, heads: TwoHeads):
+        # The class above is frozen.
+        object.__setattr__(self, "heads", heads)
+
+    def masked(self, mask: Bool[Tensor, " seq"]) -> "WholeVocabulary":
+        """Return the support with the rows of ``mask`` only."""
+        return WholeVocabulary(self.heads.masked(mask))
+
+    def tempered(self, temperature: float) -> "WholeVocabulary":
+        """Return the support with the logits of both sides divided by a temperature."""
+        whole = self.heads.temperature * temperature
+        return WholeVocabulary(dataclasses.replace(self.heads, temperature=whole))
+
+    @cached_property
+    def _tensors(self) -> Support:
+        heads = self.heads
+        size = min(side.size for side in heads.sides)
+        ids = torch.arange(size, device=heads.student.hidden.device)
+        with torch.no_grad():
+            log_q = compare(heads, lambda _, log_q, **__: log_q[:, :size])
+        support = Support(
+            token_ids=ids.expand(heads.student.row_count, size),
+            teacher_logprobs=log_q,
+            student_logprobs=compare(heads, lambda log_p, _, **__: log_p[:, :size]),
+        )
+        return support if heads.mask is None else support.masked(heads.mask)
+
+    @property
+    def token_ids(self) -> Int[Tensor, "seq k"]:
+        """All ids, [seq, V]."""
+        return self._tensors.token_ids
+
+    @property
+    def teacher_logprobs(self) -> Float[Tensor, "seq k"]:
+        """Log q, [seq, V], without a gradient."""
+        return self._tensors.teacher_logprobs
+
+    @property
+    def student_logprobs(self) -> Float[Tensor, "seq k"]:
+        """Log p, [seq, V], with the gradient."""
+        return self._tensors.student_logprobs

@@ -1,0 +1,317 @@
+"""Both KLs and TAID's target in one pass over the vocabulary, and their gradient in a second one.
+
+With A and B the logsumexp of a student's logits a and a teacher's b, and the target r over c = b
+for a KL, c = (1 - t) a + t b for TAID (where r has no gradient),
+
+    KL(p || q) = E_p[a - b] - (A - B)    gradient p_v (log p_v - log q_v - KL(p || q))
+    KL(r || p) = E_r[c - a] - (C - A)    gradient p_v - r_v
+
+``_Sums`` has these expectations and logsumexps over the ids that every head has, with a gradient.
+What follows from them, the bucket of all other ids included, is arithmetic on tensors [n].
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from prime_composer.contract import TwoHeads
+from prime_composer.full_vocabulary.blocks import (
+    LOG_BUCKET_FLOOR,
+    Buffer,
+    GradientSums,
+    Plan,
+    Running,
+    Side,
+    centered_in_place,
+)
+
+BLOCKS = {"cpu": (256, 512), "cuda": (1024, 8192)}
+"""Rows and vocabulary entries of a block, per device type. On a CPU a block fits the cache, so that
+the elementwise passes over it take little next to the matrix products."""
+
+
+class KLs(NamedTuple):
+    """Both KLs per row, in nats. What was not asked for is None.
+
+    Attributes:
+        reverse: KL(p || q), [n].
+        forward: KL(r || p), [n], where r is the teacher q, or TAID's target.
+        target_entropy: entropy of r, [n], without a gradient. Comes with ``forward``.
+    """
+
+    reverse: Tensor | None
+    forward: Tensor | None
+    target_entropy: Tensor | None
+
+
+def kls(
+    heads: TwoHeads, reverse: bool = False, forward: bool = False, interpolation: float = 1.0
+) -> KLs:
+    """Return KLs of a student and one teacher, all of whose rows count.
+
+    Args:
+        heads: both.
+        reverse: return KL(p || q).
+        forward: return KL(r || p), and the entropy of r.
+        interpolation: t of TAID's target r = softmax((1 - t) sg a + t b). 1 is the teacher.
+    """
+    student = heads.student
+    plan = Plan(heads, *BLOCKS.get(student.hidden.device.type, BLOCKS["cuda"]))
+    asked = _Asked(reverse, forward, None if interpolation == 1 else interpolation)
+    sums = _Sums(*_SumsOfHeads.apply(plan, asked, student.hidden, student.weight, student.bias))
+    p = _Outcomes(sums.log_p, sums.log_p_beyond)
+    q = _Outcomes(sums.log_q, sums.log_q_beyond)
+    reverse_kl = None if sums.p_ratio is None else _kl(p, q, sums.p_ratio)
+    if sums.r_ratio is None or sums.log_r is None or sums.r_mean is None:
+        return KLs(_cast(reverse_kl, plan), None, None)
+    r = q
+    if asked.t is not None:
+        beyond = None
+        if p.log_bucket is not None and q.log_bucket is not None:
+            # In the scale of c, which is that of a and b mixed.
+            beyond = torch.lerp(
+                (p.log_bucket + p.log_all).detach(), q.log_bucket + q.log_all, asked.t
+            )
+        r = _Outcomes(sums.log_r, beyond, floored=False)
+    # The value of E_r[c - a] is -t E_r[a - b], and its gradient that of -E_r[a].
+    ratio = sums.r_ratio.detach() * (1 - interpolation) - sums.r_ratio
+    forward_kl = _kl(r, p, ratio)
+    entropy = r.mass * (r.log_all - sums.r_mean)
+    if r.log_bucket is not None:
+        entropy = entropy - r.log_bucket.exp() * r.log_bucket
+    return KLs(*(_cast(x, plan) for x in (reverse_kl, forward_kl, entropy)))
+
+
+def _cast(values: Tensor | None, plan: Plan) -> Tensor | None:
+    return None if values is None else values.to(plan.dtype)
+
+
+class _Outcomes:
+    """What a distribution is normalized over: the common ids, and the bucket of all others.
+
+    Attributes:
+        log_all: logsumexp of the logits over the whole head, [n].
+        mass: on the common ids, [n].
+        log_bucket: log-mass of the bucket, [n]. None where all heads have one size.
+    """
+
+    def __init__(self, log_ids: Tensor, log_beyond: Tensor | None, floored: bool = True):
+        self.log_all, self.mass = log_ids, torch.ones_like(log_ids)
+        self.log_bucket: Tensor | None = None
+        if log_beyond is not None:
+            self.log_all = torch.logaddexp(log_ids, log_beyond)
+            self.mass = (log_ids - self.log_all).exp()
+            log_bucket = log_beyond - self.log_all
+            # A log-mass at the floor has no gradient.
+            self.log_bucket = log_bucket.clamp(min=LOG_BUCKET_FLOOR) if floored else log_bucket
+
+
+def _kl(a: _Outcomes, b: _Outcomes, mean_ratio: Tensor) -> Tensor:
+    """Return KL(a || b) as sum a log a/b - a + b.
+
+    The first derivatives of these terms vanish at a = b, so that rounding does not matter there.
+
+    Args:
+        a: the left distribution.
+        b: the right one.
+        mean_ratio: mean under a of the difference of their logits, over the common ids.
+    """
+    value = a.mass * (mean_ratio - (a.log_all - b.log_all)) - a.mass + b.mass
+    if a.log_bucket is not None and b.log_bucket is not None:
+        log_a, log_b = a.log_bucket, b.log_bucket
+        value = value + log_a.exp() * (log_a - log_b) - log_a.exp() + log_b.exp()
+    return value
+
+
+class _Asked(NamedTuple):
+    """What ``_SumsOfHeads`` computes. ``t`` is None where the target is the teacher."""
+
+    reverse: bool
+    forward: bool
+    t: float | None
+
+
+class _Sums(NamedTuple):
+    """Sums over the ids that every head has, [n] in float64. The first four have a gradient.
+
+    Attributes:
+        log_p: logsumexp of a.
+        log_p_beyond: that over the student's other ids. None without a bucket.
+        p_ratio: E_p[a - b]. None without the reverse KL.
+        r_ratio: E_r[a - b], whose gradient is that of E_r[a]. None without the forward KL.
+        log_q: logsumexp of b.
+        log_q_beyond: that over the teacher's other ids. None without a bucket.
+        log_r: logsumexp of c. None without the forward KL, and so is the next.
+        r_mean: E_r[c].
+    """
+
+    log_p: Tensor
+    log_p_beyond: Tensor | None
+    p_ratio: Tensor | None
+    r_ratio: Tensor | None
+    log_q: Tensor
+    log_q_beyond: Tensor | None
+    log_r: Tensor | None
+    r_mean: Tensor | None
+
+
+class _SumsOfHeads(torch.autograd.Function):
+    """``_Sums`` of two heads, then the gradients of the student."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, asked: _Asked, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Return the fields of ``_Sums``."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            student, teacher = (
+                plan.student(hidden, weight, bias),
+                Side(plan.heads.teachers[0], plan),
+            )
+            p, q, r = _first_pass(plan, asked, student, teacher)
+            bucket: Sequence[Tensor | None] = (None, None)
+            if plan.has_bucket:
+                bucket = tuple(side.sums(plan.common).log_sum() for side in (student, teacher))
+        sums = _Sums(
+            log_p=p.log_sum(),
+            log_p_beyond=bucket[0],
+            p_ratio=p.mean(1) if asked.reverse else None,
+            r_ratio=r.mean(1) if asked.forward else None,
+            log_q=q.log_sum(),
+            log_q_beyond=bucket[1],
+            log_r=r.log_sum() if asked.forward else None,
+            r_mean=r.mean(2) if asked.forward else None,
+        )
+        ctx.plan, ctx.asked = plan, asked
+        ctx.set_materialize_grads(False)
+        highest = p.highest, q.highest, r.highest
+        ctx.save_for_backward(hidden, weight, bias, *highest, *sums)
+        ctx.mark_non_differentiable(*(x for x in sums[4:] if x is not None))
+        return sums
+
+    # The decorator's stub makes ``ctx`` positional.
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden states, weight and bias."""
+        hidden, weight, bias, *rows = ctx.saved_tensors
+        with torch.autocast(hidden.device.type, enabled=False):
+            plan, student = ctx.plan, ctx.plan.student(hidden, weight, bias)
+            total = GradientSums(plan, student, ctx.needs_input_grad[2:], weight.dtype)
+            _second_pass(plan, ctx.asked, student, rows[:3], _Sums(*rows[3:]), grads, total)
+            return None, None, *total.results()
+
+
+def _first_pass(
+    plan: Plan, asked: _Asked, student: Side, teacher: Side
+) -> tuple[Running, Running, Running]:
+    """Return the sums of exp(a), exp(b) and exp(c) over the common ids, and their factors'."""
+    t, own = asked.t, asked.forward and asked.t is None
+    p, q = Running(plan, 1 + asked.reverse), Running(plan, 3 if own else 1)
+    r = q if t is None else Running(plan, 3)
+    differences, targets = Buffer(plan), Buffer(plan)
+    for start, stop in plan.chunks(0, plan.common):
+        chunk, teacher_chunk = student.chunk(start, stop), teacher.chunk(start, stop)
+        for rows in plan.row_blocks():
+            a = student.logits(rows, chunk, start)
+            b = teacher.logits(rows, teacher_chunk, start)
+            # Differences of logits below their maxima: an offset between both would round.
+            a_highest, b_highest = centered_in_place(a), centered_in_place(b)
+            shift = a_highest - b_highest
+            ratio = torch.sub(a, b, out=differences.like(a)), shift
+            if t is not None:
+                c = torch.add(a, ratio[0], alpha=-t, out=targets.like(a))
+                c_highest = centered_in_place(c) + a_highest - t * shift
+                r.add(rows, c_highest, c, ratio, own=True)
+            p.add(rows, a_highest, a, ratio if asked.reverse else None)
+            q.add(rows, b_highest, b, ratio if own else None, own)
+    return p, q, r
+
+
+def _second_pass(
+    plan: Plan,
+    asked: _Asked,
+    student: Side,
+    highest: Sequence[Tensor],
+    sums: _Sums,
+    grads: Sequence[Tensor | None],
+    total: GradientSums,
+) -> None:
+    """Add up the gradients of hidden states, weight and bias.
+
+    Per row, with g the gradient of a sum, that of logit a_v is
+
+        p_v (g_p_ratio (a_v - b_v - E_p[a - b]) + g_p_ratio + g_log_p) + g_r_ratio r_v
+
+    and for an id beyond the smallest head g_log_p_beyond times its share there. The second and
+    third term cancel in a KL, exactly.
+
+    Args:
+        plan: of the comparison.
+        asked: what was computed.
+        student: the student's side.
+        highest: highest logits of student, teacher and target, [n] each.
+        sums: the results.
+        grads: gradients of the results.
+        total: takes the gradients.
+    """
+    zeros = torch.zeros_like(sums.log_p)
+    of_log_p, of_beyond, of_p, of_r = (zeros if g is None else g.double() for g in grads[:4])
+    p_highest, q_highest, r_highest = highest
+    # exp(a - highest) is p times a total per row, which the factors of p take in.
+    p_total = (sums.log_p - p_highest).exp()
+    # What the differences of centered logits lack.
+    p_ratio = zeros if sums.p_ratio is None else sums.p_ratio
+    offset = p_ratio - (p_highest - q_highest)
+    t = 1.0 if asked.t is None else asked.t
+    r_offset = r_highest - p_highest + t * (p_highest - q_highest)
+    log_r = zeros if sums.log_r is None else sums.log_r
+    beyond = zeros if sums.log_p_beyond is None else sums.log_p_beyond
+    columns = (
+        p_highest,
+        q_highest,
+        offset,
+        r_offset,
+        of_p / p_total,
+        (of_p + of_log_p) / p_total,
+        of_r / (log_r - r_highest).exp(),
+    )
+    p_highest, q_highest, offset, r_offset, p_factor, level, r_factor = map(plan.column, columns)
+    differences, targets = Buffer(plan), Buffer(plan)
+    teacher = Side(plan.heads.teachers[0], plan)
+    for start, stop in plan.chunks(0, plan.common):
+        chunk, teacher_chunk = student.chunk(start, stop), teacher.chunk(start, stop)
+        total.begin(start, stop)
+        for rows in plan.row_blocks():
+            a, cap_slope = student.logits_and_slope(rows, chunk, start)
+            b = teacher.logits(rows, teacher_chunk, start)
+            a -= p_highest[rows]
+            b -= q_highest[rows]
+            difference = torch.sub(a, b, out=differences.like(a))
+            target = b
+            if asked.t is not None:
+                target = torch.add(a, difference, alpha=-t, out=targets.like(a))
+                target -= r_offset[rows]
+            a.exp_()
+            if asked.reverse:
+                difference.sub_(offset[rows]).mul_(p_factor[rows])
+                if asked.forward or plan.has_bucket:
+                    difference.add_(level[rows])
+                grad = difference.mul_(a)
+            else:
+                grad = a.mul_(level[rows])
+            if asked.forward:
+                grad.addcmul_(target.exp_(), r_factor[rows])
+            total.add(rows, grad, chunk, cap_slope)
+        total.end()
+    for start, stop in plan.chunks(plan.common, student.size):
+        chunk = student.chunk(start, stop)
+        total.begin(start, stop)
+        for rows in plan.row_blocks():
+            a, cap_slope = student.logits_and_slope(rows, chunk, start)
+            a.sub_(plan.column(beyond)[rows]).exp_().mul_(plan.column(of_beyond)[rows])
+            total.add(rows, a, chunk, cap_slope)
+        total.end()

@@ -1,0 +1,169 @@
+"""Any divergence over the whole vocabulary: token block by token block, with recomputation.
+
+The forward makes both distributions of a block of tokens, [block, V], and keeps the divergence's
+values alone. The backward makes them again, and autograd gives the divergence's gradient for log p.
+These are six matrix products. The head's gradient is added up in place.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from prime_composer.contract import TwoHeads
+from prime_composer.full_vocabulary.blocks import LOG_BUCKET_FLOOR, GradientSums, Plan, Side
+
+LOGITS = {"cpu": 2**24, "cuda": 2**25}
+"""Most logits of one side in a block of tokens, per device type."""
+
+TOKENS = 256
+"""Most tokens of a block."""
+
+CHUNK = 8192
+"""Vocabulary entries of a matrix product."""
+
+CACHED = {"cpu": 2**18, "cuda": 2**25}
+"""Log-probs that a divergence is called with at a time. On a CPU they fit the cache."""
+
+Divergence = Callable[[slice, Tensor, Tensor], Tensor]
+"""Of rows, log p and log q [rows, outcomes]; returns [rows, ...]."""
+
+
+def by_token_blocks(heads: TwoHeads, divergence: Divergence) -> Tensor:
+    """Return a divergence of two heads per row, [n, ...]. All rows of the heads count.
+
+    Args:
+        heads: student and teachers.
+        divergence: of the outcomes, which are the ids that every head has and, where some head has
+            more, the bucket of all others as the last one. Each side is normalized over its own.
+    """
+    student = heads.student
+    widest = max(side.size for side in heads.sides)
+    plan = Plan(heads, tokens_of(student.hidden.device.type, widest), CHUNK)
+    values: Tensor = _ByTokenBlocks.apply(
+        plan, divergence, student.hidden, student.weight, student.bias
+    )
+    return values
+
+
+def tokens_of(kind: str, size: int) -> int:
+    """Return the tokens of a block, by the type of device and the vocabulary's size."""
+    return min(TOKENS, max(1, LOGITS.get(kind, LOGITS["cuda"]) // size))
+
+
+class _ByTokenBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        divergence: Divergence,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        values = []
+        with torch.autocast(hidden.device.type, enabled=False):
+            student, teachers = plan.student(hidden, weight, bias), _TeacherRows(plan)
+            # Without a row, the divergence of none has the shape of the result.
+            for block in list(plan.row_blocks()) or [slice(0, 0)]:
+                logits, _ = student.whole_rows(block)
+                log_q = teachers.log_probs(block)
+                for rows, own in _parts(block, logits):
+                    log_p = _log_probs_in_place(logits[own])
+                    value = divergence(rows, _floored(plan, _outcomes(plan, log_p)), log_q[own])
+                    # A view of the block would be overwritten.
+                    values.append(value.clone())
+        ctx.plan, ctx.divergence = plan, divergence
+        ctx.save_for_backward(hidden, weight, bias)
+        return torch.cat(values)
+
+    # The decorator's stub makes ``ctx`` positional.
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        plan: Plan = ctx.plan
+        hidden, weight, bias = ctx.saved_tensors
+        with torch.autocast(hidden.device.type, enabled=False):
+            student, teachers = plan.student(hidden, weight, bias), _TeacherRows(plan)
+            total = GradientSums(plan, student, ctx.needs_input_grad[2:], plan.dtype)
+            for block in plan.row_blocks():
+                logits, cap_slope = student.whole_rows(block)
+                log_q = teachers.log_probs(block)
+                for rows, own in _parts(block, logits):
+                    log_p = _log_probs_in_place(logits[own])
+                    of_log_p = _gradient(plan, ctx.divergence, rows, log_p, log_q[own], grad[rows])
+                    log_p.exp_().mul_(-of_log_p.sum(1, keepdim=True)).add_(of_log_p)
+                for start, stop in plan.chunks(0, student.size):
+                    slope = None if cap_slope is None else cap_slope[:, start:stop]
+                    total.begin(start, stop)
+                    total.add(block, logits[:, start:stop], student.chunk(start, stop), slope)
+                    total.end()
+            return None, None, *total.results()
+
+
+class _TeacherRows:
+    """Log q of one teacher, or of a mixture of several, over the outcomes that are compared."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.sides = [Side(teacher, plan) for teacher in plan.heads.teachers]
+
+    def log_probs(self, rows: slice) -> Tensor:
+        """Return log q, [rows, V]. The next rows overwrite it."""
+        parts = []
+        for side in self.sides:
+            logits, _ = side.whole_rows(rows)
+            for _, own in _parts(rows, logits):
+                _log_probs_in_place(logits[own])
+            parts.append(_outcomes(self.plan, logits))
+        weights = self.plan.heads.teacher_weights
+        if weights is not None:
+            for i, part in enumerate(parts):
+                part += self.plan.column(weights[rows, i].log())
+                if i:
+                    torch.logaddexp(parts[0], part, out=parts[0])
+        return _floored(self.plan, parts[0])
+
+
+def _parts(block: slice, logits: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield the rows of each part of a block that fits the cache, and its place in the block."""
+    count = max(1, CACHED.get(logits.device.type, CACHED["cuda"]) // logits.shape[1])
+    for first in range(block.start, max(block.stop, block.start + 1), count):
+        last = min(first + count, block.stop)
+        yield slice(first, last), slice(first - block.start, last - block.start)
+
+
+def _log_probs_in_place(logits: Tensor) -> Tensor:
+    """Normalize the rows of a block in place: at large logits, maximum and log would round."""
+    logits -= logits.amax(1, keepdim=True)
+    logits -= logits.exp().sum(1, keepdim=True).log()
+    return logits
+
+
+def _outcomes(plan: Plan, log_probs: Tensor) -> Tensor:
+    """Return the log-probs of the common ids, and of the bucket of all others if there is one."""
+    if not plan.has_bucket:
+        return log_probs
+    ids, beyond = log_probs[:, : plan.common], log_probs[:, plan.common :]
+    return torch.cat([ids, beyond.logsumexp(1, keepdim=True)], 1)
+
+
+def _floored(plan: Plan, outcomes: Tensor) -> Tensor:
+    """Bound the bucket's log-mass from below, where it has no gradient."""
+    if not plan.has_bucket:
+        return outcomes
+    return torch.cat([outcomes[:, :-1], outcomes[:, -1:].clamp(min=LOG_BUCKET_FLOOR)], 1)
+
+
+def _gradient(
+    plan: Plan, divergence: Divergence, rows: slice, log_p: Tensor, log_q: Tensor, grad: Tensor
+) -> Tensor:
+    """Return the gradient of sum(grad * divergence) for log p, by autograd."""
+    leaf = log_p.detach().requires_grad_()
+    with torch.enable_grad():
+        values = divergence(rows, _floored(plan, _outcomes(plan, leaf)), log_q)
+    if not values.requires_grad:
+        return torch.zeros_like(log_p)
+    return torch.autograd.grad(values, leaf, grad)[0]

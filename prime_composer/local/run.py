@@ -1,0 +1,414 @@
+"""A run on this machine: what is open, what happens around its steps, and how it ends."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from prime_composer.backends.cpu_guard import all_cores
+from prime_composer.local.answers import write_answers
+from prime_composer.local.clock import Clock
+from prime_composer.local.collect import Collector
+from prime_composer.local.engine import Engine, open_engine
+from prime_composer.local.evaluate import Evaluator
+from prime_composer.local.preflight import check_routing, preflight
+from prime_composer.local.run_dir.checkpoint import (
+    Checkpoint,
+    CheckpointNotSaved,
+    check_room,
+    list_checkpoints,
+    save_checkpoint,
+    set_newer_aside,
+    tensor_bytes,
+    tidy,
+)
+from prime_composer.local.run_dir.disk import describe
+from prime_composer.local.signals import StepAbandoned, StopRequest, finishing_the_step
+from prime_composer.local.student import Student
+from prime_composer.local.tracker import Tracker, read_metrics
+from prime_composer.local.watch import Watch, WatchFailed
+from prime_composer.problems.loading import ProblemSet
+from prime_composer.problems.metrics import signatures_of
+from prime_composer.recipe.schema import Recipe
+from prime_composer.step.batch import Batch
+from prime_composer.step.mismatch import SamplerCheck
+
+
+@runtime_checkable
+class Display(Protocol):
+    """Shows a run: a progress bar, or nothing."""
+
+    def status(self, text: str) -> None:
+        """Show what the run does before its first step."""
+        ...
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Show a finished step."""
+        ...
+
+
+class RunStopped(ValueError):
+    """An error that is not the recipe's ended a run after its start.
+
+    Attributes:
+        step: the step to continue from; 0 where no checkpoint is there.
+        checkpoint: the checkpoint of that step; None where there is none.
+    """
+
+    def __init__(self, message: str, checkpoint: Checkpoint | None):
+        super().__init__(message)
+        self.step = 0 if checkpoint is None else checkpoint.step
+        self.checkpoint = checkpoint
+
+
+@dataclass
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        run_dir: the run directory.
+        steps: finished steps.
+        interrupted: whether a signal ended the run before its last step.
+        evaluations: step -> what was measured after it; step 0 is before training.
+        signum: number of the signal that came; None without one.
+    """
+
+    run_dir: Path
+    steps: int
+    interrupted: bool
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    signum: int | None = None
+
+
+@dataclass
+class Run:
+    """An open run.
+
+    Attributes:
+        recipe: the recipe.
+        run_dir: the run directory.
+        display: shows the run.
+        engine: the open models.
+        student: what trains.
+        watch: whether teachers and sampler are still right.
+        evaluator: measures the student.
+        tracker: logs the steps.
+        stop: whether a signal asked the run to stop.
+        evaluations: step -> what was measured after it.
+        collector: collects the batch of the step under way.
+        abandoned: a step was given up, because a signal came while it waited for a server.
+    """
+
+    recipe: Recipe
+    run_dir: Path
+    display: Display
+    engine: Engine
+    student: Student
+    watch: Watch
+    evaluator: Evaluator
+    tracker: Tracker
+    stop: StopRequest
+    evaluations: dict[int, dict[str, float]]
+    collector: Collector = field(init=False)
+    abandoned: bool = False
+
+    def steps(self) -> Iterator[int]:
+        """Yield the steps that are left, until a signal asks the run to stop."""
+        recipe = self.recipe
+        while self.student.steps < recipe.trainer.steps and not self.stop.requested:
+            self.collector = Collector(
+                self.engine, recipe.trainer, recipe.rollout, recipe.replay, Clock()
+            )
+            yield self.student.steps + 1
+
+    def watch_teachers(self) -> None:
+        """Check who is due or was lost, after the batch is scored and before it trains.
+
+        A teacher that was exchanged while it scored this batch is seen as well.
+        """
+        with self.collector.clock.phase("checks"):
+            self.watch.check(self.student.steps)
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """Update the student, and return the step's metrics."""
+        with self.collector.clock.phase("train"):
+            metrics = self.student.update(batch, step)
+        # Kept by the student, so that ``leave`` logs a step whose end an error cuts off.
+        self.student.metrics = self.collector.metrics | metrics
+        return self.student.metrics
+
+    def load_weights(self, step: int) -> None:
+        """Send the new weights to whoever follows the student."""
+        with self.collector.clock.phase("sync"):
+            self.engine.end_step(step)
+
+    def end_step(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
+        """Evaluate, watch, log, and save where it is due."""
+        seconds = self.collector.clock.laps
+        metrics |= seconds
+        metrics["tokens_per_second"] = batch.tokens / seconds["time/step"]
+        is_last = step == self.recipe.trainer.steps
+        saves = is_last or is_due(step, self.recipe.checkpoint.every)
+        measures = is_measured(self.recipe, step)
+        with self.stop.may_interrupt():
+            if measures:
+                metrics |= self.measure(step)
+            elif saves:
+                self.watch.check(step, before_use=True)
+        self.tracker.log(step, metrics)
+        self.display.step(step, metrics)
+        if saves:
+            self.save()
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Evaluate the student, and keep its first answers for the report."""
+        measured = self.evaluator.student()
+        # A teacher that was exchanged meanwhile has measured another distance.
+        self.watch.check(step, before_use=True)
+        signatures = signatures_of(self.engine.problems.problem_set.sources.values())
+        try:
+            write_answers(self.run_dir, step, self.evaluator.answers, signatures)
+        except OSError as error:  # the report lacks them, and nothing else
+            self.display.status(
+                f"warning: the answers of step {step} are not kept: {describe(error)}"
+            )
+        self.evaluations[step] = measured
+        return measured
+
+    def measure_at_start(self) -> None:
+        """Evaluate before training, or what a run that was stopped had left to evaluate."""
+        done = self.student.steps
+        if done == 0:
+            self.display.status("measuring the teacher and the student before training")
+            self.evaluations[0] = self.measure(0) | self.evaluator.teachers()
+            self.tracker.log(0, self.evaluations[0])
+        elif is_measured(self.recipe, done) and done not in self.evaluations:
+            self.tracker.amend(done, self.measure(done))
+
+    @contextmanager
+    def until_stopped(self) -> Iterator[StopRequest]:
+        """Decide what a signal or an error within the block means, and save the last step.
+
+        Raises:
+            RunStopped: an error ended the run. What is safe is saved.
+        """
+        try:
+            with finishing_the_step(self.stop):
+                yield self.stop
+                if not self.is_saved():
+                    with self.stop.may_interrupt():
+                        self.watch.check(self.student.steps, before_use=True)
+                    self.save()
+        except (ValueError, OSError, StepAbandoned) as error:
+            stopped = self.leave(error)
+            self.abandoned = isinstance(error, StepAbandoned)
+            if not self.abandoned or stopped.step < self.student.steps:
+                raise stopped from error
+            if doubts := self.watch.doubts(self.student.steps):
+                self.display.status(f"warning: {doubts}")
+
+    def is_saved(self) -> bool:
+        """Return whether there is nothing new to save."""
+        steps = self.student.steps
+        return steps == 0 or steps in {one.step for one in list_checkpoints(self.run_dir)}
+
+    def save(self) -> None:
+        """Write a checkpoint, after the metrics that it continues."""
+        self.tracker.sync()
+        step, keep = self.student.steps, self.recipe.checkpoint.keep
+        state = self.student.state_dict()
+        state |= {"teacher": self.engine.state_dict(), "watch": self.watch.state_dict()}
+        model, tokenizer = self.engine.model, self.engine.problems.tokenizer
+        save_checkpoint(
+            self.run_dir, step, model, tokenizer, state, keep, self.watch.verified(step)
+        )
+
+    def leave(self, error: Exception) -> RunStopped:
+        """Save the last finished step after an error, unless it is saved, in doubt, or cannot be.
+
+        Returns:
+            The error to raise: what happened, what is safe, and how to go on.
+        """
+        reason = in_words(error)
+        # A step in doubt would push the last good checkpoint out.
+        unfit = isinstance(error, CheckpointNotSaved | WatchFailed)
+        if not unfit and not self.is_saved():
+            try:
+                if self.tracker.last_step < self.student.steps:
+                    self.tracker.log(self.student.steps, self.student.metrics)
+                self.save()
+            except (CheckpointNotSaved, OSError) as second:
+                # The first error is the one to mend, so it leads.
+                reason += (
+                    f"; step {self.student.steps} could not be saved either: {in_words(second)}"
+                )
+        last_right = error.safe_step if isinstance(error, WatchFailed) else self.student.steps
+        return self.how_to_go_on(reason.rstrip("."), last_right)
+
+    def how_to_go_on(self, reason: str, last_right: int) -> RunStopped:
+        """Return the end of a run in one sentence.
+
+        Args:
+            reason: what happened.
+            last_right: the last step that may be continued from.
+        """
+        checkpoints = list_checkpoints(self.run_dir)
+        right = [checkpoint for checkpoint in checkpoints if checkpoint.step <= last_right]
+        if not right:
+            return RunStopped(f"{reason}; no earlier step is saved", None)
+        chosen = right[-1]
+        state, choice = f"is safe in {chosen.path}", ""
+        if doubts := self.watch.doubts(chosen.step):
+            state = f"is saved in {chosen.path}, and {doubts}"
+            verified = [one.step for one in right if one.step <= self.watch.safe_step]
+            choice = f", or with --step {verified[-1]} from a verified one" if verified else ""
+        words = "--resume" if chosen == checkpoints[-1] else f"--resume --step {chosen.step}"
+        return RunStopped(
+            f"{reason}; step {chosen.step} {state}; continue with {words} "
+            f"--output-dir {self.run_dir}{choice}",
+            chosen,
+        )
+
+    def outcome(self) -> Outcome:
+        """Return how the run ended."""
+        steps = self.student.steps
+        interrupted = self.abandoned or steps < self.recipe.trainer.steps
+        return Outcome(self.run_dir, steps, interrupted, self.evaluations, self.stop.signum)
+
+
+@contextmanager
+def open_run(
+    recipe: Recipe,
+    problems: ProblemSet,
+    paths: Mapping[str, Path],
+    run_dir: Path,
+    display: Display,
+    resume: Checkpoint | None = None,
+    begin: Callable[[], None] | None = None,
+) -> Iterator[Run]:
+    """Open a run's models, check all that can be checked before a step, and measure the start.
+
+    Takes the arguments of ``train``, and raises its errors.
+    """
+    check_routing(recipe, problems)
+    stop = StopRequest()
+
+    def status(text: str) -> None:
+        display.status(text)
+        stop.wait_begins()
+
+    for name, count in problems.left_out.items():
+        status(f"{name}: {count} rows of the data are left out (clean)")
+    student_dir = None if resume is None else resume.path
+    with open_engine(recipe, problems, paths, status, student_dir) as engine:
+        student = Student.of_recipe(recipe, engine)
+        stored = {} if resume is None else resume.load()
+        if resume is not None:
+            student.load_state_dict(stored, resume.step)
+            engine.load_state_dict(stored["teacher"])
+        resumed = None if resume is None else resume.step
+        check_room(
+            run_dir,
+            checkpoint_bytes(engine),
+            checkpoints_at_once(recipe, student.steps),
+            resumed,
+        )
+        watch = open_watch(engine, recipe, student.sampler_check is not None, status)
+        if resume is not None:
+            watch.load_state_dict(stored["watch"])
+        if doubts := watch.doubts(student.steps):
+            status(
+                f"warning: {doubts}; the run continues from them. The last verified step is "
+                f"{watch.safe_step} (--resume --step)"
+            )
+        if begin is not None:
+            begin()
+        for path in () if resumed is None else set_newer_aside(run_dir, resumed):
+            status(
+                f"warning: a checkpoint after step {resumed} is now {path}; no run deletes it: "
+                "delete it when you do not need it"
+            )
+        if resumed is not None:
+            tidy(run_dir, recipe.checkpoint.keep, watch.verified(resumed))
+        evaluator = Evaluator.of_recipe(engine, recipe)
+        with Tracker(run_dir, recipe.logging, resumed, status) as tracker, all_cores(engine.model):
+            evaluations = past_evaluations(run_dir)
+            run = Run(
+                *(recipe, run_dir, display, engine, student, watch, evaluator, tracker, stop),
+                evaluations,
+            )
+            run.measure_at_start()
+            yield run
+
+
+def open_watch(
+    engine: Engine,
+    recipe: Recipe,
+    compares_samples: bool,
+    status: Callable[[str], None],
+) -> Watch:
+    """Run the preflight, and return the watch over what it has found.
+
+    Args:
+        engine: the open models.
+        recipe: the recipe that they were opened from.
+        compares_samples: whether a step compares the tokens that the sampler wrote.
+        status: callback for warnings.
+
+    Raises:
+        PreflightError: a check failed, or a teacher gives several answers to one request.
+    """
+    found = preflight(engine, recipe, status)
+    return Watch(
+        engine,
+        recipe.checks,
+        dict(found.probes),
+        SamplerCheck.of_completions(recipe),
+        compares_each_step=compares_samples and recipe.rollout.student_fraction > 0,
+        max_tokens=recipe.rollout.max_tokens,
+    )
+
+
+def in_words(error: Exception) -> str:
+    """Return an error's sentence; for one of the file system what, where and how much room."""
+    return describe(error) if isinstance(error, OSError) else str(error)
+
+
+def checkpoint_bytes(engine: Engine) -> int:
+    """Return the size of a checkpoint: weights, AdamW's two moments, a moving teacher."""
+    moments = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
+    return (
+        tensor_bytes(engine.model.state_dict())
+        + 2 * tensor_bytes(moments)
+        + tensor_bytes(engine.state_dict())
+    )
+
+
+def checkpoints_at_once(recipe: Recipe, done: int) -> int:
+    """Return how many checkpoints are on the disk at most, while one is written."""
+    last, every = recipe.trainer.steps, recipe.checkpoint.every
+    written = sum(step == last or is_due(step, every) for step in range(done + 1, last + 1))
+    return min(recipe.checkpoint.keep + 1, written + (done > 0))
+
+
+def is_measured(recipe: Recipe, step: int) -> bool:
+    """Return whether a step ends with an evaluation."""
+    return step == recipe.trainer.steps or is_due(step, recipe.eval.every)
+
+
+def past_evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Return what a resumed run has measured before, by step."""
+    evaluations = {}
+    for record in read_metrics(run_dir):
+        measured = {
+            name: value for name, value in record.items() if name.startswith(("eval/", "teacher/"))
+        }
+        if measured:
+            evaluations[record["step"]] = measured
+    return evaluations
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return whether something that happens every ``every`` steps happens now; 0 is never."""
+    return every > 0 and step % every == 0

@@ -1,0 +1,390 @@
+"""Write checkpoints that are complete or absent, and check them before anything is loaded.
+
+A checkpoint is written beside the older ones, flushed to the disk, and then renamed. The last file
+of it is ``manifest.json``, with the SHA-256 of every other file.
+"""
+
+import contextlib
+import fnmatch
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prime_composer.backends.hf_model import without_progress_bars
+from prime_composer.local.run_dir.disk import (
+    FULL,
+    NoRoom,
+    describe,
+    free_bytes,
+    naming,
+    os_error,
+    readable,
+    used_bytes,
+)
+
+CHECKPOINTS = "checkpoints"
+MANIFEST = "manifest.json"
+TRAINER_FILE = "trainer.pt"
+
+_LOADED = (
+    *("*.safetensors", "*.bin", "*.index.json", "*config.json", "*token*", "*.model"),
+    *("vocab.*", "merges.txt", "chat_template.*"),
+)
+"""What transformers and vLLM read from a model's directory without being told to."""
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint is not what was saved. The message names the file."""
+
+
+class StrayFile(DamagedCheckpoint):
+    """A checkpoint is whole, and a file that was not saved would be loaded with it."""
+
+
+class CheckpointNotSaved(ValueError):
+    """A checkpoint could not be written. The older ones are as they were."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk.
+
+    Attributes:
+        path: directory with the model in Hugging Face format and the trainer's state.
+        step: finished optimizer steps.
+    """
+
+    path: Path
+    step: int
+
+    def verify(self) -> None:
+        """Check that every file is the one that was saved, and that the folder's name is right.
+
+        Raises:
+            DamagedCheckpoint: one is not.
+        """
+        manifest = self.path / MANIFEST
+        try:
+            saved = json.loads(manifest.read_text(encoding="utf-8"))
+            step, digests = saved["step"], dict(saved["files"])
+        except OSError as error:
+            raise DamagedCheckpoint(describe(error)) from error
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise DamagedCheckpoint(f"{manifest} is not a manifest") from None
+        if step != self.step:
+            raise DamagedCheckpoint(f"{manifest} is that of step {step}, not of step {self.step}")
+        for name, digest in digests.items():
+            file = self.path / name
+            try:
+                right = _sha256(file) == digest
+            except OSError as error:
+                raise DamagedCheckpoint(describe(error)) from error
+            if not right:
+                raise DamagedCheckpoint(f"{file} is not what was saved (its SHA-256 differs)")
+        for name in sorted(_files_of(self.path).keys() - digests.keys() - {MANIFEST}):
+            if _is_loaded(name):
+                raise StrayFile(
+                    f"{self.path / name} was not saved with this checkpoint and would be loaded "
+                    "with it; move it elsewhere"
+                )
+
+    def load(self) -> dict[str, Any]:
+        """Return the trainer's state that was passed to ``save_checkpoint``, and its "step".
+
+        Raises:
+            DamagedCheckpoint: it is that of another step.
+        """
+        file = self.path / TRAINER_FILE
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        if state["step"] != self.step:
+            raise DamagedCheckpoint(
+                f"{file} is the state of step {state['step']}, not of step {self.step}"
+            )
+        return state
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    model: Any,
+    tokenizer: Any,
+    state: dict[str, Any],
+    keep: int,
+    verified: int | None = None,
+) -> Checkpoint:
+    """Write the checkpoint of ``step`` atomically, and delete all but the newest ``keep``.
+
+    A crash at any point leaves the older checkpoints as they were, and at most one ``.tmp``
+    directory, which the next save removes. One that cannot be removed stays.
+
+    Args:
+        run_dir: the run directory.
+        step: finished optimizer steps.
+        model: the student, a transformers model.
+        tokenizer: its tokenizer.
+        state: the trainer's state, as tensors and plain values.
+        keep: checkpoints that remain, at least 1.
+        verified: the newest checkpoint up to this step remains too; None where all are verified.
+
+    Raises:
+        CheckpointNotSaved: the disk is full, or cannot be written.
+    """
+    folder = run_dir / CHECKPOINTS
+    target = folder / _name(step)
+    unfinished = _unused(target, ".tmp")
+    renamed = False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_unfinished(folder)
+        if target.exists():
+            return Checkpoint(target, step)
+        unfinished = _unused(target, ".tmp")
+        unfinished.mkdir()
+        _write(unfinished, step, model, tokenizer, state)
+        os.rename(unfinished, target)
+        renamed = True
+        _flush(folder)
+    except Exception as error:
+        cause = os_error(error)
+        if cause is None:
+            raise
+        if renamed:  # its name may not be on the disk, so that it is no checkpoint to go on from
+            with contextlib.suppress(OSError):
+                os.rename(target, unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        room = ""
+        if cause.errno in FULL:
+            free = free_bytes(folder)
+            room = f" ({readable(tensor_bytes([model.state_dict(), state]))} needed"
+            room += ")" if free is None else f", {readable(free)} free)"
+        raise CheckpointNotSaved(
+            f"the checkpoint of step {step} could not be saved in {folder}{room}: {describe(cause)}"
+        ) from error
+    _delete_old(run_dir, keep, verified)
+    return Checkpoint(target, step)
+
+
+def tidy(run_dir: Path, keep: int, verified: int | None = None) -> None:
+    """Delete what a run left that was killed while it saved: half a checkpoint, or one too many.
+
+    Arguments are those of ``save_checkpoint``, which does the same. Without this, what the last
+    save of a run left would stay. What cannot be removed stays.
+    """
+    with contextlib.suppress(OSError):
+        _remove_unfinished(run_dir / CHECKPOINTS)
+    _delete_old(run_dir, keep, verified)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    for leftover in folder.iterdir():
+        if re.fullmatch(r".*\.tmp(-[0-9]+)?", leftover.name):
+            # Files that are open elsewhere stay on NFS, and another user's stay anywhere.
+            with contextlib.suppress(OSError):
+                remove(leftover)
+
+
+def _delete_old(run_dir: Path, keep: int, verified: int | None) -> None:
+    checkpoints = list_checkpoints(run_dir)
+    right = [one for one in checkpoints if verified is not None and one.step <= verified]
+    for old in checkpoints[:-keep]:
+        if old in right[-1:]:
+            continue
+        with contextlib.suppress(OSError):
+            # Renamed first, so that a half-deleted checkpoint does not look complete.
+            deleted = _unused(old.path, ".tmp")
+            os.rename(old.path, deleted)
+            remove(deleted)
+
+
+def _write(folder: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any]) -> None:
+    """Write all files of a checkpoint and flush them, the manifest last."""
+    with without_progress_bars():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # Through a file of Python's, an error keeps the operating system's reason.
+    with open(folder / TRAINER_FILE, "wb") as file:
+        torch.save({**state, "step": step}, file)
+    files = _files_of(folder)
+    for path in files.values():
+        _flush(path)
+    digests = {name: _sha256(path) for name, path in sorted(files.items())}
+    path, manifest = folder / MANIFEST, {"step": step, "files": digests}
+    path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    _flush(path)
+    _flush(folder)
+
+
+def tensor_bytes(values: Any) -> int:
+    """Return the bytes of all tensors in nested dicts and lists. A shared tensor counts once."""
+    found: dict[int, int] = {}
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[value.data_ptr()] = value.nbytes
+        elif isinstance(value, dict):
+            for inner in value.values():
+                add(inner)
+        elif isinstance(value, list | tuple):
+            for inner in value:
+                add(inner)
+
+    add(values)
+    return sum(found.values())
+
+
+def check_room(run_dir: Path, size: int, count: int, resumed: int | None = None) -> None:
+    """Check that the disk has room for the checkpoints of a run.
+
+    Args:
+        run_dir: the run directory. What its checkpoints use counts as free, for they are deleted.
+        size: bytes of one checkpoint.
+        count: checkpoints that are on the disk at once.
+        resumed: the step that the run continues from. Newer checkpoints are set aside and stay.
+
+    Raises:
+        NoRoom: it has not. A disk that does not say how much is free is not refused.
+    """
+    free = free_bytes(run_dir)
+    if free is None:
+        return
+    room = free + sum(
+        used_bytes(checkpoint.path)
+        for checkpoint in list_checkpoints(run_dir)
+        if resumed is None or checkpoint.step <= resumed
+    )
+    if room < size * count:
+        raise NoRoom(
+            f"{run_dir}: the checkpoints of this run need {readable(size * count)} "
+            f"({count} of {readable(size)} at once), and the disk has room for {readable(room)}; "
+            "free some, name an --output-dir on another disk, or lower checkpoint.keep"
+        )
+
+
+def list_checkpoints(run_dir: str | os.PathLike[str]) -> list[Checkpoint]:
+    """Return the complete checkpoints of a run, oldest first, whole or damaged."""
+    checkpoints = []
+    for path in (Path(run_dir) / CHECKPOINTS).glob("step_*"):
+        digits = path.name.removeprefix("step_")
+        if re.fullmatch("[0-9]+", digits) and path.name == _name(int(digits)) and path.is_dir():
+            checkpoints.append(Checkpoint(path, int(digits)))
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+
+
+def whole_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
+    """Return a checkpoint that is as it was saved.
+
+    Args:
+        run_dir: the run directory, with at least one checkpoint.
+        step: its step; None: the newest.
+
+    Raises:
+        DamagedCheckpoint: it is damaged, or not there. The message names the newest one that is
+            whole.
+    """
+    chosen = find_checkpoint(run_dir, step)
+    try:
+        chosen.verify()
+    except StrayFile:  # whose sentence has its remedy
+        raise
+    except DamagedCheckpoint as error:
+        others = [other for other in list_checkpoints(run_dir) if other != chosen]
+        raise DamagedCheckpoint(f"{error}; {_remedy(others)}") from error
+    return chosen
+
+
+def find_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
+    """Return a checkpoint without reading it. Arguments are those of ``whole_checkpoint``.
+
+    Raises:
+        DamagedCheckpoint: it is not there.
+    """
+    checkpoints = list_checkpoints(run_dir)
+    for checkpoint in reversed(checkpoints):
+        if step in (None, checkpoint.step):
+            return checkpoint
+    steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
+    raise DamagedCheckpoint(f"{run_dir} has no checkpoint of step {step}; it has {steps}")
+
+
+def _remedy(others: list[Checkpoint]) -> str:
+    for checkpoint in reversed(others):
+        go_on = f"continue from it with --resume --step {checkpoint.step}"
+        try:
+            checkpoint.verify()
+            return f"step {checkpoint.step} is the newest that is whole: {go_on}"
+        except StrayFile as error:
+            return f"{error}, and {go_on}"
+        except DamagedCheckpoint:
+            continue
+    return "no other checkpoint of this run is whole; start a new run"
+
+
+def set_newer_aside(run_dir: Path, step: int) -> list[Path]:
+    """Rename the checkpoints after ``step``, so that the run which continues from it replaces them.
+
+    Returns:
+        Their new names.
+    """
+    renamed = []
+    for checkpoint in list_checkpoints(run_dir):
+        if checkpoint.step > step:
+            path = _unused(checkpoint.path, ".aside")
+            os.rename(checkpoint.path, path)
+            renamed.append(path)
+    return renamed
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a directory, or a link but not what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _unused(path: Path, suffix: str) -> Path:
+    """Return ``path`` with a suffix, and with a number after it where that name is taken."""
+    number, candidate = 1, path.with_name(f"{path.name}{suffix}")
+    while os.path.lexists(candidate):
+        number += 1
+        candidate = path.with_name(f"{path.name}{suffix}-{number}")
+    return candidate
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    return {
+        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def _is_loaded(name: str) -> bool:
+    """Return whether a file of this name in a model's directory is loaded with the model."""
+    folder, _, file = name.rpartition("/")
+    if folder:
+        return folder == "additional_chat_templates"
+    return not file.startswith(".") and any(fnmatch.fnmatchcase(file, like) for like in _LOADED)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with naming(path):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,95 @@
+"""Say what the operating system refused, and whether a disk has room for a run."""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+REMEDIES = {
+    errno.ENOSPC: "free some room, or use another disk",
+    errno.EDQUOT: "free some of the quota, or use another disk",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+    errno.EROFS: "name a directory that can be written",
+    errno.EACCES: "name a directory that this user may write",
+    errno.EPERM: "name a directory that this user may write",
+    errno.ENAMETOOLONG: "name a shorter one",
+    errno.ENOTDIR: "a part of this path is a file; name another directory",
+    errno.EEXIST: "name a directory, not a file",
+}
+
+
+class NoRoom(ValueError):
+    """The disk has no room for the checkpoints of a run."""
+
+
+def os_error(error: BaseException) -> OSError | None:
+    """Return the operating system's error that torch or safetensors wrapped into their own.
+
+    Returns:
+        The error itself where it is an ``OSError``; None where no such error is behind it.
+    """
+    if isinstance(error, OSError):
+        return error
+    if isinstance(error, ValueError):  # ours, which may quote such a message
+        return None
+    if match := re.search(r"\(os error (\d+)\)", str(error)):
+        number = int(match[1])
+        return OSError(number, os.strerror(number))
+    if "inline_container" in str(error) and isinstance(error.__context__, OSError):
+        return error.__context__
+    return None
+
+
+def describe(error: OSError) -> str:
+    """Return an error of the operating system as one sentence: path, reason, remedy."""
+    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None]
+    reason = error.strerror or str(error) or type(error).__name__
+    where = f"{' -> '.join(_shortened(name) for name in names)}: " if names else ""
+    remedy = REMEDIES.get(error.errno or 0)
+    return f"{where}{reason}" + (f"; {remedy}" if remedy else "")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within the block, let the system's errors name this file; those of open files name none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= 200 else f"{name[:120]}...{name[-60:]}"
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Return the free room of the disk that holds ``folder``; None where it does not say."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return None
+    return usage.free if usage.total else None
+
+
+def used_bytes(folder: Path) -> int:
+    """Return the sizes of all files under ``folder``, added up; 0 where there is none."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
+
+
+def readable(size: int) -> str:
+    """Format a number of bytes."""
+    value, unit = float(size), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,178 @@
+"""Refuse models that do not fit a recipe before any of them is built or loaded."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prime_composer.backends.hf_model import ModelUnavailable
+from prime_composer.backends.model_files import (
+    has_tokenizer,
+    missing_folder,
+    why_not_on_hub,
+)
+from prime_composer.recipe.backends import backend_of
+from prime_composer.recipe.prepare import PrepareConfig, RoundedConfig
+from prime_composer.recipe.routing import Routing
+from prime_composer.recipe.schema import ModelConfig, Recipe, RecipeError
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""The file of unsharded weights. A sharded model has an index beside its parts."""
+
+
+def check_models(recipe: Recipe, hub: bool = True) -> None:
+    """Check that each model of a run on this machine is there, whole, and long enough.
+
+    No weights are read. Teachers on servers are left alone.
+
+    Args:
+        recipe: the recipe.
+        hub: whether to refuse hub ids that are not cached where the hub does not answer.
+
+    Raises:
+        RecipeError: a model does not fit; the message names table, path and what is missing.
+    """
+    for table, config, backend in local_models(recipe):
+        longest = recipe.rollout.max_model_len if backend_of(backend).within_positions else 0
+        if isinstance(config.prepare, PrepareConfig):
+            limit: int | None = config.prepare.max_position_embeddings
+            origin = f"[{table}.prepare]"
+        else:
+            origin, model = existing_model(table, config)
+            reason = why_unfit(model, table, hub)
+            if reason is not None:
+                raise RecipeError(f"{origin} {reason}")
+            limit = positions(Path(model))
+        if limit is not None and limit < longest:
+            raise RecipeError(
+                f"{origin} has {limit} positions and rollout.max_model_len is {longest}, which "
+                f"{backend} refuses: set it to at most {limit}"
+            )
+
+
+def existing_model(table: str, config: ModelConfig) -> tuple[str, str]:
+    """Return the key that names an existing model, with its value as written, and the model."""
+    if isinstance(config.prepare, RoundedConfig):
+        return f"[{table}.prepare] from = {config.prepare.source!r}", config.prepare.source
+    assert config.model is not None
+    return f"[{table}] model = {config.model!r}", config.model
+
+
+def why_unfit(model: str, table: str, hub: bool) -> str | None:
+    """Return why a model that is named in a recipe cannot be loaded, as far as its files show."""
+    folder = Path(model)
+    if not folder.is_dir():
+        reason = missing_folder(model)
+        if reason is None and hub:
+            reason = why_not_on_hub(model)
+            return None if reason is None else f"cannot be loaded: {reason}"
+        return reason
+    reason = what_is_missing(folder)
+    if reason is None and table == "student" and not has_tokenizer(folder):
+        reason = "has no tokenizer (tokenizer.json and tokenizer_config.json)"
+    return reason
+
+
+def what_is_missing(folder: Path) -> str | None:
+    """Return what a folder lacks to be a model in Hugging Face format; None where it is whole.
+
+    The names and sizes of the files are compared, not their weights.
+    """
+    config = _read_json(folder / "config.json")
+    if config is None:
+        there = (folder / "config.json").exists()
+        return "has a config.json that is no JSON object" if there else "has no config.json"
+    files = [folder / name for name in WEIGHTS if (folder / name).exists()]
+    if not files:
+        indexes = [path for name in WEIGHTS if (path := folder / f"{name}.index.json").exists()]
+        if not indexes:
+            return "has no weights (model.safetensors, or its parts and their index)"
+        parts = (_read_json(indexes[0]) or {}).get("weight_map")
+        if not isinstance(parts, dict) or not parts:
+            return f"has an index of weights, {indexes[0].name}, that names no file"
+        names = sorted({str(name) for name in parts.values()})
+        absent = [name for name in names if not (folder / name).is_file()]
+        if absent:
+            return f"lacks {len(absent)} of its {len(names)} files of weights, such as {absent[0]}"
+        files = [folder / name for name in names]
+    for file in files:
+        if file.suffix == ".safetensors" and not _is_whole(file):
+            return f"has only a part of {file.name}; copy it again"
+    return None
+
+
+def positions(folder: Path) -> int | None:
+    """Return how many positions a model has; None where its config scales or does not say them."""
+    config: Any = _read_json(folder / "config.json") or {}
+    config = config.get("text_config", config)
+    if any(_scales(config.get(name)) for name in ("rope_scaling", "rope_parameters")):
+        return None
+    limit = config.get("max_position_embeddings")
+    return limit if isinstance(limit, int) else None
+
+
+def _scales(rope: Any) -> bool:
+    """Return whether a table of rotary positions may lengthen the context.
+
+    Its type is under ``rope_type``, or under ``type`` in older configs. A model may have one table
+    per kind of layer. What has a factor and no known type counts as scaled.
+    """
+    if not isinstance(rope, dict):
+        return rope is not None
+    typed = any(rope.get(name, "default") != "default" for name in ("rope_type", "type"))
+    inner = [table for table in rope.values() if isinstance(table, dict)]
+    return typed or "factor" in rope or any(map(_scales, inner))
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _is_whole(file: Path) -> bool:
+    """Return whether a safetensors file is as long as its header says."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np"):
+            return True
+    except SafetensorError:
+        return False
+
+
+def local_models(recipe: Recipe) -> Iterator[tuple[str, ModelConfig, str]]:
+    """Yield table, config and backend of the student, and of the teachers that are no servers."""
+    yield "student", recipe.student, recipe.rollout.backend
+    if not recipe.asks_teacher:
+        return
+    for teacher, config in Routing.of_recipe(recipe).teachers.items():
+        backend = config.backend or recipe.rollout.backend
+        if config.url is None and not backend_of(backend).serves:
+            yield teacher.table, config, backend
+
+
+def warnings_of_paths(recipe: Recipe) -> list[str]:
+    """Return a warning for each path that is no folder here; another machine may have it."""
+    named = [
+        existing_model(table, config)
+        for table, config, _ in local_models(recipe)
+        if not isinstance(config.prepare, PrepareConfig)
+    ]
+    return [
+        f"warning: {origin} {reason}"
+        for origin, model in named
+        if (reason := missing_folder(model)) is not None
+    ]
+
+
+@contextmanager
+def in_table(table: str) -> Iterator[None]:
+    """Within the block, add the recipe's table to the message of a model that does not load."""
+    try:
+        yield
+    except ModelUnavailable as error:
+        raise ModelUnavailable(f"[{table}] {error}") from error

@@ -1,0 +1,295 @@
+"""Describe and check a run on this machine, without running or writing anything."""
+
+from collections import Counter
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from prime_composer.backends.hf_model import load_tokenizer, read_config
+from prime_composer.backends.protocols import Limits
+from prime_composer.local.preflight import (
+    binding,
+    check_context,
+    check_hinted_prompts,
+    check_lengths,
+    check_objective,
+    check_routing,
+    naming,
+    route,
+    sampling_warnings,
+)
+from prime_composer.local.run_dir.model_check import check_models
+from prime_composer.local.sources import Sources
+from prime_composer.local.tokenized_problems import TokenizedProblems
+from prime_composer.local.tracker import import_wandb
+from prime_composer.losses import LossConfig, setup_loss_fn
+from prime_composer.losses.shared.modifiers import resolve
+from prime_composer.problems.loading import ProblemSet
+from prime_composer.problems.metrics import TITLES, require_library, signature
+from prime_composer.recipe.backends import backend_of
+from prime_composer.recipe.routing import Routing, TeacherId
+from prime_composer.recipe.schema import (
+    EvalConfig,
+    ModelConfig,
+    Recipe,
+    RolloutConfig,
+    TeacherConfig,
+    TrainerConfig,
+)
+from prime_composer.step.replay import read_pairs
+from prime_composer.teachers.compatibility import check_tokenizers, check_vocabularies
+from prime_composer.teachers.policy import PolicyTeacher
+from prime_composer.tiny_models.cache import cached_path
+
+EXTRAS = (
+    "pip install 'prime-composer[local]' on a CPU machine, 'prime-composer[gpu]' on a GPU machine"
+)
+"""Pip lines of the one-machine engine."""
+
+
+def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
+    """Check what ``train`` checks before its first step, as far as no engine has to be opened for
+    it.
+
+    Prompts, hints, solutions and vocabularies are compared with the contexts where the tokenizers
+    are in a directory on this machine. Servers are not contacted, and nothing is downloaded.
+
+    Args:
+        recipe: the recipe.
+        problems: its problems.
+
+    Returns:
+        Lines that describe the run.
+
+    Raises:
+        ImportError: a library that the run needs is missing.
+        ValueError: the run would stop before its first step, for this reason.
+    """
+    check_models(recipe, hub=False)
+    check_routing(recipe, problems)
+    check_objective(recipe)
+    routing = Routing.of_recipe(recipe)
+    require_libraries(recipe, routing)
+    teachers = {teacher.table: config for teacher, config in routing.teachers.items()}
+    models: dict[str, ModelConfig] = {"student": recipe.student, **teachers}
+    folders = {table: local_folder(model, problems) for table, model in models.items()}
+    lines = [f"{table}: {describe_model(model, folders[table])}" for table, model in models.items()]
+    if recipe.teacher is not None and recipe.teacher.policy is not None:
+        policy = recipe.teacher.policy
+        lines.append(
+            f"teacher: the policy itself, with the hint {policy.hint!r}; weights: {policy.update}"
+        )
+    lines += describe_loss(recipe.loss)
+    if recipe.loss.reads_hidden_states:
+        lines += describe_hidden_states(
+            recipe.trainer, recipe.rollout.max_tokens, routing.teachers, folders
+        )
+    lines += describe_data(problems, routing if recipe.teachers and recipe.asks_teacher else None)
+    lines += describe_steps(recipe.trainer, recipe.rollout, recipe.eval)
+    lines += check_sequences(recipe, problems, routing, folders)
+    return lines + [f"warning: {warning}" for warning in sampling_warnings(recipe.rollout)]
+
+
+def require_libraries(recipe: Recipe, routing: Routing) -> None:
+    """Raise where a library that the run would import is not installed.
+
+    Raises:
+        ImportError: naming all of them and the pip lines.
+        ValueError: W&B, or the library of a metric, is missing.
+    """
+    student = recipe.rollout.backend
+    backends = {student}
+    if recipe.asks_teacher:
+        backends |= {teacher.runs_on(student) for teacher in routing.teachers.values()}
+    libraries = {"transformers", "rich", "matplotlib"}
+    libraries |= {library for name in backends for library in backend_of(name).libraries}
+    libraries |= {"tensorboard"} if recipe.logging.tensorboard else set()
+    missing = sorted(name for name in libraries if find_spec(name) is None)
+    if missing:
+        raise ImportError(f"this recipe needs {', '.join(missing)}: {EXTRAS}")
+    for data in recipe.problem_sources.values():
+        require_library(data.metric)
+    if recipe.eval.temperatures:
+        require_library("bleu", "[eval] temperatures")
+    if recipe.logging.wandb is not None:
+        import_wandb()
+
+
+def local_folder(model: ModelConfig, problems: ProblemSet) -> Path | None:
+    """Return a model's directory; None for one that is not on this machine yet."""
+    if model.prepare is not None:
+        return cached_path(model.prepare, problems)
+    folder = Path(str(model.model))
+    return folder if folder.is_dir() else None
+
+
+def describe_model(model: ModelConfig, folder: Path | None) -> str:
+    """Return a model's origin, and whether it is on this machine."""
+    if model.prepare is None:
+        return f"{folder}" if folder else f"{model.model} (hub id, loaded when the run starts)"
+    if folder is not None:
+        return f"prepared, cached in {folder}"
+    return f"to be prepared now: {model.prepare.work}"
+
+
+def describe_loss(loss: LossConfig) -> list[str]:
+    """Return the loss with its channels and needs, and K."""
+    lines = []
+    for section, (part, needs) in loss.needs_by_section().items():
+        needed = ", ".join(sorted(needs)) or "nothing more"
+        lines.append(f"[{section}] {part.type}: needs {needed}")
+    if loss.support is not None:
+        size = "the whole vocabulary" if loss.support.k == "full" else f"K = {loss.support.k}"
+        lines.append(f"support: {size}, chosen by the {loss.support.chosen_by}")
+    return lines
+
+
+def describe_hidden_states(
+    trainer: TrainerConfig,
+    max_tokens: int,
+    teachers: Mapping[TeacherId, TeacherConfig],
+    folders: Mapping[str, Path | None],
+) -> list[str]:
+    """Return one line per teacher on this machine on the size of its hidden states and head."""
+    lines = []
+    for teacher, config in teachers.items():
+        folder = folders[teacher.table]
+        if folder is None:
+            continue
+        sizes = read_config(folder).get_text_config()
+        bytes_each = 4 if (config.dtype or trainer.dtype) == "float32" else 2
+        per_token = sizes.hidden_size * bytes_each
+        head = per_token * sizes.vocab_size
+        step = per_token * trainer.batch_size * max_tokens
+        lines.append(
+            f"[{teacher.table}] hidden states: {per_token:,} bytes per token, at most "
+            f"{step / 1e6:,.1f} MB per step; output head {sizes.vocab_size:,} x "
+            f"{sizes.hidden_size:,}, {head / 1e6:,.1f} MB"
+        )
+    return lines
+
+
+def describe_data(problems: ProblemSet, routing: Routing | None) -> list[str]:
+    """Return the number of problems of each environment, and who scores them.
+
+    Args:
+        problems: of the recipe.
+        routing: which teachers score which environments; None where that is not to be said.
+    """
+    practice = Counter(problem.environment for problem in problems.practice)
+    held_out = Counter(problem.environment for problem in problems.held_out)
+
+    def scored_by(name: str) -> str:
+        if routing is None:
+            return ""
+        shares = routing.of_environment(name).items()
+        return f"; scored by {' + '.join(f'{w:g} {t.name}' for t, w in shares)}"
+
+    lines = []
+    for name, data in problems.sources.items():
+        line = f"{name}: {practice[name]} problems to train on, {held_out[name]} held out"
+        if name in problems.left_out:
+            line += f", {problems.left_out[name]} rows left out (clean)"
+        if data.graded:
+            line += f"; {TITLES[data.metric]}, {signature(data.metric)}"
+        line += scored_by(name)
+        if routing is not None and data.teacher_key is not None:
+            line += f", or by the teacher that a row names in {data.teacher_key!r}"
+        lines.append(line)
+    by_id = problems.by_id if isinstance(problems, Sources) else {}
+    return lines + [
+        f"{name}: {practice[name]} tasks of {environment.id} to train on, {held_out[name]} to "
+        f"evaluate{scored_by(name)}"
+        for name, environment in by_id.items()
+    ]
+
+
+def describe_steps(
+    trainer: TrainerConfig, rollout: RolloutConfig, evaluation: EvalConfig
+) -> list[str]:
+    """Return steps, batches, the token budget, and what happens between the steps."""
+    prompts = trainer.batch_size // rollout.group_size
+    rollouts = trainer.steps * trainer.batch_size
+    every = f"every {evaluation.every} steps" if evaluation.every else "before and after training"
+    lines = [
+        f"rollouts: {rollout.backend}, at most {rollout.max_tokens} new tokens each",
+        f"steps: {trainer.steps} of {prompts} prompts x {rollout.group_size} rollouts; "
+        f"{rollouts:,} rollouts, at most {rollouts * rollout.max_tokens:,} new tokens",
+        f"evaluation: {every}, {evaluation.size} problems, {evaluation.kl_size} for the reverse KL",
+    ]
+    if evaluation.temperatures:
+        values = ", ".join(f"{temperature:g}" for temperature in evaluation.temperatures)
+        lines.append(f"diversity: {evaluation.samples} answers to each of them at T = {values}")
+    return lines
+
+
+def check_sequences(
+    recipe: Recipe, problems: ProblemSet, routing: Routing, folders: Mapping[str, Path | None]
+) -> list[str]:
+    """Check all that needs tokenizers, as far as they are on this machine.
+
+    Returns:
+        The longest prompt, and warnings.
+
+    Raises:
+        ValueError: a sequence, a vocabulary, a special token or the file of pairs does not fit.
+    """
+    folder = folders["student"]
+    tokenizer = None if folder is None else load_tokenizer(folder)
+    if folder is None or tokenizer is None:
+        return ["prompt lengths: not checked, the student's tokenizer is not on this machine yet"]
+    tokenized, rollout = TokenizedProblems(problems, tokenizer), recipe.rollout
+    setup_loss_fn(resolve(recipe.loss, tokenizer))
+    if recipe.replay.path is not None:
+        read_pairs(recipe.replay.path, problems.sources, tokenizer)
+    prompts = [tokenized.prompt(problem) for problem in problems.practice]
+    check_context(prompts, rollout.max_tokens, sampler=context(rollout.backend, rollout))
+    student = read_config(folder).get_text_config()
+    teacher = recipe.teacher
+    if teacher is not None and teacher.policy is not None and teacher.on_overflow == "error":
+        # The weights are not read: "live" copies none.
+        live = teacher.policy.model_copy(update={"update": "live"})
+        policy = PolicyTeacher(live, problems.sources, nn.Module(), tokenizer)
+        positions = student.max_position_embeddings
+        check_hinted_prompts(policy, problems.practice, rollout, positions)
+    longest = max(len(ids) for ids in prompts)
+    lines = [
+        f"longest prompt: {longest} tokens, {longest + rollout.max_tokens} with a full completion; "
+        f"the context is {rollout.max_model_len}"
+    ]
+    scored_problems = route(routing, problems.practice)
+    for scorer, config in routing.teachers.items() if recipe.asks_teacher else ():
+        limits = context(config.runs_on(rollout.backend), rollout)
+        limits = binding(limits, config.on_overflow)
+        support_size, _ = recipe.loss.asked_of_teacher
+        with naming(scorer, among=routing.teachers):
+            check_lengths(tokenized, scored_problems[scorer], rollout, limits, scorer)
+            lines += compare_with_teacher(
+                tokenizer, student.vocab_size, folders[scorer.table], support_size
+            )
+    return lines
+
+
+def compare_with_teacher(
+    tokenizer: Any, vocab_size: int, folder: Path | None, support_size: int | Literal["full"]
+) -> list[str]:
+    """Compare the student's tokenizer and head with those of a teacher's directory, if it is here.
+
+    Raises:
+        PreflightError: they differ in a way that training cannot bridge.
+    """
+    teacher_tokenizer = None if folder is None else load_tokenizer(folder)
+    if folder is None or teacher_tokenizer is None:
+        return []
+    limits = Limits(vocab_size=read_config(folder).get_text_config().vocab_size)
+    warnings = check_tokenizers(tokenizer, teacher_tokenizer)
+    warnings += check_vocabularies(vocab_size, limits, len(tokenizer), support_size)
+    return [f"warning: {warning}" for warning in warnings]
+
+
+def context(backend: str, config: RolloutConfig) -> Limits:
+    """Return the context that the recipe gives a backend. A server has one of its own."""
+    return Limits(None if backend_of(backend).serves else config.max_model_len)

@@ -1,0 +1,136 @@
+"""The student in training: weights, optimizer, loss."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from prime_composer.backends.cpu_guard import return_freed_memory
+from prime_composer.local.engine import Engine
+from prime_composer.local.health import WeightCheck
+from prime_composer.losses import setup_loss_fn
+from prime_composer.losses.bound import Objective
+from prime_composer.losses.shared.modifiers import resolve
+from prime_composer.recipe.schema import Recipe, TrainerConfig
+from prime_composer.step.batch import Batch
+from prime_composer.step.gradients import NonFiniteLoss, accumulate_gradients
+from prime_composer.step.mismatch import Mismatch, SamplerCheck
+
+
+@dataclass
+class Student:
+    """What the optimizer changes from step to step.
+
+    Attributes:
+        model: the student.
+        config: the recipe's ``[trainer]``.
+        loss: the recipe's loss.
+        reference: the frozen policy of the replay channel's loss, where that loss needs one.
+        sampler_check: how far the sampler may be from the student; None where they compute
+            different distributions.
+        steps: finished steps.
+        metrics: of the last finished step.
+    """
+
+    model: nn.Module
+    config: TrainerConfig
+    loss: Objective
+    reference: nn.Module | None = None
+    sampler_check: SamplerCheck | None = None
+    steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=self.config.lr,
+            betas=self.config.betas,
+            weight_decay=self.config.weight_decay,
+            fused=True,
+        )
+        self.weight_check = WeightCheck.of_model(self.model)
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, engine: Engine) -> "Student":
+        """Return the student of an open engine, before the first step."""
+        return cls(
+            engine.model,
+            recipe.trainer,
+            setup_loss_fn(resolve(recipe.loss, engine.problems.tokenizer)),
+            engine.reference,
+            SamplerCheck.of_recipe(recipe),
+        )
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """Update the weights on one batch.
+
+        Returns:
+            The loss and its metrics, "grad_norm" before clipping, and "lr".
+
+        Raises:
+            SamplerMismatch: the sampler's probabilities are not the student's. The weights are
+                unchanged.
+            NonFiniteLoss: the loss or its gradient is NaN or infinite. The weights are unchanged.
+            ExplodedWeights: the weights are not finite any more, or far too large.
+        """
+        lr = self.config.lr * lr_factor(self.config, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        mismatch = None if self.sampler_check is None else Mismatch(self.sampler_check)
+        return_freed_memory(self.model)
+        metrics = accumulate_gradients(
+            self.model, self.loss, batch, self.config, step, self.reference, mismatch
+        )
+        if mismatch is not None:
+            metrics |= mismatch.result(step)
+        grad_norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.config.max_grad_norm
+        )
+        if not torch.isfinite(grad_norm):
+            # A finite loss may have such a gradient. Weights are not to be saved after it.
+            raise NonFiniteLoss(
+                f"step {step}: the gradient of the loss {self.loss.config.type!r} is "
+                f"{float(grad_norm)}; training stops here"
+            )
+        self.optimizer.step()
+        self.weight_check.check(self.model, step)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss.end_step()
+        self.steps = step
+        self.metrics = metrics | {"grad_norm": float(grad_norm), "lr": lr}
+        return self.metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that changes but the weights, which a checkpoint stores as a model.
+
+        torch's random state is not part of it. Every draw of a run has a generator of its own,
+        whose seed the recipe and the step decide.
+        """
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "loss": self.loss.state_dict(),
+            "norms": self.weight_check.norms,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Restore what ``state_dict`` returned after a step."""
+        self.steps = step
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.loss.load_state_dict(state["loss"])
+        self.weight_check = WeightCheck(state["norms"])
+
+
+def lr_factor(config: TrainerConfig, step: int) -> float:
+    """Return the learning rate of a step (from 1) as a share of the peak.
+
+    After a linear warm-up the schedule decays to 0. The first step of the decay is at the peak. The
+    schedule would reach 0 one step after the last.
+    """
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    done = (step - config.warmup_steps - 1) / max(1, config.steps - config.warmup_steps)
+    return 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))

@@ -1,0 +1,279 @@
+"""Watch whether teachers and sampler are still those of the run's start.
+
+A teacher's weights are fixed, so it scores the preflight's probe with the same numbers throughout.
+The sampler's weights are the student's, so its log-probs of the tokens that it samples are those of
+the student. It is asked at temperature 1 and top-p 1, for runs that sample in another way. In the
+others every step compares its own tokens (``step.mismatch``), and the sampler is only asked before
+its rollouts are evaluated or its policy is saved.
+
+What this does not see: a fault that is gone when the probe is sent; a teacher that is wrong for
+some sequences and right for the probe; and a model that scores the probe like the first one, within
+the tolerance of the dtype.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from prime_composer.backends.protocols import Rollout, SamplingParams, Scorer
+from prime_composer.contract import Scores
+from prime_composer.local.engine import Engine
+from prime_composer.local.preflight import PROBE_TOKENS, TOLERANCES, Probe
+from prime_composer.recipe.routing import TeacherId
+from prime_composer.recipe.schema import ChecksConfig
+from prime_composer.recipe.urls import public_url
+from prime_composer.samplers.registry import BackendSpec
+from prime_composer.step.batch import Sample
+from prime_composer.step.mismatch import Mismatch, SamplerCheck
+from prime_composer.step.student_forward import autocast, student_inputs
+from prime_composer.teachers.compatibility import PreflightError
+from prime_composer.teachers.watch import COMPARED_IDS, largest_difference
+
+SAMPLER_PROMPTS = 16
+"""Prompts that the sampler continues by ``PROBE_TOKENS`` tokens each."""
+
+CROWD = 16
+"""Copies of the probe in one call, to see how far a server's numbers depend on its batches."""
+
+
+class WatchFailed(ValueError):
+    """A teacher or the sampler no longer answers as at the start of the run.
+
+    Attributes:
+        safe_step: finished steps that are known to have had right answers. Later ones may not have.
+    """
+
+    def __init__(self, message: str, safe_step: int):
+        super().__init__(message)
+        self.safe_step = safe_step
+
+
+@dataclass
+class Watch:
+    """The probes of a run, and what is known about its steps.
+
+    Attributes:
+        engine: the open models.
+        checks: the recipe's ``[checks]``.
+        probes: each teacher's probe with the scores of the run's start.
+        sampler_check: how far the sampler may be from the student.
+        compares_each_step: whether every step compares the sampler's own tokens.
+        max_tokens: tokens that the sampler is asked for per prompt.
+        safe_step: finished steps at the time of the last right answers of everyone.
+        tolerances: largest difference of a teacher's log-prob, in nats.
+
+    Raises:
+        PreflightError: a teacher gives several answers to one request.
+    """
+
+    engine: Engine
+    checks: ChecksConfig
+    probes: dict[TeacherId, Probe]
+    sampler_check: SamplerCheck
+    compares_each_step: bool
+    max_tokens: int = PROBE_TOKENS
+    safe_step: int = 0
+    tolerances: dict[TeacherId, float] = field(init=False)
+    _reconnections: dict[TeacherId | None, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tolerances = {
+            teacher: self.checks.tolerance or tolerance(self.engine, teacher, probe)
+            for teacher, probe in self.probes.items()
+        }
+        self._lost_connections()
+
+    def check(self, step: int, before_use: bool = False) -> None:
+        """Ask everyone where it is due, or whose connection was lost.
+
+        Due are the steps of ``checks.every``, and each one before its weights are saved or
+        measured. Nobody is asked twice at one step.
+
+        Args:
+            step: finished steps.
+            before_use: the step is about to be saved or measured.
+
+        Raises:
+            WatchFailed: an answer is another one.
+        """
+        lost, every = self._lost_connections(), self.checks.every
+        due = every > 0 and step > self.safe_step and (before_use or step % every == 0)
+        teachers = [teacher for teacher in self.probes if due or teacher in lost]
+        for teacher in teachers:
+            self._check_teacher(teacher)
+        if None in lost or (due and (before_use or not self.compares_each_step)):
+            self._check_sampler()
+        everyone = len(teachers) == len(self.probes) and (None in lost or self.compares_each_step)
+        if due or (lost and everyone):
+            self.safe_step = step
+
+    def doubts(self, step: int) -> str:
+        """Return a sentence about finished steps that are not verified; "" without any.
+
+        With ``checks.every = 0`` nothing is verified. Teachers in this process are not exchanged,
+        so that none of them is in doubt.
+
+        Args:
+            step: finished steps.
+        """
+        served = any(self.engine.teacher_specs[name].serves for name in self.probes)
+        may_change = served or not self.compares_each_step
+        if self.checks.every == 0 or step <= self.safe_step or not may_change:
+            return ""
+        first = self.safe_step + 1
+        steps = f"step {step} is" if first == step else f"steps {first} to {step} are"
+        return f"{steps} not verified, since teachers and sampler were not asked after that"
+
+    def verified(self, step: int) -> int | None:
+        """Return the last verified step where ``step`` is in doubt; None where it is not."""
+        return self.safe_step if self.doubts(step) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the probes and their scores, as tensors and plain values for a checkpoint."""
+        return {
+            "safe_step": self.safe_step,
+            "teachers": {
+                teacher.table: {
+                    "token_ids": probe.rollout.token_ids,
+                    "start": probe.rollout.start,
+                    "own": probe.scores.ref_logprobs,
+                    "support_ids": probe.scores.token_ids[:, :COMPARED_IDS].clone(),
+                    "support": probe.scores.teacher_logprobs[:, :COMPARED_IDS].clone(),
+                }
+                for teacher, probe in self.probes.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the probes of the run's start from a checkpoint, and send them at once.
+
+        Args:
+            state: what ``state_dict`` returned.
+
+        Raises:
+            WatchFailed: a teacher is not the one that the run was started with.
+        """
+        # A teacher that is right now may have been another one before the checkpoint.
+        self.safe_step = state["safe_step"]
+        for teacher in self.probes:
+            if teacher.table in state["teachers"]:
+                self.probes[teacher] = stored_probe(state["teachers"][teacher.table])
+                self._check_teacher(teacher)
+
+    def _lost_connections(self) -> set[TeacherId | None]:
+        """Return who was reconnected since the last call; None stands for the sampler."""
+        counts: dict[TeacherId | None, int] = {None: reconnections(self.engine.sampler)}
+        for teacher, scorer in self._scorers().items():
+            counts[teacher] = reconnections(scorer)
+        lost = {name for name, count in counts.items() if count > self._reconnections.get(name, 0)}
+        self._reconnections = counts
+        return lost
+
+    def _scorers(self) -> Mapping[TeacherId, Scorer]:
+        return {} if self.engine.teachers is None else self.engine.teachers.scorers
+
+    def _check_teacher(self, teacher: TeacherId) -> None:
+        probe, limit = self.probes[teacher], self.tolerances[teacher]
+        (scores,) = self._scorers()[teacher].score([probe.rollout], compared_ids(probe))
+        difference = largest_difference(probe.scores, scores)
+        if not difference <= limit:
+            spec = self.engine.teacher_specs[teacher]
+            half = spec.serves and limit < TOLERANCES["bfloat16"]
+            dtype = "say so with `dtype` in that table if it computes in half precision, or "
+            raise WatchFailed(
+                f"[{teacher.table}] {place(spec)} scores the tokens "
+                f"of the run's start with other numbers than then: {difference:.2g} nat apart (at "
+                f"most {limit:g}). It serves another model now, or in another way; "
+                f"{self._doubt()}Start it as it was, or start a new run. Where it is the same "
+                f"model on another machine or build, {dtype if half else ''}set checks.tolerance "
+                "above that difference",
+                self.safe_step,
+            )
+
+    def _check_sampler(self) -> None:
+        kl, limit = self._sampler_mismatch(), self.sampler_check.limit
+        if not kl <= limit:
+            raise WatchFailed(
+                f"[rollout] the sampler's log-probs are not those of the student's weights: KL "
+                f"{kl:.2g} nat per token (at most {limit:g}). It has other weights or caches than "
+                f"the trainer; {self._doubt()}{self.sampler_check.remedy}",
+                self.safe_step,
+            )
+
+    @torch.no_grad()
+    def _sampler_mismatch(self) -> float:
+        """Return KL(sampler || student) on a few completions, in nats per token."""
+        engine = self.engine
+        problems = engine.problems.problem_set.practice[:SAMPLER_PROMPTS]
+        # Without its first token a prompt shares no prefix with those of the run. A server that
+        # caches prefixes would compute the run's own rollouts in other pieces.
+        prompts = [ids[1:] or ids for ids in map(engine.problems.prompt, problems)]
+        params = SamplingParams(max_tokens=self.max_tokens)
+        rollouts = engine.sampler.generate(prompts, params, seed=0)
+        samples = [Sample(one, problem) for one, problem in zip(rollouts, problems, strict=True)]
+        mismatch = Mismatch(self.sampler_check)
+        with autocast(engine.model, self.sampler_check.dtype):
+            mismatch.add(student_inputs(engine.model, samples))
+        return mismatch.capped_kl
+
+    def _doubt(self) -> str:
+        return (
+            f"it was right at step {self.safe_step}, and later steps may have trained on wrong "
+            "numbers. "
+        )
+
+
+def tolerance(engine: Engine, teacher: TeacherId, probe: Probe) -> float:
+    """Return how far a teacher's scores of one sequence may be apart, in nats.
+
+    A server's dtype is only known where the recipe names it. Elsewhere the server shows it: one in
+    float32 gives one answer to one request, and in half precision it depends on what else is in
+    the batch.
+
+    Raises:
+        PreflightError: the answers differ by more than half precision explains.
+    """
+    assert engine.teachers is not None
+    spec, config = engine.teacher_specs[teacher], engine.teachers.routing.teachers[teacher]
+    if not spec.serves or config.dtype is not None:
+        return TOLERANCES[spec.dtype]
+    crowd = engine.teachers.scorers[teacher].score([probe.rollout] * CROWD, compared_ids(probe))
+    spread = float(torch.tensor([largest_difference(probe.scores, one) for one in crowd]).max())
+    if spread <= TOLERANCES["float32"] / 10:
+        return TOLERANCES["float32"]
+    if not spread <= TOLERANCES["bfloat16"]:
+        raise PreflightError(
+            f"[{teacher.table}] {place(spec)} gives answers to one question that are {spread:.2g} "
+            "nat apart; let one model answer there, not several behind one address."
+        )
+    return TOLERANCES["bfloat16"]
+
+
+def compared_ids(probe: Probe) -> int:
+    """Return the K of the probe's request."""
+    return min(probe.scores.token_ids.shape[1], COMPARED_IDS)
+
+
+def reconnections(part: object) -> int:
+    """Return how often the connection of a sampler or scorer came back; 0 in this process."""
+    return getattr(part, "reconnections", 0)
+
+
+def place(spec: BackendSpec) -> str:
+    """Return where a teacher is: "at URL" without a password, or its model."""
+    return f"({spec.model})" if spec.url is None else f"at {public_url(spec.url)}"
+
+
+def stored_probe(stored: Mapping[str, Any]) -> Probe:
+    """Return a probe from a checkpoint."""
+    token_ids, start = stored["token_ids"], stored["start"]
+    rollout = Rollout(
+        token_ids=token_ids,
+        loss_mask=torch.arange(len(token_ids)) >= start,
+        inference_logprobs=torch.full(token_ids.shape, torch.nan),
+        finish_reason="length",
+        prompt_index=0,
+    )
+    return Probe(rollout, Scores(stored["own"], stored["support_ids"], stored["support"]))

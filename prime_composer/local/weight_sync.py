@@ -1,0 +1,187 @@
+"""Check that a sampler has the student's weights: as loaded, and after it is sent others.
+
+Two of these mistakes raise no error anywhere else: an engine that keeps an old head where
+embeddings are tied, and an engine that reuses key-value entries of old weights.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from prime_composer.backends.hf_model import hidden_states, lm_head_weight, sequence_logprobs
+from prime_composer.backends.protocols import Sampler, SamplingParams
+from prime_composer.lm_head import selected_logprobs
+from prime_composer.teachers.compatibility import PreflightError
+
+TOLERANCES = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.5}
+"""Largest difference in nats between the engine's and the trainer's log-prob of one token, by
+dtype. Of a sampler in half precision it is the mean over the tokens of a completion.
+
+float32 engines agree to 5e-6 in practice. Rounding weights and activations to bfloat16 moves a
+log-prob by 0.06 to 0.09 at random, and more for an improbable token. The stale weights that the
+check plants on purpose move it by several nats.
+"""
+
+PROBE_TOKENS = 8
+PROBE_PROMPT_TOKENS = 144
+"""Longer than the largest block of vLLM's prefix cache (128 tokens on a CPU): a stale block is
+reused."""
+
+
+def check_loaded_weights(
+    sampler: Sampler,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    engine_dtype: str = "float32",
+) -> float:
+    """Compare the sampler's and the trainer's log-probs as loaded. The sampler's weights stay.
+
+    Arguments and errors are those of ``check_weight_sync``.
+
+    Returns:
+        The largest difference of a token's log-prob, in nats.
+    """
+    limit = TOLERANCES[engine_dtype]
+    probe = probe_prompt(prompts, sampler.limits.max_model_len)
+    as_loaded = sync_difference(sampler, model, probe, engine_dtype)
+    if not as_loaded <= limit:
+        raise PreflightError(
+            f"Sampler and trainer disagree by {as_loaded:.2g} nat on the same tokens before any "
+            f"training (at most {limit} in {engine_dtype}); make both load the same weights (a "
+            "server keeps what an earlier run sent it until it is started again), and let the "
+            "sampler return processed log-probs."
+        )
+    return as_loaded
+
+
+def check_weight_sync(
+    sampler: Sampler,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    engine_dtype: str = "float32",
+) -> float:
+    """Compare the sampler's and the trainer's log-probs as loaded, after a sync, and after another.
+
+    The first sync sends weights that were changed by about 20%: right after loading, an engine that
+    keeps old weights would agree. The second one sends the original weights again. The prompt is
+    long and the same each time, so that stale key-value entries would be reused.
+
+    Args:
+        sampler: the student's.
+        model: the student; its weights are the same afterwards as before.
+        prompts: prompts of the run.
+        engine_dtype: the sampler's dtype, which sets the tolerance.
+
+    Returns:
+        The largest difference of a token's log-prob, in nats.
+
+    Raises:
+        PreflightError: it is above the tolerance; the message says which weights or cache are
+            stale.
+    """
+    as_loaded = check_loaded_weights(sampler, model, prompts, engine_dtype)
+    limit = TOLERANCES[engine_dtype]
+    probe = probe_prompt(prompts, sampler.limits.max_model_len)
+    old_head = lm_head_weight(model).detach().clone()
+    with perturbed(model):
+        sampler.update_weights(model)
+        changed = sync_difference(sampler, model, probe, engine_dtype)
+        reason = (
+            None if changed <= limit else stale_part(sampler, model, probe, old_head, engine_dtype)
+        )
+    sampler.update_weights(model)
+    if reason is not None:
+        raise PreflightError(
+            f"After a weight sync sampler and trainer disagree by {changed:.2g} nat (at most "
+            f"{limit} in {engine_dtype}): {reason}."
+        )
+    restored = sync_difference(sampler, model, probe, engine_dtype)
+    if not restored <= limit:
+        raise PreflightError(
+            f"After a second weight sync sampler and trainer disagree by {restored:.2g} nat (at "
+            f"most {limit} in {engine_dtype}): update_weights works only once, so reload every "
+            "weight and reset the prefix cache each time."
+        )
+    return max(as_loaded, changed, restored)
+
+
+def probe_prompt(prompts: Sequence[Sequence[int]], max_model_len: int | None) -> list[int]:
+    """Return tokens of the run's prompts, one prompt after the other, up to the probe's length."""
+    length = PROBE_PROMPT_TOKENS
+    if max_model_len is not None:
+        length = min(length, max_model_len - PROBE_TOKENS - 1)
+    tokens = [token for ids in prompts[:PROBE_PROMPT_TOKENS] for token in ids]
+    return (tokens * (length // len(tokens) + 1))[: max(length, 1)]
+
+
+def rotated(probe: list[int], vocab_size: int) -> list[int]:
+    """Return a prompt of the same tokens, of which no prefix is in a cache of the probe's."""
+    if len({*probe}) == 1:
+        return [(probe[0] + 1) % vocab_size, *probe[1:]]
+    return probe[1:] + probe[:1]
+
+
+def sync_difference(
+    sampler: Sampler, model: nn.Module, prompt: list[int], engine_dtype: str
+) -> float:
+    """Return ``distance`` between sampler's and model's log-probs of sampled tokens, in nats."""
+    (rollout,) = sampler.generate([prompt], SamplingParams(max_tokens=PROBE_TOKENS), seed=0)
+    (expected,) = sequence_logprobs(model, [rollout.token_ids.tolist()])
+    return distance((rollout.inference_logprobs - expected)[rollout.loss_mask], engine_dtype)
+
+
+def distance(differences: torch.Tensor, engine_dtype: str) -> float:
+    """Return the largest absolute value in float32, and the mean in half precision.
+
+    Half precision moves single log-probs of trained weights by 0.7 nat, and stale weights move all.
+    """
+    sizes = differences.abs()
+    return float(sizes.max() if engine_dtype == "float32" else sizes.mean())
+
+
+def stale_part(
+    sampler: Sampler, model: nn.Module, probe: list[int], old_head: torch.Tensor, engine_dtype: str
+) -> str:
+    """Return which part of the sampler kept old values, and the remedy."""
+    limit = TOLERANCES[engine_dtype]
+    uncached = rotated(probe, old_head.shape[0])
+    if sync_difference(sampler, model, uncached, engine_dtype) <= limit:
+        return (
+            "it reuses cached prefixes of the old weights, "
+            "so reset its prefix cache after every sync"
+        )
+    (rollout,) = sampler.generate([uncached], SamplingParams(max_tokens=PROBE_TOKENS), seed=0)
+    with torch.no_grad():
+        ids = rollout.token_ids.to(old_head.device).unsqueeze(0)
+        hidden = hidden_states(model, ids, torch.ones_like(ids))[0, :-1]
+        with_old_head = selected_logprobs(hidden, old_head, ids[0, 1:, None])[:, 0].float().cpu()
+    difference = (rollout.inference_logprobs[1:] - with_old_head)[rollout.loss_mask[1:]]
+    if distance(difference, engine_dtype) <= limit:
+        return (
+            "it kept the old lm_head, which is tied to the embeddings, so send "
+            "state_dict().items(), which lists lm_head.weight, and not named_parameters()"
+        )
+    return (
+        "it kept old weights, so check that every weight reaches the engine under the name that "
+        "its checkpoint uses"
+    )
+
+
+@contextmanager
+def perturbed(model: nn.Module) -> Iterator[None]:
+    """Multiply every floating-point parameter by 1 + 0.2 * noise, and restore the exact values."""
+    parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    saved = [parameter.detach().clone() for parameter in parameters]
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for parameter in parameters:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.mul_(1 + 0.2 * noise.to(parameter))
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, original in zip(parameters, saved, strict=True):
+                parameter.copy_(original)

@@ -1,0 +1,98 @@
+"""Name what runs the models of a recipe, and what every other file has to know about it.
+
+The backends of the package are opened by the rooms ``samplers`` and ``teachers``. One from outside
+is named ``"my_package.my_module:MySampler"``. Its module is imported when a recipe names it.
+"""
+
+import difflib
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator
+
+from prime_composer.recipe.carried import not_carried, prime_rl
+from prime_composer.tables import named_module
+
+WAIT = prime_rl(not_carried("prime-rl has its own rules for servers that are away"))
+TIMEOUT = prime_rl(not_carried("prime-rl has its own time limits for answers"))
+
+
+class Backend(NamedTuple):
+    """What runs a model.
+
+    Attributes:
+        serves: it is reached at the table's `url`, and the model runs there already. Otherwise it
+            loads the model from files that this machine has.
+        within_positions: it refuses a context longer than the model has positions.
+        libraries: what it imports beside transformers.
+        opens: makes a sampler or scorer, where it is from outside the package.
+    """
+
+    serves: bool
+    within_positions: bool
+    libraries: tuple[str, ...] = ()
+    opens: Callable[..., Any] | None = None
+
+
+BUILT_IN = {
+    "vllm": Backend(serves=False, within_positions=True, libraries=("vllm",)),
+    "transformers": Backend(serves=False, within_positions=False),
+    "server": Backend(serves=True, within_positions=False, libraries=("httpx",)),
+}
+"""The package's own backends, by the name that a recipe gives."""
+
+FLAGS = {
+    "serves": "is reached at the `url` of its table",
+    "within_positions": "refuses a context longer than the model has positions",
+}
+"""What a backend from outside says about itself, as attributes of its class or function."""
+
+METHODS = {"Sampler": ("generate", "update_weights"), "Scorer": ("score",)}
+"""What the classes of a role have."""
+
+
+def backend_of(name: str) -> Backend:
+    """Return what a recipe names: one of ``BUILT_IN``, ``"module:class"`` or ``"module:function"``.
+
+    Raises:
+        ValueError: the name is unknown, or what it names does not keep to the form.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    form = "name one of your own as 'my_package.my_module:MyBackend'"
+    if ":" not in name:
+        near = difflib.get_close_matches(name[:100], BUILT_IN, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        choices = ", ".join(BUILT_IN)
+        raise ValueError(f"unknown backend {name[:100]!r}; {hint}the choices are {choices}; {form}")
+    what = f"backend {name!r}"
+    module, attribute = named_module(name, what, form)
+    opens = getattr(module, attribute, None)
+    if not callable(opens):
+        raise ValueError(f"{what}: {attribute!r} is no class or function of {module.__name__!r}")
+    for flag, meaning in FLAGS.items():
+        if not isinstance(getattr(opens, flag, None), bool):
+            raise ValueError(
+                f"{what} does not say whether it {meaning}: set {attribute}.{flag} to True or False"
+            )
+    return Backend(opens.serves, opens.within_positions, opens=opens)
+
+
+def _checked(name: str, role: str) -> str:
+    opens = backend_of(name).opens
+    if isinstance(opens, type):
+        for method in METHODS[role]:
+            if not hasattr(opens, method):
+                raise ValueError(
+                    f"backend {name!r} is no {role.lower()}: {opens.__name__} has no method "
+                    f"{method} (prime_composer.backends.protocols.{role})"
+                )
+    return name
+
+
+SamplerName = Annotated[str, AfterValidator(partial(_checked, role="Sampler"))]
+"""The name of what samples."""
+
+ScorerName = Annotated[str, AfterValidator(partial(_checked, role="Scorer"))]
+"""The name of what scores."""

@@ -1,0 +1,38 @@
+"""Define the tables of a model's origin, which student and teachers share."""
+
+from pydantic import Field, model_validator
+
+from prime_composer.recipe.carried import CARRIED
+from prime_composer.recipe.prepare import AnyPrepare
+from prime_composer.tables import Table
+
+
+class ModelConfig(Table):
+    """Where a model comes from: ``model`` names one, or ``[*.prepare]`` builds or rounds one."""
+
+    model: str | None = Field(default=None, json_schema_extra=CARRIED)
+    """Directory in Hugging Face format, or a hub id."""
+
+    prepare: AnyPrepare | None = Field(default=None, json_schema_extra=CARRIED)
+    """Build a small model on this machine, or round an existing one, once, and cache it."""
+
+    @model_validator(mode="after")
+    def _check_origin(self) -> "ModelConfig":
+        origins = [
+            name for name in ("model", "prepare", "policy") if getattr(self, name, None) is not None
+        ]
+        if len(origins) != 1:
+            choices = (
+                "`model` and the table `prepare`"
+                if not hasattr(self, "policy")
+                else "`model`, `prepare` and `policy`"
+            )
+            raise ValueError(
+                f"give exactly one of {choices}"
+                + (f", not {' and '.join(origins)}" if origins else "")
+            )
+        return self
+
+
+class StudentConfig(ModelConfig):
+    """The model that is trained."""

@@ -1,0 +1,122 @@
+"""Define ``[rollout]``: what samples the student's rollouts, and how."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from prime_composer.recipe.backends import TIMEOUT, WAIT, SamplerName, backend_of
+from prime_composer.recipe.bounds import LARGEST_BATCH, LONGEST_CONTEXT
+from prime_composer.recipe.carried import CARRIED, not_carried, only_refused, prime_rl
+from prime_composer.recipe.environment import OpenTable
+from prime_composer.recipe.urls import Url
+from prime_composer.tables import Table
+
+
+class RolloutConfig(Table):
+    """How the student samples its rollouts."""
+
+    backend: SamplerName = Field(
+        default="vllm",
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl samples with vLLM", harmless=("vllm", "server"))
+        ),
+    )
+    """What samples the rollouts: `vllm`, `transformers`, `server`, or one of your own,
+    `my_package.my_module:MySampler`."""
+
+    url: Url | None = Field(default=None, repr=False, json_schema_extra=CARRIED)
+    """For backend 'server': base URL of a running vLLM server of the student."""
+
+    api_key_var: str = Field(default="VLLM_API_KEY", json_schema_extra=CARRIED)
+    """Environment variable with the API key of the server at `url`, if it needs one."""
+
+    wait: float = Field(default=600.0, ge=0, allow_inf_nan=False, json_schema_extra=WAIT)
+    """Seconds to wait for the server at `url` while it is away or overloaded, for example
+    restarted. Then the run ends with a checkpoint. 0: it ends at once. A server that never answered
+    is waited for during 2 seconds, and as long as this where the recipe sets it or with
+    `--resume`."""
+
+    timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False, json_schema_extra=TIMEOUT)
+    """Seconds that one answer of the server at `url` may take, in addition to the time for its
+    tokens at 10 per second and completion, and 200 per second in all. Raise it for a slow
+    server."""
+
+    weights_dir: Path | None = Field(
+        default=None,
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl brings new weights to the sampler its own way")
+        ),
+    )
+    """For backend 'server': a directory that this process writes new weights to and the server
+    reads them from. Unset: the system's temporary directory, for a server on this machine."""
+
+    group_size: int = Field(default=1, ge=1, le=LARGEST_BATCH, json_schema_extra=CARRIED)
+    """Rollouts per prompt. RL terms need at least 2."""
+
+    temperature: float = Field(default=1.0, ge=0.01, le=100, json_schema_extra=CARRIED)
+    """Sampling temperature. The losses always compare the policies at T = 1."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1, json_schema_extra=CARRIED)
+    """Nucleus sampling. log mu is that of the truncated distribution."""
+
+    max_tokens: int = Field(default=256, ge=1, le=LONGEST_CONTEXT, json_schema_extra=CARRIED)
+    """Token budget of a completion."""
+
+    max_model_len: int = Field(default=2048, ge=2, le=LONGEST_CONTEXT, json_schema_extra=CARRIED)
+    """Context of the engines in tokens: prompt and completion."""
+
+    renderer: OpenTable = Field(default_factory=dict, json_schema_extra=CARRIED)
+    """For environments by id: how messages and tool calls become tokens, as the library
+    ``renderers`` has it, for example ``{ name = "qwen3" }``. Unset: by the tokenizer's name, which
+    reads no tool calls of a model in a directory, and prime-rl refuses such a model."""
+
+    student_fraction: float = Field(default=1.0, ge=0, le=1, json_schema_extra=CARRIED)
+    """GKD's lambda: probability that the student samples a sequence. `other_source` has the
+    others."""
+
+    other_source: Literal["data", "teacher"] = Field(
+        default="data", json_schema_extra=prime_rl(only_refused())
+    )
+    """Where the other sequences come from: the data's solutions, or answers that the teacher
+    samples. Of several teachers it is the problem's, and of a mixture one that is drawn by
+    weight."""
+
+    gpu_memory_utilization: float = Field(default=0.3, gt=0, le=1, json_schema_extra=CARRIED)
+    """Share of the GPU's memory for the student's engine."""
+
+    @model_validator(mode="after")
+    def _check_url(self) -> "RolloutConfig":
+        serves = backend_of(self.backend).serves
+        if serves != (self.url is not None):
+            name = self.backend if serves else "server"
+            raise ValueError(f"backend = {name!r} and `url` go together")
+        return self
+
+    @model_validator(mode="after")
+    def _check_other_source(self) -> "RolloutConfig":
+        if self.teacher_samples and self.student_fraction == 1:
+            raise ValueError(
+                "other_source = 'teacher' with student_fraction = 1: the student samples every "
+                "sequence; set student_fraction below 1, or leave other_source out"
+            )
+        return self
+
+    @property
+    def teacher_samples(self) -> bool:
+        """Whether the teacher samples the sequences that the student does not."""
+        return self.other_source == "teacher"
+
+
+def check_sizes(rollout: RolloutConfig, batch_size: int) -> None:
+    """Refuse groups that do not fill a batch, and completions that leave a prompt no room."""
+    if batch_size % rollout.group_size:
+        raise ValueError(
+            f"trainer.batch_size = {batch_size} is not a multiple of "
+            f"rollout.group_size = {rollout.group_size}"
+        )
+    if rollout.max_tokens >= rollout.max_model_len:
+        raise ValueError(
+            f"rollout.max_tokens = {rollout.max_tokens} leaves no room for a prompt in "
+            f"rollout.max_model_len = {rollout.max_model_len}"
+        )

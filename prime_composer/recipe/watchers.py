@@ -1,0 +1,138 @@
+"""Define the tables of what watches a run: evaluation, logging, checkpoints and checks."""
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
+from pydantic import Field, PositiveInt, model_validator
+
+from prime_composer.recipe.bounds import LARGEST_BATCH, MOST_STEPS
+from prime_composer.recipe.carried import CARRIED, not_carried, prime_rl
+from prime_composer.tables import Table
+
+
+class EvalConfig(Table):
+    """Evaluation on held-out problems: greedy answers, and reverse KL on rollouts at T = 1."""
+
+    every: int = Field(default=20, ge=0, le=MOST_STEPS, json_schema_extra=CARRIED)
+    """Steps between evaluations. 0: only before the first step and after the last."""
+
+    size: int = Field(default=200, ge=1, le=LARGEST_BATCH, json_schema_extra=CARRIED)
+    """Held-out problems for accuracy, the same ones every time."""
+
+    kl_size: int = Field(
+        default=64,
+        ge=0,
+        le=LARGEST_BATCH,
+        json_schema_extra=prime_rl(not_carried("prime-rl evaluates accuracy alone", harmless=(0,))),
+    )
+    """Held-out problems whose rollouts measure the reverse KL. 0: none."""
+
+    kl_support: PositiveInt | Literal["full", "auto"] = Field(
+        default="auto", json_schema_extra=prime_rl(not_carried("prime-rl evaluates accuracy alone"))
+    )
+    """Token ids per position of the measured KL. auto: all of them up to a vocabulary of 8192, else
+    64 and a tail bucket. A served teacher without the scoring plugin is asked for the loss's k, or
+    20, and a tail bucket; `eval/kl_ids` and the report say how many."""
+
+    temperatures: tuple[Annotated[float, Ge(0.01), Le(100)], ...] = Field(
+        default=(),
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl evaluates at one temperature", harmless=((),))
+        ),
+    )
+    """Also sample ``samples`` answers to each problem at these temperatures: the metric's score as
+    ``eval/METRIC/T=0.5``, and Self-BLEU as ``eval/self_bleu/T=0.5``. Needs sacrebleu."""
+
+    samples: int = Field(
+        default=4,
+        ge=2,
+        le=LARGEST_BATCH,
+        json_schema_extra=prime_rl(not_carried("prime-rl evaluates at one temperature")),
+    )
+    """Answers per problem and temperature, where there are ``temperatures``."""
+
+    @model_validator(mode="after")
+    def _check_temperatures(self) -> "EvalConfig":
+        shown = [f"{temperature:g}" for temperature in self.temperatures]
+        if len(set(shown)) < len(shown):
+            raise ValueError(
+                f"temperatures = [{', '.join(shown)}] has one twice, up to six digits: leave it out"
+            )
+        return self
+
+
+class WandbConfig(Table):
+    """Weights & Biases. Needs ``pip install wandb``."""
+
+    project: str = Field(json_schema_extra=CARRIED)
+    """Project."""
+
+    name: str | None = Field(default=None, json_schema_extra=CARRIED)
+    """Run name. Unset: the run directory's name."""
+
+
+class LoggingConfig(Table):
+    """Where metrics are logged, beside ``metrics.jsonl`` in the run directory."""
+
+    tensorboard: bool = Field(
+        default=True,
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl writes no TensorBoard files", harmless=(False,))
+        ),
+    )
+    """Also write TensorBoard event files."""
+
+    wandb: WandbConfig | None = None
+    """Also log to Weights & Biases."""
+
+
+class CheckpointConfig(Table):
+    """Checkpoints: model, optimizer, loss state, step. A checkpoint is renamed when complete."""
+
+    every: int = Field(default=20, ge=0, le=MOST_STEPS, json_schema_extra=CARRIED)
+    """Steps between checkpoints. 0: only after the last step."""
+
+    keep: int = Field(default=2, ge=1, le=LARGEST_BATCH, json_schema_extra=CARRIED)
+    """Number of the newest checkpoints to keep."""
+
+
+class ChecksConfig(Table):
+    """Checks during a run that teachers and sampler still compute what they did at its start."""
+
+    every: int = Field(
+        default=10,
+        ge=0,
+        le=MOST_STEPS,
+        json_schema_extra=prime_rl(
+            not_carried(
+                "inside prime-rl a teacher is asked again every 256 requests; of the sampler "
+                "prime-rl's trainer has a metric, mismatch_kl"
+            )
+        ),
+    )
+    """Steps between two questions whose answers are known. Each teacher scores the probe of the
+    run's start again. With another temperature than 1, or with top_p, the sampler is compared with
+    the student's weights, which otherwise happens in every step. Both are also asked before a
+    checkpoint, after the last step, and when a signal ends the run. Whoever lost its
+    connection is asked in that step. 0: only after a lost connection."""
+
+    tolerance: float | None = Field(
+        default=None,
+        gt=0,
+        json_schema_extra=prime_rl(
+            not_carried("inside prime-rl it is 0.5 nat at nine of ten positions", harmless=(None,))
+        ),
+    )
+    """Largest difference in nats between a teacher's log-probs of the probe at the run's start and
+    later. Raise it where the same model is served from another machine or build. Unset: 1e-4 in
+    float32, 0.05 in float16, 0.5 in bfloat16."""
+
+    mismatch: float | None = Field(
+        default=None,
+        gt=0,
+        json_schema_extra=prime_rl(
+            not_carried("prime-rl's trainer has a metric of its own, mismatch_kl", harmless=(None,))
+        ),
+    )
+    """Largest KL between sampler and trainer in nats per token, where a token's log-ratio counts as
+    2 nats at most. Unset: 1e-6 if trainer.dtype is float32, 0.05 if it is bfloat16."""

@@ -1,0 +1,1 @@
+"""Who writes rollouts: vLLM in this process, a vLLM server, transformers."""

@@ -1,0 +1,160 @@
+"""Table of samplers, by the ``backend`` that ``[rollout]`` names, and how a model is opened.
+
+Add a sampler: write a class with the methods of ``backends.protocols.Sampler``, anywhere on
+PYTHONPATH, and name it in a recipe as ``"my_package.my_module:MySampler"``. It is called with a
+``BackendSpec`` and a function that shows a text to the user. Two attributes say what the rest has
+to know (``recipe.backends.Backend``):
+
+    class MySampler:
+        serves = False  # True: it is reached at the `url` of [rollout], where the model runs
+        within_positions = False  # True: it refuses a context longer than the model has positions
+
+        def __init__(self, spec: BackendSpec, status: Callable[[str], None]): ...
+
+A function with these attributes that returns a sampler is as good. A teacher's backend is the same
+with the methods of ``Scorer``. Its ``sampler`` writes the answers that an evaluation grades.
+``tests/examples/my_sampler.py`` is a complete sampler.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_composer.backends.protocols import Sampler
+from prime_composer.recipe.backends import backend_of
+
+Status = Callable[[str], None]
+"""Shows a text to the user."""
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """How to open a sampler or a scorer of one model.
+
+    Attributes:
+        backend: what runs the model, as the recipe names it.
+        model: directory or hub id.
+        dtype: of weights and activations.
+        max_model_len: longest sequence in tokens, prompt and completion together.
+        sequences: most sequences that it samples or scores in one call.
+        gpu_memory_utilization: share of the GPU's memory, for vLLM.
+        url: base URL, for a server.
+        api_key_var: environment variable with the server's API key.
+        wait: seconds to wait for a server that is away.
+        starting: wait as long for a server that has never answered. It may still be starting.
+        timeout: seconds that one answer of a server may take.
+        section: the recipe's table that describes the model, in brackets.
+        weights_dir: directory through which a server receives new weights; None is the system's
+            own.
+        head: directory of a checkpoint with a served teacher's output head; None asks the server.
+    """
+
+    backend: str
+    model: str | Path
+    dtype: str
+    max_model_len: int
+    sequences: int
+    gpu_memory_utilization: float
+    url: str | None
+    api_key_var: str
+    wait: float
+    starting: bool
+    timeout: float
+    section: str
+    weights_dir: Path | None = None
+    head: Path | None = None
+
+    @property
+    def serves(self) -> bool:
+        """Whether the model runs at a URL, and not on this machine's files."""
+        return self.url is not None
+
+    def connection(self, status: Status | None) -> dict[str, Any]:
+        """Return how its server is asked: ``backends.http.ConnectionOptions``.
+
+        Args:
+            status: shown when the run waits for it.
+        """
+        return {
+            "wait": self.wait,
+            "starting": self.starting,
+            "timeout": self.timeout,
+            "status": status,
+            "api_key": os.environ.get(self.api_key_var),
+            "api_key_var": self.api_key_var,
+        }
+
+
+def _vllm(spec: BackendSpec, status: Status | None) -> Sampler:
+    from prime_composer.samplers.vllm import VLLMSampler
+
+    return VLLMSampler(
+        spec.model,
+        dtype=spec.dtype,
+        max_model_len=spec.max_model_len,
+        sequences=spec.sequences,
+        gpu_memory_utilization=spec.gpu_memory_utilization,
+    )
+
+
+def _transformers(spec: BackendSpec, status: Status | None) -> Sampler:
+    from prime_composer.samplers.transformers import TransformersSampler
+
+    return TransformersSampler(spec.model, dtype=spec.dtype, max_model_len=spec.max_model_len)
+
+
+def _server(spec: BackendSpec, status: Status | None) -> Sampler:
+    from prime_composer.samplers.server import ServerSampler
+
+    assert spec.url is not None
+    return ServerSampler(
+        spec.url,
+        str(spec.model),
+        section=spec.section,
+        weights_dir=spec.weights_dir,
+        **spec.connection(status),
+    )
+
+
+SAMPLERS = {"vllm": _vllm, "transformers": _transformers, "server": _server}
+"""The package's own samplers. Each imports its libraries when it is opened."""
+
+
+def open_sampler(spec: BackendSpec, status: Status | None = None) -> Sampler:
+    """Open what samples rollouts of a model.
+
+    Args:
+        spec: the model and what runs it.
+        status: shown when the run waits for a server.
+
+    Raises:
+        ImportError: the backend's library is missing; the message names the pip line.
+        ValueError: the backend refuses the model or its settings, or is no sampler.
+    """
+    opens = SAMPLERS.get(spec.backend)
+    return opens(spec, status) if opens is not None else open_outside(spec, status, Sampler)
+
+
+def open_outside(spec: BackendSpec, status: Status | None, role: Any) -> Any:
+    """Open a sampler or scorer from outside the package.
+
+    Args:
+        spec: the model and what runs it.
+        status: shown to the user.
+        role: ``Sampler`` or ``Scorer``.
+
+    Raises:
+        ValueError: what was opened does not have that role.
+    """
+    opens = backend_of(spec.backend).opens
+    assert opens is not None
+    opened = opens(spec, status or (lambda _: None))
+    if not isinstance(opened, role):
+        raise ValueError(
+            f"{spec.section} backend = {spec.backend!r} opened an object of the class "
+            f"{type(opened).__qualname__}, which is no {role.__name__.lower()} "
+            f"(prime_composer.backends.protocols.{role.__name__})"
+        )
+    return opened

@@ -1,0 +1,333 @@
+"""Rollouts of a running vLLM server."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Unpack
+
+import msgspec
+from torch import nn
+
+from prime_composer.backends.alignment import (
+    check_lengths,
+    make_rollout,
+)
+from prime_composer.backends.answers import InvalidAnswer, check_choices
+from prime_composer.backends.http import (
+    RETRIED,
+    ConnectionOptions,
+    Refused,
+    ServerError,
+)
+from prime_composer.backends.protocols import (
+    Rollout,
+    SamplingParams,
+)
+from prime_composer.backends.scratch import scratch_folder
+from prime_composer.backends.server import Server, plain_sampling
+from prime_composer.backends.vllm_logprobs import (
+    answer_bytes,
+    read_answer,
+    read_completions,
+    top_k_of,
+)
+
+SLOW_COMPLETION = 10
+"""Tokens per second of one completion on a slow server."""
+
+SLOW_SERVER = 200
+"""Tokens per second of a slow server, all completions together."""
+
+FINGERPRINT_TOKENS = 16
+
+ROUNDS = 3
+"""How often weights or rollouts are sent or sampled again when the server was lost meanwhile."""
+
+
+class Reset(msgspec.Struct):
+    """An answer of ``/reset_prefix_cache``."""
+
+    success: bool
+
+
+class TopLogprobs(msgspec.Struct):
+    """Log-probs of the most probable tokens at each position of a completion."""
+
+    top_logprobs: Annotated[list[dict[str, float]], msgspec.Meta(min_length=1)]
+
+
+class TopChoice(msgspec.Struct):
+    """A completion with the most probable tokens."""
+
+    logprobs: TopLogprobs
+
+
+class TopChoices(msgspec.Struct):
+    """An answer of ``/v1/completions`` with the most probable tokens."""
+
+    choices: Annotated[list[TopChoice], msgspec.Meta(min_length=1, max_length=1)]
+
+
+class ServerSampler(Server):
+    """Rollouts of a running vLLM server (``protocols.Sampler``), with ``Server``'s arguments.
+
+    Args:
+        weights_dir: a directory that this process can write and the server can read, for
+            ``update_weights``. None is the system's temporary directory, for a server on this
+            machine.
+        eos_token_ids: ids that end a completion, in addition to the server's own EOS and
+            ``SamplingParams.stop_token_ids``.
+        seeded: send a seed with each request, which makes rollouts reproducible. A CPU server needs
+            ``--no-enable-chunked-prefill`` for that (``vllm_serve`` sets it), or its engine
+            crashes.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str | Path | None = None,
+        *,
+        section: str = "[rollout]",
+        weights_dir: str | Path | None = None,
+        eos_token_ids: Sequence[int] = (),
+        seeded: bool = True,
+        **connection: Unpack[ConnectionOptions],
+    ):
+        super().__init__(url, model, section=section, **connection)
+        self.weights_dir = weights_dir
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.seeded = seeded
+        self._student: nn.Module | None = None
+        self._fingerprint: list[float] | None = None
+        self._verified = (0, 0)
+        self._processed_at: int | None = None
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
+    ) -> list[Rollout]:
+        """Return ``params.n`` rollouts per prompt, in prompt order; reproducible where seeded.
+
+        mu is the distribution that each token was drawn from. Greedy tokens have log mu = 0. A
+        server that lost the weights of ``update_weights`` gets them again, as the model has them
+        now. What it sampled with others is thrown away and sampled again.
+
+        Raises:
+            ServerError: the server is gone, or returns raw log-probs where they are not log mu.
+            InvalidAnswer: an answer that no model can have given.
+            ValueError: a prompt and ``max_tokens`` do not fit into ``limits.max_model_len``, or a
+                prompt is empty.
+        """
+        check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
+        for _ in range(ROUNDS):
+            if self._has_lost_weights():
+                self._connection.show(
+                    f"{self._connection.name} came back without the run's weights; they are sent "
+                    "again"
+                )
+                self._send_weights()
+            contacts = self._contacts()
+            rollouts = self._sample(prompts, params, seed)
+            if self._contacts() == contacts or not self._has_lost_weights():
+                return rollouts
+        raise self._unsteady("sampling")
+
+    def update_weights(self, model: nn.Module) -> None:
+        """Write the weights to a directory, reload them in the server, and reset its prefix cache.
+
+        Writes every entry of ``state_dict()``, including a tied ``lm_head.weight``.
+        ``save_pretrained`` would leave it out, and the CPU engine would silently keep its old head.
+
+        Args:
+            model: the student. It is kept, for a server that is restarted later.
+
+        Raises:
+            ServerError: the server has no reload endpoint (start it with VLLM_SERVER_DEV_MODE=1),
+                or cannot read the directory.
+        """
+        self._student = model
+        self._send_weights()
+
+    def forget_prefixes(self) -> None:
+        """Reset the server's prefix cache.
+
+        Raises:
+            ServerError: other requests are running on the server, or it has no such endpoint.
+        """
+        content = self._dev_request("/reset_prefix_cache", None)
+        if not self._decode(content, Reset, "success or failure", "/reset_prefix_cache").success:
+            raise self._connection.error(
+                f"{self._connection.name} did not reset its prefix cache: other requests are "
+                "running on it."
+            )
+
+    def _sample(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
+    ) -> list[Rollout]:
+        greedy = params.temperature == 0
+        count = 1 if greedy else params.n
+        at_once = count * min(len(prompts), self.concurrency)
+        if not greedy and (params.temperature != 1 or params.top_p < 1):
+            self._check_processed(prompts[0])
+
+        async def sample(index: int) -> list[Rollout]:
+            prompt = prompts[index]
+            settings = plain_sampling(
+                n=count,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                max_tokens=params.max_tokens,
+                stop_token_ids=sorted({*self.eos_token_ids, *params.stop_token_ids}),
+                logprobs=0,
+            )
+            if self.seeded and not greedy:
+                # One stream per prompt; vLLM adds 1 for each further completion of a group.
+                settings["seed"] = (seed * 2_654_435_761 + index * 65_537) % 2**31
+            content = await self._complete(
+                prompt,
+                max_bytes=answer_bytes(count * (len(prompt) + params.max_tokens), 1),
+                seconds=sampling_seconds(at_once, params.max_tokens),
+                **settings,
+            )
+            choices = read_completions(content, self.origin)
+            check_choices(
+                len({choice.index for choice in choices} & {*range(count)}),
+                count,
+                origin=self.origin,
+                prompt=index,
+            )
+            check_choices(len(choices), count, origin=self.origin, prompt=index)
+            rollouts = []
+            for choice in choices:
+                logprobs = [] if choice.logprobs is None else choice.logprobs.token_logprobs
+                rollouts.append(
+                    make_rollout(
+                        prompt,
+                        choice.token_ids,
+                        [0.0] * len(choice.token_ids) if greedy else logprobs,
+                        choice.finish_reason,
+                        index,
+                        max_tokens=params.max_tokens,
+                        vocab_size=self.limits.vocab_size,
+                        origin=self.origin,
+                    )
+                )
+            return rollouts * (params.n if greedy else 1)
+
+        groups = self._connection.map(sample, range(len(prompts)))
+        return [rollout for group in groups for rollout in group]
+
+    def _has_lost_weights(self) -> bool:
+        """Return whether the server may have lost the weights that it was sent.
+
+        It may after a lost connection or a pause. It has not if it still gives the very same
+        log-probs as right after it got them. A different rounding costs an update too many, and
+        nothing else.
+        """
+        seen = self._contacts()
+        if self._student is None or seen == self._verified:
+            return False
+        if self._fingerprint is None:
+            return True
+        if self._ask_fingerprint() != self._fingerprint:
+            if self.reconnections == self._verified[0]:
+                self._connection.restarts += 1
+            return True
+        self._verified = seen
+        return False
+
+    def _contacts(self) -> tuple[int, int]:
+        """Return how often contact was lost, and how often there was a pause."""
+        return self.reconnections, self._connection.pauses
+
+    def _ask_fingerprint(self) -> list[float] | None:
+        """Return the log-probs of a few fixed tokens; None where the server gives none."""
+        vocab_size = self.limits.vocab_size or FINGERPRINT_TOKENS + 1
+        length = min(FINGERPRINT_TOKENS, (self.limits.max_model_len or 1024) - 1)
+        tokens = [index % vocab_size for index in range(1, length + 1)]
+        settings = plain_sampling(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        request = self._request_completion(tokens, answer_bytes(length, 0), **settings)
+        try:
+            answer = read_answer(self._connection.run(request), self.origin)
+            return top_k_of(tokens, answer, 0, self.origin).ref_logprobs.tolist()
+        except (InvalidAnswer, Refused):
+            return None
+
+    def _send_weights(self) -> None:
+        """Send the student's weights, again where the server was lost before it had them all."""
+        assert self._student is not None
+        for _ in range(ROUNDS):
+            self._reload(self._student)
+            outages = self._connection.outages
+            self.forget_prefixes()
+            self._fingerprint = self._ask_fingerprint()
+            if self._connection.outages == outages:
+                self._verified = self._contacts()
+                return
+        raise self._unsteady("a weight update")
+
+    def _reload(self, model: nn.Module) -> None:
+        from safetensors.torch import save_file
+
+        parent = None if self.weights_dir is None else Path(self.weights_dir)
+        with scratch_folder("prime_composer_weights_", parent) as directory:
+            directory.chmod(0o755)
+            weights = {
+                name: value.detach().cpu().contiguous().clone()
+                for name, value in model.state_dict().items()
+            }
+            save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+            (directory / "model.safetensors").chmod(0o644)  # safetensors 0.8 writes for us alone
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+            self._dev_request("/collective_rpc", call)
+
+    def _dev_request(self, path: str, body: Any) -> bytes:
+        # vLLM answers 500 where it cannot read the weights, which waiting does not change.
+        request = self._connection.request("POST", path, body, retried=RETRIED - {500})
+        try:
+            return self._connection.run(request)
+        except Refused as refusal:
+            if refusal.status == 404:
+                raise self._connection.error(
+                    f"{self._connection.name} has no {path}, so its weights cannot be updated; "
+                    "start it with VLLM_SERVER_DEV_MODE=1 in its environment."
+                ) from refusal
+            raise self._refusal(refusal, path) from refusal
+
+    def _check_processed(self, prompt: Sequence[int]) -> None:
+        """Refuse raw log-probs. They ignore the temperature: at 2 the two best must come closer.
+
+        A server that was restarted is asked again.
+
+        Raises:
+            ServerError: the server returns raw log-probs.
+        """
+        seen = self.reconnections
+        if seen == self._processed_at:
+            return
+        gaps = []
+        for temperature in (1.0, 2.0):
+            settings = plain_sampling(temperature=temperature, max_tokens=1, logprobs=2)
+            work = self._complete(prompt, answer_bytes(len(prompt) + 1, 3), **settings)
+            content, path = self._connection.run(work), "/v1/completions"
+            answer = self._decode(content, TopChoices, "a completion with log-probs", path)
+            gaps.append(sorted(answer.choices[0].logprobs.top_logprobs[0].values())[-2:])
+        if max(abs(a - b) for a, b in zip(*gaps, strict=True)) <= 1e-3:
+            raise self._connection.error(
+                f"{self._connection.name} returns log-probs before temperature and top_p, which "
+                "are not those that it samples from; start it with --logprobs-mode "
+                "processed_logprobs, or sample at temperature 1 and top_p 1."
+            )
+        self._processed_at = seen
+
+    def _unsteady(self, work: str) -> ServerError:
+        return self._connection.error(
+            f"{self._connection.name} was lost {ROUNDS} times during {work}; it does not stay up "
+            "long enough. Its own log should say why."
+        )
+
+
+def sampling_seconds(completions: int, max_tokens: int) -> float:
+    """Return how long a slow server may sample completions that it was asked for at once.
+
+    They come in addition to the time-out of a request.
+    """
+    return max(max_tokens / SLOW_COMPLETION, completions * max_tokens / SLOW_SERVER)

@@ -1,0 +1,1 @@
+"""What every host does with a batch: micro-batches, the student's forward, gradients."""

@@ -1,0 +1,83 @@
+"""Records of one training step: samples, preference pairs, and the batch that holds both."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from prime_composer.backends.protocols import Rollout
+from prime_composer.contract import Scores, given
+from prime_composer.problems.config import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One rollout of a step, with everything that is computed from it.
+
+    Attributes:
+        rollout: sampled by the student. With GKD's lambda below 1 also a solution of the data, or
+            sampled by the teacher.
+        problem: the problem that the rollout answers.
+        text: the completion as text, without special tokens.
+        reward: 1.0 for a correct answer, 0.0 for a wrong one; between them for a graded metric. An
+            environment by id has its own.
+        advantage: reward minus the mean reward of the rollout's group; None where no loss reads it.
+        scores: the teacher's log-probs; None where the loss needs no teacher.
+        credit: credit of each trained token within the group; None where no loss reads it.
+        contrast: log of each trained token's mean probability under the teacher with wrong hints;
+            None where no loss reads it.
+        first: it is its rollout's first sample. A conversation of an environment that branched has
+            several, with the same reward and advantage.
+    """
+
+    rollout: Rollout
+    problem: Problem
+    text: str = ""
+    reward: float = 0.0
+    advantage: float | None = None
+    scores: Scores | None = None
+    credit: Float[Tensor, " n"] | None = None
+    contrast: Float[Tensor, " n"] | None = None
+    first: bool = True
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion."""
+        return self.rollout.token_ids.shape[0]
+
+
+def trained_logprobs(sample: Sample) -> Float[Tensor, " n"]:
+    """Return the teacher's log q of each trained token of a scored sample."""
+    return given(sample.scores).ref_logprobs[sample.rollout.trained]
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A preference pair: two responses to one prompt."""
+
+    chosen: Sample
+    rejected: Sample
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longer response with its prompt."""
+        return max(self.chosen.length, self.rejected.length)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The training data of one step.
+
+    Attributes:
+        samples: the rollouts that train.
+        pairs: preference pairs of the replay channel.
+    """
+
+    samples: Sequence[Sample]
+    pairs: Sequence[Pair] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens of the samples: the divisor of the step's loss."""
+        return sum(int(sample.rollout.loss_mask.sum()) for sample in self.samples)

@@ -1,0 +1,182 @@
+"""Compute a step's gradients: (sum of the losses) / (tokens of the step), by micro-batches."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from prime_composer.backends.hf_model import token_batches
+from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, given
+from prime_composer.losses.bound import Objective
+from prime_composer.recipe.schema import TrainerConfig
+from prime_composer.step.batch import Batch
+from prime_composer.step.mismatch import Mismatch
+from prime_composer.step.replay import empty_pack, pair_inputs
+from prime_composer.step.student_forward import autocast, empty_inputs, student_inputs
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss or its gradient is NaN or infinite. The message names step, loss and sequence."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Inputs of one forward, and what they were made of.
+
+    Attributes:
+        inputs: the loss's inputs; their graph leads to the model's parameters.
+        names: the sequences, for error messages.
+        tokens: trained tokens of the rollouts; 0 in a micro-batch of preference pairs.
+        pairs: preference pairs; 0 in a micro-batch of rollouts.
+    """
+
+    inputs: LossInputs
+    names: Sequence[str]
+    tokens: int = 0
+    pairs: int = 0
+
+
+def accumulate_gradients(
+    model: nn.Module,
+    loss: Objective,
+    batch: Batch,
+    config: TrainerConfig,
+    step: int,
+    reference: nn.Module | None = None,
+    mismatch: Mismatch | None = None,
+) -> dict[str, float]:
+    """Run the backward pass of the step's loss.
+
+    With N tokens in the step, the gradient is that of (1/N) sum_t loss_t. N is the number of pairs
+    for a loss of answer pairs. Preference pairs contribute their mean times the weight of their
+    channel.
+
+    Args:
+        model: the student; gradients are added to its parameters' ``grad``.
+        loss: the recipe's loss.
+        batch: the step's samples and pairs.
+        config: micro-batch size and dtype.
+        step: the step's number, for error messages.
+        reference: the frozen policy of the replay channel's loss, where that loss needs one.
+        mismatch: collects how far the sampler's log-probs are from the student's.
+
+    Returns:
+        "loss", the step's loss per token or per pair of answers, and the loss's own metrics,
+        averaged by their type. Empty where there is nothing to train on.
+
+    Raises:
+        NonFiniteLoss: raised before the backward pass of that micro-batch.
+    """
+    divisor = (len(batch.samples) / 2 if loss.config.answer_pairs else batch.tokens) or 1
+    loss_sum = torch.zeros(())
+    averages = MetricAverages()
+    for micro_batch in prepare_micro_batches(model, loss, batch, config, reference):
+        if mismatch is not None and micro_batch.tokens:
+            mismatch.add(micro_batch.inputs)
+        outputs = loss(micro_batch.inputs)
+        if not torch.isfinite(outputs.loss):
+            raise NonFiniteLoss(describe_non_finite(loss, micro_batch, outputs, step))
+        (outputs.loss / divisor).backward()
+        loss_sum = loss_sum + outputs.loss.detach()
+        averages.add(outputs.metrics, micro_batch.tokens, micro_batch.pairs)
+    if averages.empty:
+        return {}
+    return {"loss": float(loss_sum) / divisor} | averages.result()
+
+
+class MetricAverages:
+    """Averages of a loss's metrics over the micro-batches of a step, each by its type.
+
+    A plain tensor is averaged over tokens, a ``PairMean`` over preference pairs, a ``Count`` is
+    added.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._pairs = 0
+        self._sums: dict[str, Tensor] = {}
+        self._types: dict[str, type[Tensor]] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Whether no token and no pair was added."""
+        return not self._tokens and not self._pairs
+
+    def add(self, metrics: dict[str, Tensor], tokens: int, pairs: int) -> None:
+        """Add one micro-batch's metrics, which hold for ``tokens`` tokens or ``pairs`` pairs."""
+        self._tokens += tokens
+        self._pairs += pairs
+        for name, value in metrics.items():
+            self._types[name] = type(value)
+            weighted = self._weight(name, tokens, pairs) * value
+            self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
+
+    def result(self) -> dict[str, float]:
+        """Return the step's value of each metric that was measured on a token or a pair."""
+        weights = {name: self._weight(name, self._tokens, self._pairs) for name in self._sums}
+        return {
+            name: float(self._sums[name]) / weight for name, weight in weights.items() if weight
+        }
+
+    def _weight(self, name: str, tokens: int, pairs: int) -> int:
+        metric_type = self._types[name]
+        if issubclass(metric_type, Count):
+            return 1
+        return pairs if issubclass(metric_type, PairMean) else tokens
+
+
+def prepare_micro_batches(
+    model: nn.Module,
+    loss: Objective,
+    batch: Batch,
+    config: TrainerConfig,
+    reference: nn.Module | None = None,
+) -> Iterator[MicroBatch]:
+    """Run the student's forward and yield the micro-batches, rollouts first and then pairs.
+
+    Rows times the longest row fit ``config.micro_batch_tokens``; a longer rollout has a micro-batch
+    of its own. The grouping changes a step's gradient only by the rounding of its sums.
+    """
+    with_replay = "replay" in loss.config.needs
+    lengths = [sample.length for sample in batch.samples]
+    for indices in token_batches(lengths, config.micro_batch_tokens):
+        with autocast(model, config.dtype):
+            inputs = student_inputs(model, [batch.samples[i] for i in indices])
+        if with_replay:
+            inputs.replay = empty_pack(inputs)
+        names = [f"rollout {i}" for i in indices]
+        yield MicroBatch(inputs, names, tokens=inputs.loss_mask.shape[0])
+    if not with_replay:
+        return
+    lengths = [pair.length for pair in batch.pairs]
+    for indices in token_batches(lengths, max(1, config.micro_batch_tokens // 2)):
+        with autocast(model, config.dtype):
+            pack = pair_inputs(model, [batch.pairs[i] for i in indices], reference)
+        # A loss is divided by the step's tokens. Weights of tokens / pairs make that a mean over
+        # pairs.
+        pack.loss_weights = torch.full_like(
+            pack.trainer_logprobs.detach(), (batch.tokens or 1) / len(batch.pairs)
+        )
+        inputs = empty_inputs(pack, loss.config.support_size)
+        inputs.replay = pack
+        yield MicroBatch(inputs, [f"pair {i}" for i in indices], pairs=len(indices))
+
+
+def describe_non_finite(
+    loss: Objective, micro_batch: MicroBatch, outputs: LossOutputs, step: int
+) -> str:
+    """Return an error message that names the sequence whose loss is NaN or infinite.
+
+    Each sequence is tried alone, with the others masked.
+    """
+    prefix = f"step {step}: the loss {loss.config.type!r}"
+    inputs = micro_batch.inputs
+    for segment, name in enumerate(micro_batch.names if micro_batch.tokens else ()):
+        alone = dataclasses.replace(inputs, loss_mask=given(inputs.segment_ids) == segment)
+        value = float(loss(alone).loss.detach())
+        if not math.isfinite(value):
+            return f"{prefix} of {name} is {value}; training stops here"
+    names = ", ".join(micro_batch.names)
+    return f"{prefix} of {names} is {float(outputs.loss.detach())}; training stops here"

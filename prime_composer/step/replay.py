@@ -1,0 +1,125 @@
+"""Preference pairs of the replay channel: from the rollouts of a group, or from a file."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from prime_composer.backends.protocols import Rollout
+from prime_composer.contract import LossInputs, given
+from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.prompts import answer_text, render_prompt
+from prime_composer.problems.rows import read_rows
+from prime_composer.step.batch import Pair, Sample
+from prime_composer.step.student_forward import student_inputs
+
+
+def pairs_of_rollouts(samples: Sequence[Sample], limit: int) -> list[Pair]:
+    """Pair a correct and a wrong rollout of the same group.
+
+    Each rollout is used at most once. At most ``limit`` pairs are returned.
+    """
+    pairs: list[Pair] = []
+    for prompt_index in dict.fromkeys(sample.rollout.prompt_index for sample in samples):
+        group = [sample for sample in samples if sample.rollout.prompt_index == prompt_index]
+        correct = [sample for sample in group if sample.reward > 0]
+        wrong = [sample for sample in group if sample.reward <= 0]
+        pairs += [Pair(*responses) for responses in zip(correct, wrong, strict=False)]
+    return pairs[:limit]
+
+
+def read_pairs(path: Path, sources: Mapping[str, DataConfig], tokenizer: Any) -> list[Pair]:
+    """Read the pairs of a JSONL file.
+
+    Each line is an object with the strings "question", "chosen" and "rejected". Where a recipe has
+    several environments it also has "environment", whose prompt template is used.
+
+    Raises:
+        ValueError: the file is missing or empty, or a line is malformed (``file:line: reason``).
+    """
+    if not path.is_file():
+        raise ValueError(f"no such file: {path}. [replay] path is a JSONL file of preference pairs")
+    pairs = read_rows(path, lambda row: pair_of_row(row, sources, tokenizer))
+    if not pairs:
+        raise ValueError(f"{path} contains no pair")
+    return pairs
+
+
+def pair_of_row(row: Any, sources: Mapping[str, DataConfig], tokenizer: Any) -> Pair:
+    """Return a row of a file of pairs as a pair.
+
+    Raises:
+        ValueError: a string is missing or empty, or the environment is unknown.
+    """
+    for key in ("question", "chosen", "rejected"):
+        if not isinstance(row, dict) or not isinstance(row.get(key), str) or not row[key].strip():
+            raise ValueError(f'"{key}" must be a string that is not empty')
+    environment = row.get("environment") if len(sources) > 1 else next(iter(sources))
+    if not isinstance(environment, str) or environment not in sources:
+        raise ValueError(f'"environment" must be one of {", ".join(sources)}')
+    data = sources[environment]
+    problem = Problem(row["question"], row["chosen"], environment)
+    prompt = render_prompt(problem, data, tokenizer)
+    chosen, rejected = (
+        Sample(response(prompt, row[key], data, tokenizer, 0), problem, row[key])
+        for key in ("chosen", "rejected")
+    )
+    return Pair(chosen, rejected)
+
+
+def response(
+    prompt: Sequence[int], text: str, data: DataConfig, tokenizer: Any, prompt_index: int
+) -> Rollout:
+    """Return a given text, with the end of text, as the response to a prompt.
+
+    It was not sampled, so its ``inference_logprobs`` are NaN.
+    """
+    completion = [
+        *tokenizer.encode(answer_text(text, data), add_special_tokens=False),
+        tokenizer.eos_token_id,
+    ]
+    token_ids = torch.tensor([*prompt, *completion])
+    return Rollout(
+        token_ids=token_ids,
+        loss_mask=torch.arange(len(token_ids)) >= len(prompt),
+        inference_logprobs=torch.full(token_ids.shape, torch.nan),
+        finish_reason="stop",
+        prompt_index=prompt_index,
+    )
+
+
+def pair_inputs(model: nn.Module, pairs: Sequence[Pair], reference: nn.Module | None) -> LossInputs:
+    """Pack pairs: segment 2i is the chosen and 2i + 1 the rejected response of pair i.
+
+    Args:
+        model: the student.
+        pairs: the pairs of one micro-batch.
+        reference: the frozen policy whose log-probs become ``ref_logprobs``; None leaves them
+            unset.
+    """
+    responses = [
+        Sample(s.rollout, s.problem) for pair in pairs for s in (pair.chosen, pair.rejected)
+    ]
+    inputs = student_inputs(model, responses)
+    if reference is None:
+        return inputs
+    with torch.no_grad():
+        reference_logprobs = student_inputs(reference, responses).trainer_logprobs
+    return dataclasses.replace(inputs, ref_logprobs=reference_logprobs)
+
+
+def empty_pack(like: LossInputs) -> LossInputs:
+    """Return a pack without a pair, for a micro-batch of rollouts."""
+    none = like.trainer_logprobs.detach()[:0]
+    return LossInputs(
+        trainer_logprobs=none,
+        inference_logprobs=none,
+        ref_logprobs=none,
+        advantages=None,
+        loss_mask=like.loss_mask[:0],
+        token_ids=given(like.token_ids)[:0],
+        segment_ids=given(like.segment_ids)[:0],
+    )

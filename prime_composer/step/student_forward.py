@@ -1,0 +1,235 @@
+"""Run the student over padded micro-batches and pack its log-probs into ``LossInputs``."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from prime_composer.backends.answers import IMPOSSIBLE, InvalidAnswer
+from prime_composer.backends.hf_model import hidden_states, lm_head_weight
+from prime_composer.contract import (
+    HiddenStates,
+    Logits,
+    LossInputs,
+    Scores,
+    Support,
+    TeacherHead,
+    TwoHeads,
+    given,
+)
+from prime_composer.full_vocabulary import teacher_logprobs
+from prime_composer.lm_head import selected_logprobs
+from prime_composer.scoring.shared_vocabulary import lacking
+from prime_composer.step.batch import Sample
+
+
+def autocast(model: nn.Module, dtype: str) -> torch.autocast:
+    """Return the context in which the student's matrix products have the trainer's dtype."""
+    device = next(model.parameters()).device.type
+    return torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
+    """Run one forward over right-padded rollouts, and pack their trained tokens.
+
+    Every position of the result trains. The student's log-probs are those of the full vocabulary at
+    temperature 1, whatever temperature and top-p the sampler used.
+
+    Args:
+        model: a causal language model of transformers' shape. ``model.base_model`` returns hidden
+            states, and the weight of the output embeddings turns them into logits.
+        samples: the rollouts. Either all of them have scores or none has, and the same holds for
+            advantages and credits. A value that no sample has is None in the result.
+
+    Raises:
+        ValueError: a rollout trains on its first token, which no context predicts.
+        InvalidAnswer: a server's hidden states do not belong to its head (``check_answers``).
+    """
+    head = lm_head_weight(model)
+    device = head.device
+    rollouts = [sample.rollout for sample in samples]
+    lengths = torch.tensor([sample.length for sample in samples])
+    ids = pad_sequence([rollout.token_ids for rollout in rollouts], batch_first=True)
+    trained = pad_sequence([rollout.loss_mask for rollout in rollouts], batch_first=True)
+    if trained[:, 0].any():
+        raise ValueError(
+            "a rollout trains on its first token, which no context predicts: it needs a prompt"
+        )
+    attention = (torch.arange(ids.shape[1]) < lengths.unsqueeze(-1)).long()
+    # Hidden state t-1 predicts token t.
+    hidden = hidden_states(model, ids.to(device), attention.to(device))[:, :-1]
+    hidden = hidden[trained[:, 1:].to(device)]
+    if torch.is_autocast_enabled(device.type):
+        # The residual stream stays float32 under autocast. The head's products use half precision,
+        # as all other matrix products do.
+        hidden = hidden.to(torch.get_autocast_dtype(device.type))
+    labels = ids[trained]
+
+    scores = [_trained_scores(sample) for sample in samples if sample.scores is not None]
+    ref_logprobs = support = None
+    selected_ids = labels.unsqueeze(-1)
+    if scores:
+        ref_logprobs = torch.cat([one.ref_logprobs for one in scores])
+        support_ids = torch.cat([one.token_ids for one in scores])
+        known = torch.cat([known_of(one, head.shape[0]) for one in scores])
+        # The entry of an id that is not known is not read, whichever row of the head it has.
+        selected_ids = torch.cat([selected_ids, support_ids.masked_fill(~known, 0)], dim=-1)
+    student = Logits(hidden, head.to(hidden.dtype))
+    heads = heads_of(samples)
+    both = compared(student, heads, samples) if heads else None
+    if both is not None and any(head.tolerance is not None for head in heads):
+        own = given(ref_logprobs)
+        alone = lacking(labels, min(side.size for side in both.sides))
+        computed = teacher_logprobs(both, labels.masked_fill(alone, 0).unsqueeze(-1).to(device))
+        computed = torch.where(alone.to(device), own.to(computed), computed[:, 0])
+        check_answers(computed, own, heads, samples)
+    logprobs = selected_logprobs(student.hidden, student.weight, selected_ids.to(device))
+    if selected_ids.shape[-1] > 1:
+        support = Support(
+            token_ids=support_ids.to(device),
+            teacher_logprobs=torch.cat([one.teacher_logprobs for one in scores]).to(device),
+            student_logprobs=logprobs[:, 1:],
+            known=None if known.all() else known.to(device),
+        )
+
+    counts = trained.sum(dim=1)
+    advantages = [sample.advantage for sample in samples if sample.advantage is not None]
+    contrasts = [sample.contrast for sample in samples if sample.contrast is not None]
+    credits = [sample.credit for sample in samples if sample.credit is not None]
+    return LossInputs(
+        trainer_logprobs=logprobs[:, 0],
+        inference_logprobs=torch.cat(
+            [rollout.inference_logprobs[rollout.loss_mask] for rollout in rollouts]
+        ).to(device),
+        ref_logprobs=None if ref_logprobs is None else ref_logprobs.to(device),
+        advantages=torch.tensor(advantages, dtype=torch.float32)
+        .repeat_interleave(counts)
+        .to(device)
+        if advantages
+        else None,
+        credit=torch.cat(credits).to(device) if credits else None,
+        contrast_logprobs=torch.cat(contrasts).to(device) if contrasts else None,
+        loss_mask=torch.ones(labels.shape[0], dtype=torch.bool, device=device),
+        support=support,
+        hidden_states=both,
+        token_ids=labels.to(device),
+        segment_ids=torch.arange(len(samples)).repeat_interleave(counts).to(device),
+        by_teacher=torch.tensor([rollout.by_teacher for rollout in rollouts])
+        .repeat_interleave(counts)
+        .to(device),
+    )
+
+
+def heads_of(samples: Sequence[Sample]) -> list[TeacherHead]:
+    """Return the output heads of the teachers that were asked for hidden states, once each."""
+    return list(dict.fromkeys(share.head for sample in samples for share in _hidden(sample)))
+
+
+def compared(student: Logits, heads: Sequence[TeacherHead], samples: Sequence[Sample]) -> TwoHeads:
+    """Return the student's and the teachers' logits of the trained tokens, by their hidden states.
+
+    Args:
+        student: the student's.
+        heads: the teachers'.
+        samples: the rollouts with their scores.
+    """
+    device = student.hidden.device
+    teachers, weights = [], []
+    for head in heads:
+        states, shares = [], []
+        for sample in samples:
+            mask = sample.rollout.trained
+            own = next((share for share in _hidden(sample) if share.head is head), None)
+            if own is None:  # a weight of 0, beside which the states may be anything
+                states.append(torch.zeros(int(mask.sum()), head.weight.shape[1]))
+            else:
+                states.append(own.states[mask].to(head.weight.dtype))
+            share = 0.0 if own is None else own.weight
+            shares.append(torch.full((len(states[-1]),), share, dtype=torch.float64))
+        teachers.append(head.over(torch.cat(states).to(device)))
+        weights.append(torch.cat(shares).to(device))
+    mixed = len(teachers) > 1
+    return TwoHeads(student, tuple(teachers), torch.stack(weights, dim=1) if mixed else None)
+
+
+def check_answers(
+    computed: Float[Tensor, " n"],
+    own: Float[Tensor, " n"],
+    heads: Sequence[TeacherHead],
+    samples: Sequence[Sample],
+) -> None:
+    """Check hidden states and heads against the servers' own log-probs of the sampled tokens.
+
+    Args:
+        computed: log q of the trained tokens, by hidden states and heads.
+        own: the servers' own.
+        heads: the teachers' heads.
+        samples: the rollouts.
+
+    Raises:
+        InvalidAnswer: they differ by more than the rounding of the heads' dtype explains.
+    """
+    limit = max(head.tolerance or 0.0 for head in heads)
+    # Below this vLLM's own numbers are those of an impossible token.
+    gaps = (computed.clamp(min=IMPOSSIBLE) - own.to(computed.device).clamp(min=IMPOSSIBLE)).abs()
+    wrong = (~(gaps <= limit)).nonzero()
+    if not len(wrong):
+        return
+    row = int(wrong[0])
+    places = [
+        (index, int(position))
+        for index, sample in enumerate(samples)
+        for position in sample.rollout.loss_mask.nonzero()
+    ]
+    index, place = places[row]
+    origins = " and ".join(head.origin for head in heads if head.tolerance is not None)
+    raise InvalidAnswer(
+        f"{origins} gave hidden states for rollout {index}, position {place}, whose log-prob of "
+        f"the sampled token is {float(computed[row]):.6g} with the output head, and the server's "
+        f"own is {float(own[row]):.6g} (at most {limit:g} apart). States and head are not of one "
+        "model. Start the server anew, and leave `head` out of the teacher's table."
+    )
+
+
+def _hidden(sample: Sample) -> Sequence[HiddenStates]:
+    return () if sample.scores is None else sample.scores.hidden
+
+
+def known_of(scores: Scores, vocab_size: int) -> Bool[Tensor, "n k"]:
+    """Return which ids of a support both sides know: the teacher, and a head of this size."""
+    known: Tensor = ~lacking(scores.token_ids, vocab_size)
+    return known if scores.known is None else known & scores.known
+
+
+def _trained_scores(sample: Sample) -> Scores:
+    """Return the scores of the sample's trained tokens, without hidden states."""
+    return replace(given(sample.scores), hidden=()).rows(sample.rollout.trained)
+
+
+def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossInputs:
+    """Return inputs without a token, in the graph of ``like``.
+
+    They accompany a micro-batch that contains preference pairs only.
+    """
+    none = like.trainer_logprobs[:0]
+    detached = none.detach()
+    no_logits = Logits(detached.unsqueeze(-1), detached.new_zeros(1, 1))
+    wide = detached.unsqueeze(-1).expand(0, 1 if support_size == "full" else max(1, support_size))
+    return LossInputs(
+        trainer_logprobs=none,
+        inference_logprobs=detached,
+        ref_logprobs=detached,
+        advantages=detached,
+        credit=detached,
+        contrast_logprobs=detached,
+        loss_mask=like.loss_mask[:0],
+        support=Support(token_ids=wide.long(), teacher_logprobs=wide, student_logprobs=wide),
+        hidden_states=TwoHeads(no_logits, (no_logits,)),
+        token_ids=given(like.token_ids)[:0],
+        segment_ids=given(like.segment_ids)[:0],
+        by_teacher=given(like.by_teacher)[:0],
+    )

@@ -1,0 +1,1 @@
+"""Who scores rollouts: served models, models in this process, mixtures, the policy itself."""

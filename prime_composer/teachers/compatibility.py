@@ -1,0 +1,258 @@
+"""Whether a teacher reads and writes the student's tokens: tokenizers, vocabularies, ids."""
+
+import hashlib
+from itertools import zip_longest
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from prime_composer.backends.protocols import Limits, Scorer
+from prime_composer.contract import Scores
+from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, MOST_PADDING, alien
+
+PROBES = (
+    "Natalia sold 48/2 = 24 clips in May.\nShe has $1,234.50 left.\n#### 72",
+    "  def f(x):\n\treturn {'a': [x, -1e-5]}  # ok",
+    "Größe, naïve, 東京, Привет, 👍🏽",
+)
+"""Numbers, white space and byte-level characters: where tokenizers of one family differ."""
+
+
+SAMPLED_IDS = 256
+"""Ids of the vocabulary that a teacher's server is asked to write as text."""
+
+
+class PreflightError(ValueError):
+    """The recipe's parts do not fit together. The message names the remedy."""
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Return a fingerprint of the vocabulary: every token with its id, added ones included."""
+    digest = hashlib.sha256()
+    for token, index in sorted(tokenizer.get_vocab().items()):
+        digest.update(f"{token}\0{index}\n".encode())
+    return digest.hexdigest()[:12]
+
+
+def check_tokenizers(student: Any, teacher: Any) -> list[str]:
+    """Check that both have the same tokens with the same ids, and split the same text equally.
+
+    Returns:
+        A warning where they end a text with different tokens.
+
+    Raises:
+        PreflightError: they differ; the message names the first difference.
+    """
+    remedy = "choose a teacher and a student with one tokenizer"
+    student_vocab, teacher_vocab = student.get_vocab(), teacher.get_vocab()
+    for token in sorted({*special_tokens(student), *special_tokens(teacher)}):
+        student_id, teacher_id = student_vocab.get(token), teacher_vocab.get(token)
+        if student_id != teacher_id:
+            raise PreflightError(
+                f"The special token {token!r} has id {student_id} for the student and {teacher_id} "
+                f"for the teacher (None: it has no such token); {remedy}."
+            )
+    student_hash, teacher_hash = tokenizer_hash(student), tokenizer_hash(teacher)
+    if student_hash != teacher_hash:
+        token = min({*student_vocab.items()} ^ {*teacher_vocab.items()})[0]
+        raise PreflightError(
+            f"Student and teacher have different vocabularies ({len(student_vocab)} tokens, hash "
+            f"{student_hash}, against {len(teacher_vocab)}, {teacher_hash}; for example {token!r} "
+            f"is {student_vocab.get(token)} and {teacher_vocab.get(token)}); {remedy}."
+        )
+    for text in PROBES:
+        student_ids, teacher_ids = (
+            tokenizer.encode(text, add_special_tokens=False) for tokenizer in (student, teacher)
+        )
+        if student_ids != teacher_ids:
+            raise PreflightError(
+                f"Student and teacher split {text!r} into {len(student_ids)} and "
+                f"{len(teacher_ids)} tokens that differ although their vocabularies are equal "
+                f"(merges or pre-tokenizer); {remedy}."
+            )
+    if student.eos_token_id != teacher.eos_token_id:
+        return [
+            f"The student ends a text with {student.eos_token!r} and the teacher with "
+            f"{teacher.eos_token!r}: the teacher finds the student's ending improbable, so mask "
+            "special tokens in the loss or align the EOS."
+        ]
+    return []
+
+
+@runtime_checkable
+class TokenServer(Protocol):
+    """A scorer that can be asked how its server's tokenizer reads and writes."""
+
+    def tokenize(self, text: str) -> list[int] | None:
+        """Return the ids of a text without special tokens around it; None: it cannot be asked."""
+        ...
+
+    def detokenize(self, ids: list[int]) -> str | None:
+        """Return the text of ids; None: it cannot be asked."""
+        ...
+
+
+def check_served_tokenizer(student: Any, scorer: Scorer) -> bool:
+    """Compare the student's tokenizer with the one of a teacher's server.
+
+    Args:
+        student: the student's tokenizer.
+        scorer: the teacher's.
+
+    Returns:
+        Whether the server could be asked.
+
+    Raises:
+        PreflightError: they differ.
+    """
+    if not isinstance(scorer, TokenServer):
+        return False
+    was_asked = False
+    remedy = "choose a teacher and a student with one tokenizer"
+    for text in PROBES:
+        served = scorer.tokenize(text)
+        if served is None:
+            break
+        was_asked = True
+        own = student.encode(text, add_special_tokens=False)
+        if served != own:
+            pairs = enumerate(zip_longest(own, served))
+            position, (a, b) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+            raise PreflightError(
+                f"The teacher's server reads {text!r} as other tokens than the student: token "
+                f"{position} is {b}, and the student's {a} (None: the text has ended); {remedy}."
+            )
+    ids = sampled_ids(student)
+    served_text = scorer.detokenize(ids)
+    if served_text is None:
+        return was_asked
+    if served_text != student.decode(ids):
+        different = (i for i in ids if scorer.detokenize([i]) != student.decode([i]))
+        token = next(different, None)
+        example = "" if token is None else f", for example {token}, {student.decode([token])!r}"
+        raise PreflightError(
+            f"Some ids are other tokens for the teacher's server than for the student{example}; "
+            f"{remedy}."
+        )
+    return True
+
+
+def sampled_ids(tokenizer: Any) -> list[int]:
+    """Return ids from the whole vocabulary, ``SAMPLED_IDS`` at least, and all special tokens."""
+    size = len(tokenizer)
+    special = tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))
+    return sorted({*range(0, size, max(1, size // SAMPLED_IDS)), size - 1, *special})
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Return BOS, EOS, padding and added tokens."""
+    return [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
+
+
+def check_vocabularies(
+    vocab_size: int, limits: Limits, tokens: int, support_size: int | Literal["full"]
+) -> list[str]:
+    """Compare head sizes with the tokenizer and each other, and K with both heads' limits.
+
+    Args:
+        vocab_size: entries of the student's head.
+        limits: the teacher's.
+        tokens: tokens of the tokenizer.
+        support_size: K.
+
+    Returns:
+        A warning where the heads differ in padding.
+
+    Raises:
+        PreflightError: an id of one side is out of the other's range, or K is too large.
+    """
+    teacher_size = limits.vocab_size
+    if tokens > vocab_size:
+        raise PreflightError(
+            f"The tokenizer has {tokens} tokens and the student's head {vocab_size} entries; "
+            "resize its embeddings."
+        )
+    if teacher_size is not None and tokens > teacher_size:
+        raise PreflightError(
+            f"The tokenizer has {tokens} tokens and the teacher's head {teacher_size} entries; "
+            "choose a teacher with the student's tokenizer."
+        )
+    smallest = vocab_size if teacher_size is None else min(vocab_size, teacher_size)
+    if support_size != "full" and support_size > smallest:
+        raise PreflightError(
+            f"The loss asks for K = {support_size} and the vocabulary has {smallest} entries; set "
+            "k to "
+            'at most that, or to "full".'
+        )
+    warnings = []
+    if teacher_size is not None and teacher_size != vocab_size:
+        if support_size == "full":
+            raise PreflightError(
+                "A loss on a support of the whole vocabulary needs heads of one size, and the "
+                f"student's has {vocab_size} entries and the teacher's {teacher_size} (padding "
+                f"beyond the tokenizer's {tokens}); use a top-K loss, or pad the smaller one."
+            )
+        warning = (
+            f"The student's head has {vocab_size} entries and the teacher's {teacher_size} for "
+            f"{tokens} tokens: the rest is padding. Ids from {smallest} on belong to the tail on "
+            "both sides."
+        )
+        if vocab_size > teacher_size:
+            warning += (
+                " Where the student samples one of them, the teacher's log-prob of it counts as "
+                f"{LOG_FLOOR:.1f}, and the teacher reads id {teacher_size - 1} in its place."
+            )
+        warnings.append(warning)
+    k = teacher_size if support_size == "full" else support_size
+    if limits.max_logprobs is not None and k is not None and k > limits.max_logprobs:
+        raise PreflightError(
+            f"The loss asks for K = {k} teacher log-probs per token and the teacher answers at "
+            f"most {limits.max_logprobs}; start its server with --max-logprobs {k}, or set the "
+            f"loss's k to {limits.max_logprobs}."
+        )
+    return warnings
+
+
+def check_whole_kl(vocab_size: int, scorer: Scorer) -> None:
+    """Check that a KL over all ids can be measured.
+
+    Args:
+        vocab_size: entries of the student's head.
+        scorer: the teacher's.
+
+    Raises:
+        PreflightError: the heads have different sizes, and the server gives no hidden states.
+    """
+    size = scorer.limits.vocab_size
+    if size not in (None, vocab_size) and not scorer.gives_any_ids:
+        raise PreflightError(
+            f"eval.kl_support = 'full' with a student's head of {vocab_size} entries and a "
+            f"teacher's of {size} compares hidden states, which the teacher's server gives with "
+            "the scoring plugin: start it with prime-rl teacher, or set eval.kl_support to a "
+            "number."
+        )
+
+
+def check_ids(scores: Scores, vocab_size: int) -> None:
+    """Check that the ids of a teacher's support are the student's, or padding beyond them.
+
+    That the scores are log-probs of distinct ids of the teacher's own head is checked where they
+    are made (``backends.answers``).
+
+    Raises:
+        PreflightError: one is not.
+    """
+    alien = alien_id(scores, vocab_size)
+    if alien is not None:
+        raise PreflightError(
+            f"The teacher puts id {alien} into the support and the student's head has "
+            f"{vocab_size} entries, of which padding explains at most {MOST_PADDING} more; choose "
+            "a teacher with the student's vocabulary."
+        )
+
+
+def alien_id(scores: Scores, vocab_size: int) -> int | None:
+    """Return an id of a teacher's support that a student's head of this size cannot lack as
+    padding; None without one."""
+    if not scores.token_ids.numel():
+        return None
+    smallest, largest = (int(bound) for bound in scores.token_ids.aminmax())
+    return alien(smallest, largest, vocab_size)

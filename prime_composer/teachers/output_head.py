@@ -1,0 +1,107 @@
+"""A served teacher's output head on this machine."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxtyping import Float
+from safetensors import safe_open
+from torch import Tensor
+
+from prime_composer.contract import TeacherHead
+from prime_composer.scoring.head import DTYPES_BY_NAME, bits_of
+from prime_composer.scoring.wire import HeadFacts, row_digests
+
+TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.5}
+"""How far log q of a token by hidden state and head may be from the server's own, in nats, by the
+dtype of the head's products.
+
+The sums are the same up to their order. In half precision each logit is rounded, so that another
+order moves it by one unit in the last place: 0.0625 in bfloat16 for logits of 8 to 16.
+"""
+
+HEAD_PARTS = ("lm_head.weight", "lm_head.bias", "embed_tokens.weight")
+"""How the names of a checkpoint's output head end."""
+
+MOST_HEAD_ENTRIES = 2**33
+"""More than any model has."""
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """A teacher's output head: logits = scale · softcap(h Wᵀ + bias).
+
+    Attributes:
+        weight: W, [V, d].
+        bias: [V]; None without one.
+        facts: scale, softcap, and the dtype that the server multiplies in.
+    """
+
+    weight: Float[Tensor, "v d"]
+    bias: Float[Tensor, " v"] | None
+    facts: HeadFacts
+
+    @property
+    def sha256(self) -> str:
+        """Of the rows' own digests, in hexadecimal digits."""
+        bias = None if self.bias is None else bits_of(self.bias)
+        return hashlib.sha256(row_digests(bits_of(self.weight), bias)).hexdigest()
+
+    def of_teacher(self, origin: str) -> TeacherHead:
+        """Return the head in the dtype that the server multiplies in.
+
+        Args:
+            origin: the server in words, for messages.
+
+        Raises:
+            InvalidAnswer: weight or bias is not finite.
+        """
+        dtype = DTYPES_BY_NAME[self.facts.computed_in]
+        head = TeacherHead(
+            self.weight.to(dtype),
+            None if self.bias is None else self.bias.to(dtype),
+            self.facts.scale,
+            self.facts.softcap,
+            TOLERANCES[self.facts.computed_in],
+            origin,
+        )
+        head.refuse_non_finite("weight", head.weight)
+        return head
+
+
+def read_head(folder: Path, rows: int) -> tuple[Float[Tensor, "v d"], Float[Tensor, " v"] | None]:
+    """Return weight and bias of a checkpoint's output head, from its safetensors files.
+
+    Embeddings stand for a head that is tied to them.
+
+    Args:
+        folder: of the checkpoint.
+        rows: number of rows to read; a padded vocabulary may have more.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  # no mapping
+                part = next((part for part in HEAD_PARTS if name.endswith(part)), None)
+                if part is not None:
+                    found[part] = tensors.get_tensor(name)
+    weight = found.get("lm_head.weight", found.get("embed_tokens.weight"))
+    if weight is None:
+        raise ValueError(
+            f"{folder} has no safetensors file with lm_head.weight or embed_tokens.weight; leave "
+            "`head` out of the teacher's table to read the server's own."
+        )
+    bias = found.get("lm_head.bias")
+    return weight[:rows], None if bias is None else bias[:rows]
+
+
+def available_bytes() -> int:
+    """Return the memory that new programs can have, by the kernel's own estimate."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    except OSError:  # another system
+        return 2**63
+    return int(fields["MemAvailable"].split()[0]) * 1024

@@ -1,0 +1,230 @@
+"""Self-distillation: the teacher is the policy itself, given privileged information (a hint)."""
+
+import copy
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from prime_composer.backends.protocols import Rollout
+from prime_composer.contract import Scores
+from prime_composer.problems.answers import verdict
+from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.prompts import render_prompt
+from prime_composer.recipe.schema import PolicyTeacherConfig
+from prime_composer.scoring.shared_vocabulary import lacking
+from prime_composer.teachers.transformers import TransformersScorer
+
+
+class PolicyTeacher:
+    """A hint-conditioned teacher with the policy's weights, their moving average, or a copy.
+
+    It scores a rollout's own tokens after a prompt that contains a hint.
+
+    Sources: SDPO, https://arxiv.org/abs/2601.20802 (sibling or feedback, EMA); OPSD,
+    https://arxiv.org/abs/2601.18734 (reference solution); SDFT, https://arxiv.org/abs/2601.19897.
+
+    Args:
+        config: the recipe's ``[teacher.policy]``.
+        sources: the data of each environment, which says how its prompts are written.
+        model: the student that trains. ``update = "live"`` scores with this very model.
+        tokenizer: the student's.
+    """
+
+    def __init__(
+        self,
+        config: PolicyTeacherConfig,
+        sources: Mapping[str, DataConfig],
+        model: nn.Module,
+        tokenizer: Any,
+    ):
+        self.config = config
+        self.sources = sources
+        self.tokenizer = tokenizer
+        self.policy = model
+        self.model = (
+            model if config.update == "live" else copy.deepcopy(model).requires_grad_(False)
+        )
+
+    def prompt(self, problem: Problem, hint: str, attempt: str = "") -> list[int]:
+        """Return the teacher's prompt as token ids.
+
+        Args:
+            problem: the rollout's problem.
+            hint: replaces ``{hint}`` in the template.
+            attempt: the student's own answer, which replaces ``{attempt}``.
+        """
+        values = {"{hint}": hint, "{attempt}": attempt, "{question}": problem.question}
+        # One pass, so that braces inside the values stay as they are.
+        placeholder = "|".join(map(re.escape, values))
+        text = re.sub(placeholder, lambda match: values[match[0]], self.config.text)
+        return render_prompt(
+            replace(problem, question=text), self.sources[problem.environment], self.tokenizer
+        )
+
+    def hints(
+        self,
+        rollouts: Sequence[Rollout],
+        texts: Sequence[str],
+        problems: Sequence[Problem],
+        rewards: Sequence[float],
+    ) -> list[str | None]:
+        """Return the hint for each rollout; None where there is none.
+
+        Args:
+            rollouts: a batch; rollouts of one group share their ``prompt_index``.
+            texts: each rollout's completion.
+            problems: each rollout's problem.
+            rewards: each rollout's reward.
+        """
+        if self.config.hint == "reference":
+            return [problem.answer for problem in problems]
+        if self.config.hint == "feedback":
+            return [
+                self._verdict(problem, reward)
+                for problem, reward in zip(problems, rewards, strict=True)
+            ]
+        hints: list[str | None] = []
+        for index, rollout in enumerate(rollouts):
+            correct_siblings = (
+                texts[other].strip()
+                for other, sibling in enumerate(rollouts)
+                if other != index
+                and sibling.prompt_index == rollout.prompt_index
+                and rewards[other] > 0
+            )
+            hints.append(next(correct_siblings, None))
+        return hints
+
+    def _verdict(self, problem: Problem, reward: float) -> str:
+        """Return the verifier's feedback, with the reference of the problem's metric."""
+        return verdict(problem.reference(self.sources[problem.environment].metric), reward)
+
+    def wrong_hints(
+        self, rollouts: Sequence[Rollout], texts: Sequence[str], rewards: Sequence[float]
+    ) -> list[list[str]]:
+        """Return the first wrong rollouts of each rollout's group, at most ``wrong_hints`` of them.
+
+        A rollout is no hint for itself.
+
+        Args:
+            rollouts: a batch; rollouts of one group share their ``prompt_index``.
+            texts: each rollout's completion.
+            rewards: each rollout's reward.
+        """
+        wrong: dict[int, list[int]] = {}
+        for index, (rollout, reward) in enumerate(zip(rollouts, rewards, strict=True)):
+            if reward <= 0:
+                wrong.setdefault(rollout.prompt_index, []).append(index)
+        hints = []
+        for index, rollout in enumerate(rollouts):
+            others = [other for other in wrong.get(rollout.prompt_index, []) if other != index]
+            hints.append([texts[other].strip() for other in others[: self.config.wrong_hints]])
+        return hints
+
+    def contrast(
+        self, rollouts: Sequence[Rollout], prompts: Sequence[Sequence[Sequence[int]]]
+    ) -> list[Float[Tensor, " n"] | None]:
+        """Return log((1/K) sum_k q_k(y)) of each trained token, None without a wrong hint.
+
+        Args:
+            rollouts: what to score.
+            prompts: K prompts with wrong hints for each rollout, as token ids; K may be 0.
+        """
+        pairs = [(index, prompt) for index, own in enumerate(prompts) for prompt in own]
+        if not pairs:
+            return [None] * len(rollouts)
+        scores = TransformersScorer(self.model).score(
+            [rollouts[index] for index, _ in pairs], 0, prompts=[prompt for _, prompt in pairs]
+        )
+        logprobs: dict[int, list[Tensor]] = {}
+        for (index, _), own in zip(pairs, scores, strict=True):
+            logprobs.setdefault(index, []).append(own.ref_logprobs[rollouts[index].trained])
+        return [
+            torch.stack(logprobs[index]).logsumexp(dim=0) - math.log(len(logprobs[index]))
+            if index in logprobs
+            else None
+            for index in range(len(rollouts))
+        ]
+
+    def best_prompt(self, problem: Problem) -> list[int]:
+        """Return a prompt with the full hint: the solution, or the verdict on a wrong attempt."""
+        hint = self._verdict(problem, 0.0) if self.config.hint == "feedback" else problem.answer
+        return self.prompt(problem, hint)
+
+    def score(
+        self,
+        rollouts: Sequence[Rollout],
+        prompts: Sequence[Sequence[int]],
+        support_size: int | Literal["full"],
+        chosen_by_student: bool = False,
+        hidden: bool = False,
+    ) -> list[Scores]:
+        """Return the hint-conditioned policy's scores of the rollouts' own tokens.
+
+        Args:
+            rollouts: what to score.
+            prompts: token ids that the teacher reads instead of each rollout's own prompt.
+            support_size: K.
+            chosen_by_student: use the K most probable ids of the policy without the hint, instead
+                of the teacher's.
+            hidden: return hidden states too, with the policy's head.
+        """
+        candidates = None
+        if chosen_by_student:
+            candidates = students_choice(self.policy, rollouts, support_size)
+        return TransformersScorer(self.model).score(
+            rollouts, support_size, prompts=prompts, candidate_ids=candidates, hidden=hidden
+        )
+
+    @torch.no_grad()
+    def end_step(self, step: int) -> None:
+        """Update the teacher after optimizer step ``step``, as ``update`` says."""
+        if self.config.update == "ema":
+            pairs = zip(self.model.parameters(), self.policy.parameters(), strict=True)
+            for parameter, policy_parameter in pairs:
+                parameter.lerp_(policy_parameter, self.config.ema_rate)
+        elif self.config.update == "sync" and step % self.config.sync_every == 0:
+            self.model.load_state_dict(self.policy.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the teacher's weights; empty where they are the policy's own."""
+        return {} if self.config.update == "live" else self.model.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned."""
+        if self.config.update != "live":
+            self.model.load_state_dict(state)
+
+
+def students_choice(
+    student: nn.Module,
+    rollouts: Sequence[Rollout],
+    support_size: int | Literal["full"],
+    vocab_size: int | None = None,
+) -> list[Int[Tensor, "_ _k"]]:
+    """Return the student's K most probable ids at each token of each rollout, [n, K].
+
+    Args:
+        student: the student.
+        rollouts: what it sampled.
+        support_size: K.
+        vocab_size: entries of the shared vocabulary, whose ids are chosen from; None for all.
+    """
+    scorer = TransformersScorer(student)
+    size = scorer.limits.vocab_size
+    beyond = 0 if size is None or vocab_size is None else size - vocab_size
+    if beyond <= 0 or support_size == "full":
+        return [one.token_ids for one in scorer.score(rollouts, support_size)]
+    # At most so many of the top ids are beyond; a stable sort moves these behind the others.
+    scores = scorer.score(rollouts, support_size + beyond)
+    orders = [lacking(one.token_ids, vocab_size).int().argsort(stable=True) for one in scores]
+    return [
+        one.token_ids.gather(1, order)[:, :support_size]
+        for one, order in zip(scores, orders, strict=True)
+    ]

@@ -1,0 +1,61 @@
+"""Table of scorers, by the ``backend`` that a teacher's table names.
+
+``samplers.registry`` says how to add one from outside the package.
+"""
+
+from prime_composer.backends.model_files import cache_root
+from prime_composer.backends.protocols import Scorer
+from prime_composer.samplers.registry import BackendSpec, Status, open_outside
+
+
+def _vllm(spec: BackendSpec, status: Status | None) -> Scorer:
+    from prime_composer.teachers.vllm import VLLMScorer
+
+    return VLLMScorer(
+        spec.model,
+        dtype=spec.dtype,
+        max_model_len=spec.max_model_len,
+        sequences=spec.sequences,
+        max_logprobs="full",
+        gpu_memory_utilization=spec.gpu_memory_utilization,
+    )
+
+
+def _transformers(spec: BackendSpec, status: Status | None) -> Scorer:
+    from prime_composer.teachers.transformers import TransformersScorer
+
+    return TransformersScorer(spec.model, dtype=spec.dtype, max_model_len=spec.max_model_len)
+
+
+def _server(spec: BackendSpec, status: Status | None) -> Scorer:
+    from prime_composer.teachers.server import ServerScorer
+
+    assert spec.url is not None
+    return ServerScorer(
+        spec.url,
+        str(spec.model),
+        section=spec.section,
+        heads=cache_root() / "heads",
+        head=spec.head,
+        **spec.connection(status),
+    )
+
+
+SCORERS = {"vllm": _vllm, "transformers": _transformers, "server": _server}
+"""The package's own scorers. Each imports its libraries when it is opened."""
+
+
+def open_scorer(spec: BackendSpec, status: Status | None = None) -> Scorer:
+    """Open what scores rollouts with a teacher, for any K up to the vocabulary (a server sets its
+    own).
+
+    Args:
+        spec: the model and what runs it.
+        status: shown when the run waits for a server.
+
+    Raises:
+        ImportError: the backend's library is missing; the message names the pip line.
+        ValueError: the backend refuses the model or its settings, or is no scorer.
+    """
+    opens = SCORERS.get(spec.backend)
+    return opens(spec, status) if opens is not None else open_outside(spec, status, Scorer)

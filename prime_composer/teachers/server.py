@@ -1,0 +1,201 @@
+"""Teacher scores of a running vLLM server, with or without the scoring plugin."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Unpack
+
+from jaxtyping import Int
+from torch import Tensor
+
+from prime_composer.backends.alignment import (
+    check_lengths,
+    check_support_size,
+    sequences_to_score,
+)
+from prime_composer.backends.errors import Refused, ServerError
+from prime_composer.backends.http import ConnectionOptions
+from prime_composer.backends.protocols import Limits, Rollout
+from prime_composer.backends.server import Server, completion_request, plain_sampling
+from prime_composer.contract import Scores, TeacherHead
+from prime_composer.samplers.server import ServerSampler
+from prime_composer.teachers.client import TeacherClient
+from prime_composer.teachers.served_head import ServedHead
+
+T = TypeVar("T")
+
+
+class ServerScorer(Server):
+    """Teacher scores of a running vLLM server (``protocols.Scorer``); see ``Server``.
+
+    Args:
+        heads: folder where output heads are kept, by their hash. None: nowhere.
+        head: folder of a checkpoint whose output head is read instead of the server's. It has to be
+            the same.
+    """
+
+    _head: TeacherHead | None
+
+    def __init__(
+        self,
+        url: str,
+        model: str | Path | None = None,
+        *,
+        section: str = "[teacher]",
+        max_logprobs: int | None = None,
+        heads: Path | None = None,
+        head: Path | None = None,
+        **connection: Unpack[ConnectionOptions],
+    ):
+        self._heads, self._head_files, self._head = heads, head, None
+        self._sampler: ServerSampler | None = None  # the base class may call close()
+        self._asked_at: int | None = None
+        super().__init__(url, model, section=section, max_logprobs=max_logprobs, **connection)
+        self._client = TeacherClient(self, self.model)
+        self._open_sampler = partial(ServerSampler, url, self.model, section=section, **connection)
+
+    @property
+    def limits(self) -> Limits:
+        """The sizes that the server can handle; its plugin knows the output head's."""
+        if self._limits.vocab_size is None and (facts := self.client.facts) is not None:
+            self._limits = replace(self._limits, vocab_size=facts.vocab_size)
+        return self._limits
+
+    @property
+    def gives_any_ids(self) -> bool:
+        """Whether the server has the scoring plugin."""
+        return self.client.facts is not None
+
+    @property
+    def sampler(self) -> ServerSampler:
+        """A sampler of the same server, connected on first use."""
+        if self._sampler is None:
+            self._sampler = self._open_sampler()
+        return self._sampler
+
+    def score(
+        self,
+        rollouts: Sequence[Rollout],
+        support_size: int | Literal["full"],
+        prompts: Sequence[Sequence[int]] | None = None,
+        *,
+        candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
+        hidden: bool = False,
+        binary: bool = True,
+    ) -> list[Scores]:
+        """Score as ``protocols.Scorer`` says. Candidates and hidden states need the scoring plugin.
+
+        ``binary = False`` asks in JSON although the server has the plugin.
+        """
+        vocab_size, limit = self.limits.vocab_size, self.limits.max_logprobs
+        if vocab_size is not None:
+            k = check_support_size(
+                support_size,
+                vocab_size,
+                vocab_size if limit is None or limit == -1 else limit,
+                "the server's --max-logprobs",
+            )
+        elif support_size == "full":
+            raise self._connection.error(
+                f"the size of the vocabulary of {self.model} is not known on this machine, so K "
+                "cannot be 'full'; set k to a number."
+            )
+        else:
+            k = support_size
+        sequences = sequences_to_score(rollouts, prompts, vocab_size)
+        check_lengths([s.token_ids for s in sequences], 1, self.limits.max_model_len)
+
+        client = self.client if binary else self._client
+        if client.facts is None and (hidden or candidate_ids is not None):
+            what = "hidden states" if hidden else "log-probs of given ids"
+            raise self.error(
+                f"{self.origin} has no scoring plugin, which {what} need; start it with "
+                'prime-rl teacher, or set k to a number and chosen_by = "teacher".'
+            )
+        head = self._teacher_head() if hidden else None
+        chosen: Sequence[Tensor | None] = candidate_ids or [None] * len(sequences)
+        return self._connection.map(
+            lambda one: client.score(*one, k=k, head=head, binary=binary),
+            list(zip(sequences, chosen, strict=True)),
+        )
+
+    def _teacher_head(self) -> TeacherHead:
+        """Return the teacher's output head, from the server or from a checkpoint's files."""
+        if self._head is None:
+            served = self.served_head()
+            files = self._head_files
+            head = served.read(self._heads) if files is None else served.read_files(files)
+            self._head = head.of_teacher(self.origin)
+        return self._head
+
+    def served_head(self) -> ServedHead:
+        """Return the reader of the teacher's output head. Needs the scoring plugin."""
+        facts = self.client.facts
+        assert facts is not None, "the server has the scoring plugin"
+        return ServedHead(self._connection, facts)
+
+    @property
+    def client(self) -> TeacherClient:
+        """The client, which knows whether the server has the scoring plugin.
+
+        A server that was lost meanwhile is asked again.
+
+        Raises:
+            ServerError: the plugin is of another version, or another model's than before.
+        """
+        seen = self.reconnections
+        if seen != self._asked_at:
+            self._connection.run(self._client.discover())
+            self._asked_at = self.reconnections
+        return self._client
+
+    def check_room(
+        self, tokens: int, support_size: int | Literal["full"], by_student: bool, hidden: bool
+    ) -> None:
+        """Check that the scoring plugin answers for so long a rollout at once. JSON has no limit.
+
+        Args:
+            tokens: the rollout's own.
+            support_size: K.
+            by_student: its ids are the student's choice.
+            hidden: with hidden states.
+
+        Raises:
+            ServerError: it does not.
+        """
+        client = self.client
+        if client.facts is not None:
+            k = client.facts.vocab_size if support_size == "full" else support_size
+            client.answer_bytes(tokens, k, by_student, hidden)
+
+    async def receive(self, path: str, body: Any, max_bytes: int, *, tail: int = 0) -> memoryview:
+        """Send a request of the client (``client.Transport``)."""
+        return await self._connection.receive("POST", path, body, max_bytes, tail=tail)
+
+    async def read(self, function: Callable[..., T], *args: Any) -> T:
+        """Return ``function(*args)``. The connection's event loop has nothing else to do."""
+        return function(*args)
+
+    def json_request(self, model: str, token_ids: Sequence[int], k: int) -> tuple[str, Any]:
+        """Return path and body of a request for the log-probs of a prompt."""
+        settings = plain_sampling(temperature=0.0, max_tokens=1, prompt_logprobs=k)
+        return "/v1/completions", completion_request(model, token_ids, settings)
+
+    def refused(self, refusal: Refused, path: str, k: int = 0) -> ServerError:
+        """Return the error for a refusal."""
+        return self._refusal(refusal, path)
+
+    def error(self, message: str) -> ServerError:
+        """Return an error about this server."""
+        return self._connection.error(message)
+
+    def show(self, message: str) -> None:
+        """Show a line of progress."""
+        self._connection.show(message)
+
+    def close(self) -> None:
+        """Close the connections, those of ``sampler`` too. Closing twice is harmless."""
+        if self._sampler is not None:
+            self._sampler.close()
+        super().close()

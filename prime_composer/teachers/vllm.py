@@ -1,0 +1,145 @@
+"""Teacher scores from a vLLM engine in this process."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from prime_composer.backends.alignment import (
+    SequenceToScore,
+    check_lengths,
+    check_support_size,
+    checked,
+    sequences_to_score,
+)
+from prime_composer.backends.protocols import Limits, Rollout
+from prime_composer.backends.vllm import VLLMEngine
+from prime_composer.contract import HiddenStates, Scores, TeacherHead
+from prime_composer.scoring.head import Head, find_head
+from prime_composer.scoring.worker import Wish, read_payload
+
+
+class VLLMScorer:
+    """Teacher scores from a vLLM engine in this process (``protocols.Scorer``).
+
+    Takes the arguments of ``VLLMEngine``. ``max_logprobs`` must be at least the K of the requests.
+    """
+
+    def __init__(self, model: str | Path, **arguments: Any):
+        self._engine = VLLMEngine(model, **arguments)
+
+    @property
+    def limits(self) -> Limits:
+        """The engine's sizes."""
+        return self._engine.limits
+
+    gives_any_ids = True
+
+    @property
+    def sampler(self) -> VLLMEngine:
+        """The engine itself, which generates with raw log-probs."""
+        return self._engine
+
+    def score(
+        self,
+        rollouts: Sequence[Rollout],
+        support_size: int | Literal["full"],
+        prompts: Sequence[Sequence[int]] | None = None,
+        *,
+        candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
+        hidden: bool = False,
+    ) -> list[Scores]:
+        """Score as ``protocols.Scorer`` says, with the engine's own head."""
+        engine = self._engine
+        vocab_size, limit = engine.limits.vocab_size, engine.limits.max_logprobs
+        assert (
+            vocab_size is not None and limit is not None
+        )  # an engine in this process reports both
+        k = check_support_size(support_size, vocab_size, limit, "max_logprobs")
+        sequences = sequences_to_score(rollouts, prompts, vocab_size)
+        if not sequences:
+            return []
+        check_lengths([s.token_ids for s in sequences], 1, engine.limits.max_model_len)
+        kinds = ["sampled", *(["hidden"] if hidden else [])]
+        if k:
+            kinds.append("top_k" if candidate_ids is None else "given")
+        requests = [
+            engine._vllm.SamplingParams(
+                max_tokens=1,
+                temperature=0.0,
+                prompt_logprobs=0,
+                detokenize=False,
+                extra_args=Wish(
+                    sequence.start,
+                    tuple(kinds),
+                    k if candidate_ids is None else 0,
+                    b"" if candidate_ids is None else candidate_ids[index].int().numpy().tobytes(),
+                ).mark(),
+            )
+            for index, sequence in enumerate(sequences)
+        ]
+        outputs = engine._run([s.token_ids for s in sequences], requests)
+        head = self._head() if hidden else None
+        return [
+            self._read(
+                sequence,
+                output.prompt_logprobs[-1],
+                k,
+                None if candidate_ids is None else candidate_ids[index],
+                head,
+            )
+            for index, (sequence, output) in enumerate(zip(sequences, outputs, strict=True))
+        ]
+
+    def _head(self) -> TeacherHead:
+        """Return the engine's output head, which shares its memory."""
+        heads: list[Head] = self._engine.llm.collective_rpc(
+            lambda worker: find_head(worker.get_model())
+        )
+        if len(heads) > 1:
+            raise ValueError(
+                f"The engine of {self._engine.model} has its output head in {len(heads)} parts; "
+                'serve it with `prime-rl teacher`, or set k to a number instead of "full".'
+            )
+        (head,) = heads
+        dtype = head.computed_in
+        return TeacherHead(
+            head.weight.to(dtype),
+            None if head.bias is None else head.bias.to(dtype),
+            head.scale,
+            head.softcap,
+            origin=f"The engine of {self._engine.model}",
+        )
+
+    def _read(
+        self,
+        sequence: SequenceToScore,
+        payload: Any,
+        k: int,
+        candidates: Int[Tensor, "n k"] | None,
+        head: TeacherHead | None,
+    ) -> Scores:
+        sampled = sequence.sampled
+        description, data = payload[:2]
+        arrays = read_payload(description, data, len(sampled))
+        if not k:
+            ids, logprobs = sampled.new_empty(len(sampled), 0), torch.empty(len(sampled), 0)
+        elif candidates is None:
+            ids, logprobs = arrays["top_ids"].long(), arrays["top_logprobs"]
+        else:
+            ids, logprobs = candidates, arrays["given"]
+        shares = () if head is None else (HiddenStates(arrays["hidden"], head),)
+        return checked(
+            Scores(arrays["sampled"], ids, logprobs, shares, start=sequence.start),
+            sequence,
+            k=k,
+            origin=f"The engine of {self._engine.model}",
+            ranked=candidates is None,
+        )
+
+    def close(self) -> None:
+        """Close the engine. Closing twice is harmless."""
+        self._engine.close()

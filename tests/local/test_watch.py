@@ -1,0 +1,420 @@
+"""Teachers and samplers that change during a run, and the question that shows it."""
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_composer.contract import Scores
+from prime_composer.local import run as run_module
+from prime_composer.local import watch as watch_module
+from prime_composer.local.collect import Collector
+from prime_composer.local.engine import Engine, open_engine
+from prime_composer.local.preflight import Preflight, preflight
+from prime_composer.local.run import RunStopped
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.tracker import read_metrics
+from prime_composer.local.watch import CROWD, Watch, WatchFailed
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.routing import TeacherId
+from prime_composer.recipe.schema import Recipe
+from prime_composer.samplers.transformers import TransformersSampler
+from prime_composer.step.mismatch import SamplerCheck
+from prime_composer.teachers.compatibility import PreflightError
+from prime_composer.teachers.transformers import TransformersScorer
+from prime_composer.teachers.watch import largest_difference
+from prime_composer.tiny_models.cache import prepare_models
+from tests.command import numbers
+from tests.conftest import TINY_RECIPE
+from tests.faults.server import SpoilingServer
+from tests.local.helpers import Silent, run, tiny_models, weights
+
+Raw = Callable[..., dict[str, Any]]
+THE = TeacherId()
+
+
+def scores(own: list[float], ids: list[list[int]], support: list[list[float]]) -> Scores:
+    return Scores(torch.tensor(own), torch.tensor(ids), torch.tensor(support))
+
+
+@pytest.mark.parametrize(
+    ("own", "ids", "support", "expected"),
+    [
+        ([-1.0], [[5, 7]], [[-1.0, -2.0]], 0.0),
+        ([-1.25], [[5, 7]], [[-1.0, -2.0]], 0.25),
+        ([-1.0], [[7, 5]], [[-1.5, -1.75]], 0.75),  # the order is no difference, the numbers are
+        ([-1.0], [[5, 9]], [[-1.0, -2.0]], 0.0),  # a tie at the end of the top K
+        ([-1.0], [[5, 9]], [[-1.0, -1.5]], 0.5),  # 9 had at most -2
+        ([-1.0, -1.0], [[5, 7]] * 2, [[-1.0, -2.0]] * 2, float("inf")),
+    ],
+)
+def test_largest_difference_compares_id_by_id(
+    own: list[float], ids: list[list[int]], support: list[list[float]], expected: float
+) -> None:
+    """An id that the other side does not list is compared with its least probable entry."""
+    first = scores([-1.0], [[5, 7]], [[-1.0, -2.0]])
+    other = scores(own, ids, support)
+    assert largest_difference(first, other) == largest_difference(other, first) == expected
+
+
+def test_largest_difference_keeps_a_nan() -> None:
+    """A NaN anywhere is a NaN, which no limit allows."""
+    first = scores([-1.0], [[5, 7]], [[-1.0, -2.0]])
+    for other in (
+        scores([torch.nan], [[5, 7]], [[-1.0, -2.0]]),
+        scores([-1.0], [[5, 7]], [[-1.0, torch.nan]]),
+    ):
+        assert not largest_difference(first, other) <= 1e9
+
+
+def open_run(raw: dict[str, Any]) -> tuple[Recipe, Engine]:
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    return recipe, open_engine(recipe, problems, prepare_models(recipe, problems), lambda _: None)
+
+
+def open_watch(engine: Engine, recipe: Recipe, found: Preflight | None = None) -> Watch:
+    """Return the watch of a run, over what a preflight has found."""
+    if found is not None:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(run_module, "preflight", lambda *_: found)
+            return open_watch(engine, recipe)
+    return run_module.open_watch(
+        engine, recipe, SamplerCheck.of_recipe(recipe) is not None, lambda _: None
+    )
+
+
+@pytest.fixture
+def opened(tiny_recipe: Raw) -> Iterator[tuple[Engine, Watch]]:
+    """The tiny recipe's open engine, and its watch."""
+    recipe, engine = open_run(tiny_recipe(checks__every=5))
+    with engine:
+        yield engine, open_watch(engine, recipe)
+
+
+class Counted:
+    """Counts the calls of a scorer, and answers like another one."""
+
+    gives_any_ids = True
+
+    def __init__(self, scorer: Any):
+        self.scorer = scorer
+        self.calls = 0
+        self.reconnections = 0
+        self.limits = scorer.limits
+        self.sampler = None
+
+    def score(self, *args: Any, **kwargs: Any) -> list[Scores]:
+        self.calls += 1
+        return self.scorer.score(*args, **kwargs)
+
+    def close(self) -> None: ...
+
+
+def test_watch_asks_when_due_or_after_a_reconnection(opened: tuple[Engine, Watch]) -> None:
+    """It asks once per due step, and at once where a connection came back."""
+    engine, watch = opened
+    scorer = engine.teachers.scorers[THE] = Counted(engine.teachers.scorers[THE])
+    for step in range(4):
+        watch.check(step)
+    watch.check(0)  # the preflight has just asked
+    assert scorer.calls == 0 and watch.safe_step == 0
+    watch.check(5)
+    watch.check(5)
+    assert scorer.calls == 1 and watch.safe_step == 5
+    scorer.reconnections += 1
+    watch.check(6)
+    watch.check(6)
+    assert scorer.calls == 2 and watch.safe_step == 6
+
+
+def test_watch_asks_only_the_teacher_that_was_lost(opened: tuple[Engine, Watch]) -> None:
+    """Of two teachers one is asked, which verifies no step; at a due step both are."""
+    engine, watch = opened
+    other = TeacherId("other")
+    one = engine.teachers.scorers[THE] = Counted(engine.teachers.scorers[THE])
+    two = engine.teachers.scorers[other] = Counted(one.scorer)
+    watch.probes[other], watch.tolerances[other] = watch.probes[THE], 1e-4
+    two.reconnections += 1
+    watch.check(3)
+    assert (one.calls, two.calls, watch.safe_step) == (0, 1, 0)
+    watch.check(5)
+    assert (one.calls, two.calls, watch.safe_step) == (1, 2, 5)
+
+
+def test_watch_tolerance_is_a_key_that_the_message_names(tiny_recipe: Raw) -> None:
+    """checks.tolerance accepts a known difference; beyond the limit the message names the key."""
+    for limit in (None, 1e3):
+        recipe, engine = open_run(tiny_recipe(checks__tolerance=limit))
+        with engine:
+            watch = open_watch(engine, recipe)
+            engine.teachers.scorers[THE] = TransformersScorer(tiny_models(TINY_RECIPE)["student"])
+            if limit is None:
+                with pytest.raises(WatchFailed, match="set checks.tolerance above") as got:
+                    watch.check(1, before_use=True)
+                assert "dtype" not in str(got.value)  # of a model in this process it is known
+            else:
+                watch.check(1, before_use=True)
+
+
+def test_watch_sees_another_teacher(opened: tuple[Engine, Watch]) -> None:
+    """The error names table and model, the difference, and the last step that is safe."""
+    engine, watch = opened
+    watch.check(5)
+    engine.teachers.scorers[THE] = TransformersScorer(tiny_models(TINY_RECIPE)["student"])
+    with pytest.raises(WatchFailed, match=r"\[teacher\] .* nat apart .* right at step 5") as got:
+        watch.check(10)
+    assert got.value.safe_step == 5
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [{"temperature": 0.7}, {"top_p": 0.9}, {"student_fraction": 0}],
+    ids=["temperature", "nucleus", "solutions"],
+)
+def test_watch_sees_a_sampler_with_other_weights(rollout: dict[str, Any], tiny_recipe: Raw) -> None:
+    """Where no step compares its own tokens the sampler is asked, at temperature 1 and top-p 1."""
+    raw = tiny_recipe(loss={"type": "generalized_jsd", "k": 8})
+    raw["rollout"] |= rollout
+    recipe, engine = open_run(raw)
+    with engine:
+        watch = open_watch(engine, recipe)
+        watch.check(10)
+        with torch.no_grad():
+            next(engine.model.parameters()).mul_(1.5)
+        with pytest.raises(WatchFailed, match=r"\[rollout\] the sampler's log-probs are not"):
+            watch.check(20)
+
+
+class Noisy:
+    """A served teacher whose numbers depend on the number of sequences in a request."""
+
+    gives_any_ids = False
+
+    def __init__(self, scorer: Any, noise: float):
+        self.scorer, self.noise, self.asked = scorer, noise, []
+        self.limits, self.sampler = scorer.limits, None
+
+    def score(self, rollouts: Any, *args: Any) -> list[Scores]:
+        self.asked.append(len(rollouts))
+        shift = self.noise if len(rollouts) > 1 else 0.0
+        return [
+            Scores(one.ref_logprobs - shift, one.token_ids, one.teacher_logprobs - shift)
+            for one in self.scorer.score(rollouts, *args)
+        ]
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("noise", "limit"), [(1e-7, 1e-4), (0.03, 0.5), (2.0, None)])
+def test_tolerance_of_a_server_is_that_of_its_noise(
+    noise: float, limit: float | None, tiny_recipe: Raw
+) -> None:
+    """A server's dtype shows in how its numbers depend on the batch; several models are refused."""
+    recipe, engine = open_run(tiny_recipe())
+    with engine:
+        result = preflight(engine, recipe, lambda _: None)
+        spec = engine.teacher_specs[THE]
+        served = {**vars(spec), "backend": "server", "url": "http://me:secret@127.0.0.1:9"}
+        engine.teacher_specs = {THE: type(spec)(**served)}
+        scorer = engine.teachers.scorers[THE] = Noisy(engine.teachers.scorers[THE], noise)
+        if limit is None:
+            message = r"at http://\*\*\*@127.0.0.1:9 gives answers .* 2 nat apart; let one model"
+            with pytest.raises(PreflightError, match=message):
+                open_watch(engine, recipe, result)
+            return
+        assert open_watch(engine, recipe, result).tolerances == {THE: limit}
+        assert scorer.asked == [CROWD]
+
+
+@pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_train_numbers_do_not_depend_on_the_watch(
+    backend: str, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """Teacher and sampler asked before every step or never, an undisturbed run is bit-equal."""
+    for every in (1, 0):
+        raw = tiny_recipe(checks__every=every, rollout__temperature=0.7, rollout__backend=backend)
+        run(raw, tmp_path / str(every))
+    assert numbers(tmp_path / "1") == numbers(tmp_path / "0")
+    ours, others = weights(tmp_path / "1"), weights(tmp_path / "0")
+    assert all(torch.equal(others[name], value) for name, value in ours.items())
+    states = [
+        torch.load(list_checkpoints(tmp_path / every)[-1].path / "trainer.pt") for every in "10"
+    ]
+    assert states[0].get("rng") is None or torch.equal(states[0]["rng"], states[1]["rng"])
+
+
+class Swapping(Silent):
+    """A display that does something after a step."""
+
+    def __init__(self, at: int, action: Callable[[], None]):
+        super().__init__()
+        self.at, self.action = at, action
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        super().step(step, metrics)
+        if step == self.at:
+            self.action()
+
+
+def served(raw: dict[str, Any], server: SpoilingServer, table: str = "teacher") -> dict[str, Any]:
+    """Return the recipe with its teacher, or its rollouts, from a server."""
+    if table == "teacher":
+        return raw | {"teacher": {"model": server.model, "url": server.url}}
+    return raw | {table: raw[table] | {"backend": "server", "url": server.url}}
+
+
+def short(tiny_recipe: Raw, **changes: Any) -> dict[str, Any]:
+    """Return a recipe of few rollouts that is evaluated and saved at its end alone."""
+    evaluation = {"every": 0, "size": 1, "kl_size": 1}
+    return tiny_recipe(trainer__batch_size=3, checkpoint__every=0, eval=evaluation, **changes)
+
+
+def test_train_served_teacher_with_another_model_is_seen(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """Swapped after step 3, a teacher is seen when the watch is due: 4 steps were finished."""
+    models = tiny_models(TINY_RECIPE)
+    with SpoilingServer(models["teacher"]) as server:
+        raw = short(tiny_recipe, trainer__steps=6, checks__every=2)
+        raw = served(raw, server)
+        display = Swapping(3, lambda: server.swap(models["student"]))
+        with pytest.raises(ValueError, match=rf"\[teacher\] at {server.url} .* right at step 2"):
+            run(raw, tmp_path / "run", display)
+    assert display.steps == [1, 2, 3, 4]
+
+
+def test_train_idle_connections_cost_one_question_a_step(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that is new whenever one looks: once in each step, and after each of the two
+    evaluations."""
+    looks, asked = itertools.count(), []
+    monkeypatch.setattr(
+        watch_module,
+        "reconnections",
+        lambda part: next(looks) if isinstance(part, TransformersScorer) else 0,
+    )
+    monkeypatch.setattr(Watch, "_check_teacher", lambda watch, teacher: asked.append(teacher))
+    run(short(tiny_recipe, trainer__steps=3, checks__every=0), tmp_path / "run")
+    assert len(asked) == 3 + 2
+
+
+def test_train_stopped_by_a_signal_asks_before_it_saves(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """A step that another teacher may have scored is not saved because a signal came."""
+    models = tiny_models(TINY_RECIPE)
+    with SpoilingServer(models["teacher"]) as server:
+        raw = served(short(tiny_recipe, trainer__steps=9), server)
+        display = Swapping(2, lambda: server.swap(models["student"]))
+        display.interrupt_at = 4
+        with pytest.raises(ValueError, match="right at step 0, .*no earlier step is saved"):
+            run(raw, tmp_path / "run", display)
+    assert list_checkpoints(tmp_path / "run") == []
+
+
+def test_train_unverified_steps_are_said_at_the_end_and_resume(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps, and an error before the teacher was asked: saved, and not called safe."""
+    models = tiny_models(TINY_RECIPE)
+    with SpoilingServer(models["teacher"]) as server:
+        raw = served(short(tiny_recipe, trainer__steps=4, checks__every=3), server)
+        sample = Collector.sample
+
+        def away(self: Collector, problems: Any, step: int) -> Any:
+            if step == 3:
+                raise ValueError("the teacher is away")
+            return sample(self, problems, step)
+
+        monkeypatch.setattr(Collector, "sample", away)
+        with pytest.raises(RunStopped) as got:
+            run(raw, tmp_path / "run")
+        assert "step 2 is saved in" in str(got.value) and " is safe" not in str(got.value)
+        assert "steps 1 to 2 are not verified" in str(got.value)
+        monkeypatch.undo()
+        display = Silent()
+        run(raw, tmp_path / "run", display, resume=True)
+    assert [text for text in display.texts if "warning: steps 1 to 2 are not verified" in text]
+
+
+def test_train_last_steps_are_checked_before_they_are_saved(
+    tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """A teacher that changes in the last steps of a run is seen at its end, before the save."""
+    models = tiny_models(TINY_RECIPE)
+    with SpoilingServer(models["teacher"]) as server:
+        raw = short(tiny_recipe, trainer__steps=3)
+        raw = served(raw, server)
+        display = Swapping(2, lambda: server.swap(models["student"]))
+        with pytest.raises(ValueError, match="right at step 0"):
+            run(raw, tmp_path / "run", display)
+    assert list_checkpoints(tmp_path / "run") == []
+
+
+def test_train_restarted_teacher_is_asked_before_the_step_trains(
+    tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """A server that came back with another model ends the run before it trains on one answer."""
+    models = tiny_models(TINY_RECIPE)
+    with SpoilingServer(models["teacher"]) as server:
+
+        def restart() -> None:
+            server.stop()
+            server.swap(models["student"])
+            server.start()
+            server.spoil("drop", times=1)
+
+        raw = served(short(tiny_recipe, checks__every=0), server)
+        display = Swapping(1, restart)
+        with pytest.raises(ValueError, match=rf"\[teacher\] at {server.url}"):
+            run(raw, tmp_path / "run", display)
+    assert display.steps == [1]
+
+
+def test_train_sampler_server_that_ignores_weights_is_seen(
+    tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """At another temperature than 1 it is the watch that sees a server with old weights."""
+    with SpoilingServer(tiny_models(TINY_RECIPE)["student"]) as server:
+        raw = short(
+            tiny_recipe, checks__every=2, rollout__temperature=0.7, teacher__backend="transformers"
+        )
+        raw = served(raw, server, "rollout")
+        server.spoil("reload_ignored", after=3)  # the preflight's two, and that of step 1
+        display = Silent()
+        with pytest.raises(ValueError, match="sampler's log-probs are not"):
+            run(raw, tmp_path / "run", display)
+    assert display.steps == [1, 2]
+
+
+def test_train_evaluation_of_old_weights_is_never_logged(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last step nothing is sampled to train on, so the sampler is asked before it."""
+    update, syncs = TransformersSampler.update_weights, []
+
+    def stuck(sampler: TransformersSampler, model: Any) -> None:
+        syncs.append(1)
+        if len(syncs) <= 3:  # the preflight's two, and that of step 1
+            update(sampler, model)
+
+    monkeypatch.setattr(TransformersSampler, "update_weights", stuck)
+    with pytest.raises(ValueError, match=r"\[rollout\] the sampler's log-probs are not"):
+        run(tiny_recipe(trainer__steps=2), tmp_path / "run")
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [0, 1]
+
+
+def test_train_resumed_with_another_teacher_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """The probe and its scores are in the checkpoint."""
+    models = tiny_models(TINY_RECIPE)
+    shutil.copytree(models["teacher"], tmp_path / "teacher")
+    raw = tiny_recipe(teacher={"model": str(tmp_path / "teacher")})
+    run(raw, tmp_path / "run", Silent(interrupt_at=3))
+    assert list_checkpoints(tmp_path / "run")[-1].step == 2
+    shutil.rmtree(tmp_path / "teacher")
+    shutil.copytree(models["student"], tmp_path / "teacher")
+    with pytest.raises(WatchFailed, match="of the run's start .* right at step 2"):
+        run(raw, tmp_path / "run", resume=True)

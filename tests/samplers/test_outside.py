@@ -1,0 +1,183 @@
+"""Samplers and scorers from outside the package, named as ``module:class`` in a recipe."""
+
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_composer.local.engine import student_spec, teacher_spec
+from prime_composer.local.run_dir.model_check import local_models
+from prime_composer.local.run_dir.plan import require_libraries
+from prime_composer.recipe.loading import RecipeError, parse_recipe
+from prime_composer.recipe.routing import Routing
+from prime_composer.samplers.registry import open_sampler
+from prime_composer.teachers.registry import open_scorer
+from prime_composer.upstream.export import export_recipe
+from tests.command import CLI, numbers, toml
+from tests.fork_server import ForkServer
+from tests.local.helpers import Silent, copy_first_half, run
+
+Raw = Callable[..., dict[str, Any]]
+EXAMPLES = Path(__file__).parents[1] / "examples"
+QUEUE = "my_sampler:QueueSampler"
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Make the example and a module ``bad`` importable, here and in child processes."""
+    for folder in (EXAMPLES, tmp_path):
+        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+    yield
+    for module in ("my_sampler", "bad"):
+        sys.modules.pop(module, None)
+
+
+def write(tmp_path: Path, source: str) -> None:
+    (tmp_path / "bad.py").write_text(textwrap.dedent(source))
+
+
+def test_outside_sampler_trains_and_resumes(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """A run has the numbers of the sampler that it wraps, and so has a resumed one."""
+    display = Silent()
+    raw = tiny_recipe(rollout__backend=QUEUE, teacher__backend="transformers")
+    run(raw, tmp_path / "whole", display)
+    assert any(text.startswith("my_sampler loads ") for text in display.texts)
+    whole = numbers(tmp_path / "whole")
+    run(tiny_recipe(), tmp_path / "wrapped")
+    assert numbers(tmp_path / "wrapped") == whole
+    copy_first_half(tmp_path / "whole", tmp_path / "cut")
+    run(raw, tmp_path / "cut", resume=True)
+    assert numbers(tmp_path / "cut") == whole
+
+
+SCORER = """
+    from prime_composer.teachers.transformers import TransformersScorer
+
+    class Mine(TransformersScorer):
+        serves = False
+        within_positions = False
+
+        def __init__(self, spec, status):
+            status(f"bad opens {spec.section}")
+            super().__init__(spec.model, dtype=spec.dtype, max_model_len=spec.max_model_len)
+"""
+
+
+def test_outside_scorer_is_a_teacher(tiny_recipe: Raw, tmp_path: Path) -> None:
+    write(tmp_path, SCORER)
+    display = Silent()
+    run(tiny_recipe(teacher__backend="bad:Mine"), tmp_path / "mine", display)
+    assert "bad opens [teacher]" in display.texts
+    run(tiny_recipe(), tmp_path / "wrapped")
+    assert numbers(tmp_path / "mine") == numbers(tmp_path / "wrapped")
+
+
+FLAGS = "    serves = False\n    within_positions = False\n"
+METHODS = "    def generate(self): ...\n    def update_weights(self): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        (None, "vlm", "unknown backend 'vlm'; did you mean vllm?"),
+        (None, "bad:", "name one of your own as 'my_package.my_module:"),
+        (None, "no_such:X", "module 'no_such' cannot be imported .*PYTHONPATH"),
+        ("1 / 0", "bad:X", "module 'bad' cannot be imported .*ZeroDivisionError"),
+        ("", "bad:X", "'X' is no class or function of 'bad'"),
+        ("X = 3", "bad:X", "'X' is no class or function of 'bad'"),
+        (f"class X:\n{METHODS}", "bad:X", "reached at the `url` of its table: set X.serves to"),
+        (
+            f"class X:\n    serves = False\n{METHODS}",
+            "bad:X",
+            "refuses a context .*: set X.within_positions to True or False",
+        ),
+        (f"class X:\n    serves = 'no'\n{METHODS}", "bad:X", "set X.serves to True or False"),
+        (f"class X:\n{FLAGS}", "bad:X", "is no sampler: X has no method generate"),
+        (
+            f"class X:\n{FLAGS}    def generate(self): ...",
+            "bad:X",
+            "is no sampler: X has no method update_weights",
+        ),
+    ],
+)
+def test_recipe_refuses_what_is_no_sampler(
+    source: str | None, name: str, message: str, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    if source is not None:
+        write(tmp_path, source)
+    with pytest.raises(RecipeError, match=f"rollout.backend: .*{message}") as error:
+        parse_recipe(tiny_recipe(rollout__backend=name))
+    assert repr(name) in str(error.value)
+
+
+def test_recipe_refuses_a_sampler_as_a_scorer(tiny_recipe: Raw) -> None:
+    message = "teacher.backend: backend 'my_sampler:QueueSampler' is no scorer: .* method score"
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe(tiny_recipe(teacher__backend=QUEUE))
+
+
+SERVED = f"class X:\n    serves = True\n    within_positions = False\n{METHODS}"
+
+
+def test_url_goes_with_what_serves(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """A served sampler needs a URL, has its own model, and its own context."""
+    write(tmp_path, SERVED + "    score = generate\n")
+    with pytest.raises(RecipeError, match="backend = 'bad:X' and `url` go together"):
+        parse_recipe(tiny_recipe(rollout__backend="bad:X"))
+    with pytest.raises(RecipeError, match="backend = 'bad:X' needs `url`"):
+        parse_recipe(tiny_recipe(teacher__backend="bad:X"))
+    with pytest.raises(RecipeError, match="backend = 'server' and `url` go together"):
+        parse_recipe(tiny_recipe(rollout={"backend": QUEUE, "url": "http://a:1"}))
+    raw = tiny_recipe(rollout={"backend": "bad:X", "url": "http://a:1"})
+    raw["teacher"] = {"model": "m", "backend": "bad:X", "url": "http://b:1"}
+    recipe = parse_recipe(raw)
+    assert recipe.teacher.runs_on(recipe.rollout.backend) == "bad:X"
+    assert [table for table, *_ in local_models(recipe)] == ["student"]
+
+
+def test_teacher_does_not_take_over_an_outside_sampler(tiny_recipe: Raw) -> None:
+    recipe = parse_recipe(tiny_recipe(rollout__backend=QUEUE))
+    with pytest.raises(ValueError, match="is the student's sampler, and the teacher has none"):
+        require_libraries(recipe, Routing.of_recipe(recipe))
+
+
+def test_function_that_opens_no_sampler_is_refused(tiny_recipe: Raw, tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        """
+        def opens(spec, status):
+            status("opened")
+            return []
+        opens.serves = opens.within_positions = False
+        """,
+    )
+    recipe = parse_recipe(tiny_recipe(rollout__backend="bad:opens", teacher__backend="bad:opens"))
+    student = student_spec(recipe.rollout, "m", "float32", sequences=1)
+    with pytest.raises(ValueError, match=r"\[rollout\] backend = 'bad:opens' .* no sampler"):
+        open_sampler(student)
+    spec = teacher_spec(recipe.teacher, student, "m", samples=False, table="teacher")
+    with pytest.raises(ValueError, match=r"\[teacher\] backend = 'bad:opens' .* no scorer"):
+        open_scorer(spec)
+
+
+def test_outside_sampler_is_not_carried_to_prime_rl(tiny_recipe: Raw) -> None:
+    raw = tiny_recipe(rollout__backend=QUEUE, teacher={"model": "m", "url": "http://a:1"})
+    raw["student"] = {"model": "m"}
+    export = export_recipe(parse_recipe(raw), "head")
+    assert export.not_carried["rollout.backend"] == "prime-rl samples with vLLM"
+
+
+def test_outside_sampler_is_checked_by_the_command_line(
+    tiny_recipe: Raw, tmp_path: Path, engine_forks: ForkServer
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(toml(tiny_recipe(rollout__backend=QUEUE, teacher__backend="transformers")))
+    checked = engine_forks.run(*CLI, "check", recipe, cwd=tmp_path)
+    assert checked.returncode == 0 and QUEUE in checked.stdout, checked.stderr
+    words = ("check", recipe, "--set", "rollout.backend='my_sampler:Queue'")
+    refused = engine_forks.run(*CLI, *words, cwd=tmp_path)
+    assert refused.returncode == 2 and "rollout.backend" in refused.stderr
