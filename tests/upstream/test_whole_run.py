@@ -776,17 +776,52 @@ def test_whole_run_compares_the_whole_vocabulary(trees, models, tmp_path, versio
     check_whole_vocabulary(result, version, how)
 
 
-def check_whole_vocabulary(result, version, how):
-    """Check requests, metrics of every step and the first update of a run with ``FULL``."""
-    assert "topk_reverse_kl was called" in result["trainer"]
+@other
+def test_whole_run_of_an_outside_loss_compares_all_ids(trees, models, tmp_path, monkeypatch):
+    """With ``k = "full"`` the trainer asks for hidden states, as for our own losses."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "whole_kl.py").write_text(WHOLE_KL)
+    monkeypatch.syspath_prepend(str(folder))
+    loss = {"type": "whole_kl:reverse", "k": "full"}
+    recipe = {"plugin": True, "seq_len": 512, "modules": [folder]}
+    result = run("head", trees, models, tmp_path / "run", loss, **recipe)
+    check_whole_vocabulary(result, "head", {}, "whole_kl:reverse")
+
+
+WHOLE_KL = """
+from typing import Literal
+
+from prime_composer import LossInputs, LossOutputs
+from prime_composer.losses import SupportLossConfig
+from prime_composer.losses.shared.support_divergence import support_divergence
+
+
+class WholeKL(SupportLossConfig):
+    type: Literal["whole_kl:reverse"] = "whole_kl:reverse"
+    normalization: Literal["full"] = "full"
+    examples = ({"k": "full"},)
+
+
+def distance(log_p, log_q, *, normalization):
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def reverse(inputs: LossInputs, config: WholeKL) -> LossOutputs:
+    return support_divergence(inputs, config, distance, metric="kl")
+"""
+
+
+def check_whole_vocabulary(result, version, how, name="topk_reverse_kl"):
+    """Check requests, metrics of every step and the first update of a run over all ids."""
+    assert f"{name} was called" in result["trainer"]
     assert {r["path"] for r in result["teacher"] if "in" in r} == {SCORE_PATH}
     assert all("hidden" in r["kinds"] for r in result["teacher"] if "in" in r)
     mixture = mixture_of(result) if "several" in how else lambda tokens: {"teacher": 1.0}
     expected = full_reference(result, mixture)
     rows = metric_rows(result, version)
     losses, values = (
-        [row[name] for row in rows if name in row]
-        for name in ("loss/mean", "topk_reverse_kl/kl/mean")
+        [row[key] for row in rows if key in row] for key in ("loss/mean", f"{name}/kl/mean")
     )
     assert len(losses) == cpu_recipe.STEPS
     # bfloat16 models, whose activations are rounded to 8 bits.
