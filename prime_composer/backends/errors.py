@@ -1,4 +1,10 @@
-"""What is raised where a server cannot be used, or refuses."""
+"""What is raised where a server or the system cannot be used, or refuses."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class ServerError(ValueError):
@@ -37,3 +43,40 @@ class Refused(Exception):
         super().__init__(status, reason)
         self.status = status
         self.reason = reason
+
+
+def os_error(error: BaseException) -> OSError | None:
+    """Return the operating system's error that torch or safetensors wrapped into their own.
+
+    Returns:
+        The error itself where it is an ``OSError``; None where no such error is behind it.
+    """
+    if isinstance(error, OSError):
+        return error
+    if isinstance(error, ValueError):  # ours, which may quote such a message
+        return None
+    if match := re.search(r"\(os error (\d+)\)", str(error)):
+        number = int(match[1])
+        return OSError(number, os.strerror(number))
+    if "inline_container" in str(error) and isinstance(error.__context__, OSError):
+        return error.__context__
+    return None
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within the block, let the system's errors name this file.
+
+    Those of open files name none, and libraries wrap them into errors of their own.
+    """
+    try:
+        yield
+    except Exception as error:
+        refused = os_error(error)
+        if refused is None:
+            raise
+        if refused.filename is None:
+            refused.filename = os.fspath(path)
+        if refused is error:
+            raise
+        raise refused from error

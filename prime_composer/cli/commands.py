@@ -51,7 +51,8 @@ def explain(error: Exception) -> str | None:
 
     A ``ValueError`` is how every room refuses what a user wrote or set up.
     """
-    from prime_composer.local.run_dir.disk import describe, os_error
+    from prime_composer.backends.errors import os_error
+    from prime_composer.local.run_dir.disk import describe
 
     if (refused := os_error(error)) is not None:
         return describe(refused)

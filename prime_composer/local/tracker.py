@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from prime_composer.local.run_dir.disk import describe, naming
+from prime_composer.backends.errors import naming
+from prime_composer.local.run_dir.disk import describe
 from prime_composer.recipe.schema import LoggingConfig
 
 METRICS_FILE = "metrics.jsonl"

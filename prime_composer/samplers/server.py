@@ -12,6 +12,7 @@ from prime_composer.backends.alignment import (
     make_rollout,
 )
 from prime_composer.backends.answers import InvalidAnswer, check_choices
+from prime_composer.backends.errors import naming
 from prime_composer.backends.http import (
     RETRIED,
     ConnectionOptions,
@@ -274,8 +275,10 @@ class ServerSampler(Server):
                 name: value.detach().cpu().contiguous().clone()
                 for name, value in model.state_dict().items()
             }
-            save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-            (directory / "model.safetensors").chmod(0o644)  # safetensors 0.8 writes for us alone
+            file = directory / "model.safetensors"
+            with naming(file):
+                save_file(weights, file, metadata={"format": "pt"})
+            file.chmod(0o644)  # safetensors 0.8 writes for us alone
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
             self._dev_request("/collective_rpc", call)
 

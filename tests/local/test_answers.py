@@ -103,9 +103,10 @@ def test_answers_after_a_cut_line_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another question than before training has no answer before it, as with another eval.size."""
-    (tmp_path / ANSWERS_FILE).write_text('{"step": 0, "answ\n')
+    (tmp_path / ANSWERS_FILE).write_text('{"step": 0, "answ')
     write_answers(tmp_path, 2, [answer("a"), answer("b", "What is 1 + 1?")])
     write_answers(tmp_path, 4, [answer("c", "What is 9 + 9?")])
+    assert list(read_answers(tmp_path)) == [2, 4]
     out = printed(tmp_path, [0, 2, 4], capsys)
     assert "What is 9 + 9?" in out and "after 4 steps" in out and "before" not in out
 

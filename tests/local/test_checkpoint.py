@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from prime_composer.backends import errors
 from prime_composer.local.run_dir import checkpoint as module
 from prime_composer.local.run_dir import disk
 from prime_composer.local.run_dir.checkpoint import (
@@ -417,9 +419,12 @@ def test_tidy_keeps_the_newest_verified_one(tmp_path: Path) -> None:
 def test_naming_names_the_file_of_an_open_one(tmp_path: Path) -> None:
     """An error of a write or a flush names no file; one that names its own keeps it."""
     for error, named in ((OSError(5, "broken"), "mine"), (OSError(5, "broken", "own"), "own")):
-        with pytest.raises(OSError) as caught, disk.naming(Path("mine")):
+        with pytest.raises(OSError) as caught, errors.naming(Path("mine")):
             raise error
         assert caught.value.filename == named
+    with pytest.raises(OSError) as caught, errors.naming(Path("mine")):
+        raise SafetensorError("Error while serializing: I/O error: broken (os error 5)")
+    assert (caught.value.errno, caught.value.filename) == (5, "mine")
 
 
 def test_save_checkpoint_whose_name_is_not_flushed_is_none(

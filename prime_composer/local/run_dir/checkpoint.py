@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 
+from prime_composer.backends.errors import naming, os_error
 from prime_composer.backends.hf_model import without_progress_bars
 from prime_composer.local.run_dir.disk import (
     FULL,
     NoRoom,
     describe,
     free_bytes,
-    naming,
-    os_error,
     readable,
     used_bytes,
 )

@@ -2,10 +2,7 @@
 
 import errno
 import os
-import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -27,24 +24,6 @@ class NoRoom(ValueError):
     """The disk has no room for the checkpoints of a run."""
 
 
-def os_error(error: BaseException) -> OSError | None:
-    """Return the operating system's error that torch or safetensors wrapped into their own.
-
-    Returns:
-        The error itself where it is an ``OSError``; None where no such error is behind it.
-    """
-    if isinstance(error, OSError):
-        return error
-    if isinstance(error, ValueError):  # ours, which may quote such a message
-        return None
-    if match := re.search(r"\(os error (\d+)\)", str(error)):
-        number = int(match[1])
-        return OSError(number, os.strerror(number))
-    if "inline_container" in str(error) and isinstance(error.__context__, OSError):
-        return error.__context__
-    return None
-
-
 def describe(error: OSError) -> str:
     """Return an error of the operating system as one sentence: path, reason, remedy."""
     names = [os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None]
@@ -52,17 +31,6 @@ def describe(error: OSError) -> str:
     where = f"{' -> '.join(_shortened(name) for name in names)}: " if names else ""
     remedy = REMEDIES.get(error.errno or 0)
     return f"{where}{reason}" + (f"; {remedy}" if remedy else "")
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Within the block, let the system's errors name this file; those of open files name none."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = os.fspath(path)
-        raise
 
 
 def _shortened(name: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from prime_composer.local.run_dir.disk import naming
+from prime_composer.backends.errors import naming
 
 LOCK_FILE = ".lock"
 HOLDER_FILE = ".holder"

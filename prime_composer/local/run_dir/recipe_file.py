@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prime_composer.local.run_dir.disk import naming
+from prime_composer.backends.errors import naming
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.recipe.urls import MASK
