@@ -16,8 +16,7 @@ from prime_composer.cli.formatting import MISSING, percent
 from prime_composer.cli.progress import Screen
 from prime_composer.cli.report import console
 from prime_composer.local.preflight import Finding
-from prime_composer.local.probe import probe
-from prime_composer.local.probe_report import (
+from prime_composer.local.probe.report import (
     Agreement,
     ModelFacts,
     PluginReport,
@@ -27,6 +26,7 @@ from prime_composer.local.probe_report import (
     TeacherReport,
     Throughput,
 )
+from prime_composer.local.probe.run import probe
 from prime_composer.local.sources import load_sources
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_models

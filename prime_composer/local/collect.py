@@ -21,7 +21,7 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.order import environment_batches, prompt_batches
 from prime_composer.recipe.routing import TeacherId
-from prime_composer.recipe.schema import Recipe, ReplayConfig, RolloutConfig, TrainerConfig
+from prime_composer.recipe.schema import ReplayConfig, RolloutConfig, TrainerConfig
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.step.batch import Batch, Pair, Sample, trained_logprobs
 from prime_composer.step.replay import pairs_of_rollouts
@@ -75,7 +75,7 @@ class Collector:
         loss = self.engine.loss
         pairs: Sequence[Pair] = ()
         with self.clock.phase("score"):
-            if "replay" in loss.needs:
+            if loss.reads_pairs:
                 pairs = pairs_of_step(self.engine, self.replay, samples, self.trainer.seed, step)
             scored = self.engine.score(samples)
             if loss.credit is not None:
@@ -88,22 +88,6 @@ class Collector:
             self.metrics["rollout/teacher_cut"] = scored.cut / len(samples)
             self.metrics["rollout/teacher_dropped"] = scored.dropped / len(samples)
         return Batch(scored.samples, pairs)
-
-
-def collect(
-    engine: Engine, recipe: Recipe, step: int, clock: Clock
-) -> tuple[Batch, dict[str, float]]:
-    """Return the batch of a step, and what was measured.
-
-    Args:
-        engine: the open models.
-        recipe: its ``[trainer]``, ``[rollout]`` and ``[replay]`` tables are read.
-        step: from 1.
-        clock: measures sampling, grading and scoring.
-    """
-    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, clock)
-    samples = collector.grade(collector.sample(collector.problems(step), step))
-    return collector.score(samples, step), collector.metrics
 
 
 def problems_of_step(problems: ProblemSet, count: int, seed: int, step: int) -> list[Problem]:

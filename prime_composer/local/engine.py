@@ -395,8 +395,7 @@ def open_engine(
             sampler,
             environments=environments,
         )
-        if recipe.teacher is not None and recipe.teacher.policy is not None:
-            policy = recipe.teacher.policy
+        if recipe.teacher is not None and (policy := recipe.teacher.policy) is not None:
             engine.policy_teacher = PolicyTeacher(policy, problems.sources, model, tokenizer)
             engine.policy_overflow = recipe.teacher.on_overflow
             config: Any = model.config
@@ -420,7 +419,7 @@ def open_engine(
                 engine.reward_scale = recipe.reference.reward_scale
         if environments is not None:
             environments.room = conversation_room(recipe.rollout.max_model_len, engine.teachers)
-        if "replay" in recipe.loss.needs:
+        if recipe.loss.reads_pairs:
             if replay_needs_reference(recipe.loss):
                 engine.reference = load_student(origin, dtype="float32")[0].requires_grad_(False)
             if recipe.replay.path is not None:

@@ -22,6 +22,7 @@ from prime_composer.local.weight_sync import (
     check_weight_sync,
 )
 from prime_composer.local.weight_sync import TOLERANCES as TOLERANCES
+from prime_composer.losses import LossConfig
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
@@ -206,7 +207,7 @@ class Checks:
         return route(Routing.of_recipe(self.recipe), self._problems)[teacher]
 
     def _objective(self, name: str) -> list[Finding]:
-        check_objective(self.recipe)
+        check_objective(self.recipe.loss, self.recipe.rollout)
         return passed(name)
 
     def _context(self, name: str) -> list[Finding]:
@@ -309,25 +310,24 @@ def naming(teacher: TeacherId, among: Mapping[TeacherId, object]) -> Iterator[No
         raise PreflightError(f"[{teacher.table}]: {error}") from None
 
 
-def check_routing(recipe: Recipe, problems: ProblemSet) -> None:
+def check_routing(routing: Routing, problems: ProblemSet) -> None:
     """Refuse a row of the data that names a teacher which the recipe does not have.
 
     Raises:
         RecipeError: it does.
     """
-    routing = Routing.of_recipe(recipe)
     for problem in [*problems.practice, *problems.held_out]:
         routing.of(problem)
 
 
-def check_objective(recipe: Recipe) -> None:
+def check_objective(config: LossConfig, rollout: RolloutConfig) -> None:
     """Refuse cross-entropy on the student's own samples: its expected gradient is 0.
 
     Raises:
         PreflightError: a loss of the recipe is ``on_given_text``, and all sequences are sampled.
     """
-    for section, (loss, _) in recipe.loss.needs_by_section().items():
-        if loss.on_given_text and recipe.rollout.student_fraction == 1:
+    for section, (loss, _) in config.needs_by_section().items():
+        if loss.on_given_text and rollout.student_fraction == 1:
             raise PreflightError(
                 f"[{section}] type = {loss.type!r} on the student's own samples has an expected "
                 "gradient of 0, since nothing tells a good sample from a bad one; set "

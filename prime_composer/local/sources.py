@@ -61,7 +61,7 @@ def load_sources(recipe: Recipe) -> ProblemSet:
             next(iter(recipe.environments_by_id)),
             recipe.loss,
             recipe.rollout,
-            policy_teacher=recipe.teacher is not None and recipe.teacher.policy is not None,
+            policy_teacher=recipe.policy_teacher is not None,
             pairs_rollouts=recipe.replay.source == "rollouts",
         )
     return open_sources(recipe)

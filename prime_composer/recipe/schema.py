@@ -248,6 +248,16 @@ class Recipe(Table):
         return tables | {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
 
     @property
+    def model_tables(self) -> dict[str, ModelConfig]:
+        """The student and the teachers by table: "student", "teacher", or "teachers.NAME"."""
+        return {"student": self.student, **self.teacher_tables}
+
+    @property
+    def policy_teacher(self) -> PolicyTeacherConfig | None:
+        """``[teacher.policy]``, where the policy is its own teacher."""
+        return None if self.teacher is None else self.teacher.policy
+
+    @property
     def has_teacher(self) -> bool:
         """Whether something scores the student's tokens."""
         return self.teacher is not None or bool(self.teachers)
@@ -300,7 +310,7 @@ class Recipe(Table):
         return self
 
     def _generated_models(self) -> Iterator[tuple[str, PrepareConfig]]:
-        for table, model in {"student": self.student, **self.teacher_tables}.items():
+        for table, model in self.model_tables.items():
             if isinstance(model.prepare, PrepareConfig):
                 yield table, model.prepare
 
@@ -344,7 +354,7 @@ class Recipe(Table):
             provided |= {"ref_logprobs", "support", "hidden_states", "credit"}
         if self.rollout.group_size > 1:
             provided |= {"advantages", "replay"}
-            policy = None if self.teacher is None else self.teacher.policy
+            policy = self.policy_teacher
             if policy is not None and policy.hint == "reference":
                 provided.add("contrast_logprobs")
         if self.replay.source == "jsonl":
@@ -375,8 +385,8 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _check_teacher_and_rollout(self) -> "Recipe":
-        if self.teacher is not None and self.teacher.policy is not None:
-            check_hint(self.teacher.policy, self.rollout.group_size, self.loss)
+        if self.policy_teacher is not None:
+            check_hint(self.policy_teacher, self.rollout.group_size, self.loss)
         check_sizes(self.rollout, self.trainer.batch_size)
         return self
 
@@ -384,13 +394,12 @@ class Recipe(Table):
     def _check_right_and_wrong(self) -> "Recipe":
         """Refuse a graded metric where answers have to be right or wrong."""
         graded = {name: data for name, data in self.problem_sources.items() if data.graded}
-        policy = None if self.teacher is None else self.teacher.policy
-        reader = None
+        policy, reader = self.policy_teacher, None
         if policy is not None and policy.hint != "reference":
             reader = f'teacher.policy.hint = "{policy.hint}"'
         elif "contrast_logprobs" in self.loss.needs:
             reader = f'[loss] type = "{self.loss.type}", with its wrong hints,'
-        elif "replay" in self.loss.needs and self.replay.source == "rollouts":
+        elif self.loss.reads_pairs and self.replay.source == "rollouts":
             reader = 'replay.source = "rollouts"'
         if reader is not None and graded:
             name, data = next(iter(graded.items()))

@@ -12,13 +12,17 @@ import torch
 from prime_composer.backends.hf_model import load_student
 from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
+from prime_composer.local.clock import Clock
+from prime_composer.local.collect import Collector
+from prime_composer.local.engine import Engine
 from prime_composer.local.run import Outcome
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.train import train
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.step.batch import Sample
+from prime_composer.recipe.schema import Recipe
+from prime_composer.step.batch import Batch, Sample
 from prime_composer.tiny_models.cache import prepare_models
 
 VOCAB = 300
@@ -45,6 +49,15 @@ class Silent:
         self.steps.append(step)
         if step + 1 == self.interrupt_at:
             os.kill(os.getpid(), self.signum)
+
+
+def collect(
+    engine: Engine, recipe: Recipe, step: int, clock: Clock
+) -> tuple[Batch, dict[str, float]]:
+    """Return the batch of a step as a run collects it, and what was measured."""
+    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, clock)
+    samples = collector.grade(collector.sample(collector.problems(step), step))
+    return collector.score(samples, step), collector.metrics
 
 
 class Letters:

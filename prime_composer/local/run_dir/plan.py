@@ -69,16 +69,15 @@ def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
         ValueError: the run would stop before its first step, for this reason.
     """
     check_models(recipe, hub=False)
-    check_routing(recipe, problems)
-    check_objective(recipe)
     routing = Routing.of_recipe(recipe)
+    check_routing(routing, problems)
+    check_objective(recipe.loss, recipe.rollout)
     require_libraries(recipe, routing)
     teachers = {teacher.table: config for teacher, config in routing.teachers.items()}
     models: dict[str, ModelConfig] = {"student": recipe.student, **teachers}
     folders = {table: local_folder(model, problems) for table, model in models.items()}
     lines = [f"{table}: {describe_model(model, folders[table])}" for table, model in models.items()]
-    if recipe.teacher is not None and recipe.teacher.policy is not None:
-        policy = recipe.teacher.policy
+    if (policy := recipe.policy_teacher) is not None:
         lines.append(
             f"teacher: the policy itself, with the hint {policy.hint!r}; weights: {policy.update}"
         )

@@ -21,7 +21,7 @@ from prime_composer.backends.protocols import (
 )
 from prime_composer.contract import Scores, given
 from prime_composer.divergences import entropy, reverse_kl
-from prime_composer.local.probe_report import (
+from prime_composer.local.probe.report import (
     NO_ROLLOUT,
     Agreement,
     Attempts,
