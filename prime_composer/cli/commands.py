@@ -249,11 +249,7 @@ def prepare_on_screen(
 
 
 def choose_engine(engine: str) -> tuple[str, str]:
-    """Return the engine to use, and the reason.
-
-    Args:
-        engine: local, prime-rl, or auto: prime-rl where it and a GPU are there.
-    """
+    """Return the engine to use, and the reason. "auto" is prime-rl where it and a GPU are there."""
     if engine != "auto":
         return engine, "as asked"
     if find_spec("prime_rl") is None:

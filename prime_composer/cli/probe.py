@@ -38,16 +38,10 @@ WORDS = {True: "passed", False: "FAILED", None: "not run"}
 
 
 def run_probe(recipe: Recipe, as_json: bool) -> int:
-    """Prepare a recipe's small models, measure, and print what was found.
+    """Prepare a recipe's small models, measure, and print tables or one JSON object.
 
-    Progress goes to standard error, the result to standard output.
-
-    Args:
-        recipe: the resolved recipe.
-        as_json: print one JSON object instead of tables.
-
-    Returns:
-        The exit status: 0, or 1 where a check failed.
+    Progress goes to standard error, the result to standard output. The exit status is 1 where a
+    check failed.
     """
     with redirect_stdout(sys.stderr), Screen(total=recipe.trainer.steps) as screen:
         problems = load_sources(recipe)

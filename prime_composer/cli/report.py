@@ -37,10 +37,8 @@ LETTERS_SHOWN = 320
 def print_outcome(evaluations: dict[int, dict[str, float]], steps: int, recipe: Recipe) -> None:
     """Print the table at the end of a run: teacher, student before, student after.
 
-    Args:
-        evaluations: step -> what was measured there; step 0 is before training.
-        steps: finished steps of training.
-        recipe: names the loss and the environments, which get a row each.
+    ``evaluations`` has what was measured by step; step 0 is before training. ``steps`` are
+    finished.
     """
     before, after = evaluations.get(0, {}), evaluations[max(evaluations)] if evaluations else {}
     table = Table(title=f"{recipe.loss.type}, {steps} steps")
@@ -85,13 +83,9 @@ def print_signatures(signatures: Mapping[str, str]) -> None:
 
 
 def print_answers(run_dir: Path, steps: Collection[int]) -> None:
-    """Print held-out questions with the student's answers before and after training.
+    """Print held-out questions with the student's answers before and after training, if it has any.
 
-    Nothing is printed for a run that has none.
-
-    Args:
-        run_dir: the run directory.
-        steps: the evaluations of the run. A file may hold later steps of an earlier attempt.
+    The file may hold later steps of an earlier attempt: only those of ``steps`` are read.
     """
     kept = {step: rows for step, rows in read_answers(run_dir).items() if step in steps}
     if not kept:

@@ -27,11 +27,9 @@ ACCESS_LOG = {
 
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the server needs besides those of this process.
+    """Return the variables that the server needs besides ``environment``, those of this process.
 
-    Args:
-        environment: of this process. The plugins that VLLM_PLUGINS names in it stay; without it,
-            those that vLLM would load are named.
+    The plugins that VLLM_PLUGINS names stay; without it, those that vLLM would load are named.
     """
     if "VLLM_PLUGINS" in environment:
         names = [name for name in environment["VLLM_PLUGINS"].split(",") if name]
@@ -44,17 +42,7 @@ def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def server_command(model: str, host: str, port: int, options: Sequence[str]) -> list[str]:
-    """Return the command line of the server.
-
-    Args:
-        model: directory or hub id.
-        host: the address to listen on.
-        port: the port to listen on.
-        options: further options of vLLM's server.
-
-    Raises:
-        ValueError: vLLM is not installed.
-    """
+    """Return the command line of the server. ``options`` are passed on to vLLM."""
     if find_spec("vllm") is None:
         raise ValueError(
             "a teacher's server needs vLLM: pip install 'prime-composer[local]' on a CPU machine, "

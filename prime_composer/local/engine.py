@@ -45,14 +45,7 @@ one already, and the cache of a large model takes memory."""
 def student_spec(
     rollout: RolloutConfig, model: str | Path, dtype: str, sequences: int
 ) -> BackendSpec:
-    """Return how to open the student's sampler.
-
-    Args:
-        rollout: its table of the recipe.
-        model: directory or hub id.
-        dtype: of the trainer.
-        sequences: most that it samples at once.
-    """
+    """Return how to open the student's sampler, which samples ``sequences`` at once at most."""
     return BackendSpec(
         backend=rollout.backend,
         model=model,
@@ -73,14 +66,9 @@ def student_spec(
 def teacher_spec(
     teacher: TeacherConfig, student: BackendSpec, model: str | Path, samples: bool, table: str
 ) -> BackendSpec:
-    """Return how to open a teacher's scorer, which may sample.
+    """Return how to open a teacher's scorer, whose table has this name.
 
-    Args:
-        teacher: its table of the recipe.
-        student: how the student's sampler is opened.
-        model: directory or hub id.
-        samples: whether the teacher samples sequences.
-        table: the name of its table.
+    ``samples`` says whether it samples sequences as well.
     """
     return BackendSpec(
         backend=teacher.runs_on(student.backend),
@@ -467,10 +455,6 @@ def conversation_room(max_model_len: int, teachers: Teachers | None) -> int:
     """Return the most tokens of a conversation that every model of a run can read.
 
     Teachers that read the head of a long rollout, or drop it, do not count.
-
-    Args:
-        max_model_len: ``rollout.max_model_len``.
-        teachers: score the conversations.
     """
     rooms = [max_model_len]
     if teachers is not None:
@@ -482,13 +466,7 @@ def conversation_room(max_model_len: int, teachers: Teachers | None) -> int:
 
 
 def model_origin(config: ModelConfig, table: str, paths: Mapping[str, Path]) -> str | Path:
-    """Return a model's directory or hub id.
-
-    Args:
-        config: the model's table in the recipe.
-        table: the name of that table.
-        paths: directories of the prepared models, by table.
-    """
+    """Return a model's directory or hub id. ``paths`` has the prepared ones, by table."""
     return paths[table] if config.model is None else config.model
 
 

@@ -224,10 +224,7 @@ class Evaluator:
         return measured
 
     def _scores(self, prefix: str, graded: Sequence[Graded]) -> dict[str, float]:
-        """Return the scores over all answers and, where there are several, of each environment.
-
-        They are ``prefix/accuracy`` or ``prefix/METRIC``.
-        """
+        """Return the scores over all answers and, of several environments, over those of each."""
         measured = self._overall(prefix, graded)
         names = self.problems.problem_set.names
         for name in names if len(names) > 1 else ():
@@ -256,11 +253,7 @@ class Evaluator:
         return self.problems.problem_set.config_of(problem).score_name
 
     def _total(self, graded: Sequence[Graded]) -> float:
-        """Return the score over answers that are graded by the same metric.
-
-        Raises:
-            EnvironmentFailed: the rollout of every task failed.
-        """
+        """Return the score over answers that are graded by the same metric."""
         known = [one for one in graded if not math.isnan(one.reward)]
         if not known:
             raise EnvironmentFailed(
@@ -324,13 +317,7 @@ class Evaluator:
         problems: Sequence[Problem],
         prompts: Sequence[Sequence[int]] | None = None,
     ) -> list[Graded]:
-        """Return one greedy answer per problem.
-
-        Args:
-            sampler: the student's or a teacher's.
-            problems: what is answered.
-            prompts: what is read instead of each problem's own prompt.
-        """
+        """Return a greedy answer per problem. ``prompts`` are read instead of the problems' own."""
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
         answers = self._answers(sampler, problems, params, prompts)
         # What stays is a task whose rollout failed.
@@ -354,14 +341,7 @@ class Evaluator:
         params: SamplingParams,
         prompts: Sequence[Sequence[int]] | None = None,
     ) -> Answers:
-        """Sample one answer to each problem, and play each task once.
-
-        Args:
-            sampler: the student's or a teacher's.
-            problems: problems and tasks.
-            params: how to sample an answer or a turn; ``n`` is 1.
-            prompts: what is read instead of each problem's own prompt.
-        """
+        """Sample one answer to each problem, and play each task once."""
         parts = parts_of(problems)
         answers = Answers({}, {})
         if parts.tasks:

@@ -355,14 +355,7 @@ def open_watch(
 ) -> Watch:
     """Run the preflight, and return the watch over what it has found.
 
-    Args:
-        engine: the open models.
-        recipe: the recipe that they were opened from.
-        compares_samples: whether a step compares the tokens that the sampler wrote.
-        status: callback for warnings.
-
-    Raises:
-        PreflightError: a check failed, or a teacher gives several answers to one request.
+    ``compares_samples`` says whether a step compares the tokens that the sampler wrote.
     """
     found = preflight(engine, recipe, status)
     return Watch(

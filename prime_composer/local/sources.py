@@ -71,9 +71,8 @@ def open_sources(recipe: Recipe) -> ProblemSet:
     """Load problems, and open environments by id, whatever is then done with them.
 
     Raises:
-        RecipeError: an environment cannot be opened here, or models shall learn from its tasks and
-            they have no solution.
-        ValueError: as ``load_problem_set``.
+        RecipeError: an environment cannot be opened, or models shall learn from its tasks and they
+            have no solution.
     """
     problems = load_problem_set(recipe.problem_sources)
     if not recipe.environments_by_id:

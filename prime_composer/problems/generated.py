@@ -48,8 +48,7 @@ def distinct(
 
 
 def _worked(question: str, *steps: tuple[int, str, int]) -> Problem:
-    """Return a problem whose answer is ``left operator right = result`` per step, then ``####
-    result``."""
+    """Return a problem whose answer has a line ``a + b = c`` per step, then ``#### result``."""
     lines = []
     for left, operator, right in steps:
         result = {"+": left + right, "-": left - right, "*": left * right}[operator]

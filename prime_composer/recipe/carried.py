@@ -85,12 +85,7 @@ prime-rl."""
 
 
 def kind_of(name: str, table: type[BaseModel]) -> str:
-    """Return what the marks of a table of tables are named after, for example "teacher".
-
-    Args:
-        name: the table of tables, for example "teachers".
-        table: one of its tables.
-    """
+    """Return what the marks of a table of tables are named after: "teacher" for [teachers.NAME]."""
     return "data" if table is DataConfig else name.removesuffix("s")
 
 

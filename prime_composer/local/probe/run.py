@@ -224,12 +224,7 @@ class FirstStep:
         return Finding(name, state, one_line(given(self.error)))
 
     def forecast(self, config: TrainerConfig, column: str | None) -> StepForecast:
-        """Return the seconds of each part, and of all steps.
-
-        Args:
-            config: the recipe's ``[trainer]``.
-            column: what the step asks the teachers for; None without a teacher.
-        """
+        """Return the seconds of each part. ``column`` is what the teachers are asked for."""
         laps = self.laps
         return StepForecast(
             rollouts=config.batch_size,
@@ -261,10 +256,7 @@ def recipe_column(engine: Engine) -> SupportSize:
 def targets_of(engine: Engine, samples: Sequence[Sample], fitted: Sequence[Sample]) -> list[Target]:
     """Return every teacher with rollouts to score; none where the loss reads none.
 
-    Args:
-        engine: the open models.
-        samples: the rollouts of a step.
-        fitted: those that train, as the teachers read them.
+    ``fitted`` are the samples that train, as the teachers read them.
     """
     if engine.policy_teacher is not None:
         return [policy_target(engine, engine.policy_teacher, samples)]
@@ -376,13 +368,7 @@ def student_report(engine: Engine, spec: BackendSpec, step: FirstStep) -> Studen
 
 
 def recommendations(own: SupportSize, loss: LossConfig, teacher: TeacherReport) -> Iterator[str]:
-    """Yield what to change in recipe or servers for a teacher, one sentence each.
-
-    Args:
-        own: what a step of the recipe asks its teachers for.
-        loss: the recipe's; its mask of special tokens is read.
-        teacher: what was measured.
-    """
+    """Yield what to change in recipe or servers for a teacher, one sentence each."""
     facts, plugin, mask = teacher.facts, teacher.plugin, loss.special_tokens
     if teacher.support is not None:
         yield advice_on_k(own, teacher.support)

@@ -51,18 +51,10 @@ EXTRAS = (
 
 
 def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
-    """Check what ``train`` checks before its first step, as far as no engine has to be opened for
-    it.
+    """Return lines that describe a run, after the checks that ``train`` makes without an engine.
 
     Prompts, hints, solutions and vocabularies are compared with the contexts where the tokenizers
     are in a directory on this machine. Servers are not contacted, and nothing is downloaded.
-
-    Args:
-        recipe: the recipe.
-        problems: its problems.
-
-    Returns:
-        Lines that describe the run.
 
     Raises:
         ImportError: a library that the run needs is missing.
@@ -172,12 +164,7 @@ def describe_hidden_states(
 
 
 def describe_data(problems: ProblemSet, routing: Routing | None) -> list[str]:
-    """Return the number of problems of each environment, and who scores them.
-
-    Args:
-        problems: of the recipe.
-        routing: which teachers score which environments; None where that is not to be said.
-    """
+    """Return the number of problems of each environment, and with a routing who scores them."""
     practice = Counter(problem.environment for problem in problems.practice)
     held_out = Counter(problem.environment for problem in problems.held_out)
 
@@ -230,11 +217,7 @@ def check_sequences(
 ) -> list[str]:
     """Check all that needs tokenizers, as far as they are on this machine.
 
-    Returns:
-        The longest prompt, and warnings.
-
-    Raises:
-        ValueError: a sequence, a vocabulary, a special token or the file of pairs does not fit.
+    Returns the longest prompt, and warnings.
     """
     folder = folders["student"]
     tokenizer = None if folder is None else load_tokenizer(folder)
@@ -275,11 +258,7 @@ def check_sequences(
 def compare_with_teacher(
     tokenizer: Any, vocab_size: int, folder: Path | None, support_size: int | Literal["full"]
 ) -> list[str]:
-    """Compare the student's tokenizer and head with those of a teacher's directory, if it is here.
-
-    Raises:
-        PreflightError: they differ in a way that training cannot bridge.
-    """
+    """Compare the student's tokenizer and head with those of a teacher's directory, if any."""
     teacher_tokenizer = None if folder is None else load_tokenizer(folder)
     if folder is None or teacher_tokenizer is None:
         return []
