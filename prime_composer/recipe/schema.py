@@ -20,7 +20,7 @@ from prime_composer.losses import LOSS_TYPES, AnyLoss, require
 from prime_composer.losses.needs import OF_TEACHER
 from prime_composer.problems.config import PROBLEMS, DataConfig
 from prime_composer.recipe.bounds import LARGEST_BATCH, LONGEST_CONTEXT, MOST_STEPS
-from prime_composer.recipe.carried import CARRIED, not_carried, only_refused, prime_rl
+from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
 from prime_composer.recipe.environment import (
     AnyEnvironment,
     EnvironmentConfig,
@@ -59,18 +59,14 @@ class RecipeError(ValueError):
 class ReplayConfig(Table):
     """Where the preference pairs of the ``[loss.replay]`` channel come from."""
 
-    source: Literal["rollouts", "jsonl"] = Field(
-        default="rollouts", json_schema_extra=prime_rl(only_refused())
-    )
+    source: Literal["rollouts", "jsonl"] = Field(default="rollouts", json_schema_extra=ONLY_REFUSED)
     """``rollouts``: a correct and a wrong rollout of the same group. ``jsonl``: a file with one
     object per line, with the strings "question", "chosen" and "rejected"."""
 
-    path: Path | None = Field(default=None, json_schema_extra=prime_rl(only_refused()))
+    path: Path | None = Field(default=None, json_schema_extra=ONLY_REFUSED)
     """For ``jsonl``: the file."""
 
-    pairs_per_step: int = Field(
-        default=16, ge=1, le=LARGEST_BATCH, json_schema_extra=prime_rl(only_refused())
-    )
+    pairs_per_step: int = Field(default=16, ge=1, le=LARGEST_BATCH, json_schema_extra=ONLY_REFUSED)
     """Pairs per step: at most this many of the rollouts', or exactly this many of the file's, in
     rotation."""
 
@@ -98,9 +94,7 @@ class TrainerConfig(Table):
         default=16384,
         ge=1,
         le=LONGEST_CONTEXT,
-        json_schema_extra=prime_rl(
-            not_carried("prime-rl packs sequences of rollout.max_model_len tokens")
-        ),
+        json_schema_extra=not_carried("prime-rl packs sequences of rollout.max_model_len tokens"),
     )
     """Padded tokens per forward pass. Gradients do not depend on it."""
 
@@ -126,8 +120,8 @@ class TrainerConfig(Table):
 
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        json_schema_extra=prime_rl(
-            not_carried("prime-rl's trainer computes in bfloat16", harmless=("bfloat16",))
+        json_schema_extra=not_carried(
+            "prime-rl's trainer computes in bfloat16", harmless=("bfloat16",)
         ),
     )
     """Number format of the student's matrix products and its engine. The trained weights are
@@ -140,8 +134,8 @@ class TrainerConfig(Table):
         default=0,
         ge=0,
         le=LARGEST_SEED,
-        json_schema_extra=prime_rl(
-            not_carried("prime-rl orders prompts by seeds of its own; only its vLLM takes this one")
+        json_schema_extra=not_carried(
+            "prime-rl orders prompts by seeds of its own; only its vLLM takes this one"
         ),
     )
     """Seed of the prompts' order, of sampling and of everything else that is random."""
@@ -161,9 +155,7 @@ class Recipe(Table):
     or ``[environments.NAME]``, names those that score its rollouts. Two or more are mixed in
     probability space."""
 
-    reference: ReferenceConfig | None = Field(
-        default=None, json_schema_extra=prime_rl(only_refused())
-    )
+    reference: ReferenceConfig | None = Field(default=None, json_schema_extra=ONLY_REFUSED)
     """The model against which the teacher is extrapolated (G-OPD), for `sampled_reverse_kl`."""
 
     loss: AnyLoss = Field(json_schema_extra=CARRIED)
