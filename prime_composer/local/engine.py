@@ -240,15 +240,9 @@ class Engine:
                 )
 
     def _score_with_policy(self, teacher: PolicyTeacher, samples: Sequence[Sample]) -> Scored:
-        hints = teacher.hints(
-            [sample.rollout for sample in samples],
-            [sample.text for sample in samples],
-            [sample.problem for sample in samples],
-            [sample.reward for sample in samples],
-        )
         hinted = [
-            (sample, teacher.prompt(sample.problem, hint, sample.text.strip()))
-            for sample, hint in zip(samples, hints, strict=True)
+            (sample, teacher.prompt_of(sample, hint))
+            for sample, hint in zip(samples, teacher.hints(samples), strict=True)
             if hint is not None
         ]
         fitted = [
@@ -285,21 +279,15 @@ class Engine:
         A wrong hint that does not fit into the teacher's window is left out. A rollout without any
         has no contrast: the right hint's own log-probs take their place.
         """
-        rollouts = [sample.rollout for sample in samples]
-        hints = teacher.wrong_hints(
-            rollouts, [sample.text for sample in samples], [sample.reward for sample in samples]
-        )
         prompts = [
             [
                 prompt
-                for prompt in (
-                    teacher.prompt(sample.problem, hint, sample.text.strip()) for hint in own
-                )
+                for prompt in (teacher.prompt_of(sample, hint) for hint in own)
                 if len(prompt) + sample.length - sample.rollout.start <= self.policy_room
             ]
-            for sample, own in zip(samples, hints, strict=True)
+            for sample, own in zip(samples, teacher.wrong_hints(samples), strict=True)
         ]
-        contrasts = teacher.contrast(rollouts, prompts)
+        contrasts = teacher.contrast([sample.rollout for sample in samples], prompts)
         return [
             replace(sample, contrast=trained_logprobs(sample) if own is None else own)
             for sample, own in zip(samples, contrasts, strict=True)

@@ -109,9 +109,11 @@ def rollout(group: int, ids: tuple[int, ...] = (5, 6, 7, 8)) -> Rollout:
     return Rollout(torch.tensor(ids), mask, torch.where(mask, -1.0, torch.nan), "stop", group)
 
 
-def sample(group: int, reward: float = 0.0, ids: tuple[int, ...] = (5, 6, 7, 8)) -> Sample:
+def sample(
+    group: int, reward: float = 0.0, ids: tuple[int, ...] = (5, 6, 7, 8), text: str = ""
+) -> Sample:
     """Return a sample without scores."""
-    return Sample(rollout(group, ids), PROBLEM, reward=reward)
+    return Sample(rollout(group, ids), PROBLEM, text, reward)
 
 
 def random_samples(lengths: list[tuple[int, int]], k: int) -> list[Sample]:

@@ -292,16 +292,11 @@ def asked_for(k: SupportSize) -> tuple[int | Literal["full"], bool]:
 
 def policy_target(engine: Engine, policy: PolicyTeacher, samples: Sequence[Sample]) -> Target:
     """Return the policy as its own teacher, with the rollouts that have a hint."""
-    hints = policy.hints(
-        [sample.rollout for sample in samples],
-        [sample.text for sample in samples],
-        [sample.problem for sample in samples],
-        [sample.reward for sample in samples],
-    )
-    hinted = {s: hint for s, hint in zip(samples, hints, strict=True) if hint is not None}
+    hints = zip(samples, policy.hints(samples), strict=True)
+    hinted = {sample: hint for sample, hint in hints if hint is not None}
 
     def score_hinted(own: Sequence[Sample], k: SupportSize) -> list[Scores]:
-        prompts = [policy.prompt(s.problem, hinted[s], s.text.strip()) for s in own]
+        prompts = [policy.prompt_of(sample, hinted[sample]) for sample in own]
         size, hidden = asked_for(k)
         return policy.score([sample.rollout for sample in own], prompts, size, hidden=hidden)
 
