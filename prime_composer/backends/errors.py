@@ -1,4 +1,9 @@
-"""What is raised where a server cannot be used, or refuses."""
+"""What is raised where a server cannot be used, or refuses, and what installs a backend."""
+
+INSTALL = (
+    "pip install 'prime-composer[local]' on a CPU machine, 'prime-composer[gpu]' on a GPU machine"
+)
+"""Pip lines of the one-machine engine, and of vLLM."""
 
 
 class ServerError(ValueError):

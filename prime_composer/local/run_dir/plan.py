@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from prime_composer.backends.errors import INSTALL
 from prime_composer.backends.hf_model import load_tokenizer, read_config
 from prime_composer.backends.protocols import Limits
 from prime_composer.local.preflight import (
@@ -43,11 +44,6 @@ from prime_composer.step.replay import read_pairs
 from prime_composer.teachers.compatibility import check_tokenizers, check_vocabularies
 from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.tiny_models.cache import cached_path
-
-EXTRAS = (
-    "pip install 'prime-composer[local]' on a CPU machine, 'prime-composer[gpu]' on a GPU machine"
-)
-"""Pip lines of the one-machine engine."""
 
 
 def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
@@ -100,7 +96,7 @@ def require_libraries(recipe: Recipe, routing: Routing) -> None:
     libraries |= {"tensorboard"} if recipe.logging.tensorboard else set()
     missing = sorted(name for name in libraries if find_spec(name) is None)
     if missing:
-        raise ImportError(f"this recipe needs {', '.join(missing)}: {EXTRAS}")
+        raise ImportError(f"this recipe needs {', '.join(missing)}: {INSTALL}")
     for data in recipe.problem_sources.values():
         require_library(data.metric)
     if recipe.eval.temperatures:
