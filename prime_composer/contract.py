@@ -14,7 +14,6 @@ https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``,
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -455,9 +454,6 @@ class LossOutputs:
 
     loss: Float[Tensor, ""]
     metrics: dict[str, Tensor]
-
-
-LossFn = Callable[[LossInputs], LossOutputs]
 
 
 class _Metric(Tensor):

@@ -17,7 +17,7 @@ Left out: a bias, logit soft-capping, and second derivatives.
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -29,18 +29,6 @@ CHUNK = 8192
 
 TOKEN_BLOCK = 1024
 """Tokens per block. More tokens are processed block by block within a chunk."""
-
-
-class SelectedLogprobs(NamedTuple):
-    """Result of ``selected_logprobs_and_entropy``.
-
-    Attributes:
-        logprobs: log p of the chosen ids, [n, m], with the gradient.
-        entropy: entropy of the full-vocabulary distribution in nats, [n], without a gradient.
-    """
-
-    logprobs: Float[Tensor, "n m"]
-    entropy: Float[Tensor, " n"]
 
 
 def selected_logprobs(
@@ -73,27 +61,7 @@ def selected_logprobs(
             or chunk of 0 or less.
     """
     _check(hidden, weight, token_ids, temperature, chunk, token_block)
-    return _SelectedLogprobs.apply(
-        hidden, weight, token_ids, temperature, chunk, token_block, False
-    )[0]
-
-
-def selected_logprobs_and_entropy(
-    hidden: Float[Tensor, "n d"],
-    weight: Float[Tensor, "v d"],
-    token_ids: Int[Tensor, "n m"],
-    temperature: float = 1.0,
-    chunk: int = CHUNK,
-    token_block: int = TOKEN_BLOCK,
-) -> SelectedLogprobs:
-    """Return ``selected_logprobs`` and the entropy of each row's distribution, from one pass.
-
-    The entropy has no gradient. Arguments and errors are those of ``selected_logprobs``.
-    """
-    _check(hidden, weight, token_ids, temperature, chunk, token_block)
-    return SelectedLogprobs(
-        *_SelectedLogprobs.apply(hidden, weight, token_ids, temperature, chunk, token_block, True)
-    )
+    return _SelectedLogprobs.apply(hidden, weight, token_ids, temperature, chunk, token_block)
 
 
 def _check(
@@ -156,15 +124,12 @@ class _SelectedLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         token_block: int,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         n, vocab = hidden.shape[0], weight.shape[0]
         dtype = accumulation_dtype(hidden)
         token_ids = token_ids.long()
         highest = hidden.new_full((n,), -torch.inf, dtype=dtype)
         total = hidden.new_zeros((n,), dtype=dtype)
-        # sum of exp(z - highest) * (z - highest), from which the entropy follows
-        moment = hidden.new_zeros((n if with_entropy else 0,), dtype=dtype)
         selected = hidden.new_zeros(token_ids.shape, dtype=dtype)
         for v0 in range(0, vocab, chunk):
             w = weight[v0 : v0 + chunk]
@@ -179,30 +144,19 @@ class _SelectedLogprobs(torch.autograd.Function):
                 new_highest = torch.maximum(highest[rows], logits.amax(dim=1))
                 rescale = torch.exp(highest[rows] - new_highest)  # exp(-inf) = 0 at the first chunk
                 logits -= new_highest.unsqueeze(1)
-                if with_entropy:
-                    exps = logits.exp()
-                    shift = torch.where(total[rows] > 0, highest[rows] - new_highest, 0.0)
-                    moment[rows] = rescale * (
-                        moment[rows] + total[rows] * shift
-                    ) + torch.linalg.vecdot(exps, logits)
-                else:
-                    exps = logits.exp_()
-                total[rows] = rescale * total[rows] + exps.sum(dim=1)
+                total[rows] = rescale * total[rows] + logits.exp_().sum(dim=1)
                 highest[rows] = new_highest
         # Subtract the maximum and log(total) one by one: at large logits their sum would round.
-        log_total = total.log()
         ctx.save_for_backward(hidden, weight, token_ids, highest, total.unsqueeze(1))
         ctx.settings = temperature, chunk, token_block
-        entropy = log_total - moment / total if with_entropy else log_total.new_zeros((0,))
-        ctx.mark_non_differentiable(entropy)
-        return selected - highest.unsqueeze(1) - log_total.unsqueeze(1), entropy
+        return selected - highest.unsqueeze(1) - total.log().unsqueeze(1)
 
     # The decorators' stubs make ``ctx`` positional.
     @staticmethod
     @once_differentiable
     @_without_autocast
     def backward(  # type: ignore[override]
-        ctx: Any, grad: Tensor, _grad_entropy: Tensor
+        ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, token_ids, highest, total = ctx.saved_tensors
         temperature, chunk, token_block = ctx.settings
@@ -235,7 +189,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 grad_weight[v0 : v0 + chunk] = grad_w
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def accumulation_dtype(like: Tensor) -> torch.dtype:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from prime_composer.lm_head import _check, selected_logprobs, selected_logprobs_and_entropy
+from prime_composer.lm_head import _check, selected_logprobs
 from tests.builders import LargestTensor
 
 
@@ -114,17 +114,6 @@ def test_only_the_wanted_gradients_are_computed():
         got, torch.autograd.grad(plain(hidden, weight, ids), weight, upstream)[0]
     )
     assert not selected_logprobs(hidden.detach(), weight.detach(), ids).requires_grad
-
-
-def test_entropy_is_of_the_full_distribution_without_gradient():
-    """Entropy is that of the full distribution and carries no gradient."""
-    hidden, weight, ids, _ = problem()
-    out = selected_logprobs_and_entropy(hidden, weight, ids, 0.7, 8, 5)
-    p = torch.softmax(hidden @ weight.T / 0.7, dim=-1)
-    torch.testing.assert_close(out.entropy, -(p * p.log()).sum(-1).detach())
-    assert not out.entropy.requires_grad
-    torch.testing.assert_close(out.logprobs, plain(hidden, weight, ids, 0.7))
-    out.logprobs.sum().backward()
 
 
 @pytest.mark.parametrize("n, m", [(0, 4), (3, 0)])

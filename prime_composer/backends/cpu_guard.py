@@ -28,6 +28,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from prime_composer.backends.errors import INSTALL
+
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 
 THREADS_VARIABLE = "PRIME_COMPOSER_THREADS"
@@ -219,9 +221,8 @@ def import_vllm(multiprocessing: bool = False) -> Any:
             if error.name != "vllm":
                 raise
             raise ImportError(
-                "The recipe asks for backend 'vllm' and vLLM is not installed: pip install "
-                "'prime-composer[local]' on a CPU machine, 'prime-composer[gpu]' on a GPU machine, "
-                "or choose backend = 'transformers'."
+                f"The recipe asks for backend 'vllm' and vLLM is not installed: {INSTALL}, or "
+                "choose backend = 'transformers'."
             ) from error
         inspect_models_in_process()
         keep_process_groups()

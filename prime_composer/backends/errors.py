@@ -1,10 +1,15 @@
-"""What is raised where a server or the system cannot be used, or refuses."""
+"""What is raised where a server or the system cannot be used, and what installs a backend."""
 
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+INSTALL = (
+    "pip install 'prime-composer[local]' on a CPU machine, 'prime-composer[gpu]' on a GPU machine"
+)
+"""Pip lines of the one-machine engine, and of vLLM."""
 
 
 class ServerError(ValueError):

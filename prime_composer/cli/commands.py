@@ -106,7 +106,7 @@ def _rl(args: argparse.Namespace) -> int:
 def _rl_upstream(args: argparse.Namespace) -> int:
     set_environment()
     from prime_composer.local.sources import problems_to_prepare
-    from prime_composer.recipe.loading import load_recipe, read_tables
+    from prime_composer.recipe.loading import read_tables
     from prime_composer.tiny_models.cache import model_folders
     from prime_composer.upstream.launch import is_native, launch
     from prime_composer.upstream.versions.config_fields import has_prime_rl
@@ -115,7 +115,7 @@ def _rl_upstream(args: argparse.Namespace) -> int:
     problems = None
     # Without prime-rl, launch refuses; then there is nothing to prepare for.
     if has_prime_rl() and not is_native(read_tables(args.config, "recipe", "recipes/")):
-        recipe = load_recipe(args.config, args.overrides)
+        recipe = recipe_of(args)
         problems = problems_to_prepare(recipe)
         if problems is not None and args.dry_run:
             models = model_folders(recipe, problems)
@@ -135,10 +135,15 @@ def _rl_upstream(args: argparse.Namespace) -> int:
     )
 
 
-def _check(args: argparse.Namespace) -> int:
+def recipe_of(args: argparse.Namespace) -> "Recipe":
+    """Load the recipe that a command names, with its overrides."""
     from prime_composer.recipe.loading import load_recipe
 
-    recipe = load_recipe(args.config, args.overrides)
+    return load_recipe(args.config, args.overrides)
+
+
+def _check(args: argparse.Namespace) -> int:
+    recipe = recipe_of(args)
     warn_of_paths(recipe)
     print(recipe.model_dump_json(indent=2))
     return 0
@@ -147,9 +152,8 @@ def _check(args: argparse.Namespace) -> int:
 def _probe(args: argparse.Namespace) -> int:
     set_environment()
     from prime_composer.cli.probe import run_probe
-    from prime_composer.recipe.loading import load_recipe
 
-    return run_probe(load_recipe(args.config, args.overrides), args.json)
+    return run_probe(recipe_of(args), args.json)
 
 
 def _teacher(args: argparse.Namespace) -> int:
@@ -166,13 +170,12 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     from prime_composer.local.sources import problems_to_prepare
-    from prime_composer.recipe.loading import load_recipe
     from prime_composer.recipe.urls import has_credentials, public_url
     from prime_composer.tiny_models.cache import model_folders
     from prime_composer.upstream.export import export_recipe
     from prime_composer.upstream.export.toml import write_text
 
-    recipe = load_recipe(args.config, args.overrides)
+    recipe = recipe_of(args)
     problems = problems_to_prepare(recipe)
     folders = {} if problems is None else model_folders(recipe, problems)
     models = {table: folder for table, folder in folders.items() if folder.is_dir()}
@@ -206,9 +209,8 @@ def warn_of_paths(recipe: "Recipe") -> None:
 def _prepare(args: argparse.Namespace) -> int:
     set_environment()
     from prime_composer.local.sources import problems_to_prepare
-    from prime_composer.recipe.loading import load_recipe
 
-    recipe = load_recipe(args.config, args.overrides)
+    recipe = recipe_of(args)
     problems = problems_to_prepare(recipe)
     if problems is None:
         print("this recipe names existing models; there is nothing to prepare")
@@ -250,11 +252,7 @@ def prepare_on_screen(
 
 
 def choose_engine(engine: str) -> tuple[str, str]:
-    """Return the engine to use, and the reason.
-
-    Args:
-        engine: local, prime-rl, or auto: prime-rl where it and a GPU are there.
-    """
+    """Return the engine to use, and the reason. "auto" is prime-rl where it and a GPU are there."""
     if engine != "auto":
         return engine, "as asked"
     if find_spec("prime_rl") is None:

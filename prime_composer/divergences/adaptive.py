@@ -64,11 +64,7 @@ def adaptive_kl(
 
 
 def refuse_head_mass(head_mass: float) -> None:
-    """Refuse a mass of the teacher's head that is not between 0 and 1.
-
-    Raises:
-        ValueError: with the range.
-    """
+    """Refuse a mass of the teacher's head that is not between 0 and 1."""
     if not 0 < head_mass < 1:
         raise ValueError(
             f"head_mass = {head_mass} is the teacher's mass in the head: it has to be between 0 "

@@ -81,16 +81,12 @@ def outcome(episode: Any, turns: Sequence[Rollout], place: int) -> Episode | Fai
 
 
 def interleave(turns: Sequence[Rollout], prompt_index: int) -> list[Rollout]:
-    """Join the turns of one conversation into as few rollouts as possible.
+    """Join the turns of a conversation, in the order of sampling, into as few rollouts as possible.
 
     A turn whose prompt begins with all tokens of an earlier rollout extends that rollout. What lies
     between the two answers was said by the environment or a tool, and is context. A turn with
     another prompt begins a rollout of its own, whose prompt is context too. Each sampled token
     trains once, and has exactly the context that it was sampled with.
-
-    Args:
-        turns: one rollout per turn, a prompt and its completion, in the order of sampling.
-        prompt_index: the prompt index of the result.
     """
     joined: list[Rollout] = []
     for turn in turns:

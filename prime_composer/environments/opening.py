@@ -71,9 +71,7 @@ def refuse_what_needs_problems(
             rollout.student_fraction < 1
         ),
         "the loss compares the answers of a group, and a rollout may be several samples": (
-            loss.answer_pairs
-            or loss.credit is not None
-            or ("replay" in loss.needs and pairs_rollouts)
+            loss.answer_pairs or loss.credit is not None or (loss.reads_pairs and pairs_rollouts)
         ),
     }
     for reason, applies in reasons.items():

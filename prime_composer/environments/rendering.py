@@ -14,13 +14,7 @@ ANSWERS = ("7", " 7", "7 \n")
 def breaks_at(renderer: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str | None:
     """Return an answer after which the next turn's prompt does not begin with this turn's tokens.
 
-    Args:
-        renderer: of the tokenizer.
-        tokenizer: the student's.
-        messages: the first of a conversation.
-
-    Returns:
-        The answer, or None where all of ``ANSWERS`` survive.
+    The messages are the first of a conversation. None: all of ``ANSWERS`` survive.
     """
     prompt = list(renderer.render(list(messages), add_generation_prompt=True).token_ids)
     (stop, *_) = renderer.get_stop_token_ids()
@@ -39,18 +33,10 @@ def breaks_at(renderer: Any, tokenizer: Any, messages: Sequence[Mapping[str, Any
 def check_rendering(
     environments: Mapping[str, Environment], model: str, renderer: Mapping[str, Any]
 ) -> list[str]:
-    """Refuse a tokenizer that cannot render the messages.
+    """Refuse a tokenizer that cannot render the messages of environments, given by name.
 
-    Args:
-        environments: by name.
-        model: directory or hub id of the tokenizer.
-        renderer: ``[rollout] renderer``.
-
-    Returns:
-        A warning for each environment whose turns do not survive.
-
-    Raises:
-        RecipeError: naming the table.
+    ``model`` is the directory or hub id of the tokenizer. Returns a warning for each environment
+    whose turns do not survive.
     """
     from renderers import create_renderer
     from renderers.base import load_tokenizer

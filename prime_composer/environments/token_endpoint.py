@@ -127,10 +127,7 @@ def answer_round(
 ) -> list[Rollout]:
     """Sample the answers of a round, in order. Questions of equal parameters go in one call.
 
-    Args:
-        questions: the round.
-        sampler: of the student.
-        seeds: one for each call, of which there are at most as many as questions.
+    Each call takes one of the seeds, of which there are as many as questions.
     """
     answers: dict[int, Rollout] = {}
     every = list(dict.fromkeys(question.params for question in questions))

@@ -41,17 +41,7 @@ class Answer:
 def write_answers(
     run_dir: Path, step: int, answers: Sequence[Answer], signatures: Mapping[str, str] | None = None
 ) -> None:
-    """Append the answers of a step's evaluation.
-
-    Args:
-        run_dir: the run directory.
-        step: of the evaluation.
-        answers: the first ones.
-        signatures: those of the run's graded metrics.
-
-    Raises:
-        OSError: the disk is full, or cannot be written.
-    """
+    """Append the answers of a step's evaluation, with the signatures of its graded metrics."""
     line: dict[str, Any] = {
         "step": step,
         "answers": [dataclasses.asdict(answer) for answer in answers],

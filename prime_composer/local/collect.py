@@ -21,7 +21,7 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.order import environment_batches, prompt_batches
 from prime_composer.recipe.routing import TeacherId
-from prime_composer.recipe.schema import Recipe, ReplayConfig, RolloutConfig, TrainerConfig
+from prime_composer.recipe.schema import ReplayConfig, RolloutConfig, TrainerConfig
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.step.batch import Batch, Pair, Sample, trained_logprobs
 from prime_composer.step.replay import pairs_of_rollouts
@@ -75,7 +75,7 @@ class Collector:
         loss = self.engine.loss
         pairs: Sequence[Pair] = ()
         with self.clock.phase("score"):
-            if "replay" in loss.needs:
+            if loss.reads_pairs:
                 pairs = pairs_of_step(self.engine, self.replay, samples, self.trainer.seed, step)
             scored = self.engine.score(samples)
             if loss.credit is not None:
@@ -88,22 +88,6 @@ class Collector:
             self.metrics["rollout/teacher_cut"] = scored.cut / len(samples)
             self.metrics["rollout/teacher_dropped"] = scored.dropped / len(samples)
         return Batch(scored.samples, pairs)
-
-
-def collect(
-    engine: Engine, recipe: Recipe, step: int, clock: Clock
-) -> tuple[Batch, dict[str, float]]:
-    """Return the batch of a step, and what was measured.
-
-    Args:
-        engine: the open models.
-        recipe: its ``[trainer]``, ``[rollout]`` and ``[replay]`` tables are read.
-        step: from 1.
-        clock: measures sampling, grading and scoring.
-    """
-    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, clock)
-    samples = collector.grade(collector.sample(collector.problems(step), step))
-    return collector.score(samples, step), collector.metrics
 
 
 def problems_of_step(problems: ProblemSet, count: int, seed: int, step: int) -> list[Problem]:
@@ -151,18 +135,7 @@ class Sampled:
 def sample_step(
     engine: Engine, config: RolloutConfig, problems: Sequence[Problem], seed: int, step: int
 ) -> Sampled:
-    """Sample answers to problems, and play tasks of environments by id.
-
-    Args:
-        engine: the open models and environments.
-        config: how the student samples.
-        problems: problems and tasks.
-        seed: the run's.
-        step: from 1.
-
-    Raises:
-        EnvironmentFailed: as ``play``.
-    """
+    """Sample answers to problems, and play tasks of environments by id. Steps count from 1."""
     parts = parts_of(problems)
     own, tasks = [*parts.problems.values()], [*parts.tasks.values()]
     rollouts = sample_rollouts(engine, config, own, seed, step) if own else []
@@ -178,15 +151,9 @@ def play(
     step: int,
     first_index: int = 0,
 ) -> Played:
-    """Play ``group_size`` rollouts of each task.
+    """Play ``group_size`` rollouts of each task, at least one.
 
-    Args:
-        engine: the open models and environments.
-        config: how the student samples a turn.
-        tasks: what is played, at least one.
-        seed: the run's.
-        step: from 1.
-        first_index: ``Rollout.prompt_index`` of the first task.
+    The prompt indices of the tasks begin at ``first_index``, behind those of the step's problems.
 
     Raises:
         EnvironmentFailed: every rollout failed, and the step has no other.
@@ -296,21 +263,10 @@ def teacher_rollouts(
     seed: int,
     step: int,
 ) -> list[Rollout]:
-    """Let the teachers sample answers. A mixture's are each of one teacher, drawn by its weight.
+    """Let the teachers sample an answer to the problem at each index.
 
-    Their log mu is NaN, as that of the data's solutions: no ratio of p to it is one of two
-    policies.
-
-    Args:
-        engine: the open models.
-        params: how to sample, one answer per prompt.
-        problems: the step's problems.
-        indices: the problem of each answer.
-        seed: the run's.
-        step: from 1.
-
-    Raises:
-        InvalidAnswer: an answer begins with a token that the student's head does not have.
+    One of a mixture writes each, drawn by its weight. Their log mu is NaN, as that of the data's
+    solutions: no ratio of p to it is one of two policies.
     """
     assert engine.teachers is not None, "the recipe has a teacher that samples"
     draw = random.Random(derive_seed(seed, "teacher_of_rollout", step))
@@ -344,11 +300,6 @@ def teacher_rollouts(
 def up_to_padding(rollout: Rollout, vocab_size: int, teacher: TeacherId) -> Rollout:
     """Return a teacher's answer up to its first id that the student's head lacks, as if cut there.
 
-    Args:
-        rollout: the answer.
-        vocab_size: entries of the student's head.
-        teacher: named in messages.
-
     Raises:
         InvalidAnswer: nothing is left.
     """
@@ -379,11 +330,8 @@ def grade(
 ) -> list[Sample]:
     """Return one sample per rollout, with text, reward and advantage.
 
-    Args:
-        tokenized: decodes and checks answers.
-        rollouts: the step's rollouts.
-        problems: the step's problems, indexed by ``Rollout.prompt_index``.
-        budget: time for answers that Math-Verify does not finish; it counts them.
+    ``Rollout.prompt_index`` is an index into the problems. The budget counts the answers that
+    Math-Verify does not finish.
     """
     samples = []
     for rollout in rollouts:
@@ -461,14 +409,8 @@ def mean_by_environment(
 ) -> dict[str, float]:
     """Return ``name/ENVIRONMENT``, the mean over each environment's problems.
 
-    Empty where the recipe has a single environment. An environment without a problem is left out.
-
-    Args:
-        name: of the metric.
-        environments: the names of the recipe's environments.
-        problems: what was measured.
-        values: one per problem, a sum over ``counts`` items.
-        counts: one per problem; 1 unless given.
+    Each problem has a value, a sum over its ``counts`` items, or over one. It is empty where the
+    recipe has a single environment, and leaves out those without a problem.
     """
     if len(environments) == 1:
         return {}

@@ -45,14 +45,7 @@ one already, and the cache of a large model takes memory."""
 def student_spec(
     rollout: RolloutConfig, model: str | Path, dtype: str, sequences: int
 ) -> BackendSpec:
-    """Return how to open the student's sampler.
-
-    Args:
-        rollout: its table of the recipe.
-        model: directory or hub id.
-        dtype: of the trainer.
-        sequences: most that it samples at once.
-    """
+    """Return how to open the student's sampler, which samples ``sequences`` at once at most."""
     return BackendSpec(
         backend=rollout.backend,
         model=model,
@@ -73,14 +66,9 @@ def student_spec(
 def teacher_spec(
     teacher: TeacherConfig, student: BackendSpec, model: str | Path, samples: bool, table: str
 ) -> BackendSpec:
-    """Return how to open a teacher's scorer, which may sample.
+    """Return how to open a teacher's scorer, whose table has this name.
 
-    Args:
-        teacher: its table of the recipe.
-        student: how the student's sampler is opened.
-        model: directory or hub id.
-        samples: whether the teacher samples sequences.
-        table: the name of its table.
+    ``samples`` says whether it samples sequences as well.
     """
     return BackendSpec(
         backend=teacher.runs_on(student.backend),
@@ -252,15 +240,9 @@ class Engine:
                 )
 
     def _score_with_policy(self, teacher: PolicyTeacher, samples: Sequence[Sample]) -> Scored:
-        hints = teacher.hints(
-            [sample.rollout for sample in samples],
-            [sample.text for sample in samples],
-            [sample.problem for sample in samples],
-            [sample.reward for sample in samples],
-        )
         hinted = [
-            (sample, teacher.prompt(sample.problem, hint, sample.text.strip()))
-            for sample, hint in zip(samples, hints, strict=True)
+            (sample, teacher.prompt_of(sample, hint))
+            for sample, hint in zip(samples, teacher.hints(samples), strict=True)
             if hint is not None
         ]
         fitted = [
@@ -297,21 +279,15 @@ class Engine:
         A wrong hint that does not fit into the teacher's window is left out. A rollout without any
         has no contrast: the right hint's own log-probs take their place.
         """
-        rollouts = [sample.rollout for sample in samples]
-        hints = teacher.wrong_hints(
-            rollouts, [sample.text for sample in samples], [sample.reward for sample in samples]
-        )
         prompts = [
             [
                 prompt
-                for prompt in (
-                    teacher.prompt(sample.problem, hint, sample.text.strip()) for hint in own
-                )
+                for prompt in (teacher.prompt_of(sample, hint) for hint in own)
                 if len(prompt) + sample.length - sample.rollout.start <= self.policy_room
             ]
-            for sample, own in zip(samples, hints, strict=True)
+            for sample, own in zip(samples, teacher.wrong_hints(samples), strict=True)
         ]
-        contrasts = teacher.contrast(rollouts, prompts)
+        contrasts = teacher.contrast([sample.rollout for sample in samples], prompts)
         return [
             replace(sample, contrast=trained_logprobs(sample) if own is None else own)
             for sample, own in zip(samples, contrasts, strict=True)
@@ -395,8 +371,7 @@ def open_engine(
             sampler,
             environments=environments,
         )
-        if recipe.teacher is not None and recipe.teacher.policy is not None:
-            policy = recipe.teacher.policy
+        if recipe.teacher is not None and (policy := recipe.teacher.policy) is not None:
             engine.policy_teacher = PolicyTeacher(policy, problems.sources, model, tokenizer)
             engine.policy_overflow = recipe.teacher.on_overflow
             config: Any = model.config
@@ -420,7 +395,7 @@ def open_engine(
                 engine.reward_scale = recipe.reference.reward_scale
         if environments is not None:
             environments.room = conversation_room(recipe.rollout.max_model_len, engine.teachers)
-        if "replay" in recipe.loss.needs:
+        if recipe.loss.reads_pairs:
             if replay_needs_reference(recipe.loss):
                 engine.reference = load_student(origin, dtype="float32")[0].requires_grad_(False)
             if recipe.replay.path is not None:
@@ -468,10 +443,6 @@ def conversation_room(max_model_len: int, teachers: Teachers | None) -> int:
     """Return the most tokens of a conversation that every model of a run can read.
 
     Teachers that read the head of a long rollout, or drop it, do not count.
-
-    Args:
-        max_model_len: ``rollout.max_model_len``.
-        teachers: score the conversations.
     """
     rooms = [max_model_len]
     if teachers is not None:
@@ -483,13 +454,7 @@ def conversation_room(max_model_len: int, teachers: Teachers | None) -> int:
 
 
 def model_origin(config: ModelConfig, table: str, paths: Mapping[str, Path]) -> str | Path:
-    """Return a model's directory or hub id.
-
-    Args:
-        config: the model's table in the recipe.
-        table: the name of that table.
-        paths: directories of the prepared models, by table.
-    """
+    """Return a model's directory or hub id. ``paths`` has the prepared ones, by table."""
     return paths[table] if config.model is None else config.model
 
 

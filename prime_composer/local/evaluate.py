@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -41,34 +41,24 @@ EVALUATION_SEED = 20_251_017
 
 
 class Graded(NamedTuple):
-    """Greedy answers.
+    """A graded answer.
 
     Attributes:
-        rewards: 1.0 where the recipe's metric accepts the answer, else 0.0; or a graded metric's
+        problem: what was asked.
+        reward: 1.0 where the recipe's metric accepts the answer, else 0.0; or a graded metric's
             value. Of a task its reward, NaN where its rollout failed.
-        truncated: 1.0 where the answer was cut at ``max_tokens``, else 0.0.
-        texts: the answers.
+        text: the answer.
+        truncated: whether it was cut at ``max_tokens``.
         turns: answers in the rollout of a task, NaN of a problem.
         tool_calls: calls of tools in them, likewise.
     """
 
-    rewards: list[float]
-    truncated: list[float]
-    texts: list[str]
-    turns: list[float]
-    tool_calls: list[float]
-
-    @classmethod
-    def empty(cls, count: int) -> "Graded":
-        """Return the answers of ``count`` problems before any is set."""
-        nothing = [math.nan] * count
-        return cls(nothing[:], [0.0] * count, [""] * count, nothing[:], nothing[:])
-
-    def set(self, place: int, *answer: Any) -> None:
-        """Set the fields of the answer to one problem, in their order."""
-        fields: list[list[Any]] = [*self]
-        for values, value in zip(fields, answer, strict=True):
-            values[place] = value
+    problem: Problem
+    reward: float
+    text: str = ""
+    truncated: bool = False
+    turns: float = math.nan
+    tool_calls: float = math.nan
 
 
 class Answers(NamedTuple):
@@ -159,16 +149,12 @@ class Evaluator:
         if not problems:
             return {}
         graded = self._greedy_answers(self.engine.sampler, problems)
-        self.answers[:] = [
-            self._answer(problem, text, reward)
-            for problem, text, reward in zip(
-                problems[:KEPT], graded.texts, graded.rewards, strict=False
-            )
-        ]
-        measured = self._scores("eval", problems, graded)
-        measured["eval/truncated"] = sum(graded.truncated) / len(problems)
+        self.answers[:] = map(self._answer, graded[:KEPT])
+        measured = self._scores("eval", graded)
+        measured["eval/truncated"] = sum(one.truncated for one in graded) / len(graded)
         if self.engine.environments is not None:
-            measured["eval/failed"] = sum(map(math.isnan, graded.rewards)) / len(problems)
+            failed = sum(math.isnan(one.reward) for one in graded)
+            measured["eval/failed"] = failed / len(graded)
         for temperature in self.config.temperatures:
             measured |= self._sampled(problems, temperature)
         if self.engine.teachers is not None and self.config.kl_size:
@@ -180,8 +166,9 @@ class Evaluator:
                 measured["eval/forward_kl"] = sum(sums.forward_kl) / sum(tokens)
                 if sums.entropy is not None:
                     measured["eval/entropy"] = sum(sums.entropy) / sum(tokens)
-                measured |= self._by_environment(
-                    "eval/reverse_kl", problems, sums.reverse_kl, tokens
+                names = self.problems.problem_set.names
+                measured |= mean_by_environment(
+                    "eval/reverse_kl", names, problems, sums.reverse_kl, tokens
                 )
                 if sums.support != "full":
                     measured["eval/kl_ids"] = float(sums.support)
@@ -209,13 +196,12 @@ class Evaluator:
             if not hinted:
                 return {}
             readable, prompts = zip(*hinted, strict=True)
-            graded = self._greedy_answers(engine.sampler, readable, prompts)
-            return self._overall("teacher", readable, graded)
+            return self._overall("teacher", self._greedy_answers(engine.sampler, readable, prompts))
         if engine.teachers is None:
             return {}
         measured: dict[str, float] = {}
         shares = [engine.teachers.routing.of(problem) for problem in problems]
-        answered: dict[int, tuple[Any, ...]] = {}
+        answered: dict[int, Graded] = {}
         for teacher in engine.teachers.scorers:
             if not any(teacher in share for share in shares):
                 continue
@@ -229,40 +215,33 @@ class Evaluator:
             ]
             if not indices:
                 continue
-            asked = [problems[i] for i in indices]
-            graded = self._greedy_answers(sampler, asked)
-            answered |= zip(indices, zip(*graded, strict=True), strict=True)
+            graded = self._greedy_answers(sampler, [problems[index] for index in indices])
+            answered |= zip(indices, graded, strict=True)
             if teacher.name is not None:
-                measured |= self._overall(f"teacher/{teacher.name}", asked, graded)
+                measured |= self._overall(f"teacher/{teacher.name}", graded)
         if answered and all(len(share) == 1 for share in shares):
-            graded = Graded(*map(list, zip(*answered.values(), strict=True)))
-            measured |= self._scores("teacher", [problems[i] for i in answered], graded)
+            measured |= self._scores("teacher", [*answered.values()])
         return measured
 
-    def _scores(self, prefix: str, problems: Sequence[Problem], graded: Graded) -> dict[str, float]:
-        """Return the scores over all problems and, where there are several, of each environment.
-
-        They are ``prefix/accuracy`` or ``prefix/METRIC``.
-        """
-        measured = self._overall(prefix, problems, graded)
+    def _scores(self, prefix: str, graded: Sequence[Graded]) -> dict[str, float]:
+        """Return the scores over all answers and, of several environments, over those of each."""
+        measured = self._overall(prefix, graded)
         names = self.problems.problem_set.names
         for name in names if len(names) > 1 else ():
-            own = [i for i, problem in enumerate(problems) if problem.environment == name]
+            own = [one for one in graded if one.problem.environment == name]
             if own:
-                score = self._score_name(problems[own[0]])
-                measured[f"{prefix}/{score}/{name}"] = self._total(problems, graded, own)
+                score = self._score_name(own[0].problem)
+                measured[f"{prefix}/{score}/{name}"] = self._total(own)
         return measured
 
-    def _overall(
-        self, prefix: str, problems: Sequence[Problem], graded: Graded
-    ) -> dict[str, float]:
-        """Return each score over all problems that are graded by it, and ``COUNTS`` of tasks."""
-        indices: dict[str, list[int]] = {}
-        for index, problem in enumerate(problems):
-            indices.setdefault(f"{prefix}/{self._score_name(problem)}", []).append(index)
-        measured = {name: self._total(problems, graded, own) for name, own in indices.items()}
+    def _overall(self, prefix: str, graded: Sequence[Graded]) -> dict[str, float]:
+        """Return each score over all answers that are graded by it, and ``COUNTS`` of tasks."""
+        by_score: dict[str, list[Graded]] = {}
+        for one in graded:
+            by_score.setdefault(f"{prefix}/{self._score_name(one.problem)}", []).append(one)
+        measured = {name: self._total(own) for name, own in by_score.items()}
         for name in COUNTS:
-            known = [value for value in getattr(graded, name) if not math.isnan(value)]
+            known = [value for one in graded if not math.isnan(value := getattr(one, name))]
             if known:
                 measured[f"{prefix}/{name}"] = sum(known) / len(known)
         return measured
@@ -273,26 +252,23 @@ class Evaluator:
             return "accuracy"
         return self.problems.problem_set.config_of(problem).score_name
 
-    def _total(self, problems: Sequence[Problem], graded: Graded, indices: Sequence[int]) -> float:
-        """Return the score over some answers, which all have the same name of it.
-
-        Raises:
-            EnvironmentFailed: the rollout of every task failed.
-        """
-        known = [i for i in indices if not math.isnan(graded.rewards[i])]
+    def _total(self, graded: Sequence[Graded]) -> float:
+        """Return the score over answers that are graded by the same metric."""
+        known = [one for one in graded if not math.isnan(one.reward)]
         if not known:
             raise EnvironmentFailed(
                 "every task of the evaluation failed; the warning before this names the first"
             )
-        rewards = [graded.rewards[i] for i in known]
-        if any(isinstance(problems[i], Task) for i in known):
+        rewards = [one.reward for one in known]
+        if any(isinstance(one.problem, Task) for one in known):
             return sum(rewards) / len(rewards)
-        metric = self.problems.problem_set.config_of(problems[known[0]]).metric
-        references = [problems[i].reference(metric) for i in known]
-        return total_score(metric, [graded.texts[i] for i in known], references, rewards)
+        metric = self.problems.problem_set.config_of(known[0].problem).metric
+        references = [one.problem.reference(metric) for one in known]
+        return total_score(metric, [one.text for one in known], references, rewards)
 
-    def _answer(self, problem: Problem, text: str, reward: float) -> Answer:
+    def _answer(self, graded: Graded) -> Answer:
         """Return an answer as the report shows it."""
+        problem, text, reward = graded.problem, graded.text, graded.reward
         if isinstance(problem, Task):
             return Answer(problem.question, problem.answer, text, reward >= 1)
         config = self.problems.problem_set.config_of(problem)
@@ -317,13 +293,12 @@ class Evaluator:
             return {}
         prompts = [self.problems.prompt(problem) for problem in problems]
         rollouts = self.engine.sampler.generate(prompts, params, seed=EVALUATION_SEED)
-        asked = [problems[rollout.prompt_index] for rollout in rollouts]
-        graded = self._graded(rollouts, asked)
+        graded = self._graded(rollouts, [problems[rollout.prompt_index] for rollout in rollouts])
         answers: dict[int, list[str]] = {}
-        for rollout, text in zip(rollouts, graded.texts, strict=True):
-            answers.setdefault(rollout.prompt_index, []).append(text)
+        for rollout, one in zip(rollouts, graded, strict=True):
+            answers.setdefault(rollout.prompt_index, []).append(one.text)
         suffix = f"T={temperature:g}"
-        measured = self._overall("eval", asked, graded)
+        measured = self._overall("eval", graded)
         measured["eval/self_bleu"] = sum(map(self_bleu, answers.values())) / len(answers)
         return {f"{name}/{suffix}": value for name, value in measured.items()}
 
@@ -341,27 +316,23 @@ class Evaluator:
         sampler: Sampler,
         problems: Sequence[Problem],
         prompts: Sequence[Sequence[int]] | None = None,
-    ) -> Graded:
-        """Return the greedy answers, their rewards, and which were truncated.
-
-        Args:
-            sampler: the student's or a teacher's.
-            problems: what is answered.
-            prompts: what is read instead of each problem's own prompt.
-        """
+    ) -> list[Graded]:
+        """Return a greedy answer per problem. ``prompts`` are read instead of the problems' own."""
         params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens)
-        count = len(problems)
-        graded = Graded.empty(count)
         answers = self._answers(sampler, problems, params, prompts)
+        # What stays is a task whose rollout failed.
+        graded = {place: Graded(problem, math.nan) for place, problem in enumerate(problems)}
         for place, episode in answers.episodes.items():
             truncated = any(one.finish_reason == "length" for one in episode.rollouts)
-            counts = float(episode.turns), float(episode.tool_calls)
-            graded.set(place, episode.reward, float(truncated), episode.text, *counts)
+            graded[place] = Graded(
+                *(problems[place], episode.reward, episode.text, truncated),
+                turns=episode.turns,
+                tool_calls=episode.tool_calls,
+            )
         asked = [problems[place] for place in answers.rollouts]
         of_problems = self._graded([*answers.rollouts.values()], asked)
-        for place, answer in zip(answers.rollouts, zip(*of_problems, strict=True), strict=True):
-            graded.set(place, *answer)
-        return graded
+        graded |= zip(answers.rollouts, of_problems, strict=True)
+        return [*graded.values()]
 
     def _answers(
         self,
@@ -370,14 +341,7 @@ class Evaluator:
         params: SamplingParams,
         prompts: Sequence[Sequence[int]] | None = None,
     ) -> Answers:
-        """Sample one answer to each problem, and play each task once.
-
-        Args:
-            sampler: the student's or a teacher's.
-            problems: problems and tasks.
-            params: how to sample an answer or a turn; ``n`` is 1.
-            prompts: what is read instead of each problem's own prompt.
-        """
+        """Sample one answer to each problem, and play each task once."""
         parts = parts_of(problems)
         answers = Answers({}, {})
         if parts.tasks:
@@ -395,17 +359,14 @@ class Evaluator:
             answers.rollouts.update(zip(parts.problems, rollouts, strict=True))
         return answers
 
-    def _graded(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> Graded:
-        """Return the texts of rollouts, their rewards, and which were truncated."""
-        budget = TimeBudget()
-        texts = [self.problems.decode(rollout.completion_ids) for rollout in rollouts]
-        rewards = [
-            self.problems.reward(text, problem, budget)
-            for text, problem in zip(texts, problems, strict=True)
-        ]
-        truncated = [float(rollout.finish_reason == "length") for rollout in rollouts]
-        nothing = [math.nan] * len(rollouts)
-        return Graded(rewards, truncated, texts, nothing, nothing)
+    def _graded(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[Graded]:
+        """Return the text and the reward of each answer to a problem."""
+        budget, graded = TimeBudget(), []
+        for rollout, problem in zip(rollouts, problems, strict=True):
+            text = self.problems.decode(rollout.completion_ids)
+            reward = self.problems.reward(text, problem, budget)
+            graded.append(Graded(problem, reward, text, rollout.finish_reason == "length"))
+        return graded
 
     @torch.no_grad()
     def _divergence_sums(self, teachers: Teachers, problems: Sequence[Problem]) -> DivergenceSums:
@@ -457,22 +418,6 @@ class Evaluator:
             sums.index_add_(1, rows, columns)
         reverse, forward, entropies, tokens = sums.tolist()
         return DivergenceSums(reverse, forward, entropies if full else None, tokens, support)
-
-    def _by_environment(
-        self,
-        name: str,
-        problems: Sequence[Problem],
-        values: Sequence[float],
-        counts: Sequence[float] | None = None,
-    ) -> dict[str, float]:
-        known = [i for i, value in enumerate(values) if not math.isnan(value)]
-        return mean_by_environment(
-            name,
-            self.problems.problem_set.names,
-            [problems[i] for i in known],
-            [values[i] for i in known],
-            None if counts is None else [counts[i] for i in known],
-        )
 
 
 def _kls_and_entropy(

@@ -22,6 +22,7 @@ from prime_composer.local.weight_sync import (
     check_weight_sync,
 )
 from prime_composer.local.weight_sync import TOLERANCES as TOLERANCES
+from prime_composer.losses import LossConfig
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
@@ -129,11 +130,8 @@ def preflight(engine: Engine, recipe: Recipe, status: Callable[[str], None]) -> 
 def examine(engine: Engine, recipe: Recipe, sends_weights: bool) -> Preflight:
     """Run every check as ``preflight`` does, also after one that failed, which is a finding then.
 
-    Args:
-        engine: the open models.
-        recipe: the recipe that they were opened from.
-        sends_weights: whether the sampler may be sent perturbed weights. Everybody who uses a
-            server would get them.
+    With ``sends_weights`` the sampler is sent perturbed weights. Everybody who uses a server would
+    get them.
     """
     result = Preflight()
     checks = Checks(engine, recipe, result.probes, sends_weights)
@@ -206,7 +204,7 @@ class Checks:
         return route(Routing.of_recipe(self.recipe), self._problems)[teacher]
 
     def _objective(self, name: str) -> list[Finding]:
-        check_objective(self.recipe)
+        check_objective(self.recipe.loss, self.recipe.rollout)
         return passed(name)
 
     def _context(self, name: str) -> list[Finding]:
@@ -309,25 +307,20 @@ def naming(teacher: TeacherId, among: Mapping[TeacherId, object]) -> Iterator[No
         raise PreflightError(f"[{teacher.table}]: {error}") from None
 
 
-def check_routing(recipe: Recipe, problems: ProblemSet) -> None:
-    """Refuse a row of the data that names a teacher which the recipe does not have.
-
-    Raises:
-        RecipeError: it does.
-    """
-    routing = Routing.of_recipe(recipe)
+def check_routing(routing: Routing, problems: ProblemSet) -> None:
+    """Refuse a row of the data that names a teacher which the recipe does not have."""
     for problem in [*problems.practice, *problems.held_out]:
         routing.of(problem)
 
 
-def check_objective(recipe: Recipe) -> None:
+def check_objective(config: LossConfig, rollout: RolloutConfig) -> None:
     """Refuse cross-entropy on the student's own samples: its expected gradient is 0.
 
     Raises:
         PreflightError: a loss of the recipe is ``on_given_text``, and all sequences are sampled.
     """
-    for section, (loss, _) in recipe.loss.needs_by_section().items():
-        if loss.on_given_text and recipe.rollout.student_fraction == 1:
+    for section, (loss, _) in config.needs_by_section().items():
+        if loss.on_given_text and rollout.student_fraction == 1:
             raise PreflightError(
                 f"[{section}] type = {loss.type!r} on the student's own samples has an expected "
                 "gradient of 0, since nothing tells a good sample from a bad one; set "
@@ -341,14 +334,7 @@ def check_hinted_prompts(
 ) -> None:
     """Check that the longest prompt with its hint and a full response fit the context.
 
-    Args:
-        policy: writes the prompts.
-        problems: the problems to train on.
-        config: the recipe's ``[rollout]``.
-        positions: longest sequence that the student can read.
-
-    Raises:
-        PreflightError: they do not.
+    Both limits count: the recipe's, and the positions that the student can read.
     """
     max_tokens, limit = config.max_tokens, config.max_model_len
     if policy.config.hint == "sibling":  # a rollout's text, which may take all of max_tokens
@@ -374,12 +360,7 @@ def check_hinted_prompts(
 
 
 def binding(limits: Limits, rule: Rule) -> Limits:
-    """Return the limits that rollouts have to keep: a longer one may be cut or dropped.
-
-    Args:
-        limits: the teacher's.
-        rule: its ``on_overflow``.
-    """
+    """Return a teacher's limits that rollouts have to keep: a longer one may be cut or dropped."""
     return limits if rule == "error" else replace(limits, max_model_len=None)
 
 
@@ -392,15 +373,7 @@ def check_lengths(
 ) -> None:
     """Check that prompts and completions, or the data's solutions, fit a teacher's context.
 
-    Args:
-        tokenized: writes prompts and solutions.
-        problems: the problems whose rollouts the teacher scores; nothing is checked without any.
-        config: the recipe's ``[rollout]``.
-        limits: the teacher's.
-        teacher: named in messages.
-
-    Raises:
-        PreflightError: the longest sequence does not fit.
+    The problems are those whose rollouts it scores; nothing is checked without any.
     """
     if not problems:
         return
@@ -447,9 +420,7 @@ def check_context(
 ) -> None:
     """Check that the longest prompt and a full completion fit the contexts of sampler and scorer.
 
-    Raises:
-        PreflightError: they do not, or a prompt is empty. A teacher on vLLM reads one token less
-            than its context.
+    A teacher on vLLM reads one token less than its context.
     """
     if not prompts:
         raise PreflightError("There is no prompt to sample from; check [data].")

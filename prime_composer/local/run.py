@@ -30,7 +30,8 @@ from prime_composer.local.tracker import Tracker, read_metrics
 from prime_composer.local.watch import Watch, WatchFailed
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import signatures_of
-from prime_composer.recipe.schema import Recipe
+from prime_composer.recipe.routing import Routing
+from prime_composer.recipe.schema import CheckpointConfig, Recipe
 from prime_composer.step.batch import Batch
 from prime_composer.step.mismatch import SamplerCheck
 
@@ -150,7 +151,7 @@ class Run:
         metrics["tokens_per_second"] = batch.tokens / seconds["time/step"]
         is_last = step == self.recipe.trainer.steps
         saves = is_last or is_due(step, self.recipe.checkpoint.every)
-        measures = is_measured(self.recipe, step)
+        measures = self.is_measured(step)
         with self.stop.may_interrupt():
             if measures:
                 metrics |= self.measure(step)
@@ -160,6 +161,10 @@ class Run:
         self.display.step(step, metrics)
         if saves:
             self.save()
+
+    def is_measured(self, step: int) -> bool:
+        """Return whether a step ends with an evaluation."""
+        return step == self.recipe.trainer.steps or is_due(step, self.recipe.eval.every)
 
     def measure(self, step: int) -> dict[str, float]:
         """Evaluate the student, and keep its first answers for the report."""
@@ -183,7 +188,7 @@ class Run:
             self.display.status("measuring the teacher and the student before training")
             self.evaluations[0] = self.measure(0) | self.evaluator.teachers()
             self.tracker.log(0, self.evaluations[0])
-        elif is_measured(self.recipe, done) and done not in self.evaluations:
+        elif self.is_measured(done) and done not in self.evaluations:
             self.tracker.amend(done, self.measure(done))
 
     @contextmanager
@@ -291,7 +296,7 @@ def open_run(
 
     Takes the arguments of ``train``, and raises its errors.
     """
-    check_routing(recipe, problems)
+    check_routing(Routing.of_recipe(recipe), problems)
     stop = StopRequest()
 
     def status(text: str) -> None:
@@ -311,7 +316,7 @@ def open_run(
         check_room(
             run_dir,
             checkpoint_bytes(engine),
-            checkpoints_at_once(recipe, student.steps),
+            checkpoints_at_once(recipe.checkpoint, student.steps, recipe.trainer.steps),
             resumed,
         )
         watch = open_watch(engine, recipe, student.sampler_check is not None, status)
@@ -350,14 +355,7 @@ def open_watch(
 ) -> Watch:
     """Run the preflight, and return the watch over what it has found.
 
-    Args:
-        engine: the open models.
-        recipe: the recipe that they were opened from.
-        compares_samples: whether a step compares the tokens that the sampler wrote.
-        status: callback for warnings.
-
-    Raises:
-        PreflightError: a check failed, or a teacher gives several answers to one request.
+    ``compares_samples`` says whether a step compares the tokens that the sampler wrote.
     """
     found = preflight(engine, recipe, status)
     return Watch(
@@ -385,16 +383,10 @@ def checkpoint_bytes(engine: Engine) -> int:
     )
 
 
-def checkpoints_at_once(recipe: Recipe, done: int) -> int:
+def checkpoints_at_once(config: CheckpointConfig, done: int, last: int) -> int:
     """Return how many checkpoints are on the disk at most, while one is written."""
-    last, every = recipe.trainer.steps, recipe.checkpoint.every
-    written = sum(step == last or is_due(step, every) for step in range(done + 1, last + 1))
-    return min(recipe.checkpoint.keep + 1, written + (done > 0))
-
-
-def is_measured(recipe: Recipe, step: int) -> bool:
-    """Return whether a step ends with an evaluation."""
-    return step == recipe.trainer.steps or is_due(step, recipe.eval.every)
+    written = sum(step == last or is_due(step, config.every) for step in range(done + 1, last + 1))
+    return min(config.keep + 1, written + (done > 0))
 
 
 def past_evaluations(run_dir: Path) -> dict[int, dict[str, float]]:

@@ -58,11 +58,7 @@ class StopRequest:
             self._may_wait = self.waiting = False
 
     def wait_begins(self) -> None:
-        """Note that a server is waited for.
-
-        Raises:
-            StepAbandoned: a signal has come before.
-        """
+        """Note that a server is waited for. A signal that has come before abandons the step."""
         self.waiting = self._may_wait
         if self.waiting and self.requested:
             raise StepAbandoned

@@ -61,7 +61,7 @@ def load_sources(recipe: Recipe) -> ProblemSet:
             next(iter(recipe.environments_by_id)),
             recipe.loss,
             recipe.rollout,
-            policy_teacher=recipe.teacher is not None and recipe.teacher.policy is not None,
+            policy_teacher=recipe.policy_teacher is not None,
             pairs_rollouts=recipe.replay.source == "rollouts",
         )
     return open_sources(recipe)
@@ -71,9 +71,8 @@ def open_sources(recipe: Recipe) -> ProblemSet:
     """Load problems, and open environments by id, whatever is then done with them.
 
     Raises:
-        RecipeError: an environment cannot be opened here, or models shall learn from its tasks and
-            they have no solution.
-        ValueError: as ``load_problem_set``.
+        RecipeError: an environment cannot be opened, or models shall learn from its tasks and they
+            have no solution.
     """
     problems = load_problem_set(recipe.problem_sources)
     if not recipe.environments_by_id:

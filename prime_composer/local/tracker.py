@@ -158,11 +158,7 @@ class Tracker:
 
 
 def import_wandb() -> Any:
-    """Return the wandb module.
-
-    Raises:
-        ValueError: it is not installed; the message names the pip line.
-    """
+    """Return the wandb module. Where it is not installed, the ``ValueError`` has the pip line."""
     try:
         return importlib.import_module("wandb")
     except ImportError:
@@ -183,14 +179,9 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def parse_records(path: Path, damaged_too: bool = False) -> list[dict[str, Any]]:
-    """Return the records of a metrics file, in order.
+    """Return the records of a metrics file, in order. A last line cut short by a crash is left out.
 
-    Args:
-        path: the file. A last line cut short by a crash is left out.
-        damaged_too: leave out other lines that are no records, instead of refusing them.
-
-    Raises:
-        ValueError: a line is not a record.
+    Another line that is no record is an error, or left out with ``damaged_too``.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     records = []

@@ -38,10 +38,7 @@ def check_loaded_weights(
 ) -> float:
     """Compare the sampler's and the trainer's log-probs as loaded. The sampler's weights stay.
 
-    Arguments and errors are those of ``check_weight_sync``.
-
-    Returns:
-        The largest difference of a token's log-prob, in nats.
+    Arguments, result and errors are those of ``check_weight_sync``.
     """
     limit = TOLERANCES[engine_dtype]
     probe = probe_prompt(prompts, sampler.limits.max_model_len)

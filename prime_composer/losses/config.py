@@ -237,6 +237,11 @@ class LossConfig(Table):
         return "hidden_states" in self.needs
 
     @property
+    def reads_pairs(self) -> bool:
+        """Whether the loss, or a channel of it, reads preference pairs."""
+        return "replay" in self.needs
+
+    @property
     def reads_rewards_and_teacher(self) -> bool:
         """Whether the loss reads advantages and a teacher's log-probs of the same tokens."""
         return self.compares_with_teacher and "advantages" in self.needs

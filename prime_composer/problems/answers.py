@@ -58,12 +58,8 @@ def is_correct(
 ) -> bool:
     """Return whether a completion answers the problem, by the rule of ``config.metric``.
 
-    Args:
-        text: the completion.
-        problem: has the reference.
-        config: which rule: a math metric or ``exact``.
-        budget: time for answers that Math-Verify does not finish, which count as wrong. None: that
-            of a single answer.
+    The budget is of time for answers that Math-Verify does not finish, which count as wrong. None:
+    that of a single answer.
 
     Raises:
         ValueError: the rule needs Math-Verify and it is not installed.
@@ -108,15 +104,7 @@ def check_reference(answer: str, metric: str, key: str = "answer") -> None:
 
     ``gsm8k`` needs a number after ``####`` that it does not misread. Math-Verify takes any text
     there, or a text without the mark. ROUGE counts words, and ROUGE-2 pairs of them. The others
-    take any text.
-
-    Args:
-        answer: not empty.
-        metric: how answers are graded.
-        key: the answer's column, for the message.
-
-    Raises:
-        ValueError: it is none; the message has the text that was read.
+    take any text. The answer is not empty, and messages name its column, ``key``.
     """
     if metric in WORDS_NEEDED:
         needed, words = WORDS_NEEDED[metric], len(ROUGE_WORD.findall(answer.lower()))

@@ -33,11 +33,7 @@ PROBLEMS = "problems"
 def _checked_weights(
     teacher: str | dict[str, float] | None,
 ) -> str | dict[str, float] | None:
-    """Return an environment's ``teacher`` as it is.
-
-    Raises:
-        ValueError: it is a mixture without a positive weight for each.
-    """
+    """Return an environment's ``teacher``. Each weight of a mixture has to be above 0."""
     if isinstance(teacher, dict) and (
         not teacher or not all(0 < weight < float("inf") for weight in teacher.values())
     ):

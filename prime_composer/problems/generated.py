@@ -1,7 +1,8 @@
 """Generate word problems of one to three operations."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import cycle
 
 from prime_composer.problems.config import FINAL_MARK, Problem
 
@@ -15,36 +16,39 @@ ITEMS = (
 
 
 def generate_problems(size: int, seed: int, operations: Sequence[int] = (1, 2, 3)) -> list[Problem]:
-    """Generate ``size`` problems with distinct questions, from six templates.
+    """Generate ``size`` problems from the templates that have one of these numbers of operations.
 
     The templates take turns. Every number, worked step and answer is a positive integer below 100.
+    """
+    turns = cycle(template for template, count in TEMPLATES.items() if count in operations)
 
-    Args:
-        size: number of problems.
-        seed: seed of names, items and numbers.
-        operations: keep the templates with these numbers of operations.
+    def draw(rng: random.Random) -> Problem:
+        return next(turns)(rng, rng.choice(NAMES), rng.choice(ITEMS))
+
+    return distinct(size, random.Random(f"problems {seed}"), draw, "questions")
+
+
+def distinct(
+    size: int, rng: random.Random, draw: Callable[[random.Random], Problem], what: str
+) -> list[Problem]:
+    """Return ``size`` problems with distinct questions, as ``draw`` makes them.
 
     Raises:
-        ValueError: the templates cannot make that many distinct questions.
+        ValueError: there are not so many; the message calls them ``what``.
     """
-    rng = random.Random(f"problems {seed}")
-    templates = [template for template, count in TEMPLATES.items() if count in operations]
     problems: dict[str, Problem] = {}
-    for attempt in range(20 * size):
+    for _ in range(20 * size):
         if len(problems) == size:
             break
-        problem = templates[attempt % len(templates)](rng, rng.choice(NAMES), rng.choice(ITEMS))
+        problem = draw(rng)
         problems.setdefault(problem.question, problem)
     if len(problems) < size:
-        raise ValueError(
-            f"[data] size = {size}: the templates make only {len(problems)} distinct questions"
-        )
+        raise ValueError(f"[data] size = {size}: only {len(problems)} distinct {what} were drawn")
     return list(problems.values())
 
 
 def _worked(question: str, *steps: tuple[int, str, int]) -> Problem:
-    """Return a problem whose answer is ``left operator right = result`` per step, then ``####
-    result``."""
+    """Return a problem whose answer has a line ``a + b = c`` per step, then ``#### result``."""
     lines = []
     for left, operator, right in steps:
         result = {"+": left + right, "-": left - right, "*": left * right}[operator]

@@ -3,22 +3,14 @@
 import random
 
 from prime_composer.problems.config import Problem
-from prime_composer.problems.generated import ITEMS, NAMES
-from prime_composer.problems.generated_text import DAYS, GOODS, PLACES, SHOPS, distinct
+from prime_composer.problems.generated import ITEMS, NAMES, distinct
+from prime_composer.problems.generated_text import DAYS, GOODS, PLACES, SHOPS
 
 WORDS = sorted({*(word.lower() for word in (*PLACES, *DAYS)), *SHOPS, *GOODS, *ITEMS})
 
 
 def generate_reversals(size: int, seed: int) -> list[Problem]:
-    """Generate ``size`` distinct lists of three to six words; the answer is the list in reverse.
-
-    Args:
-        size: number of problems.
-        seed: seed of everything that is drawn.
-
-    Raises:
-        ValueError: there are not so many distinct lists.
-    """
+    """Generate ``size`` distinct lists of three to six words; the answer is the list in reverse."""
     return distinct(size, random.Random(f"reversals {seed}"), _reversal, "lists of words")
 
 
@@ -32,13 +24,6 @@ def generate_lookups(size: int, seed: int) -> list[Problem]:
 
     Who has what is a table that the problems do not show. It is drawn from the seed, so a model has
     to learn it.
-
-    Args:
-        size: number of problems.
-        seed: seed of the table and of everything else that is drawn.
-
-    Raises:
-        ValueError: there are not so many distinct lists.
     """
     rng = random.Random(f"lookups {seed}")
     table = {name: rng.choice(GOODS) for name in NAMES}

@@ -5,10 +5,9 @@ the same prompts and metrics, in a language that a model of 0.2 M parameters lea
 """
 
 import random
-from collections.abc import Callable
 
 from prime_composer.problems.config import Problem
-from prime_composer.problems.generated import NAMES
+from prime_composer.problems.generated import NAMES, distinct
 
 PLACES = (
     "Bath Bonn Cork Derby Dover Essen Fulda Genoa Hull Kiel Leeds Lyon "
@@ -28,13 +27,6 @@ def generate_summaries(size: int, seed: int) -> list[Problem]:
     One sentence of a report has the news, and two or three are beside the point. Their order is
     drawn, and so is one of three wordings of the summary. Nothing in the report tells which: a
     model that knows the distribution of the data gives each of them a third.
-
-    Args:
-        size: number of problems.
-        seed: seed of everything that is drawn.
-
-    Raises:
-        ValueError: there are not so many distinct reports.
     """
     return distinct(size, random.Random(f"summaries {seed}"), _report, "reports")
 
@@ -103,13 +95,6 @@ def generate_translations(size: int, seed: int) -> list[Problem]:
 
     Articles and adjectives follow the noun's gender and case. An adverb of half of the sentences
     stands at their beginning in both languages, and in German the verb comes second.
-
-    Args:
-        size: number of problems.
-        seed: seed of everything that is drawn.
-
-    Raises:
-        ValueError: there are not so many distinct sentences.
     """
     return distinct(size, random.Random(f"translations {seed}"), _sentence, "sentences")
 
@@ -135,28 +120,3 @@ def _phrase(rng: random.Random, articles: dict[str, dict[str, tuple[str, str]]])
     german_article, ending = articles[article][gender]
     written = "an" if article == "a" and adjective[0] in "aeiou" else article
     return f"{written} {adjective} {noun}", f"{german_article} {stem}{ending} {german_noun}"
-
-
-def distinct(
-    size: int, rng: random.Random, draw: Callable[[random.Random], Problem], what: str
-) -> list[Problem]:
-    """Return ``size`` problems with distinct questions.
-
-    Args:
-        size: number of problems.
-        rng: where they are drawn from.
-        draw: returns one.
-        what: what they are, for the message.
-
-    Raises:
-        ValueError: there are not so many.
-    """
-    problems: dict[str, Problem] = {}
-    for _ in range(20 * size):
-        if len(problems) == size:
-            break
-        problem = draw(rng)
-        problems.setdefault(problem.question, problem)
-    if len(problems) < size:
-        raise ValueError(f"[data] size = {size}: only {len(problems)} distinct {what} were drawn")
-    return list(problems.values())

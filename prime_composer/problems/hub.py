@@ -8,12 +8,7 @@ from prime_composer.problems.rows import problem_or_none
 
 
 def load_hub(config: DataConfig) -> tuple[list[Problem | None], list[Problem | None]]:
-    """Return the problems of the splits ``train`` and ``test``, None for rows that are left out.
-
-    Raises:
-        ValueError: the ``datasets`` library is missing, the data set cannot be read (no network, no
-            such id), a split is missing, or a row is malformed.
-    """
+    """Return the problems of the splits ``train`` and ``test``, None for rows that are left out."""
     splits = _load_dataset(config)
     train, held_out = (_split(splits, name, config) for name in ("train", "test"))
     return train, held_out

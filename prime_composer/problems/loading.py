@@ -120,8 +120,7 @@ def _load_split(config: DataConfig) -> tuple[list[Problem], list[Problem], int]:
 
 
 def _load_source(config: DataConfig) -> tuple[list[Problem], list[Problem], str, int]:
-    """Return the problems to train on, the held-out ones, the source's name for error messages, and
-    the number of rows that were left out."""
+    """Return what to train on, what is held out, the source's name, and the rows left out."""
     if config.source == "generated":
         if config.kind == "arithmetic":
             problems = generate_problems(config.size, config.seed, config.operations)

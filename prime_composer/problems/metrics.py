@@ -52,9 +52,6 @@ def sentence_score(metric: str, text: str, reference: str) -> float:
     """Return a graded metric of one answer.
 
     ROUGE is the F-measure. Sentence BLEU is sacrebleu's: exponential smoothing and effective order.
-
-    Raises:
-        ValueError: the library is missing, or gave no number.
     """
     if LIBRARIES[metric] == "rouge_score":
         return _share(_rouge(metric).score(reference, text)[metric].fmeasure, metric, text)

@@ -24,10 +24,6 @@ class UnusableRow(ValueError):
 def read_jsonl(path: Path, config: DataConfig = DEFAULTS) -> list[Problem | None]:
     """Return the problems of one JSONL file, None for rows that are left out.
 
-    Args:
-        path: the file.
-        config: the columns, how many rows are read, and the metric, which has to read the answers.
-
     Raises:
         ValueError: the file is missing, or as ``read_rows``.
     """
@@ -77,11 +73,7 @@ def read_rows(path: Path, parse: Callable[[Any], T], limit: int | None = None) -
 
 
 def _json(line: bytes) -> Any:
-    """Return a line's JSON value.
-
-    Raises:
-        ValueError: it is no JSON, or text in it is none.
-    """
+    """Return a line's JSON value; a ``ValueError`` says what is wrong with the line."""
     try:
         text = line.decode()
         row = json.loads(text)
@@ -102,11 +94,7 @@ def _json(line: bytes) -> Any:
 
 
 def problem_or_none(row: Any, config: DataConfig) -> Problem | None:
-    """Return a row as a problem, or None for a row that ``clean`` leaves out.
-
-    Raises:
-        ValueError: as ``problem_of_row``.
-    """
+    """Return a row as a problem, or None for a row that ``clean`` leaves out."""
     try:
         return problem_of_row(row, config)
     except UnusableRow:
@@ -150,13 +138,8 @@ def problem_of_row(row: Any, config: DataConfig) -> Problem:
 def text_at(row: dict[str, Any], column: str, key: str) -> str:
     """Return the text in a column, without white space around it.
 
-    Args:
-        row: a row of the data.
-        column: its key, or keys with dots between them that lead into objects.
-        key: the setting that names the column, for the message.
-
-    Raises:
-        ValueError: there is no such column, or it has no string.
+    The column is a key, or keys with dots between them that lead into objects. Messages name the
+    setting that it comes from, ``key``.
     """
     value: Any = row
     for name in [column] if column in row else column.split("."):

@@ -11,11 +11,11 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator
 
-from prime_composer.recipe.carried import not_carried, prime_rl
+from prime_composer.recipe.carried import not_carried
 from prime_composer.tables import named_module
 
-WAIT = prime_rl(not_carried("prime-rl has its own rules for servers that are away"))
-TIMEOUT = prime_rl(not_carried("prime-rl has its own time limits for answers"))
+WAIT = not_carried("prime-rl has its own rules for servers that are away")
+TIMEOUT = not_carried("prime-rl has its own time limits for answers")
 
 
 class Backend(NamedTuple):

@@ -7,7 +7,7 @@ A key is one of three things:
 - not carried: prime-rl has no such setting, and a run can do without it. The export lists it with
 the reason.
 
-The mark is on the field (``json_schema_extra=prime_rl(...)``). Keys under ``loss``, ``prepare`` and
+The mark is on the field, as its ``json_schema_extra``. Keys under ``loss``, ``prepare`` and
 ``prime_rl`` belong to their table, whose field has the mark.
 """
 
@@ -35,62 +35,32 @@ class Mark:
     harmless: tuple[Any, ...] = ()
 
 
-def carried() -> Mark:
-    """Mark a key that is written in prime-rl's own terms, or refused."""
-    return Mark("carried")
-
-
-def not_carried(why: str, harmless: tuple[Any, ...] = ()) -> Mark:
-    """Mark a key that prime-rl has no setting for."""
-    return Mark("not carried", why, harmless)
-
-
-def only_refused() -> Mark:
-    """Mark a key that only a refused setting reads."""
-    return Mark("only refused")
-
-
-def prime_rl(mark: Mark) -> dict[str, Any]:
-    """Return a mark as a field's ``json_schema_extra``."""
+def _marked(mark: Mark) -> dict[str, Any]:
     return {"prime_rl": asdict(mark)}
 
 
-CARRIED = prime_rl(carried())
+def not_carried(why: str, harmless: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """Return the ``json_schema_extra`` of a key that prime-rl has no setting for."""
+    return _marked(Mark("not carried", why, harmless))
 
-DATA: Mapping[str, Mark] = {
-    "source": carried(),
-    "path": carried(),
-    "hub_id": carried(),
-    "hub_name": carried(),
-    "prompt_key": carried(),
-    "answer_key": carried(),
-    "limit": carried(),
-    "prompt_chars": carried(),
-    "clean": carried(),
-    "kind": carried(),
-    "size": carried(),
-    "seed": carried(),
-    "operations": carried(),
-    "hold_out": carried(),
-    "calculator_annotations": carried(),
-    "prompt_template": carried(),
+
+CARRIED = _marked(Mark("carried"))
+ONLY_REFUSED = _marked(Mark("only refused"))
+
+DATA: Mapping[str, dict[str, Any]] = {
+    **dict.fromkeys(("source", "path", "hub_id", "hub_name", "prompt_key", "answer_key"), CARRIED),
+    **dict.fromkeys(("limit", "prompt_chars", "clean", "kind", "size", "seed"), CARRIED),
+    **dict.fromkeys(("operations", "hold_out", "calculator_annotations"), CARRIED),
+    "prompt_template": CARRIED,
     "chat_template": not_carried("prime-rl always renders a chat", harmless=(True,)),
-    "metric": carried(),
-    "ratio": carried(),
-    "teacher": carried(),
-    "teacher_key": carried(),
+    **dict.fromkeys(("metric", "ratio", "teacher", "teacher_key"), CARRIED),
 }
 """Marks of ``[data]``. Its class belongs to the room ``problems``, which does not refer to
 prime-rl."""
 
 
 def kind_of(name: str, table: type[BaseModel]) -> str:
-    """Return what the marks of a table of tables are named after, for example "teacher".
-
-    Args:
-        name: the table of tables, for example "teachers".
-        table: one of its tables.
-    """
+    """Return what the marks of a table of tables are named after: "teacher" for [teachers.NAME]."""
     return "data" if table is DataConfig else name.removesuffix("s")
 
 
@@ -144,11 +114,9 @@ def marks(table: type[BaseModel], kind: str = "") -> dict[str, Mark]:
 
 def mark_of(table: type[BaseModel], name: str) -> Mark | None:
     """Return the mark of a field, or None for a table whose keys have their own."""
-    if table is DataConfig:
-        return DATA[name]
-    extra = table.model_fields[name].json_schema_extra
+    extra = DATA[name] if table is DataConfig else table.model_fields[name].json_schema_extra
     mark = extra.get("prime_rl") if isinstance(extra, dict) else None
-    return Mark(**mark) if isinstance(mark, dict) else None  # type: ignore[arg-type]
+    return Mark(**mark) if isinstance(mark, dict) else None
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -102,11 +102,7 @@ def parse_tables(cls: type[S], raw: dict[str, Any], source: str) -> S:
 
 
 def _check_values(raw: dict[str, Any]) -> None:
-    """Check what no file or message could carry: depth, integers beyond 64 bits, odd letters.
-
-    Raises:
-        RecipeError: naming the key.
-    """
+    """Refuse what no file or message could carry: depth, integers beyond 64 bits, odd letters."""
     waiting: list[tuple[str, int, Any]] = [("", 0, raw)]
     while waiting:
         key, depth, value = waiting.pop()

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from prime_composer.recipe.backends import TIMEOUT, WAIT, SamplerName, backend_of
 from prime_composer.recipe.bounds import LARGEST_BATCH, LONGEST_CONTEXT
-from prime_composer.recipe.carried import CARRIED, not_carried, only_refused, prime_rl
+from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
 from prime_composer.recipe.environment import OpenTable
 from prime_composer.recipe.urls import Url
 from prime_composer.tables import Table
@@ -18,9 +18,7 @@ class RolloutConfig(Table):
 
     backend: SamplerName = Field(
         default="vllm",
-        json_schema_extra=prime_rl(
-            not_carried("prime-rl samples with vLLM", harmless=("vllm", "server"))
-        ),
+        json_schema_extra=not_carried("prime-rl samples with vLLM", harmless=("vllm", "server")),
     )
     """What samples the rollouts: `vllm`, `transformers`, `server`, or one of your own,
     `my_package.my_module:MySampler`."""
@@ -44,9 +42,7 @@ class RolloutConfig(Table):
 
     weights_dir: Path | None = Field(
         default=None,
-        json_schema_extra=prime_rl(
-            not_carried("prime-rl brings new weights to the sampler its own way")
-        ),
+        json_schema_extra=not_carried("prime-rl brings new weights to the sampler its own way"),
     )
     """For backend 'server': a directory that this process writes new weights to and the server
     reads them from. Unset: the system's temporary directory, for a server on this machine."""
@@ -75,9 +71,7 @@ class RolloutConfig(Table):
     """GKD's lambda: probability that the student samples a sequence. `other_source` has the
     others."""
 
-    other_source: Literal["data", "teacher"] = Field(
-        default="data", json_schema_extra=prime_rl(only_refused())
-    )
+    other_source: Literal["data", "teacher"] = Field(default="data", json_schema_extra=ONLY_REFUSED)
     """Where the other sequences come from: the data's solutions, or answers that the teacher
     samples. Of several teachers it is the problem's, and of a mixture one that is drawn by
     weight."""

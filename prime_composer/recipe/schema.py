@@ -20,7 +20,7 @@ from prime_composer.losses import LOSS_TYPES, AnyLoss, require
 from prime_composer.losses.needs import OF_TEACHER
 from prime_composer.problems.config import PROBLEMS, DataConfig
 from prime_composer.recipe.bounds import LARGEST_BATCH, LONGEST_CONTEXT, MOST_STEPS
-from prime_composer.recipe.carried import CARRIED, not_carried, only_refused, prime_rl
+from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
 from prime_composer.recipe.environment import (
     AnyEnvironment,
     EnvironmentConfig,
@@ -59,18 +59,14 @@ class RecipeError(ValueError):
 class ReplayConfig(Table):
     """Where the preference pairs of the ``[loss.replay]`` channel come from."""
 
-    source: Literal["rollouts", "jsonl"] = Field(
-        default="rollouts", json_schema_extra=prime_rl(only_refused())
-    )
+    source: Literal["rollouts", "jsonl"] = Field(default="rollouts", json_schema_extra=ONLY_REFUSED)
     """``rollouts``: a correct and a wrong rollout of the same group. ``jsonl``: a file with one
     object per line, with the strings "question", "chosen" and "rejected"."""
 
-    path: Path | None = Field(default=None, json_schema_extra=prime_rl(only_refused()))
+    path: Path | None = Field(default=None, json_schema_extra=ONLY_REFUSED)
     """For ``jsonl``: the file."""
 
-    pairs_per_step: int = Field(
-        default=16, ge=1, le=LARGEST_BATCH, json_schema_extra=prime_rl(only_refused())
-    )
+    pairs_per_step: int = Field(default=16, ge=1, le=LARGEST_BATCH, json_schema_extra=ONLY_REFUSED)
     """Pairs per step: at most this many of the rollouts', or exactly this many of the file's, in
     rotation."""
 
@@ -98,9 +94,7 @@ class TrainerConfig(Table):
         default=16384,
         ge=1,
         le=LONGEST_CONTEXT,
-        json_schema_extra=prime_rl(
-            not_carried("prime-rl packs sequences of rollout.max_model_len tokens")
-        ),
+        json_schema_extra=not_carried("prime-rl packs sequences of rollout.max_model_len tokens"),
     )
     """Padded tokens per forward pass. Gradients do not depend on it."""
 
@@ -126,8 +120,8 @@ class TrainerConfig(Table):
 
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        json_schema_extra=prime_rl(
-            not_carried("prime-rl's trainer computes in bfloat16", harmless=("bfloat16",))
+        json_schema_extra=not_carried(
+            "prime-rl's trainer computes in bfloat16", harmless=("bfloat16",)
         ),
     )
     """Number format of the student's matrix products and its engine. The trained weights are
@@ -140,8 +134,8 @@ class TrainerConfig(Table):
         default=0,
         ge=0,
         le=LARGEST_SEED,
-        json_schema_extra=prime_rl(
-            not_carried("prime-rl orders prompts by seeds of its own; only its vLLM takes this one")
+        json_schema_extra=not_carried(
+            "prime-rl orders prompts by seeds of its own; only its vLLM takes this one"
         ),
     )
     """Seed of the prompts' order, of sampling and of everything else that is random."""
@@ -161,9 +155,7 @@ class Recipe(Table):
     or ``[environments.NAME]``, names those that score its rollouts. Two or more are mixed in
     probability space."""
 
-    reference: ReferenceConfig | None = Field(
-        default=None, json_schema_extra=prime_rl(only_refused())
-    )
+    reference: ReferenceConfig | None = Field(default=None, json_schema_extra=ONLY_REFUSED)
     """The model against which the teacher is extrapolated (G-OPD), for `sampled_reverse_kl`."""
 
     loss: AnyLoss = Field(json_schema_extra=CARRIED)
@@ -248,6 +240,16 @@ class Recipe(Table):
         return tables | {f"teachers.{name}": teacher for name, teacher in self.teachers.items()}
 
     @property
+    def model_tables(self) -> dict[str, ModelConfig]:
+        """The student and the teachers by table: "student", "teacher", or "teachers.NAME"."""
+        return {"student": self.student, **self.teacher_tables}
+
+    @property
+    def policy_teacher(self) -> PolicyTeacherConfig | None:
+        """``[teacher.policy]``, where the policy is its own teacher."""
+        return None if self.teacher is None else self.teacher.policy
+
+    @property
     def has_teacher(self) -> bool:
         """Whether something scores the student's tokens."""
         return self.teacher is not None or bool(self.teachers)
@@ -300,7 +302,7 @@ class Recipe(Table):
         return self
 
     def _generated_models(self) -> Iterator[tuple[str, PrepareConfig]]:
-        for table, model in {"student": self.student, **self.teacher_tables}.items():
+        for table, model in self.model_tables.items():
             if isinstance(model.prepare, PrepareConfig):
                 yield table, model.prepare
 
@@ -344,7 +346,7 @@ class Recipe(Table):
             provided |= {"ref_logprobs", "support", "hidden_states", "credit"}
         if self.rollout.group_size > 1:
             provided |= {"advantages", "replay"}
-            policy = None if self.teacher is None else self.teacher.policy
+            policy = self.policy_teacher
             if policy is not None and policy.hint == "reference":
                 provided.add("contrast_logprobs")
         if self.replay.source == "jsonl":
@@ -375,8 +377,8 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _check_teacher_and_rollout(self) -> "Recipe":
-        if self.teacher is not None and self.teacher.policy is not None:
-            check_hint(self.teacher.policy, self.rollout.group_size, self.loss)
+        if self.policy_teacher is not None:
+            check_hint(self.policy_teacher, self.rollout.group_size, self.loss)
         check_sizes(self.rollout, self.trainer.batch_size)
         return self
 
@@ -384,13 +386,12 @@ class Recipe(Table):
     def _check_right_and_wrong(self) -> "Recipe":
         """Refuse a graded metric where answers have to be right or wrong."""
         graded = {name: data for name, data in self.problem_sources.items() if data.graded}
-        policy = None if self.teacher is None else self.teacher.policy
-        reader = None
+        policy, reader = self.policy_teacher, None
         if policy is not None and policy.hint != "reference":
             reader = f'teacher.policy.hint = "{policy.hint}"'
         elif "contrast_logprobs" in self.loss.needs:
             reader = f'[loss] type = "{self.loss.type}", with its wrong hints,'
-        elif "replay" in self.loss.needs and self.replay.source == "rollouts":
+        elif self.loss.reads_pairs and self.replay.source == "rollouts":
             reader = 'replay.source = "rollouts"'
         if reader is not None and graded:
             name, data = next(iter(graded.items()))

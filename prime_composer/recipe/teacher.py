@@ -10,7 +10,7 @@ from prime_composer.losses import LossConfig
 from prime_composer.problems.config import DataConfig
 from prime_composer.recipe.backends import TIMEOUT, WAIT, ScorerName, backend_of
 from prime_composer.recipe.bounds import LARGEST_BATCH, MOST_STEPS
-from prime_composer.recipe.carried import CARRIED, not_carried, only_refused, prime_rl
+from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
 from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.model import ModelConfig, StudentConfig
 from prime_composer.recipe.urls import Url
@@ -41,9 +41,7 @@ class PolicyTeacherConfig(Table):
     """The question in the teacher's prompt. It contains ``{question}``, ``{hint}`` and optionally
     ``{attempt}``, the rollout's own text. Unset: a plain English one for each kind of hint."""
 
-    wrong_hints: int = Field(
-        default=4, ge=1, le=LARGEST_BATCH, json_schema_extra=prime_rl(only_refused())
-    )
+    wrong_hints: int = Field(default=4, ge=1, le=LARGEST_BATCH, json_schema_extra=ONLY_REFUSED)
     """For a loss that contrasts hints (`rlcsd`): at most this many wrong rollouts of the same group
     are wrong hints for a rollout, each scored by its own."""
 
@@ -51,13 +49,11 @@ class PolicyTeacherConfig(Table):
     """The teacher's weights: the current policy's, their moving average, or a copy renewed every
     ``sync_every`` steps."""
 
-    ema_rate: float = Field(default=0.05, gt=0, le=1, json_schema_extra=prime_rl(only_refused()))
+    ema_rate: float = Field(default=0.05, gt=0, le=1, json_schema_extra=ONLY_REFUSED)
     """For ``ema``: teacher <- (1 - rate) teacher + rate policy after each step (SDPO 0.05, OPSD
     0.001)."""
 
-    sync_every: int = Field(
-        default=10, ge=1, le=MOST_STEPS, json_schema_extra=prime_rl(only_refused())
-    )
+    sync_every: int = Field(default=10, ge=1, le=MOST_STEPS, json_schema_extra=ONLY_REFUSED)
     """For ``sync``: steps between two copies."""
 
     @model_validator(mode="after")
@@ -82,8 +78,8 @@ class TeacherConfig(ModelConfig):
 
     backend: ScorerName | None = Field(
         default=None,
-        json_schema_extra=prime_rl(
-            not_carried("prime-rl asks a server, which is yours to start", harmless=("server",))
+        json_schema_extra=not_carried(
+            "prime-rl asks a server, which is yours to start", harmless=("server",)
         ),
     )
     """What runs the teacher: `vllm`, `transformers`, `server`, or one of your own,
@@ -99,7 +95,7 @@ class TeacherConfig(ModelConfig):
 
     head: Path | None = Field(
         default=None,
-        json_schema_extra=prime_rl(not_carried("inside prime-rl the server gives its own head")),
+        json_schema_extra=not_carried("inside prime-rl the server gives its own head"),
     )
     """Directory of a checkpoint whose output head is read instead of that of the server at `url`,
     for a loss with `k = "full"`. It has to be the same: a quantized or adapted model has another
@@ -128,8 +124,8 @@ class TeacherConfig(ModelConfig):
 
     on_overflow: Literal["error", "score_head", "drop"] = Field(
         default="error",
-        json_schema_extra=prime_rl(
-            not_carried("prime-rl ends its run on a sequence that its teacher refuses", ("error",))
+        json_schema_extra=not_carried(
+            "prime-rl ends its run on a sequence that its teacher refuses", ("error",)
         ),
     )
     """What to do with a rollout that is longer than the teacher's window, with its prompt or hint:
@@ -138,7 +134,7 @@ class TeacherConfig(ModelConfig):
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
-        json_schema_extra=prime_rl(not_carried("the teacher's server is yours to start")),
+        json_schema_extra=not_carried("the teacher's server is yours to start"),
     )
     """Number format of the teacher's weights and logits. Unset: the trainer's dtype."""
 
@@ -146,7 +142,7 @@ class TeacherConfig(ModelConfig):
         default=0.3,
         gt=0,
         le=1,
-        json_schema_extra=prime_rl(not_carried("the teacher's server is yours to start")),
+        json_schema_extra=not_carried("the teacher's server is yours to start"),
     )
     """Share of the GPU's memory for the teacher's engine."""
 
@@ -206,10 +202,10 @@ class ReferenceConfig(TeacherConfig):
     The teacher's log-prob of a sampled token becomes lambda log q + (1 - lambda) log r.
     """
 
-    start: bool = Field(default=False, json_schema_extra=prime_rl(only_refused()))
+    start: bool = Field(default=False, json_schema_extra=ONLY_REFUSED)
     """The reference is the student as it is before training, instead of `model` or `prepare`."""
 
-    reward_scale: float = Field(default=1.25, gt=0, json_schema_extra=prime_rl(only_refused()))
+    reward_scale: float = Field(default=1.25, gt=0, json_schema_extra=ONLY_REFUSED)
     """lambda. Above 1, the student goes beyond the teacher, away from the reference (ExOPD)."""
 
     @model_validator(mode="after")

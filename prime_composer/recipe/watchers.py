@@ -6,7 +6,7 @@ from annotated_types import Ge, Le
 from pydantic import Field, PositiveInt, model_validator
 
 from prime_composer.recipe.bounds import LARGEST_BATCH, MOST_STEPS
-from prime_composer.recipe.carried import CARRIED, not_carried, prime_rl
+from prime_composer.recipe.carried import CARRIED, not_carried
 from prime_composer.tables import Table
 
 
@@ -23,12 +23,12 @@ class EvalConfig(Table):
         default=64,
         ge=0,
         le=LARGEST_BATCH,
-        json_schema_extra=prime_rl(not_carried("prime-rl evaluates accuracy alone", harmless=(0,))),
+        json_schema_extra=not_carried("prime-rl evaluates accuracy alone", harmless=(0,)),
     )
     """Held-out problems whose rollouts measure the reverse KL. 0: none."""
 
     kl_support: PositiveInt | Literal["full", "auto"] = Field(
-        default="auto", json_schema_extra=prime_rl(not_carried("prime-rl evaluates accuracy alone"))
+        default="auto", json_schema_extra=not_carried("prime-rl evaluates accuracy alone")
     )
     """Token ids per position of the measured KL. auto: all of them up to a vocabulary of 8192, else
     64 and a tail bucket. A served teacher without the scoring plugin is asked for the loss's k, or
@@ -36,9 +36,7 @@ class EvalConfig(Table):
 
     temperatures: tuple[Annotated[float, Ge(0.01), Le(100)], ...] = Field(
         default=(),
-        json_schema_extra=prime_rl(
-            not_carried("prime-rl evaluates at one temperature", harmless=((),))
-        ),
+        json_schema_extra=not_carried("prime-rl evaluates at one temperature", harmless=((),)),
     )
     """Also sample ``samples`` answers to each problem at these temperatures: the metric's score as
     ``eval/METRIC/T=0.5``, and Self-BLEU as ``eval/self_bleu/T=0.5``. Needs sacrebleu."""
@@ -47,7 +45,7 @@ class EvalConfig(Table):
         default=4,
         ge=2,
         le=LARGEST_BATCH,
-        json_schema_extra=prime_rl(not_carried("prime-rl evaluates at one temperature")),
+        json_schema_extra=not_carried("prime-rl evaluates at one temperature"),
     )
     """Answers per problem and temperature, where there are ``temperatures``."""
 
@@ -76,9 +74,7 @@ class LoggingConfig(Table):
 
     tensorboard: bool = Field(
         default=True,
-        json_schema_extra=prime_rl(
-            not_carried("prime-rl writes no TensorBoard files", harmless=(False,))
-        ),
+        json_schema_extra=not_carried("prime-rl writes no TensorBoard files", harmless=(False,)),
     )
     """Also write TensorBoard event files."""
 
@@ -103,11 +99,9 @@ class ChecksConfig(Table):
         default=10,
         ge=0,
         le=MOST_STEPS,
-        json_schema_extra=prime_rl(
-            not_carried(
-                "inside prime-rl a teacher is asked again every 256 requests; of the sampler "
-                "prime-rl's trainer has a metric, mismatch_kl"
-            )
+        json_schema_extra=not_carried(
+            "inside prime-rl a teacher is asked again every 256 requests; of the sampler "
+            "prime-rl's trainer has a metric, mismatch_kl"
         ),
     )
     """Steps between two questions whose answers are known. Each teacher scores the probe of the
@@ -119,8 +113,8 @@ class ChecksConfig(Table):
     tolerance: float | None = Field(
         default=None,
         gt=0,
-        json_schema_extra=prime_rl(
-            not_carried("inside prime-rl it is 0.5 nat at nine of ten positions", harmless=(None,))
+        json_schema_extra=not_carried(
+            "inside prime-rl it is 0.5 nat at nine of ten positions", harmless=(None,)
         ),
     )
     """Largest difference in nats between a teacher's log-probs of the probe at the run's start and
@@ -130,8 +124,8 @@ class ChecksConfig(Table):
     mismatch: float | None = Field(
         default=None,
         gt=0,
-        json_schema_extra=prime_rl(
-            not_carried("prime-rl's trainer has a metric of its own, mismatch_kl", harmless=(None,))
+        json_schema_extra=not_carried(
+            "prime-rl's trainer has a metric of its own, mismatch_kl", harmless=(None,)
         ),
     )
     """Largest KL between sampler and trainer in nats per token, where a token's log-ratio counts as

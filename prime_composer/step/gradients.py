@@ -139,7 +139,7 @@ def prepare_micro_batches(
     Rows times the longest row fit ``config.micro_batch_tokens``; a longer rollout has a micro-batch
     of its own. The grouping changes a step's gradient only by the rounding of its sums.
     """
-    with_replay = "replay" in loss.config.needs
+    with_replay = loss.config.reads_pairs
     lengths = [sample.length for sample in batch.samples]
     for indices in token_batches(lengths, config.micro_batch_tokens):
         with autocast(model, config.dtype):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -82,11 +82,8 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
     heads = heads_of(samples)
     both = compared(student, heads, samples) if heads else None
     if both is not None and any(head.tolerance is not None for head in heads):
-        own = given(ref_logprobs)
-        alone = lacking(labels, min(side.size for side in both.sides))
-        computed = teacher_logprobs(both, labels.masked_fill(alone, 0).unsqueeze(-1).to(device))
-        computed = torch.where(alone.to(device), own.to(computed), computed[:, 0])
-        check_answers(computed, own, heads, samples)
+        computed = _by_hidden_states(both, labels.to(device), given(ref_logprobs).to(device))
+        check_answers(computed, given(ref_logprobs), heads, samples)
     logprobs = selected_logprobs(student.hidden, student.weight, selected_ids.to(device))
     if selected_ids.shape[-1] > 1:
         support = Support(
@@ -97,6 +94,10 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
         )
 
     counts = trained.sum(dim=1)
+
+    def per_token(values: Tensor) -> Tensor:
+        return values.repeat_interleave(counts).to(device)
+
     advantages = [sample.advantage for sample in samples if sample.advantage is not None]
     contrasts = [sample.contrast for sample in samples if sample.contrast is not None]
     credits = [sample.credit for sample in samples if sample.credit is not None]
@@ -106,22 +107,25 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
             [rollout.inference_logprobs[rollout.loss_mask] for rollout in rollouts]
         ).to(device),
         ref_logprobs=None if ref_logprobs is None else ref_logprobs.to(device),
-        advantages=torch.tensor(advantages, dtype=torch.float32)
-        .repeat_interleave(counts)
-        .to(device)
-        if advantages
-        else None,
+        advantages=per_token(torch.tensor(advantages, dtype=torch.float32)) if advantages else None,
         credit=torch.cat(credits).to(device) if credits else None,
         contrast_logprobs=torch.cat(contrasts).to(device) if contrasts else None,
         loss_mask=torch.ones(labels.shape[0], dtype=torch.bool, device=device),
         support=support,
         hidden_states=both,
         token_ids=labels.to(device),
-        segment_ids=torch.arange(len(samples)).repeat_interleave(counts).to(device),
-        by_teacher=torch.tensor([rollout.by_teacher for rollout in rollouts])
-        .repeat_interleave(counts)
-        .to(device),
+        segment_ids=per_token(torch.arange(len(samples))),
+        by_teacher=per_token(torch.tensor([rollout.by_teacher for rollout in rollouts])),
     )
+
+
+def _by_hidden_states(
+    both: TwoHeads, labels: Int[Tensor, " n"], own: Float[Tensor, " n"]
+) -> Float[Tensor, " n"]:
+    """Return log q of the labels by hidden states and heads; ``own`` where a head lacks the id."""
+    alone = lacking(labels, min(side.size for side in both.sides))
+    computed = teacher_logprobs(both, labels.masked_fill(alone, 0).unsqueeze(-1))[:, 0]
+    return torch.where(alone, own.to(computed), computed)
 
 
 def heads_of(samples: Sequence[Sample]) -> list[TeacherHead]:

@@ -18,6 +18,7 @@ from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.prompts import render_prompt
 from prime_composer.recipe.schema import PolicyTeacherConfig
 from prime_composer.scoring.shared_vocabulary import lacking
+from prime_composer.step.batch import Sample
 from prime_composer.teachers.transformers import TransformersScorer
 
 
@@ -67,65 +68,31 @@ class PolicyTeacher:
             replace(problem, question=text), self.sources[problem.environment], self.tokenizer
         )
 
-    def hints(
-        self,
-        rollouts: Sequence[Rollout],
-        texts: Sequence[str],
-        problems: Sequence[Problem],
-        rewards: Sequence[float],
-    ) -> list[str | None]:
-        """Return the hint for each rollout; None where there is none.
+    def prompt_of(self, sample: Sample, hint: str) -> list[int]:
+        """Return the teacher's prompt for a sample, whose text is the attempt."""
+        return self.prompt(sample.problem, hint, sample.text.strip())
 
-        Args:
-            rollouts: a batch; rollouts of one group share their ``prompt_index``.
-            texts: each rollout's completion.
-            problems: each rollout's problem.
-            rewards: each rollout's reward.
-        """
+    def hints(self, samples: Sequence[Sample]) -> list[str | None]:
+        """Return the hint for each sample of a step; None where there is none."""
         if self.config.hint == "reference":
-            return [problem.answer for problem in problems]
+            return [sample.problem.answer for sample in samples]
         if self.config.hint == "feedback":
-            return [
-                self._verdict(problem, reward)
-                for problem, reward in zip(problems, rewards, strict=True)
-            ]
-        hints: list[str | None] = []
-        for index, rollout in enumerate(rollouts):
-            correct_siblings = (
-                texts[other].strip()
-                for other, sibling in enumerate(rollouts)
-                if other != index
-                and sibling.prompt_index == rollout.prompt_index
-                and rewards[other] > 0
-            )
-            hints.append(next(correct_siblings, None))
-        return hints
+            return [self._verdict(sample.problem, sample.reward) for sample in samples]
+        correct = [sample for sample in samples if sample.reward > 0]
+        return [next(iter(_others_of_group(sample, correct)), None) for sample in samples]
 
     def _verdict(self, problem: Problem, reward: float) -> str:
         """Return the verifier's feedback, with the reference of the problem's metric."""
         return verdict(problem.reference(self.sources[problem.environment].metric), reward)
 
-    def wrong_hints(
-        self, rollouts: Sequence[Rollout], texts: Sequence[str], rewards: Sequence[float]
-    ) -> list[list[str]]:
-        """Return the first wrong rollouts of each rollout's group, at most ``wrong_hints`` of them.
+    def wrong_hints(self, samples: Sequence[Sample]) -> list[list[str]]:
+        """Return the first wrong rollouts of each sample's group, at most ``wrong_hints`` of them.
 
         A rollout is no hint for itself.
-
-        Args:
-            rollouts: a batch; rollouts of one group share their ``prompt_index``.
-            texts: each rollout's completion.
-            rewards: each rollout's reward.
         """
-        wrong: dict[int, list[int]] = {}
-        for index, (rollout, reward) in enumerate(zip(rollouts, rewards, strict=True)):
-            if reward <= 0:
-                wrong.setdefault(rollout.prompt_index, []).append(index)
-        hints = []
-        for index, rollout in enumerate(rollouts):
-            others = [other for other in wrong.get(rollout.prompt_index, []) if other != index]
-            hints.append([texts[other].strip() for other in others[: self.config.wrong_hints]])
-        return hints
+        wrong = [sample for sample in samples if sample.reward <= 0]
+        count = self.config.wrong_hints
+        return [_others_of_group(sample, wrong)[:count] for sample in samples]
 
     def contrast(
         self, rollouts: Sequence[Rollout], prompts: Sequence[Sequence[Sequence[int]]]
@@ -200,6 +167,15 @@ class PolicyTeacher:
         """Load what ``state_dict`` returned."""
         if self.config.update != "live":
             self.model.load_state_dict(state)
+
+
+def _others_of_group(sample: Sample, samples: Sequence[Sample]) -> list[str]:
+    """Return the texts of the other samples that answer the same prompt."""
+    return [
+        other.text.strip()
+        for other in samples
+        if other is not sample and other.rollout.prompt_index == sample.rollout.prompt_index
+    ]
 
 
 def students_choice(

@@ -164,15 +164,8 @@ def prepare_model(
     The model is built in a folder of its own and renamed when it is complete, so no reader ever
     finds half a model. Runs that need the same model at once wait for the first one to finish it. A
     pruned model is made from the unpruned one of the same description, which is cached too. If that
-    one is the teacher, it is trained once.
-
-    Args:
-        config: the model.
-        problems: the recipe's problems.
-        cache_dir: the cache folder; None: ``cache_root()``.
-        rebuild: train again, and replace what is cached.
-        progress: called after every step of fine-tuning.
-        rebuilt: models that this command has trained already, which ``rebuild`` leaves as they are.
+    one is the teacher, it is trained once: ``rebuilt`` names what this command has trained, which
+    ``rebuild`` leaves as it is.
 
     Raises:
         ValueError: the data does not fit the model, its training diverges, the model to round
@@ -240,11 +233,7 @@ def _round(config: RoundedConfig, folder: Path) -> None:
 
 
 def _key_of_download(config: AnyPrepare, problems: ProblemSet) -> str:
-    """Return the cache key of a rounded model whose source is on the hub: its config is fetched.
-
-    Raises:
-        ValueError: there is no such model, or the hub cannot be reached.
-    """
+    """Return the cache key of a rounded model whose source is on the hub: its config is fetched."""
     assert isinstance(config, RoundedConfig)
     with _libraries():
         from prime_composer.backends.hf_model import read_config

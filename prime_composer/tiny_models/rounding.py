@@ -36,14 +36,7 @@ class Rounded(NamedTuple):
 def round_model(source: str, config: QuantizeConfig, folder: Path) -> Rounded:
     """Write a copy of a model with rounded linear layers, and its tokenizer, into ``folder``.
 
-    Args:
-        source: a directory or a hub id.
-        config: bits and group.
-        folder: an existing directory.
-
-    Raises:
-        ModelUnavailable: there is no such model, or the hub cannot be reached.
-        ValueError: the group does not divide a layer's inputs, or the model has no linear layer.
+    ``source`` is a directory or a hub id.
     """
     model: Any = load_model(source, device="cpu")
     layers = dict(linear_layers(model))

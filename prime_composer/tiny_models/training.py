@@ -45,15 +45,10 @@ LENGTH_GROUPS = 4
 def build_model(
     config: PrepareConfig, problems: ProblemSet, folder: Path, progress: Progress
 ) -> float:
-    """Write tokenizer, model and generation config into ``folder``.
+    """Write tokenizer, model and generation config into ``folder``, and return the training loss.
 
     The same arguments give the same bytes. ``config.prune`` is not applied; see ``prune_model``.
-
-    Returns:
-        The training loss in nats per token, a mean over the last steps.
-
-    Raises:
-        ValueError: an example is longer than the model's context, or training diverges.
+    The loss is in nats per token, a mean over the last steps.
     """
     tokenizer = train_tokenizer(problems, config.vocab_size)
     practice = [
@@ -210,16 +205,11 @@ def fine_tune(
 ) -> float:
     """Minimize the cross-entropy of the learned tokens, the end of text included.
 
-    The loss is a mean over the batch's tokens. Muon trains the decoder layers' matrices, AdamW the
-    embeddings and norms (Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
-    2024, https://kellerjordan.github.io/posts/muon/). These models need about half the steps of
-    AdamW alone.
-
-    Returns:
-        The loss in nats per token, a mean over the last 20 steps.
-
-    Raises:
-        ValueError: the loss is not finite.
+    The loss is a mean over the batch's tokens, and the mean over the last 20 steps is returned.
+    Muon trains the decoder layers' matrices, AdamW the embeddings and norms (Jordan et al., "Muon:
+    An optimizer for hidden layers in neural networks", 2024,
+    https://kellerjordan.github.io/posts/muon/). These models need about half the steps of AdamW
+    alone.
     """
     matrices = layer_matrices(model)
     in_matrices = {id(weight) for weight in matrices}
@@ -303,10 +293,7 @@ def _batch_of_similar_lengths(
 def _padded(
     batch: list[Example],
 ) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
-    """Return token ids, and at each position the next token where it is learned, or -1.
-
-    Padding is at the right, where no trained position attends to it.
-    """
+    """Return ids, padded at the right, and at each position the next id if learned, else -1."""
     token_ids, _ = pad([example[:-1] for example, _ in batch], torch.device("cpu"))
     targets = torch.full_like(token_ids, -1)
     for row, (example, learned) in enumerate(batch):

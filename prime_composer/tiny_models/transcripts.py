@@ -53,11 +53,7 @@ def texts_of(transcript: str, tokenizer: Any) -> list[str]:
 
 
 def example_of(transcript: str, tokenizer: Any) -> Example:
-    """Return the tokens of a transcript. Those that the assistant would sample are learned.
-
-    Raises:
-        ValueError: no message is the assistant's.
-    """
+    """Return the tokens of a transcript. Those that the assistant would sample are learned."""
     messages = messages_of(transcript)
     token_ids: list[int] = []
     learned: list[bool] = []

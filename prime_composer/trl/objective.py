@@ -90,7 +90,7 @@ def check_arguments(config: LossConfig, args: Any) -> None:
 def _loss_of_recipe(path: str | os.PathLike[str]) -> LossConfig:
     recipe = load_recipe(path)
     extra = {
-        "[teacher.policy]": recipe.teacher is not None and recipe.teacher.policy is not None,
+        "[teacher.policy]": recipe.policy_teacher is not None,
         "[teachers]": bool(recipe.teachers),
         "[reference]": recipe.reference is not None,
         "rollout.student_fraction": recipe.rollout.student_fraction != 1,

@@ -12,7 +12,7 @@ from typing import Any
 
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import apply_override, parse_recipe, read_tables
-from prime_composer.recipe.schema import Recipe, RecipeError
+from prime_composer.recipe.schema import ModelConfig, Recipe, RecipeError
 from prime_composer.recipe.urls import public_url
 from prime_composer.upstream.export.exporter import Export, export_recipe
 from prime_composer.upstream.export.toml import as_text, merge, write_text
@@ -144,7 +144,7 @@ def launch(
         raw.setdefault("output_dir", f"outputs/{path.stem}")
         recipe = parse_recipe(raw, str(path))
         if not installed:
-            models = {**placeholders(recipe), **(models or {})}
+            models = placeholders(recipe.model_tables) | dict(models or {})
         run = plan_recipe(recipe, path, version, models, problems)
     if not dry_run:
         return run.start(resume)
@@ -202,14 +202,12 @@ def print_dry_run(run: NativeRun, resume: bool, installed: bool) -> int:
     return 0
 
 
-def placeholders(recipe: Recipe) -> dict[str, str]:
-    """Return a word in the place of each model that ``prime-rl prepare`` would build."""
-    tables: dict[str, Any] = {"student": recipe.student, "teacher": recipe.teacher}
-    tables |= {f"teachers.{name}": teacher for name, teacher in recipe.teachers.items()}
+def placeholders(models: Mapping[str, ModelConfig]) -> dict[str, Any]:
+    """Return a word in the place of each model that ``prime-rl prepare`` would build, by table."""
     return {
         table: f"<built by prime-rl prepare: {table}>"
-        for table, model in tables.items()
-        if model is not None and model.prepare is not None
+        for table, model in models.items()
+        if model.prepare is not None
     }
 
 

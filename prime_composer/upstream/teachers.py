@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from prime_composer.upstream.settings import TeacherEntry
+from prime_composer.upstream.versions.records import listed_environments
 from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, HEADER
 
 Entries = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]]
@@ -56,9 +57,8 @@ def configured(orchestrator: Any) -> Entries:
     teacher = getattr(orchestrator, "teacher", None)
     if teacher is not None:
         return _entries(teacher.client, teacher.model.name, "[orchestrator.teacher.client]")
-    train = orchestrator.train
     entries = {}
-    for environment in train.source if hasattr(train, "source") else train.env:
+    for environment in listed_environments(orchestrator.train):
         name, algorithm = environment.resolved_name, environment.algo
         if algorithm.type == "opsd":
             raise ValueError(

@@ -37,7 +37,6 @@ from prime_composer.backends.hf_model import (  # noqa: E402
 )
 from prime_composer.environments.tasks import parts_of  # noqa: E402
 from prime_composer.local.clock import Clock  # noqa: E402
-from prime_composer.local.collect import collect  # noqa: E402
 from prime_composer.local.engine import Engine, open_engine  # noqa: E402
 from prime_composer.local.sources import Sources, load_sources  # noqa: E402
 from prime_composer.local.student import Student  # noqa: E402
@@ -45,6 +44,7 @@ from prime_composer.local.tokenized_problems import TokenizedProblems  # noqa: E
 from prime_composer.problems.loading import ProblemSet  # noqa: E402
 from prime_composer.recipe.loading import parse_recipe  # noqa: E402
 from tests.environments.kit import ENVIRONMENTS, save_tokenizer  # noqa: E402
+from tests.local.helpers import collect  # noqa: E402
 
 SIZES = {
     # name: vocabulary, hidden, layers, heads, key-value heads, intermediate

@@ -14,7 +14,7 @@ import pytest
 from prime_composer.cli import probe as command
 from prime_composer.cli.commands import main
 from prime_composer.cli.formatting import MISSING
-from prime_composer.local.probe import probe
+from prime_composer.local.probe.run import probe
 from tests.command import prime_rl, toml
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from prime_composer.lm_head import selected_logprobs, selected_logprobs_and_entropy
+from prime_composer.lm_head import selected_logprobs
 from prime_composer.upstream.trainer.logits import folded, rows_of, support_logits
 
 K = 8
@@ -22,12 +22,11 @@ def problem(device, dtype, sizes):
 
 
 def in_float64(hidden, weight, ids, incoming):
-    """Return log-probs, entropy and gradients from the plain formula."""
+    """Return log-probs and gradients from the plain formula."""
     h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    table = (h @ w.T).log_softmax(-1)
-    logprobs = table.gather(1, ids)
+    logprobs = (h @ w.T).log_softmax(-1).gather(1, ids)
     grads = torch.autograd.grad(logprobs, (h, w), incoming.double())
-    return logprobs.detach(), -(table.exp() * table).sum(-1).detach(), grads
+    return logprobs.detach(), grads
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -37,14 +36,11 @@ def test_selected_logprobs_on_a_gpu_equal_float64(device, dtype, sizes):
     float32 operands may go through TF32 only if the caller allows it; PyTorch's default does not.
     """
     hidden, weight, ids, incoming = problem(device, dtype, sizes)
-    logprobs, entropies, grads = in_float64(hidden, weight, ids, incoming)
-    result = selected_logprobs_and_entropy(hidden, weight, ids, **sizes.blocks)
-    assert result.logprobs.dtype == torch.float32
-    torch.testing.assert_close(result.logprobs.double(), logprobs, rtol=0, atol=1e-4)
-    torch.testing.assert_close(result.entropy.double(), entropies, rtol=0, atol=1e-4)
-    ours = torch.autograd.grad(
-        selected_logprobs(hidden, weight, ids, **sizes.blocks), (hidden, weight), incoming
-    )
+    logprobs, grads = in_float64(hidden, weight, ids, incoming)
+    result = selected_logprobs(hidden, weight, ids, **sizes.blocks)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), logprobs, rtol=0, atol=1e-4)
+    ours = torch.autograd.grad(result, (hidden, weight), incoming)
     for gradient, expected in zip(ours, grads, strict=True):
         assert gradient.dtype == dtype
         scale = expected.abs().max().item()
@@ -65,7 +61,7 @@ def test_support_logits_beside_a_head_equal_float64_on_a_gpu(device, dtype, size
     logits = (hidden @ head_weight.T).float()
     label_logprobs = logits.log_softmax(-1).gather(1, labels.unsqueeze(1))
     student = support_logits(hidden, token, head_weight, rows) + label_logprobs
-    expected, _, expected_grads = in_float64(hidden, weight, ids, incoming)
+    expected, expected_grads = in_float64(hidden, weight, ids, incoming)
     # The stand-in head rounds its logits to dtype. The label's log-prob has that error, once.
     atol = 1e-4 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(student.detach().double(), expected, rtol=0, atol=atol)

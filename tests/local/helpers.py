@@ -12,13 +12,17 @@ import torch
 from prime_composer.backends.hf_model import load_student
 from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
+from prime_composer.local.clock import Clock
+from prime_composer.local.collect import Collector
+from prime_composer.local.engine import Engine
 from prime_composer.local.run import Outcome
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.train import train
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.step.batch import Sample
+from prime_composer.recipe.schema import Recipe
+from prime_composer.step.batch import Batch, Sample
 from prime_composer.tiny_models.cache import prepare_models
 
 VOCAB = 300
@@ -45,6 +49,15 @@ class Silent:
         self.steps.append(step)
         if step + 1 == self.interrupt_at:
             os.kill(os.getpid(), self.signum)
+
+
+def collect(
+    engine: Engine, recipe: Recipe, step: int, clock: Clock
+) -> tuple[Batch, dict[str, float]]:
+    """Return the batch of a step as a run collects it, and what was measured."""
+    collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, clock)
+    samples = collector.grade(collector.sample(collector.problems(step), step))
+    return collector.score(samples, step), collector.metrics
 
 
 class Letters:
@@ -96,9 +109,11 @@ def rollout(group: int, ids: tuple[int, ...] = (5, 6, 7, 8)) -> Rollout:
     return Rollout(torch.tensor(ids), mask, torch.where(mask, -1.0, torch.nan), "stop", group)
 
 
-def sample(group: int, reward: float = 0.0, ids: tuple[int, ...] = (5, 6, 7, 8)) -> Sample:
+def sample(
+    group: int, reward: float = 0.0, ids: tuple[int, ...] = (5, 6, 7, 8), text: str = ""
+) -> Sample:
     """Return a sample without scores."""
-    return Sample(rollout(group, ids), PROBLEM, reward=reward)
+    return Sample(rollout(group, ids), PROBLEM, text, reward)
 
 
 def random_samples(lengths: list[tuple[int, int]], k: int) -> list[Sample]:

@@ -30,7 +30,7 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.samplers.transformers import TransformersSampler
 from tests.conftest import TINY_RECIPE
-from tests.local.helpers import rollout, run, sample, tiny_models
+from tests.local.helpers import collect, rollout, run, sample, tiny_models
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -133,5 +133,5 @@ def test_collect_counts_answers_without_a_verdict(
             asked, [rollout(group) for group in range(6)], collecting.Played()
         ),
     )
-    _, metrics = collecting.collect(engine, recipe, 1, Clock())
+    _, metrics = collect(engine, recipe, 1, Clock())
     assert metrics.get("rollout/answer_timeouts") == (6.0 if rule == "math_verify" else None)

@@ -326,7 +326,7 @@ def test_checkpoints_at_once_counts_those_of_the_run(
 ) -> None:
     """Six steps: with ``every`` 2 three checkpoints, of which ``keep`` and a new one are there."""
     raw = tiny_recipe(trainer__steps=6, checkpoint={"every": every, "keep": keep})
-    assert checkpoints_at_once(parse_recipe(raw), done) == count
+    assert checkpoints_at_once(parse_recipe(raw).checkpoint, done, 6) == count
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from prime_composer.losses import LOSS_TYPES
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import PolicyTeacherConfig, RecipeError
 from prime_composer.teachers.policy import PolicyTeacher
-from tests.local.helpers import PROBLEM, SOURCES, copy_first_half, run, sample
+from tests.local.helpers import SOURCES, copy_first_half, run, sample
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -222,9 +222,9 @@ def test_sibling_hint_is_refused_beside_an_rl_term(
     """Of a group with one correct rollout, those with a hint are the wrong ones."""
     samples = with_advantages([sample(0, reward) for reward in (0.0, 1.0, 0.0, 0.0)])
     teacher = PolicyTeacher(PolicyTeacherConfig(hint="sibling"), SOURCES, *student)
-    rollouts, rewards = [one.rollout for one in samples], [one.reward for one in samples]
-    hints = teacher.hints(rollouts, ["w", "right", "w", "w"], [PROBLEM] * 4, rewards)
-    hinted = [one for one, hint in zip(samples, hints, strict=True) if hint]
+    hinted = [
+        one for one, hint in zip(samples, teacher.hints(samples), strict=True) if hint is not None
+    ]
     assert sum(one.advantage for one in hinted) == -0.75
     assert sum(one.advantage for one in samples) == 0
     raw = tiny_recipe(

@@ -14,7 +14,7 @@ import torch
 from prime_composer.backends.hf_model import import_transformers
 from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.environments.episodes import Episode
-from prime_composer.local.probe_teacher import equal_prompts
+from prime_composer.local.probe.teacher import equal_prompts
 from prime_composer.local.sources import load_sources, problems_to_prepare
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.loading import ProblemSet

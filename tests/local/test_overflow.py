@@ -9,7 +9,6 @@ import torch
 
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.protocols import Limits
-from prime_composer.local import collect as module
 from prime_composer.local.clock import Clock
 from prime_composer.local.engine import Engine, open_engine
 from prime_composer.local.evaluate import Evaluator
@@ -22,7 +21,7 @@ from prime_composer.recipe.schema import Recipe
 from prime_composer.step.batch import Sample
 from prime_composer.step.overflow import Rule, fit
 from prime_composer.tiny_models.cache import prepare_models
-from tests.local.helpers import run
+from tests.local.helpers import collect, run
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -105,7 +104,7 @@ def narrow(tiny_recipe: Raw) -> Iterator[Callable[..., tuple[Recipe, Engine, Nar
 
 def collected(made: tuple[Recipe, Engine, Narrow]) -> tuple[Any, dict[str, float]]:
     recipe, engine, _ = made
-    return module.collect(engine, recipe, 1, Clock())
+    return collect(engine, recipe, 1, Clock())
 
 
 def test_step_trains_on_heads_with_the_scores_of_the_whole(narrow: Any) -> None:

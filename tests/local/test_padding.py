@@ -29,7 +29,7 @@ from prime_composer.local.collect import up_to_padding
 from prime_composer.local.engine import Engine, open_engine
 from prime_composer.local.evaluate import EVALUATION_SEED, Evaluator, kl_support
 from prime_composer.local.preflight import preflight
-from prime_composer.local.probe import probe
+from prime_composer.local.probe.run import probe
 from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import setup_loss_fn
 from prime_composer.problems.loading import load_problem_set

@@ -8,7 +8,7 @@ import torch
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.recipe.schema import PolicyTeacherConfig
 from prime_composer.teachers.policy import PolicyTeacher
-from tests.local.helpers import PROBLEM, SOURCES, Letters, rollout
+from tests.local.helpers import PROBLEM, SOURCES, Letters, rollout, sample
 
 
 def test_reference_hint_is_in_the_teachers_prompt(
@@ -43,17 +43,15 @@ def test_sibling_hint_is_the_first_other_correct_rollout(
 ) -> None:
     """A rollout is no hint for itself, and a group without another correct one has none."""
     teacher = PolicyTeacher(PolicyTeacherConfig(hint="sibling"), SOURCES, *student)
-    rollouts = [rollout(0), rollout(0), rollout(0), rollout(1), rollout(1)]
-    hints = teacher.hints(
-        rollouts, ["a", "b", "c", "d", "e"], [PROBLEM] * 5, [1.0, 0.0, 1.0, 1.0, 0.0]
-    )
+    rows = [(0, 1.0, "a"), (0, 0.0, "b"), (0, 1.0, "c"), (1, 1.0, "d"), (1, 0.0, "e")]
+    hints = teacher.hints([sample(group, reward, text=text) for group, reward, text in rows])
     assert hints == ["c", "a", "a", None, "d"]
 
 
 def test_feedback_hint_names_the_right_answer(student: tuple[Any, Any]) -> None:
     """The verdict on a wrong rollout has the right answer."""
     teacher = PolicyTeacher(PolicyTeacherConfig(hint="feedback"), SOURCES, *student)
-    hints = teacher.hints([rollout(0), rollout(1)], ["x", "y"], [PROBLEM] * 2, [0.0, 1.0])
+    hints = teacher.hints([sample(0, 0.0), sample(1, 1.0)])
     assert hints == ["This is wrong; the right answer is 5.", "This is correct."]
 
 
@@ -75,9 +73,15 @@ def test_policy_teacher_scores_tokens_after_its_own_prompt(
 def test_wrong_hints_are_other_wrong_rollouts_of_the_group(student: tuple[Any, Any]) -> None:
     """At most ``wrong_hints`` of them, the first ones, and never the rollout itself."""
     teacher = PolicyTeacher(PolicyTeacherConfig(wrong_hints=2), SOURCES, *student)
-    rollouts = [rollout(0), rollout(0), rollout(0), rollout(0), rollout(1), rollout(1)]
-    rewards = [0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
-    hints = teacher.wrong_hints(rollouts, [" a", "b", "c", "d", "e", "f"], rewards)
+    rows = [
+        (0, 0.0, " a"),
+        (0, 1.0, "b"),
+        (0, 0.0, "c"),
+        (0, 0.0, "d"),
+        (1, 1.0, "e"),
+        (1, 0.0, "f"),
+    ]
+    hints = teacher.wrong_hints([sample(group, reward, text=text) for group, reward, text in rows])
     assert hints == [["c", "d"], ["a", "c"], ["a", "d"], ["a", "c"], ["f"], []]
 
 

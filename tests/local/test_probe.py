@@ -18,17 +18,19 @@ from safetensors.torch import load_file
 from prime_composer.backends.hf_model import import_transformers, load_tokenizer
 from prime_composer.backends.protocols import Limits
 from prime_composer.contract import Scores
+from prime_composer.local.clock import Clock
+from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine, open_engine
 from prime_composer.local.preflight import Finding
-from prime_composer.local.probe import OPENING, FirstStep, probe, probe_engine
-from prime_composer.local.probe_report import (
+from prime_composer.local.probe.report import (
     Attempts,
     ModelFacts,
     NotMeasured,
     ProbeReport,
     SupportFacts,
 )
-from prime_composer.local.probe_teacher import (
+from prime_composer.local.probe.run import OPENING, FirstStep, probe, probe_engine
+from prime_composer.local.probe.teacher import (
     Compared,
     Target,
     find_tokenizer,
@@ -66,8 +68,13 @@ def tiny_report() -> ProbeReport:
 def sample_first_step(engine: Engine, recipe: Recipe) -> Sequence[Sample]:
     """Return the rollouts of the step that a probe runs."""
     step = FirstStep()
-    step.run(engine, recipe)
+    step.run(collector_of(engine, recipe))
     return step.samples
+
+
+def collector_of(engine: Engine, recipe: Recipe) -> Collector:
+    """Return what collects the step that a probe runs."""
+    return Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock())
 
 
 def failures(report: ProbeReport) -> list[Finding]:
@@ -240,7 +247,7 @@ def test_seconds_are_of_the_part_that_took_them(tiny_recipe, monkeypatch):
         step = FirstStep()
         score = engine.score
         monkeypatch.setattr(engine, "score", lambda samples: (time.sleep(3), score(samples))[1])
-        step.run(engine, recipe)
+        step.run(collector_of(engine, recipe))
     forecast = step.forecast(recipe.trainer, "8")
     assert forecast.score_seconds >= 3 > forecast.sample_seconds + forecast.train_seconds
     assert 12 <= forecast.run_seconds < 24

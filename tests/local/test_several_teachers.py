@@ -1,7 +1,6 @@
 """Several teachers and environments in one run: who scores, what is measured, what is refused."""
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,10 +111,7 @@ def test_teacher_accuracy_is_over_the_problems_of_its_share(
 
     def answers(self: Evaluator, sampler: Any, asked: list[Problem]) -> Any:
         answered.append([problem.question for problem in asked])
-        graded = Graded.empty(len(asked))
-        for place, problem in enumerate(asked):
-            graded.set(place, float(problem.question in correct), 0.0, "", math.nan, math.nan)
-        return graded
+        return [Graded(problem, float(problem.question in correct)) for problem in asked]
 
     monkeypatch.setattr(evaluate_module.Evaluator, "_greedy_answers", answers)
     small = recipe.eval.model_copy(update={"size": 3})

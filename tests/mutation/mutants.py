@@ -614,7 +614,7 @@ MUTANTS: dict[str, Mutant] = {
          "torch.stack(logprobs[index]).mean(dim=0)"),
     ),
     "a rollout is its own wrong hint": mutant(
-        "teachers/policy.py", "PolicyTeacher.wrong_hints", ("other != index", "True")
+        "teachers/policy.py", "_others_of_group", ("other is not sample", "True")
     ),
     "gate in the graph": mutant(
         "losses/sdar.py", "sdar_loss_fn", ("config.beta * gap.detach()", "config.beta * gap")

@@ -299,11 +299,7 @@ def whole_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
 
 
 def find_checkpoint(run_dir: Path, step: int | None = None) -> Checkpoint:
-    """Return a checkpoint without reading it. Arguments are those of ``whole_checkpoint``.
-
-    Raises:
-        DamagedCheckpoint: it is not there.
-    """
+    """Return a checkpoint, the newest unless a step is named, without reading it."""
     checkpoints = list_checkpoints(run_dir)
     for checkpoint in reversed(checkpoints):
         if step in (None, checkpoint.step):
@@ -328,8 +324,7 @@ def _remedy(others: list[Checkpoint]) -> str:
 def set_newer_aside(run_dir: Path, step: int) -> list[Path]:
     """Rename the checkpoints after ``step``, so that the run which continues from it replaces them.
 
-    Returns:
-        Their new names.
+    Returns their new names.
     """
     renamed = []
     for checkpoint in list_checkpoints(run_dir):

@@ -206,13 +206,7 @@ def claim_run_dir(wish: Wish) -> Claim:
 
 
 def _look_at(path: Path, wish: Wish, held: bool = False) -> RunDir:
-    """Return what a run in this directory would be. A checkpoint is not read.
-
-    Args:
-        path: the directory; need not exist.
-        wish: what the user asked for.
-        held: this process has the lock.
-    """
+    """Return what a run in this directory would be. A checkpoint is not read."""
     if os.path.lexists(path) and not path.is_dir():
         raise _taken(path)
     names = _names(path)

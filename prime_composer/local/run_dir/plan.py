@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from prime_composer.backends.errors import INSTALL
 from prime_composer.backends.hf_model import load_tokenizer, read_config
 from prime_composer.backends.protocols import Limits
 from prime_composer.local.preflight import (
@@ -44,41 +45,27 @@ from prime_composer.teachers.compatibility import check_tokenizers, check_vocabu
 from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.tiny_models.cache import cached_path
 
-EXTRAS = (
-    "pip install 'prime-composer[local]' on a CPU machine, 'prime-composer[gpu]' on a GPU machine"
-)
-"""Pip lines of the one-machine engine."""
-
 
 def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
-    """Check what ``train`` checks before its first step, as far as no engine has to be opened for
-    it.
+    """Return lines that describe a run, after the checks that ``train`` makes without an engine.
 
     Prompts, hints, solutions and vocabularies are compared with the contexts where the tokenizers
     are in a directory on this machine. Servers are not contacted, and nothing is downloaded.
-
-    Args:
-        recipe: the recipe.
-        problems: its problems.
-
-    Returns:
-        Lines that describe the run.
 
     Raises:
         ImportError: a library that the run needs is missing.
         ValueError: the run would stop before its first step, for this reason.
     """
     check_models(recipe, hub=False)
-    check_routing(recipe, problems)
-    check_objective(recipe)
     routing = Routing.of_recipe(recipe)
+    check_routing(routing, problems)
+    check_objective(recipe.loss, recipe.rollout)
     require_libraries(recipe, routing)
     teachers = {teacher.table: config for teacher, config in routing.teachers.items()}
     models: dict[str, ModelConfig] = {"student": recipe.student, **teachers}
     folders = {table: local_folder(model, problems) for table, model in models.items()}
     lines = [f"{table}: {describe_model(model, folders[table])}" for table, model in models.items()]
-    if recipe.teacher is not None and recipe.teacher.policy is not None:
-        policy = recipe.teacher.policy
+    if (policy := recipe.policy_teacher) is not None:
         lines.append(
             f"teacher: the policy itself, with the hint {policy.hint!r}; weights: {policy.update}"
         )
@@ -109,7 +96,7 @@ def require_libraries(recipe: Recipe, routing: Routing) -> None:
     libraries |= {"tensorboard"} if recipe.logging.tensorboard else set()
     missing = sorted(name for name in libraries if find_spec(name) is None)
     if missing:
-        raise ImportError(f"this recipe needs {', '.join(missing)}: {EXTRAS}")
+        raise ImportError(f"this recipe needs {', '.join(missing)}: {INSTALL}")
     for data in recipe.problem_sources.values():
         require_library(data.metric)
     if recipe.eval.temperatures:
@@ -173,12 +160,7 @@ def describe_hidden_states(
 
 
 def describe_data(problems: ProblemSet, routing: Routing | None) -> list[str]:
-    """Return the number of problems of each environment, and who scores them.
-
-    Args:
-        problems: of the recipe.
-        routing: which teachers score which environments; None where that is not to be said.
-    """
+    """Return the number of problems of each environment, and with a routing who scores them."""
     practice = Counter(problem.environment for problem in problems.practice)
     held_out = Counter(problem.environment for problem in problems.held_out)
 
@@ -231,11 +213,7 @@ def check_sequences(
 ) -> list[str]:
     """Check all that needs tokenizers, as far as they are on this machine.
 
-    Returns:
-        The longest prompt, and warnings.
-
-    Raises:
-        ValueError: a sequence, a vocabulary, a special token or the file of pairs does not fit.
+    Returns the longest prompt, and warnings.
     """
     folder = folders["student"]
     tokenizer = None if folder is None else load_tokenizer(folder)
@@ -276,11 +254,7 @@ def check_sequences(
 def compare_with_teacher(
     tokenizer: Any, vocab_size: int, folder: Path | None, support_size: int | Literal["full"]
 ) -> list[str]:
-    """Compare the student's tokenizer and head with those of a teacher's directory, if it is here.
-
-    Raises:
-        PreflightError: they differ in a way that training cannot bridge.
-    """
+    """Compare the student's tokenizer and head with those of a teacher's directory, if any."""
     teacher_tokenizer = None if folder is None else load_tokenizer(folder)
     if folder is None or teacher_tokenizer is None:
         return []

@@ -84,15 +84,7 @@ def changed_keys(before: Tables, now: Tables) -> list[str]:
 
 
 def check_continues(run_dir: Path, now: Tables, done: int) -> str:
-    """Check that a run may be continued with a recipe.
-
-    Args:
-        run_dir: the run directory.
-        now: the recipe.
-        done: steps that are done.
-
-    Returns:
-        A note on what differs; empty where nothing is to be said.
+    """Check that a recipe continues a run of which ``done`` steps are done, and note what differs.
 
     Raises:
         RecipeError: it is that of another run; the message names the keys.

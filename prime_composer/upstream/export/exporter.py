@@ -86,7 +86,7 @@ def export_recipe(
             f"{', '.join(VERSIONS)}, or run the recipe with --engine local."
         )
     merge_native(table, recipe.prime_rl, version.name)
-    refuse_native(recipe, version, table)
+    refuse_native(recipe.loss, recipe.rollout, version, table)
     lost = not_carried(recipe)
     return Export(version, table, head_comment(plan, table, lost), lost)
 

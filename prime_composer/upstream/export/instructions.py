@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from prime_composer.recipe.schema import Recipe
+from prime_composer.losses import LossConfig
 from prime_composer.recipe.urls import public_url
 from prime_composer.upstream.export.plan import Plan
 from prime_composer.upstream.export.tables import needs_more_logprobs
@@ -39,7 +39,7 @@ def head_comment(plan: Plan, table: Mapping[str, Any], not_carried: Mapping[str,
         "which is PRIME_COMPOSER=1 in front of prime-rl's own `rl @ THIS_FILE`.",
         *servers(plan),
         *packages(plan),
-        *temperatures(plan.recipe),
+        *temperatures(plan.recipe.loss, plan.recipe.rollout.temperature),
     ]
     if not_carried:
         lines += ["", "Not carried to prime-rl:"]
@@ -65,7 +65,7 @@ def servers(plan: Plan) -> list[str]:
     recipe, version = plan.recipe, plan.version
     if not recipe.loss.compares_with_teacher:
         return []
-    more, k = needs_more_logprobs(recipe), recipe.loss.support_size
+    more, k = needs_more_logprobs(recipe.loss), recipe.loss.support_size
     states = recipe.loss.reads_hidden_states
     if not plan.teachers:
         if recipe.rollout.url is None:
@@ -107,9 +107,8 @@ def servers(plan: Plan) -> list[str]:
     return [*lines, *faster, *logits_dtype(plan)]
 
 
-def temperatures(recipe: Recipe) -> list[str]:
+def temperatures(loss: LossConfig, sampled: float) -> list[str]:
     """Return at which temperatures student and teacher are compared, where that is not plain."""
-    loss, sampled = recipe.loss, recipe.rollout.temperature
     if sampled == 1 or not loss.compares_with_teacher:
         return []
     lines = ["", f"rollout.temperature = {sampled:g}: prime-rl's trainer takes log-probs at it."]

@@ -83,8 +83,17 @@ class Plan:
             version,
             model_name(recipe.student.model, models, "student"),
             teacher_servers(routing, models) if distils else {},
-            split_environments(recipe, routing if distils else None, problems),
+            split_environments(recipe.sources, routing if distils else None, problems),
         )
+
+    @property
+    def evaluated(self) -> list[Environment]:
+        """prime-rl's environments to evaluate."""
+        return [
+            Environment(name, source, source.ratio, {})
+            for name, source in self.recipe.sources.items()
+            if isinstance(source, DataConfig) or source.evaluates
+        ]
 
     @property
     def teachers_mixed(self) -> bool:
@@ -140,17 +149,10 @@ def trains(source: DataConfig | EnvironmentConfig) -> bool:
     return isinstance(source, DataConfig) or source.trains
 
 
-def evaluated(recipe: Recipe) -> list[Environment]:
-    """Return prime-rl's environments to evaluate."""
-    return [
-        Environment(name, source, source.ratio, {})
-        for name, source in recipe.sources.items()
-        if isinstance(source, DataConfig) or source.evaluates
-    ]
-
-
 def split_environments(
-    recipe: Recipe, routing: Routing | None, problems: ProblemSet | None
+    sources: Mapping[str, DataConfig | EnvironmentConfig],
+    routing: Routing | None,
+    problems: ProblemSet | None,
 ) -> list[Environment]:
     """Return prime-rl's environments to train on.
 
@@ -158,7 +160,7 @@ def split_environments(
     one environment per teacher.
 
     Args:
-        recipe: the recipe.
+        sources: the recipe's environments by name.
         routing: its teachers; None without distillation.
         problems: its problems; None: loaded here if needed.
 
@@ -166,11 +168,13 @@ def split_environments(
         RecipeError: a row names an unknown teacher, or two environments would have the same name.
         ValueError: the data cannot be read.
     """
-    sources = {name: source for name, source in recipe.sources.items() if trains(source)}
+    sources = {name: source for name, source in sources.items() if trains(source)}
     if routing is None:
         return [Environment(name, source, source.ratio, {}) for name, source in sources.items()]
     by_row = {
-        name: data for name, data in recipe.problem_sources.items() if data.teacher_key is not None
+        name: source
+        for name, source in sources.items()
+        if isinstance(source, DataConfig) and source.teacher_key is not None
     }
     if by_row and problems is None:
         problems = load_problem_set(by_row)

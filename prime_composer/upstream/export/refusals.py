@@ -4,8 +4,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from prime_composer.losses import require
-from prime_composer.recipe.routing import Routing
+from prime_composer.losses import LossConfig, require
+from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.schema import (
     PolicyTeacherConfig,
     Recipe,
@@ -29,7 +29,7 @@ def refuse(recipe: Recipe, version: Version) -> None:
     fraction = recipe.rollout.student_fraction
     if fraction != 1:
         raise RecipeError(
-            f"rollout.student_fraction = {fraction}: {of_other_sources(recipe, version)}. "
+            f"rollout.student_fraction = {fraction}: {of_other_sources(recipe.rollout, version)}. "
             f"Set it to 1, {RUN_LOCALLY}"
         )
     if recipe.reference is not None:
@@ -37,16 +37,17 @@ def refuse(recipe: Recipe, version: Version) -> None:
             "[reference]: prime-rl's orchestrator asks the teacher alone, and has no second model "
             f"to extrapolate it from. Leave the table out, {RUN_LOCALLY}"
         )
-    refuse_two_credentials(recipe)
-    refuse_environments(recipe, version)
-    policy = None if recipe.teacher is None else recipe.teacher.policy
+    policy = recipe.policy_teacher
+    servers = {} if policy is not None else recipe.teacher_tables
+    refuse_two_credentials({"rollout": recipe.rollout, **servers})
+    refuse_environments(recipe.environments_by_id, policy, version)
     try:
         wire_support_size(recipe.loss, "loss")
     except ValueError as error:
         raise RecipeError(f"{str(error).removesuffix('.')}, {RUN_LOCALLY}") from None
     if policy is not None:
         refuse_policy_teacher(policy, version)
-    refuse_asker(recipe)
+    refuse_asker(recipe.loss, recipe.teacher_tables, policy is not None)
     provided = version.contract.provides(recipe.loss, adapter=True)
     try:
         require(recipe.loss, provided, "prime_rl", provider=f"prime-rl {version.name}")
@@ -54,7 +55,9 @@ def refuse(recipe: Recipe, version: Version) -> None:
         raise RecipeError(str(error)) from None
 
 
-def refuse_native(recipe: Recipe, version: Version, table: Mapping[str, Any]) -> None:
+def refuse_native(
+    loss: LossConfig, rollout: RolloutConfig, version: Version, table: Mapping[str, Any]
+) -> None:
     """Check the rollouts of an exported TOML, in which prime-rl's own settings have won.
 
     From September 2026 on, the trainer's log-probs are those among the ids that top-p or top-k has
@@ -68,7 +71,7 @@ def refuse_native(recipe: Recipe, version: Version, table: Mapping[str, Any]) ->
         RecipeError: a loss that compares with a teacher meets one of them, or there is another
             value where these are read; the message names the key.
     """
-    if not recipe.loss.compares_with_teacher:
+    if not loss.compares_with_teacher:
         return
     train, key = table["orchestrator"]["train"], version.environment_key
     entries = {"orchestrator.train.": train}
@@ -82,7 +85,7 @@ def refuse_native(recipe: Recipe, version: Version, table: Mapping[str, Any]) ->
         extra_body = _table_at(sampling, "extra_body", f"{place}sampling.")
         cut = truncations(sampling, extra_body) if version.replays_sampling else {}
         for name, value in cut.items():
-            of_recipe = entry is train and name == "top_p" and value == recipe.rollout.top_p
+            of_recipe = entry is train and name == "top_p" and value == rollout.top_p
             raise RecipeError(
                 f"{'rollout.top_p' if of_recipe else f'{place}sampling.{name}'} = {value}: "
                 f"prime-rl {version.name} takes the student's log-probs among the ids that the "
@@ -90,7 +93,7 @@ def refuse_native(recipe: Recipe, version: Version, table: Mapping[str, Any]) ->
                 f"{RUN_LOCALLY}"
             )
         least = entry.get("min_abs_advantage")
-        if least and recipe.loss.reads_rewards_and_teacher:
+        if least and loss.reads_rewards_and_teacher:
             raise RecipeError(
                 f"{place}min_abs_advantage = {least}: prime-rl leaves tokens of a small advantage "
                 "out of the loss, which would compare them with a teacher too. Leave it out, "
@@ -116,14 +119,17 @@ def truncations(sampling: Mapping[str, Any], extra_body: Mapping[str, Any]) -> d
     }
 
 
-def refuse_environments(recipe: Recipe, version: Version) -> None:
+def refuse_environments(
+    environments: Mapping[str, EnvironmentConfig],
+    policy: PolicyTeacherConfig | None,
+    version: Version,
+) -> None:
     """Check that the version runs every environment by id.
 
     Raises:
         RecipeError: it does not; the message names the key.
     """
-    policy = None if recipe.teacher is None else recipe.teacher.policy
-    for name, source in recipe.environments_by_id.items():
+    for name, source in environments.items():
         table, api = f"environments.{name}", source.api or version.api
         # The one-machine engine runs v1, which is also what an unset api means there.
         otherwise = "." if source.api == "v0" else f", {RUN_LOCALLY}"
@@ -147,28 +153,29 @@ def refuse_environments(recipe: Recipe, version: Version) -> None:
             )
 
 
-def refuse_asker(recipe: Recipe) -> None:
+def refuse_asker(
+    loss: LossConfig, teachers: Mapping[str, TeacherConfig], with_policy: bool
+) -> None:
     """Check that the process that has to ask the teachers can ask all of them.
 
     Raises:
         RecipeError: it cannot, or the teachers' tables disagree; the message names the key.
     """
-    reads_states = recipe.loss.reads_hidden_states
+    reads_states = loss.reads_hidden_states
     for key in TEACHER_KEYS:
-        values = asker_settings(recipe, key)
+        values = asker_settings(teachers, key)
         if len(values) > 1:
             raise RecipeError(
                 f"teachers: {key} is {' and '.join(map(repr, sorted(values)))}, and prime-rl's "
                 "processes treat all teachers of a run alike. Set the same in each table."
             )
-    asked_by = next(iter(asker_settings(recipe, "asked_by")), None)
+    asked_by = next(iter(asker_settings(teachers, "asked_by")), None)
     if reads_states and asked_by == "orchestrator":
         raise RecipeError(
             'teacher.asked_by = "orchestrator": the loss reads the teacher\'s hidden states, which '
             'prime-rl has no room for in a sample. Leave it out, or set it to "trainer".'
         )
-    policy = recipe.teacher is not None and recipe.teacher.policy is not None
-    if policy and (reads_states or asked_by == "trainer"):
+    if with_policy and (reads_states or asked_by == "trainer"):
         what = 'loss.k = "full"' if reads_states else 'teacher.asked_by = "trainer"'
         raise RecipeError(
             f"{what}: with [teacher.policy] prime-rl's orchestrator asks, which alone has the "
@@ -176,21 +183,17 @@ def refuse_asker(recipe: Recipe) -> None:
         )
 
 
-def asker_settings(recipe: Recipe, key: str) -> set[str]:
+def asker_settings(teachers: Mapping[str, TeacherConfig], key: str) -> set[str]:
     """Return the values that the teachers' tables set for a key of ``TEACHER_KEYS``."""
-    tables = [*recipe.teachers.values(), *([recipe.teacher] if recipe.teacher else [])]
-    return {getattr(table, key) for table in tables} - {None}
+    return {getattr(table, key) for table in teachers.values()} - {None}
 
 
-def refuse_two_credentials(recipe: Recipe) -> None:
+def refuse_two_credentials(servers: Mapping[str, RolloutConfig | TeacherConfig]) -> None:
     """Check that no server has both a password and an API key; prime-rl would drop the key.
 
     Raises:
         RecipeError: one has; the message names its table and the environment variable.
     """
-    servers: dict[str, RolloutConfig | TeacherConfig] = {"rollout": recipe.rollout}
-    for teacher_id, teacher in Routing.of_recipe(recipe).teachers.items():
-        servers[teacher_id.table] = teacher
     for table, server in servers.items():
         key = os.environ.get(server.api_key_var)
         if key and server.url is not None and has_credentials(server.url):
@@ -224,7 +227,7 @@ def refuse_policy_teacher(policy: PolicyTeacherConfig, version: Version) -> None
             )
 
 
-def of_other_sources(recipe: Recipe, version: Version) -> str:
+def of_other_sources(rollout: RolloutConfig, version: Version) -> str:
     """Return why prime-rl cannot train on sequences that the student did not sample.
 
     From v0.7 on an environment of ``type = "sft"`` samples from a teacher. Its tokens are not
@@ -232,7 +235,7 @@ def of_other_sources(recipe: Recipe, version: Version) -> str:
     own number (loss.py:394), while GKD's is one mean over the tokens of both kinds. In v0.6 a run
     has one kind.
     """
-    if not recipe.rollout.teacher_samples:
+    if not rollout.teacher_samples:
         return "prime-rl trains on sampled sequences alone, not on the data's solutions"
     if not version.contract.separates_kinds:
         return "prime-rl samples all sequences of a run from one model (orchestrator.training_mode)"

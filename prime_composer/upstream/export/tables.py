@@ -4,11 +4,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+from prime_composer.losses import LossConfig
 from prime_composer.losses.shared.dialect import dialect_of
 from prime_composer.problems.config import DataConfig
-from prime_composer.recipe.schema import Recipe
+from prime_composer.recipe.schema import RolloutConfig, TrainerConfig
 from prime_composer.upstream.environment import NAME, data_settings
-from prime_composer.upstream.export.plan import Environment, Plan, api_key, evaluated, v1_url
+from prime_composer.upstream.export.plan import Environment, Plan, api_key, v1_url
 from prime_composer.upstream.export.refusals import asker_settings
 from prime_composer.upstream.export.toml import merge, merge_native, plain
 from prime_composer.upstream.settings import FILE_KEY, IMPORT_PATH, TEACHER_KEYS
@@ -45,7 +46,7 @@ def build_tables(plan: Plan) -> dict[str, Any]:
             wandb = {name: wandb}
         merge(table, wandb)
     if recipe.rollout.url is None:
-        table["inference"] = version.inference(vllm_arguments(recipe))
+        table["inference"] = version.inference(vllm_arguments(plan))
     return table
 
 
@@ -55,7 +56,7 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
     environments = [environment(part, version) for part in plan.environments]
     table: dict[str, Any] = {"batch_size": recipe.trainer.batch_size}
     put(table, version.places.group_size, recipe.rollout.group_size)
-    put(table, "train.sampling", sampling(recipe))
+    put(table, "train.sampling", sampling(recipe.rollout))
     put(table, f"train.{version.environment_key}", environments)
     if recipe.rollout.top_p != 1:
         put(table, version.places.top_p, recipe.rollout.top_p)
@@ -71,7 +72,7 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
             algo = version.places.algo
             version.teachers(table, environments, mixtures, version.base_url, algo)
         else:
-            put(table, version.places.algo, self_distillation(recipe))
+            put(table, version.places.algo, self_distillation(plan))
     for entry, part in zip(environments, plan.environments, strict=True):
         merge_own_settings(entry, part, version)
     if recipe.rollout.renderer:
@@ -83,21 +84,21 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
         client = {"base_url": url} | api_key(recipe.rollout)
         merge(table, {version.student_client: {"client": client}})
     if "eval" in recipe.model_fields_set:
-        table["eval"] = evaluation(recipe, version)
-        size = math.ceil(recipe.eval.size / len(evaluated(recipe)))
+        table["eval"] = evaluation(plan)
+        size = math.ceil(recipe.eval.size / len(plan.evaluated))
         put(table, version.places.eval_size, size)
     return table
 
 
-def self_distillation(recipe: Recipe) -> dict[str, Any]:
+def self_distillation(plan: Plan) -> dict[str, Any]:
     """Return the algorithm of a policy that is its own teacher, given a hint."""
-    teacher = recipe.teacher
-    assert teacher is not None and teacher.policy is not None, "a loss without a teacher"
-    table: dict[str, Any] = {"type": "opsd", "demo_key": HINT_KEYS[teacher.policy.hint]}
-    if teacher.policy.hint == "feedback":
+    policy, renderer = plan.recipe.policy_teacher, plan.recipe.rollout.renderer
+    assert policy is not None, "a loss without a teacher"
+    table: dict[str, Any] = {"type": "opsd", "demo_key": HINT_KEYS[policy.hint]}
+    if policy.hint == "feedback":
         table["template"] = "{demonstration}"  # prime-rl's own calls it an expert's response
-    if recipe.rollout.renderer:
-        table["renderer"] = plain(recipe.rollout.renderer)  # of the hint
+    if renderer:
+        table["renderer"] = plain(renderer)  # of the hint
     return table
 
 
@@ -128,21 +129,20 @@ def merge_own_settings(entry: dict[str, Any], part: Environment, version: Versio
         merge_native(entry, part.source.prime_rl, version.name)
 
 
-def sampling(recipe: Recipe) -> dict[str, Any]:
+def sampling(rollout: RolloutConfig) -> dict[str, Any]:
     """Return the sampling settings of the rollouts."""
-    rollout = recipe.rollout
     return {"temperature": rollout.temperature, "max_completion_tokens": rollout.max_tokens}
 
 
-def evaluation(recipe: Recipe, version: Version) -> dict[str, Any]:
+def evaluation(plan: Plan) -> dict[str, Any]:
     """Return [orchestrator.eval] without its size: greedy accuracy on the held-out problems.
 
     prime-rl evaluates before the first step, and whenever its count of steps is a multiple of the
     interval. ``every = 0`` becomes the count after the last step.
     """
-    parts = evaluated(recipe)
-    entries = [environment(part, version, "test") for part in parts]
-    for entry, part in zip(entries, parts, strict=True):
+    recipe, version = plan.recipe, plan.version
+    entries = [environment(part, version, "test") for part in plan.evaluated]
+    for entry, part in zip(entries, plan.evaluated, strict=True):
         merge_own_settings(entry, part, version)
     return {
         "interval": recipe.eval.every or recipe.trainer.steps + version.first_step,
@@ -164,7 +164,7 @@ def trainer(plan: Plan) -> dict[str, Any]:
             "betas2": config.betas[1],
             "max_norm": config.max_grad_norm,
         },
-        "scheduler": scheduler(plan.recipe),
+        "scheduler": scheduler(config),
     }
     # prime-rl's default is off in v0.6 and on later, so only an explicit setting is written.
     if "gradient_checkpointing" in config.model_fields_set:
@@ -183,17 +183,17 @@ def loss_table(plan: Plan) -> dict[str, Any]:
         table[FILE_KEY] = True  # prime-rl alone would query the wrong teacher without any error
     if loss.compares_with_teacher:
         for key in TEACHER_KEYS:
-            for value in asker_settings(plan.recipe, key):
+            for value in asker_settings(plan.recipe.teacher_tables, key):
                 table[key] = value
     if "dialect" in type(loss).model_fields and "dialect" not in loss.model_fields_set:
         table["dialect"] = dialect_of(plan.version.name)
     return table
 
 
-def scheduler(recipe: Recipe) -> dict[str, Any]:
+def scheduler(config: TrainerConfig) -> dict[str, Any]:
     """Return the learning rate's schedule."""
-    kind, warmup = recipe.trainer.schedule, recipe.trainer.warmup_steps
-    decay = recipe.trainer.steps - warmup
+    kind, warmup = config.schedule, config.warmup_steps
+    decay = config.steps - warmup
     # A decay of one step is at its peak, and prime-rl would divide by decay - 1.
     if kind == "constant" or decay <= 1:
         if not warmup:
@@ -204,9 +204,9 @@ def scheduler(recipe: Recipe) -> dict[str, Any]:
     return {"type": "cosine", "warmup_steps": warmup}
 
 
-def vllm_arguments(recipe: Recipe) -> dict[str, Any]:
+def vllm_arguments(plan: Plan) -> dict[str, Any]:
     """Return arguments, by vLLM's names, of the server that prime-rl starts for the student."""
-    arguments: dict[str, Any] = {}
+    recipe, arguments = plan.recipe, dict[str, Any]()
     if "gpu_memory_utilization" in recipe.rollout.model_fields_set:
         arguments["gpu_memory_utilization"] = recipe.rollout.gpu_memory_utilization
     if "seed" in recipe.trainer.model_fields_set:
@@ -214,8 +214,7 @@ def vllm_arguments(recipe: Recipe) -> dict[str, Any]:
     if "dtype" in recipe.trainer.model_fields_set and recipe.trainer.dtype == "bfloat16":
         # prime-rl's default, "auto", loads a float32 model as float16.
         arguments["dtype"] = "bfloat16"
-    scores = recipe.teacher is not None and recipe.teacher.policy is not None
-    if scores and needs_more_logprobs(recipe):
+    if recipe.policy_teacher is not None and needs_more_logprobs(recipe.loss):
         arguments["max_logprobs"] = recipe.loss.support_size
     renderer = recipe.rollout.renderer
     parser = TOOL_CALL_PARSERS.get(str(renderer.get("tool_parser") or renderer.get("name")))
@@ -224,7 +223,7 @@ def vllm_arguments(recipe: Recipe) -> dict[str, Any]:
     return arguments
 
 
-def needs_more_logprobs(recipe: Recipe) -> bool:
+def needs_more_logprobs(loss: LossConfig) -> bool:
     """Return whether a server that scores needs a larger max_logprobs than vLLM's default."""
-    k = recipe.loss.support_size
+    k = loss.support_size
     return isinstance(k, int) and k > VLLM_LOGPROBS

@@ -300,6 +300,12 @@ NEWEST_RUN = [version for version in VERSIONS.values() if version.commit][-1]
 """The newest version that the tests run."""
 
 
+def listed_environments(train: Any) -> Any:
+    """Return the environments of prime-rl's own [orchestrator.train], whichever key it has."""
+    keys = (version.environment_key for version in reversed(VERSIONS.values()))
+    return next(getattr(train, key) for key in keys if hasattr(train, key))
+
+
 def loss_contracts() -> tuple[LossContract, ...]:
     """Return the loss contracts of all versions, each once, the oldest first."""
     return tuple(dict.fromkeys(version.contract for version in VERSIONS.values()))

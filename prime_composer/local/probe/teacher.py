@@ -21,7 +21,7 @@ from prime_composer.backends.protocols import (
 )
 from prime_composer.contract import Scores, given
 from prime_composer.divergences import entropy, reverse_kl
-from prime_composer.local.probe_report import (
+from prime_composer.local.probe.report import (
     NO_ROLLOUT,
     Agreement,
     Attempts,
@@ -94,16 +94,10 @@ def probe_teacher(
     micro_batch_tokens: int,
     seconds: float,
 ) -> TeacherReport:
-    """Measure a teacher.
+    """Measure a teacher on rollouts of the student, ``model``.
 
-    Args:
-        target: the teacher and its rollouts.
-        model: the student that trains.
-        tokenized: the problems, in the student's tokens.
-        own: what a step of the recipe asks its teachers for.
-        step_tokens: rollout tokens of a step of the recipe.
-        micro_batch_tokens: padded tokens per forward of the student.
-        seconds: time for each column.
+    ``own`` is what a step of the recipe asks its teachers for, about ``step_tokens`` rollout
+    tokens. Each column takes ``seconds``.
     """
     found = Attempts()
     tokenizer, facts, same = found.attempt(
@@ -158,9 +152,6 @@ def find_tokenizer(target: Target, student: Any) -> tuple[Any, TokenizerFacts, b
     """Return the teacher's tokenizer, its facts, and whether its tokens and ids are the student's.
 
     A server is asked too, also where its tokenizer is on this machine. One that is not is None.
-
-    Raises:
-        NotMeasured: it is not on this machine, and cannot be asked.
     """
     tokenizer, scorer, was_asked, same = target.load_tokenizer(), target.scorer, True, True
     try:
@@ -205,12 +196,7 @@ def hash_of(value: object) -> str:
 
 
 def equal_prompts(samples: Sequence[Sample], tokenized: TokenizedProblems, tokenizer: Any) -> bool:
-    """Return whether the teacher's own tokenizer and template write the rollouts' prompts alike.
-
-    Raises:
-        NotMeasured: its tokenizer is not on this machine, or there is no rollout.
-        ValueError: the recipe asks for a chat template and the tokenizer has none.
-    """
+    """Return whether the teacher's own tokenizer and template write the rollouts' prompts alike."""
     if tokenizer is None:
         raise NotMeasured("its tokenizer is not on this machine")
     if not samples:
@@ -353,11 +339,7 @@ def compare(target: Target, model: nn.Module, k: int, micro_batch_tokens: int) -
 
 
 def support_facts(compared: Compared, columns: Sequence[SupportSize]) -> SupportFacts:
-    """Return what smaller supports hide of the measured one, and the smallest that hides little.
-
-    Raises:
-        NotMeasured: the teacher gave no support.
-    """
+    """Return what smaller supports hide of the measured one, and the smallest that hides little."""
     student, teacher = compared.student_support.double(), compared.teacher_support.double()
     largest = teacher.shape[1]
     if not largest:
@@ -382,10 +364,7 @@ def hidden_by_k(
 ) -> HiddenByK:
     """Return what the teacher's top K hides of the reverse KL on all columns.
 
-    Args:
-        student: log p of the teacher's ids, most probable for the teacher first.
-        teacher: log q of the same ids.
-        k: K, at most the number of columns.
+    The columns are log p and log q of the same ids, most probable for the teacher first.
     """
     measured, largest = (
         float(reverse_kl(student[:, :size], teacher[:, :size], normalization="tail").mean())
@@ -401,15 +380,12 @@ def hidden_by_k(
 
 
 def is_bfloat16_like(teacher: Float[Tensor, "n k"]) -> bool:
-    """Return whether scores show logits that were rounded to bfloat16.
+    """Return whether log q, most probable first, shows logits that were rounded to bfloat16.
 
     Log-probs of one position are logits minus one number, so that their differences are those of
     the logits: multiples of 2^-9 if these were rounded. Equal log-probs and those below -30 are
     left out. A float16 head shows the same where its top logits are 2 and more: they are on the
     grid too.
-
-    Args:
-        teacher: log q of the teacher's ids, most probable first.
     """
     # The bfloat16 numbers of 0.25 and more are multiples of the grid. A float32 log-softmax above
     # -32 rounds by less than the tolerance. The largest logits have the coarsest spacing.
@@ -427,10 +403,7 @@ def special_token_rows(
 ) -> list[SpecialToken]:
     """Return both models' mean probability of each special token, where the rollouts have it.
 
-    Args:
-        tokenizer: the student's.
-        teacher: the teacher's tokenizer, where it is known.
-        compared: student and teacher at the rollouts' tokens.
+    The tokenizer is the student's; of the teacher's there may be no facts.
     """
     names = {index: token for token, index in read_tokenizer(tokenizer).special_ids.items()}
     teacher_ids = {} if teacher is None else teacher.special_ids
@@ -456,12 +429,7 @@ def special_token_rows(
 
 
 def checkpoint_agreement(target: Target) -> Agreement:
-    """Compare a server's numbers with a float32 forward pass of its checkpoint on this machine.
-
-    Raises:
-        NotMeasured: the teacher is no server, or its checkpoint is not here or too large.
-        ValueError: the checkpoint cannot be loaded.
-    """
+    """Compare a server's numbers with a float32 forward pass of its checkpoint on this machine."""
     if target.facts.url is None:
         raise NotMeasured("it runs in this process, from its own checkpoint")
     folder = Path(target.facts.model)
@@ -481,15 +449,9 @@ def checkpoint_agreement(target: Target) -> Agreement:
 def forward_agreement(
     model: nn.Module, samples: Sequence[Sample], logprobs: Sequence[Float[Tensor, " _n"]]
 ) -> Agreement:
-    """Compare log-probs of rollouts with those of a forward pass.
+    """Compare log-probs of rollouts with those of a forward pass of the model.
 
-    Args:
-        model: runs the pass.
-        samples: the rollouts.
-        logprobs: of each one from its first trained token on, NaN where a token has none.
-
-    Raises:
-        NotMeasured: no token has one.
+    They are of each rollout from its first trained token on, NaN where a token has none.
     """
     expected = TransformersScorer(model).score([sample.rollout for sample in samples], 0)
     difference = torch.cat(list(logprobs)).double()

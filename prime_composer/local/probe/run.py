@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -28,7 +28,7 @@ from prime_composer.local.preflight import (
     one_line,
     tokenizer_of,
 )
-from prime_composer.local.probe_report import (
+from prime_composer.local.probe.report import (
     NO_ROLLOUT,
     Attempts,
     ModelFacts,
@@ -40,7 +40,7 @@ from prime_composer.local.probe_report import (
     SupportSize,
     TeacherReport,
 )
-from prime_composer.local.probe_teacher import (
+from prime_composer.local.probe.teacher import (
     Target,
     forward_agreement,
     logprob_mode,
@@ -50,6 +50,7 @@ from prime_composer.local.probe_teacher import (
 from prime_composer.losses import LossConfig, setup_loss_fn
 from prime_composer.losses.shared.modifiers import resolve
 from prime_composer.problems.loading import ProblemSet
+from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import (
     OneOfSeveralConfig,
     Recipe,
@@ -108,7 +109,7 @@ def probe(
     """
     recipe = impatient(recipe)
     try:
-        check_routing(recipe, problems)
+        check_routing(Routing.of_recipe(recipe), problems)
         engine = open_engine(recipe, problems, paths, status)
     except (ValueError, RuntimeError, OSError) as error:
         return ProbeReport([Finding(OPENING, "failed", one_line(error))])
@@ -140,7 +141,7 @@ def probe_engine(
     findings = examine(engine, recipe, sends_weights=recipe.rollout.url is None).findings
     status("running a step up to its backward pass")
     step = FirstStep()
-    step.run(engine, recipe)
+    step.run(Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, Clock()))
     findings.append(step.finding("sampling", "sample"))
     own, loss = recipe_column(engine), recipe.loss
     teachers, advice = {}, []
@@ -188,28 +189,27 @@ class FirstStep:
         """Tokens of the rollouts, without prompts."""
         return Batch(self.samples).tokens
 
-    def run(self, engine: Engine, recipe: Recipe) -> None:
+    def run(self, collector: Collector) -> None:
         """Run the first step of a recipe. Its gradients are dropped."""
-        clock = Clock()
-        self.laps = clock.laps
+        self.laps = collector.clock.laps
         try:
-            self._run(engine, recipe, clock)
+            self._run(collector)
         except (ValueError, RuntimeError, OSError) as error:
             self.error = error
         finally:
-            engine.model.zero_grad(set_to_none=True)
+            collector.engine.model.zero_grad(set_to_none=True)
 
-    def _run(self, engine: Engine, recipe: Recipe, clock: Clock) -> None:
-        loss = setup_loss_fn(resolve(recipe.loss, engine.problems.tokenizer))
-        collector = Collector(engine, recipe.trainer, recipe.rollout, recipe.replay, clock)
+    def _run(self, collector: Collector) -> None:
+        engine = collector.engine
+        loss = setup_loss_fn(resolve(engine.loss, engine.problems.tokenizer))
         graded = collector.grade(collector.sample(collector.problems(1), 1))
         self.samples = self.fitted = graded
         batch = collector.score(graded, 1)
         self.fitted = batch.samples
         if not batch.samples:
             raise NotMeasured("no rollout has a hint that fits into the teacher's window")
-        with clock.phase("train"):
-            accumulate_gradients(engine.model, loss, batch, recipe.trainer, 1, engine.reference)
+        with collector.clock.phase("train"):
+            accumulate_gradients(engine.model, loss, batch, collector.trainer, 1, engine.reference)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
 
@@ -224,12 +224,7 @@ class FirstStep:
         return Finding(name, state, one_line(given(self.error)))
 
     def forecast(self, config: TrainerConfig, column: str | None) -> StepForecast:
-        """Return the seconds of each part, and of all steps.
-
-        Args:
-            config: the recipe's ``[trainer]``.
-            column: what the step asks the teachers for; None without a teacher.
-        """
+        """Return the seconds of each part. ``column`` is what the teachers are asked for."""
         laps = self.laps
         return StepForecast(
             rollouts=config.batch_size,
@@ -261,10 +256,7 @@ def recipe_column(engine: Engine) -> SupportSize:
 def targets_of(engine: Engine, samples: Sequence[Sample], fitted: Sequence[Sample]) -> list[Target]:
     """Return every teacher with rollouts to score; none where the loss reads none.
 
-    Args:
-        engine: the open models.
-        samples: the rollouts of a step.
-        fitted: those that train, as the teachers read them.
+    ``fitted`` are the samples that train, as the teachers read them.
     """
     if engine.policy_teacher is not None:
         return [policy_target(engine, engine.policy_teacher, samples)]
@@ -289,26 +281,24 @@ def targets_of(engine: Engine, samples: Sequence[Sample], fitted: Sequence[Sampl
 
 def score(scorer: Scorer, samples: Sequence[Sample], k: SupportSize) -> list[Scores]:
     """Return a teacher's answers to one column of the table of speeds."""
-    rollouts = [sample.rollout for sample in samples]
-    return scorer.score(rollouts, 0, hidden=True) if k == "states" else scorer.score(rollouts, k)
+    size, hidden = asked_for(k)
+    return scorer.score([sample.rollout for sample in samples], size, hidden=hidden)
+
+
+def asked_for(k: SupportSize) -> tuple[int | Literal["full"], bool]:
+    """Return K of a column, and whether it is hidden states."""
+    return (0, True) if k == "states" else (k, False)
 
 
 def policy_target(engine: Engine, policy: PolicyTeacher, samples: Sequence[Sample]) -> Target:
     """Return the policy as its own teacher, with the rollouts that have a hint."""
-    hints = policy.hints(
-        [sample.rollout for sample in samples],
-        [sample.text for sample in samples],
-        [sample.problem for sample in samples],
-        [sample.reward for sample in samples],
-    )
-    hinted = {s: hint for s, hint in zip(samples, hints, strict=True) if hint is not None}
+    hints = zip(samples, policy.hints(samples), strict=True)
+    hinted = {sample: hint for sample, hint in hints if hint is not None}
 
     def score_hinted(own: Sequence[Sample], k: SupportSize) -> list[Scores]:
-        prompts = [policy.prompt(s.problem, hinted[s], s.text.strip()) for s in own]
-        rollouts = [sample.rollout for sample in own]
-        if k == "states":
-            return policy.score(rollouts, prompts, 0, hidden=True)
-        return policy.score(rollouts, prompts, k)
+        prompts = [policy.prompt_of(sample, hinted[sample]) for sample in own]
+        size, hidden = asked_for(k)
+        return policy.score([sample.rollout for sample in own], prompts, size, hidden=hidden)
 
     config: Any = engine.model.config
     return Target(
@@ -373,13 +363,7 @@ def student_report(engine: Engine, spec: BackendSpec, step: FirstStep) -> Studen
 
 
 def recommendations(own: SupportSize, loss: LossConfig, teacher: TeacherReport) -> Iterator[str]:
-    """Yield what to change in recipe or servers for a teacher, one sentence each.
-
-    Args:
-        own: what a step of the recipe asks its teachers for.
-        loss: the recipe's; its mask of special tokens is read.
-        teacher: what was measured.
-    """
+    """Yield what to change in recipe or servers for a teacher, one sentence each."""
     facts, plugin, mask = teacher.facts, teacher.plugin, loss.special_tokens
     if teacher.support is not None:
         yield advice_on_k(own, teacher.support)
