@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from prime_composer.scoring.engine import FIRST_MODEL_RUNNER, NoRows, Room, all_rows
-from prime_composer.scoring.kinds import KINDS
+from prime_composer.scoring.kinds import KINDS, register_named
 from prime_composer.scoring.patches import HEAD_METHOD
 from prime_composer.scoring.questions import (
     BadQuestion,
@@ -92,8 +92,9 @@ class ScoringEndpoint:
 
         Raises:
             ValueError: the engine has another model runner or several pipeline stages, or leaves
-                hidden states of prompts out.
+                hidden states of prompts out. Or a kind of scores from outside cannot be loaded.
         """
+        register_named()
         config = engine_client.vllm_config
         if getattr(config, "use_v2_model_runner", False):
             raise ValueError(

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from prime_composer.scoring.head import read_head
+from prime_composer.scoring.kinds import register_named
 from prime_composer.scoring.wire import NAME
 from prime_composer.scoring.worker import Progress, Wish, answer_prompts
 
@@ -132,7 +133,9 @@ def install() -> None:
 
     Raises:
         UnknownVllm: no layout fits a loaded module; for the others, their import raises it.
+        ValueError: a kind of scores from outside cannot be loaded.
     """
+    register_named()
     for name in {name for layout in LAYOUTS for name in layout.patches}:
         if name in sys.modules:
             patch(sys.modules[name])

@@ -10,16 +10,14 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from prime_composer.scoring.kinds import KINDS
+from prime_composer.scoring.kinds import KINDS, KindRequest, id_outside, row_bytes
 from prime_composer.scoring.wire import (
     VERSION,
     Facts,
     HeadQuestion,
     Limits,
     Question,
-    WireError,
-    decode_ids,
-    row_bytes,
+    SequenceToAnswer,
 )
 from prime_composer.scoring.worker import Wish
 
@@ -139,7 +137,7 @@ def check_question(question: Question, facts: Facts) -> None:
 
     Raises:
         TooLarge: too many sequences or tokens.
-        BadQuestion: a kind that is not known, or a K that does not fit.
+        BadQuestion: a kind that is not known.
     """
     limits = limits_of(facts.max_model_len)
     sequences, kinds = question.sequences, question.kinds
@@ -148,11 +146,6 @@ def check_question(question: Question, facts: Facts) -> None:
         raise too_many(limits)
     if sequences and not kinds or len({*kinds} & KINDS.keys()) != len(kinds):
         raise BadQuestion(f"kinds {kinds}, where some of {list(KINDS)} are needed, each once")
-    if not 0 <= question.k <= facts.vocab_size or ("top_k" in kinds) != (question.k > 0):
-        raise BadQuestion(
-            f"k = {question.k} with kinds {kinds}: top_k needs a k from 1 to the vocabulary's "
-            f"{facts.vocab_size}, and without it k is 0"
-        )
 
 
 def check_head_question(question: HeadQuestion, facts: Facts) -> None:
@@ -194,27 +187,31 @@ def wish_of(index: int, question: Question, facts: Facts) -> Wish:
             f"{place} has {length} tokens and start = {sequence.start}, where a start from 1 to "
             f"{length - 1} is needed"
         )
-    check_ids(min(sequence.token_ids), max(sequence.token_ids), facts.vocab_size, place)
+    wrong = id_outside(min(sequence.token_ids), max(sequence.token_ids), facts.vocab_size)
+    if wrong:
+        raise BadQuestion(f"{place}: {wrong}")
     try:
-        given = decode_ids(sequence.given, length - sequence.start)
-    except WireError as error:
-        raise BadQuestion(f"{place}: {error}") from None
-    if ("given" in question.kinds) != (given.size > 0):
-        raise BadQuestion(f"{place}: the kind given and given ids go together")
-    if given.size:
-        check_ids(int(given.min()), int(given.max()), facts.vocab_size, f"{place}, given ids")
-    return Wish(sequence.start, tuple(question.kinds), question.k, given.tobytes())
+        return Wish(sequence.start, requests_of(sequence, question, facts))
+    except ValueError as error:
+        raise BadQuestion(f"{place}, {error}") from None
 
 
-def check_ids(lowest: int, highest: int, vocab_size: int, place: str) -> None:
-    """Check that ids are in the vocabulary; another one ends the engine.
+def requests_of(
+    sequence: SequenceToAnswer, question: Question, facts: Facts
+) -> tuple[KindRequest, ...]:
+    """Return what each kind of a question is asked for one sequence.
 
     Raises:
-        BadQuestion: one is not.
+        ValueError: a kind refuses it, or parameters are of no kind that reads any.
     """
-    if lowest < 0 or highest >= vocab_size:
-        wrong = lowest if lowest < 0 else highest
-        raise BadQuestion(f"{place}: id {wrong}, where 0 to {vocab_size - 1} is needed")
+    found = {name: kind.read(question, sequence, facts) for name, kind in KINDS.items()}
+    requests = [request for name in question.kinds if (request := found[name]) is not None]
+    if sequence.parameters is not msgspec.UNSET:
+        readers = {name for name, kind in KINDS.items() if kind.reads_parameters}
+        others = sorted(sequence.parameters.keys() - readers)
+        if others:
+            raise ValueError(f"parameters of {others}, where those of {sorted(readers)} are known")
+    return tuple(requests)
 
 
 def answer_size(question: Question, wishes: list[Wish], facts: Facts) -> int:
@@ -223,12 +220,12 @@ def answer_size(question: Question, wishes: list[Wish], facts: Facts) -> int:
     Raises:
         TooLarge: more than ``MOST_ANSWER_BYTES``.
     """
-    rows = sum(
-        len(sequence.token_ids) - wish.start
-        for sequence, wish in zip(question.sequences, wishes, strict=True)
-    )
-    size = rows * row_bytes(question.kinds, question.k, 0, facts)
-    size += sum(len(wish.given) for wish in wishes)
+    rows = size = 0
+    for sequence, wish in zip(question.sequences, wishes, strict=True):
+        rows += sequence.rows
+        size += sequence.rows * sum(
+            row_bytes([KINDS[one.kind]], one.k, facts) for one in wish.requests
+        )
     if size > MOST_ANSWER_BYTES:
         raise TooLarge(
             f"The answer would have {size:,} bytes, {size // rows:,} for each token of interest, "

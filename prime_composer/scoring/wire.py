@@ -54,6 +54,20 @@ class WireError(ValueError):
         self.is_ours = is_ours
 
 
+class Parameters(msgspec.Struct, forbid_unknown_fields=True):
+    """Parameters of one kind for one sequence. The kind says what they mean, and checks them.
+
+    Attributes:
+        k: columns of what is asked for.
+        shared: what all rows share, by name.
+        rows: int32 numbers of each row, [n, m], from ``encode_ids``.
+    """
+
+    k: Count = 0
+    shared: dict[str, Any] = {}
+    rows: str = ""
+
+
 class SequenceToAnswer(msgspec.Struct, forbid_unknown_fields=True):
     """A sequence of a question.
 
@@ -61,11 +75,19 @@ class SequenceToAnswer(msgspec.Struct, forbid_unknown_fields=True):
         token_ids: prompt and completion.
         start: position of the first token of interest, at least 1: token 0 has no context.
         given: ids of the caller's choice for each token of interest, from ``encode_ids``.
+        parameters: of kinds without a field of their own, by the kind's name. A message without
+            any does not have the field, which older servers do not know.
     """
 
     token_ids: list[int]
     start: int
     given: str = ""
+    parameters: dict[str, Parameters] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def rows(self) -> int:
+        """Tokens of interest."""
+        return len(self.token_ids) - self.start
 
 
 class Question(msgspec.Struct, forbid_unknown_fields=True):
@@ -74,7 +96,7 @@ class Question(msgspec.Struct, forbid_unknown_fields=True):
     Attributes:
         version: the client's.
         sequences: what to answer for, in order.
-        kinds: names of ``kinds.KINDS``, what each sequence's answer holds.
+        kinds: names of ``kinds.KINDS``, what each sequence's answer has.
         k: K of the kind ``top_k``.
         model: the served name, for a router and for the server. It answers 404 for another one,
             such as an adapter: the plugin answers for the model itself.
@@ -150,6 +172,11 @@ class Field(msgspec.Struct, array_like=True):
     name: str
     dtype: str
     columns: Count
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return np.dtype(DTYPES.get(self.dtype, "<f4")).itemsize * (self.columns or 1)
 
 
 class Rows(msgspec.Struct):
@@ -266,20 +293,6 @@ def decode_answer(content: Bytes, kind: type[Any]) -> Any:
         raise WireError(f"a damaged answer of the plugin: {error}") from None
 
 
-def row_bytes(kinds: Sequence[str], k: int, given: int, facts: Facts) -> int:
-    """Return how many bytes an answer has for each token of interest.
-
-    Args:
-        kinds: of the question.
-        k: K of the kind ``top_k``.
-        given: number of ids of the caller's choice.
-        facts: the server's.
-    """
-    hidden = facts.hidden_size * np.dtype(DTYPES.get(facts.dtype, "<f4")).itemsize
-    sizes = {"sampled": 4, "top_k": 8 * k, "given": 4 * given, "hidden": hidden}
-    return sum(sizes[kind] for kind in kinds)
-
-
 def answer_parts(answer: Answer) -> list[Bytes]:
     """Return the bytes of an answer in parts, of which the arrays are no copies.
 
@@ -348,7 +361,7 @@ def unpack_arrays(rows: Rows, n: int) -> dict[str, NDArray[Any]]:
 
 
 def encode_ids(ids: Sequence[Sequence[int]] | NDArray[Any]) -> str:
-    """Return token ids [n, m] as text for a question."""
+    """Return token ids, or other int32 numbers, [n, m], as text for a question."""
     return base64.b64encode(np.asarray(ids, "<i4").tobytes()).decode("ascii")
 
 
@@ -361,7 +374,7 @@ def decode_ids(text: str, n: int) -> NDArray[np.int32]:
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise WireError("given ids that are no base64") from None
+        raise WireError("ids of rows that are no base64") from None
     if len(data) % (4 * n):
-        raise WireError(f"{len(data)} bytes of given ids, no multiple of 4 times {n} rows")
+        raise WireError(f"{len(data)} bytes of ids of rows, no multiple of 4 times {n} rows")
     return np.frombuffer(data, "<i4").reshape(n, -1)

@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from jaxtyping import Int
+from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_composer.scoring.kinds import KINDS, HeadFailed, Rows
+from prime_composer.scoring.kinds import KINDS, HeadFailed, KindRequest, Rows
 
 MARK = "prime_composer"
 """Key of ``SamplingParams.extra_args``."""
@@ -38,15 +40,11 @@ class Wish(msgspec.Struct, frozen=True):
 
     Attributes:
         start: position of the first token of interest.
-        kinds: names of ``KINDS``.
-        k: K of the kind ``top_k``.
-        given: ids of the caller's choice as int32 bytes, [n, m]; empty without any.
+        requests: what it asks of each kind, for all rows.
     """
 
     start: int
-    kinds: tuple[str, ...]
-    k: int = 0
-    given: bytes = b""
+    requests: tuple[KindRequest, ...]
 
     def mark(self) -> dict[str, bytes]:
         """Return the extra arguments of a request. No JSON body can hold bytes, so that no other
@@ -84,13 +82,6 @@ class Progress:
     next_row: int = 0
     has_gap: bool = False
     error: str = ""
-
-    @property
-    def given(self) -> np.ndarray | None:
-        """The given ids, [n, m]."""
-        if not self.wish.given:
-            return None
-        return np.frombuffer(self.wish.given, np.int32).reshape(self.n, -1)
 
     def write(self, row: int, pieces: dict[str, Tensor]) -> None:
         """Store rows.
@@ -163,11 +154,10 @@ class Piece:
         """Number of rows."""
         return len(self.next_ids)
 
-    @property
-    def given(self) -> np.ndarray | None:
-        """The given ids of these rows, [count, m]."""
-        given = self.progress.given
-        return None if given is None else given[self.row : self.row + self.count]
+    def numbers(self, index: int) -> NDArray[np.int32] | None:
+        """Return what the request of this index says of these rows, [count, m]."""
+        numbers = self.progress.wish.requests[index].per_row(self.progress.n)
+        return None if numbers is None else numbers[self.row : self.row + self.count]
 
 
 def read_payload(description: Tensor, data: Tensor, n: int) -> dict[str, Tensor]:
@@ -231,8 +221,8 @@ def answer_prompts(
             shift = runner.query_start_loc.np[index].item() - before
             next_ids = prompt[low + 1 : high + 1]
             piece = Piece(shift + low, low - progress.first, next_ids, progress)
-            columns = 0 if progress.given is None else progress.given.shape[1]
-            groups.setdefault((wish.kinds, wish.k, columns), []).append(piece)
+            alike = tuple(request.group(progress.n) for request in wish.requests)
+            groups.setdefault(alike, []).append(piece)
         if before + count >= len(prompt):
             done[request_id] = progress
             request.in_progress_prompt_logprobs_cpu = None
@@ -261,25 +251,26 @@ def answer_group(
         hidden_states: of the whole batch, [tokens, d].
         group: the pieces.
     """
-    device, wish = hidden_states.device, group[0].progress.wish
+    device, requests = hidden_states.device, group[0].progress.wish.requests
     parts = [hidden_states[piece.begin : piece.begin + piece.count] for piece in group]
     rows = torch.cat(parts) if len(parts) > 1 else parts[0]
     next_ids = torch.tensor([id for piece in group for id in piece.next_ids], device=device)
-    chosen = [piece.given for piece in group if piece.given is not None]
-    given = torch.from_numpy(np.concatenate(chosen)).to(device).long() if chosen else None
-    entries = vocab_size + 4 * wish.k  # with values and ids of the largest, in two widths
+    numbers = [joined([piece.numbers(index) for piece in group]) for index in range(len(requests))]
+    numbers = [None if each is None else each.to(device) for each in numbers]
+    # With values and ids of each column, in two widths.
+    entries = vocab_size + 4 * sum(request.k for request in requests)
     size = max(1, BLOCK_BYTES.get(device.type, 2**28) // (4 * entries))
     error = ""
     for first in range(0, len(rows), size):
         block = slice(first, first + size)
-        these = Rows(
-            rows[block], next_ids[block], head, wish.k, given if given is None else given[block]
-        )
+        these = Rows(rows[block], next_ids[block], head)
         try:
             arrays = {
                 name: array.cpu()
-                for kind in wish.kinds
-                for name, array in KINDS[kind](these).items()
+                for request, each in zip(requests, numbers, strict=True)
+                for name, array in KINDS[request.kind]
+                .arrays(these, request, None if each is None else each[block])
+                .items()
             }
         except HeadFailed:
             raise
@@ -290,6 +281,12 @@ def answer_group(
     if error:
         for piece in group:
             piece.progress.error = error
+
+
+def joined(parts: Sequence[NDArray[np.int32] | None]) -> Int[Tensor, "n m"] | None:
+    """Return the numbers of rows that are one after the other; None without any."""
+    chosen = [part for part in parts if part is not None]
+    return torch.from_numpy(np.concatenate(chosen)) if chosen else None
 
 
 def write(group: Sequence[Piece], first: int, arrays: dict[str, Tensor]) -> None:

@@ -8,10 +8,25 @@ import pytest
 import torch
 
 from prime_composer.scoring import worker
-from prime_composer.scoring.kinds import KINDS, HeadFailed, Rows, largest
+from prime_composer.scoring.kinds import (
+    GIVEN,
+    HIDDEN,
+    KINDS,
+    SAMPLED,
+    TOP_K,
+    HeadFailed,
+    KindRequest,
+    Rows,
+    largest,
+)
 from prime_composer.scoring.worker import Progress, Wish, answer_prompts, read_payload
 
 V, D = 300, 16
+OWN = KindRequest("sampled")
+
+
+def top(k):
+    return KindRequest("top_k", k)
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +51,19 @@ def test_kinds_equal_a_float64_log_softmax(weight):
     logprobs = exact(weight, tokens)
     given = torch.tensor([[1, 2], [299, 0], [4, 4], [9, 8], [3, 5]])
     hidden = hidden_of(enumerate(tokens))[:-1]
-    rows = Rows(hidden, torch.tensor(tokens[1:]), lambda h: h @ weight.T, 4, given)
-    found = {name: array for kind in KINDS.values() for name, array in kind(rows).items()}
-    top = logprobs.topk(4)
-    assert found["top_ids"].tolist() == top.indices.tolist()
+    rows = Rows(hidden, torch.tensor(tokens[1:]), lambda h: h @ weight.T)
+    found = {
+        **SAMPLED.arrays(rows, OWN, None),
+        **TOP_K.arrays(rows, top(4), None),
+        **GIVEN.arrays(rows, GIVEN.of(given), given.int()),
+        **HIDDEN.arrays(rows, KindRequest("hidden"), None),
+    }
+    best = logprobs.topk(4)
+    assert found["top_ids"].tolist() == best.indices.tolist()
     assert found["top_ids"].dtype == torch.int32
     for name, expected in {
         "sampled": logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0],
-        "top_logprobs": top.values,
+        "top_logprobs": best.values,
         "given": logprobs.gather(1, given),
     }.items():
         assert found[name].dtype == torch.float32
@@ -56,7 +76,8 @@ def test_hidden_states_alone_never_ask_the_head():
         raise AssertionError
 
     rows = Rows(torch.ones(2, D, dtype=torch.bfloat16), torch.tensor([1, 2]), head)
-    assert KINDS["hidden"](rows)["hidden"].dtype == torch.bfloat16
+    found = HIDDEN.arrays(rows, KindRequest("hidden"), None)
+    assert found["hidden"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("k", [0, 1, 32, V])
@@ -115,10 +136,11 @@ def check(progress: Progress, weight, tokens, wish):
     rows = exact(weight, tokens)[wish.start - 1 :]
     own = rows.gather(1, torch.tensor(tokens[wish.start :])[:, None])[:, 0]
     torch.testing.assert_close(arrays["sampled"].double(), own, atol=5e-6, rtol=0)
-    if wish.k:
-        top = rows.topk(wish.k)
-        assert arrays["top_ids"].tolist() == top.indices.tolist()
-        torch.testing.assert_close(arrays["top_logprobs"].double(), top.values, atol=5e-6, rtol=0)
+    k = wish.requests[-1].k
+    if k:
+        best = rows.topk(k)
+        assert arrays["top_ids"].tolist() == best.indices.tolist()
+        torch.testing.assert_close(arrays["top_logprobs"].double(), best.values, atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("block_bytes", [1, 4 * V * 3, 2**26])
@@ -131,8 +153,7 @@ def test_prompts_in_pieces_are_answered_whole(weight, block_bytes, monkeypatch):
         tokens = generator.integers(0, V, int(generator.integers(2, 40))).tolist()
         start = int(generator.integers(1, len(tokens)))
         k = int(generator.choice([0, 1, 8]))
-        kinds = ("sampled", "top_k") if k else ("sampled",)
-        requests[f"r{index}"] = tokens, Wish(start, kinds, k)
+        requests[f"r{index}"] = tokens, Wish(start, (OWN, top(k)) if k else (OWN,))
     runner, done = Runner(weight, requests), {}
     while len(done) < len(requests):
         scheduled = {}
@@ -147,7 +168,7 @@ def test_prompts_in_pieces_are_answered_whole(weight, block_bytes, monkeypatch):
 
 
 def test_preempted_prompt_starts_over(weight):
-    tokens, wish = list(range(10)), Wish(2, ("sampled",))
+    tokens, wish = list(range(10)), Wish(2, (OWN,))
     runner = Runner(weight, {"r": (tokens, wish)})
     assert runner.step({"r": 6}) == {}
     runner.requests["r"].num_computed_tokens = 0
@@ -159,7 +180,7 @@ def test_rows_in_a_prefix_cache_are_noticed(weight):
     """The cache had the first 5 tokens: with a start before 6, rows are missing."""
     tokens = list(range(10))
     for start, is_whole in ((6, True), (5, False), (1, False)):
-        runner = Runner(weight, {"r": (tokens, Wish(start, ("sampled",)))})
+        runner = Runner(weight, {"r": (tokens, Wish(start, (OWN,)))})
         runner.requests["r"].num_computed_tokens = 5
         (progress,) = runner.step({"r": 5}).values()
         assert progress.is_whole is is_whole
@@ -172,14 +193,14 @@ def test_kind_that_fails_costs_its_own_requests_alone(weight, monkeypatch):
     """The other requests of the batch get their rows, and the engine goes on."""
     calls = []
 
-    def failing(rows):
+    def failing(rows, request, numbers):
         calls.append(rows.logits)
         raise torch.OutOfMemoryError("3 GiB")
 
-    monkeypatch.setitem(KINDS, "top_k", failing)
+    monkeypatch.setitem(KINDS, "top_k", SimpleNamespace(arrays=failing))
     monkeypatch.setitem(worker.BLOCK_BYTES, "cpu", 1)
     tokens = list(range(10))
-    wishes = {"r": Wish(2, ("top_k",), 4), "s": Wish(2, ("sampled",))}
+    wishes = {"r": Wish(2, (top(4),)), "s": Wish(2, (OWN,))}
     runner = Runner(weight, {name: (tokens, wish) for name, wish in wishes.items()})
     done = runner.step({"r": 10, "s": 10})
     check(done["s"], weight, tokens, wishes["s"])
@@ -193,7 +214,7 @@ def test_head_that_fails_is_vllms_own_error(weight):
     def head(hidden):
         raise RuntimeError("a worker is gone")
 
-    runner = Runner(weight, {"r": ([1, 2, 3], Wish(1, ("sampled",)))})
+    runner = Runner(weight, {"r": ([1, 2, 3], Wish(1, (OWN,)))})
     runner.model.compute_logits = head
     with pytest.raises(HeadFailed):
         runner.step({"r": 3})
@@ -207,8 +228,8 @@ def test_answer_of_another_runner_is_named():
 def test_given_ids_follow_their_rows(weight):
     tokens = list(range(20, 30))
     given = np.arange(7 * 3, dtype=np.int32).reshape(7, 3)
-    wish = Wish(3, ("sampled", "given"), 0, given.tobytes())
-    runner = Runner(weight, {"r": (tokens, wish), "s": (tokens, Wish(1, ("sampled",)))})
+    wish = Wish(3, (OWN, KindRequest("given", 3, numbers=given.tobytes())))
+    runner = Runner(weight, {"r": (tokens, wish), "s": (tokens, Wish(1, (OWN,)))})
     runner.step({"r": 4, "s": 10})
     (progress,) = runner.step({"r": 6}).values()
     expected = exact(weight, tokens)[2:].gather(1, torch.from_numpy(given).long())
@@ -220,5 +241,5 @@ def test_given_ids_follow_their_rows(weight):
 def test_other_requests_are_not_marked(extra):
     """What a JSON body can hold is no mark, so that only the plugin's own route makes one."""
     assert Wish.of(SimpleNamespace(extra_args=extra)) is None
-    wish = Wish(3, ("sampled", "top_k"), 2)
+    wish = Wish(3, (OWN, top(2)))
     assert Wish.of(SimpleNamespace(extra_args=wish.mark())) == wish

@@ -15,7 +15,7 @@ from prime_composer.scoring import endpoint, questions  # noqa: E402
 from prime_composer.scoring import engine as engine_module
 from prime_composer.scoring.endpoint import Windows  # noqa: E402
 from prime_composer.scoring.engine import AHEAD, Room  # noqa: E402
-from prime_composer.scoring.kinds import KINDS  # noqa: E402
+from prime_composer.scoring.kinds import KINDS, KindRequest  # noqa: E402
 from prime_composer.scoring.questions import TooLarge  # noqa: E402
 from prime_composer.scoring.wire import (
     HEAD_PATH,
@@ -263,7 +263,7 @@ def test_long_rollouts_fit_into_an_answer():
     kinds = ["sampled", "top_k", "hidden"]
     for length, fits in ((131_072, True), (261_000, True), (263_000, False)):
         asked = Question(VERSION, [SequenceToAnswer([5] * length, 1)], kinds, 1)
-        wishes = [Wish(1, tuple(kinds), 1)]
+        wishes = [Wish(1, tuple(KindRequest(name, int(name == "top_k")) for name in kinds))]
         if fits:
             size = questions.answer_size(asked, wishes, facts)
             assert size == (length - 1) * (12 + 2 * 8192)
