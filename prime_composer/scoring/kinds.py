@@ -1,6 +1,6 @@
-"""Kinds of scores: what a row of an answer can hold, from the question to a teacher's ``Scores``.
+"""Kinds of scores: what a row of a response can hold, from the request to a teacher's ``Scores``.
 
-A kind is one object, which both sides have. It says which parameters a question has for it, checks
+A kind is one object, which both sides have. It says which parameters a request has for it, checks
 them, computes its arrays from rows of hidden states, says how large they are, and makes ``Scores``
 of them. Wire, endpoint, worker, clients and hosts know kinds by these methods alone.
 
@@ -29,8 +29,8 @@ from prime_composer.scoring.wire import (
     Facts,
     Field,
     Parameters,
-    Question,
-    SequenceToAnswer,
+    ScoreRequest,
+    SequenceRequest,
     decode_ids,
     encode_ids,
 )
@@ -117,8 +117,8 @@ class Kind(ABC):
 
     Attributes:
         name: on the wire, and at the beginning of its arrays' names.
-        reads_parameters: from ``SequenceToAnswer.parameters``. The package's own kinds have fields
-            of their own in a question, or no parameters.
+        reads_parameters: from ``SequenceRequest.parameters``. The package's own kinds have fields
+            of their own in a request, or no parameters.
     """
 
     name: ClassVar[str]
@@ -149,33 +149,33 @@ class Kind(ABC):
         """
 
     def read(
-        self, question: Question, sequence: SequenceToAnswer, facts: Facts
+        self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
     ) -> KindRequest | None:
         """Return what a sequence asks of this kind, checked; None where it does not.
 
         What passes must not harm vLLM's engine.
 
         Args:
-            question: the whole question.
+            score_request: the whole request.
             sequence: one of its sequences, whose ids and start are right.
             facts: the server's.
 
         Raises:
             ValueError: the parameters are wrong, or the kind or they are missing. The message is
-                the answer.
+                the response.
         """
         parameters = {} if sequence.parameters is msgspec.UNSET else sequence.parameters
         own = parameters.get(self.name)
-        if (self.name in question.kinds) != (own is not None):
+        if (self.name in score_request.kinds) != (own is not None):
             raise ValueError(f"the kind {self.name} and its parameters go together")
         if own is None:
             return None
         numbers = decode_ids(own.rows, sequence.rows)
         return KindRequest(self.name, own.k, own.shared, numbers.tobytes())
 
-    def write(self, request: KindRequest, question: Question, n: int) -> None:
-        """Put a request for n rows into a question with one sequence, as ``read`` reads it."""
-        (sequence,), numbers = question.sequences, request.per_row(n)
+    def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
+        """Put what is asked of n rows into a request with one sequence, as ``read`` reads it."""
+        (sequence,), numbers = score_request.sequences, request.per_row(n)
         rows = "" if numbers is None else encode_ids(numbers)
         parameters = {} if sequence.parameters is msgspec.UNSET else sequence.parameters
         parameters[self.name] = Parameters(request.k, request.shared, rows)
@@ -235,12 +235,12 @@ class Sampled(SupportKind):
         return {"sampled": own.squeeze(-1)}
 
     def read(
-        self, question: Question, sequence: SequenceToAnswer, facts: Facts
+        self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
     ) -> KindRequest | None:
         """It has no parameters."""
-        return KindRequest(self.name) if self.name in question.kinds else None
+        return KindRequest(self.name) if self.name in score_request.kinds else None
 
-    def write(self, request: KindRequest, question: Question, n: int) -> None:
+    def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
         """It has no parameters."""
 
     def request(self, token_ids: Sequence[int], start: int, k: int) -> KindRequest:
@@ -271,10 +271,10 @@ class TopK(SupportKind):
         return {"top_ids": ids.int(), "top_logprobs": values - rows.log_normalizer}
 
     def read(
-        self, question: Question, sequence: SequenceToAnswer, facts: Facts
+        self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
     ) -> KindRequest | None:
-        """K is a field of the question."""
-        k, kinds = question.k, question.kinds
+        """K is a field of the request."""
+        k, kinds = score_request.k, score_request.kinds
         if not 0 <= k <= facts.vocab_size or (self.name in kinds) != (k > 0):
             raise ValueError(
                 f"k = {k} with kinds {kinds}: {self.name} needs a k from 1 to the vocabulary's "
@@ -282,9 +282,9 @@ class TopK(SupportKind):
             )
         return KindRequest(self.name, k) if k else None
 
-    def write(self, request: KindRequest, question: Question, n: int) -> None:
-        """K is a field of the question."""
-        question.k = request.k
+    def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
+        """K is a field of the request."""
+        score_request.k = request.k
 
     def request(self, token_ids: Sequence[int], start: int, k: int) -> KindRequest:
         """Ask for K ids."""
@@ -317,11 +317,11 @@ class Given(SupportKind):
         return {"given": rows.logits.gather(-1, numbers.long()) - rows.log_normalizer}
 
     def read(
-        self, question: Question, sequence: SequenceToAnswer, facts: Facts
+        self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
     ) -> KindRequest | None:
         """The ids are a field of the sequence."""
         ids = decode_ids(sequence.given, sequence.rows)
-        if (self.name in question.kinds) != (ids.size > 0):
+        if (self.name in score_request.kinds) != (ids.size > 0):
             raise ValueError("the kind given and given ids go together")
         if not ids.size:
             return None
@@ -330,9 +330,9 @@ class Given(SupportKind):
             raise ValueError(f"given ids: {wrong}")
         return KindRequest(self.name, ids.shape[1], numbers=ids.tobytes())
 
-    def write(self, request: KindRequest, question: Question, n: int) -> None:
+    def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
         """The ids are a field of the sequence."""
-        (sequence,), ids = question.sequences, request.per_row(n)
+        (sequence,), ids = score_request.sequences, request.per_row(n)
         assert ids is not None
         sequence.given = encode_ids(ids)
 
@@ -370,12 +370,12 @@ class Hidden(Kind):
         return {"hidden": rows.hidden}
 
     def read(
-        self, question: Question, sequence: SequenceToAnswer, facts: Facts
+        self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
     ) -> KindRequest | None:
         """It has no parameters."""
-        return KindRequest(self.name) if self.name in question.kinds else None
+        return KindRequest(self.name) if self.name in score_request.kinds else None
 
-    def write(self, request: KindRequest, question: Question, n: int) -> None:
+    def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
         """It has no parameters."""
 
     def states(self, arrays: Arrays, dtype: torch.dtype) -> Float[Tensor, "n d"]:
@@ -425,7 +425,7 @@ def named_kind(name: str, what: str) -> SupportKind:
 
 
 def row_bytes(kinds: Iterable[Kind], k: int, facts: Facts) -> int:
-    """Return how many bytes these kinds have in an answer for each token of interest.
+    """Return how many bytes these kinds have in a response for each token of interest.
 
     Args:
         kinds: the kinds.

@@ -35,7 +35,7 @@ DTYPE_NAMES = {
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-class Wish(msgspec.Struct, frozen=True):
+class RowsRequest(msgspec.Struct, frozen=True):
     """What a marked request asks for. Whoever makes one has checked it against the prompt.
 
     Attributes:
@@ -52,8 +52,8 @@ class Wish(msgspec.Struct, frozen=True):
         return {MARK: msgspec.msgpack.encode(self)}
 
     @classmethod
-    def of(cls, sampling_params: Any) -> "Wish | None":
-        """Return a request's wish; None for a request that is not marked."""
+    def of(cls, sampling_params: Any) -> "RowsRequest | None":
+        """Return what a request is marked with; None for one that is not marked."""
         extra = getattr(sampling_params, "extra_args", None)
         mark = extra.get(MARK) if extra else None
         return msgspec.msgpack.decode(mark, type=cls) if isinstance(mark, bytes) else None
@@ -64,7 +64,7 @@ class Progress:
     """The rows of one request so far; a long prompt is prefilled in pieces.
 
     Attributes:
-        wish: what was asked for.
+        rows_request: what was asked for.
         first: index of the first row of interest; row i predicts token i + 1.
         n: number of rows of interest.
         arrays: name -> all rows, on the CPU; made when the first rows are there.
@@ -74,7 +74,7 @@ class Progress:
         error: why the rows cannot be had; empty where nothing went wrong.
     """
 
-    wish: Wish
+    rows_request: RowsRequest
     first: int
     n: int
     arrays: dict[str, Tensor] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class Piece:
 
     def numbers(self, index: int) -> NDArray[np.int32] | None:
         """Return what the request of this index says of these rows, [count, m]."""
-        numbers = self.progress.wish.requests[index].per_row(self.progress.n)
+        numbers = self.progress.rows_request.requests[index].per_row(self.progress.n)
         return None if numbers is None else numbers[self.row : self.row + self.count]
 
 
@@ -193,19 +193,22 @@ def read_payload(description: Tensor, data: Tensor, n: int) -> dict[str, Tensor]
 
 
 def answer_prompts(
-    runner: Any, wishes: dict[str, Wish], hidden_states: Tensor, scheduled: dict[str, int]
+    runner: Any,
+    rows_requests: dict[str, RowsRequest],
+    hidden_states: Tensor,
+    scheduled: dict[str, int],
 ) -> dict[str, Progress]:
     """Compute the rows of marked requests in one batch; return the requests that are complete.
 
     Args:
         runner: vLLM's ``GPUModelRunner``.
-        wishes: request id -> what it asks for.
+        rows_requests: request id -> what it asks for.
         hidden_states: of all tokens of the batch, [tokens, d].
         scheduled: request id -> its tokens in the batch; a preempted request has none.
     """
     done: dict[str, Progress] = {}
     groups: dict[tuple[Any, ...], list[Piece]] = {}
-    for request_id, wish in wishes.items():
+    for request_id, rows_request in rows_requests.items():
         count = scheduled.get(request_id)
         if count is None:
             continue
@@ -213,7 +216,9 @@ def answer_prompts(
         prompt, before = request.prompt_token_ids, request.num_computed_tokens
         progress = request.in_progress_prompt_logprobs_cpu
         if progress is None:
-            progress = Progress(wish, wish.start - 1, len(prompt) - wish.start)
+            progress = Progress(
+                rows_request, rows_request.start - 1, len(prompt) - rows_request.start
+            )
             request.in_progress_prompt_logprobs_cpu = progress
         low, high = max(progress.first, before), min(before + count, len(prompt) - 1)
         if high > low:
@@ -221,7 +226,7 @@ def answer_prompts(
             shift = runner.query_start_loc.np[index].item() - before
             next_ids = prompt[low + 1 : high + 1]
             piece = Piece(shift + low, low - progress.first, next_ids, progress)
-            alike = tuple(request.group(progress.n) for request in wish.requests)
+            alike = tuple(request.group(progress.n) for request in rows_request.requests)
             groups.setdefault(alike, []).append(piece)
         if before + count >= len(prompt):
             done[request_id] = progress
@@ -251,7 +256,7 @@ def answer_group(
         hidden_states: of the whole batch, [tokens, d].
         group: the pieces.
     """
-    device, requests = hidden_states.device, group[0].progress.wish.requests
+    device, requests = hidden_states.device, group[0].progress.rows_request.requests
     parts = [hidden_states[piece.begin : piece.begin + piece.count] for piece in group]
     rows = torch.cat(parts) if len(parts) > 1 else parts[0]
     next_ids = torch.tensor([id for piece in group for id in piece.next_ids], device=device)

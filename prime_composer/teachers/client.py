@@ -35,15 +35,15 @@ from prime_composer.scoring.wire import (
     SCORE_PATH,
     VERSION,
     WITHOUT_PLUGIN,
-    Answer,
     Bytes,
     Facts,
-    Question,
-    SequenceToAnswer,
+    ScoreRequest,
+    ScoreResponse,
+    SequenceRequest,
     WireError,
-    decode_answer,
+    decode_response,
 )
-from prime_composer.teachers.responses import Asked, joined, read_binary, read_json, wrong_answer
+from prime_composer.teachers.responses import Asked, joined, read_binary, read_json, wrong_response
 
 T = TypeVar("T")
 
@@ -159,11 +159,11 @@ class TeacherClient:
             Exception: the transport's error. The plugin is of another version, or serves another
                 model than before; or the server refuses an API key.
         """
-        question = msgspec.to_builtins(Question(VERSION, [], model=self._model))
+        score_request = msgspec.to_builtins(ScoreRequest(VERSION, [], model=self._model))
         found = None
         try:
-            content = await self._transport.receive(SCORE_PATH, question, GREETING_BYTES)
-            found = decode_answer(content, Answer).facts
+            content = await self._transport.receive(SCORE_PATH, score_request, GREETING_BYTES)
+            found = decode_response(content, ScoreResponse).facts
         except Refused as refusal:
             if refusal.status in (401, 403) or (refusal.status >= 500 and refusal.status != 501):
                 raise self._transport.refused(refusal, SCORE_PATH) from refusal
@@ -323,25 +323,25 @@ class TeacherClient:
         facts: Facts,
     ) -> Scores:
         n, asked = len(sequence.lacks), Asked(kind, request, head)
-        one = SequenceToAnswer(sequence.token_ids, sequence.start)
-        question = Question(VERSION, [one], [], model=self._model)
+        one = SequenceRequest(sequence.token_ids, sequence.start)
+        score_request = ScoreRequest(VERSION, [one], [], model=self._model)
         for each, its in asked.of_kinds:
-            question.kinds.append(each.name)
-            each.write(its, question, n)
+            score_request.kinds.append(each.name)
+            each.write(its, score_request, n)
         size = self._checked_size(n, asked.kinds, request.k, facts)
         content = await self._transport.receive(
-            SCORE_PATH, msgspec.to_builtins(question), ENVELOPE_BYTES + size, tail=size
+            SCORE_PATH, msgspec.to_builtins(score_request), ENVELOPE_BYTES + size, tail=size
         )
         try:
-            answer: Answer = decode_answer(content, Answer)
+            response: ScoreResponse = decode_response(content, ScoreResponse)
         except WireError as error:
-            raise wrong_answer(self._transport.origin, sequence, str(error)) from None
-        self._check_same_model(answer.facts)
+            raise wrong_response(self._transport.origin, sequence, str(error)) from None
+        self._check_same_model(response.facts)
         return await self._transport.read(
-            read_binary, answer, sequence, asked, facts, self._transport.origin
+            read_binary, response, sequence, asked, facts, self._transport.origin
         )
 
-    def answer_bytes(self, rows: int, k: int, by_student: bool, hidden: bool) -> int:
+    def response_bytes(self, rows: int, k: int, by_student: bool, hidden: bool) -> int:
         """Return the size of the plugin's arrays; 0 without the plugin.
 
         Args:
@@ -383,7 +383,7 @@ class TeacherClient:
         most = max(0, limits.question_bytes - others) * 3 // (16 * m)  # base64 of int32
         if most == 0:
             raise self._transport.error(
-                f"{self._transport.origin} takes questions of at most {limits.question_bytes:,} "
+                f"{self._transport.origin} takes requests of at most {limits.question_bytes:,} "
                 f"bytes, too few for {tokens:,} tokens and {m:,} ids for one of them; lower the "
                 "loss's k."
             )

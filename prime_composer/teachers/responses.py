@@ -17,10 +17,10 @@ from prime_composer.scoring.head import DTYPES_BY_NAME
 from prime_composer.scoring.kinds import HIDDEN, SAMPLED, Arrays, Kind, KindRequest, SupportKind
 from prime_composer.scoring.wire import (
     DTYPES,
-    Answer,
     Bytes,
     Facts,
     Field,
+    ScoreResponse,
     WireError,
     unpack_arrays,
 )
@@ -74,12 +74,12 @@ def read_json(content: Bytes, sequence: SequenceToScore, k: int, origin: str) ->
 
 
 def read_binary(
-    answer: Answer, sequence: SequenceToScore, asked: Asked, facts: Facts, origin: str
+    response: ScoreResponse, sequence: SequenceToScore, asked: Asked, facts: Facts, origin: str
 ) -> Scores:
     """Return the scores in a response of the scoring plugin, checked.
 
     Args:
-        answer: the decoded response.
+        response: the decoded response.
         sequence: what was scored.
         asked: what was asked for.
         facts: the server's.
@@ -90,14 +90,14 @@ def read_binary(
     """
     n, k = len(sequence.lacks), asked.request.k
     try:
-        if len(answer.sequences) != 1:
-            raise WireError(f"{len(answer.sequences)} sequences, where 1 was expected")
-        arrays = unpack_arrays(answer.sequences[0], n)
+        if len(response.sequences) != 1:
+            raise WireError(f"{len(response.sequences)} sequences, where 1 was expected")
+        arrays = unpack_arrays(response.sequences[0], n)
         for kind in asked.kinds:
             for field in kind.fields(k, facts):
                 arrays[field.name] = expected(arrays, field, n)
     except WireError as error:
-        raise wrong_answer(origin, sequence, str(error)) from None
+        raise wrong_response(origin, sequence, str(error)) from None
     scores = checked(
         asked.kind.scores(arrays, asked.request, sequence.start),
         sequence,
@@ -169,7 +169,7 @@ def check_finite(states: Float[Tensor, "n d"], sequence: SequenceToScore, origin
             )
 
 
-def wrong_answer(origin: str, sequence: SequenceToScore, found: str) -> InvalidAnswer:
+def wrong_response(origin: str, sequence: SequenceToScore, found: str) -> InvalidAnswer:
     """Return the error for a response that is none of the plugin's."""
     place = "" if sequence.index is None else f" for sequence {sequence.index}"
     return InvalidAnswer(f"{origin} gave a wrong answer{place}: {found}.")

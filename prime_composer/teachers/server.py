@@ -165,7 +165,7 @@ class ServerScorer(Server):
         client = self.client
         if client.facts is not None:
             k = client.facts.vocab_size if support_size == "full" else support_size
-            client.answer_bytes(tokens, k, by_student, hidden)
+            client.response_bytes(tokens, k, by_student, hidden)
 
     async def receive(self, path: str, body: Any, max_bytes: int, *, tail: int = 0) -> memoryview:
         """Send a request of the client (``client.Transport``)."""

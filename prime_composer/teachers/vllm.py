@@ -28,7 +28,7 @@ from prime_composer.scoring.kinds import (
     KindRequest,
     SupportKind,
 )
-from prime_composer.scoring.worker import Wish, read_payload
+from prime_composer.scoring.worker import RowsRequest, read_payload
 
 
 class VLLMScorer:
@@ -96,7 +96,7 @@ class VLLMScorer:
                 temperature=0.0,
                 prompt_logprobs=0,
                 detokenize=False,
-                extra_args=Wish(
+                extra_args=RowsRequest(
                     sequence.start, (request, *(KindRequest(one.name) for one in beside))
                 ).mark(),
             )

@@ -10,7 +10,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from prime_composer.scoring.endpoint import ScoringEndpoint
-from prime_composer.scoring.worker import Piece, Progress, Wish, answer_group
+from prime_composer.scoring.worker import Piece, Progress, RowsRequest, answer_group
 from tests.scoring.conftest import Engine
 from tests.scoring.recent_ids import EMPTY, FLOOR, recent
 
@@ -40,13 +40,13 @@ class Rows(Engine):
 
     async def generate(self, prompt, params, request_id):
         """Answer in two pieces of the prompt."""
-        wish, ids = Wish.of(params), prompt["prompt_token_ids"]
-        self.asked.append(wish)
-        first, n = wish.start - 1, len(ids) - wish.start
-        progress, half = Progress(wish, first, n), n // 2
+        rows_request, ids = RowsRequest.of(params), prompt["prompt_token_ids"]
+        self.asked.append(rows_request)
+        first, n = rows_request.start - 1, len(ids) - rows_request.start
+        progress, half = Progress(rows_request, first, n), n // 2
         for rows in (range(half), range(half, n)):
             if rows:
-                next_ids = ids[wish.start + rows.start : wish.start + rows.stop]
+                next_ids = ids[rows_request.start + rows.start : rows_request.start + rows.stop]
                 piece = Piece(first + rows.start, rows.start, next_ids, progress)
                 states = self.table[torch.tensor(ids)]
                 answer_group(lambda h: h @ self.weight.T, len(self.weight), states, [piece])

@@ -109,7 +109,7 @@ def loss_of(inputs):
 
 PACKAGE = Path(kinds.__file__).parents[1]
 ROAD = (
-    *("scoring/wire.py", "scoring/worker.py", "scoring/questions.py", "scoring/engine.py"),
+    *("scoring/wire.py", "scoring/worker.py", "scoring/requests.py", "scoring/engine.py"),
     *("scoring/endpoint.py", "teachers/client.py", "teachers/responses.py", "teachers/mixture.py"),
     *("teachers/server.py", "teachers/vllm.py", "local/engine.py", "local/collect.py"),
     *("upstream/wire.py", "upstream/orchestrator/client.py", "upstream/trainer/teachers.py"),
