@@ -254,6 +254,13 @@ class Scores:
         """Ids of the support per row."""
         return self.token_ids.shape[1]
 
+    @property
+    def all_known(self) -> Bool[Tensor, "n k"]:
+        """``known`` as a tensor, also where the teacher could answer for all ids."""
+        if self.known is not None:
+            return self.known
+        return torch.ones(self.token_ids.shape, dtype=torch.bool)
+
     def rows(self, part: slice | Bool[Tensor, " n"]) -> "Scores":
         """Return some rows, by a slice with step 1 or a mask. ``start`` is that of the first one.
 

@@ -26,7 +26,7 @@ ALLOWED = {
     **{module: {module, *MATHS[:i]} for i, module in enumerate(MATHS)},
     "losses": {"losses", *MATHS},
     "problems": {"problems"},
-    "scoring": {"scoring"},
+    "scoring": {"scoring", "contract"},
     "upstream": {
         *("upstream", "problems", "recipe", "losses", "contract", "full_vocabulary", "backends"),
         *("scoring", "teachers"),

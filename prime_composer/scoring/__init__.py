@@ -1,15 +1,16 @@
 """A plugin for vLLM's server: a teacher's scores, hidden states and output head in binary.
 
-- ``wire``: question and answer as bytes, for both sides
-- ``kinds``: what an answer can hold, one small function per name
-- ``worker``: where vLLM has the hidden states of a prompt; the functions run there
+- ``wire``: request and response as bytes, for both sides
+- ``kinds``: what a row of a response can hold, one object per kind for both sides
+- ``worker``: where vLLM has the hidden states of a prompt; the kinds compute their arrays there
 - ``plugin``: the entry points; nothing happens unless VLLM_PLUGINS names ``prime_composer``
 - ``endpoint``: the routes of the API server
-- ``questions``: what is asked, checked against the server's limits
-- ``engine``: the rows of a question from vLLM's engine, a few steps' work at a time
+- ``requests``: what is asked, checked against the server's limits
+- ``engine``: the rows of a request from vLLM's engine, a few steps' work at a time
 - ``head``: the model's output head, in pieces
 - ``shared_vocabulary``: ids that one output head has and another lacks
 
-Nothing here imports another part of prime_composer. Clients import ``wire`` and
-``shared_vocabulary`` alone. The plugin runs in vLLM 0.26 to 0.32.
+Of other parts of prime_composer only the contract's ``Scores`` and the reading of names are
+imported here. Clients import ``wire``, ``kinds`` and ``shared_vocabulary`` alone. The plugin runs
+in vLLM 0.26 to 0.32.
 """

@@ -1,7 +1,7 @@
 """The routes of the scoring plugin in vLLM's API server.
 
 One wrong request must never end the engine, and no large one may keep the others waiting: every
-question is checked before the engine sees it (``questions``), handed over in small parts
+request is checked before the engine sees it (``requests``), handed over in small parts
 (``engine``), and answered in windows. A request whose client is gone is aborted.
 """
 
@@ -19,49 +19,49 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from prime_composer.scoring.engine import FIRST_MODEL_RUNNER, NoRows, Room, all_rows
-from prime_composer.scoring.kinds import KINDS
+from prime_composer.scoring.kinds import KINDS, register_named
 from prime_composer.scoring.patches import HEAD_METHOD
-from prime_composer.scoring.questions import (
-    BadQuestion,
+from prime_composer.scoring.requests import (
+    BadRequest,
     OtherVersion,
-    answer_size,
     body_of,
-    check_head_question,
-    check_question,
+    check_head_request,
+    check_request,
     limits_of,
     read,
-    wish_of,
+    response_size,
+    rows_request_of,
 )
 from prime_composer.scoring.wire import (
     HEAD_PATH,
     NAME,
     SCORE_PATH,
     VERSION,
-    Answer,
     Bytes,
     Facts,
     Field,
-    HeadAnswer,
     HeadFacts,
-    HeadQuestion,
-    Question,
+    HeadRequest,
+    HeadResponse,
     Rows,
-    answer_parts,
+    ScoreRequest,
+    ScoreResponse,
+    response_parts,
 )
 
 T = TypeVar("T")
 
 ROOM = 2**30
-"""Bytes of answers that are in the making at once. A larger one is so alone."""
+"""Bytes of responses that are in the making at once. A larger one is so alone."""
 
 SMALL_BYTES = 2**24
-"""Answers up to this size never wait for larger ones."""
+"""Responses up to this size never wait for larger ones."""
 
 SMALL_ROOM = 2**28
-"""Bytes of small answers that are in the making at once."""
+"""Bytes of small responses that are in the making at once."""
 
 WINDOW_BYTES = 2**20
-"""How much of an answer is sent before other requests have their turn."""
+"""How much of a response is sent before other requests have their turn."""
 
 STALL_SECONDS = 60.0
 """Time for a client to take a window. One that does not keeps others from the room."""
@@ -70,7 +70,7 @@ MEDIA_TYPE = "application/x-msgpack"
 
 
 class OtherModel(Exception):
-    """A question for a model that is not the server's own, such as an adapter of it."""
+    """A request for a model that is not the server's own, such as an adapter of it."""
 
 
 class ScoringEndpoint:
@@ -84,16 +84,17 @@ class ScoringEndpoint:
 
         Starlette and vLLM's metrics both try a server's routes, about 60, one after the other.
         """
-        for path, answer in ((SCORE_PATH, score), (HEAD_PATH, head)):
-            app.router.routes.insert(0, Route(path, answer, methods=["POST"]))
+        for path, route in ((SCORE_PATH, score), (HEAD_PATH, head)):
+            app.router.routes.insert(0, Route(path, route, methods=["POST"]))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Refuse an engine that would answer with vLLM's own numbers, and note the facts.
 
         Raises:
             ValueError: the engine has another model runner or several pipeline stages, or leaves
-                hidden states of prompts out.
+                hidden states of prompts out. Or a kind of scores from outside cannot be loaded.
         """
+        register_named()
         config = engine_client.vllm_config
         if getattr(config, "use_v2_model_runner", False):
             raise ValueError(
@@ -137,29 +138,32 @@ async def score(request: Request) -> Response:
     state = request.app.state
     facts: Facts = state.prime_composer_facts
     try:
-        question = read(await body_of(request, facts), Question)
-        if question.model not in ("", *state.prime_composer_names):
+        score_request = read(await body_of(request, facts), ScoreRequest)
+        if score_request.model not in ("", *state.prime_composer_names):
             raise OtherModel
-        check_question(question, facts)
-        wishes = [wish_of(index, question, facts) for index in range(len(question.sequences))]
-        size = answer_size(question, wishes, facts)
+        check_request(score_request, facts)
+        rows_requests = [
+            rows_request_of(index, score_request, facts)
+            for index in range(len(score_request.sequences))
+        ]
+        size = response_size(score_request, rows_requests, facts)
     except OtherVersion:
-        return packed(Answer(NAME, VERSION, facts, []))
-    except BadQuestion as error:
+        return packed(ScoreResponse(NAME, VERSION, facts, []))
+    except BadRequest as error:
         return refusal(error.status, str(error))
     except OtherModel:
         return refusal(404, f"The scoring plugin answers for {facts.model} alone.")
     except ClientDisconnect:
         return Response(status_code=499)
-    if not wishes:
-        return packed(Answer(NAME, VERSION, facts, []))
+    if not rows_requests:
+        return packed(ScoreResponse(NAME, VERSION, facts, []))
     async with AsyncExitStack() as held:
 
         async def answered() -> list[Rows]:
             room: Room = state.prime_composer_rooms[size > SMALL_BYTES]
             await held.enter_async_context(room.taken(size))
             return await all_rows(
-                state.engine_client, state.prime_composer_config, question, wishes
+                state.engine_client, state.prime_composer_config, score_request, rows_requests
             )
 
         try:
@@ -170,33 +174,33 @@ async def score(request: Request) -> Response:
             return refusal(501, str(error))
         if rows is None:
             return Response(status_code=499)
-        return Windows(answer_parts(Answer(NAME, VERSION, facts, rows)), held.pop_all())
+        return Windows(response_parts(ScoreResponse(NAME, VERSION, facts, rows)), held.pop_all())
 
 
 async def head(request: Request) -> Response:
     """Answer ``HEAD_PATH``."""
     facts: Facts = request.app.state.prime_composer_facts
     try:
-        question = read(await body_of(request, facts), HeadQuestion)
-        check_head_question(question, facts)
+        head_request = read(await body_of(request, facts), HeadRequest)
+        check_head_request(head_request, facts)
     except OtherVersion:
-        return packed(HeadAnswer(NAME, VERSION))
-    except BadQuestion as error:
+        return packed(HeadResponse(NAME, VERSION))
+    except BadRequest as error:
         return refusal(error.status, str(error))
     except ClientDisconnect:
         return Response(status_code=499)
-    first, last = question.first, question.last
+    first, last = head_request.first, head_request.last
     parts = await request.app.state.engine_client.collective_rpc(HEAD_METHOD, args=(first, last))
     for part in parts:
         if "error" in part:
             return refusal(400, f"The head of {facts.model} cannot be read: {part['error']}.")
     if first == last:
-        return packed(HeadAnswer(NAME, VERSION, facts=joined(parts)))
+        return packed(HeadResponse(NAME, VERSION, facts=joined(parts)))
     parts.sort(key=lambda part: part["first"])
     fields = [Field("weight", parts[0]["dtype"], facts.hidden_size)]
     fields += [Field("bias", parts[0]["dtype"], 0)] * any(part["bias"] for part in parts)
     data = b"".join([part["weight"] for part in parts] + [part["bias"] for part in parts])
-    return packed(HeadAnswer(NAME, VERSION, rows=Rows(last - first, fields, memoryview(data))))
+    return packed(HeadResponse(NAME, VERSION, rows=Rows(last - first, fields, memoryview(data))))
 
 
 def joined(parts: list[dict[str, Any]]) -> HeadFacts:
@@ -237,7 +241,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | Non
 
 
 class Windows(Response):
-    """An answer of the plugin that is sent as fast as its client takes it, never copied whole.
+    """A response of the plugin that is sent as fast as its client takes it, never copied whole.
 
     Args:
         parts: its bytes.
@@ -255,7 +259,7 @@ class Windows(Response):
             if self._size <= WINDOW_BYTES:
                 await self._send(send)
                 return
-            with suppress(TimeoutError):  # the server closes a connection whose answer has no end
+            with suppress(TimeoutError):  # the server closes a connection without an end
                 await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
@@ -282,9 +286,9 @@ def windows(parts: Sequence[Bytes]) -> Iterator[bytes]:
         yield bytes(window)
 
 
-def packed(answer: Any) -> Response:
-    """Return a short answer of the plugin."""
-    return Response(msgspec.msgpack.encode(answer), media_type=MEDIA_TYPE)
+def packed(response: Any) -> Response:
+    """Return a short response of the plugin."""
+    return Response(msgspec.msgpack.encode(response), media_type=MEDIA_TYPE)
 
 
 def refusal(status: int, message: str) -> Response:

@@ -1,6 +1,6 @@
-"""Ask vLLM's engine for the rows of a question, a few of its steps' work at a time.
+"""Ask vLLM's engine for the rows of a request, a few of its steps' work at a time.
 
-The engine serves first what came first. A question that handed all its sequences over at once would
+The engine serves first what came first. A request that handed all its sequences over at once would
 keep all later ones waiting, and its own end would take the engine as long once its client is gone.
 """
 
@@ -14,8 +14,8 @@ from copy import copy
 from functools import cache, lru_cache
 from typing import Any
 
-from prime_composer.scoring.wire import NAME, Field, Question, Rows
-from prime_composer.scoring.worker import Wish
+from prime_composer.scoring.wire import NAME, Field, Rows, ScoreRequest
+from prime_composer.scoring.worker import RowsRequest
 
 _process = secrets.token_hex(8)
 _numbers = itertools.count()
@@ -24,7 +24,7 @@ _numbers = itertools.count()
 FIRST_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=0"
 
 AHEAD = 2
-"""Steps of the engine, or sequences that are longer, that a question has in it at once: one runs
+"""Steps of the engine, or sequences that are longer, that a request has in it at once: one runs
 and one waits, so that the engine is never idle."""
 
 LEAST_TOKENS = 64
@@ -63,28 +63,30 @@ class Room:
             self._left.set()
 
 
-async def all_rows(engine: Any, config: Any, question: Question, wishes: list[Wish]) -> list[Rows]:
-    """Return the answer of each sequence, in order; the first error cancels the others.
+async def all_rows(
+    engine: Any, config: Any, score_request: ScoreRequest, rows_requests: list[RowsRequest]
+) -> list[Rows]:
+    """Return the response of each sequence, in order; the first error cancels the others.
 
     Args:
         engine: vLLM's client of its engine.
         config: vLLM's. Its prefix cache has whole blocks: a shorter prompt is in none, and one of
             whole blocks is in it with the row that predicts the first token.
-        question: the checked question.
-        wishes: what the worker has to do, one per sequence.
+        score_request: the checked request.
+        rows_requests: what the worker has to do, one per sequence.
     """
     block_size: int = config.cache_config.block_size
-    longest = max(len(sequence.token_ids) for sequence in question.sequences)
+    longest = max(len(sequence.token_ids) for sequence in score_request.sequences)
     room = Room(AHEAD * max(longest, config.scheduler_config.max_num_batched_tokens))
 
-    async def one(token_ids: list[int], wish: Wish) -> Rows:
-        cached = wish.start > block_size and wish.start % block_size > 0
+    async def one(token_ids: list[int], rows_request: RowsRequest) -> Rows:
+        cached = rows_request.start > block_size and rows_request.start % block_size > 0
         async with room.taken(max(LEAST_TOKENS, len(token_ids))):
-            return await rows_of(engine, token_ids, wish, cached=cached)
+            return await rows_of(engine, token_ids, rows_request, cached=cached)
 
     work = [
-        one(sequence.token_ids, wish)
-        for sequence, wish in zip(question.sequences, wishes, strict=True)
+        one(sequence.token_ids, rows_request)
+        for sequence, rows_request in zip(score_request.sequences, rows_requests, strict=True)
     ]
     if len(work) == 1:
         return [await work[0]]
@@ -96,8 +98,10 @@ async def all_rows(engine: Any, config: Any, question: Question, wishes: list[Wi
             task.cancel()
 
 
-async def rows_of(engine: Any, token_ids: list[int], wish: Wish, *, cached: bool) -> Rows:
-    """Return one sequence's answer.
+async def rows_of(
+    engine: Any, token_ids: list[int], rows_request: RowsRequest, *, cached: bool
+) -> Rows:
+    """Return one sequence's response.
 
     The prompt's key-value cache is shared with other sequences of its group. Where the cache had
     more than the prompt, rows are missing, and the sequence is computed once more without it.
@@ -105,7 +109,7 @@ async def rows_of(engine: Any, token_ids: list[int], wish: Wish, *, cached: bool
     Args:
         engine: vLLM's client of its engine.
         token_ids: prompt and completion.
-        wish: what the worker has to do.
+        rows_request: what the worker has to do.
         cached: the prefix cache may have the prompt without its last row.
 
     Raises:
@@ -115,7 +119,7 @@ async def rows_of(engine: Any, token_ids: list[int], wish: Wish, *, cached: bool
         # A copy is not checked again, and vLLM makes a shallow one instead of a deep one.
         params = copy(sampling_params())
         params.skip_reading_prefix_cache = skips_cache
-        params.extra_args = wish.mark()
+        params.extra_args = rows_request.mark()
         name = f"{NAME}-{_process}-{next(_numbers)}"
         found = None
         # With its type, vLLM takes the prompt as it is.
@@ -130,7 +134,7 @@ async def rows_of(engine: Any, token_ids: list[int], wish: Wish, *, cached: bool
             )
         description, data = tensors[0].numpy().tobytes(), tensors[1].numpy().data
         if description:
-            return Rows(len(token_ids) - wish.start, fields_of(description), data)
+            return Rows(len(token_ids) - rows_request.start, fields_of(description), data)
     raise NoRows("vLLM left rows of the prompt out, without a cache")
 
 
@@ -152,7 +156,7 @@ def sampling_params() -> Any:
 
 @lru_cache
 def fields_of(description: bytes) -> list[Field]:
-    """Return the arrays of an answer (``worker.Progress.payload``).
+    """Return the arrays of a response (``worker.Progress.payload``).
 
     Raises:
         NoRows: there are none, and the worker says why.

@@ -1,17 +1,47 @@
-"""What an answer can hold: a name, and a function of the rows that returns arrays.
+"""Kinds of scores: what a row of a response can hold, from the request to a teacher's ``Scores``.
 
-A kind that a vocabulary of the client's needs, such as a sum of probabilities over a static map, is
-one more function here. The wire, the worker and the endpoint do not change.
+A kind is one object, which both sides have. It says which parameters a request has for it, checks
+them, computes its arrays from rows of hidden states, says how large they are, and makes ``Scores``
+of them. Wire, endpoint, worker, clients and hosts know kinds by these methods alone.
+
+A kind of one's own is an object in a module of one's own, "my_package.my_module:KIND". A server
+has it where ``PRIME_COMPOSER_KINDS`` names it, and a client gets the object:
+``ServerScorer(kind=...)`` on one machine, the adapter's setting ``scores`` inside prime-rl. It
+writes no other file.
 """
 
-from collections.abc import Callable
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
+
+from prime_composer.contract import Scores
+from prime_composer.scoring.wire import (
+    Facts,
+    Field,
+    Parameters,
+    ScoreRequest,
+    SequenceRequest,
+    decode_ids,
+    encode_ids,
+)
+from prime_composer.tables import named_module
+
+VARIABLE = "PRIME_COMPOSER_KINDS"
+"""Environment variable of a server: kinds from outside the package as "module:object", with commas
+between them. Each process of the server imports their modules."""
+
+Arrays = Mapping[str, NDArray[Any]]
+"""Name -> [n] or [n, columns]. Half precision comes as the numbers' bits (``wire.DTYPES``)."""
 
 
 class HeadFailed(Exception):
@@ -26,15 +56,11 @@ class Rows:
         hidden: last hidden states, after the final norm, [n, d].
         next_ids: the tokens that followed, [n].
         head: hidden states -> logits, in the model's dtype.
-        k: the K of the question.
-        given: ids of the caller's choice, [n, m]; None without any.
     """
 
     hidden: Float[Tensor, "n d"]
     next_ids: Int[Tensor, " n"]
     head: Callable[[Tensor], Tensor]
-    k: int = 0
-    given: Int[Tensor, "n m"] | None = None
 
     @cached_property
     def logits(self) -> Float[Tensor, "n v"]:
@@ -55,34 +81,378 @@ class Rows:
         return self.logits.logsumexp(-1, keepdim=True)
 
 
-Kind = Callable[[Rows], dict[str, Tensor]]
-"""Rows -> arrays of [n] or [n, columns] by name, in int32, float32 or the model's dtype."""
+class KindRequest(msgspec.Struct, frozen=True):
+    """What one kind is asked for the rows of one sequence.
+
+    Attributes:
+        kind: its name.
+        k: columns of what is asked for, such as ids per row.
+        shared: further parameters that all rows share, in JSON's types.
+        numbers: int32 numbers of each row as bytes, [n, m]; empty without any.
+    """
+
+    kind: str
+    k: int = 0
+    shared: dict[str, Any] = {}
+    numbers: bytes = b""
+
+    def per_row(self, n: int) -> NDArray[np.int32] | None:
+        """Return the numbers of n rows, [n, m]; None without any."""
+        return np.frombuffer(self.numbers, "<i4").reshape(n, -1) if self.numbers else None
+
+    def of_rows(self, n: int, rows: range) -> "KindRequest":
+        """Return the request for some of n rows."""
+        if len(rows) == n:
+            return self
+        size = len(self.numbers) // max(1, n)
+        part = self.numbers[rows.start * size : rows.stop * size]
+        return msgspec.structs.replace(self, numbers=part)
+
+    def group(self, n: int) -> tuple[Any, ...]:
+        """Return what requests for n rows must agree in to be computed together."""
+        shared = msgspec.msgpack.encode(self.shared) if self.shared else b""
+        return self.kind, self.k, shared, len(self.numbers) // max(1, n)
 
 
-def sampled(rows: Rows) -> dict[str, Tensor]:
-    """Return log q of the token that followed, float32 [n]."""
-    own = rows.logits.gather(-1, rows.next_ids[:, None]) - rows.log_normalizer
-    return {"sampled": own.squeeze(-1)}
+class Kind(ABC):
+    """One kind of scores, on the server.
+
+    Attributes:
+        name: on the wire, and at the beginning of its arrays' names.
+        reads_parameters: from ``SequenceRequest.parameters``. The package's own kinds have fields
+            of their own in a request, or no parameters.
+    """
+
+    name: ClassVar[str]
+    reads_parameters: ClassVar[bool] = True
+
+    @abstractmethod
+    def fields(self, k: int, facts: Facts) -> list[Field]:
+        """Return name, dtype and columns of each array of ``arrays``, in any order.
+
+        Args:
+            k: of the request.
+            facts: the server's.
+        """
+
+    @abstractmethod
+    def arrays(
+        self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
+    ) -> dict[str, Tensor]:
+        """Compute the arrays, [n] or [n, columns] by name, in int32, float32 or half precision.
+
+        It runs in vLLM's worker, on its device. An error costs the requests of these rows, and no
+        others.
+
+        Args:
+            rows: some rows, of one request or of several that share the parameters.
+            request: of the first of them. Its ``numbers`` are those of other rows.
+            numbers: those of these rows, None without any.
+        """
+
+    def read(
+        self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
+    ) -> KindRequest | None:
+        """Return what a sequence asks of this kind, checked; None where it does not.
+
+        What passes must not harm vLLM's engine.
+
+        Args:
+            score_request: the whole request.
+            sequence: one of its sequences, whose ids and start are right.
+            facts: the server's.
+
+        Raises:
+            ValueError: the parameters are wrong, or the kind or they are missing. The message is
+                the response.
+        """
+        parameters = {} if sequence.parameters is msgspec.UNSET else sequence.parameters
+        own = parameters.get(self.name)
+        if (self.name in score_request.kinds) != (own is not None):
+            raise ValueError(f"the kind {self.name} and its parameters go together")
+        if own is None:
+            return None
+        numbers = decode_ids(own.rows, sequence.rows)
+        return KindRequest(self.name, own.k, own.shared, numbers.tobytes())
+
+    def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
+        """Put what is asked of n rows into a request with one sequence, as ``read`` reads it."""
+        (sequence,), numbers = score_request.sequences, request.per_row(n)
+        rows = "" if numbers is None else encode_ids(numbers)
+        parameters = {} if sequence.parameters is msgspec.UNSET else sequence.parameters
+        parameters[self.name] = Parameters(request.k, request.shared, rows)
+        sequence.parameters = parameters
 
 
-def top_k(rows: Rows) -> dict[str, Tensor]:
-    """Return the K most probable ids, int32 [n, K], and their log q, float32 [n, K], in order."""
-    values, ids = largest(rows.logits, rows.k)
-    return {"top_ids": ids.int(), "top_logprobs": values - rows.log_normalizer}
+class SupportKind(Kind):
+    """A kind that gives a support, and what a client does with it.
+
+    Attributes:
+        what: it gives, in words, for messages.
+        ranked: ids come with the most probable one first, and are the most probable ones.
+        in_json: a server without the plugin gives it too.
+    """
+
+    what: ClassVar[str] = "these scores"
+    ranked: ClassVar[bool] = False
+    in_json: ClassVar[bool] = False
+
+    @abstractmethod
+    def request(self, token_ids: Sequence[int], start: int, k: int) -> KindRequest:
+        """Return what to ask for a sequence.
+
+        Args:
+            token_ids: the sequence.
+            start: position of the first token that is scored; row i is for token start + i.
+            k: ids per row that the loss compares, at least 1.
+        """
+
+    @abstractmethod
+    def scores(self, arrays: Arrays, request: KindRequest, start: int) -> Scores:
+        """Return the scores. Whoever asked checks them.
+
+        A row without a known id counts as a token that no teacher has scored.
+
+        Args:
+            arrays: this kind's, of the names, shapes and dtypes of ``fields``, and ``sampled``.
+            request: what was asked.
+            start: of the scores.
+        """
 
 
-def given(rows: Rows) -> dict[str, Tensor]:
-    """Return log q of the ids that the caller chose, float32 [n, m]."""
-    assert rows.given is not None
-    return {"given": rows.logits.gather(-1, rows.given) - rows.log_normalizer}
+class Sampled(SupportKind):
+    """log q of the token that followed, float32 [n]."""
+
+    name, reads_parameters = "sampled", False
+
+    def fields(self, k: int, facts: Facts) -> list[Field]:
+        """One number."""
+        return [Field("sampled", "float32", 0)]
+
+    def arrays(
+        self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
+    ) -> dict[str, Tensor]:
+        """Gather the logits of the next tokens."""
+        own = rows.logits.gather(-1, rows.next_ids[:, None]) - rows.log_normalizer
+        return {"sampled": own.squeeze(-1)}
+
+    def read(
+        self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
+    ) -> KindRequest | None:
+        """It has no parameters."""
+        return KindRequest(self.name) if self.name in score_request.kinds else None
+
+    def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
+        """It has no parameters."""
+
+    def request(self, token_ids: Sequence[int], start: int, k: int) -> KindRequest:
+        """Ask for the sampled tokens alone."""
+        return KindRequest(self.name)
+
+    def scores(self, arrays: Arrays, request: KindRequest, start: int) -> Scores:
+        """Return scores with an empty support."""
+        own = own_logprobs(arrays)
+        return Scores(own, torch.empty(len(own), 0).long(), torch.empty(len(own), 0), start=start)
 
 
-def hidden(rows: Rows) -> dict[str, Tensor]:
-    """Return the last hidden states, [n, d] in the model's dtype. Needs no head."""
-    return {"hidden": rows.hidden}
+class TopK(SupportKind):
+    """The K most probable ids, int32 [n, K], and their log q, float32 [n, K], in order."""
+
+    name, reads_parameters, what = "top_k", False, "the most probable ids"
+    ranked = in_json = True
+
+    def fields(self, k: int, facts: Facts) -> list[Field]:
+        """Ids and log-probs."""
+        return [Field("top_ids", "int32", k), Field("top_logprobs", "float32", k)]
+
+    def arrays(
+        self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
+    ) -> dict[str, Tensor]:
+        """Rank the logits."""
+        values, ids = largest(rows.logits, request.k)
+        return {"top_ids": ids.int(), "top_logprobs": values - rows.log_normalizer}
+
+    def read(
+        self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
+    ) -> KindRequest | None:
+        """K is a field of the request."""
+        k, kinds = score_request.k, score_request.kinds
+        if not 0 <= k <= facts.vocab_size or (self.name in kinds) != (k > 0):
+            raise ValueError(
+                f"k = {k} with kinds {kinds}: {self.name} needs a k from 1 to the vocabulary's "
+                f"{facts.vocab_size}, and without it k is 0"
+            )
+        return KindRequest(self.name, k) if k else None
+
+    def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
+        """K is a field of the request."""
+        score_request.k = request.k
+
+    def request(self, token_ids: Sequence[int], start: int, k: int) -> KindRequest:
+        """Ask for K ids."""
+        return KindRequest(self.name, k)
+
+    def scores(self, arrays: Arrays, request: KindRequest, start: int) -> Scores:
+        """Return the arrays as they are."""
+        return Scores(
+            own_logprobs(arrays),
+            torch.from_numpy(arrays["top_ids"].astype(np.int64)),
+            tensor(arrays["top_logprobs"]),
+            start=start,
+        )
 
 
-KINDS: dict[str, Kind] = {"sampled": sampled, "top_k": top_k, "given": given, "hidden": hidden}
+class Given(SupportKind):
+    """log q of the ids that the caller chose, float32 [n, m]."""
+
+    name, reads_parameters, what = "given", False, "log-probs of given ids"
+
+    def fields(self, k: int, facts: Facts) -> list[Field]:
+        """Log-probs."""
+        return [Field("given", "float32", k)]
+
+    def arrays(
+        self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
+    ) -> dict[str, Tensor]:
+        """Gather the logits of the ids."""
+        assert numbers is not None
+        return {"given": rows.logits.gather(-1, numbers.long()) - rows.log_normalizer}
+
+    def read(
+        self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
+    ) -> KindRequest | None:
+        """The ids are a field of the sequence."""
+        ids = decode_ids(sequence.given, sequence.rows)
+        if (self.name in score_request.kinds) != (ids.size > 0):
+            raise ValueError("the kind given and given ids go together")
+        if not ids.size:
+            return None
+        wrong = id_outside(int(ids.min()), int(ids.max()), facts.vocab_size)
+        if wrong:
+            raise ValueError(f"given ids: {wrong}")
+        return KindRequest(self.name, ids.shape[1], numbers=ids.tobytes())
+
+    def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
+        """The ids are a field of the sequence."""
+        (sequence,), ids = score_request.sequences, request.per_row(n)
+        assert ids is not None
+        sequence.given = encode_ids(ids)
+
+    def request(self, token_ids: Sequence[int], start: int, k: int) -> KindRequest:
+        """Refuse: nobody has chosen ids."""
+        raise TypeError("the ids are the caller's choice: `of`")
+
+    def of(self, ids: Int[Tensor, "n k"]) -> KindRequest:
+        """Ask for ids."""
+        # NumPy converts in this thread, while torch's threads have other work.
+        return KindRequest(self.name, ids.shape[1], numbers=np.asarray(ids, "<i4").tobytes())
+
+    def scores(self, arrays: Arrays, request: KindRequest, start: int) -> Scores:
+        """Return the ids as they were given, with their log-probs."""
+        own = own_logprobs(arrays)
+        ids = request.per_row(len(own))
+        assert ids is not None
+        return Scores(
+            own, torch.from_numpy(ids.astype(np.int64)), tensor(arrays["given"]), start=start
+        )
+
+
+class Hidden(Kind):
+    """The last hidden states, [n, d] in the model's dtype. Needs no head, and gives no support."""
+
+    name, reads_parameters = "hidden", False
+
+    def fields(self, k: int, facts: Facts) -> list[Field]:
+        """One row of hidden states."""
+        return [Field("hidden", facts.dtype, facts.hidden_size)]
+
+    def arrays(
+        self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
+    ) -> dict[str, Tensor]:
+        """Return the rows themselves."""
+        return {"hidden": rows.hidden}
+
+    def read(
+        self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
+    ) -> KindRequest | None:
+        """It has no parameters."""
+        return KindRequest(self.name) if self.name in score_request.kinds else None
+
+    def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
+        """It has no parameters."""
+
+    def states(self, arrays: Arrays, dtype: torch.dtype) -> Float[Tensor, "n d"]:
+        """Return the hidden states, which are the array's own bytes."""
+        return torch.from_numpy(arrays["hidden"]).view(dtype)
+
+
+SAMPLED, TOP_K, GIVEN, HIDDEN = Sampled(), TopK(), Given(), Hidden()
+
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (SAMPLED, TOP_K, GIVEN, HIDDEN)}
+"""What a server can answer, by name: the package's own kinds, and those of ``register_named``."""
+
+
+def register_named() -> None:
+    """Add the kinds that ``VARIABLE`` names to ``KINDS``. Twice is harmless.
+
+    Raises:
+        ValueError: a name is wrong, or two kinds have the same name.
+    """
+    for name in filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))):
+        kind = named_kind(name, f"{VARIABLE}={name!r}")
+        if KINDS.setdefault(kind.name, kind) is not kind:
+            raise ValueError(
+                f"{VARIABLE}={name!r}: there is another kind {kind.name!r}; give it another name"
+            )
+
+
+def named_kind(name: str, what: str) -> SupportKind:
+    """Return the kind that is named as "module:object".
+
+    Args:
+        name: its name.
+        what: begins messages.
+
+    Raises:
+        ValueError: there is none.
+    """
+    form = "name a kind of scores as 'my_package.my_module:KIND'"
+    module, attribute = named_module(name, what, form)
+    kind = getattr(module, attribute, None)
+    if not isinstance(kind, SupportKind):
+        raise ValueError(
+            f"{what}: {attribute!r} is no object of a subclass of {__name__}.SupportKind in "
+            f"{module.__name__!r}"
+        )
+    return kind
+
+
+def row_bytes(kinds: Iterable[Kind], k: int, facts: Facts) -> int:
+    """Return how many bytes these kinds have in a response for each token of interest.
+
+    Args:
+        kinds: the kinds.
+        k: K of the one that has one.
+        facts: the server's.
+    """
+    return sum(field.row_bytes for kind in kinds for field in kind.fields(k, facts))
+
+
+def id_outside(lowest: int, highest: int, vocab_size: int) -> str:
+    """Say which id is not in the vocabulary, and would end vLLM's engine; empty for none."""
+    if lowest >= 0 and highest < vocab_size:
+        return ""
+    return f"id {lowest if lowest < 0 else highest}, where 0 to {vocab_size - 1} is needed"
+
+
+def own_logprobs(arrays: Arrays) -> Float[Tensor, " n"]:
+    """Return log q of the sampled tokens, which every client asks for."""
+    return tensor(arrays["sampled"])
+
+
+def tensor(array: NDArray[Any]) -> Tensor:
+    """Return an array as a tensor, without a copy where its bytes may be written to."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def largest(

@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from prime_composer.scoring.head import read_head
+from prime_composer.scoring.kinds import register_named
 from prime_composer.scoring.wire import NAME
-from prime_composer.scoring.worker import Progress, Wish, answer_prompts
+from prime_composer.scoring.worker import Progress, RowsRequest, answer_prompts
 
 HEAD_METHOD = "prime_composer_head"
 """Name of ``head.read_head`` among the methods of vLLM's worker."""
@@ -59,16 +60,17 @@ def patch_runner(module: ModuleType) -> None:
         self: Any, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, Any]:
         pending: dict[str, int] = self.num_prompt_logprobs
-        wishes = {
-            request_id: wish
+        rows_requests = {
+            request_id: rows_request
             for request_id in pending
-            if (wish := Wish.of(self.requests[request_id].sampling_params)) is not None
+            if (rows_request := RowsRequest.of(self.requests[request_id].sampling_params))
+            is not None
         }
-        if not wishes:
+        if not rows_requests:
             return theirs(self, hidden_states, num_scheduled_tokens)
-        held = {request_id: pending.pop(request_id) for request_id in wishes}
+        held = {request_id: pending.pop(request_id) for request_id in rows_requests}
         found = theirs(self, hidden_states, num_scheduled_tokens) if pending else {}
-        done = answer_prompts(self, wishes, hidden_states, num_scheduled_tokens)
+        done = answer_prompts(self, rows_requests, hidden_states, num_scheduled_tokens)
         pending.update({name: count for name, count in held.items() if name not in done})
         return found | {request_id: tensors_of(progress) for request_id, progress in done.items()}
 
@@ -83,7 +85,7 @@ def patch_processor(module: ModuleType) -> None:
 
     def from_new_request(cls: Any, tokenizer: Any, request: Any) -> Any:
         made = make(cls, tokenizer, request)
-        made.is_marked = Wish.of(request.sampling_params) is not None
+        made.is_marked = RowsRequest.of(request.sampling_params) is not None
         if made.is_marked:
             made.prompt_logprobs = []
         return made
@@ -132,7 +134,9 @@ def install() -> None:
 
     Raises:
         UnknownVllm: no layout fits a loaded module; for the others, their import raises it.
+        ValueError: a kind of scores from outside cannot be loaded.
     """
+    register_named()
     for name in {name for layout in LAYOUTS for name in layout.patches}:
         if name in sys.modules:
             patch(sys.modules[name])

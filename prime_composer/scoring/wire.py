@@ -1,6 +1,6 @@
-"""Question and answer of the scoring plugin as bytes.
+"""Request and response of the scoring plugin as bytes.
 
-A question is JSON, because prime-rl's router passes no other body on. An answer is a msgpack map
+A request is JSON, because prime-rl's router passes no other body on. A response is a msgpack map
 with raw little-endian arrays: per token 4 bytes for the sampled token, 8 K for the top K, 4 m for m
 given ids and 2 d for hidden states in bfloat16.
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 NAME = "prime_composer"
-"""Of the plugin, in VLLM_PLUGINS and in each answer."""
+"""Of the plugin, in VLLM_PLUGINS and in each response."""
 
 VERSION = 1
 SCORE_PATH = "/v1/prime_composer/score"
@@ -26,10 +26,10 @@ HEAD_PATH = "/v1/prime_composer/head"
 """Below /v1, so that the server's API key guards them."""
 
 DTYPES = {"int32": "<i4", "float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
-"""Name in an answer -> NumPy's. NumPy has no bfloat16: its bits come as integers."""
+"""Name in a response -> NumPy's. NumPy has no bfloat16: its bits come as integers."""
 
 ENVELOPE_BYTES = 2**14
-"""What an answer may have besides its arrays, in all and again for each sequence."""
+"""What a response may have besides its arrays, in all and again for each sequence."""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -43,7 +43,7 @@ WITHOUT_PLUGIN = (
 
 
 class WireError(ValueError):
-    """Bytes that are no question or no answer of this version.
+    """Bytes that are no request or no response of this version.
 
     Attributes:
         is_ours: they come from this plugin, of whatever version.
@@ -54,47 +54,69 @@ class WireError(ValueError):
         self.is_ours = is_ours
 
 
-class SequenceToAnswer(msgspec.Struct, forbid_unknown_fields=True):
-    """A sequence of a question.
+class Parameters(msgspec.Struct, forbid_unknown_fields=True):
+    """Parameters of one kind for one sequence. The kind says what they mean, and checks them.
+
+    Attributes:
+        k: columns of what is asked for.
+        shared: what all rows share, by name.
+        rows: int32 numbers of each row, [n, m], from ``encode_ids``.
+    """
+
+    k: Count = 0
+    shared: dict[str, Any] = {}
+    rows: str = ""
+
+
+class SequenceRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A sequence of a request.
 
     Attributes:
         token_ids: prompt and completion.
         start: position of the first token of interest, at least 1: token 0 has no context.
         given: ids of the caller's choice for each token of interest, from ``encode_ids``.
+        parameters: of kinds without a field of their own, by the kind's name. A message without
+            any does not have the field, which older servers do not know.
     """
 
     token_ids: list[int]
     start: int
     given: str = ""
+    parameters: dict[str, Parameters] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def rows(self) -> int:
+        """Tokens of interest."""
+        return len(self.token_ids) - self.start
 
 
-class Question(msgspec.Struct, forbid_unknown_fields=True):
-    """A question to ``SCORE_PATH``. Without sequences it asks for the facts alone.
+class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A request to ``SCORE_PATH``. Without sequences it asks for the facts alone.
 
     Attributes:
         version: the client's.
         sequences: what to answer for, in order.
-        kinds: names of ``kinds.KINDS``, what each sequence's answer holds.
+        kinds: names of ``kinds.KINDS``, what each sequence's response has.
         k: K of the kind ``top_k``.
         model: the served name, for a router and for the server. It answers 404 for another one,
             such as an adapter: the plugin answers for the model itself.
     """
 
     version: int
-    sequences: list[SequenceToAnswer]
+    sequences: list[SequenceRequest]
     kinds: list[str] = []
     k: int = 0
     model: str = ""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The largest question that a server takes. It answers 413 to a larger one.
+    """The largest request that a server takes. It answers 413 to a larger one.
 
     Attributes:
-        sequences: of a question.
+        sequences: of a request.
         tokens: of all its sequences together.
         question_bytes: of its JSON.
-        answer_bytes: of the arrays of its answer.
+        answer_bytes: of the arrays of its response.
     """
 
     sequences: Count
@@ -104,7 +126,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct):
-    """What a server says about itself in each answer.
+    """What a server says about itself in each response.
 
     Attributes:
         model: directory or hub id.
@@ -114,7 +136,7 @@ class Facts(msgspec.Struct):
         dtype: of weights and activations, and so of hidden states.
         kinds: what it can answer.
         vllm: its version.
-        limits: of a question. None: an older server, which does not say.
+        limits: of a request. None: an older server, which does not say.
     """
 
     model: str
@@ -127,7 +149,7 @@ class Facts(msgspec.Struct):
     limits: Limits | None = None
 
     def change(self, now: "Facts") -> str:
-        """Say how the model of a later answer differs; empty for the same model.
+        """Say how the model of a later response differs; empty for the same model.
 
         Another ``max_model_len``, other kinds or limits, and another vLLM are no other model.
         """
@@ -139,7 +161,7 @@ class Facts(msgspec.Struct):
 
 
 class Field(msgspec.Struct, array_like=True):
-    """One array of a sequence's answer.
+    """One array of a sequence's response.
 
     Attributes:
         name: of the array.
@@ -151,14 +173,20 @@ class Field(msgspec.Struct, array_like=True):
     dtype: str
     columns: Count
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return np.dtype(DTYPES.get(self.dtype, "<f4")).itemsize * (self.columns or 1)
+
 
 class Rows(msgspec.Struct):
-    """The answer for one sequence: one row per token from ``start`` to the end.
+    """The response for one sequence: one row per token from ``start`` to the end.
 
     Attributes:
         n: number of rows.
         fields: the arrays, in order.
-        data: the arrays' bytes, one array after the other. Decoded, they are a view of the answer.
+        data: the arrays' bytes, one array after the other. Decoded, they are a view of the whole
+            response.
     """
 
     n: Count
@@ -166,14 +194,14 @@ class Rows(msgspec.Struct):
     data: memoryview
 
 
-class Answer(msgspec.Struct):
-    """An answer of ``SCORE_PATH``.
+class ScoreResponse(msgspec.Struct):
+    """A response of ``SCORE_PATH``.
 
     Attributes:
         plugin: ``NAME``. Anything else is another route.
         version: the server's.
         facts: what the server says about itself.
-        sequences: one per sequence of the question, in order.
+        sequences: one per sequence of the request, in order.
     """
 
     plugin: str
@@ -182,8 +210,8 @@ class Answer(msgspec.Struct):
     sequences: list[Rows]
 
 
-class HeadQuestion(msgspec.Struct, forbid_unknown_fields=True):
-    """A question to ``HEAD_PATH``: for the facts, or for some rows.
+class HeadRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A request to ``HEAD_PATH``: for the facts, or for some rows.
 
     Attributes:
         version: the client's.
@@ -222,13 +250,13 @@ class HeadFacts(msgspec.Struct):
     computed_in: str
 
 
-class HeadAnswer(msgspec.Struct):
-    """An answer of ``HEAD_PATH``: the facts, or some rows.
+class HeadResponse(msgspec.Struct):
+    """A response of ``HEAD_PATH``: the facts, or some rows.
 
     Attributes:
         plugin: ``NAME``.
         version: the server's.
-        facts: None in an answer with rows.
+        facts: None in a response with rows.
         rows: the weights and then, where the head has one, the bias of each row.
     """
 
@@ -243,8 +271,8 @@ class _Greeting(msgspec.Struct):
     version: int
 
 
-def decode_answer(content: Bytes, kind: type[Any]) -> Any:
-    """Return an ``Answer`` or a ``HeadAnswer``, whose arrays are views of ``content``.
+def decode_response(content: Bytes, kind: type[Any]) -> Any:
+    """Return a ``ScoreResponse`` or a ``HeadResponse``, whose arrays are views of ``content``.
 
     Raises:
         WireError: it is something else, or of another version.
@@ -252,9 +280,9 @@ def decode_answer(content: Bytes, kind: type[Any]) -> Any:
     try:
         greeting = msgspec.msgpack.decode(content, type=_Greeting)
     except (ValueError, RecursionError) as error:
-        raise WireError(f"no answer of the plugin: {error}", is_ours=False) from None
+        raise WireError(f"no response of the plugin: {error}", is_ours=False) from None
     if greeting.plugin != NAME:
-        raise WireError(f"an answer of {greeting.plugin[:100]!r}", is_ours=False)
+        raise WireError(f"a response of {greeting.plugin[:100]!r}", is_ours=False)
     if greeting.version != VERSION:
         raise WireError(
             f"version {greeting.version} of the plugin, and this prime_composer reads version "
@@ -263,27 +291,13 @@ def decode_answer(content: Bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.msgpack.decode(content, type=kind)
     except (ValueError, RecursionError) as error:
-        raise WireError(f"a damaged answer of the plugin: {error}") from None
+        raise WireError(f"a damaged response of the plugin: {error}") from None
 
 
-def row_bytes(kinds: Sequence[str], k: int, given: int, facts: Facts) -> int:
-    """Return how many bytes an answer has for each token of interest.
+def response_parts(response: ScoreResponse) -> list[Bytes]:
+    """Return the bytes of a response in parts, of which the arrays are no copies.
 
-    Args:
-        kinds: of the question.
-        k: K of the kind ``top_k``.
-        given: number of ids of the caller's choice.
-        facts: the server's.
-    """
-    hidden = facts.hidden_size * np.dtype(DTYPES.get(facts.dtype, "<f4")).itemsize
-    sizes = {"sampled": 4, "top_k": 8 * k, "given": 4 * given, "hidden": hidden}
-    return sum(sizes[kind] for kind in kinds)
-
-
-def answer_parts(answer: Answer) -> list[Bytes]:
-    """Return the bytes of an answer in parts, of which the arrays are no copies.
-
-    The last sequence's arrays end the answer, so that a client that knows their size knows where
+    The last sequence's arrays end the response, so that a client that knows their size knows where
     they begin.
     """
 
@@ -291,7 +305,7 @@ def answer_parts(answer: Answer) -> list[Bytes]:
         return byte + number.to_bytes(4, "big")
 
     # A sequence of its own begins where msgpack has the number of sequences, or of bytes, last.
-    rows, empty = answer.sequences, msgspec.structs.replace(answer, sequences=[])
+    rows, empty = response.sequences, msgspec.structs.replace(response, sequences=[])
     parts: list[Bytes] = [msgspec.msgpack.encode(empty)[:-1] + count(b"\xdd", len(rows))]
     for one in rows:
         envelope = msgspec.msgpack.encode(msgspec.structs.replace(one, data=memoryview(b"")))
@@ -320,7 +334,7 @@ def unpack_arrays(rows: Rows, n: int) -> dict[str, NDArray[Any]]:
     """Return name -> array, [n] or [n, columns]. No byte is copied.
 
     Args:
-        rows: the answer for one sequence.
+        rows: the response for one sequence.
         n: the rows that were asked for.
 
     Raises:
@@ -348,7 +362,7 @@ def unpack_arrays(rows: Rows, n: int) -> dict[str, NDArray[Any]]:
 
 
 def encode_ids(ids: Sequence[Sequence[int]] | NDArray[Any]) -> str:
-    """Return token ids [n, m] as text for a question."""
+    """Return token ids, or other int32 numbers, [n, m], as text for a request."""
     return base64.b64encode(np.asarray(ids, "<i4").tobytes()).decode("ascii")
 
 
@@ -361,7 +375,7 @@ def decode_ids(text: str, n: int) -> NDArray[np.int32]:
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise WireError("given ids that are no base64") from None
+        raise WireError("ids of rows that are no base64") from None
     if len(data) % (4 * n):
-        raise WireError(f"{len(data)} bytes of given ids, no multiple of 4 times {n} rows")
+        raise WireError(f"{len(data)} bytes of ids of rows, no multiple of 4 times {n} rows")
     return np.frombuffer(data, "<i4").reshape(n, -1)

@@ -13,9 +13,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from jaxtyping import Int
+from numpy.typing import NDArray
 from torch import Tensor
 
-from prime_composer.scoring.kinds import KINDS, HeadFailed, Rows
+from prime_composer.scoring.kinds import KINDS, HeadFailed, KindRequest, Rows
 
 MARK = "prime_composer"
 """Key of ``SamplingParams.extra_args``."""
@@ -33,20 +35,16 @@ DTYPE_NAMES = {
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-class Wish(msgspec.Struct, frozen=True):
+class RowsRequest(msgspec.Struct, frozen=True):
     """What a marked request asks for. Whoever makes one has checked it against the prompt.
 
     Attributes:
         start: position of the first token of interest.
-        kinds: names of ``KINDS``.
-        k: K of the kind ``top_k``.
-        given: ids of the caller's choice as int32 bytes, [n, m]; empty without any.
+        requests: what it asks of each kind, for all rows.
     """
 
     start: int
-    kinds: tuple[str, ...]
-    k: int = 0
-    given: bytes = b""
+    requests: tuple[KindRequest, ...]
 
     def mark(self) -> dict[str, bytes]:
         """Return the extra arguments of a request. No JSON body can hold bytes, so that no other
@@ -54,8 +52,8 @@ class Wish(msgspec.Struct, frozen=True):
         return {MARK: msgspec.msgpack.encode(self)}
 
     @classmethod
-    def of(cls, sampling_params: Any) -> "Wish | None":
-        """Return a request's wish; None for a request that is not marked."""
+    def of(cls, sampling_params: Any) -> "RowsRequest | None":
+        """Return what a request is marked with; None for one that is not marked."""
         extra = getattr(sampling_params, "extra_args", None)
         mark = extra.get(MARK) if extra else None
         return msgspec.msgpack.decode(mark, type=cls) if isinstance(mark, bytes) else None
@@ -66,7 +64,7 @@ class Progress:
     """The rows of one request so far; a long prompt is prefilled in pieces.
 
     Attributes:
-        wish: what was asked for.
+        rows_request: what was asked for.
         first: index of the first row of interest; row i predicts token i + 1.
         n: number of rows of interest.
         arrays: name -> all rows, on the CPU; made when the first rows are there.
@@ -76,7 +74,7 @@ class Progress:
         error: why the rows cannot be had; empty where nothing went wrong.
     """
 
-    wish: Wish
+    rows_request: RowsRequest
     first: int
     n: int
     arrays: dict[str, Tensor] = field(default_factory=dict)
@@ -84,13 +82,6 @@ class Progress:
     next_row: int = 0
     has_gap: bool = False
     error: str = ""
-
-    @property
-    def given(self) -> np.ndarray | None:
-        """The given ids, [n, m]."""
-        if not self.wish.given:
-            return None
-        return np.frombuffer(self.wish.given, np.int32).reshape(self.n, -1)
 
     def write(self, row: int, pieces: dict[str, Tensor]) -> None:
         """Store rows.
@@ -163,11 +154,10 @@ class Piece:
         """Number of rows."""
         return len(self.next_ids)
 
-    @property
-    def given(self) -> np.ndarray | None:
-        """The given ids of these rows, [count, m]."""
-        given = self.progress.given
-        return None if given is None else given[self.row : self.row + self.count]
+    def numbers(self, index: int) -> NDArray[np.int32] | None:
+        """Return what the request of this index says of these rows, [count, m]."""
+        numbers = self.progress.rows_request.requests[index].per_row(self.progress.n)
+        return None if numbers is None else numbers[self.row : self.row + self.count]
 
 
 def read_payload(description: Tensor, data: Tensor, n: int) -> dict[str, Tensor]:
@@ -203,19 +193,22 @@ def read_payload(description: Tensor, data: Tensor, n: int) -> dict[str, Tensor]
 
 
 def answer_prompts(
-    runner: Any, wishes: dict[str, Wish], hidden_states: Tensor, scheduled: dict[str, int]
+    runner: Any,
+    rows_requests: dict[str, RowsRequest],
+    hidden_states: Tensor,
+    scheduled: dict[str, int],
 ) -> dict[str, Progress]:
     """Compute the rows of marked requests in one batch; return the requests that are complete.
 
     Args:
         runner: vLLM's ``GPUModelRunner``.
-        wishes: request id -> what it asks for.
+        rows_requests: request id -> what it asks for.
         hidden_states: of all tokens of the batch, [tokens, d].
         scheduled: request id -> its tokens in the batch; a preempted request has none.
     """
     done: dict[str, Progress] = {}
     groups: dict[tuple[Any, ...], list[Piece]] = {}
-    for request_id, wish in wishes.items():
+    for request_id, rows_request in rows_requests.items():
         count = scheduled.get(request_id)
         if count is None:
             continue
@@ -223,7 +216,9 @@ def answer_prompts(
         prompt, before = request.prompt_token_ids, request.num_computed_tokens
         progress = request.in_progress_prompt_logprobs_cpu
         if progress is None:
-            progress = Progress(wish, wish.start - 1, len(prompt) - wish.start)
+            progress = Progress(
+                rows_request, rows_request.start - 1, len(prompt) - rows_request.start
+            )
             request.in_progress_prompt_logprobs_cpu = progress
         low, high = max(progress.first, before), min(before + count, len(prompt) - 1)
         if high > low:
@@ -231,8 +226,8 @@ def answer_prompts(
             shift = runner.query_start_loc.np[index].item() - before
             next_ids = prompt[low + 1 : high + 1]
             piece = Piece(shift + low, low - progress.first, next_ids, progress)
-            columns = 0 if progress.given is None else progress.given.shape[1]
-            groups.setdefault((wish.kinds, wish.k, columns), []).append(piece)
+            alike = tuple(request.group(progress.n) for request in rows_request.requests)
+            groups.setdefault(alike, []).append(piece)
         if before + count >= len(prompt):
             done[request_id] = progress
             request.in_progress_prompt_logprobs_cpu = None
@@ -261,25 +256,26 @@ def answer_group(
         hidden_states: of the whole batch, [tokens, d].
         group: the pieces.
     """
-    device, wish = hidden_states.device, group[0].progress.wish
+    device, requests = hidden_states.device, group[0].progress.rows_request.requests
     parts = [hidden_states[piece.begin : piece.begin + piece.count] for piece in group]
     rows = torch.cat(parts) if len(parts) > 1 else parts[0]
     next_ids = torch.tensor([id for piece in group for id in piece.next_ids], device=device)
-    chosen = [piece.given for piece in group if piece.given is not None]
-    given = torch.from_numpy(np.concatenate(chosen)).to(device).long() if chosen else None
-    entries = vocab_size + 4 * wish.k  # with values and ids of the largest, in two widths
+    numbers = [joined([piece.numbers(index) for piece in group]) for index in range(len(requests))]
+    numbers = [None if each is None else each.to(device) for each in numbers]
+    # With values and ids of each column, in two widths.
+    entries = vocab_size + 4 * sum(request.k for request in requests)
     size = max(1, BLOCK_BYTES.get(device.type, 2**28) // (4 * entries))
     error = ""
     for first in range(0, len(rows), size):
         block = slice(first, first + size)
-        these = Rows(
-            rows[block], next_ids[block], head, wish.k, given if given is None else given[block]
-        )
+        these = Rows(rows[block], next_ids[block], head)
         try:
             arrays = {
                 name: array.cpu()
-                for kind in wish.kinds
-                for name, array in KINDS[kind](these).items()
+                for request, each in zip(requests, numbers, strict=True)
+                for name, array in KINDS[request.kind]
+                .arrays(these, request, None if each is None else each[block])
+                .items()
             }
         except HeadFailed:
             raise
@@ -290,6 +286,12 @@ def answer_group(
     if error:
         for piece in group:
             piece.progress.error = error
+
+
+def joined(parts: Sequence[NDArray[np.int32] | None]) -> Int[Tensor, "n m"] | None:
+    """Return the numbers of rows that are one after the other; None without any."""
+    chosen = [part for part in parts if part is not None]
+    return torch.from_numpy(np.concatenate(chosen)) if chosen else None
 
 
 def write(group: Sequence[Piece], first: int, arrays: dict[str, Tensor]) -> None:

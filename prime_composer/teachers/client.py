@@ -1,7 +1,7 @@
 """The one client of a served teacher: its scoring plugin, or vLLM's JSON where it has none.
 
 A server says by itself whether it has the plugin. Responses of both kinds become ``Scores``, which
-pass the same check as all others (``backends.alignment.checked``). Whoever asks brings a transport:
+pass the same check as all others (``teachers.responses``). Whoever asks brings a transport:
 the one-machine run and the trainer that of ``backends.server``, prime-rl's orchestrator its own
 openai client.
 """
@@ -11,39 +11,41 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
-import numpy as np
-import torch
-from jaxtyping import Float, Int
-from numpy.typing import NDArray
+from jaxtyping import Int
 from torch import Tensor
 
-from prime_composer.backends.alignment import SequenceToScore, checked
+from prime_composer.backends.alignment import SequenceToScore
 from prime_composer.backends.errors import Refused
-from prime_composer.backends.vllm_logprobs import answer_bytes, asked_for, read_answer, top_k_of
-from prime_composer.contract import HiddenStates, InvalidAnswer, Scores, TeacherHead
+from prime_composer.backends.vllm_logprobs import answer_bytes, asked_for
+from prime_composer.contract import InvalidAnswer, Scores, TeacherHead
 from prime_composer.scoring.head import DTYPES_BY_NAME
+from prime_composer.scoring.kinds import (
+    GIVEN,
+    HIDDEN,
+    SAMPLED,
+    TOP_K,
+    VARIABLE,
+    Kind,
+    KindRequest,
+    SupportKind,
+    row_bytes,
+)
 from prime_composer.scoring.wire import (
-    DTYPES,
     ENVELOPE_BYTES,
     SCORE_PATH,
     VERSION,
     WITHOUT_PLUGIN,
-    Answer,
     Bytes,
     Facts,
-    Question,
-    SequenceToAnswer,
+    ScoreRequest,
+    ScoreResponse,
+    SequenceRequest,
     WireError,
-    decode_answer,
-    encode_ids,
-    row_bytes,
-    unpack_arrays,
+    decode_response,
 )
+from prime_composer.teachers.responses import Asked, joined, read_binary, read_json, wrong_response
 
 T = TypeVar("T")
-
-CHECKED_ROWS = 1024
-"""Rows of hidden states that are looked through at once."""
 
 GREETING_BYTES = 2**20
 """More than any plugin says of itself. Another server's page of this size says that it is none."""
@@ -125,6 +127,7 @@ class TeacherClient:
         transport: sends the requests.
         model: the name that the server knows its model by.
         known: of its plugin. Clients of one server may share it.
+        kind: what it is asked for where the loss compares a support that the caller has not chosen.
 
     Attributes:
         version: of the plugin. A server of another one is refused.
@@ -132,10 +135,17 @@ class TeacherClient:
 
     version = VERSION
 
-    def __init__(self, transport: Transport, model: str, known: Known | None = None):
+    def __init__(
+        self,
+        transport: Transport,
+        model: str,
+        known: Known | None = None,
+        kind: SupportKind = TOP_K,
+    ):
         self.known = known or Known()
         self._transport = transport
         self._model = model
+        self._kind = kind
 
     @property
     def facts(self) -> Facts | None:
@@ -149,11 +159,11 @@ class TeacherClient:
             Exception: the transport's error. The plugin is of another version, or serves another
                 model than before; or the server refuses an API key.
         """
-        question = msgspec.to_builtins(Question(VERSION, [], model=self._model))
+        score_request = msgspec.to_builtins(ScoreRequest(VERSION, [], model=self._model))
         found = None
         try:
-            content = await self._transport.receive(SCORE_PATH, question, GREETING_BYTES)
-            found = decode_answer(content, Answer).facts
+            content = await self._transport.receive(SCORE_PATH, score_request, GREETING_BYTES)
+            found = decode_response(content, ScoreResponse).facts
         except Refused as refusal:
             if refusal.status in (401, 403) or (refusal.status >= 500 and refusal.status != 501):
                 raise self._transport.refused(refusal, SCORE_PATH) from refusal
@@ -187,6 +197,41 @@ class TeacherClient:
                 "start it as it was, or start a new run."
             )
 
+    def kind_of(self, k: int, by_student: bool) -> SupportKind:
+        """Return the kind that gives a support of K ids.
+
+        Args:
+            k: K; 0 for the sampled token only.
+            by_student: the ids are the caller's choice.
+        """
+        if by_student:
+            return GIVEN
+        return self._kind if k else TOP_K
+
+    def check_can(self, kind: SupportKind, hidden: bool, *, binary: bool = True) -> None:
+        """Check that the server has what only a plugin gives.
+
+        Args:
+            kind: of the support.
+            hidden: with hidden states.
+            binary: the plugin may be asked.
+
+        Raises:
+            Exception: the transport's error. It has not.
+        """
+        what = "hidden states" if hidden else kind.what
+        if self.facts is None or not binary:
+            if hidden or not kind.in_json:
+                raise self._transport.error(
+                    f"{self._transport.origin} has no scoring plugin, which {what} need; start it "
+                    'with prime-rl teacher, or set k to a number and chosen_by = "teacher".'
+                )
+        elif kind.name not in self.facts.kinds:
+            raise self._transport.error(
+                f"{self._transport.origin} does not know the kind of scores {kind.name!r} (it has "
+                f"{', '.join(self.facts.kinds)}): start it with {VARIABLE} naming it."
+            )
+
     async def score(
         self,
         sequence: SequenceToScore,
@@ -212,13 +257,20 @@ class TeacherClient:
             Exception: the transport's error. The server is gone, refuses, has no plugin where one
                 is needed, or serves another model.
         """
+        kind = self.kind_of(k, candidates is not None)
+        self.check_can(kind, head is not None, binary=binary)
         if binary and self.facts is not None:
+            if candidates is None:
+                request = kind.request(sequence.token_ids, sequence.start, asked_for(k))
+            else:
+                request = GIVEN.of(candidates)
             try:
-                return await self._score_binary(sequence, candidates, k, head, self.facts)
+                scores = await self._score_binary(sequence, kind, request, head, self.facts)
+                return scores.top(k)
             except Refused as refusal:
                 if refusal.status not in LOST:
                     raise self._transport.refused(refusal, SCORE_PATH, k) from refusal
-                if head is not None or candidates is not None:
+                if head is not None or not kind.in_json:
                     raise self._transport.error(
                         f"{self._transport.origin} lost its scoring plugin: it was started again "
                         "without it. Start it as it was, with `prime-rl teacher`."
@@ -240,63 +292,56 @@ class TeacherClient:
     async def _score_binary(
         self,
         sequence: SequenceToScore,
-        candidates: Int[Tensor, "n k"] | None,
-        k: int,
+        kind: SupportKind,
+        request: KindRequest,
         head: TeacherHead | None,
         facts: Facts,
     ) -> Scores:
-        """Return the plugin's scores, in several requests if the given ids need them."""
-        dtype = DTYPES_BY_NAME.get(facts.dtype)
-        if head is not None and dtype is None:
+        """Return the plugin's scores, in several requests if the numbers per row need them."""
+        if head is not None and facts.dtype not in DTYPES_BY_NAME:
             raise self._transport.error(
                 f"{self._transport.origin} computes in {facts.dtype}, and hidden states are read "
                 f"in {', '.join(DTYPES_BY_NAME)}; start it with --dtype bfloat16."
             )
-        if candidates is None:
-            return await self._score_rows(sequence, None, k, head)
-        parts = []
-        for rows in self._rows_per_request(len(sequence.token_ids), candidates, facts):
-            stop = sequence.start + rows.stop
+        n, parts = len(sequence.lacks), []
+        for rows in self._rows_per_request(sequence, request, facts):
             part = replace(
                 sequence,
-                token_ids=sequence.token_ids[:stop],
+                token_ids=sequence.token_ids[: sequence.start + rows.stop],
                 start=sequence.start + rows.start,
                 lacks=sequence.lacks[rows.start : rows.stop],
             )
-            parts.append(await self._score_rows(part, candidates[rows.start : rows.stop], k, head))
+            parts.append(await self._score_rows(part, kind, request.of_rows(n, rows), head, facts))
         return joined(parts)
 
     async def _score_rows(
         self,
         sequence: SequenceToScore,
-        candidates: Int[Tensor, "n k"] | None,
-        k: int,
+        kind: SupportKind,
+        request: KindRequest,
         head: TeacherHead | None,
+        facts: Facts,
     ) -> Scores:
-        facts, by_student = self.facts, candidates is not None
-        assert facts is not None
-        given = "" if candidates is None else encode_ids(candidates.numpy())
-        size = self.answer_bytes(len(sequence.lacks), k, by_student, head is not None)
-        question = Question(
-            VERSION,
-            [SequenceToAnswer(sequence.token_ids, sequence.start, given)],
-            kinds_of(by_student, head is not None),
-            0 if by_student else asked_for(k),
-            self._model,
-        )
+        n, asked = len(sequence.lacks), Asked(kind, request, head)
+        one = SequenceRequest(sequence.token_ids, sequence.start)
+        score_request = ScoreRequest(VERSION, [one], [], model=self._model)
+        for each, its in asked.of_kinds:
+            score_request.kinds.append(each.name)
+            each.write(its, score_request, n)
+        size = self._checked_size(n, asked.kinds, request.k, facts)
         content = await self._transport.receive(
-            SCORE_PATH, msgspec.to_builtins(question), ENVELOPE_BYTES + size, tail=size
+            SCORE_PATH, msgspec.to_builtins(score_request), ENVELOPE_BYTES + size, tail=size
         )
         try:
-            answer: Answer = decode_answer(content, Answer)
+            response: ScoreResponse = decode_response(content, ScoreResponse)
         except WireError as error:
-            raise wrong_answer(self._transport.origin, sequence, str(error)) from None
-        self._check_same_model(answer.facts)
+            raise wrong_response(self._transport.origin, sequence, str(error)) from None
+        self._check_same_model(response.facts)
         return await self._transport.read(
-            read_binary, answer, sequence, candidates, k, head, facts, self._transport.origin
+            read_binary, response, sequence, asked, facts, self._transport.origin
         )
 
-    def answer_bytes(self, rows: int, k: int, by_student: bool, hidden: bool) -> int:
+    def response_bytes(self, rows: int, k: int, by_student: bool, hidden: bool) -> int:
         """Return the size of the plugin's arrays; 0 without the plugin.
 
         Args:
@@ -310,10 +355,13 @@ class TeacherClient:
         """
         if self.facts is None:
             return 0
-        top, ids = (0, k) if by_student else (asked_for(k), 0)
-        per_row = row_bytes(kinds_of(by_student, hidden), top, ids, self.facts)
-        limits = self.facts.limits
+        kinds = [SAMPLED, self.kind_of(k, by_student), *[HIDDEN] * hidden]
+        return self._checked_size(rows, kinds, k if by_student else asked_for(k), self.facts)
+
+    def _checked_size(self, rows: int, kinds: Sequence[Kind], k: int, facts: Facts) -> int:
+        per_row, limits = row_bytes(kinds, k, facts), facts.limits
         if limits is not None and rows * per_row > limits.answer_bytes:
+            hidden = HIDDEN in kinds
             remedy = 'set k to a number instead of "full"' if hidden else "lower the loss's k"
             raise self._transport.error(
                 f"{self._transport.origin} answers at most {limits.answer_bytes:,} bytes at once. "
@@ -324,151 +372,19 @@ class TeacherClient:
         return rows * per_row
 
     def _rows_per_request(
-        self, tokens: int, candidates: Int[Tensor, "n k"], facts: Facts
+        self, sequence: SequenceToScore, request: KindRequest, facts: Facts
     ) -> Sequence[range]:
         """Return which rows of a sequence to ask for at once, in order."""
-        n, m = candidates.shape
-        limits = facts.limits
-        if limits is None:
+        n, tokens, limits = len(sequence.lacks), len(sequence.token_ids), facts.limits
+        m = len(request.numbers) // (4 * max(1, n))
+        if limits is None or m == 0:
             return [range(n)]
         others = ENVELOPE_BYTES + tokens * len(f"{facts.vocab_size}, ")
         most = max(0, limits.question_bytes - others) * 3 // (16 * m)  # base64 of int32
         if most == 0:
             raise self._transport.error(
-                f"{self._transport.origin} takes questions of at most {limits.question_bytes:,} "
+                f"{self._transport.origin} takes requests of at most {limits.question_bytes:,} "
                 f"bytes, too few for {tokens:,} tokens and {m:,} ids for one of them; lower the "
                 "loss's k."
             )
         return [range(first, min(first + most, n)) for first in range(0, n, most)]
-
-
-def kinds_of(by_student: bool, hidden: bool) -> list[str]:
-    """Return the kinds of a request for log-probs.
-
-    Args:
-        by_student: of ids of the caller's choice, in place of the teacher's top K.
-        hidden: with hidden states.
-    """
-    return ["sampled", "given" if by_student else "top_k", *["hidden"] * hidden]
-
-
-def read_json(content: Bytes, sequence: SequenceToScore, k: int, origin: str) -> Scores:
-    """Return the scores in a response of vLLM in JSON, checked.
-
-    Args:
-        content: of ``/inference/v1/generate`` or ``/v1/completions``.
-        sequence: what was asked for.
-        k: size of the support, 0 for none.
-        origin: who answered, for messages.
-
-    Raises:
-        InvalidAnswer: the content is something else, does not fit the tokens or K, or its numbers
-            are no log-probs.
-    """
-    rows, asked = read_answer(bytes(content), origin), asked_for(k)
-    scores = top_k_of(sequence.token_ids, rows, asked, origin, sequence.start)
-    return checked(scores, sequence, k=asked, origin=origin).top(k)
-
-
-def read_binary(
-    answer: Answer,
-    sequence: SequenceToScore,
-    candidates: Int[Tensor, "n k"] | None,
-    k: int,
-    head: TeacherHead | None,
-    facts: Facts,
-    origin: str,
-) -> Scores:
-    """Return the scores in a response of the scoring plugin, checked.
-
-    Args:
-        answer: the decoded response.
-        sequence, candidates, k, head: what was asked for (``TeacherClient.score``).
-        facts: the server's.
-        origin: who answered, for messages.
-
-    Raises:
-        InvalidAnswer: it has other sequences, arrays or shapes, or its numbers are none.
-    """
-    n, asked = len(sequence.lacks), asked_for(k) if candidates is None else k
-    try:
-        if len(answer.sequences) != 1:
-            raise WireError(f"{len(answer.sequences)} sequences, where 1 was expected")
-        arrays = unpack_arrays(answer.sequences[0], n)
-    except WireError as error:
-        raise wrong_answer(origin, sequence, str(error)) from None
-
-    def array(name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        found = arrays.get(name)
-        if found is None or found.shape != shape or found.dtype != dtype:
-            words = "none" if found is None else f"{found.dtype} {found.shape}"
-            expected = f"{np.dtype(dtype)} {shape}"
-            raise wrong_answer(
-                origin, sequence, f"{words} as {name}, where {expected} was expected"
-            )
-        return found if found.flags.aligned else found.copy()
-
-    own = torch.from_numpy(array("sampled", (n,), np.float32).copy())
-    if candidates is None:
-        token_ids = torch.from_numpy(array("top_ids", (n, asked), np.int32).astype(np.int64))
-        logprobs = array("top_logprobs", (n, asked), np.float32)
-    else:
-        token_ids, logprobs = candidates, array("given", (n, k), np.float32)
-    scores = checked(
-        Scores(own, token_ids, torch.from_numpy(logprobs.copy()), start=sequence.start),
-        sequence,
-        k=asked,
-        origin=origin,
-        ranked=candidates is None,
-    ).top(k)
-    if head is None:
-        return scores
-    bits = array("hidden", (n, facts.hidden_size), np.dtype(DTYPES[facts.dtype]))
-    states = torch.from_numpy(bits).view(DTYPES_BY_NAME[facts.dtype])
-    check_finite(states, sequence, origin)
-    return replace(scores, hidden=(HiddenStates(states, head, ref_logprobs=scores.ref_logprobs),))
-
-
-def joined(parts: Sequence[Scores]) -> Scores:
-    """Return the scores of adjacent rows of one sequence as one."""
-    if len(parts) == 1:
-        return parts[0]
-    first = parts[0]
-    own = torch.cat([part.ref_logprobs for part in parts])
-    shares = tuple(
-        replace(
-            share,
-            states=torch.cat([part.hidden[index].states for part in parts]),
-            ref_logprobs=own,
-        )
-        for index, share in enumerate(first.hidden)
-    )
-    return Scores(
-        own,
-        torch.cat([part.token_ids for part in parts]),
-        torch.cat([part.teacher_logprobs for part in parts]),
-        shares,
-        start=first.start,
-    )
-
-
-def check_finite(states: Float[Tensor, "n d"], sequence: SequenceToScore, origin: str) -> None:
-    """Check that hidden states are finite.
-
-    Raises:
-        InvalidAnswer: some are not.
-    """
-    for first in range(0, len(states), CHECKED_ROWS):
-        wrong = (~states[first : first + CHECKED_ROWS].isfinite()).any(dim=1).nonzero()
-        if len(wrong):
-            position = sequence.start + first + int(wrong[0])
-            raise InvalidAnswer(
-                f"{origin} gave hidden states at sequence {sequence.index}, position {position} "
-                "that are not finite."
-            )
-
-
-def wrong_answer(origin: str, sequence: SequenceToScore, found: str) -> InvalidAnswer:
-    """Return the error for a response that is none of the plugin's."""
-    place = "" if sequence.index is None else f" for sequence {sequence.index}"
-    return InvalidAnswer(f"{origin} gave a wrong answer{place}: {found}.")

@@ -252,7 +252,8 @@ def check_ids(scores: Scores, vocab_size: int) -> None:
 def alien_id(scores: Scores, vocab_size: int) -> int | None:
     """Return an id of a teacher's support that a student's head of this size cannot lack as
     padding; None without one."""
-    if not scores.token_ids.numel():
+    ids = scores.token_ids if scores.known is None else scores.token_ids[scores.known]
+    if not ids.numel():
         return None
-    smallest, largest = (int(bound) for bound in scores.token_ids.aminmax())
+    smallest, largest = (int(bound) for bound in ids.aminmax())
     return alien(smallest, largest, vocab_size)

@@ -173,7 +173,7 @@ def mix(
     if same_ids:
         ids, total = scores[0].token_ids, torch.stack(shares).logsumexp(dim=0)
     else:
-        ids, total = _joined(token_ids, ref_logprobs, [s.token_ids for s in scores], shares)
+        ids, total = _joined(token_ids, ref_logprobs, [_known_ids(s) for s in scores], shares)
     known = None
     if any(s.known is not None for s in scores):
         known = total > -math.inf
@@ -206,6 +206,13 @@ def _known_share(scores: Scores, log_weight: float) -> Float[Tensor, "n k"]:
     """Return log(w q) of one teacher's support in float64, -inf where it does not know the id."""
     share = scores.teacher_logprobs.double() + log_weight
     return share if scores.known is None else share.masked_fill(~scores.known, -math.inf)
+
+
+def _known_ids(scores: Scores) -> Int[Tensor, "n k"]:
+    """Return the ids of a support, with ids of no vocabulary for those that are not known."""
+    if scores.known is None:
+        return scores.token_ids
+    return torch.where(scores.known, scores.token_ids, -1 - torch.arange(scores.k))
 
 
 def _joined(

@@ -17,11 +17,11 @@ from prime_composer.scoring.wire import (
     HEAD_PATH,
     VERSION,
     Facts,
-    HeadAnswer,
     HeadFacts,
-    HeadQuestion,
+    HeadRequest,
+    HeadResponse,
     WireError,
-    decode_answer,
+    decode_response,
     unpack_arrays,
 )
 from prime_composer.teachers.output_head import (
@@ -146,14 +146,14 @@ class ServedHead:
                 target[first:last] = torch.from_numpy(piece.copy()).view(dtype)
         return tensors
 
-    def _answer(self, first: int, last: int, facts: HeadFacts | None = None) -> HeadAnswer:
+    def _answer(self, first: int, last: int, facts: HeadFacts | None = None) -> HeadResponse:
         size = 0 if facts is None else (last - first) * (facts.columns + 1) * 4
-        question = msgspec.to_builtins(HeadQuestion(VERSION, first, last))
+        head_request = msgspec.to_builtins(HeadRequest(VERSION, first, last))
         request = self._connection.request(
-            "POST", HEAD_PATH, question, max_bytes=ENVELOPE_BYTES + size
+            "POST", HEAD_PATH, head_request, max_bytes=ENVELOPE_BYTES + size
         )
         try:
-            return decode_answer(self._connection.run(request), HeadAnswer)
+            return decode_response(self._connection.run(request), HeadResponse)
         except Refused as refusal:
             raise self._connection.error(
                 f"{self._connection.name} answered {refusal.status} to {HEAD_PATH}: "

@@ -20,6 +20,7 @@ from prime_composer.backends.protocols import Limits, Rollout
 from prime_composer.backends.server import Server, completion_request, plain_sampling
 from prime_composer.contract import Scores, TeacherHead
 from prime_composer.samplers.server import ServerSampler
+from prime_composer.scoring.kinds import TOP_K, SupportKind
 from prime_composer.teachers.client import TeacherClient
 from prime_composer.teachers.served_head import ServedHead
 
@@ -33,6 +34,7 @@ class ServerScorer(Server):
         heads: folder where output heads are kept, by their hash. None: nowhere.
         head: folder of a checkpoint whose output head is read instead of the server's. It has to be
             the same.
+        kind: what is asked for a support that the caller has not chosen.
     """
 
     _head: TeacherHead | None
@@ -46,13 +48,14 @@ class ServerScorer(Server):
         max_logprobs: int | None = None,
         heads: Path | None = None,
         head: Path | None = None,
+        kind: SupportKind = TOP_K,
         **connection: Unpack[ConnectionOptions],
     ):
         self._heads, self._head_files, self._head = heads, head, None
         self._sampler: ServerSampler | None = None  # the base class may call close()
         self._asked_at: int | None = None
         super().__init__(url, model, section=section, max_logprobs=max_logprobs, **connection)
-        self._client = TeacherClient(self, self.model)
+        self._client = TeacherClient(self, self.model, kind=kind)
         self._open_sampler = partial(ServerSampler, url, self.model, section=section, **connection)
 
     @property
@@ -107,12 +110,7 @@ class ServerScorer(Server):
         check_lengths([s.token_ids for s in sequences], 1, self.limits.max_model_len)
 
         client = self.client if binary else self._client
-        if client.facts is None and (hidden or candidate_ids is not None):
-            what = "hidden states" if hidden else "log-probs of given ids"
-            raise self.error(
-                f"{self.origin} has no scoring plugin, which {what} need; start it with "
-                'prime-rl teacher, or set k to a number and chosen_by = "teacher".'
-            )
+        client.check_can(client.kind_of(k, candidate_ids is not None), hidden, binary=binary)
         head = self._teacher_head() if hidden else None
         chosen: Sequence[Tensor | None] = candidate_ids or [None] * len(sequences)
         return self._connection.map(
@@ -167,7 +165,7 @@ class ServerScorer(Server):
         client = self.client
         if client.facts is not None:
             k = client.facts.vocab_size if support_size == "full" else support_size
-            client.answer_bytes(tokens, k, by_student, hidden)
+            client.response_bytes(tokens, k, by_student, hidden)
 
     async def receive(self, path: str, body: Any, max_bytes: int, *, tail: int = 0) -> memoryview:
         """Send a request of the client (``client.Transport``)."""

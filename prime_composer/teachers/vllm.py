@@ -1,10 +1,10 @@
 """Teacher scores from a vLLM engine in this process."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -19,16 +19,33 @@ from prime_composer.backends.protocols import Limits, Rollout
 from prime_composer.backends.vllm import VLLMEngine
 from prime_composer.contract import HiddenStates, Scores, TeacherHead
 from prime_composer.scoring.head import Head, find_head
-from prime_composer.scoring.worker import Wish, read_payload
+from prime_composer.scoring.kinds import (
+    GIVEN,
+    HIDDEN,
+    KINDS,
+    SAMPLED,
+    TOP_K,
+    KindRequest,
+    SupportKind,
+)
+from prime_composer.scoring.worker import RowsRequest, read_payload
 
 
 class VLLMScorer:
     """Teacher scores from a vLLM engine in this process (``protocols.Scorer``).
 
-    Takes the arguments of ``VLLMEngine``. ``max_logprobs`` must be at least the K of the requests.
+    ``max_logprobs`` must be at least the K of the requests.
+
+    Args:
+        model: a directory or a hub id.
+        kind: what is asked for a support that the caller has not chosen. One from outside the
+            package is in ``KINDS`` then.
+        arguments: of ``VLLMEngine``.
     """
 
-    def __init__(self, model: str | Path, **arguments: Any):
+    def __init__(self, model: str | Path, *, kind: SupportKind = TOP_K, **arguments: Any):
+        KINDS.setdefault(kind.name, kind)
+        self._kind = kind
         self._engine = VLLMEngine(model, **arguments)
 
     @property
@@ -63,35 +80,33 @@ class VLLMScorer:
         if not sequences:
             return []
         check_lengths([s.token_ids for s in sequences], 1, engine.limits.max_model_len)
-        kinds = ["sampled", *(["hidden"] if hidden else [])]
+        kind: SupportKind = SAMPLED
         if k:
-            kinds.append("top_k" if candidate_ids is None else "given")
+            kind = self._kind if candidate_ids is None else GIVEN
+        beside = [one for one in (SAMPLED, *[HIDDEN] * hidden) if one is not kind]
+        asked = [
+            GIVEN.of(candidate_ids[index])
+            if k and candidate_ids is not None
+            else kind.request(sequence.token_ids, sequence.start, k)
+            for index, sequence in enumerate(sequences)
+        ]
         requests = [
             engine._vllm.SamplingParams(
                 max_tokens=1,
                 temperature=0.0,
                 prompt_logprobs=0,
                 detokenize=False,
-                extra_args=Wish(
-                    sequence.start,
-                    tuple(kinds),
-                    k if candidate_ids is None else 0,
-                    b"" if candidate_ids is None else candidate_ids[index].int().numpy().tobytes(),
+                extra_args=RowsRequest(
+                    sequence.start, (request, *(KindRequest(one.name) for one in beside))
                 ).mark(),
             )
-            for index, sequence in enumerate(sequences)
+            for sequence, request in zip(sequences, asked, strict=True)
         ]
         outputs = engine._run([s.token_ids for s in sequences], requests)
         head = self._head() if hidden else None
         return [
-            self._read(
-                sequence,
-                output.prompt_logprobs[-1],
-                k,
-                None if candidate_ids is None else candidate_ids[index],
-                head,
-            )
-            for index, (sequence, output) in enumerate(zip(sequences, outputs, strict=True))
+            self._read(sequence, output.prompt_logprobs[-1], kind, request, head)
+            for sequence, output, request in zip(sequences, outputs, asked, strict=True)
         ]
 
     def _head(self) -> TeacherHead:
@@ -118,27 +133,22 @@ class VLLMScorer:
         self,
         sequence: SequenceToScore,
         payload: Any,
-        k: int,
-        candidates: Int[Tensor, "n k"] | None,
+        kind: SupportKind,
+        request: KindRequest,
         head: TeacherHead | None,
     ) -> Scores:
-        sampled = sequence.sampled
         description, data = payload[:2]
-        arrays = read_payload(description, data, len(sampled))
-        if not k:
-            ids, logprobs = sampled.new_empty(len(sampled), 0), torch.empty(len(sampled), 0)
-        elif candidates is None:
-            ids, logprobs = arrays["top_ids"].long(), arrays["top_logprobs"]
-        else:
-            ids, logprobs = candidates, arrays["given"]
-        shares = () if head is None else (HiddenStates(arrays["hidden"], head),)
-        return checked(
-            Scores(arrays["sampled"], ids, logprobs, shares, start=sequence.start),
+        arrays = read_payload(description, data, len(sequence.lacks))
+        shares = () if head is None else (HiddenStates(arrays.pop(HIDDEN.name), head),)
+        numbers = {name: array.numpy() for name, array in arrays.items()}
+        scores = checked(
+            kind.scores(numbers, request, sequence.start),
             sequence,
-            k=k,
+            k=request.k,
             origin=f"The engine of {self._engine.model}",
-            ranked=candidates is None,
+            ranked=kind.ranked,
         )
+        return replace(scores, hidden=shares)
 
     def close(self) -> None:
         """Close the engine. Closing twice is harmless."""

@@ -48,7 +48,7 @@ def resolve(config: Any) -> None:
         ValueError: the loss table is wrong, [trainer.loss] and PRIME_COMPOSER disagree, the loss is
             in the wrong one of them, it needs a support on the wire and router replay is on, it
             compares whole vocabularies and the output head is kept on the CPU, or the trainer
-            cannot ask the run's teachers.
+            cannot ask the run's teachers. Or a kind of scores is named that no loss reads.
     """
     trainer = getattr(config, "trainer", None)
     if trainer is None:
@@ -59,6 +59,11 @@ def resolve(config: Any) -> None:
     in_file = getattr(loss, "import_path", None) == IMPORT_PATH
     settings = _with_file(given, loss.kwargs) if loss is not None and in_file else given
     if settings.loss is None:
+        if settings.scores is not None:
+            raise ValueError(
+                f"{SWITCH}: scores = {settings.scores!r}, and no loss is named that would read "
+                f"them: name one in [{SECTION}], or leave scores out."
+            )
         print(
             f"prime_composer: {SWITCH} is on and names no loss, nor does [trainer.loss]: this run "
             "has prime-rl's own losses",

@@ -10,6 +10,8 @@ They are passed in the environment variable ``PRIME_COMPOSER``, which has these 
                                         and prime-rl's own rl loss trains the same tokens (v0.7 on)
     {"loss": {...}, "asked_by": "trainer", "teachers": [{"url": ..., "model": ..., "weight": 1}]}
                                         and the trainer asks the teachers, not the orchestrator
+    {"loss": {...}, "scores": "my_package.my_module:KIND"}
+                                        and the teachers are asked for a kind of scores of one's own
     {"loss": ..., "k": 32, "teachers_mixed": true, "rewards": "in_loss"}
                                         on, as prime-rl's launcher passes it to its children
 
@@ -116,6 +118,10 @@ class AdapterSettings(Table):
     ``model``, ``weight``, and maybe ``api_key_var``. The launcher reads them in the orchestrator's
     config."""
 
+    scores: str | None = None
+    """Kind of scores that the teachers are asked for, as "module:object" (``scoring.kinds``). None:
+    their most probable ids."""
+
     @field_validator("teachers")
     @classmethod
     def _are_teachers(cls, teachers: Any) -> Any:
@@ -149,7 +155,10 @@ class AdapterSettings(Table):
         """Return the environment variable that passes these settings on."""
         if self.loss is None and self.k is None:
             return {SWITCH: "1"}
-        return {SWITCH: json.dumps(self.model_dump(mode="json"))}
+        values = self.model_dump(mode="json")
+        if self.scores is None:  # older versions of the adapter do not know the key
+            del values["scores"]
+        return {SWITCH: json.dumps(values)}
 
     def derived(self, loss: Any) -> "AdapterSettings":
         """Return the settings with what follows from the loss.
@@ -174,6 +183,11 @@ class AdapterSettings(Table):
                 f'{SWITCH}: rewards = "beside" is for a loss that reads a teacher and no rewards, '
                 f"and {loss.type!r} is none. Leave rewards out."
             )
+        if self.scores is not None and not wire_support_size(loss):
+            raise ValueError(
+                f"{SWITCH}: scores = {self.scores!r} is for a loss that compares a support of K "
+                f"ids, and {loss.type!r} is none. Leave scores out."
+            )
         asked_by = self.asked_by
         if loss.reads_hidden_states:
             if asked_by == "orchestrator":
@@ -195,6 +209,17 @@ class AdapterSettings(Table):
     def trainer_asks(self) -> bool:
         """Whether the trainer asks the teachers, and the orchestrator asks none."""
         return self.asked_by == "trainer"
+
+    def kind(self) -> Any:
+        """Return the kind of scores that the teachers are asked for.
+
+        Raises:
+            ValueError: ``scores`` names none.
+        """
+        from prime_composer.scoring.kinds import TOP_K, named_kind
+
+        name = self.scores
+        return TOP_K if name is None else named_kind(name, f"{SWITCH}: scores = {name!r}")
 
     def support_size(self) -> int:
         """Return K for the orchestrator's requests; 0 where the loss has no support.

@@ -67,12 +67,11 @@ def sent(scores: Scores) -> Sent:
     The support of these tokens is not known.
     """
     n, k = scores.start, scores.k
-    known = torch.ones(len(scores), k, dtype=torch.bool) if scores.known is None else scores.known
     whole = Scores(
         torch.cat([torch.zeros(n), scores.ref_logprobs]),
         torch.cat([torch.zeros(n, k, dtype=scores.token_ids.dtype), scores.token_ids]),
         torch.cat([torch.zeros(n, k), scores.teacher_logprobs]),
-        known=torch.cat([torch.zeros(n, k, dtype=torch.bool), known]),
+        known=torch.cat([torch.zeros(n, k, dtype=torch.bool), scores.all_known]),
     )
     return Sent(whole.ref_logprobs.tolist(), whole)
 

@@ -17,8 +17,8 @@ from prime_composer.backends.answers import IMPOSSIBLE, InvalidAnswer, check_sco
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.contract import Scores
 from prime_composer.samplers.server import ServerSampler
-from prime_composer.teachers.client import read_json
 from prime_composer.teachers.mixture import mix
+from prime_composer.teachers.responses import read_json
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.upstream.orchestrator.client import whole_sequence
 

@@ -122,6 +122,18 @@ def test_id_that_no_teacher_knows_is_not_known_of_the_mixture(same_ids):
     assert found == pytest.approx({3: 0.3, 5: 0.025}) and mixed.start == 2
 
 
+def test_id_that_is_not_known_may_repeat_one_that_is():
+    """Its number may be anything: the known one still has the shares of both teachers."""
+    ids = torch.tensor([[3, 3, 5]])
+    own, known = torch.tensor([math.log(0.1)]), torch.tensor([[True, False, True]])
+    one = Scores(own, ids, torch.tensor([[0.6, 0.3, 0.1]]).log(), known=known)
+    two = Scores(own, torch.tensor([[5, 3, 1]]), torch.tensor([[0.3, 0.2, 0.1]]).log())
+    mixed = mix(torch.tensor([7]), [one, two], [0.5, 0.5])
+    ids = mixed.token_ids[0].tolist()
+    found = dict(zip(ids, mixed.teacher_logprobs[0].exp().tolist(), strict=True))
+    assert mixed.known.all() and found == pytest.approx({3: 0.4, 5: 0.2, 1: 0.05})
+
+
 def test_mix_without_a_support_mixes_the_sampled_token():
     """With K = 0 only the sampled token is mixed."""
     scores = [scored(q, torch.arange(4), 0) for q in dense(2, 4, 1)]

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prime_composer.backends.vllm_logprobs import read_answer, top_k_of
 from prime_composer.contract import Scores
-from prime_composer.teachers.client import read_json
+from prime_composer.teachers.responses import read_json
 from prime_composer.upstream.orchestrator.client import IN_FLIGHT, whole_sequence
 from prime_composer.upstream.wire import pack, sent
 from tests.backends.test_vllm_logprobs import plain_parse

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prime_composer.scoring.wire import SCORE_PATH, VERSION
-from prime_composer.scoring.worker import Progress, Wish
+from prime_composer.scoring.worker import Progress, RowsRequest
 
 CONFIG = SimpleNamespace(
     model="m", max_model_len=20, dtype=torch.float32, get_vocab_size=lambda: 100,
@@ -24,7 +24,7 @@ class Engine:
     """Answers with the numbers of the rows, or as a test wants.
 
     Attributes:
-        asked: the requests that came: tokens and wish.
+        asked: the requests that came: tokens and rows_request.
         aborted: how many were cancelled.
     """
 
@@ -39,18 +39,18 @@ class Engine:
         self.asked, self.aborted, self.gate, self.gap = [], 0, None, False
 
     async def generate(self, prompt, params, request_id):
-        wish = Wish.of(params)
+        rows_request = RowsRequest.of(params)
         assert prompt["type"] == "token"
         tokens = prompt["prompt_token_ids"]
-        self.asked.append((tokens, wish, params.skip_reading_prefix_cache))
+        self.asked.append((tokens, rows_request, params.skip_reading_prefix_cache))
         try:
             if self.gate is not None:
                 await self.gate.wait()
         except asyncio.CancelledError:
             self.aborted += 1
             raise
-        n = len(tokens) - wish.start
-        progress = Progress(wish, wish.start - 1, n)
+        n = len(tokens) - rows_request.start
+        progress = Progress(rows_request, rows_request.start - 1, n)
         if not (self.gap and not params.skip_reading_prefix_cache):
             progress.write(0, {"sampled": -torch.arange(n, dtype=torch.float32)})
         yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), None)])

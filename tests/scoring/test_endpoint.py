@@ -19,26 +19,26 @@ from prime_composer.scoring.wire import (  # noqa: E402
     HEAD_PATH,
     SCORE_PATH,
     VERSION,
-    Answer,
-    decode_answer,
+    ScoreResponse,
+    decode_response,
     encode_ids,
     unpack_arrays,
 )
-from prime_composer.scoring.worker import Progress, Wish  # noqa: E402
+from prime_composer.scoring.worker import Progress, RowsRequest  # noqa: E402
 from tests.scoring.conftest import ARGS, GOOD, post, question, scope_of  # noqa: E402
 
 
 def test_question_is_answered_in_order(app, engine):
     answer = post(app, question(GOOD, ([1, 2, 3, 4, 5], 3, {})))
     assert answer.status_code == 200
-    sequences = decode_answer(answer.content, Answer).sequences
+    sequences = decode_response(answer.content, ScoreResponse).sequences
     assert unpack_arrays(sequences[0], 2)["sampled"].tolist() == [0, -1]
     assert unpack_arrays(sequences[1], 2)["sampled"].tolist() == [0, -1]
-    assert [wish.start for _, wish, _ in engine.asked] == [1, 3]
+    assert [rows_request.start for _, rows_request, _ in engine.asked] == [1, 3]
 
 
 def test_question_without_sequences_is_answered_with_facts(app):
-    facts = decode_answer(post(app, question()).content, Answer).facts
+    facts = decode_response(post(app, question()).content, ScoreResponse).facts
     assert (facts.vocab_size, facts.hidden_size, facts.max_model_len) == (100, 8, 20)
     assert facts.kinds == list(KINDS) and facts.dtype == "float32"
 
@@ -95,15 +95,15 @@ def test_wrong_question_is_400_and_never_reaches_the_engine(app, engine, name):
 
 
 def test_answer_too_large_is_refused_before_it_is_made(app, engine, monkeypatch):
-    monkeypatch.setattr("prime_composer.scoring.questions.MOST_ANSWER_BYTES", 200)
+    monkeypatch.setattr("prime_composer.scoring.requests.MOST_RESPONSE_BYTES", 200)
     four = [([1] * 9, 1, {})] * 4  # 8 rows each
     assert post(app, question(*four)).status_code == 200
-    for wish, size in ({"kinds": ["top_k"], "k": 1}, 256), ({"kinds": ["hidden"]}, 1024):
-        answer = post(app, question(*four, **wish))
+    for rows_request, size in ({"kinds": ["top_k"], "k": 1}, 256), ({"kinds": ["hidden"]}, 1024):
+        answer = post(app, question(*four, **rows_request))
         assert answer.status_code == 413
         assert f"{size:,} bytes, {size // 32} for each" in answer.text
         assert "at most 200 are answered at once" in answer.text
-    monkeypatch.setattr("prime_composer.scoring.questions.MOST_HEAD_BYTES", 300)
+    monkeypatch.setattr("prime_composer.scoring.requests.MOST_HEAD_BYTES", 300)
     answer = post(app, {"version": VERSION, "first": 0, "last": 100}, HEAD_PATH)
     assert answer.status_code == 413 and "ask in pieces" in answer.text
 
@@ -117,7 +117,7 @@ def test_rows_of_the_head_outside_are_refused(app, first, last):
 def test_rows_that_the_prefix_cache_had_are_computed_again(app, engine):
     engine.gap = True
     long = ([5, 6, 7, 8, 9], 3, {})
-    answer = decode_answer(post(app, question(long)).content, Answer)
+    answer = decode_response(post(app, question(long)).content, ScoreResponse)
     assert unpack_arrays(answer.sequences[0], 2)["sampled"].tolist() == [0, -1]
     assert [skipped for *_, skipped in engine.asked] == [False, True]
 
@@ -143,7 +143,7 @@ def test_question_for_an_adapter_is_not_found(app, engine):
 
 def test_reason_of_the_worker_is_answered_and_not_asked_again(app, engine):
     async def generate(prompt, params, request_id):
-        progress = Progress(Wish.of(params), 0, 2, error="OutOfMemoryError: 3 GiB")
+        progress = Progress(RowsRequest.of(params), 0, 2, error="OutOfMemoryError: 3 GiB")
         yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), None)])
 
     engine.generate = generate

@@ -8,10 +8,25 @@ import pytest
 import torch
 
 from prime_composer.scoring import worker
-from prime_composer.scoring.kinds import KINDS, HeadFailed, Rows, largest
-from prime_composer.scoring.worker import Progress, Wish, answer_prompts, read_payload
+from prime_composer.scoring.kinds import (
+    GIVEN,
+    HIDDEN,
+    KINDS,
+    SAMPLED,
+    TOP_K,
+    HeadFailed,
+    KindRequest,
+    Rows,
+    largest,
+)
+from prime_composer.scoring.worker import Progress, RowsRequest, answer_prompts, read_payload
 
 V, D = 300, 16
+OWN = KindRequest("sampled")
+
+
+def top(k):
+    return KindRequest("top_k", k)
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +51,19 @@ def test_kinds_equal_a_float64_log_softmax(weight):
     logprobs = exact(weight, tokens)
     given = torch.tensor([[1, 2], [299, 0], [4, 4], [9, 8], [3, 5]])
     hidden = hidden_of(enumerate(tokens))[:-1]
-    rows = Rows(hidden, torch.tensor(tokens[1:]), lambda h: h @ weight.T, 4, given)
-    found = {name: array for kind in KINDS.values() for name, array in kind(rows).items()}
-    top = logprobs.topk(4)
-    assert found["top_ids"].tolist() == top.indices.tolist()
+    rows = Rows(hidden, torch.tensor(tokens[1:]), lambda h: h @ weight.T)
+    found = {
+        **SAMPLED.arrays(rows, OWN, None),
+        **TOP_K.arrays(rows, top(4), None),
+        **GIVEN.arrays(rows, GIVEN.of(given), given.int()),
+        **HIDDEN.arrays(rows, KindRequest("hidden"), None),
+    }
+    best = logprobs.topk(4)
+    assert found["top_ids"].tolist() == best.indices.tolist()
     assert found["top_ids"].dtype == torch.int32
     for name, expected in {
         "sampled": logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0],
-        "top_logprobs": top.values,
+        "top_logprobs": best.values,
         "given": logprobs.gather(1, given),
     }.items():
         assert found[name].dtype == torch.float32
@@ -56,7 +76,8 @@ def test_hidden_states_alone_never_ask_the_head():
         raise AssertionError
 
     rows = Rows(torch.ones(2, D, dtype=torch.bfloat16), torch.tensor([1, 2]), head)
-    assert KINDS["hidden"](rows)["hidden"].dtype == torch.bfloat16
+    found = HIDDEN.arrays(rows, KindRequest("hidden"), None)
+    assert found["hidden"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("k", [0, 1, 32, V])
@@ -72,13 +93,13 @@ class Runner:
 
     Args:
         weight: of the output head.
-        requests: name -> tokens and wish.
+        requests: name -> tokens and rows_request.
     """
 
     def __init__(self, weight, requests):
         self.model = SimpleNamespace(compute_logits=lambda hidden: hidden @ weight.T)
         self.model_config = SimpleNamespace(get_vocab_size=lambda: V)
-        self.wishes = {name: wish for name, (_, wish) in requests.items()}
+        self.rows_requests = {name: rows_request for name, (_, rows_request) in requests.items()}
         self.requests = {
             name: SimpleNamespace(
                 prompt_token_ids=tokens,
@@ -101,24 +122,25 @@ class Runner:
             req_id_to_index={name: index for index, name in enumerate(scheduled)}
         )
         self.query_start_loc = SimpleNamespace(np=np.array(starts))
-        wishes = {n: w for n, w in self.wishes.items()}
-        done = answer_prompts(self, wishes, torch.cat(states), scheduled)
+        rows_requests = {n: w for n, w in self.rows_requests.items()}
+        done = answer_prompts(self, rows_requests, torch.cat(states), scheduled)
         for name, count in scheduled.items():
             self.requests[name].num_computed_tokens += count
         for name in done:
-            del self.wishes[name]
+            del self.rows_requests[name]
         return done
 
 
-def check(progress: Progress, weight, tokens, wish):
-    arrays = read_payload(*progress.payload(), len(tokens) - wish.start)
-    rows = exact(weight, tokens)[wish.start - 1 :]
-    own = rows.gather(1, torch.tensor(tokens[wish.start :])[:, None])[:, 0]
+def check(progress: Progress, weight, tokens, rows_request):
+    arrays = read_payload(*progress.payload(), len(tokens) - rows_request.start)
+    rows = exact(weight, tokens)[rows_request.start - 1 :]
+    own = rows.gather(1, torch.tensor(tokens[rows_request.start :])[:, None])[:, 0]
     torch.testing.assert_close(arrays["sampled"].double(), own, atol=5e-6, rtol=0)
-    if wish.k:
-        top = rows.topk(wish.k)
-        assert arrays["top_ids"].tolist() == top.indices.tolist()
-        torch.testing.assert_close(arrays["top_logprobs"].double(), top.values, atol=5e-6, rtol=0)
+    k = rows_request.requests[-1].k
+    if k:
+        best = rows.topk(k)
+        assert arrays["top_ids"].tolist() == best.indices.tolist()
+        torch.testing.assert_close(arrays["top_logprobs"].double(), best.values, atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("block_bytes", [1, 4 * V * 3, 2**26])
@@ -131,8 +153,7 @@ def test_prompts_in_pieces_are_answered_whole(weight, block_bytes, monkeypatch):
         tokens = generator.integers(0, V, int(generator.integers(2, 40))).tolist()
         start = int(generator.integers(1, len(tokens)))
         k = int(generator.choice([0, 1, 8]))
-        kinds = ("sampled", "top_k") if k else ("sampled",)
-        requests[f"r{index}"] = tokens, Wish(start, kinds, k)
+        requests[f"r{index}"] = tokens, RowsRequest(start, (OWN, top(k)) if k else (OWN,))
     runner, done = Runner(weight, requests), {}
     while len(done) < len(requests):
         scheduled = {}
@@ -142,24 +163,24 @@ def test_prompts_in_pieces_are_answered_whole(weight, block_bytes, monkeypatch):
                 scheduled[name] = int(generator.integers(1, min(left, 9) + 1))
         if scheduled:
             done |= runner.step(scheduled)
-    for name, (tokens, wish) in requests.items():
-        check(done[name], weight, tokens, wish)
+    for name, (tokens, rows_request) in requests.items():
+        check(done[name], weight, tokens, rows_request)
 
 
 def test_preempted_prompt_starts_over(weight):
-    tokens, wish = list(range(10)), Wish(2, ("sampled",))
-    runner = Runner(weight, {"r": (tokens, wish)})
+    tokens, rows_request = list(range(10)), RowsRequest(2, (OWN,))
+    runner = Runner(weight, {"r": (tokens, rows_request)})
     assert runner.step({"r": 6}) == {}
     runner.requests["r"].num_computed_tokens = 0
-    assert answer_prompts(runner, {"r": wish}, torch.zeros(0, D), {}) == {}
-    check(runner.step({"r": 10})["r"], weight, tokens, wish)
+    assert answer_prompts(runner, {"r": rows_request}, torch.zeros(0, D), {}) == {}
+    check(runner.step({"r": 10})["r"], weight, tokens, rows_request)
 
 
 def test_rows_in_a_prefix_cache_are_noticed(weight):
     """The cache had the first 5 tokens: with a start before 6, rows are missing."""
     tokens = list(range(10))
     for start, is_whole in ((6, True), (5, False), (1, False)):
-        runner = Runner(weight, {"r": (tokens, Wish(start, ("sampled",)))})
+        runner = Runner(weight, {"r": (tokens, RowsRequest(start, (OWN,)))})
         runner.requests["r"].num_computed_tokens = 5
         (progress,) = runner.step({"r": 5}).values()
         assert progress.is_whole is is_whole
@@ -172,17 +193,19 @@ def test_kind_that_fails_costs_its_own_requests_alone(weight, monkeypatch):
     """The other requests of the batch get their rows, and the engine goes on."""
     calls = []
 
-    def failing(rows):
+    def failing(rows, request, numbers):
         calls.append(rows.logits)
         raise torch.OutOfMemoryError("3 GiB")
 
-    monkeypatch.setitem(KINDS, "top_k", failing)
+    monkeypatch.setitem(KINDS, "top_k", SimpleNamespace(arrays=failing))
     monkeypatch.setitem(worker.BLOCK_BYTES, "cpu", 1)
     tokens = list(range(10))
-    wishes = {"r": Wish(2, ("top_k",), 4), "s": Wish(2, ("sampled",))}
-    runner = Runner(weight, {name: (tokens, wish) for name, wish in wishes.items()})
+    rows_requests = {"r": RowsRequest(2, (top(4),)), "s": RowsRequest(2, (OWN,))}
+    runner = Runner(
+        weight, {name: (tokens, rows_request) for name, rows_request in rows_requests.items()}
+    )
     done = runner.step({"r": 10, "s": 10})
-    check(done["s"], weight, tokens, wishes["s"])
+    check(done["s"], weight, tokens, rows_requests["s"])
     with pytest.raises(ValueError, match="OutOfMemoryError: 3 GiB"):
         read_payload(*done["r"].payload(), 8)
     # All workers run the head together, so that it runs for every block.
@@ -193,7 +216,7 @@ def test_head_that_fails_is_vllms_own_error(weight):
     def head(hidden):
         raise RuntimeError("a worker is gone")
 
-    runner = Runner(weight, {"r": ([1, 2, 3], Wish(1, ("sampled",)))})
+    runner = Runner(weight, {"r": ([1, 2, 3], RowsRequest(1, (OWN,)))})
     runner.model.compute_logits = head
     with pytest.raises(HeadFailed):
         runner.step({"r": 3})
@@ -207,8 +230,8 @@ def test_answer_of_another_runner_is_named():
 def test_given_ids_follow_their_rows(weight):
     tokens = list(range(20, 30))
     given = np.arange(7 * 3, dtype=np.int32).reshape(7, 3)
-    wish = Wish(3, ("sampled", "given"), 0, given.tobytes())
-    runner = Runner(weight, {"r": (tokens, wish), "s": (tokens, Wish(1, ("sampled",)))})
+    rows_request = RowsRequest(3, (OWN, KindRequest("given", 3, numbers=given.tobytes())))
+    runner = Runner(weight, {"r": (tokens, rows_request), "s": (tokens, RowsRequest(1, (OWN,)))})
     runner.step({"r": 4, "s": 10})
     (progress,) = runner.step({"r": 6}).values()
     expected = exact(weight, tokens)[2:].gather(1, torch.from_numpy(given).long())
@@ -219,6 +242,6 @@ def test_given_ids_follow_their_rows(weight):
 @pytest.mark.parametrize("extra", [None, {}, {"other": 1}, {"prime_composer": {"start": 1}}])
 def test_other_requests_are_not_marked(extra):
     """What a JSON body can hold is no mark, so that only the plugin's own route makes one."""
-    assert Wish.of(SimpleNamespace(extra_args=extra)) is None
-    wish = Wish(3, ("sampled", "top_k"), 2)
-    assert Wish.of(SimpleNamespace(extra_args=wish.mark())) == wish
+    assert RowsRequest.of(SimpleNamespace(extra_args=extra)) is None
+    rows_request = RowsRequest(3, (OWN, top(2)))
+    assert RowsRequest.of(SimpleNamespace(extra_args=rows_request.mark())) == rows_request

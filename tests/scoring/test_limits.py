@@ -11,46 +11,46 @@ pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 
 import httpx  # noqa: E402
 
-from prime_composer.scoring import endpoint, questions  # noqa: E402
+from prime_composer.scoring import endpoint, requests  # noqa: E402
 from prime_composer.scoring import engine as engine_module
 from prime_composer.scoring.endpoint import Windows  # noqa: E402
 from prime_composer.scoring.engine import AHEAD, Room  # noqa: E402
-from prime_composer.scoring.kinds import KINDS  # noqa: E402
-from prime_composer.scoring.questions import TooLarge  # noqa: E402
+from prime_composer.scoring.kinds import KINDS, KindRequest  # noqa: E402
+from prime_composer.scoring.requests import TooLarge  # noqa: E402
 from prime_composer.scoring.wire import (
     HEAD_PATH,
     SCORE_PATH,
     VERSION,
-    Answer,
     Facts,
-    Question,
-    SequenceToAnswer,
-    decode_answer,
+    ScoreRequest,
+    ScoreResponse,
+    SequenceRequest,
+    decode_response,
     encode_ids,
 )  # noqa: E402
-from prime_composer.scoring.worker import Wish  # noqa: E402
+from prime_composer.scoring.worker import RowsRequest  # noqa: E402
 from tests.scoring.conftest import GOOD, post, question, scope_of  # noqa: E402
 
 SHORT = ([5, 6], 1, {})
 
 
 def limits_of(app):
-    return decode_answer(post(app, question()).content, Answer).facts.limits
+    return decode_response(post(app, question()).content, ScoreResponse).facts.limits
 
 
 def test_limits_admit_one_sequence_of_any_model():
     """Its ids have at most eight digits in JSON, with a comma and a space."""
     for length in (20, 2**20, 10**7):
-        limits = questions.limits_of(length)
+        limits = requests.limits_of(length)
         assert limits.tokens >= length and limits.question_bytes >= 16 * length
 
 
 TOO_LARGE = {
-    "sequences": (question(*[SHORT] * (questions.MOST_SEQUENCES + 1)), "1,024 sequences"),
+    "sequences": (question(*[SHORT] * (requests.MOST_SEQUENCES + 1)), "1,024 sequences"),
     "many more": (question(*[SHORT] * 100_000), "1,024 sequences"),
     "tokens": (question(*[([5] * 1000, 1, {})] * 263), "262,144 tokens in all"),
     "a long sequence": (question(([5] * 4_000_000, 1, {})), "262,144 tokens in all"),
-    "bytes": (b" " * (questions.MOST_QUESTION_BYTES + 1), "33,554,432 bytes"),
+    "bytes": (b" " * (requests.MOST_REQUEST_BYTES + 1), "33,554,432 bytes"),
 }
 
 
@@ -94,7 +94,7 @@ def test_body_over_the_limit_is_not_read_to_its_end(app, announced):
 
     asyncio.run(app(scope, receive, send))
     assert sent[0]["status"] == 413
-    assert asked == (0 if announced else questions.MOST_QUESTION_BYTES // len(chunk) + 1)
+    assert asked == (0 if announced else requests.MOST_REQUEST_BYTES // len(chunk) + 1)
 
 
 def test_small_answer_does_not_wait_for_a_large_one(app, engine, monkeypatch):
@@ -182,7 +182,7 @@ def test_answer_in_windows_is_the_answer(app, engine, monkeypatch, window):
     answer = post(app, body)
     assert answer.content == whole.content
     assert int(answer.headers["Content-Length"]) == len(whole.content)
-    assert len(decode_answer(answer.content, Answer).sequences) == 2
+    assert len(decode_response(answer.content, ScoreResponse).sequences) == 2
     assert len(engine.asked) == 4  # each sequence is computed once, in however many windows
 
 
@@ -245,16 +245,16 @@ def test_others_have_their_turn_while_an_answer_is_sent(monkeypatch):
 def test_size_of_an_answer_is_its_real_one(dtype, width):
     """As many bytes as its arrays have: 8 columns of hidden states, K = 3, two given ids."""
     facts = Facts("m", 100, 8, 512, dtype, [*KINDS], "0.32.0")
-    tokens = SequenceToAnswer([5] * 11, 1, encode_ids([[1, 2]] * 10))
+    tokens = SequenceRequest([5] * 11, 1, encode_ids([[1, 2]] * 10))
     for kinds, k, size in (
         (["hidden"], 0, 8 * width),
         (["sampled", "top_k", "hidden"], 3, 4 + 24 + 8 * width),
         ([*KINDS], 3, 4 + 24 + 8 + 8 * width),
     ):
-        one = tokens if "given" in kinds else SequenceToAnswer(tokens.token_ids, 1)
-        asked = Question(VERSION, [one], kinds, k)
-        wishes = [questions.wish_of(0, asked, facts)]
-        assert questions.answer_size(asked, wishes, facts) == 10 * size
+        one = tokens if "given" in kinds else SequenceRequest(tokens.token_ids, 1)
+        asked = ScoreRequest(VERSION, [one], kinds, k)
+        rows_requests = [requests.rows_request_of(0, asked, facts)]
+        assert requests.response_size(asked, rows_requests, facts) == 10 * size
 
 
 def test_long_rollouts_fit_into_an_answer():
@@ -262,11 +262,13 @@ def test_long_rollouts_fit_into_an_answer():
     facts = Facts("m", 100, 8192, 2**18, "bfloat16", [*KINDS], "0.32.0")
     kinds = ["sampled", "top_k", "hidden"]
     for length, fits in ((131_072, True), (261_000, True), (263_000, False)):
-        asked = Question(VERSION, [SequenceToAnswer([5] * length, 1)], kinds, 1)
-        wishes = [Wish(1, tuple(kinds), 1)]
+        asked = ScoreRequest(VERSION, [SequenceRequest([5] * length, 1)], kinds, 1)
+        rows_requests = [
+            RowsRequest(1, tuple(KindRequest(name, int(name == "top_k")) for name in kinds))
+        ]
         if fits:
-            size = questions.answer_size(asked, wishes, facts)
+            size = requests.response_size(asked, rows_requests, facts)
             assert size == (length - 1) * (12 + 2 * 8192)
         else:
             with pytest.raises(TooLarge, match="16,396 for each token .* at most 4,294,967,295"):
-                questions.answer_size(asked, wishes, facts)
+                requests.response_size(asked, rows_requests, facts)

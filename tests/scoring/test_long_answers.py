@@ -16,11 +16,11 @@ import pytest
 from prime_composer.scoring.wire import (
     NAME,
     VERSION,
-    Answer,
     Facts,
     Field,
     Rows,
-    answer_parts,
+    ScoreResponse,
+    response_parts,
 )
 from tests.backends.conftest import make_model
 
@@ -45,7 +45,7 @@ class StandIn(BaseHTTPRequestHandler):
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         parts = self.parts
         if not question["sequences"]:
-            parts = [msgspec.msgpack.encode(Answer(NAME, VERSION, self.facts, []))]
+            parts = [msgspec.msgpack.encode(ScoreResponse(NAME, VERSION, self.facts, []))]
         self.send_response(200)
         if self.says_length:
             self.send_header("Content-Length", str(sum(len(part) for part in parts)))
@@ -91,7 +91,7 @@ def test_long_answer_is_in_memory_once(tokens, columns, says_length, more, capsy
     ]
     facts = Facts("m", 1000, columns, 2**18, "bfloat16", ["sampled", "top_k", "hidden"], "0.32.0")
     data = np.concatenate([array.reshape(-1).view(np.uint8) for _, array in arrays.values()])
-    parts = answer_parts(Answer(NAME, VERSION, facts, [Rows(n, fields, data.data)]))
+    parts = response_parts(ScoreResponse(NAME, VERSION, facts, [Rows(n, fields, data.data)]))
     handler = type("Handler", (StandIn,), locals() | {"facts": facts, "parts": parts})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -17,14 +17,14 @@ import torch
 
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.http import Connection, Refused, ServerError
-from prime_composer.scoring.questions import MOST_SEQUENCES
+from prime_composer.scoring.requests import MOST_SEQUENCES
 from prime_composer.scoring.wire import (
     ENVELOPE_BYTES,
     HEAD_PATH,
     SCORE_PATH,
     VERSION,
-    Question,
-    SequenceToAnswer,
+    ScoreRequest,
+    SequenceRequest,
 )
 from prime_composer.teachers.server import ServerScorer
 from tests.backends.conftest import VOCAB, make_model
@@ -218,17 +218,17 @@ def test_api_key_guards_the_routes(server, path, key):
 
 def test_wrong_questions_do_not_end_the_engine(server, scorer, rollouts):
     """Each of these ended vLLM's engine without the checks."""
-    good = SequenceToAnswer([5, 6, 7], 1)
+    good = SequenceRequest([5, 6, 7], 1)
     wrong = [
-        SequenceToAnswer([5, 6, 7], 4), SequenceToAnswer([5, 6, 7], 0),
-        SequenceToAnswer([5, VOCAB], 1), SequenceToAnswer([5, -1], 1),
-        SequenceToAnswer([5] * 600, 1),
-        SequenceToAnswer([5, 6], 1, "AAAAgA=="),
+        SequenceRequest([5, 6, 7], 4), SequenceRequest([5, 6, 7], 0),
+        SequenceRequest([5, VOCAB], 1), SequenceRequest([5, -1], 1),
+        SequenceRequest([5] * 600, 1),
+        SequenceRequest([5, 6], 1, "AAAAgA=="),
     ]  # fmt: skip
     connection = Connection(server.url, section="[teacher]", api_key=KEY)
     for sequence in wrong:
         kinds = ["given"] if sequence.given else ["sampled"]
-        question = msgspec.to_builtins(Question(VERSION, [good, sequence], kinds))
+        question = msgspec.to_builtins(ScoreRequest(VERSION, [good, sequence], kinds))
         with pytest.raises(Refused) as refused:
             connection.run(connection.request("POST", SCORE_PATH, question))
         assert refused.value.status == 400, refused.value.reason
@@ -272,7 +272,7 @@ def asked(server, question):
 
 def test_question_beyond_the_limits_costs_no_second(server, scorer, rollouts):
     """It blocked the server's event loop for 18 s, and a small question came after 24 s."""
-    question = Question(VERSION, [SequenceToAnswer([5, 6], 1)] * 100_000, ["sampled"])
+    question = ScoreRequest(VERSION, [SequenceRequest([5, 6], 1)] * 100_000, ["sampled"])
     begin = time.monotonic()
     with asked(server, question) as client, contextlib.closing(client.getresponse()) as answer:
         assert (answer.status, time.monotonic() - begin < 1) == (413, True)
@@ -281,9 +281,9 @@ def test_question_beyond_the_limits_costs_no_second(server, scorer, rollouts):
 
 
 LARGEST = {
-    "many": ([SequenceToAnswer([5] * 256, 1)] * MOST_SEQUENCES, ["sampled", "top_k"], 8),
-    "long": ([SequenceToAnswer([5] * 511, 1)] * 512, ["sampled", "hidden"], 0),
-    "wide": ([SequenceToAnswer([5] * 500, 1)] * 500, ["top_k"], VOCAB),
+    "many": ([SequenceRequest([5] * 256, 1)] * MOST_SEQUENCES, ["sampled", "top_k"], 8),
+    "long": ([SequenceRequest([5] * 511, 1)] * 512, ["sampled", "hidden"], 0),
+    "wide": ([SequenceRequest([5] * 500, 1)] * 500, ["top_k"], VOCAB),
 }
 
 
@@ -300,7 +300,7 @@ def test_small_question_waits_little_beside_the_largest(server, scorer, rollouts
         return time.monotonic() - begin
 
     def longest():
-        with asked(server, Question(VERSION, *LARGEST[kind])):
+        with asked(server, ScoreRequest(VERSION, *LARGEST[kind])):
             waits = [seconds() for _ in range(5)]
         return max(*waits, seconds())
 
@@ -310,7 +310,7 @@ def test_small_question_waits_little_beside_the_largest(server, scorer, rollouts
 def test_work_of_a_client_that_hung_up_ends(server, scorer, rollouts):
     """The engine reads no more of its prompts, of which it has read less than a half."""
     before, deadline = prefilled(server), time.monotonic() + 30
-    with asked(server, Question(VERSION, *LARGEST["many"])):
+    with asked(server, ScoreRequest(VERSION, *LARGEST["many"])):
         while prefilled(server) == before:
             assert time.monotonic() < deadline
     assert len(scorer.score(rollouts[:1], 4)) == 1

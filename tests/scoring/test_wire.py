@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from prime_composer.scoring.wire import (
     NAME,
     VERSION,
-    Answer,
     Facts,
     Field,
-    Question,
     Rows,
-    SequenceToAnswer,
+    ScoreRequest,
+    ScoreResponse,
+    SequenceRequest,
     WireError,
-    decode_answer,
     decode_ids,
+    decode_response,
     encode_ids,
     unpack_arrays,
 )
@@ -39,7 +39,7 @@ def encoded(*sequences, **changes):
 
 
 def test_answer_comes_back_bit_for_bit():
-    answer = decode_answer(encoded(rows()), Answer)
+    answer = decode_response(encoded(rows()), ScoreResponse)
     arrays = unpack_arrays(answer.sequences[0], 3)
     assert answer.facts == FACTS
     assert arrays["sampled"].tobytes() == OWN.tobytes() and arrays["sampled"].shape == (3,)
@@ -49,17 +49,17 @@ def test_answer_comes_back_bit_for_bit():
 @pytest.mark.parametrize(
     ("content", "is_ours", "words"),
     [
-        (b"", False, "no answer of the plugin"),
-        (b"<html>404</html>", False, "no answer of the plugin"),
-        (encoded(plugin="another"), False, "an answer of 'another'"),
+        (b"", False, "no response of the plugin"),
+        (b"<html>404</html>", False, "no response of the plugin"),
+        (encoded(plugin="another"), False, "a response of 'another'"),
         (encoded(version=2), True, "version 2 .* reads version 1; install the same"),
-        (encoded(facts={}), True, "a damaged answer of the plugin"),
-        (encoded(sequences=[{"n": -1, "fields": [], "data": b""}]), True, "a damaged answer"),
+        (encoded(facts={}), True, "a damaged response of the plugin"),
+        (encoded(sequences=[{"n": -1, "fields": [], "data": b""}]), True, "a damaged response"),
     ],
 )
 def test_other_bytes_are_refused_with_a_reason(content, is_ours, words):
     with pytest.raises(WireError, match=words) as error:
-        decode_answer(content, Answer)
+        decode_response(content, ScoreResponse)
     assert error.value.is_ours is is_ours
 
 
@@ -86,7 +86,7 @@ def test_answer_damaged_is_read_or_refused(examples):
 
     def read(content):
         try:
-            answer = decode_answer(content, Answer)
+            answer = decode_response(content, ScoreResponse)
             for one in answer.sequences:
                 arrays = unpack_arrays(one, 3)
                 assert sum(array.nbytes for array in arrays.values()) == len(one.data)
@@ -117,7 +117,7 @@ def test_ids_of_another_length_are_refused(text):
 
 def test_question_of_a_newer_client_is_not_guessed():
     """A key that this version does not know may change the meaning of the others."""
-    text = msgspec.json.encode(Question(VERSION, [SequenceToAnswer([1, 2], 1)]))
-    assert msgspec.json.decode(text, type=Question).sequences[0].start == 1
+    text = msgspec.json.encode(ScoreRequest(VERSION, [SequenceRequest([1, 2], 1)]))
+    assert msgspec.json.decode(text, type=ScoreRequest).sequences[0].start == 1
     with pytest.raises(msgspec.ValidationError, match="temperature"):
-        msgspec.json.decode(text[:-1] + b',"temperature":2}', type=Question)
+        msgspec.json.decode(text[:-1] + b',"temperature":2}', type=ScoreRequest)

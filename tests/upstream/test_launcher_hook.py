@@ -105,6 +105,17 @@ def test_resolve_accepts_the_loss_in_the_environment(monkeypatch):
     assert AdapterSettings.from_env() == AdapterSettings(loss=table, k=3)
 
 
+def test_resolve_passes_a_kind_of_scores_on(monkeypatch):
+    monkeypatch.setenv(SWITCH, json.dumps({"scores": "a:KIND"}))
+    launcher_hook.resolve(launcher_config({"type": "topk_reverse_kl", "k": 3}))
+    settings = AdapterSettings.from_env()
+    assert (settings.scores, settings.k) == ("a:KIND", 3)
+    for table in (None, {"type": "sampled_reverse_kl"}):
+        monkeypatch.setenv(SWITCH, json.dumps({"scores": "a:KIND"}))
+        with pytest.raises(ValueError, match="scores = 'a:KIND'.* leave scores out|Leave scores"):
+            launcher_hook.resolve(launcher_config(table))
+
+
 def test_resolve_writes_special_tokens_as_ids(monkeypatch):
     """The launcher has the tokenizer, the trainer's loss has not."""
     transformers = types.ModuleType("transformers")

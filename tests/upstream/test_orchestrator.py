@@ -15,7 +15,8 @@ pytest.importorskip("msgspec")
 
 from prime_composer.backends.answers import InvalidAnswer  # noqa: E402
 from prime_composer.backends.vllm_logprobs import answer_bytes  # noqa: E402
-from prime_composer.teachers.client import TeacherClient, read_json  # noqa: E402
+from prime_composer.teachers.client import TeacherClient  # noqa: E402
+from prime_composer.teachers.responses import read_json  # noqa: E402
 from prime_composer.upstream import wire  # noqa: E402
 from prime_composer.upstream.autoload import HOOKS  # noqa: E402
 from prime_composer.upstream.orchestrator import hooks, teachers  # noqa: E402

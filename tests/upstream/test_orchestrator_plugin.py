@@ -12,10 +12,10 @@ from prime_composer.scoring.wire import (
     NAME,
     SCORE_PATH,
     VERSION,
-    Answer,
     Facts,
     Field,
     Rows,
+    ScoreResponse,
 )
 from prime_composer.upstream import wire
 from prime_composer.upstream.orchestrator.client import Requests
@@ -56,7 +56,7 @@ def packed(facts=FACTS, ids=IDS, own=OWN, version=VERSION, plugin=NAME, sequence
     fields = [Field("sampled", "float32", 0), Field("top_ids", "int32", k)]
     fields.append(Field("top_logprobs", "float32", k))
     rows = Rows(len(own), fields, own.tobytes() + ids.tobytes() + LOGPROBS[:, :k].tobytes())
-    return msgspec.msgpack.encode(Answer(plugin, version, facts, [rows] * sequences))
+    return msgspec.msgpack.encode(ScoreResponse(plugin, version, facts, [rows] * sequences))
 
 
 class Client:

@@ -17,6 +17,7 @@ from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, out_of_
 from prime_composer.teachers.client import Known, TeacherClient
 from prime_composer.upstream.frozen import ASKED_EVERY, QUESTION_TOKENS, check_again
 from prime_composer.upstream.log import log
+from prime_composer.upstream.settings import AdapterSettings
 
 T = TypeVar("T")
 
@@ -245,7 +246,8 @@ class Requests:
         places = self._places.setdefault(loop, asyncio.Semaphore(self._in_flight))
         async with places:
             known = self._known.setdefault((transport.base, model), Known())
-            teacher = TeacherClient(transport, model, known)
+            settings = AdapterSettings.from_env() or AdapterSettings()
+            teacher = TeacherClient(transport, model, known, settings.kind())
             if not known.was_asked:
                 await teacher.discover()
             sequence = whole_sequence(token_ids, known.vocab_size)

@@ -121,8 +121,8 @@ def _rows(
             f"prime-rl packs one sequence row per micro-batch; got {hidden_states.shape[0]}."
         )
     length = batch.input_ids.shape[0]
-    # The entry of an id beyond the head is replaced, whichever row is read for it.
-    ids = torch.roll(batch.support.token_ids.clamp(max=vocab_size - 1), -1, 0)
+    # The entry of an id that the head lacks is replaced, whichever row is read for it.
+    ids = torch.roll(batch.support.token_ids.clamp(0, vocab_size - 1), -1, 0)
     scored = torch.roll(batch.scored, -1, 0)
     scored[-1] = False
     temperatures = batch.temperatures if temperature is None else temperature

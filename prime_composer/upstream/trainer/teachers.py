@@ -27,7 +27,7 @@ from prime_composer.teachers.mixture import mix
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.upstream.frozen import ASKED_EVERY, QUESTION_TOKENS, check_again
 from prime_composer.upstream.log import log
-from prime_composer.upstream.settings import SWITCH
+from prime_composer.upstream.settings import SWITCH, AdapterSettings
 from prime_composer.upstream.teachers import Entries, Teacher, read_entries
 
 AHEAD_TOKENS = 65_536
@@ -197,6 +197,7 @@ class Teachers:
                 api_key=os.environ.get(teacher.api_key_var),
                 api_key_var=teacher.api_key_var,
                 heads=cache_root() / "heads",
+                kind=(AdapterSettings.from_env() or AdapterSettings()).kind(),
             )
             if self.hidden:
                 scorer.score([], 0, hidden=True)  # finds the plugin, and loads the head

@@ -51,17 +51,18 @@ def check_support(scores: Scores, vocab_size: int) -> None:
     Ids beyond the student's head are a wider teacher's padding (``shared_vocabulary``).
 
     Args:
-        scores: of these tokens. The log-probs of ids that are not known are not looked at.
+        scores: of these tokens. Ids that are not known are not looked at.
         vocab_size: entries of the student's head.
 
     Raises:
         ValueError: an id is neither the student's nor padding, or the numbers are no log-probs.
     """
     token_ids, logprobs = scores.token_ids, scores.teacher_logprobs
+    if scores.known is not None:
+        token_ids = token_ids[scores.known]
+        logprobs = logprobs.masked_fill(~scores.known, -torch.inf)
     if not token_ids.numel():
         return
-    if scores.known is not None:
-        logprobs = logprobs.masked_fill(~scores.known, -torch.inf)
     lowest, highest = (int(extreme) for extreme in torch.aminmax(token_ids))
     wrong = alien(lowest, highest, vocab_size)
     if wrong is not None:

@@ -1,0 +1,237 @@
+"""Read a request, and refuse what would end vLLM's engine or take the server from all others.
+
+A request is JSON, and no larger than the server's ``Limits`` say. What is refused costs the event
+loop a few milliseconds, whatever its size.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from prime_composer.scoring.kinds import KINDS, KindRequest, id_outside, row_bytes
+from prime_composer.scoring.wire import (
+    VERSION,
+    Facts,
+    HeadRequest,
+    Limits,
+    ScoreRequest,
+    SequenceRequest,
+)
+from prime_composer.scoring.worker import RowsRequest
+
+MOST_SEQUENCES = 2**10
+"""Sequences of a request. Each costs the API server about 0.2 ms, besides its tokens."""
+
+MOST_TOKENS = 2**18
+"""Tokens of a request, or one sequence of the model's full length where that is longer."""
+
+MOST_REQUEST_BYTES = 2**25
+"""Bytes of a request, or 16 per token of the longest sequence where that is more. Decoding this
+much takes 0.2 s, most of which are ids of the caller's choice."""
+
+MOST_RESPONSE_BYTES = 2**32 - 1
+"""Arrays of one response: what a count of msgpack holds. Hidden states of 262,000 tokens with 8,192
+columns in bfloat16 are this much."""
+
+MOST_HEAD_BYTES = 2**29
+"""Rows of the output head in one response, counted in float32."""
+
+KEYS_PER_SEQUENCE = 4
+"""At least as many commas as a sequence has in JSON besides those between its tokens."""
+
+
+class BadRequest(ValueError):
+    """A request that is not answered.
+
+    Attributes:
+        status: of the refusal.
+    """
+
+    status = 400
+
+
+class TooLarge(BadRequest):
+    """A request beyond the server's limits."""
+
+    status = 413
+
+
+class OtherVersion(Exception):
+    """A request of another version. The response says which one this is."""
+
+
+class Versioned(msgspec.Struct):
+    """What every request has."""
+
+    version: int
+
+
+def limits_of(max_model_len: int) -> Limits:
+    """Return the limits of a server, which admit any one sequence of its model."""
+    return Limits(
+        MOST_SEQUENCES,
+        max(MOST_TOKENS, max_model_len),
+        max(MOST_REQUEST_BYTES, 16 * max_model_len),
+        MOST_RESPONSE_BYTES,
+    )
+
+
+async def body_of(request: Request, facts: Facts) -> bytearray:
+    """Return a request's body, of which no more is read than the limits admit.
+
+    Raises:
+        TooLarge: it has more bytes, or so many commas that it has too many tokens or sequences. To
+            decode them would take a second.
+        ClientDisconnect: the client is gone.
+    """
+    limits = limits_of(facts.max_model_len)
+    announced, most = request.headers.get("Content-Length", ""), limits.question_bytes
+    body = bytearray()
+    too_long = announced.isdecimal() and int(announced) > most
+    if not too_long:
+        async for chunk in request.stream():
+            body += chunk
+            too_long = len(body) > most
+            if too_long:
+                break
+    if too_long:
+        raise TooLarge(f"A request may have {most:,} bytes on this server; ask in pieces.")
+    most_commas = limits.tokens + KEYS_PER_SEQUENCE * limits.sequences + 1000
+    if body.count(b",") > most_commas:
+        raise too_many(limits)
+    return body
+
+
+def too_many(limits: Limits) -> TooLarge:
+    """Return the refusal of a request with too many sequences or tokens."""
+    return TooLarge(
+        f"A request may have {limits.sequences:,} sequences with {limits.tokens:,} tokens in all "
+        "on this server; ask in pieces."
+    )
+
+
+def read(body: bytes | bytearray, kind: type[Any]) -> Any:
+    """Return a request of this version.
+
+    Raises:
+        OtherVersion: it is one of another version.
+        BadRequest: it is none.
+    """
+    try:
+        decoded = msgspec.json.decode(body, type=kind)
+    except (ValueError, RecursionError) as error:
+        # Another version's may have other keys.
+        with suppress(ValueError, RecursionError):
+            if msgspec.json.decode(body, type=Versioned).version != VERSION:
+                raise OtherVersion from None
+        raise BadRequest(f"The request cannot be read: {error}") from None
+    if decoded.version != VERSION:
+        raise OtherVersion
+    return decoded
+
+
+def check_request(score_request: ScoreRequest, facts: Facts) -> None:
+    """Check what the sequences of a request share.
+
+    Raises:
+        TooLarge: too many sequences or tokens.
+        BadRequest: a kind that is not known.
+    """
+    limits = limits_of(facts.max_model_len)
+    sequences, kinds = score_request.sequences, score_request.kinds
+    tokens = sum(len(sequence.token_ids) for sequence in sequences)
+    if len(sequences) > limits.sequences or tokens > limits.tokens:
+        raise too_many(limits)
+    if sequences and not kinds or len({*kinds} & KINDS.keys()) != len(kinds):
+        raise BadRequest(f"kinds {kinds}, where some of {list(KINDS)} are needed, each once")
+
+
+def check_head_request(head_request: HeadRequest, facts: Facts) -> None:
+    """Check which rows of the head are asked for.
+
+    Raises:
+        TooLarge: too many at once.
+        BadRequest: there are no such rows.
+    """
+    first, last = head_request.first, head_request.last
+    if not first <= last <= facts.vocab_size:
+        raise BadRequest(
+            f"rows {first} to {last}, where 0 <= first <= last <= {facts.vocab_size} is needed"
+        )
+    if (last - first) * facts.hidden_size * 4 > MOST_HEAD_BYTES:
+        raise TooLarge(f"{last - first} rows at once are too many; ask in pieces")
+
+
+def rows_request_of(index: int, score_request: ScoreRequest, facts: Facts) -> RowsRequest:
+    """Return what the worker has to do for one sequence.
+
+    Args:
+        index: of the sequence.
+        score_request: the whole request.
+        facts: the server's.
+
+    Raises:
+        BadRequest: the engine would end, or answer something else.
+    """
+    sequence = score_request.sequences[index]
+    place, length = f"sequence {index}", len(sequence.token_ids)
+    if length + 1 > facts.max_model_len:
+        raise BadRequest(
+            f"{place} has {length} tokens, and max_model_len = {facts.max_model_len} leaves room "
+            f"for {facts.max_model_len - 1}"
+        )
+    if not 1 <= sequence.start < length:
+        raise BadRequest(
+            f"{place} has {length} tokens and start = {sequence.start}, where a start from 1 to "
+            f"{length - 1} is needed"
+        )
+    wrong = id_outside(min(sequence.token_ids), max(sequence.token_ids), facts.vocab_size)
+    if wrong:
+        raise BadRequest(f"{place}: {wrong}")
+    try:
+        return RowsRequest(sequence.start, requests_of(sequence, score_request, facts))
+    except ValueError as error:
+        raise BadRequest(f"{place}, {error}") from None
+
+
+def requests_of(
+    sequence: SequenceRequest, score_request: ScoreRequest, facts: Facts
+) -> tuple[KindRequest, ...]:
+    """Return what each kind of a request is asked for one sequence.
+
+    Raises:
+        ValueError: a kind refuses it, or parameters are of no kind that reads any.
+    """
+    found = {name: kind.read(score_request, sequence, facts) for name, kind in KINDS.items()}
+    requests = [request for name in score_request.kinds if (request := found[name]) is not None]
+    if sequence.parameters is not msgspec.UNSET:
+        readers = {name for name, kind in KINDS.items() if kind.reads_parameters}
+        others = sorted(sequence.parameters.keys() - readers)
+        if others:
+            raise ValueError(f"parameters of {others}, where those of {sorted(readers)} are known")
+    return tuple(requests)
+
+
+def response_size(
+    score_request: ScoreRequest, rows_requests: list[RowsRequest], facts: Facts
+) -> int:
+    """Return how many bytes a response's arrays have.
+
+    Raises:
+        TooLarge: more than ``MOST_RESPONSE_BYTES``.
+    """
+    rows = size = 0
+    for sequence, rows_request in zip(score_request.sequences, rows_requests, strict=True):
+        rows += sequence.rows
+        size += sequence.rows * sum(
+            row_bytes([KINDS[one.kind]], one.k, facts) for one in rows_request.requests
+        )
+    if size > MOST_RESPONSE_BYTES:
+        raise TooLarge(
+            f"The response would have {size:,} bytes, {size // rows:,} for each token of interest, "
+            f"and at most {MOST_RESPONSE_BYTES:,} are answered at once; ask about fewer tokens, or "
+            "with a smaller k"
+        )
+    return size

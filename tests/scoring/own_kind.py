@@ -1,0 +1,126 @@
+"""What tests of a kind from outside share: a served stand-in, and the loss in float64."""
+
+import math
+import socket
+import threading
+from types import SimpleNamespace
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+from prime_composer.scoring.endpoint import ScoringEndpoint
+from prime_composer.scoring.worker import Piece, Progress, RowsRequest, answer_group
+from tests.scoring.conftest import Engine
+from tests.scoring.recent_ids import EMPTY, FLOOR, recent
+
+V, D = 31, 6
+
+
+class Rows(Engine):
+    """Stands in for vLLM's engine: the worker's own code over the states of a table.
+
+    Args:
+        seed: of the table and of the output head.
+        vocab_size: of both.
+    """
+
+    def __init__(self, seed, vocab_size=V):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.table, self.weight = torch.randn(2, vocab_size, D, generator=generator)
+        self.model_config = SimpleNamespace(
+            model=f"m{seed}", max_model_len=512, dtype=torch.float32,
+            get_vocab_size=lambda: vocab_size, get_hidden_size=lambda: D,
+        )  # fmt: skip
+
+    def logprobs(self, token_ids):
+        """Return log q of the whole vocabulary in float64: row t is for token t + 1."""
+        return (self.table.double()[token_ids] @ self.weight.double().T).log_softmax(-1)
+
+    async def generate(self, prompt, params, request_id):
+        """Answer in two pieces of the prompt."""
+        rows_request, ids = RowsRequest.of(params), prompt["prompt_token_ids"]
+        self.asked.append(rows_request)
+        first, n = rows_request.start - 1, len(ids) - rows_request.start
+        progress, half = Progress(rows_request, first, n), n // 2
+        for rows in (range(half), range(half, n)):
+            if rows:
+                next_ids = ids[rows_request.start + rows.start : rows_request.start + rows.stop]
+                piece = Piece(first + rows.start, rows.start, next_ids, progress)
+                states = self.table[torch.tensor(ids)]
+                answer_group(lambda h: h @ self.weight.T, len(self.weight), states, [piece])
+        yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), None)])
+
+
+class Served:
+    """A teacher's server in this process, with the plugin's own routes.
+
+    Args:
+        engine: what stands in for vLLM's.
+    """
+
+    def __init__(self, engine):
+        self.engine, self.model = engine, engine.model_config.model
+        app = FastAPI()
+
+        @app.get("/v1/models")
+        def models():
+            return {"data": [{"id": self.model, "max_model_len": 512}]}
+
+        plugin = ScoringEndpoint()
+        plugin.attach_router(app)
+        app.state.engine_client = engine
+        self._start = lambda: plugin.init_state(
+            engine, app.state, SimpleNamespace(model=self.model, served_model_name=None)
+        )
+        self._listening = socket.socket()
+        self._listening.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self):
+        import asyncio
+
+        async def serve():
+            await self._start()
+            await self._server.serve(sockets=[self._listening])
+
+        asyncio.run(serve())
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._server.should_exit = True
+        self._thread.join()
+        self._listening.close()
+
+
+def reverse_kl(log_p, teachers, token_ids, start, k, floor=FLOOR):
+    """Return KL(p || q) of each token from ``start`` on, over the known ids and the tail.
+
+    One number after the other, in float64.
+
+    Args:
+        log_p: the student's log-probs of the whole vocabulary, row t for token t + 1.
+        teachers: (weight, log q of the whole vocabulary), with rows like these.
+        token_ids: the sequence.
+        start: the first token that is scored.
+        k: places per token.
+        floor: of what a teacher answers for.
+    """
+    losses = []
+    for t in range(start, len(token_ids)):
+        q = {}
+        for id in recent(token_ids[: t + 1], k):
+            shares = [(w, float(log_q[t - 1, id])) for w, log_q in teachers if id != EMPTY]
+            known = [w * math.exp(one) for w, one in shares if one >= floor or id == token_ids[t]]
+            if known:
+                q[id] = sum(known)
+        tail_p, tail_q = 1 - sum(log_p[t - 1, id].exp() for id in q), 1 - sum(q.values())
+        heads = sum(log_p[t - 1, id].exp() * (log_p[t - 1, id] - math.log(q[id])) for id in q)
+        losses.append(heads + tail_p * (tail_p / tail_q).log())
+    return torch.stack(losses)
