@@ -1,6 +1,8 @@
 """Find or build the models under a recipe's ``[*.prepare]``, and cache them.
 
-Only the cache key and the cache are here; ``training.py`` trains, and ``rounding.py`` rounds. Two
+A model that comes with the package (``shipped/``) is found by its cache key and never trained,
+unless the user asks for it. Only the cache key and the cache are here; ``training.py`` trains, and
+``rounding.py`` rounds. Two
 generated models of one recipe get the same tokenizer whenever their ``vocab_size`` agrees: a
 byte-level BPE with single digits, trained on the recipe's own data.
 """
@@ -28,7 +30,14 @@ FORMAT = 1
 
 
 DESCRIPTION = "prepare.json"
-"""The file beside the weights that says how they were made. A trained model's has its loss."""
+"""The file beside the weights that says how they were made. A trained model's has its loss, a
+pruned one's the digest of what it was pruned from."""
+
+WEIGHTS = "model.safetensors"
+
+SHIPPED = Path(__file__).parent / "shipped"
+"""Models that come with the package: a folder by cache key, its weights in half precision. The
+first one is trained by ``python -m tests.studies.ship``."""
 
 
 @contextmanager
@@ -77,18 +86,77 @@ def model_path(
 ) -> Path | None:
     """Return the folder of a prepared model, built or not; None where ``cache_key`` is None."""
     key = cache_key(config, problems)
-    return None if key is None else (cache_dir or cache_root()) / "models" / key
+    if key is None:
+        return None
+    found = cached_path(config, problems, cache_dir)
+    return found or (cache_dir or cache_root()) / "models" / key
 
 
 def cached_path(
     config: AnyPrepare, problems: ProblemSet, cache_dir: Path | None = None
 ) -> Path | None:
-    """Return the prepared model's folder if it is cached, else None. Import nothing heavy."""
-    path = model_path(config, problems, cache_dir)
-    if path is None:
+    """Return the prepared model's folder if there is one, else None. Import nothing heavy.
+
+    A model of the package comes before one of the cache, unless that one was rebuilt. A pruned
+    model counts only if it was pruned from the model that is found for the same description.
+
+    Raises:
+        ValueError: the cache folder cannot be read, or a file of the package is damaged.
+    """
+    key = cache_key(config, problems)
+    if key is None:
         return None
+    path = (cache_dir or cache_root()) / "models" / key
     with _cache_errors(path.parent):
-        return path if path.is_dir() else None
+        if not path.is_dir():
+            return _shipped(key)
+        shipped = _shipped(key)
+        if shipped is not None and not _description(path).get("rebuilt"):
+            return shipped
+        if isinstance(config, PrepareConfig) and config.prune:
+            unpruned = cached_path(_unpruned(config), problems, cache_dir)
+            if unpruned is not None and _description(path).get("unpruned") != digest(unpruned):
+                return None
+        return path
+
+
+def is_shipped(folder: Path) -> bool:
+    """Return whether a prepared model comes with the package."""
+    return folder.parent == SHIPPED
+
+
+def _shipped(key: str) -> Path | None:
+    """Return the package's model of a cache key, None where it has none.
+
+    Raises:
+        ValueError: its weights are not those that were trained.
+    """
+    folder = SHIPPED / key
+    if not folder.is_dir():
+        return None
+    if digest(folder) != _description(folder)["sha256"]:
+        raise ValueError(f"{folder / WEIGHTS} is damaged; install prime-composer again")
+    return folder
+
+
+def digest(folder: Path) -> str | None:
+    """Return the SHA-256 of a model's weights, None where they are missing."""
+    try:
+        return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return None
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def _unpruned(config: PrepareConfig) -> PrepareConfig:
+    return config.model_copy(update={"prune": 0.0})
 
 
 def prepare_configs(recipe: Recipe) -> dict[str, tuple[str, AnyPrepare]]:
@@ -172,18 +240,18 @@ def prepare_model(
             cannot be loaded or rounded, libraries are missing, or the cache folder cannot be used.
     """
     models = (cache_dir or cache_root()) / "models"
-    with _cache_errors(models):
-        models.mkdir(parents=True, exist_ok=True)
     key = cache_key(config, problems)
     if key is None:
         key = _key_of_download(config, problems)
     path = models / key
     rebuild = rebuild and path not in rebuilt
-    if path.is_dir() and not rebuild:
-        return path
+    if not rebuild and (found := cached_path(config, problems, cache_dir)) is not None:
+        return found
+    with _cache_errors(models):
+        models.mkdir(parents=True, exist_ok=True)
     with _locked(models / f"{key}.lock"):
-        if path.is_dir() and not rebuild:
-            return path
+        if not rebuild and (found := cached_path(config, problems, cache_dir)) is not None:
+            return found
         with _cache_errors(models):
             unfinished = models / f"{key}.unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -191,13 +259,12 @@ def prepare_model(
             if isinstance(config, RoundedConfig):
                 _round(config, unfinished)
             elif config.prune:
-                unpruned_config = config.model_copy(update={"prune": 0.0})
                 unpruned = prepare_model(
-                    unpruned_config, problems, cache_dir, rebuild, progress, rebuilt
+                    _unpruned(config), problems, cache_dir, rebuild, progress, rebuilt
                 )
                 _prune(config, problems, unpruned, unfinished, progress or _silent)
             else:
-                _build(config, problems, unfinished, progress or _silent)
+                _build(config, problems, unfinished, progress or _silent, rebuild)
             replaced = models / f"{key}.replaced"
             shutil.rmtree(replaced, ignore_errors=True)
             if path.is_dir():
@@ -207,20 +274,22 @@ def prepare_model(
     return path
 
 
-def _build(config: PrepareConfig, problems: ProblemSet, folder: Path, progress: Progress) -> None:
+def _build(
+    config: PrepareConfig, problems: ProblemSet, folder: Path, progress: Progress, rebuilt: bool
+) -> None:
     """Train the model, and write it with its tokenizer and description into ``folder``."""
     loss = _training().build_model(config, problems, folder, progress)
-    _describe(config, problems, loss, folder)
+    _describe(config, problems, folder, loss=loss, **({"rebuilt": True} if rebuilt else {}))
 
 
 def _prune(
     config: PrepareConfig, problems: ProblemSet, unpruned: Path, folder: Path, progress: Progress
 ) -> None:
     """Write a pruned copy of a model, with its tokenizer and description, into ``folder``."""
-    loss = json.loads((unpruned / DESCRIPTION).read_text(encoding="utf-8"))["loss"]
+    loss = _description(unpruned)["loss"]
     _training().prune_model(unpruned, config.prune, folder)
     progress(config.sft_steps, config.sft_steps, loss)
-    _describe(config, problems, loss, folder)
+    _describe(config, problems, folder, loss=loss, unpruned=digest(unpruned))
 
 
 def _round(config: RoundedConfig, folder: Path) -> None:
@@ -263,9 +332,9 @@ def _libraries() -> Iterator[None]:
         ) from error
 
 
-def _describe(config: PrepareConfig, problems: ProblemSet, loss: float, folder: Path) -> None:
+def _describe(config: PrepareConfig, problems: ProblemSet, folder: Path, **details: Any) -> None:
     data = {name: data.model_dump(mode="json") for name, data in problems.sources.items()}
-    _write_description(folder, config, {"data": data, "loss": loss})
+    _write_description(folder, config, {"data": data, **details})
 
 
 def _write_description(folder: Path, config: AnyPrepare, details: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ from prime_composer.recipe.schema import (
 from prime_composer.step.replay import read_pairs
 from prime_composer.teachers.compatibility import check_tokenizers, check_vocabularies
 from prime_composer.teachers.policy import PolicyTeacher
-from prime_composer.tiny_models.cache import cached_path
+from prime_composer.tiny_models.cache import cached_path, is_shipped
 
 
 def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
@@ -118,7 +118,8 @@ def describe_model(model: ModelConfig, folder: Path | None) -> str:
     if model.prepare is None:
         return f"{folder}" if folder else f"{model.model} (hub id, loaded when the run starts)"
     if folder is not None:
-        return f"prepared, cached in {folder}"
+        origin = "comes with the package:" if is_shipped(folder) else "cached in"
+        return f"prepared, {origin} {folder}"
     return f"to be prepared now: {model.prepare.work}"
 
 
