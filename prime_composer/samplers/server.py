@@ -1,5 +1,6 @@
 """Rollouts of a running vLLM server."""
 
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Unpack
@@ -37,7 +38,11 @@ SLOW_COMPLETION = 10
 SLOW_SERVER = 200
 """Tokens per second of a slow server, all completions together."""
 
-FINGERPRINT_TOKENS = 16
+SIGN_TOKENS = 16
+"""Tokens whose log-probs tell one set of weights from another."""
+
+VERSION_PATH = "/update_weight_version"
+"""Of vLLM 0.32. Its engine holds the version in memory, and a restarted one has another."""
 
 ROUNDS = 3
 """How often weights or rollouts are sent or sampled again when the server was lost meanwhile."""
@@ -47,6 +52,12 @@ class Reset(msgspec.Struct):
     """An answer of ``/reset_prefix_cache``."""
 
     success: bool
+
+
+class WeightInfo(msgspec.Struct):
+    """An answer of ``/weight_info``."""
+
+    weight_version: str
 
 
 class TopLogprobs(msgspec.Struct):
@@ -79,6 +90,9 @@ class ServerSampler(Server):
         seeded: send a seed with each request, which makes rollouts reproducible. A CPU server needs
             ``--no-enable-chunked-prefill`` for that (``vllm_serve`` sets it), or its engine
             crashes.
+
+    Attributes:
+        starts: how often the server was found without the weights that it was sent, plus one.
     """
 
     def __init__(
@@ -96,10 +110,11 @@ class ServerSampler(Server):
         self.weights_dir = weights_dir
         self.eos_token_ids = tuple(eos_token_ids)
         self.seeded = seeded
+        self.starts = 1
         self._student: nn.Module | None = None
-        self._fingerprint: list[float] | None = None
-        self._verified = (0, 0)
-        self._processed_at: int | None = None
+        self._sign: str | list[float] | None = None
+        self._outages = 0
+        self._processed_at: tuple[int, int] | None = None
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
@@ -118,16 +133,15 @@ class ServerSampler(Server):
         """
         check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
         for _ in range(ROUNDS):
-            if self._has_lost_weights():
-                self._connection.show(
-                    f"{self._connection.name} came back without the run's weights; they are sent "
-                    "again"
-                )
-                self._send_weights()
-            contacts = self._contacts()
             rollouts = self._sample(prompts, params, seed)
-            if self._contacts() == contacts or not self._has_lost_weights():
+            # Asked afterwards: a server that was restarted before or meanwhile shows it now.
+            if not self._has_lost_weights():
                 return rollouts
+            self.starts += 1
+            self._connection.show(
+                f"{self._connection.name} came back without the run's weights; they are sent again"
+            )
+            self._send_weights()
         raise self._unsteady("sampling")
 
     def update_weights(self, model: nn.Module) -> None:
@@ -216,32 +230,62 @@ class ServerSampler(Server):
         return [rollout for group in groups for rollout in group]
 
     def _has_lost_weights(self) -> bool:
-        """Return whether the server may have lost the weights that it was sent.
+        """Return whether the server has other weights than those that it was sent last.
 
-        It may after a lost connection or a pause. It has not if it still gives the very same
-        log-probs as right after it got them. A different rounding costs an update too many, and
-        nothing else.
+        Where nothing tells one set of weights from another, it may have them after any outage.
         """
-        seen = self._contacts()
-        if self._student is None or seen == self._verified:
+        if self._student is None:
             return False
-        if self._fingerprint is None:
-            return True
-        if self._ask_fingerprint() != self._fingerprint:
-            if self.reconnections == self._verified[0]:
-                self._connection.restarts += 1
-            return True
-        self._verified = seen
-        return False
+        if self._sign is None:
+            return self._connection.outages != self._outages
+        versioned = isinstance(self._sign, str)
+        return self._sign != (self._ask_version() if versioned else self._ask_logprobs())
 
-    def _contacts(self) -> tuple[int, int]:
-        """Return how often contact was lost, and how often there was a pause."""
-        return self.reconnections, self._connection.pauses
+    def _send_weights(self) -> None:
+        """Send the student's weights, again where the server was lost before it had them all."""
+        assert self._student is not None
+        for _ in range(ROUNDS):
+            # Before the weights: a server that is restarted behind this has another version.
+            version = self._give_version()
+            self._reload(self._student)
+            outages = self._connection.outages
+            self.forget_prefixes()
+            self._sign = self._steady_logprobs() if version is None else self._ask_version()
+            if self._connection.outages == outages and version in (None, self._sign):
+                self._outages = outages
+                return
+        raise self._unsteady("a weight update")
 
-    def _ask_fingerprint(self) -> list[float] | None:
+    def _give_version(self) -> str | None:
+        """Name the weights that are sent next; None where vLLM has no versions."""
+        version = f"prime_composer_{secrets.token_hex(8)}"
+        request = self._connection.request("POST", VERSION_PATH, {"new_version": version})
+        try:
+            self._connection.run(request)
+        except Refused as refusal:
+            if refusal.status not in (404, 405):
+                raise self._refusal(refusal, VERSION_PATH) from refusal
+            return None
+        return version
+
+    def _ask_version(self) -> str | None:
+        """Return the version of the server's weights; None where vLLM has no versions."""
+        path = "/weight_info"
+        try:
+            content = self._connection.run(self._connection.request("GET", path))
+        except Refused:
+            return None
+        return self._decode(content, WeightInfo, "the weights' version", path).weight_version
+
+    def _steady_logprobs(self) -> list[float] | None:
+        """Return the log-probs of fixed tokens; None where two requests get two answers."""
+        logprobs = self._ask_logprobs()
+        return logprobs if self._ask_logprobs() == logprobs else None
+
+    def _ask_logprobs(self) -> list[float] | None:
         """Return the log-probs of a few fixed tokens; None where the server gives none."""
-        vocab_size = self.limits.vocab_size or FINGERPRINT_TOKENS + 1
-        length = min(FINGERPRINT_TOKENS, (self.limits.max_model_len or 1024) - 1)
+        vocab_size = self.limits.vocab_size or SIGN_TOKENS + 1
+        length = min(SIGN_TOKENS, (self.limits.max_model_len or 1024) - 1)
         tokens = [index % vocab_size for index in range(1, length + 1)]
         settings = plain_sampling(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         request = self._request_completion(tokens, answer_bytes(length, 0), **settings)
@@ -250,19 +294,6 @@ class ServerSampler(Server):
             return top_k_of(tokens, answer, 0, self.origin).ref_logprobs.tolist()
         except (InvalidAnswer, Refused):
             return None
-
-    def _send_weights(self) -> None:
-        """Send the student's weights, again where the server was lost before it had them all."""
-        assert self._student is not None
-        for _ in range(ROUNDS):
-            self._reload(self._student)
-            outages = self._connection.outages
-            self.forget_prefixes()
-            self._fingerprint = self._ask_fingerprint()
-            if self._connection.outages == outages:
-                self._verified = self._contacts()
-                return
-        raise self._unsteady("a weight update")
 
     def _reload(self, model: nn.Module) -> None:
         from safetensors.torch import save_file
@@ -300,7 +331,7 @@ class ServerSampler(Server):
         Raises:
             ServerError: the server returns raw log-probs.
         """
-        seen = self.reconnections
+        seen = self.starts, self._connection.outages
         if seen == self._processed_at:
             return
         gaps = []
