@@ -1,5 +1,6 @@
 """Rollouts of a running vLLM server."""
 
+import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from prime_composer.backends.alignment import (
     check_lengths,
     make_rollout,
 )
-from prime_composer.backends.answers import InvalidAnswer, check_choices
+from prime_composer.backends.answers import check_choices
 from prime_composer.backends.http import (
     RETRIED,
     ConnectionOptions,
@@ -27,9 +28,7 @@ from prime_composer.backends.scratch import scratch_folder
 from prime_composer.backends.server import Server, plain_sampling
 from prime_composer.backends.vllm_logprobs import (
     answer_bytes,
-    read_answer,
     read_completions,
-    top_k_of,
 )
 
 SLOW_COMPLETION = 10
@@ -38,11 +37,13 @@ SLOW_COMPLETION = 10
 SLOW_SERVER = 200
 """Tokens per second of a slow server, all completions together."""
 
-SIGN_TOKENS = 16
-"""Tokens whose log-probs tell one set of weights from another."""
-
 VERSION_PATH = "/update_weight_version"
 """Of vLLM 0.32. Its engine holds the version in memory, and a restarted one has another."""
+
+START = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
+"""In ``/metrics`` of a vLLM with one API server process."""
+
+METRICS_BYTES = 2**24
 
 ROUNDS = 3
 """How often weights or rollouts are sent or sampled again when the server was lost meanwhile."""
@@ -112,7 +113,8 @@ class ServerSampler(Server):
         self.seeded = seeded
         self.starts = 1
         self._student: nn.Module | None = None
-        self._sign: str | list[float] | None = None
+        self._sign: str | None = None
+        self._has_versions = True
         self._outages = 0
         self._processed_at: tuple[int, int] | None = None
 
@@ -230,29 +232,26 @@ class ServerSampler(Server):
         return [rollout for group in groups for rollout in group]
 
     def _has_lost_weights(self) -> bool:
-        """Return whether the server has other weights than those that it was sent last.
+        """Return whether the server is another process than the one that the weights were sent to.
 
-        Where nothing tells one set of weights from another, it may have them after any outage.
+        A server that cannot say may be another one after any outage.
         """
         if self._student is None:
             return False
         if self._sign is None:
             return self._connection.outages != self._outages
-        versioned = isinstance(self._sign, str)
-        return self._sign != (self._ask_version() if versioned else self._ask_logprobs())
+        return self._ask_sign() != self._sign
 
     def _send_weights(self) -> None:
         """Send the student's weights, again where the server was lost before it had them all."""
         assert self._student is not None
         for _ in range(ROUNDS):
-            # Before the weights: a server that is restarted behind this has another version.
-            version = self._give_version()
+            # Before the weights: a server that is restarted behind this has another sign.
+            self._sign = self._give_version() or self._ask_sign()
             self._reload(self._student)
-            outages = self._connection.outages
+            self._outages = self._connection.outages
             self.forget_prefixes()
-            self._sign = self._steady_logprobs() if version is None else self._ask_version()
-            if self._connection.outages == outages and version in (None, self._sign):
-                self._outages = outages
+            if not self._has_lost_weights():
                 return
         raise self._unsteady("a weight update")
 
@@ -265,35 +264,26 @@ class ServerSampler(Server):
         except Refused as refusal:
             if refusal.status not in (404, 405):
                 raise self._refusal(refusal, VERSION_PATH) from refusal
+            self._has_versions = False
             return None
+        self._has_versions = True
         return version
 
-    def _ask_version(self) -> str | None:
-        """Return the version of the server's weights; None where vLLM has no versions."""
-        path = "/weight_info"
+    def _ask_sign(self) -> str | None:
+        """Return the version of the server's weights, or where it has none when it was started.
+
+        None: it says neither.
+        """
+        path = "/weight_info" if self._has_versions else "/metrics"
+        request = self._connection.request("GET", path, max_bytes=METRICS_BYTES)
         try:
-            content = self._connection.run(self._connection.request("GET", path))
+            content = self._connection.run(request)
         except Refused:
             return None
-        return self._decode(content, WeightInfo, "the weights' version", path).weight_version
-
-    def _steady_logprobs(self) -> list[float] | None:
-        """Return the log-probs of fixed tokens; None where two requests get two answers."""
-        logprobs = self._ask_logprobs()
-        return logprobs if self._ask_logprobs() == logprobs else None
-
-    def _ask_logprobs(self) -> list[float] | None:
-        """Return the log-probs of a few fixed tokens; None where the server gives none."""
-        vocab_size = self.limits.vocab_size or SIGN_TOKENS + 1
-        length = min(SIGN_TOKENS, (self.limits.max_model_len or 1024) - 1)
-        tokens = [index % vocab_size for index in range(1, length + 1)]
-        settings = plain_sampling(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        request = self._request_completion(tokens, answer_bytes(length, 0), **settings)
-        try:
-            answer = read_answer(self._connection.run(request), self.origin)
-            return top_k_of(tokens, answer, 0, self.origin).ref_logprobs.tolist()
-        except (InvalidAnswer, Refused):
-            return None
+        if self._has_versions:
+            return self._decode(content, WeightInfo, "the weights' version", path).weight_version
+        found = START.search(content)
+        return None if found is None else found[1].decode()
 
     def _reload(self, model: nn.Module) -> None:
         from safetensors.torch import save_file

@@ -3,7 +3,6 @@
 The real server takes 25 s to start, once for the module.
 """
 
-import itertools
 import json
 import resource
 import socket
@@ -211,11 +210,23 @@ def test_vllm_names_the_version_of_its_weights(server, models):
     sampler.update_weights(models.tied_model)
     first = sampler._sign
     sampler.update_weights(models.tied_model)
-    assert isinstance(first, str) and first != sampler._sign == sampler._ask_version()
+    assert isinstance(first, str) and first != sampler._sign == sampler._ask_sign()
     assert not sampler._has_lost_weights()
     body = {"new_version": "another"}
     sampler._connection.run(sampler._connection.request("POST", "/update_weight_version", body))
     assert sampler._has_lost_weights()
+    sampler.close()
+
+
+@pytest.mark.vllm
+def test_vllm_says_when_it_was_started(server, models):
+    """Which tells one process from another, where weights have no versions."""
+    sampler = ServerSampler(server.url, server.directory)
+    sampler._give_version = lambda: None
+    sampler._has_versions = False
+    sampler.update_weights(models.tied_model)
+    assert time.time() - 3600 < float(sampler._sign) < time.time()
+    assert not sampler._has_lost_weights()
     sampler.close()
 
 
@@ -339,7 +350,7 @@ MOMENTS = [
 @pytest.mark.parametrize(
     ("versions", "when"),
     [(True, when) for when in (*MOMENTS, "/weight_info None")]
-    + [(False, when) for when in (*MOMENTS, "/v1/completions scoring")],
+    + [(False, when) for when in (*MOMENTS, "/metrics None")],
 )
 def test_restarted_student_gets_its_weights_again(
     versions, when, restarting, tied_model, monkeypatch
@@ -406,16 +417,16 @@ def test_student_is_asked_for_its_weights_after_it_samples(either, tied_model):
     sampler.close()
     asked = Counter(either.requests) - before
     assert asked["/weight_info"] == (2 if either.versions else 0)
-    assert asked["/v1/completions"] == 2 * len(PROMPTS) + (0 if either.versions else 2)
+    assert asked["/metrics"] == (0 if either.versions else 2)
+    assert asked["/v1/completions"] == 2 * len(PROMPTS)
     assert asked["/collective_rpc"] == asked["/update_weight_version"] == 0 and sampler.starts == 1
 
 
-def test_student_with_unsteady_numbers_is_lost_by_outages(restarting, tied_model, monkeypatch):
-    """Where two requests get two answers, an equal one proves nothing, and another one neither."""
+def test_student_that_says_nothing_is_lost_by_outages(restarting, tied_model, monkeypatch):
+    """Where neither version nor start is known, it may be another one after any outage."""
     monkeypatch.setattr(restarting, "versions", False)
+    monkeypatch.setattr(restarting, "metrics", False)
     sampler = ServerSampler(restarting.url)
-    noise = itertools.count()
-    monkeypatch.setattr(sampler, "_ask_logprobs", lambda: [float(next(noise))])
     sampler.update_weights(moved(tied_model))
     undisturbed = sampler.generate(PROMPTS, SamplingParams(max_tokens=6), seed=0)
     assert sampler.starts == 1

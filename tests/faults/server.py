@@ -78,7 +78,8 @@ class RightAnswers:
 
     def begin(self) -> None:
         """Be another process, with the weights that are there."""
-        self.fingerprint: str | None = f"start-{next(_starts)}"
+        self.started = next(_starts)
+        self.fingerprint: str | None = f"start-{self.started}"
         self.version = "default"
 
     def reload(self, directory: Path) -> None:
@@ -327,6 +328,7 @@ class SpoilingServer:
         processed: whether log mu is after temperature and top_p.
         dev_mode: whether weights can be reloaded.
         versions: whether the weights have versions, as since vLLM 0.32.
+        metrics: whether ``/metrics`` says when it was started.
         can_tokenize: whether ``/tokenize`` and ``/detokenize`` exist.
         plugin: whether it has the scoring plugin.
         other: a checkpoint of the same vocabulary, for the modes ``modes.MODELS``.
@@ -351,6 +353,7 @@ class SpoilingServer:
         processed: bool = True,
         dev_mode: bool = True,
         versions: bool = True,
+        metrics: bool = True,
         can_tokenize: bool = True,
         plugin: bool = False,
         other: str | Path | None = None,
@@ -361,6 +364,7 @@ class SpoilingServer:
         self.api_key = api_key
         self.dev_mode = dev_mode
         self.versions = versions
+        self.metrics = metrics
         self.can_tokenize = can_tokenize
         self.plugin = plugin
         self.port = 0
@@ -524,6 +528,9 @@ class SpoilingServer:
                 return {"object": "list", "data": [self._right.card()]}
             case "GET", "/health":
                 return Reply(b"")
+            case "GET", "/metrics" if self.metrics:
+                seconds = f"process_start_time_seconds {1.76e9 + self._right.started}"
+                return Reply(f"# TYPE of_others gauge\n{seconds}\n".encode())
             case "GET", "/version":
                 return {"version": "0.32.0"}
             case "POST", "/v1/completions":
