@@ -58,8 +58,11 @@ def write_answers(
     if signatures:
         line["signatures"] = dict(signatures)
     path = run_dir / ANSWERS_FILE
-    with naming(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    with naming(path):
+        # A crash may have cut the last line, which this one must not continue.
+        torn = path.exists() and not path.read_bytes().endswith(b"\n")
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n" * torn + json.dumps(line) + "\n")
 
 
 def read_answers(run_dir: Path) -> dict[int, list[Answer]]:
