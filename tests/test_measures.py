@@ -7,7 +7,7 @@ that is still above it; such a number may only fall.
 from tests.measures import file_lines, functions, modules_per_folder
 
 LONGEST_FILE = 500
-LONGER_FILES = {"backends/http.py": 661, "local/evaluate.py": 504}
+LONGER_FILES = {"backends/http.py": 623, "local/evaluate.py": 504}
 LONGEST_BODY = 73
 DEEPEST_BLOCK = 4
 MODULES = 16

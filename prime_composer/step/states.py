@@ -21,7 +21,7 @@ def check_states(
         computed: log q of the tokens, by hidden states and heads.
         own: the servers' own.
         heads: the teachers' heads.
-        place: row -> where its token is, for the message.
+        place: row -> the position of its token, and in what, for the message.
 
     Raises:
         InvalidAnswer: they differ by more than the rounding of the heads' dtype explains.
@@ -35,9 +35,9 @@ def check_states(
     row = int(wrong[0])
     origins = " and ".join(head.origin for head in heads if head.tolerance is not None)
     raise InvalidAnswer(
-        f"{origins} gave a hidden state at {place(row)}. With the output head its token has "
-        f"log-prob {float(computed[row]):.6g}, and the server's own is {float(own[row]):.6g} (at "
-        f"most {limit:g} apart). States and head are not of one model, so this step is not "
+        f"{origins} gave a hidden state at position {place(row)}. With the output head its token "
+        f"has log-prob {float(computed[row]):.6g}, and the server's own is {float(own[row]):.6g} "
+        f"(at most {limit:g} apart). States and head are not of one model, so this step is not "
         "trained. Start the server anew with prime-rl teacher, leave `head` out of the teacher's "
         "table, and resume."
     )

@@ -160,7 +160,7 @@ def compared(student: Logits, heads: Sequence[TeacherHead], samples: Sequence[Sa
 def place_of(samples: Sequence[Sample], row: int) -> str:
     """Return where the token of a packed row is."""
     places = [
-        f"position {position} of rollout {index}"
+        f"{position} of rollout {index}"
         for index, sample in enumerate(samples)
         for position in sample.rollout.loss_mask.nonzero()[:, 0].tolist()
     ]

@@ -381,7 +381,7 @@ def compare_states(
         share.ref_logprobs[index],
         [share.head],
         lambda row: (
-            f"position {start + int(index[row])} of the sequence that begins at token {begin} of "
+            f"{start + int(index[row])} of the sequence that begins at token {begin} of "
             "a micro-batch"
         ),
     )
