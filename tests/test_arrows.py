@@ -29,7 +29,7 @@ ALLOWED = {
     "scoring": {"scoring", "contract"},
     "upstream": {
         *("upstream", "problems", "recipe", "losses", "contract", "full_vocabulary", "backends"),
-        *("scoring", "teachers"),
+        *("scoring", "teachers", "step"),
     },
     "trl": {"trl", "problems", *MATHS, *ROOMS[: ROOMS.index("environments")]},
     "__init__": {"losses", *MATHS},
@@ -40,7 +40,8 @@ for room_of_tables in ("problems", "losses", *ROOMS, "upstream", "trl"):
 ALLOWED["tables"] = set()
 OF_UPSTREAM = {
     "backends": {"alignment", "answers", "errors", "model_files", "vllm_logprobs", "protocols"},
-    "teachers": {"client", "mixture", "server"},
+    "teachers": {"client", "mixture", "server", "watch"},
+    "step": {"states"},
 }
 """The modules of these rooms that upstream may import."""
 NAME_OF_A_MODULE = re.compile(r"prime_composer(\.\w+)+(:\w+)?")

@@ -7,7 +7,7 @@ that is still above it; such a number may only fall.
 from tests.measures import file_lines, functions, modules_per_folder
 
 LONGEST_FILE = 500
-LONGER_FILES = {"backends/http.py": 661}
+LONGER_FILES = {"backends/http.py": 623}
 LONGEST_BODY = 70
 DEEPEST_BLOCK = 4
 MODULES = 16

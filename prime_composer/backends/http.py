@@ -183,11 +183,7 @@ class Connection:
         concurrency: requests sent at once.
         api_key_var: the environment variable of the API key.
         has_key: whether an API key is sent.
-        outages: how often the server was away and came back.
-        restarts: how often an idle connection ended before its time, or the server turned out to be
-            another one after a pause.
-        pauses: how often no request was pending for so long that all connections ended. A server
-            that was restarted meanwhile looks the same.
+        outages: how often the server was away and came back. It may be another process since.
 
     Raises:
         ServerError: URL, key or environment cannot be used.
@@ -214,33 +210,18 @@ class Connection:
         self.api_key_var = api_key_var
         self.has_key = bool(api_key)
         self.outages = 0
-        self.restarts = 0
-        self.pauses = 0
         self._status = status
         self._met = False
         self._outage: Waiting | None = None
         self._announced: Waiting | None = None
         self._quiet = Waiting(time.monotonic(), NO_ANSWER, QUIET_SECONDS)
         self._deadline = timeout
-        self._idle: Any = None
-        self._idle_since = 0.0
-        self._in_flight = 0
         self.url, target, login = self._split(url)
         self._client = self._open_client(target, login, api_key, api_key_var, concurrency)
         self._turns = asyncio.Semaphore(concurrency)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-
-    @property
-    def reconnections(self) -> int:
-        """How often contact was lost and made again. The server may be another one since.
-
-        Counts outages and restarts. A pause alone is no sign: vLLM closes connections that were
-        idle for 5 s.
-        """
-        self._notice_closed_connection()
-        return self.outages + self.restarts
 
     @property
     def name(self) -> str:
@@ -376,9 +357,6 @@ class Connection:
         retried: frozenset[int],
         tail: int,
     ) -> memoryview:
-        self._notice_closed_connection()
-        self._idle = None
-        self._in_flight += 1
         self._deadline = seconds
         try:
             async with asyncio.timeout(seconds):
@@ -397,8 +375,6 @@ class Connection:
                 f"{self.section}.",
                 f"{self.section.strip('[]')}.timeout",
             ) from error
-        finally:
-            self._in_flight -= 1
         if status in retried:
             wanted = seconds_of(headers.get("Retry-After", ""))
             raise self._away(Away(str(status), status, wanted, reason_of(answer)))
@@ -425,9 +401,6 @@ class Connection:
                     if answer.size > limit:
                         break
                 else:
-                    if response.headers.get("Connection", "").lower() != "close":
-                        self._idle = response.extensions.get("network_stream")
-                        self._idle_since = time.monotonic()
                     return response.status_code, response.headers, answer.view()
             if response.is_success:
                 begins = f"; the answer begins {excerpt(answer.view())}" if answer.size else ""
@@ -436,17 +409,6 @@ class Connection:
                     f"this request can need{begins}."
                 )
             return response.status_code, response.headers, answer.view()[:limit]
-
-    def _notice_closed_connection(self) -> None:
-        """Count a contact that ended while no request was pending."""
-        if self._in_flight or self._idle is None:
-            return
-        if time.monotonic() - self._idle_since >= KEEPALIVE_SECONDS:
-            self._idle = None
-            self.pauses += 1
-        elif self._idle.get_extra_info("is_readable"):
-            self._idle = None
-            self.restarts += 1
 
     def _away(self, away: Away) -> Away:
         if self._outage is None:

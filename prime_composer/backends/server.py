@@ -133,11 +133,6 @@ class Server:
         return self._limits
 
     @property
-    def reconnections(self) -> int:
-        """How often contact was lost and made again; the server may be another one since."""
-        return self._connection.reconnections
-
-    @property
     def origin(self) -> str:
         """The server in words, for messages."""
         return f"{self._connection.name[0].upper()}{self._connection.name[1:]}"

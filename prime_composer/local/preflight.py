@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer
-from prime_composer.backends.protocols import Limits, Rollout, SamplingParams, Scorer
-from prime_composer.contract import Scores
+from prime_composer.backends.protocols import Limits, SamplingParams, Scorer
 from prime_composer.local.engine import Engine
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.weight_sync import (
@@ -38,6 +37,7 @@ from prime_composer.teachers.compatibility import (
     check_whole_kl,
 )
 from prime_composer.teachers.policy import PolicyTeacher
+from prime_composer.teachers.watch import KnownRequest, starts_of
 
 WEIGHT_SYNC = "weight sync"
 """Name of the check that sends perturbed weights to the sampler."""
@@ -64,30 +64,17 @@ class Finding:
     numbers: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class Probe:
-    """A short rollout, and a teacher's scores of it.
-
-    Attributes:
-        rollout: what was scored.
-        scores: the teacher's.
-    """
-
-    rollout: Rollout
-    scores: Scores
-
-
 @dataclass
 class Preflight:
     """Result of the checks.
 
     Attributes:
         findings: what each check found, in their order.
-        probes: what each teacher was asked, and its answer. A teacher without problems has none.
+        probes: what each teacher was asked, and its scores. A teacher without problems has none.
     """
 
     findings: list[Finding] = field(default_factory=list)
-    probes: dict[TeacherId, Probe] = field(default_factory=dict)
+    probes: dict[TeacherId, KnownRequest] = field(default_factory=dict)
 
     @property
     def warnings(self) -> list[str]:
@@ -167,7 +154,7 @@ class Checks:
 
     engine: Engine
     recipe: Recipe
-    probes: dict[TeacherId, Probe]
+    probes: dict[TeacherId, KnownRequest]
     sends_weights: bool = True
 
     def by_name(self) -> dict[str, Callable[[str], list[Finding]]]:
@@ -283,7 +270,8 @@ class Checks:
                     [rollout], self.recipe.loss.support_size, hidden=engine.reads_hidden_states
                 )
                 check_ids(scores, engine.vocab_size)
-                self.probes[teacher] = Probe(rollout, scores)
+                known = KnownRequest(rollout, scores, sign=starts_of(scorer))
+                self.probes[teacher] = known
         return passed(name)
 
 

@@ -6,6 +6,9 @@ the student. It is asked at temperature 1 and top-p 1, for runs that sample in a
 others every step compares its own tokens (``step.mismatch``), and the sampler is only asked before
 its rollouts are evaluated or its policy is saved.
 
+A teacher on a server is also asked before every batch trains and after every evaluation, unless the
+scoring plugin says that it is the same one (``teachers.watch``).
+
 What this does not see: a fault that is gone when the probe is sent; a teacher that is wrong for
 some sequences and right for the probe; and a model that scores the probe like the first one, within
 the tolerance of the dtype.
@@ -17,10 +20,10 @@ from typing import Any
 
 import torch
 
-from prime_composer.backends.protocols import Rollout, SamplingParams, Scorer
+from prime_composer.backends.protocols import SamplingParams, Scorer
 from prime_composer.contract import Scores
 from prime_composer.local.engine import Engine
-from prime_composer.local.preflight import PROBE_TOKENS, TOLERANCES, Probe
+from prime_composer.local.preflight import PROBE_TOKENS, TOLERANCES
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import ChecksConfig
 from prime_composer.recipe.urls import public_url
@@ -29,7 +32,13 @@ from prime_composer.step.batch import Sample
 from prime_composer.step.mismatch import Mismatch, SamplerCheck
 from prime_composer.step.student_forward import autocast, student_inputs
 from prime_composer.teachers.compatibility import PreflightError
-from prime_composer.teachers.watch import COMPARED_IDS, largest_difference
+from prime_composer.teachers.watch import (
+    COMPARED_IDS,
+    KnownRequest,
+    known_rollout,
+    largest_difference,
+    starts_of,
+)
 
 SAMPLER_PROMPTS = 16
 """Prompts that the sampler continues by ``PROBE_TOKENS`` tokens each."""
@@ -52,17 +61,16 @@ class WatchFailed(ValueError):
 
 @dataclass
 class Watch:
-    """The probes of a run, and what is known about its steps.
+    """The known requests of a run, and what is known about its steps.
 
     Attributes:
         engine: the open models.
         checks: the recipe's ``[checks]``.
-        probes: each teacher's probe with the scores of the run's start.
+        probes: each teacher's known request, with the scores of the run's start.
         sampler_check: how far the sampler may be from the student.
         compares_each_step: whether every step compares the sampler's own tokens.
         max_tokens: tokens that the sampler is asked for per prompt.
         safe_step: finished steps at the time of the last right answers of everyone.
-        tolerances: largest difference of a teacher's log-prob, in nats.
 
     Raises:
         PreflightError: a teacher gives several answers to one request.
@@ -70,23 +78,20 @@ class Watch:
 
     engine: Engine
     checks: ChecksConfig
-    probes: dict[TeacherId, Probe]
+    probes: dict[TeacherId, KnownRequest]
     sampler_check: SamplerCheck
     compares_each_step: bool
     max_tokens: int = PROBE_TOKENS
     safe_step: int = 0
-    tolerances: dict[TeacherId, float] = field(init=False)
-    _reconnections: dict[TeacherId | None, int] = field(default_factory=dict)
+    _sampler_starts: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tolerances = {
-            teacher: self.checks.tolerance or tolerance(self.engine, teacher, probe)
-            for teacher, probe in self.probes.items()
-        }
-        self._lost_connections()
+        for teacher, probe in self.probes.items():
+            probe.limit = self.checks.tolerance or tolerance(self.engine, teacher, probe)
+        self._sampler_starts = starts_of(self.engine.sampler)
 
     def check(self, step: int, before_use: bool = False) -> None:
-        """Ask everyone where it is due, or whose connection was lost.
+        """Ask everyone where it is due, and whose server may be another one.
 
         Due are the steps of ``checks.every``, and each one before its weights are saved or
         measured. Nobody is asked twice at one step.
@@ -98,15 +103,21 @@ class Watch:
         Raises:
             WatchFailed: an answer is another one.
         """
-        lost, every = self._lost_connections(), self.checks.every
+        every, starts = self.checks.every, starts_of(self.engine.sampler)
         due = every > 0 and step > self.safe_step and (before_use or step % every == 0)
-        teachers = [teacher for teacher in self.probes if due or teacher in lost]
+        teachers = [
+            teacher
+            for teacher, probe in self.probes.items()
+            if due or probe.is_due(starts_of(self._scorers()[teacher]))
+        ]
         for teacher in teachers:
             self._check_teacher(teacher)
-        if None in lost or (due and (before_use or not self.compares_each_step)):
+        restarted = starts != self._sampler_starts
+        if restarted or (due and (before_use or not self.compares_each_step)):
             self._check_sampler()
-        everyone = len(teachers) == len(self.probes) and (None in lost or self.compares_each_step)
-        if due or (lost and everyone):
+            self._sampler_starts = starts
+        everyone = len(teachers) == len(self.probes) and (restarted or self.compares_each_step)
+        if due or ((teachers or restarted) and everyone):
             self.safe_step = step
 
     def doubts(self, step: int) -> str:
@@ -159,33 +170,25 @@ class Watch:
         self.safe_step = state["safe_step"]
         for teacher in self.probes:
             if teacher.table in state["teachers"]:
-                self.probes[teacher] = stored_probe(state["teachers"][teacher.table])
+                stored = state["teachers"][teacher.table]
+                probe = self.probes[teacher]
+                probe.rollout = known_rollout(stored["token_ids"], stored["start"])
+                probe.scores = Scores(stored["own"], stored["support_ids"], stored["support"])
                 self._check_teacher(teacher)
-
-    def _lost_connections(self) -> set[TeacherId | None]:
-        """Return who was reconnected since the last call; None stands for the sampler."""
-        counts: dict[TeacherId | None, int] = {None: reconnections(self.engine.sampler)}
-        for teacher, scorer in self._scorers().items():
-            counts[teacher] = reconnections(scorer)
-        lost = {name for name, count in counts.items() if count > self._reconnections.get(name, 0)}
-        self._reconnections = counts
-        return lost
 
     def _scorers(self) -> Mapping[TeacherId, Scorer]:
         return {} if self.engine.teachers is None else self.engine.teachers.scorers
 
     def _check_teacher(self, teacher: TeacherId) -> None:
-        probe, limit = self.probes[teacher], self.tolerances[teacher]
-        (scores,) = self._scorers()[teacher].score([probe.rollout], compared_ids(probe))
-        difference = largest_difference(probe.scores, scores)
-        if not difference <= limit:
+        probe, scorer = self.probes[teacher], self._scorers()[teacher]
+        starts = starts_of(scorer)
+        (scores,) = scorer.score([probe.rollout], compared_ids(probe))
+        if change := probe.change(scores, starts):
             spec = self.engine.teacher_specs[teacher]
-            half = spec.serves and limit < TOLERANCES["bfloat16"]
+            half = spec.serves and probe.limit < TOLERANCES["bfloat16"]
             dtype = "say so with `dtype` in that table if it computes in half precision, or "
             raise WatchFailed(
-                f"[{teacher.table}] {place(spec)} scores the tokens "
-                f"of the run's start with other numbers than then: {difference:.2g} nat apart (at "
-                f"most {limit:g}). It serves another model now, or in another way; "
+                f"[{teacher.table}] {place(spec)} {change}; "
                 f"{self._doubt()}Start it as it was, or start a new run. Where it is the same "
                 f"model on another machine or build, {dtype if half else ''}set checks.tolerance "
                 "above that difference",
@@ -225,7 +228,7 @@ class Watch:
         )
 
 
-def tolerance(engine: Engine, teacher: TeacherId, probe: Probe) -> float:
+def tolerance(engine: Engine, teacher: TeacherId, probe: KnownRequest) -> float:
     """Return how far a teacher's scores of one sequence may be apart, in nats.
 
     A server's dtype is only known where the recipe names it. Elsewhere the server shows it: one in
@@ -251,29 +254,11 @@ def tolerance(engine: Engine, teacher: TeacherId, probe: Probe) -> float:
     return TOLERANCES["bfloat16"]
 
 
-def compared_ids(probe: Probe) -> int:
+def compared_ids(probe: KnownRequest) -> int:
     """Return the K of the probe's request."""
     return min(probe.scores.token_ids.shape[1], COMPARED_IDS)
-
-
-def reconnections(part: object) -> int:
-    """Return how often the connection of a sampler or scorer came back; 0 in this process."""
-    return getattr(part, "reconnections", 0)
 
 
 def place(spec: BackendSpec) -> str:
     """Return where a teacher is: "at URL" without a password, or its model."""
     return f"({spec.model})" if spec.url is None else f"at {public_url(spec.url)}"
-
-
-def stored_probe(stored: Mapping[str, Any]) -> Probe:
-    """Return a probe from a checkpoint."""
-    token_ids, start = stored["token_ids"], stored["start"]
-    rollout = Rollout(
-        token_ids=token_ids,
-        loss_mask=torch.arange(len(token_ids)) >= start,
-        inference_logprobs=torch.full(token_ids.shape, torch.nan),
-        finish_reason="length",
-        prompt_index=0,
-    )
-    return Probe(rollout, Scores(stored["own"], stored["support_ids"], stored["support"]))

@@ -107,8 +107,8 @@ class ChecksConfig(Table):
     """Steps between two questions whose answers are known. Each teacher scores the probe of the
     run's start again. With another temperature than 1, or with top_p, the sampler is compared with
     the student's weights, which otherwise happens in every step. Both are also asked before a
-    checkpoint, after the last step, and when a signal ends the run. Whoever lost its
-    connection is asked in that step. 0: only after a lost connection."""
+    checkpoint, after the last step, and when a signal ends the run. A server that may be another
+    one is asked before its scores train. 0: only such a server."""
 
     tolerance: float | None = Field(
         default=None,

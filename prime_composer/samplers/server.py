@@ -1,5 +1,7 @@
 """Rollouts of a running vLLM server."""
 
+import re
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Unpack
@@ -11,7 +13,7 @@ from prime_composer.backends.alignment import (
     check_lengths,
     make_rollout,
 )
-from prime_composer.backends.answers import InvalidAnswer, check_choices
+from prime_composer.backends.answers import check_choices
 from prime_composer.backends.errors import naming
 from prime_composer.backends.http import (
     RETRIED,
@@ -27,9 +29,7 @@ from prime_composer.backends.scratch import scratch_folder
 from prime_composer.backends.server import Server, plain_sampling
 from prime_composer.backends.vllm_logprobs import (
     answer_bytes,
-    read_answer,
     read_completions,
-    top_k_of,
 )
 
 SLOW_COMPLETION = 10
@@ -38,7 +38,13 @@ SLOW_COMPLETION = 10
 SLOW_SERVER = 200
 """Tokens per second of a slow server, all completions together."""
 
-FINGERPRINT_TOKENS = 16
+VERSION_PATH = "/update_weight_version"
+"""Of vLLM 0.32. Its engine holds the version in memory, and a restarted one has another."""
+
+START = re.compile(rb"^process_start_time_seconds (\S+)", re.MULTILINE)
+"""In ``/metrics`` of a vLLM with one API server process."""
+
+METRICS_BYTES = 2**24
 
 ROUNDS = 3
 """How often weights or rollouts are sent or sampled again when the server was lost meanwhile."""
@@ -48,6 +54,12 @@ class Reset(msgspec.Struct):
     """An answer of ``/reset_prefix_cache``."""
 
     success: bool
+
+
+class WeightInfo(msgspec.Struct):
+    """An answer of ``/weight_info``."""
+
+    weight_version: str
 
 
 class TopLogprobs(msgspec.Struct):
@@ -80,6 +92,9 @@ class ServerSampler(Server):
         seeded: send a seed with each request, which makes rollouts reproducible. A CPU server needs
             ``--no-enable-chunked-prefill`` for that (``vllm_serve`` sets it), or its engine
             crashes.
+
+    Attributes:
+        starts: how often the server was found without the weights that it was sent, plus one.
     """
 
     def __init__(
@@ -97,10 +112,12 @@ class ServerSampler(Server):
         self.weights_dir = weights_dir
         self.eos_token_ids = tuple(eos_token_ids)
         self.seeded = seeded
+        self.starts = 1
         self._student: nn.Module | None = None
-        self._fingerprint: list[float] | None = None
-        self._verified = (0, 0)
-        self._processed_at: int | None = None
+        self._sign: str | None = None
+        self._has_versions = True
+        self._outages = 0
+        self._processed_at: tuple[int, int] | None = None
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
@@ -119,16 +136,15 @@ class ServerSampler(Server):
         """
         check_lengths(prompts, params.max_tokens, self.limits.max_model_len)
         for _ in range(ROUNDS):
-            if self._has_lost_weights():
-                self._connection.show(
-                    f"{self._connection.name} came back without the run's weights; they are sent "
-                    "again"
-                )
-                self._send_weights()
-            contacts = self._contacts()
             rollouts = self._sample(prompts, params, seed)
-            if self._contacts() == contacts or not self._has_lost_weights():
+            # Asked afterwards: a server that was restarted before or meanwhile shows it now.
+            if not self._has_lost_weights():
                 return rollouts
+            self.starts += 1
+            self._connection.show(
+                f"{self._connection.name} came back without the run's weights; they are sent again"
+            )
+            self._send_weights()
         raise self._unsteady("sampling")
 
     def update_weights(self, model: nn.Module) -> None:
@@ -217,53 +233,58 @@ class ServerSampler(Server):
         return [rollout for group in groups for rollout in group]
 
     def _has_lost_weights(self) -> bool:
-        """Return whether the server may have lost the weights that it was sent.
+        """Return whether the server is another process than the one that the weights were sent to.
 
-        It may after a lost connection or a pause. It has not if it still gives the very same
-        log-probs as right after it got them. A different rounding costs an update too many, and
-        nothing else.
+        A server that cannot say may be another one after any outage.
         """
-        seen = self._contacts()
-        if self._student is None or seen == self._verified:
+        if self._student is None:
             return False
-        if self._fingerprint is None:
-            return True
-        if self._ask_fingerprint() != self._fingerprint:
-            if self.reconnections == self._verified[0]:
-                self._connection.restarts += 1
-            return True
-        self._verified = seen
-        return False
-
-    def _contacts(self) -> tuple[int, int]:
-        """Return how often contact was lost, and how often there was a pause."""
-        return self.reconnections, self._connection.pauses
-
-    def _ask_fingerprint(self) -> list[float] | None:
-        """Return the log-probs of a few fixed tokens; None where the server gives none."""
-        vocab_size = self.limits.vocab_size or FINGERPRINT_TOKENS + 1
-        length = min(FINGERPRINT_TOKENS, (self.limits.max_model_len or 1024) - 1)
-        tokens = [index % vocab_size for index in range(1, length + 1)]
-        settings = plain_sampling(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        request = self._request_completion(tokens, answer_bytes(length, 0), **settings)
-        try:
-            answer = read_answer(self._connection.run(request), self.origin)
-            return top_k_of(tokens, answer, 0, self.origin).ref_logprobs.tolist()
-        except (InvalidAnswer, Refused):
-            return None
+        if self._sign is None:
+            return self._connection.outages != self._outages
+        return self._ask_sign() != self._sign
 
     def _send_weights(self) -> None:
         """Send the student's weights, again where the server was lost before it had them all."""
         assert self._student is not None
         for _ in range(ROUNDS):
+            # Before the weights: a server that is restarted behind this has another sign.
+            self._sign = self._give_version() or self._ask_sign()
             self._reload(self._student)
-            outages = self._connection.outages
+            self._outages = self._connection.outages
             self.forget_prefixes()
-            self._fingerprint = self._ask_fingerprint()
-            if self._connection.outages == outages:
-                self._verified = self._contacts()
+            if not self._has_lost_weights():
                 return
         raise self._unsteady("a weight update")
+
+    def _give_version(self) -> str | None:
+        """Name the weights that are sent next; None where vLLM has no versions."""
+        version = f"prime_composer_{secrets.token_hex(8)}"
+        request = self._connection.request("POST", VERSION_PATH, {"new_version": version})
+        try:
+            self._connection.run(request)
+        except Refused as refusal:
+            if refusal.status not in (404, 405):
+                raise self._refusal(refusal, VERSION_PATH) from refusal
+            self._has_versions = False
+            return None
+        self._has_versions = True
+        return version
+
+    def _ask_sign(self) -> str | None:
+        """Return the version of the server's weights, or where it has none when it was started.
+
+        None: it says neither.
+        """
+        path = "/weight_info" if self._has_versions else "/metrics"
+        request = self._connection.request("GET", path, max_bytes=METRICS_BYTES)
+        try:
+            content = self._connection.run(request)
+        except Refused:
+            return None
+        if self._has_versions:
+            return self._decode(content, WeightInfo, "the weights' version", path).weight_version
+        found = START.search(content)
+        return None if found is None else found[1].decode()
 
     def _reload(self, model: nn.Module) -> None:
         from safetensors.torch import save_file
@@ -303,7 +324,7 @@ class ServerSampler(Server):
         Raises:
             ServerError: the server returns raw log-probs.
         """
-        seen = self.reconnections
+        seen = self.starts, self._connection.outages
         if seen == self._processed_at:
             return
         gaps = []

@@ -159,7 +159,7 @@ async def score(request: Request) -> Response:
         return packed(ScoreResponse(NAME, VERSION, facts, []))
     async with AsyncExitStack() as held:
 
-        async def answered() -> list[Rows]:
+        async def answered() -> tuple[list[Rows], str | None]:
             room: Room = state.prime_composer_rooms[size > SMALL_BYTES]
             await held.enter_async_context(room.taken(size))
             return await all_rows(
@@ -167,13 +167,15 @@ async def score(request: Request) -> Response:
             )
 
         try:
-            rows = await unless_gone(request.receive, answered())
+            found = await unless_gone(request.receive, answered())
         except ValueError as error:  # vLLM's own check
             return refusal(400, str(error))
         except NoRows as error:
             return refusal(501, str(error))
-        if rows is None:
+        if found is None:
             return Response(status_code=499)
+        rows, fingerprint = found
+        facts = msgspec.structs.replace(facts, fingerprint=fingerprint)
         return Windows(response_parts(ScoreResponse(NAME, VERSION, facts, rows)), held.pop_all())
 
 

@@ -8,14 +8,16 @@ import asyncio
 import itertools
 import json
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from prime_composer.scoring.wire import NAME, Field, Rows, ScoreRequest
 from prime_composer.scoring.worker import RowsRequest
+
+T = TypeVar("T")
 
 _process = secrets.token_hex(8)
 _numbers = itertools.count()
@@ -65,8 +67,11 @@ class Room:
 
 async def all_rows(
     engine: Any, config: Any, score_request: ScoreRequest, rows_requests: list[RowsRequest]
-) -> list[Rows]:
-    """Return the response of each sequence, in order; the first error cancels the others.
+) -> tuple[list[Rows], str | None]:
+    """Return the response of each sequence, in order, and the fingerprint of the engine.
+
+    The first error cancels the others. Where several engines or loads of weights answered, their
+    fingerprints are one.
 
     Args:
         engine: vLLM's client of its engine.
@@ -78,18 +83,25 @@ async def all_rows(
     block_size: int = config.cache_config.block_size
     longest = max(len(sequence.token_ids) for sequence in score_request.sequences)
     room = Room(AHEAD * max(longest, config.scheduler_config.max_num_batched_tokens))
+    fingerprints: set[str] = set()
 
     async def one(token_ids: list[int], rows_request: RowsRequest) -> Rows:
         cached = rows_request.start > block_size and rows_request.start % block_size > 0
         async with room.taken(max(LEAST_TOKENS, len(token_ids))):
-            return await rows_of(engine, token_ids, rows_request, cached=cached)
+            rows, fingerprint = await rows_of(engine, token_ids, rows_request, cached=cached)
+        fingerprints.add(fingerprint)
+        return rows
 
     work = [
         one(sequence.token_ids, rows_request)
         for sequence, rows_request in zip(score_request.sequences, rows_requests, strict=True)
     ]
-    if len(work) == 1:
-        return [await work[0]]
+    rows = [await work[0]] if len(work) == 1 else await all_of(work)
+    return rows, "+".join(sorted(fingerprints)) or None
+
+
+async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results in order; the first error cancels the others."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -100,8 +112,8 @@ async def all_rows(
 
 async def rows_of(
     engine: Any, token_ids: list[int], rows_request: RowsRequest, *, cached: bool
-) -> Rows:
-    """Return one sequence's response.
+) -> tuple[Rows, str]:
+    """Return one sequence's response, and the fingerprint of the process that computed it.
 
     The prompt's key-value cache is shared with other sequences of its group. Where the cache had
     more than the prompt, rows are missing, and the sequence is computed once more without it.
@@ -134,7 +146,8 @@ async def rows_of(
             )
         description, data = tensors[0].numpy().tobytes(), tensors[1].numpy().data
         if description:
-            return Rows(len(token_ids) - rows_request.start, fields_of(description), data)
+            rows = Rows(len(token_ids) - rows_request.start, fields_of(description), data)
+            return rows, tensors[2].numpy().tobytes().decode()
     raise NoRows("vLLM left rows of the prompt out, without a cache")
 
 

@@ -3,9 +3,11 @@
 vLLM 0.26 to 0.32 share one layout, that of their first model runner.
 """
 
+import functools
 import importlib.abc
 import importlib.util
 import inspect
+import secrets
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,12 +20,16 @@ from torch import Tensor
 from prime_composer.scoring.head import read_head
 from prime_composer.scoring.kinds import register_named
 from prime_composer.scoring.wire import NAME
-from prime_composer.scoring.worker import Progress, RowsRequest, answer_prompts
+from prime_composer.scoring.worker import Progress, RowsRequest, answer_prompts, uint8
 
 HEAD_METHOD = "prime_composer_head"
 """Name of ``head.read_head`` among the methods of vLLM's worker."""
 
+LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update", "wake_up")
+"""Methods of vLLM's worker, where it has them, after which its weights may be others."""
+
 _PATCHED = "_prime_composer_was_here"
+_FINGERPRINT = "_prime_composer_fingerprint"
 
 
 class UnknownVllm(RuntimeError):
@@ -52,9 +58,8 @@ def patch_runner(module: ModuleType) -> None:
     runner_class: Any = module.GPUModelRunner
     theirs = runner_class._get_prompt_logprobs_dict
 
-    def tensors_of(progress: Progress) -> Any:
-        description, data = progress.payload()
-        return LogprobsTensors(description, data, data[:0])
+    def tensors_of(progress: Progress, fingerprint: str) -> Any:
+        return LogprobsTensors(*progress.payload(), uint8(fingerprint.encode()))
 
     def _get_prompt_logprobs_dict(
         self: Any, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]
@@ -72,9 +77,39 @@ def patch_runner(module: ModuleType) -> None:
         found = theirs(self, hidden_states, num_scheduled_tokens) if pending else {}
         done = answer_prompts(self, rows_requests, hidden_states, num_scheduled_tokens)
         pending.update({name: count for name, count in held.items() if name not in done})
-        return found | {request_id: tensors_of(progress) for request_id, progress in done.items()}
+        name = fingerprint_of(self)
+        return found | {
+            request_id: tensors_of(progress, name) for request_id, progress in done.items()
+        }
 
     runner_class._get_prompt_logprobs_dict = _get_prompt_logprobs_dict
+
+
+def fingerprint_of(runner: Any) -> str:
+    """Return the name of this process and of its last load of weights."""
+    if not hasattr(runner, _FINGERPRINT):
+        setattr(runner, _FINGERPRINT, secrets.token_hex(8))
+    name: str = getattr(runner, _FINGERPRINT)
+    return name
+
+
+def patch_loads(module: ModuleType) -> None:
+    """Let every load of weights forget the runner's fingerprint."""
+    worker: Any = module.Worker
+
+    def forgetting(load: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def loaded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return load(self, *args, **kwargs)
+            finally:  # half of a load is another one too
+                vars(self.model_runner).pop(_FINGERPRINT, None)
+
+        return loaded
+
+    for name in LOADS:
+        if hasattr(worker, name):
+            setattr(worker, name, forgetting(getattr(worker, name)))
 
 
 def patch_processor(module: ModuleType) -> None:
@@ -118,11 +153,13 @@ LAYOUTS = (
                 "LogprobsProcessor.from_new_request": ("tokenizer", "request"),
                 "LogprobsProcessor._update_prompt_logprobs": ("self", "prompt_logprobs_tensors"),
             },
+            "vllm.v1.worker.gpu_worker": {"Worker.get_model": ("self",)},
             "vllm.v1.worker.worker_base": {"WorkerBase.get_model": ("self",)},
         },
         {
             "vllm.v1.worker.gpu_model_runner": patch_runner,
             "vllm.v1.engine.logprobs": patch_processor,
+            "vllm.v1.worker.gpu_worker": patch_loads,
             "vllm.v1.worker.worker_base": patch_worker,
         },
     ),

@@ -137,6 +137,8 @@ class Facts(msgspec.Struct):
         kinds: what it can answer.
         vllm: its version.
         limits: of a request. None: an older server, which does not say.
+        fingerprint: of the engine's process that computed the rows, and of its last load of
+            weights. None: an older server, or a response without rows.
     """
 
     model: str
@@ -147,11 +149,13 @@ class Facts(msgspec.Struct):
     kinds: list[str]
     vllm: str
     limits: Limits | None = None
+    fingerprint: str | None = None
 
     def change(self, now: "Facts") -> str:
         """Say how the model of a later response differs; empty for the same model.
 
-        Another ``max_model_len``, other kinds or limits, and another vLLM are no other model.
+        Another ``max_model_len``, other kinds or limits, another vLLM and another start of the
+        engine are no other model.
         """
         return ", ".join(
             f"{name} was {getattr(self, name)} and is {getattr(now, name)}"

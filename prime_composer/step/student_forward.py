@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -9,7 +10,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from prime_composer.backends.answers import IMPOSSIBLE, InvalidAnswer
 from prime_composer.backends.hf_model import hidden_states, lm_head_weight
 from prime_composer.contract import (
     HiddenStates,
@@ -25,6 +25,7 @@ from prime_composer.full_vocabulary import teacher_logprobs
 from prime_composer.lm_head import selected_logprobs
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.step.batch import Sample
+from prime_composer.step.states import check_states
 
 
 def autocast(model: nn.Module, dtype: str) -> torch.autocast:
@@ -47,7 +48,7 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
 
     Raises:
         ValueError: a rollout trains on its first token, which no context predicts.
-        InvalidAnswer: a server's hidden states do not belong to its head (``check_answers``).
+        InvalidAnswer: a server's hidden states do not belong to its head (``states``).
     """
     head = lm_head_weight(model)
     device = head.device
@@ -82,8 +83,9 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
     heads = heads_of(samples)
     both = compared(student, heads, samples) if heads else None
     if both is not None and any(head.tolerance is not None for head in heads):
-        computed = _by_hidden_states(both, labels.to(device), given(ref_logprobs).to(device))
-        check_answers(computed, given(ref_logprobs), heads, samples)
+        own = given(ref_logprobs)
+        computed = _by_hidden_states(both, labels.to(device), own.to(device))
+        check_states(computed, own, heads, partial(place_of, samples))
     logprobs = selected_logprobs(student.hidden, student.weight, selected_ids.to(device))
     if selected_ids.shape[-1] > 1:
         support = Support(
@@ -160,43 +162,14 @@ def compared(student: Logits, heads: Sequence[TeacherHead], samples: Sequence[Sa
     return TwoHeads(student, tuple(teachers), torch.stack(weights, dim=1) if mixed else None)
 
 
-def check_answers(
-    computed: Float[Tensor, " n"],
-    own: Float[Tensor, " n"],
-    heads: Sequence[TeacherHead],
-    samples: Sequence[Sample],
-) -> None:
-    """Check hidden states and heads against the servers' own log-probs of the sampled tokens.
-
-    Args:
-        computed: log q of the trained tokens, by hidden states and heads.
-        own: the servers' own.
-        heads: the teachers' heads.
-        samples: the rollouts.
-
-    Raises:
-        InvalidAnswer: they differ by more than the rounding of the heads' dtype explains.
-    """
-    limit = max(head.tolerance or 0.0 for head in heads)
-    # Below this vLLM's own numbers are those of an impossible token.
-    gaps = (computed.clamp(min=IMPOSSIBLE) - own.to(computed.device).clamp(min=IMPOSSIBLE)).abs()
-    wrong = (~(gaps <= limit)).nonzero()
-    if not len(wrong):
-        return
-    row = int(wrong[0])
+def place_of(samples: Sequence[Sample], row: int) -> str:
+    """Return where the token of a packed row is."""
     places = [
-        (index, int(position))
+        f"{position} of rollout {index}"
         for index, sample in enumerate(samples)
-        for position in sample.rollout.loss_mask.nonzero()
+        for position in sample.rollout.loss_mask.nonzero()[:, 0].tolist()
     ]
-    index, place = places[row]
-    origins = " and ".join(head.origin for head in heads if head.tolerance is not None)
-    raise InvalidAnswer(
-        f"{origins} gave hidden states for rollout {index}, position {place}, whose log-prob of "
-        f"the sampled token is {float(computed[row]):.6g} with the output head, and the server's "
-        f"own is {float(own[row]):.6g} (at most {limit:g} apart). States and head are not of one "
-        "model. Start the server anew, and leave `head` out of the teacher's table."
-    )
+    return places[row]
 
 
 def _hidden(sample: Sample) -> Sequence[HiddenStates]:

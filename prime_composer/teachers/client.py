@@ -7,7 +7,7 @@ openai client.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -108,16 +108,26 @@ class Known:
         facts: what it last said of itself; None where the server has none.
         first: what it said at first, which later responses have to agree with.
         was_asked: whether the server was asked.
+        fingerprints: of all its scores; None among them for those that have none.
     """
 
     facts: Facts | None = None
     first: Facts | None = None
     was_asked: bool = False
+    fingerprints: set[str | None] = field(default_factory=set)
 
     @property
     def vocab_size(self) -> int | None:
         """Entries of the teacher's head; None where the server has never said it."""
         return None if self.first is None else self.first.vocab_size
+
+    @property
+    def starts(self) -> int | None:
+        """How many starts of the server its scores have named; None where some name none.
+
+        A start is one of its engine, or a load of other weights. Replicas are starts as well.
+        """
+        return None if None in self.fingerprints else len(self.fingerprints)
 
 
 class TeacherClient:
@@ -287,6 +297,7 @@ class TeacherClient:
             content = await transport.receive(path, body, most)
         except Refused as refusal:
             raise transport.refused(refusal, path, k) from refusal
+        self.known.fingerprints.add(None)
         return await transport.read(read_json, content, sequence, k, transport.origin)
 
     async def _score_binary(
@@ -337,6 +348,7 @@ class TeacherClient:
         except WireError as error:
             raise wrong_response(self._transport.origin, sequence, str(error)) from None
         self._check_same_model(response.facts)
+        self.known.fingerprints.add(response.facts.fingerprint)
         return await self._transport.read(
             read_binary, response, sequence, asked, facts, self._transport.origin
         )

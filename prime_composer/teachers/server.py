@@ -71,6 +71,11 @@ class ServerScorer(Server):
         return self.client.facts is not None
 
     @property
+    def starts(self) -> int | None:
+        """How many starts of the server its responses have named; None where they name none."""
+        return self._client.known.starts
+
+    @property
     def sampler(self) -> ServerSampler:
         """A sampler of the same server, connected on first use."""
         if self._sampler is None:
@@ -142,10 +147,9 @@ class ServerScorer(Server):
         Raises:
             ServerError: the plugin is of another version, or another model's than before.
         """
-        seen = self.reconnections
-        if seen != self._asked_at:
+        if self._connection.outages != self._asked_at:
             self._connection.run(self._client.discover())
-            self._asked_at = self.reconnections
+            self._asked_at = self._connection.outages
         return self._client
 
     def check_room(

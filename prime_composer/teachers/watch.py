@@ -1,14 +1,20 @@
-"""Compare a teacher's scores of a known request with its first ones.
+"""Ask a teacher again what it has answered before: its server may serve another model now.
 
 Every response of a server is checked by itself (``backends.answers``). A server that serves
 another model passes that: its numbers are those of a right model. A request whose scores are known
-shows it.
+shows it. Whoever asks a teacher keeps one such request, in the one-machine run and inside prime-rl.
+It is sent whenever the server may be another one: the scoring plugin names each start of the engine
+and each load of weights in its responses, and a server without it names none.
 """
+
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
 
 COMPARED_IDS = 64
@@ -16,6 +22,92 @@ COMPARED_IDS = 64
 
 LOWEST = -1000.0
 """What a log-prob counts as at least."""
+
+ASKED_EVERY = 256
+"""Sequences that a teacher inside prime-rl scores between two known requests, at most."""
+
+KNOWN_TOKENS = range(16, 65)
+"""Tokens of that request: the beginning of the first sequence that is long enough."""
+
+HALF_PRECISION = 0.5
+"""Nats by which half precision may move a log-prob."""
+
+SHARE_APART = 0.1
+"""Share of the positions that may be further apart in two responses of a right server inside
+prime-rl. A model with experts may choose others at a position, where other requests are in its
+batch."""
+
+
+@dataclass
+class KnownRequest:
+    """A request to a teacher whose weights never change, and its first scores.
+
+    Attributes:
+        rollout: what was scored.
+        scores: the first ones, with which later ones are compared.
+        limit: nats by which a log-prob may differ.
+        share: share of the positions that may differ by more.
+        sign: what named the server's start when it last gave these scores; None where nothing does.
+        scored: sequences that the teacher has scored since it was due.
+    """
+
+    rollout: Rollout
+    scores: Scores
+    limit: float = HALF_PRECISION
+    share: float = 0.0
+    sign: Hashable = None
+    scored: int = 0
+
+    def is_due(self, sign: Hashable, scored: int = 0) -> bool:
+        """Return whether to send it: the server may be another one, or has scored a lot since.
+
+        Args:
+            sign: what names the server's start now.
+            scored: sequences that the teacher has scored since the last call.
+        """
+        self.scored += scored
+        due = sign is None or sign != self.sign or self.scored >= ASKED_EVERY
+        if due:  # others that are scored meanwhile need not send it as well
+            self.scored = 0
+        return due
+
+    def change(self, again: Scores, sign: Hashable) -> str:
+        """Say how later scores differ from the first ones; empty where they are right.
+
+        Args:
+            again: scores of the same request.
+            sign: what named the server's start before it was asked.
+        """
+        apart = differences(self.scores, again)
+        # A NaN is beyond every limit.
+        share = float((~(apart <= self.limit)).double().mean())
+        if share > self.share:
+            return (
+                "scores the tokens of the run's start with other numbers than then: up to "
+                f"{float(apart.max()):.2g} nat apart, and at {share:.0%} of the positions by more "
+                f"than {self.limit:g}. It serves another model now, or in another way"
+            )
+        self.sign = sign
+        return ""
+
+
+def known_rollout(token_ids: Tensor, start: int) -> Rollout:
+    """Return the rollout of a known request.
+
+    Args:
+        token_ids: the sequence.
+        start: index of its first scored token.
+    """
+    scored = torch.arange(len(token_ids)) >= start
+    return Rollout(token_ids, scored, torch.full(token_ids.shape, torch.nan), "length", 0)
+
+
+def starts_of(part: object) -> int | None:
+    """Return how many starts the server of a scorer or sampler has named; None where it names none.
+
+    What computes in this process is never exchanged.
+    """
+    return getattr(part, "starts", 0)
 
 
 def differences(one: Scores, other: Scores) -> Float[Tensor, " n"]:

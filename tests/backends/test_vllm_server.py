@@ -17,7 +17,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from prime_composer.backends import http
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.http import Refused, ServerError
 from prime_composer.backends.protocols import SamplingParams
@@ -193,15 +192,41 @@ def test_update_weights_reaches_head_and_prefix_cache(sampler, tied_model):
 
 @pytest.mark.vllm
 def test_stale_connection_is_opened_again(server, models):
-    """The server closed it early. Its log-probs say that it still has the weights."""
+    """The server closed it early. It says that it still has the weights."""
     lines = []
     sampler = ServerSampler(server.url, server.directory, status=lines.append)
     sampler.update_weights(models.tied_model)
     sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=1), seed=0)
-    before = sampler.reconnections
     time.sleep(2)
     assert len(sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=1), seed=0)) == 1
-    assert sampler.reconnections > before and lines == []
+    assert sampler.starts == 1 and lines == []
+    sampler.close()
+
+
+@pytest.mark.vllm
+def test_vllm_names_the_version_of_its_weights(server, models):
+    """It is the one of the last update, until somebody else gives another one."""
+    sampler = ServerSampler(server.url, server.directory)
+    sampler.update_weights(models.tied_model)
+    first = sampler._sign
+    sampler.update_weights(models.tied_model)
+    assert isinstance(first, str) and first != sampler._sign == sampler._ask_sign()
+    assert not sampler._has_lost_weights()
+    body = {"new_version": "another"}
+    sampler._connection.run(sampler._connection.request("POST", "/update_weight_version", body))
+    assert sampler._has_lost_weights()
+    sampler.close()
+
+
+@pytest.mark.vllm
+def test_vllm_says_when_it_was_started(server, models):
+    """Which tells one process from another, where weights have no versions."""
+    sampler = ServerSampler(server.url, server.directory)
+    sampler._give_version = lambda: None
+    sampler._has_versions = False
+    sampler.update_weights(models.tied_model)
+    assert time.time() - 3600 < float(sampler._sign) < time.time()
+    assert not sampler._has_lost_weights()
     sampler.close()
 
 
@@ -281,6 +306,14 @@ def restarting(models):
         yield server
 
 
+@pytest.fixture(params=[True, False], ids=["versions", "older"])
+def either(request, restarting):
+    """The same server as a vLLM whose weights have versions, and as an older one."""
+    restarting.versions = request.param
+    yield restarting
+    restarting.versions = True
+
+
 @pytest.fixture
 def spoiling(restarting):
     """The same server as one whose answers a test spoils."""
@@ -305,18 +338,25 @@ def mu_of(rollouts):
     return [rollout.inference_logprobs[rollout.start :].tolist() for rollout in rollouts]
 
 
+MOMENTS = [
+    "between",
+    "/v1/completions sampling",
+    "/update_weight_version None",
+    "/collective_rpc reload",
+    "/reset_prefix_cache None",
+]
+
+
 @pytest.mark.parametrize(
-    "when",
-    [
-        "between",
-        "/v1/completions sampling",
-        "/collective_rpc reload",
-        "/reset_prefix_cache None",
-        "/v1/completions scoring",
-    ],
+    ("versions", "when"),
+    [(True, when) for when in (*MOMENTS, "/weight_info None")]
+    + [(False, when) for when in (*MOMENTS, "/metrics None")],
 )
-def test_restarted_student_gets_its_weights_again(when, restarting, tied_model):
+def test_restarted_student_gets_its_weights_again(
+    versions, when, restarting, tied_model, monkeypatch
+):
     """Killed between two steps, while it samples, or in any part of a weight update."""
+    monkeypatch.setattr(restarting, "versions", versions)
     params = SamplingParams(n=2, max_tokens=6)
     lines = []
     sampler = ServerSampler(restarting.url, concurrency=1, status=lines.append)
@@ -325,11 +365,10 @@ def test_restarted_student_gets_its_weights_again(when, restarting, tied_model):
     moved(tied_model)
     sampler.update_weights(tied_model)
     undisturbed = sampler.generate(PROMPTS, params, seed=0)
-    assert ids_of(old) != ids_of(undisturbed) and sampler.reconnections == 0
+    assert ids_of(old) != ids_of(undisturbed) and sampler.starts == 1
 
     restarting.restart()
     sampler.update_weights(tied_model)
-    restarts = sampler.reconnections
     if when == "between":
         restarting.restart()
     else:
@@ -339,16 +378,17 @@ def test_restarted_student_gets_its_weights_again(when, restarting, tied_model):
         sampler.update_weights(tied_model)
     rollouts = sampler.generate(PROMPTS, params, seed=0)
     sampler.close()
-    assert not restarting.restart_at and sampler.reconnections > restarts
+    assert not restarting.restart_at
     assert ids_of(rollouts) == ids_of(undisturbed) and mu_of(rollouts) == mu_of(undisturbed)
+    lost = "sampling" in when or when == "between"
     told = any("came back without the run's weights" in line for line in lines)
-    assert told == ("sampling" in when or when == "between")
+    assert told == lost == (sampler.starts > 1)
 
 
-def test_student_restarted_without_an_outage_samples_again(restarting, tied_model, monkeypatch):
-    """No request meets the restart: an idle connection ended, and the rest is of old weights."""
+def test_student_restarted_without_an_outage_samples_again(either, tied_model, monkeypatch):
+    """No request meets the restart, and what follows it is of old weights."""
     params = SamplingParams(max_tokens=6)
-    sampler = ServerSampler(restarting.url)
+    sampler = ServerSampler(either.url)
     moved(tied_model)
     sampler.update_weights(tied_model)
     undisturbed = sampler.generate(PROMPTS, params, seed=0)
@@ -356,8 +396,7 @@ def test_student_restarted_without_an_outage_samples_again(restarting, tied_mode
 
     def sample_after_a_restart(*arguments):
         if not calls:
-            restarting.swap(restarting.checkpoint)
-            sampler._connection.restarts += 1
+            either.swap(either.checkpoint)
         calls.append(1)
         return sample(*arguments)
 
@@ -368,27 +407,33 @@ def test_student_restarted_without_an_outage_samples_again(restarting, tied_mode
     assert ids_of(rollouts) == ids_of(undisturbed) and mu_of(rollouts) == mu_of(undisturbed)
 
 
-@pytest.mark.parametrize("restarted", [False, True])
-def test_student_is_asked_for_its_weights_after_a_pause(
-    restarted, restarting, tied_model, monkeypatch
-):
-    """One cheap question. Contact counts as lost only where the answer is another one."""
-    params = SamplingParams(max_tokens=6)
-    sampler = ServerSampler(restarting.url)
-    moved(tied_model)
-    sampler.update_weights(tied_model)
-    undisturbed = sampler.generate(PROMPTS, params, seed=0)
-    asked, reloads = Counter(restarting.requests), restarting.requests["/collective_rpc"]
-    if restarted:
-        restarting.restart()
-    monkeypatch.setattr(http, "KEEPALIVE_SECONDS", 0.0)  # any time is a long pause
-    lost = sampler._has_lost_weights()
-    monkeypatch.undo()
-    assert lost == restarted == (sampler.reconnections > 0)
-    assert restarting.requests["/v1/completions"] == asked["/v1/completions"] + 1
-    assert ids_of(sampler.generate(PROMPTS, params, seed=0)) == ids_of(undisturbed)
-    assert (restarting.requests["/collective_rpc"] > reloads) == restarted
+def test_student_is_asked_for_its_weights_after_it_samples(either, tied_model):
+    """One cheap request per call. The weights are not sent again where they are there."""
+    sampler = ServerSampler(either.url)
+    sampler.update_weights(moved(tied_model))
+    before = Counter(either.requests)
+    for _ in range(2):
+        sampler.generate(PROMPTS, SamplingParams(max_tokens=6), seed=0)
     sampler.close()
+    asked = Counter(either.requests) - before
+    assert asked["/weight_info"] == (2 if either.versions else 0)
+    assert asked["/metrics"] == (0 if either.versions else 2)
+    assert asked["/v1/completions"] == 2 * len(PROMPTS)
+    assert asked["/collective_rpc"] == asked["/update_weight_version"] == 0 and sampler.starts == 1
+
+
+def test_student_that_says_nothing_is_lost_by_outages(restarting, tied_model, monkeypatch):
+    """Where neither version nor start is known, it may be another one after any outage."""
+    monkeypatch.setattr(restarting, "versions", False)
+    monkeypatch.setattr(restarting, "metrics", False)
+    sampler = ServerSampler(restarting.url)
+    sampler.update_weights(moved(tied_model))
+    undisturbed = sampler.generate(PROMPTS, SamplingParams(max_tokens=6), seed=0)
+    assert sampler.starts == 1
+    restarting.restart_at = {"/v1/completions sampling": 2}
+    rollouts = sampler.generate(PROMPTS, SamplingParams(max_tokens=6), seed=0)
+    sampler.close()
+    assert sampler.starts == 2 and ids_of(rollouts) == ids_of(undisturbed)
 
 
 def test_dropped_request_of_a_student_keeps_its_weights(spoiling, tied_model):
@@ -399,7 +444,7 @@ def test_dropped_request_of_a_student_keeps_its_weights(spoiling, tied_model):
     spoiling.spoil("drop", after=1, times=2, road="sampling")
     assert len(sampler.generate(PROMPTS, SamplingParams(max_tokens=4), seed=0)) == 3
     sampler.close()
-    assert sampler.reconnections > 0 and spoiling.spoiled["drop"] >= 2
+    assert sampler._connection.outages > 0 and sampler.starts == 1 and spoiling.spoiled["drop"] >= 2
     assert spoiling.requests["/collective_rpc"] == reloads
 
 

@@ -11,6 +11,7 @@ whatever else is asked at once.
 import base64
 import copy
 import hashlib
+import itertools
 import json
 import socket
 import threading
@@ -33,6 +34,9 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 SCORE_PATH, HEAD_PATH = "/v1/prime_composer/score", "/v1/prime_composer/head"
+
+
+_starts = itertools.count()
 
 
 class BadRequest(Exception):
@@ -69,7 +73,14 @@ class RightAnswers:
         """Of the scores; right is 1."""
         self.limits: dict[str, int] | None = None
         """That the scoring plugin names; None for none, as an older one."""
+        self.begin()
         self._words: dict[int, str] = {}
+
+    def begin(self) -> None:
+        """Be another process, with the weights that are there."""
+        self.started = next(_starts)
+        self.fingerprint: str | None = f"start-{self.started}"
+        self.version = "default"
 
     def reload(self, directory: Path) -> None:
         """Read the weights of every safetensors file in a directory, as ``reload_weights`` does."""
@@ -79,6 +90,7 @@ class RightAnswers:
         if not weights:
             raise BadRequest(f"no safetensors in {directory}")
         self.model.load_state_dict(weights, strict=not self.model.config.tie_word_embeddings)
+        self.fingerprint = f"start-{next(_starts)}"
 
     def card(self) -> dict[str, Any]:
         """Return the entry of ``/v1/models``."""
@@ -315,6 +327,8 @@ class SpoilingServer:
         api_key: asked for as a bearer token; None for none.
         processed: whether log mu is after temperature and top_p.
         dev_mode: whether weights can be reloaded.
+        versions: whether the weights have versions, as since vLLM 0.32.
+        metrics: whether ``/metrics`` says when it was started.
         can_tokenize: whether ``/tokenize`` and ``/detokenize`` exist.
         plugin: whether it has the scoring plugin.
         other: a checkpoint of the same vocabulary, for the modes ``modes.MODELS``.
@@ -338,6 +352,8 @@ class SpoilingServer:
         api_key: str | None = None,
         processed: bool = True,
         dev_mode: bool = True,
+        versions: bool = True,
+        metrics: bool = True,
         can_tokenize: bool = True,
         plugin: bool = False,
         other: str | Path | None = None,
@@ -347,6 +363,8 @@ class SpoilingServer:
         self._other = None if other is None else RightAnswers(Path(other), *self._settings)
         self.api_key = api_key
         self.dev_mode = dev_mode
+        self.versions = versions
+        self.metrics = metrics
         self.can_tokenize = can_tokenize
         self.plugin = plugin
         self.port = 0
@@ -418,6 +436,7 @@ class SpoilingServer:
             server_of_checkpoint = owner
 
         self._stopped.clear()
+        self._right.begin()
         self._server = _Listener(("127.0.0.1", self.port), Handler)
         self.port = self._server.server_address[1]
         threading.Thread(
@@ -509,6 +528,9 @@ class SpoilingServer:
                 return {"object": "list", "data": [self._right.card()]}
             case "GET", "/health":
                 return Reply(b"")
+            case "GET", "/metrics" if self.metrics:
+                seconds = f"process_start_time_seconds {1.76e9 + self._right.started}"
+                return Reply(f"# TYPE of_others gauge\n{seconds}\n".encode())
             case "GET", "/version":
                 return {"version": "0.32.0"}
             case "POST", "/v1/completions":
@@ -536,6 +558,11 @@ class SpoilingServer:
                 return {"results": [None]}
             case "POST", "/reset_prefix_cache" if self.dev_mode:
                 return {"success": True}
+            case "POST", "/update_weight_version" if self.dev_mode and self.versions:
+                self._right.version = body["new_version"]
+                return {"success": True, "new_version": self._right.version}
+            case "GET", "/weight_info" if self.dev_mode and self.versions:
+                return {"weight_version": self._right.version}
         return Reply(json.dumps({"detail": "Not Found"}).encode(), 404)
 
     def _completion(self, body: Any, prompt: Any, sampling: Any, mode: str) -> Any:
@@ -598,7 +625,8 @@ class SpoilingServer:
         return {
             "plugin": "prime_composer",
             "version": 1,
-            "facts": self._right.facts(),
+            "facts": self._right.facts()
+            | {"fingerprint": self._right.fingerprint if body["sequences"] else None},
             "sequences": [
                 self._ask_model(
                     one["token_ids"], mode, lambda model, one=one: model.arrays(body, one)

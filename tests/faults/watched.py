@@ -152,10 +152,6 @@ def install() -> None:
     if VARIABLE not in os.environ:
         return
     tempfile.tempdir = os.environ.get("TMPDIR")  # a fork has its parent's
-    if http := sys.modules.get("prime_composer.backends.http"):
-        # After a pause the sampler is asked whether it is the same one, as often as a machine is
-        # slow.
-        http.KEEPALIVE_SECONDS = 3600.0  # type: ignore[attr-defined]
     watch = Watch(Plan(**json.loads(os.environ[VARIABLE])))
     if watch.plan.log is not None:
         watch.log = os.open(watch.plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -99,6 +99,18 @@ def test_answers_that_are_not_there_print_nothing(
     assert printed(tmp_path, [0, 4], capsys) == ""
 
 
+def test_answers_written_after_a_cut_line_are_whole(tmp_path: Path) -> None:
+    """A crash left half of a line; the next evaluation begins one of its own."""
+    write_answers(tmp_path, 0, [answer("first")])
+    path = tmp_path / ANSWERS_FILE
+    path.write_bytes(path.read_bytes()[:-9])
+    for step in (0, 2):
+        write_answers(tmp_path, step, [answer(f"of {step}")])
+    found = {step: answers[0].text for step, answers in read_answers(tmp_path).items()}
+    assert found == {0: "of 0", 2: "of 2"}
+    assert len(path.read_text().splitlines()) == 3
+
+
 def test_answers_after_a_cut_line_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

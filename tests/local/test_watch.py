@@ -1,8 +1,8 @@
 """Teachers and samplers that change during a run, and the question that shows it."""
 
-import itertools
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 
 from prime_composer.contract import Scores
 from prime_composer.local import run as run_module
-from prime_composer.local import watch as watch_module
 from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine, open_engine
 from prime_composer.local.preflight import Preflight, preflight
@@ -105,7 +104,7 @@ class Counted:
     def __init__(self, scorer: Any):
         self.scorer = scorer
         self.calls = 0
-        self.reconnections = 0
+        self.starts: int | None = 0
         self.limits = scorer.limits
         self.sampler = None
 
@@ -116,8 +115,8 @@ class Counted:
     def close(self) -> None: ...
 
 
-def test_watch_asks_when_due_or_after_a_reconnection(opened: tuple[Engine, Watch]) -> None:
-    """It asks once per due step, and at once where a connection came back."""
+def test_watch_asks_when_due_or_after_another_start(opened: tuple[Engine, Watch]) -> None:
+    """It asks once per due step, at once after another start, and always where none is named."""
     engine, watch = opened
     scorer = engine.teachers.scorers[THE] = Counted(engine.teachers.scorers[THE])
     for step in range(4):
@@ -127,20 +126,24 @@ def test_watch_asks_when_due_or_after_a_reconnection(opened: tuple[Engine, Watch
     watch.check(5)
     watch.check(5)
     assert scorer.calls == 1 and watch.safe_step == 5
-    scorer.reconnections += 1
+    scorer.starts = 1
     watch.check(6)
     watch.check(6)
     assert scorer.calls == 2 and watch.safe_step == 6
+    scorer.starts = None
+    watch.check(7)
+    watch.check(7)
+    assert scorer.calls == 4 and watch.safe_step == 7
 
 
-def test_watch_asks_only_the_teacher_that_was_lost(opened: tuple[Engine, Watch]) -> None:
+def test_watch_asks_only_the_teacher_that_was_restarted(opened: tuple[Engine, Watch]) -> None:
     """Of two teachers one is asked, which verifies no step; at a due step both are."""
     engine, watch = opened
     other = TeacherId("other")
     one = engine.teachers.scorers[THE] = Counted(engine.teachers.scorers[THE])
     two = engine.teachers.scorers[other] = Counted(one.scorer)
-    watch.probes[other], watch.tolerances[other] = watch.probes[THE], 1e-4
-    two.reconnections += 1
+    watch.probes[other] = replace(watch.probes[THE])
+    two.starts = 1
     watch.check(3)
     assert (one.calls, two.calls, watch.safe_step) == (0, 1, 0)
     watch.check(5)
@@ -167,7 +170,7 @@ def test_watch_sees_another_teacher(opened: tuple[Engine, Watch]) -> None:
     engine, watch = opened
     watch.check(5)
     engine.teachers.scorers[THE] = TransformersScorer(tiny_models(TINY_RECIPE)["student"])
-    with pytest.raises(WatchFailed, match=r"\[teacher\] .* nat apart .* right at step 5") as got:
+    with pytest.raises(WatchFailed, match=r"\[teacher\] .* nat apart.* right at step 5") as got:
         watch.check(10)
     assert got.value.safe_step == 5
 
@@ -228,7 +231,7 @@ def test_tolerance_of_a_server_is_that_of_its_noise(
             with pytest.raises(PreflightError, match=message):
                 open_watch(engine, recipe, result)
             return
-        assert open_watch(engine, recipe, result).tolerances == {THE: limit}
+        assert open_watch(engine, recipe, result).probes[THE].limit == limit
         assert scorer.asked == [CROWD]
 
 
@@ -275,29 +278,44 @@ def short(tiny_recipe: Raw, **changes: Any) -> dict[str, Any]:
     return tiny_recipe(trainer__batch_size=3, checkpoint__every=0, eval=evaluation, **changes)
 
 
-def test_train_served_teacher_with_another_model_is_seen(tiny_recipe: Raw, tmp_path: Path) -> None:
-    """Swapped after step 3, a teacher is seen when the watch is due: 4 steps were finished."""
+@pytest.mark.parametrize("plugin", [False, True])
+@pytest.mark.parametrize("every", [0, 2])
+def test_train_served_teacher_with_another_model_is_seen(
+    plugin: bool, every: int, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """Swapped after step 3 without a failed request: no step trains on the other's scores."""
     models = tiny_models(TINY_RECIPE)
-    with SpoilingServer(models["teacher"]) as server:
-        raw = short(tiny_recipe, trainer__steps=6, checks__every=2)
-        raw = served(raw, server)
+    with SpoilingServer(models["teacher"], plugin=plugin) as server:
+        raw = served(short(tiny_recipe, trainer__steps=6, checks__every=every), server)
         display = Swapping(3, lambda: server.swap(models["student"]))
+        with pytest.raises(ValueError, match=rf"\[teacher\] at {server.url} .* other numbers"):
+            run(raw, tmp_path / "run", display)
+    assert display.steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_train_teacher_with_a_kept_fingerprint_is_seen_when_due(
+    every: int, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """Other numbers under the fingerprint of the run's start are those of ``checks.every``."""
+    models = tiny_models(TINY_RECIPE)
+    with SpoilingServer(models["teacher"], other=models["student"], plugin=True) as server:
+        raw = served(short(tiny_recipe, trainer__steps=6, checks__every=every), server)
+        display = Swapping(3, lambda: server.spoil("other_model", road="binary"))
+        if every == 0:
+            run(raw, tmp_path / "run", display)
+            return
         with pytest.raises(ValueError, match=rf"\[teacher\] at {server.url} .* right at step 2"):
             run(raw, tmp_path / "run", display)
     assert display.steps == [1, 2, 3, 4]
 
 
-def test_train_idle_connections_cost_one_question_a_step(
+def test_train_nameless_servers_cost_one_request_a_step(
     tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that is new whenever one looks: once in each step, and after each of the two
-    evaluations."""
-    looks, asked = itertools.count(), []
-    monkeypatch.setattr(
-        watch_module,
-        "reconnections",
-        lambda part: next(looks) if isinstance(part, TransformersScorer) else 0,
-    )
+    """Where responses name no start: once in each step, and after each of the two evaluations."""
+    asked: list[TeacherId] = []
+    monkeypatch.setattr(TransformersScorer, "starts", None, raising=False)
     monkeypatch.setattr(Watch, "_check_teacher", lambda watch, teacher: asked.append(teacher))
     run(short(tiny_recipe, trainer__steps=3, checks__every=0), tmp_path / "run")
     assert len(asked) == 3 + 2
@@ -306,9 +324,9 @@ def test_train_idle_connections_cost_one_question_a_step(
 def test_train_stopped_by_a_signal_asks_before_it_saves(tiny_recipe: Raw, tmp_path: Path) -> None:
     """A step that another teacher may have scored is not saved because a signal came."""
     models = tiny_models(TINY_RECIPE)
-    with SpoilingServer(models["teacher"]) as server:
+    with SpoilingServer(models["teacher"], other=models["student"], plugin=True) as server:
         raw = served(short(tiny_recipe, trainer__steps=9), server)
-        display = Swapping(2, lambda: server.swap(models["student"]))
+        display = Swapping(2, lambda: server.spoil("other_model", road="binary"))
         display.interrupt_at = 4
         with pytest.raises(ValueError, match="right at step 0, .*no earlier step is saved"):
             run(raw, tmp_path / "run", display)
@@ -320,7 +338,7 @@ def test_train_unverified_steps_are_said_at_the_end_and_resume(
 ) -> None:
     """Two steps, and an error before the teacher was asked: saved, and not called safe."""
     models = tiny_models(TINY_RECIPE)
-    with SpoilingServer(models["teacher"]) as server:
+    with SpoilingServer(models["teacher"], plugin=True) as server:
         raw = served(short(tiny_recipe, trainer__steps=4, checks__every=3), server)
         sample = Collector.sample
 
@@ -345,10 +363,10 @@ def test_train_last_steps_are_checked_before_they_are_saved(
 ) -> None:
     """A teacher that changes in the last steps of a run is seen at its end, before the save."""
     models = tiny_models(TINY_RECIPE)
-    with SpoilingServer(models["teacher"]) as server:
+    with SpoilingServer(models["teacher"], other=models["student"], plugin=True) as server:
         raw = short(tiny_recipe, trainer__steps=3)
         raw = served(raw, server)
-        display = Swapping(2, lambda: server.swap(models["student"]))
+        display = Swapping(2, lambda: server.spoil("other_model", road="binary"))
         with pytest.raises(ValueError, match="right at step 0"):
             run(raw, tmp_path / "run", display)
     assert list_checkpoints(tmp_path / "run") == []

@@ -211,7 +211,7 @@ def test_states_of_another_head_are_refused(student: torch.nn.Module) -> None:
     samples = [served(one) for one in samples]
     assert student_inputs(student, samples).hidden_states is not None
     samples[2].scores.hidden[0].states[4] += 0.01
-    message = r"The server at U gave hidden states for rollout 2, position 6"
+    message = r"The server at U gave a hidden state at position 6 of rollout 2"
     with pytest.raises(InvalidAnswer, match=message):
         student_inputs(student, samples)
     samples[2].scores.hidden[0].states[4] = torch.nan

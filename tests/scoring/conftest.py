@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prime_composer.scoring.wire import SCORE_PATH, VERSION
-from prime_composer.scoring.worker import Progress, RowsRequest
+from prime_composer.scoring.worker import Progress, RowsRequest, uint8
 
 CONFIG = SimpleNamespace(
     model="m", max_model_len=20, dtype=torch.float32, get_vocab_size=lambda: 100,
@@ -53,7 +53,7 @@ class Engine:
         progress = Progress(rows_request, rows_request.start - 1, n)
         if not (self.gap and not params.skip_reading_prefix_cache):
             progress.write(0, {"sampled": -torch.arange(n, dtype=torch.float32)})
-        yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), None)])
+        yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), uint8(b"start"))])
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from prime_composer.scoring.wire import (  # noqa: E402
     encode_ids,
     unpack_arrays,
 )
-from prime_composer.scoring.worker import Progress, RowsRequest  # noqa: E402
+from prime_composer.scoring.worker import Progress, RowsRequest, uint8  # noqa: E402
 from tests.scoring.conftest import ARGS, GOOD, post, question, scope_of  # noqa: E402
 
 
@@ -144,7 +144,7 @@ def test_question_for_an_adapter_is_not_found(app, engine):
 def test_reason_of_the_worker_is_answered_and_not_asked_again(app, engine):
     async def generate(prompt, params, request_id):
         progress = Progress(RowsRequest.of(params), 0, 2, error="OutOfMemoryError: 3 GiB")
-        yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), None)])
+        yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), uint8(b"start"))])
 
     engine.generate = generate
     answer = post(app, question(GOOD))
@@ -175,7 +175,7 @@ def test_prompt_of_whole_blocks_does_not_ask_the_cache(app, engine):
 
 def test_engine_without_the_plugin_is_named(app, engine):
     async def generate(prompt, params, request_id):
-        yield SimpleNamespace(prompt_logprobs=[(torch.zeros(2, 1), torch.zeros(2, 1), None)])
+        yield SimpleNamespace(prompt_logprobs=[(torch.zeros(2, 1),) * 3])
 
     engine.generate = generate
     answer = post(app, question(GOOD))

@@ -87,6 +87,32 @@ def test_modules_of_a_namespace_package_are_imported_beside_the_finder(tmp_path,
         monkeypatch.delitem(sys.modules, name)
 
 
+@pytest.mark.parametrize("method", ["load_model", "reload_weights", "update_weights", "wake_up"])
+def test_fingerprint_is_another_one_after_each_load(method):
+    """Also after one that failed in the middle. Without a load it stays."""
+
+    class Worker:
+        def __init__(self):
+            self.model_runner = types.SimpleNamespace()
+
+        def load(self, fails=False):
+            if fails:
+                raise RuntimeError("half of the weights")
+            return "loaded"
+
+    setattr(Worker, method, Worker.load)
+    patches.patch_loads(module_like("gpu_worker", Worker=Worker))
+    worker = Worker()
+    names = [patches.fingerprint_of(worker.model_runner) for _ in range(2)]
+    assert getattr(worker, method)() == "loaded"
+    names.append(patches.fingerprint_of(worker.model_runner))
+    with pytest.raises(RuntimeError, match="half"):
+        getattr(worker, method)(fails=True)
+    names.append(patches.fingerprint_of(worker.model_runner))
+    assert names[0] == names[1] and len({*names}) == 3
+    assert patches.fingerprint_of(Worker().model_runner) not in names
+
+
 def test_layouts_name_what_they_patch():
     for layout in LAYOUTS:
         assert layout.patches.keys() == layout.surface.keys()

@@ -48,7 +48,9 @@ def server(model, tmp_path_factory):
     save_tokenizer(directory, VOCAB)
     options = ["--dtype", "float32", "--enable-chunked-prefill", "--max-num-batched-tokens", 192]
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with TeacherProcess(directory, log, *options, VLLM_API_KEY=KEY) as process:
+    with TeacherProcess(
+        directory, log, *options, VLLM_API_KEY=KEY, VLLM_SERVER_DEV_MODE="1"
+    ) as process:
         yield process
 
 
@@ -111,6 +113,27 @@ def test_scores_equal_vllms_json(scorer, rollouts):
                 torch.testing.assert_close(
                     getattr(packed, name), getattr(plain, name), atol=1e-5, rtol=0
                 )
+
+
+def test_fingerprint_is_that_of_the_load(server, model, rollouts, tmp_path):
+    """It stays over requests and API clients, and is another one after a load of weights."""
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").chmod(0o644)
+    found = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            scorer = ServerScorer(server.url, api_key=KEY)
+            stack.callback(scorer.close)
+            scorer.score(rollouts[:3], 4)
+            (fingerprint,) = scorer.client.known.fingerprints
+            found.append(fingerprint)
+            assert scorer.starts == 1
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path)}}
+        connection = scorer._connection
+        connection.run(connection.request("POST", "/collective_rpc", call))
+        scorer.score(rollouts[:1], 4)
+        assert scorer.starts == 2
+    assert found[0] == found[1] and len(found[0]) == 16
 
 
 def test_given_ids_get_their_log_probs(scorer, rollouts, exact):

@@ -24,7 +24,7 @@ V, D, N = 97, 64, 40
 
 
 class Scorer:
-    reconnections, origin = 0, "The teacher"
+    starts, origin = 1, "The teacher"
 
     def __init__(self, *args, **options):
         generator = torch.Generator().manual_seed(7)

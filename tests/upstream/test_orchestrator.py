@@ -827,7 +827,7 @@ LONG = list(range(100, 200))
 @pytest.fixture
 def often(monkeypatch):
     """Ask known questions every 8 requests."""
-    monkeypatch.setattr("prime_composer.upstream.orchestrator.client.ASKED_EVERY", 8)
+    monkeypatch.setattr("prime_composer.teachers.watch.ASKED_EVERY", 8)
 
 
 async def ask(requests, client, times=1, frozen=True):

@@ -170,6 +170,37 @@ def test_server_that_lost_the_plugin_is_asked_for_json(capsys):
     assert printed.count("lost its scoring plugin and answers in JSON") == 1
 
 
+LONG = list(range(1, 19))
+
+
+def numbers(own, fingerprint):
+    """Return a response with one log-prob for every token of ``LONG``."""
+    facts = msgspec.structs.replace(FACTS, fingerprint=fingerprint)
+    size = len(LONG) - 1
+    fields = [Field("sampled", "float32", 0), Field("top_ids", "int32", 1)]
+    fields.append(Field("top_logprobs", "float32", 1))
+    values = np.full(size, own, "<f4").tobytes()
+    data = values + np.zeros(size, "<i4").tobytes() + np.full(size, -0.1, "<f4").tobytes()
+    return msgspec.msgpack.encode(ScoreResponse(NAME, VERSION, facts, [Rows(size, fields, data)]))
+
+
+def test_teacher_of_another_start_is_asked_what_it_knows():
+    """At once, before its scores are kept; a known start is not asked again."""
+    client, requests = Client(scores=numbers(-3.0, "one")), Requests()
+
+    def ask(own, fingerprint):
+        client.answers["scores"] = numbers(own, fingerprint)
+        client.asked.clear()
+        asyncio.run(requests.score(client, "served", LONG, 1, frozen=True))
+        return len(client.asked)
+
+    asked = [ask(-3.0, name) for name in ("one", "one", "two", "two", "one")]
+    assert asked == [2, 1, 2, 1, 1]  # the first one also looks for the plugin
+    assert ask(-9.0, "two") == 1  # what it says of itself is taken, once in a while apart
+    with pytest.raises(InvalidAnswer, match="other numbers than then: up to 6 nat apart"):
+        ask(-9.0, "three")
+
+
 def test_server_of_another_vllm_is_the_same_model():
     """An operator may update vLLM, or give it a longer window, during a run."""
     facts = msgspec.structs.replace(FACTS, vllm="0.32.0", max_model_len=200)

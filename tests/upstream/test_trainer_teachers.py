@@ -62,11 +62,12 @@ class Scorer(ServerScorer):
     """A served teacher: its logits are those of fixed states, by token, times its head.
 
     Attributes:
-        asked: the rollouts of each question.
-        gate: answers wait for it.
+        asked: the rollouts of each request.
+        gate: responses wait for it.
+        starts: of the server, as its responses name them.
     """
 
-    reconnections = 0
+    starts: int | None = 1
     origin = "The teacher at http://one:1"
     opened: list["Scorer"] = []
 
@@ -319,13 +320,13 @@ def long_sequences(n, tokens=40):
 @pytest.mark.parametrize("loss", [(0, True), (K, False)], ids=["hidden", "top_k"])
 def test_trainer_asks_a_teacher_again_what_it_knows(monkeypatch, loss):
     """With the first sequence, and every 256: its beginning, whose answer must be the same."""
-    monkeypatch.setattr(teachers, "ASKED_EVERY", 6)
+    monkeypatch.setattr("prime_composer.teachers.watch.ASKED_EVERY", 6)
     known = teachers.Teachers(ONE, *loss)
     sizes = [len(known.ask(long_sequences(2))()) for _ in range(4)]
     (scorer,) = Scorer.opened
     assert sizes == [2] * 4
-    # Loading a head takes a question of its own, without a sequence.
-    assert [len(rollouts) for rollouts in scorer.asked if rollouts] == [3, 2, 2, 3]
+    # Loading a head takes a request of its own, without a sequence.
+    assert [len(rollouts) for rollouts in scorer.asked if rollouts] == [2, 1, 2, 2, 2, 1]
     question = scorer.asked[-1][-1]
     assert question.token_ids.tolist() == long_sequences(1)[0].rollout.token_ids.tolist()
     assert question.start == 1
@@ -336,14 +337,30 @@ def test_trainer_asks_a_teacher_again_what_it_knows(monkeypatch, loss):
         known.ask(long_sequences(2))()
 
 
-def test_trainer_asks_a_teacher_that_was_away_at_once():
+def test_trainer_asks_a_teacher_that_was_restarted_at_once():
+    """Before it returns the scores of another start."""
     known = teachers.Teachers(ONE, K, hidden=False)
     known.ask(long_sequences(2))()
     (scorer,) = Scorer.opened
-    scorer.reconnections = 1
+    scorer.starts = 2
     known.ask(long_sequences(1))()
-    assert [len(rollouts) for rollouts in scorer.asked] == [3, 1, 1]
-    scorer.reconnections, scorer.table = 2, scorer.table.flip(0)
+    known.ask(long_sequences(1))()
+    assert [len(rollouts) for rollouts in scorer.asked] == [2, 1, 1, 1, 1]
+    scorer.starts, scorer.table = 3, scorer.table.flip(0)
+    with pytest.raises(InvalidAnswer, match="It serves another model now"):
+        known.ask(long_sequences(1))()
+
+
+def test_trainer_asks_a_teacher_without_the_plugin_each_time():
+    """Its responses do not name its start."""
+    known = teachers.Teachers(ONE, K, hidden=False)
+    known.ask(long_sequences(2))()
+    (scorer,) = Scorer.opened
+    scorer.starts = None
+    for _ in range(2):
+        known.ask(long_sequences(1))()
+    assert [len(rollouts) for rollouts in scorer.asked] == [2, 1, 1, 1, 1, 1]
+    scorer.table = scorer.table.flip(0)
     with pytest.raises(InvalidAnswer, match="It serves another model now"):
         known.ask(long_sequences(1))()
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -15,7 +15,13 @@ from prime_composer.contract import InvalidAnswer, Scores
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, out_of_vocabulary, readable
 from prime_composer.teachers.client import Known, TeacherClient
-from prime_composer.upstream.frozen import ASKED_EVERY, QUESTION_TOKENS, check_again
+from prime_composer.teachers.watch import (
+    ASKED_EVERY,
+    KNOWN_TOKENS,
+    SHARE_APART,
+    KnownRequest,
+    known_rollout,
+)
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import AdapterSettings
 
@@ -160,18 +166,24 @@ class OpenAITransport:
 
 
 @dataclass
-class Question:
-    """A sequence that a teacher has scored, to be scored again.
+class Asked:
+    """What is known of a teacher.
 
     Attributes:
-        token_ids: the sequence.
-        scores: the first answer.
-        requests: how many other sequences this teacher has scored since.
+        plugin: its scoring plugin.
+        retried: requests that were sent more than once. Its server may have been started again.
+        requests: K -> the known request; a live policy has none.
     """
 
-    token_ids: Sequence[int]
-    scores: Scores
-    requests: int = 0
+    plugin: Known = field(default_factory=Known)
+    retried: int = 0
+    requests: dict[int, KnownRequest] = field(default_factory=dict)
+
+    @property
+    def sign(self) -> tuple[int | None, int]:
+        """What names the server's start: its own word, or else that nothing was sent twice."""
+        starts = self.plugin.starts
+        return starts, self.retried if starts is None else 0
 
 
 class Requests:
@@ -190,8 +202,7 @@ class Requests:
             WeakKeyDictionary()
         )
         self._thread = ThreadPoolExecutor(1, "prime_composer_parse")
-        self._questions: dict[tuple[str, str, int], Question] = {}
-        self._known: dict[tuple[str, str], Known] = {}
+        self._asked: dict[tuple[str, str], Asked] = {}
         self._told_of_padding: set[str] = set()
 
     async def score(
@@ -199,9 +210,10 @@ class Requests:
     ) -> Scores:
         """Return the scores of ``token_ids`` from the second one on, with the top K of ``model``.
 
-        A frozen model also scores its first sequence's beginning again, every ``ASKED_EVERY``
-        requests and after a request that was sent more than once. Its server may have been started
-        again then, with another model.
+        A frozen model also scores its first sequence's beginning again, before the scores of
+        another start of its server are returned. A server without the scoring plugin names no
+        start. It is asked after a request that was sent more than once, and as all are once in a
+        while.
 
         Args:
             client: the openai client that prime-rl made.
@@ -222,30 +234,51 @@ class Requests:
                     f"The url of the teacher at {public_url(transport.base)}", "of its api_key_var"
                 )
             )
-        scores = await self._ask(transport, model, token_ids, k)
-        if not frozen:
-            return scores
-        question = self._questions.get((transport.base, model, k))
-        if question is None:
-            if len(token_ids) >= QUESTION_TOKENS.start:
-                size = QUESTION_TOKENS[-1]  # the beginning's scores depend on nothing behind it
-                question = Question(token_ids[:size], scores.rows(slice(size - 1)))
-                self._questions[transport.base, model, k] = question
-            return scores
-        question.requests += 1
-        if transport.retries or question.requests % ASKED_EVERY == 0:
-            again = await self._ask(transport, model, question.token_ids, k)
-            check_again(question.scores, again, transport.origin)
+        asked = self._asked.setdefault((transport.base, model), Asked())
+        scores = await self._ask(transport, model, asked, token_ids, k)
+        if frozen:
+            await self._watch(transport, model, asked, token_ids, scores)
         return scores
 
+    async def _watch(
+        self,
+        transport: OpenAITransport,
+        model: str,
+        asked: Asked,
+        token_ids: Sequence[int],
+        scores: Scores,
+    ) -> None:
+        """Send the known request where scores that have just come may be another model's."""
+        k, size = scores.k, KNOWN_TOKENS[-1]
+        known = asked.requests.get(k)
+        if known is None:
+            if len(token_ids) >= KNOWN_TOKENS.start:
+                # The beginning's scores depend on nothing behind it.
+                rollout = known_rollout(torch.tensor(token_ids[:size]), 1)
+                first = scores.rows(slice(size - 1))
+                asked.requests[k] = KnownRequest(rollout, first, share=SHARE_APART, sign=asked.sign)
+        elif known.is_due(sign := asked.sign, 1):
+            again = await self._ask(transport, model, asked, known.rollout.token_ids.tolist(), k)
+            if change := known.change(again, sign):
+                raise InvalidAnswer(
+                    f"{transport.origin} {change}: start it as it was. Steps since its last right "
+                    f"answer, at most {ASKED_EVERY} requests ago, may have trained on wrong "
+                    "numbers."
+                )
+
     async def _ask(
-        self, transport: OpenAITransport, model: str, token_ids: Sequence[int], k: int
+        self,
+        transport: OpenAITransport,
+        model: str,
+        asked: Asked,
+        token_ids: Sequence[int],
+        k: int,
     ) -> Scores:
         loop = asyncio.get_running_loop()
         # A semaphore belongs to one event loop.
         places = self._places.setdefault(loop, asyncio.Semaphore(self._in_flight))
         async with places:
-            known = self._known.setdefault((transport.base, model), Known())
+            known = asked.plugin
             settings = AdapterSettings.from_env() or AdapterSettings()
             teacher = TeacherClient(transport, model, known, settings.kind())
             if not known.was_asked:
@@ -253,7 +286,10 @@ class Requests:
             sequence = whole_sequence(token_ids, known.vocab_size)
             if sequence.lacks.any() or sequence.token_ids[0] != token_ids[0]:
                 self._say_of_padding(transport.origin, known)
-            return await teacher.score(sequence, k=k)
+            before = transport.retries
+            scores = await teacher.score(sequence, k=k)
+            asked.retried += transport.retries - before
+            return scores
 
     def _say_of_padding(self, origin: str, known: Known) -> None:
         """Log once per teacher that the student samples ids which the teacher lacks."""

@@ -23,9 +23,10 @@ from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import HiddenStates, Logits, Scores, TeacherHead, TwoHeads
 from prime_composer.full_vocabulary import teacher_logprobs
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING, lacking
+from prime_composer.step.states import check_states
 from prime_composer.teachers.mixture import mix
 from prime_composer.teachers.server import ServerScorer
-from prime_composer.upstream.frozen import ASKED_EVERY, QUESTION_TOKENS, check_again
+from prime_composer.teachers.watch import KNOWN_TOKENS, SHARE_APART, KnownRequest, known_rollout
 from prime_composer.upstream.log import log
 from prime_composer.upstream.settings import SWITCH, AdapterSettings
 from prime_composer.upstream.teachers import Entries, Teacher, read_entries
@@ -95,10 +96,7 @@ def wanted_of(
 
 
 class Frozen:
-    """A served teacher whose weights never change, and a question whose answer is known.
-
-    The question is sent with others, every ``ASKED_EVERY`` sequences. After contact with the server
-    was lost it is sent at once.
+    """A served teacher whose weights never change, and a request whose scores are known.
 
     Args:
         scorer: the connection.
@@ -110,57 +108,43 @@ class Frozen:
         self.scorer = scorer
         self._k = k
         self._hidden = hidden
-        self._question: Rollout | None = None
-        self._answer: Scores | None = None
-        self._since = 0
-        self._reconnections = scorer.reconnections
+        self._known: KnownRequest | None = None
+        self._watching = threading.Lock()
 
     def ask(self, rollouts: Sequence[Rollout]) -> Callable[[], list[Scores]]:
-        """Send the questions, and return a function that waits for the answers."""
-        question = self._question_among(rollouts)
-        future = in_background(self._score, [*rollouts, *question])
-
-        def answers() -> list[Scores]:
-            scores = future.result()
-            if question:
-                self._compare(scores.pop())
-            if self._reconnections != self.scorer.reconnections and self._question is not None:
-                self._reconnections = self.scorer.reconnections
-                self._compare(*self._score([self._question]))
-            return scores
-
-        return answers
+        """Send the requests, and return a function that waits for the scores."""
+        return in_background(self._score, rollouts).result
 
     def _score(self, rollouts: Sequence[Rollout]) -> list[Scores]:
-        return self.scorer.score(rollouts, self._k, hidden=self._hidden)
+        scores = self.scorer.score(rollouts, self._k, hidden=self._hidden)
+        with self._watching:  # several micro-batches are asked for at once
+            self._watch(rollouts)
+        return scores
 
-    def _question_among(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the question if it is time for it: the beginning of the first long sequence."""
-        self._since += len(rollouts)
-        if self._question is None:
-            long = (r.token_ids for r in rollouts if len(r.token_ids) >= QUESTION_TOKENS.start)
-            tokens = next(long, None)
-            if tokens is None:
-                return []
-            tokens = tokens[: QUESTION_TOKENS[-1]]
-            scored = torch.arange(len(tokens)) > 0
-            logprobs = torch.full((len(tokens),), torch.nan)
-            self._question = Rollout(tokens, scored, logprobs, "length", len(rollouts))
-        elif self._since < ASKED_EVERY:
-            return []
-        self._since = 0
-        return [self._question]
-
-    def _compare(self, scores: Scores) -> None:
-        """Keep the first answer, and compare later ones with it.
+    def _watch(self, rollouts: Sequence[Rollout]) -> None:
+        """Send the known request where the scores that have just come may be another model's.
 
         Raises:
-            InvalidAnswer: it differs.
+            InvalidAnswer: they are.
         """
-        if self._answer is None:
-            self._answer = scores
-        else:
-            check_again(self._answer, scores, self.scorer.origin)
+        starts = self.scorer.starts
+        if self._known is None:
+            self._begin(rollouts, starts)
+        elif self._known.is_due(starts, len(rollouts)):
+            (again,) = self.scorer.score([self._known.rollout], self._k)
+            if change := self._known.change(again, starts):
+                raise InvalidAnswer(
+                    f"{self.scorer.origin} {change}: start it as it was. This step is not trained."
+                )
+
+    def _begin(self, rollouts: Sequence[Rollout], starts: int | None) -> None:
+        """Keep the beginning of the first long sequence, and its scores."""
+        long = (r.token_ids for r in rollouts if len(r.token_ids) >= KNOWN_TOKENS.start)
+        tokens = next(long, None)
+        if tokens is not None:
+            rollout = known_rollout(tokens[: KNOWN_TOKENS[-1]], 1)
+            (scores,) = self.scorer.score([rollout], self._k)
+            self._known = KnownRequest(rollout, scores, share=SHARE_APART, sign=starts)
 
 
 class Teachers:
@@ -354,7 +338,7 @@ def two_heads_of(
     device, compared, weights = student.hidden.device, [], []
     for share in scores.hidden:
         scored = teachers.logits(share, share.states.to(device), student)
-        check_states(scored, share, token_ids[first:last], place.start, rows.start)
+        compare_states(scored, share, token_ids[first:last], place.start, rows.start)
         states = scored.hidden.new_zeros(student.row_count, scored.hidden.shape[1])
         states[rows] = scored.hidden
         compared.append(replace(scored, hidden=states))
@@ -363,13 +347,12 @@ def two_heads_of(
     return TwoHeads(student, tuple(compared), mixed if len(weights) > 1 else None)
 
 
-def check_states(
+def compare_states(
     logits: Logits, share: HiddenStates, labels: Tensor, begin: int, start: int
 ) -> None:
-    """Check a teacher's hidden states and head against its own log-probs of some tokens.
+    """Compare the teacher's hidden states and head with its own log-probs of some tokens.
 
-    That costs one synchronization. The products have full float32 precision, whatever the trainer's
-    setting is.
+    The products have full float32 precision, whatever the trainer's setting is.
 
     Args:
         logits: of the scored tokens.
@@ -379,11 +362,11 @@ def check_states(
         start: position of the first scored token in the sequence.
 
     Raises:
-        InvalidAnswer: they differ by more than the rounding of the head's dtype explains.
+        InvalidAnswer: they do not belong together.
     """
     if share.ref_logprobs is None:
         return
-    head, index = share.head, torch.arange(0, len(labels), CHECKED_EVERY)
+    index = torch.arange(0, len(labels), CHECKED_EVERY)
     index = index[~lacking(labels[index], logits.size)]
     rows = logits.at(index.to(logits.hidden.device))
     labels = labels[index].unsqueeze(1).to(logits.hidden.device)
@@ -394,16 +377,12 @@ def check_states(
             computed = teacher_logprobs(TwoHeads(rows, (rows,)), labels)
     finally:
         torch.set_float32_matmul_precision(precision)
-    own, computed = share.ref_logprobs[index], computed[:, 0].cpu()
-    wrong = (~((computed - own).abs() <= (head.tolerance or 0.0))).nonzero()
-    if len(wrong):
-        row = int(wrong[0])
-        position = start + int(index[row])
-        raise InvalidAnswer(
-            f"{head.origin} gave a hidden state at position {position} of the sequence that begins "
-            f"at token {begin} of a micro-batch. With the server's output head its "
-            f"token has log-prob {float(computed[row]):.6g}, and the server's own is "
-            f"{float(own[row]):.6g} (at most {head.tolerance:g} apart). States and head are not of "
-            "one model, so this step is not trained. Start the server anew with prime-rl teacher, "
-            "and resume."
-        )
+    check_states(
+        computed[:, 0],
+        share.ref_logprobs[index],
+        [share.head],
+        lambda row: (
+            f"{start + int(index[row])} of the sequence that begins at token {begin} of "
+            "a micro-batch"
+        ),
+    )
