@@ -22,7 +22,7 @@ from prime_composer.scoring.wire import (
     Rows,
     answer_parts,
 )
-from tests.backends.conftest import make_model
+from tests.tiny_qwen import make_model
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="needs /proc for the memory of a process"

@@ -27,7 +27,7 @@ from prime_composer.scoring.wire import (
     SequenceToAnswer,
 )
 from prime_composer.teachers.server import ServerScorer
-from tests.backends.conftest import VOCAB, make_model
+from tests.tiny_qwen import VOCAB, make_model
 from tests.vllm_process import TeacherProcess, save_tokenizer
 
 pytestmark = pytest.mark.vllm
