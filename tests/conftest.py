@@ -173,6 +173,17 @@ def engine_forks(torch_forks: ForkServer) -> Iterator[ForkServer]:
 
 
 @pytest.fixture(scope="session")
+def vllm_forks() -> Iterator[ForkServer]:
+    """Return a server whose forks have imported vLLM too; only for tests marked ``vllm``.
+
+    What the user types is started anew in ``test_served.py`` and ``test_end_to_end.py``.
+    """
+    server = ForkServer(*ENGINE, "prime_composer.cli.commands", "tests.vllm_imported")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
 def checkout(request: pytest.FixtureRequest) -> Path | None:
     """Return a git checkout of prime-rl, or None."""
     return find_checkout(request.config.getoption("--prime-rl", default=None))
