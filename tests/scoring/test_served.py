@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import time
+import urllib.request
 from urllib.parse import urlsplit
 
 import msgspec
@@ -248,9 +249,8 @@ def test_mark_in_a_plain_request_is_no_mark(server):
 
 def metric(server, *names):
     """Return the sum of the server's own metrics whose lines begin so."""
-    connection = Connection(server.url, section="[teacher]", api_key=KEY)
-    text = connection.run(connection.request("GET", "/metrics")).decode()
-    connection.close()
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(names))
 
 
@@ -291,16 +291,21 @@ LARGEST = {
 def test_small_question_is_answered_before_the_largest(server, scorer, rollouts, kind):
     """It waits for the few sequences of the large one that the engine has, not for the others.
 
-    Tokens that the engine reads are counted, and no seconds: other programs may have the cores.
+    The engine's tokens are counted, and no seconds. Three tries, because on a busy machine this
+    process may wait for a core until the large question is answered.
     """
-    sequences, kinds, k = LARGEST[kind]
-    tokens = sum(len(sequence.token_ids) for sequence in sequences)
-    before, deadline = prefilled(server), time.monotonic() + 60
-    with asked(server, Question(VERSION, sequences, kinds, k)):
-        while prefilled(server) == before:
-            assert time.monotonic() < deadline
-        scorer.score(rollouts[:1], 4)
-        assert before < prefilled(server) < before + 0.75 * tokens
+    question = Question(VERSION, *LARGEST[kind])
+
+    def read_beside_it():
+        before, deadline = prefilled(server), time.monotonic() + 60
+        with asked(server, question):
+            while prefilled(server) == before:
+                assert time.monotonic() < deadline
+            scorer.score(rollouts[:1], 4)
+            return prefilled(server) - before
+
+    tokens = sum(len(sequence.token_ids) for sequence in question.sequences)
+    assert any(read_beside_it() < tokens / 2 for _ in range(3))
 
 
 def test_work_of_a_client_that_hung_up_ends(server, scorer, rollouts):
