@@ -60,6 +60,13 @@ import torch  # noqa: E402
 from prime_composer.losses import LOSS_FNS, LOSS_TYPES  # noqa: E402
 from tests.fork_server import ENGINE, ForkServer  # noqa: E402
 from tests.prime_rl_checkout import BRANCHES, NO_CHECKOUT, extract, find_checkout  # noqa: E402
+from tests.tiny_qwen import (  # noqa: E402, F401  (fixtures)
+    models,
+    plain_logprobs,
+    tied_model,
+    vllm_sampler,
+    vllm_scorer,
+)
 
 # `nohup` and a shell's background jobs ignore signals, and so would the processes of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -166,6 +173,17 @@ def engine_forks(torch_forks: ForkServer) -> Iterator[ForkServer]:
 
 
 @pytest.fixture(scope="session")
+def vllm_forks() -> Iterator[ForkServer]:
+    """Return a server whose forks have imported vLLM too; only for tests marked ``vllm``.
+
+    What the user types is started anew in ``test_served.py`` and ``test_end_to_end.py``.
+    """
+    server = ForkServer(*ENGINE, "prime_composer.cli.commands", "tests.vllm_imported")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
 def checkout(request: pytest.FixtureRequest) -> Path | None:
     """Return a git checkout of prime-rl, or None."""
     return find_checkout(request.config.getoption("--prime-rl", default=None))
@@ -204,3 +222,12 @@ def tiny_recipe() -> Callable[..., dict[str, Any]]:
         return raw
 
     return make
+
+
+@pytest.fixture(scope="session")
+def student() -> tuple[torch.nn.Module, Any]:
+    """Return the student of TINY_RECIPE with its tokenizer; not to be changed."""
+    from prime_composer.backends.hf_model import load_student
+    from tests.local.helpers import tiny_models
+
+    return load_student(tiny_models(TINY_RECIPE)["student"])

@@ -2,8 +2,7 @@
 
 import json
 import math
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy
@@ -21,6 +20,7 @@ from prime_composer.teachers.mixture import mix
 from prime_composer.teachers.responses import read_json
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.upstream.orchestrator.client import whole_sequence
+from tests.stand_in import Reply, serving
 
 VOCAB = 12
 START = 2
@@ -297,29 +297,10 @@ def server(tmp_path_factory):
     (root / "config.json").write_text(json.dumps({"vocab_size": VOCAB}))
     state = SimpleNamespace(answer=b"")
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    models = {"data": [{"id": "m", "root": str(root)}]}
 
-        def log_message(self, *arguments):
-            pass
-
-        def reply(self, content):
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def do_GET(self):
-            self.reply(json.dumps({"data": [{"id": "m", "root": str(root)}]}).encode())
-
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.reply(state.answer)
-
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{httpd.server_port}"
-    scorer, sampler = ServerScorer(url), ServerSampler(url, seeded=False)
+    def answer(path, body):
+        return Reply.of(models if path == "/v1/models" else state.answer)
 
     def score(a, written):
         rollout = make_rollout([4, 3], a.sampled.tolist(), [-1.0] * len(a.sampled), "stop", 0)
@@ -331,11 +312,12 @@ def server(tmp_path_factory):
         state.answer = json.dumps(answer).encode()
         return sampler.generate([[4, 3]], SamplingParams(n=n, max_tokens=max_tokens), seed=0)
 
-    yield SimpleNamespace(url=url, score=score, sample=sample)
-    scorer.close()
-    sampler.close()
-    httpd.shutdown()
-    httpd.server_close()
+    with (
+        serving(answer) as url,
+        closing(ServerScorer(url)) as scorer,
+        closing(ServerSampler(url, seeded=False)) as sampler,
+    ):
+        yield SimpleNamespace(url=url, score=score, sample=sample)
 
 
 def in_orchestrator(a, written):

@@ -39,17 +39,16 @@ from tests.vllm_process import QUICK, VllmProcess, save_tokenizer
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
 
 
-def serve(directory, log, max_model_len=320):
+def serve(directory, log, forks, max_model_len=320):
     """Start a server whose log-probs are those that it samples from."""
     options = ["--dtype", "float32", "--max-model-len", max_model_len, "--max-logprobs", 16]
     options += ["--logprobs-mode", "processed_logprobs", *QUICK]
-    return VllmProcess(
-        directory, log, *options, VLLM_SERVER_DEV_MODE="1", VLLM_HTTP_TIMEOUT_KEEP_ALIVE="1"
-    )
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "1"}
+    return VllmProcess(directory, log, *options, forks=forks, **env)
 
 
 @pytest.fixture(scope="module")
-def server(models, tmp_path_factory):
+def server(models, vllm_forks, tmp_path_factory):
     directory = tmp_path_factory.mktemp("served")
     models.tied_model.save_pretrained(directory)
     save_tokenizer(directory, 131)
@@ -57,7 +56,7 @@ def server(models, tmp_path_factory):
     (directory / "generation_config.json").write_text(
         json.dumps({"eos_token_id": 1, "top_k": 2, "temperature": 0.2})
     )
-    with serve(directory, tmp_path_factory.mktemp("log") / "server.log") as process:
+    with serve(directory, tmp_path_factory.mktemp("log") / "server.log", vllm_forks) as process:
         yield process
 
 
@@ -238,10 +237,10 @@ def test_server_says_what_its_tokens_are(scorer):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_run_waits_for_a_killed_vllm_teacher(tiny_recipe, tmp_path):
-    """The teacher is killed after step 2 and back half a minute later, as if nothing had been."""
+def test_run_waits_for_a_killed_vllm_teacher(vllm_forks, tiny_recipe, tmp_path):
+    """The teacher is killed after step 2 and back seconds later, as if nothing had been."""
     teacher = tiny_models(tiny_recipe())["teacher"]
-    with serve(teacher, tmp_path / "server.log", max_model_len=256) as server:
+    with serve(teacher, tmp_path / "server.log", vllm_forks, max_model_len=256) as server:
         expect_wait_for_killed(server, tiny_recipe, tmp_path)
 
 

@@ -18,6 +18,7 @@ from prime_composer.local.probe.run import probe
 from tests.command import prime_rl, toml
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
+from tests.fork_server import ForkServer
 from tests.local.helpers import tiny_models
 from tests.vllm_process import VllmProcess
 
@@ -129,13 +130,15 @@ def test_a_wrong_recipe_exits_with_2(cli: Cli, tiny_recipe: Raw) -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_a_bfloat16_server_is_probed_as_it_is(tiny_recipe: Raw, tmp_path: Path) -> None:
+def test_a_bfloat16_server_is_probed_as_it_is(
+    tiny_recipe: Raw, vllm_forks: ForkServer, tmp_path: Path
+) -> None:
     """A real vLLM server in bfloat16, K up to 20, whose checkpoint is on this machine."""
     folders = tiny_models(TINY_RECIPE)
     served = tmp_path / "served"
     shutil.copytree(folders["teacher"], served)
     options = ("--dtype", "bfloat16", "--max-model-len", 128, "--max-logprobs", 20)
-    with VllmProcess(served, tmp_path / "server.log", *options) as server:
+    with VllmProcess(served, tmp_path / "server.log", *options, forks=vllm_forks) as server:
         teacher = {"model": str(served), "url": server.url}
         raw = tiny_recipe(student={"model": str(folders["student"])}, teacher=teacher)
         recipe = tmp_path / "served.toml"

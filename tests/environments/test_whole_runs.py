@@ -33,6 +33,7 @@ from tests.environments.kit import (
     save_student,
 )
 from tests.faults.server import SpoilingServer
+from tests.fork_server import ForkServer
 from tests.local.helpers import Silent, weights
 from tests.local.helpers import rollout as a_rollout
 from tests.vllm_process import VllmProcess
@@ -205,12 +206,15 @@ def assert_own_turns(steps: list[dict[str, float]], largest_mismatch: float) -> 
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_train_environment_on_a_vllm_server(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_train_environment_on_a_vllm_server(
+    raw: dict[str, Any], vllm_forks: ForkServer, tmp_path: Path
+) -> None:
     """The same with a server of vLLM, whose numbers are float32's."""
     with VllmProcess(
         Path(raw["student"]["model"]),
         tmp_path / "server.log",
         *("--dtype", "float32", "--max-model-len", 512),
+        forks=vllm_forks,
         VLLM_SERVER_DEV_MODE="1",
     ) as server:
         _, *steps = run(served(raw, server), tmp_path / "run")

@@ -13,8 +13,8 @@ from tests.faults.watched import BROKEN, FULL, KILL, SIZE, UNWATCHED, Plan, read
 from tests.fork_server import ForkServer
 from tests.vllm_process import QUICK, TeacherProcess
 
-SAMPLE = 20
-"""Trials of each road. On two cores both take a minute and a half."""
+SAMPLE = 12
+"""Trials of each road: one of each fault on the served one. On two cores both take a minute."""
 
 WRITER = """
 from tests.faults.watched import install
@@ -46,11 +46,12 @@ def forks(engine_forks: ForkServer) -> Iterator[ForkServer]:
 
 
 @pytest.fixture(scope="module", params=ROADS)
-def road(request: Any, forks: ForkServer, tmp_path_factory: Any) -> Iterator[Road]:
-    """Return each road, recorded once."""
+def recorded(
+    request: Any, forks: ForkServer, tmp_path_factory: Any
+) -> Iterator[tuple[Road, list[Point]]]:
+    """Return each road, recorded once, and its points."""
     with opened(request.param, tmp_path_factory.mktemp("points") / "road", forks) as found:
-        found.record()
-        yield found
+        yield found, found.record()
 
 
 @pytest.fixture
@@ -106,14 +107,15 @@ def test_watched_broken_disk_fails_once(written: Any, tmp_path: Path) -> None:
     assert (tmp_path / "folder" / "text").read_bytes() == b"x" * 100
 
 
-def test_points_are_those_of_another_recording(road: Road) -> None:
+def test_points_are_those_of_another_recording(recorded: tuple[Road, list[Point]]) -> None:
     """Names know no folder, process or order of requests that are sent at once."""
-    assert road.record() == road.record()
+    road, points = recorded
+    assert road.record() == points
 
 
-def test_points_miss_no_write(road: Road) -> None:
+def test_points_miss_no_write(recorded: tuple[Road, list[Point]]) -> None:
     """The writes of the log add up to every file that is there, and nothing went past the net."""
-    road.record()
+    road, _ = recorded
     assert road.whole is not None
     assert [note["name"] for note in road.notes if note["name"].startswith(UNWATCHED)] == []
     sizes = replayed(road.notes)
@@ -177,12 +179,14 @@ def test_points_all_end_right(name: str, forks: ForkServer, tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_points_of_a_real_teacher_end_right(forks: ForkServer, tmp_path: Path) -> None:
+def test_points_of_a_real_teacher_end_right(
+    forks: ForkServer, vllm_forks: ForkServer, tmp_path: Path
+) -> None:
     """The same with vLLM's answers: a point of each kind of request to it, and some of files."""
     folder, log = models(tmp_path) / "teacher", tmp_path / "server.log"
     options = ("--dtype", "float32", "--max-model-len", 128, *QUICK)
     with (
-        TeacherProcess(folder, log, *options) as server,
+        TeacherProcess(folder, log, *options, forks=vllm_forks) as server,
         opened("served", tmp_path / "road", forks, server.url) as road,
     ):
         points = [

@@ -19,8 +19,8 @@ import torch
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.scoring.wire import SCORE_PATH, VERSION
 from prime_composer.teachers.server import ServerScorer
-from tests.backends.conftest import VOCAB, make_model
 from tests.load.processes import Level, descriptors, memory, tree_of
+from tests.tiny_qwen import VOCAB, make_model
 from tests.vllm_process import TeacherProcess, VllmProcess, save_tokenizer
 
 CLIENTS = 64

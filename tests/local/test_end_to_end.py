@@ -1,7 +1,8 @@
 """A recipe from end to end with real vLLM for sampler and teacher: nothing is mocked."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,22 @@ from prime_composer.local.tracker import read_metrics
 from tests.command import CLI, interrupt_after, numbers, prime_rl, toml
 from tests.conftest import TINY_RECIPE
 from tests.environments.kit import ENVIRONMENTS, SUMMARY, save_student
-from tests.fork_server import ENGINE, ForkServer
+from tests.fork_server import ForkServer
 
-pytest.importorskip("vllm", reason="real vLLM is not installed: pip install -e '.[local,test]'")
+if find_spec("vllm") is None:  # to import it takes seconds, also where none of these is run
+    pytest.skip(
+        "real vLLM is not installed: pip install -e '.[local,test]'", allow_module_level=True
+    )
 pytestmark = pytest.mark.vllm
 
 Raw = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[ForkServer]:
-    """Return a server whose forks have imported vLLM. The first run of ``folder`` does without."""
-    server = ForkServer(*ENGINE, "tests.vllm_imported")
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_recipe: Raw, forks: ForkServer) -> Path:
-    """Return where one recipe ran on vLLM, and once on transformers."""
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_recipe: Raw, vllm_forks: ForkServer
+) -> Path:
+    """Return where one recipe ran on vLLM, in a new process, and once on transformers."""
     folder = tmp_path_factory.mktemp("runs")
     raw = tiny_recipe(
         rollout__backend="vllm",
@@ -51,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_recipe: Raw, forks: Fo
         "--output-dir",
         "outputs/transformers",
     )
-    assert forks.run(*CLI, "rl", "--config", "vllm.toml", *words, cwd=folder).returncode == 0
+    assert vllm_forks.run(*CLI, "rl", "--config", "vllm.toml", *words, cwd=folder).returncode == 0
     return folder
 
 
@@ -62,7 +60,7 @@ def test_student_comes_closer_to_its_teacher(folder: Path) -> None:
     assert all(record["grad_norm"] > 0 for record in steps)
 
 
-def test_sampler_logprobs_are_the_trainers(folder: Path, forks: ForkServer) -> None:
+def test_sampler_logprobs_are_the_trainers(folder: Path, vllm_forks: ForkServer) -> None:
     words = (
         "--set",
         'loss={type="sampled_reverse_kl"}',
@@ -71,7 +69,7 @@ def test_sampler_logprobs_are_the_trainers(folder: Path, forks: ForkServer) -> N
         "--output-dir",
         "outputs/sampled",
     )
-    done = forks.run(*CLI, "rl", "--config", "vllm.toml", *words, cwd=folder)
+    done = vllm_forks.run(*CLI, "rl", "--config", "vllm.toml", *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     for record in numbers(folder / "outputs" / "sampled")[1:]:
         mismatch = [
@@ -88,12 +86,13 @@ def test_greedy_accuracy_is_that_of_transformers(folder: Path) -> None:
         assert vllm[name] == transformers[name]
 
 
-def test_interrupted_run_resumes_to_the_same_weights(folder: Path, forks: ForkServer) -> None:
+def test_interrupted_run_resumes_to_the_same_weights(folder: Path, vllm_forks: ForkServer) -> None:
     words = ["rl", "--config", "vllm.toml", "--output-dir", "outputs/cut"]
-    done = interrupt_after(3, words, folder, folder / "outputs" / "cut" / "metrics.jsonl", forks)
+    metrics = folder / "outputs" / "cut" / "metrics.jsonl"
+    done = interrupt_after(3, words, folder, metrics, vllm_forks)
     assert done.returncode == 130, done.stderr
     assert read_metrics(folder / "outputs" / "cut")[-1]["step"] < 20
-    done = forks.run(*CLI, *words, "--resume", cwd=folder)
+    done = vllm_forks.run(*CLI, *words, "--resume", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert numbers(folder / "outputs" / "cut") == numbers(folder / "outputs" / "vllm")
     whole, cut = (
@@ -104,7 +103,7 @@ def test_interrupted_run_resumes_to_the_same_weights(folder: Path, forks: ForkSe
 
 
 @pytest.fixture(scope="module")
-def talk(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> Path:
+def talk(tmp_path_factory: pytest.TempPathFactory, vllm_forks: ForkServer) -> Path:
     """Return where an environment of two turns ran on vLLM, and for a step on transformers.
 
     Its conversations fill the context: the second turn is cut where the teacher's window ends.
@@ -126,10 +125,10 @@ def talk(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> Path:
     words = ["rl", "--config", "talk.toml", "--output-dir"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ENVIRONMENTS), prepend=":")
-        done = forks.run(*CLI, *words, "vllm", cwd=folder)
+        done = vllm_forks.run(*CLI, *words, "vllm", cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
         changes = ("--set", "rollout.backend=transformers", "--set", "trainer.steps=1")
-        done = forks.run(*CLI, *words, "transformers", *changes, cwd=folder)
+        done = vllm_forks.run(*CLI, *words, "transformers", *changes, cwd=folder)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -73,7 +73,9 @@ def pair(tiny_recipe: Raw, folders: dict[str, Path]) -> Callable[..., dict[str, 
 
 
 @pytest.fixture
-def served_pair(pair: Raw, folders: dict[str, Path], tmp_path: Path) -> Iterator[Raw]:
+def served_pair(
+    pair: Raw, folders: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Raw]:
     """Return a function: the same table, with the teacher in this process or on a server."""
     with ExitStack() as opened:
 
@@ -86,7 +88,12 @@ def served_pair(pair: Raw, folders: dict[str, Path], tmp_path: Path) -> Iterator
                 server: Any = SpoilingServer(folder, plugin=road == "plugin")
                 if road == "vllm plugin":
                     options = ("--dtype", "float32", "--max-logprobs", 64, *QUICK)
-                    server = TeacherProcess(folder, tmp_path / "server.log", *options)
+                    server = TeacherProcess(
+                        folder,
+                        tmp_path / "server.log",
+                        *options,
+                        forks=request.getfixturevalue("vllm_forks"),
+                    )
                 url = opened.enter_context(server).url
                 table["teacher"] = {"model": str(folder), "url": url}
             return table

@@ -116,6 +116,22 @@ def scope_of(path):
     }  # fmt: skip
 
 
+def asking(app, body):
+    """Return a request that the application works for, and the event of its client hanging up."""
+    gone, messages = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        """Nobody listens."""
+
+    return asyncio.ensure_future(app(scope_of(SCORE_PATH), receive, send)), gone
+
+
 def question(*sequences, **changes):
     """Return a question about (tokens, start, further keys), with other keys than the usual."""
     shown = [{"token_ids": ids, "start": start, **more} for ids, start, more in sequences]

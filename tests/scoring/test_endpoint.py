@@ -25,7 +25,7 @@ from prime_composer.scoring.wire import (  # noqa: E402
     unpack_arrays,
 )
 from prime_composer.scoring.worker import Progress, RowsRequest, uint8  # noqa: E402
-from tests.scoring.conftest import ARGS, GOOD, post, question, scope_of  # noqa: E402
+from tests.scoring.conftest import ARGS, GOOD, asking, post, question, scope_of  # noqa: E402
 
 
 def test_question_is_answered_in_order(app, engine):
@@ -204,19 +204,8 @@ def test_work_of_a_client_that_hung_up_is_aborted(app, engine):
     body = msgspec.json.encode(question(GOOD, GOOD))
 
     async def scenario():
-        engine.gate, gone = asyncio.Event(), asyncio.Event()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive():
-            if messages:
-                return messages.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            """Nobody listens."""
-
-        task = asyncio.ensure_future(app(scope_of(SCORE_PATH), receive, send))
+        engine.gate = asyncio.Event()
+        task, gone = asking(app, body)
         while len(engine.asked) < 2:
             await asyncio.sleep(0.01)
         gone.set()

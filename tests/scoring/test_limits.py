@@ -29,7 +29,7 @@ from prime_composer.scoring.wire import (
     encode_ids,
 )  # noqa: E402
 from prime_composer.scoring.worker import RowsRequest  # noqa: E402
-from tests.scoring.conftest import GOOD, post, question, scope_of  # noqa: E402
+from tests.scoring.conftest import GOOD, asking, post, question, scope_of  # noqa: E402
 
 SHORT = ([5, 6], 1, {})
 
@@ -131,19 +131,8 @@ def test_engine_gets_a_few_steps_of_one_question_at_once(app, engine):
     at_once = AHEAD * 256 // engine_module.LEAST_TOKENS
 
     async def scenario():
-        engine.gate, gone = asyncio.Event(), asyncio.Event()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive():
-            if messages:
-                return messages.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            """Nobody listens."""
-
-        task = asyncio.ensure_future(app(scope_of(SCORE_PATH), receive, send))
+        engine.gate = asyncio.Event()
+        task, gone = asking(app, body)
         await asyncio.sleep(0.1)
         assert len(engine.asked) == at_once
         gone.set()

@@ -5,8 +5,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -22,45 +21,12 @@ from prime_composer.scoring.wire import (
     ScoreResponse,
     response_parts,
 )
-from tests.backends.conftest import make_model
+from tests.stand_in import Reply, serving
+from tests.tiny_qwen import make_model
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="needs /proc for the memory of a process"
 )
-
-
-class StandIn(BaseHTTPRequestHandler):
-    """Answers each question with ``parts``, and one without sequences with the facts."""
-
-    protocol_version = "HTTP/1.1"
-    facts: Facts
-    parts: list
-    says_length = True
-
-    def log_message(self, *_):
-        """Write no log."""
-
-    def do_POST(self):
-        """Answer."""
-        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        parts = self.parts
-        if not question["sequences"]:
-            parts = [msgspec.msgpack.encode(ScoreResponse(NAME, VERSION, self.facts, []))]
-        self.send_response(200)
-        if self.says_length:
-            self.send_header("Content-Length", str(sum(len(part) for part in parts)))
-        else:
-            self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        for part in parts:
-            for first in range(0, len(part), 2**20):
-                piece = part[first : first + 2**20]
-                if self.says_length:
-                    self.wfile.write(piece)
-                else:
-                    self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), bytes(piece)))
-        if not self.says_length:
-            self.wfile.write(b"0\r\n\r\n")
 
 
 @pytest.mark.parametrize(
@@ -92,17 +58,17 @@ def test_long_answer_is_in_memory_once(tokens, columns, says_length, more, capsy
     facts = Facts("m", 1000, columns, 2**18, "bfloat16", ["sampled", "top_k", "hidden"], "0.32.0")
     data = np.concatenate([array.reshape(-1).view(np.uint8) for _, array in arrays.values()])
     parts = response_parts(ScoreResponse(NAME, VERSION, facts, [Rows(n, fields, data.data)]))
-    handler = type("Handler", (StandIn,), locals() | {"facts": facts, "parts": parts})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        url = f"http://127.0.0.1:{server.server_port}"
+    whole, greeting = Reply.of(*parts), ScoreResponse(NAME, VERSION, facts, [])
+
+    def answer(path, body):
+        if not body["sequences"]:
+            return Reply.of(msgspec.msgpack.encode(greeting))
+        return replace(whole, length=whole.length if says_length else None)
+
+    with serving(answer) as url:
         command = [sys.executable, "-m", "tests.scoring.long_client", url, str(tokens)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-    finally:
-        server.shutdown()
-        server.server_close()
+    assert done.returncode == 0, done.stderr
     shape, digest, seconds, added, misaligned = json.loads(done.stdout)
     assert shape == [n, columns]
     assert digest == hashlib.sha256(states).hexdigest()

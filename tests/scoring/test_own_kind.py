@@ -43,11 +43,11 @@ from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
 from prime_composer.upstream.trainer import hooks  # noqa: E402
 from prime_composer.upstream.trainer.adapter import adapter  # noqa: E402
 from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR, HEADER  # noqa: E402
-from tests.backends.conftest import VOCAB, make_model  # noqa: E402
 from tests.conftest import TINY_MODEL  # noqa: E402
 from tests.scoring.conftest import post, question  # noqa: E402
 from tests.scoring.own_kind import D, Rows, Served, V, reverse_kl  # noqa: E402
 from tests.scoring.recent_ids import FLOOR, RECENT_IDS, RecentIds, recent  # noqa: E402
+from tests.tiny_qwen import VOCAB, make_model  # noqa: E402
 from tests.upstream import fake_prime_rl  # noqa: E402
 from tests.vllm_process import QUICK, TeacherProcess, save_tokenizer  # noqa: E402
 

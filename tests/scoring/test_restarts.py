@@ -1,6 +1,6 @@
 """Runs against a real `prime-rl teacher` that is killed, and started again in several ways.
 
-Each start of a server takes half a minute. ``tests/faults`` has the same without vLLM.
+``tests/faults`` has the same without vLLM.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ def teacher(tiny_recipe):
 
 
 @pytest.fixture(scope="module")
-def server(teacher, tmp_path_factory):
+def server(teacher, vllm_forks, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with TeacherProcess(teacher, log, *OPTIONS) as process:
+    with TeacherProcess(teacher, log, *OPTIONS, forks=vllm_forks) as process:
         yield process
 
 
 @pytest.mark.slow
 def test_run_waits_for_a_killed_prime_rl_teacher(server, tiny_recipe, tmp_path):
-    """It is back half a minute later with its plugin, and nothing falls back to JSON."""
+    """It is back seconds later with its plugin, and nothing falls back to JSON."""
     texts = expect_wait_for_killed(server, tiny_recipe, tmp_path)
     assert not any("JSON" in text for text in texts), texts
 
@@ -49,17 +49,20 @@ def test_prime_rl_teacher_killed_for_good_ends_the_run(server, tiny_recipe, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("back", ["without the plugin", "with another model"])
-def test_prime_rl_teacher_that_comes_back_otherwise(back, teacher, tiny_recipe, tmp_path):
+def test_prime_rl_teacher_that_comes_back_otherwise(
+    back, teacher, tiny_recipe, vllm_forks, tmp_path
+):
     """Without the plugin the run goes on in JSON; with another model it ends."""
     other = tmp_path / "other"
     shutil.copytree(tiny_models(tiny_recipe())["student"], other)
     log = tmp_path / "server.log"
-    with TeacherProcess(teacher, log, *OPTIONS) as server, contextlib.ExitStack() as stack:
+    first = TeacherProcess(teacher, log, *OPTIONS, forks=vllm_forks)
+    with first as server, contextlib.ExitStack() as stack:
 
         def come_back():
-            name = ("--served-model-name", teacher)
+            options = (*OPTIONS, "--served-model-name", teacher, "--max-logprobs", 64)
             make, model = (TeacherProcess, other) if "model" in back else (VllmProcess, teacher)
-            again = make(model, log, *OPTIONS, *name, "--max-logprobs", 64, port=server.port)
+            again = make(model, log, *options, port=server.port, forks=vllm_forks)
             stack.callback(again.stop)
 
         display = KillAt(server, then=come_back)

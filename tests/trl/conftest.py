@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
-from tests.backends.conftest import VOCAB, make_model
+from tests.tiny_qwen import VOCAB, make_model
 from tests.vllm_process import save_tokenizer
 
 ROWS = 8

@@ -10,8 +10,8 @@ from prime_composer.recipe import RecipeError
 from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.trl.batch import rollouts_of
 from prime_composer.trl.objective import read_loss
-from tests.backends.conftest import VOCAB, make_model
 from tests.fork_server import REPO
+from tests.tiny_qwen import VOCAB, make_model
 from tests.vllm_process import save_tokenizer
 
 pytestmark = pytest.mark.xdist_group("trl")

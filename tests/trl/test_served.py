@@ -98,6 +98,7 @@ def test_trls_own_server_trainer_refuses_it(trl):
         config.ServerDistillationConfig("x", beta=0.5, **settings)
 
 
+@pytest.mark.xdist_group("servers")
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     "kind",
@@ -106,10 +107,12 @@ def test_trls_own_server_trainer_refuses_it(trl):
         pytest.param(TeacherProcess, id="plugin"),
     ],
 )
-def test_teacher_on_vllm_is_that_of_the_model(make_trainer, models, tmp_path: Path, kind):
+def test_teacher_on_vllm_is_that_of_the_model(
+    make_trainer, models, vllm_forks, tmp_path: Path, kind
+):
     """A real server in float32. Both of its roads, and hidden states with the plugin."""
     options = ("--dtype", "float32", *QUICK)
-    with kind(models.teacher_folder, tmp_path / "server.log", *options) as server:
+    with kind(models.teacher_folder, tmp_path / "server.log", *options, forks=vllm_forks) as server:
         assert_as_in_process(make_trainer, server.url, JSD, rtol=1e-3)
         if kind is TeacherProcess:
             assert_as_in_process(make_trainer, server.url, WHOLE, rtol=1e-3)

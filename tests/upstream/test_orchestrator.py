@@ -6,7 +6,6 @@ import math
 import sys
 import threading
 import types
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -28,6 +27,7 @@ from prime_composer.upstream.orchestrator.client import (  # noqa: E402
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
 from prime_composer.upstream.tally import SilentHook, Tally  # noqa: E402
 from tests.backends.test_vllm_logprobs import ROWS, TOKENS, answer  # noqa: E402
+from tests.stand_in import Reply, serving  # noqa: E402
 
 TOP_2 = {"type": "topk_reverse_kl", "k": 2}
 SAMPLED = {"type": "sampled_reverse_kl"}
@@ -213,31 +213,19 @@ def test_openais_own_client_retries_and_reads_at_most_the_bound(monkeypatch):
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01, raising=False)
     right, sent = answer(ROWS), [0]
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        tries = 0
+    def endless():
+        while True:
+            sent[0] += 2**16
+            yield b" " * 2**16
 
-        def log_message(self, *arguments):
-            pass
-
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            Handler.tries += 1
-            endless = Handler.tries > 3
-            self.send_response(503 if Handler.tries == 1 else 200)
-            self.send_header("Content-Length", str(2**40 if endless else len(right)))
-            self.end_headers()
-            self.wfile.write(right[:50] if Handler.tries == 2 else right)
-            self.close_connection = Handler.tries > 1
-            while endless:
-                try:
-                    sent[0] += self.wfile.write(b" " * 2**16)
-                except OSError:
-                    return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
+    replies = iter(
+        [
+            Reply.of(b"busy", status=503),
+            Reply([right[:50]], len(right)),
+            Reply.of(right),
+            Reply(endless(), 2**40),
+        ]
+    )
 
     async def ask_twice():
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k") as client:
@@ -246,10 +234,9 @@ def test_openais_own_client_retries_and_reads_at_most_the_bound(monkeypatch):
                 await Requests().score(client, "teacher", TOKENS, 2)
         return scores
 
-    assert asyncio.run(ask_twice()).ref_logprobs.tolist() == [-3.0, -1.5]
-    assert Handler.tries == 4 and sent[0] < 2**24  # what fits into the sockets' buffers
-    server.shutdown()
-    server.server_close()
+    with serving(lambda path, body: next(replies)) as url:
+        assert asyncio.run(ask_twice()).ref_logprobs.tolist() == [-3.0, -1.5]
+    assert 0 < sent[0] < 2**24  # what fits into the sockets' buffers
 
 
 class RoutedExperts:

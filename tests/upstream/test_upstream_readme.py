@@ -1,6 +1,7 @@
 """Check that the README of the prime-rl room quotes messages and commands that exist."""
 
 import ast
+import functools
 import re
 
 import pytest
@@ -12,6 +13,7 @@ ROOM = REPO / "prime_composer" / "upstream"
 README = (ROOM / "README.md").read_text()
 
 
+@functools.cache
 def literals():
     """Return all string literals of the package, placeholders of f-strings as ``{}``."""
     texts = []
@@ -25,9 +27,6 @@ def literals():
                 ]
                 texts.append("".join(parts))
     return texts
-
-
-LITERALS = literals()
 
 
 def section(title):
@@ -45,7 +44,7 @@ def fragments():
 def test_readme_message_exists_in_the_code(fragment):
     """``require`` puts the name of the input in: "needs support, which"."""
     message = re.sub(r"^needs \w+, which", "needs {}, which", fragment)
-    assert any(message in text for text in LITERALS)
+    assert any(message in text for text in literals())
 
 
 def test_readme_has_a_troubleshooting_table():

@@ -7,18 +7,13 @@ import pytest
 
 from tests.prime_rl_checkout import BRANCHES
 from tests.upstream.in_prime_rl import Interpreter
-from tests.upstream.test_whole_run import TOP_K, check_top_k, models, newest, other, run
+from tests.upstream.test_whole_run import TOP_K, check_top_k, models, other, run
 
 __all__ = ["models"]
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        pytest.param("orchestrator clients", marks=newest),
-        pytest.param("inline images", marks=other),
-    ],
-)
+@other
+@pytest.mark.parametrize("tree", ["orchestrator clients", "inline images"])
 def test_whole_run_of_a_branch_distils_on_the_top_k(trees, models, tmp_path, tree):
     """Launcher, orchestrator, env server and trainer of the branch, with head's TOML.
 

@@ -11,7 +11,7 @@ from prime_composer.backends.protocols import Rollout, Sampler, SamplingParams, 
 from prime_composer.teachers import transformers as transformers_backend
 from prime_composer.teachers.transformers import TransformersScorer
 from prime_composer.teachers.vllm import VLLMScorer
-from tests.backends.conftest import VOCAB
+from tests.tiny_qwen import VOCAB
 
 UNTRAINED = Rollout(
     torch.tensor([4, 5]), torch.zeros(2, dtype=torch.bool), torch.full((2,), torch.nan), "stop", 0

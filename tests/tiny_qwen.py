@@ -1,4 +1,7 @@
-"""Tiny random Qwen3 models, and one vLLM engine of each kind for the whole session (2 s each)."""
+"""Tiny random Qwen3 models, and one vLLM engine of each kind for the whole session (2 s each).
+
+``conftest.py`` makes the fixtures those of every folder.
+"""
 
 import copy
 from types import SimpleNamespace
