@@ -157,6 +157,11 @@ class TeacherConfig(ModelConfig):
             raise ValueError(f"`url` goes with backend = 'server', not {self.backend!r}")
         if self.head is not None and self.url is None:
             raise ValueError("`head` is for a teacher at a `url`; another one has its own head")
+        if self.url is not None and self.policy is not None:
+            raise ValueError(
+                "`url` is a teacher of its own, and `policy` is the student with a hint: leave one "
+                "of them out"
+            )
         return self
 
     def runs_on(self, student_backend: str) -> str:

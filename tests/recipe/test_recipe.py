@@ -209,6 +209,12 @@ def test_recipe_unmet_need_names_section_and_remedy(changes: dict[str, Any], mes
     assert f"r.toml: {message}" in refusal(raw)
 
 
+def test_policy_teacher_with_a_url_is_refused() -> None:
+    """Nothing asks that server."""
+    raw = {**SMALL, "teacher": {"policy": {}, "url": "http://127.0.0.1:8001"}}
+    assert "`policy` is the student with a hint: leave one of them out" in refusal(raw)
+
+
 SAMPLES = {"other_source": "teacher", "student_fraction": 0.5, "group_size": 2}
 PAIRS = {"type": "distillm2", "beta_steps": 3}
 
