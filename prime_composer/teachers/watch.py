@@ -9,6 +9,7 @@ and each load of weights in its responses, and a server without it names none.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 from jaxtyping import Float
@@ -114,8 +115,9 @@ def differences(one: Scores, other: Scores) -> Float[Tensor, " n"]:
     """Return the largest distance of two scorings at each position, in nats, [n].
 
     Of each, at most ``COMPARED_IDS`` ids are compared. An id that the other one does not list is
-    compared with the other's least probable entry, which bounds it. Scorings of different lengths,
-    or of which one alone has a support, are infinitely far apart. A NaN stays.
+    compared with the other's least probable entry, which bounds it. Ids that are not known count as
+    not listed. Scorings of different lengths, or of which one alone has a support, are infinitely
+    far apart. A NaN stays.
     """
     own, other_own = one.ref_logprobs, other.ref_logprobs
     supports = [scores.token_ids.shape[1] > 0 for scores in (one, other)]
@@ -124,17 +126,17 @@ def differences(one: Scores, other: Scores) -> Float[Tensor, " n"]:
     largest = (_finite(own) - _finite(other_own)).abs()
     if not all(supports):
         return largest
-    for a, b in ((one, other), (other, one)):
-        ids, other_ids = a.token_ids[:, :COMPARED_IDS], b.token_ids[:, :COMPARED_IDS]
-        logprobs = _finite(a.teacher_logprobs[:, :COMPARED_IDS])
-        other_logprobs = _finite(b.teacher_logprobs[:, :COMPARED_IDS])
+    for (ids, logprobs, known), (other_ids, other_logprobs, other_known) in permutations(
+        map(_support, (one, other))
+    ):
         same = ids.unsqueeze(2) == other_ids.unsqueeze(1)  # [n, k, k of the other]
+        same &= other_known.unsqueeze(1)
         values = torch.where(same, other_logprobs.unsqueeze(1), 0.0).sum(dim=2)
-        bound = other_logprobs.min(dim=1, keepdim=True).values
+        bound = other_logprobs.masked_fill(~other_known, torch.inf).amin(dim=1, keepdim=True)
         gap = torch.where(
             same.any(dim=2), (logprobs - values).abs(), (logprobs - bound).clamp_min(0.0)
         )
-        largest = largest.maximum(gap.amax(dim=1))
+        largest = largest.maximum(torch.where(known, gap, 0.0).amax(dim=1))
     return largest
 
 
@@ -142,6 +144,17 @@ def largest_difference(one: Scores, other: Scores) -> float:
     """Return the largest distance between two scorings of the same tokens, in nats."""
     # A tensor's maximum keeps a NaN, which is beyond every limit.
     return float(differences(one, other).max())
+
+
+def _support(scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, log-probs and which ids are known, of those that are compared."""
+    ids = scores.token_ids[:, :COMPARED_IDS]
+    known = torch.ones_like(ids, dtype=torch.bool) if scores.known is None else scores.known
+    return (
+        ids,
+        _finite(scores.teacher_logprobs[:, :COMPARED_IDS]),
+        known[:, :COMPARED_IDS],
+    )
 
 
 def _finite(logprobs: Tensor) -> Tensor:
