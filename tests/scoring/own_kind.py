@@ -10,7 +10,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from prime_composer.scoring.endpoint import ScoringEndpoint
-from prime_composer.scoring.worker import Piece, Progress, RowsRequest, answer_group
+from prime_composer.scoring.worker import Piece, Progress, RowsRequest, answer_group, uint8
 from tests.scoring.conftest import Engine
 from tests.scoring.recent_ids import EMPTY, FLOOR, recent
 
@@ -50,7 +50,7 @@ class Rows(Engine):
                 piece = Piece(first + rows.start, rows.start, next_ids, progress)
                 states = self.table[torch.tensor(ids)]
                 answer_group(lambda h: h @ self.weight.T, len(self.weight), states, [piece])
-        yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), None)])
+        yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), uint8(b"start"))])
 
 
 class Served:
