@@ -4,7 +4,7 @@ python -m prime_composer.losses.table                  # print it
 python -m prime_composer.losses.table --write FILE     # renew it between the markers of FILE
 python -m prime_composer.losses.table --check FILE     # fail if FILE is stale
 
-A page outside this folder adds the folder of the links: ``--links prime_composer/losses/``.
+The page lies in this folder, so that its links are names of files.
 """
 
 import argparse
@@ -19,29 +19,24 @@ BEGIN = "<!-- table: begin, from python -m prime_composer.losses.table --write F
 END = "<!-- table: end -->"
 
 
-def table(links: str = "") -> str:
-    """Return one row per loss of the package: type, first line of its docstring, needs.
-
-    With a prefix of the links, the page is an overview: a row has what is before the first colon.
-    """
+def table() -> str:
+    """Return one row per loss of the package: type, first line of its docstring, needs."""
     rows = ["| `type` | loss | needs |", "|---|---|---|"]
     for name, config in LOSS_TYPES.items():
         if ":" not in name:  # a loss from outside may be registered in this process
             doc = (sys.modules[config.__module__].__doc__ or "").splitlines()[0]
             summary = doc.rstrip(".").replace("||", "‖")
-            if links:
-                summary = summary.partition(":")[0]
-            rows.append(f"| [`{name}`]({links}{name}.py) | {summary} | {_needs(config)} |")
+            rows.append(f"| [`{name}`]({name}.py) | {summary} | {_needs(config)} |")
     return "\n".join(rows) + "\n"
 
 
-def renewed(page: str, links: str = "") -> str:
-    """Return a page with the table between its markers, with links as in ``table``.
+def renewed(page: str) -> str:
+    """Return a page with the table between its markers.
 
     Raises:
         ValueError: the page has no markers.
     """
-    return between_markers(page, BEGIN, END, table(links))
+    return between_markers(page, BEGIN, END, table())
 
 
 def between_markers(page: str, begin: str, end: str, content: str) -> str:
@@ -86,15 +81,8 @@ def generate(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print, write or check the table. Return the exit status."""
-    parser = page_parser("The table of losses.")
-    parser.add_argument(
-        "--links", default="", metavar="FOLDER/", help="where FILE finds the losses' files"
-    )
-    options = parser.parse_args(arguments)
-    links = options.links
-    return generate(
-        "prime_composer.losses.table", lambda page: renewed(page, links), table(links), options
-    )
+    options = page_parser("The table of losses.").parse_args(arguments)
+    return generate("prime_composer.losses.table", renewed, table(), options)
 
 
 def _needs(config: Any) -> str:
