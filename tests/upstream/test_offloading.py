@@ -31,7 +31,7 @@ class Scorer:
         self.table = torch.randn(V, 8, generator=generator)
         self.head = TeacherHead(torch.randn(V, 8, generator=generator), tolerance=1e-3, origin="it")
 
-    def score(self, rollouts, k, hidden):
+    def score(self, rollouts, k, hidden=False):
         scores = []
         for rollout in rollouts:
             states = self.table[rollout.token_ids[rollout.start - 1 : -1]]
