@@ -3,6 +3,8 @@
 python -m prime_composer.recipe.reference                  # print it
 python -m prime_composer.recipe.reference --write FILE     # renew it between the markers of FILE
 python -m prime_composer.recipe.reference --check FILE     # fail if FILE is stale
+
+The page is recipes/reference.md.
 """
 
 import json
@@ -17,6 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from prime_composer.losses import LOSS_TYPES, LossConfig
+from prime_composer.losses.config import SupportLossConfig, TopKLossConfig
 from prime_composer.losses.table import between_markers, generate, page_parser
 from prime_composer.recipe.carried import mark_of, models_in
 from prime_composer.recipe.schema import Recipe
@@ -34,6 +37,9 @@ TYPE_NAMES: dict[Any, str] = {
 
 REFUSED = {"teachers.NAME.policy"}
 """Tables that the models allow and a validator refuses."""
+
+SHARED = "Losses on a support"
+"""The section of the knobs that most losses have."""
 
 Table = tuple[str, type[BaseModel]]
 """A table's name in a recipe, and its model."""
@@ -53,29 +59,36 @@ def reference() -> str:
 
 
 def _loss_sections() -> Iterator[str]:
-    """Yield the sections of ``[loss]``: every type, then the modifiers."""
+    """Yield the sections of ``[loss]``: what losses share, every type, then the modifiers."""
     # A loss from outside may be registered in this process.
     built_in = {name: config for name, config in LOSS_TYPES.items() if ":" not in name}
     types = ", ".join(f"`{name}`" for name in built_in)
     yield (
-        "### `[loss]`\n\n"
+        "## `[loss]`\n\n"
         f"The objective. `type` is one of {types}, or `my_package.my_module:my_loss` for a loss of "
         "your own. The modifiers `[loss.special_tokens]`, `[loss.position_weights]` and "
         "`[loss.rl_mix]` work with every type."
     )
+    shared = _knobs(SupportLossConfig)
+    yield _section(SHARED, SupportLossConfig, shared, level=3)
     for name, config in built_in.items():
-        fields = {
-            key: field
-            for key, field in config.model_fields.items()
-            if key not in LossConfig.model_fields
-        }
-        tables = list(_tables_below(config, "loss", skip=LossConfig.model_fields))
-        title = f'`[loss]` `type = "{name}"`'
-        yield _section(title, config, fields, summary=_first_line(sys.modules[config.__module__]))
-        for table, model in tables:
-            yield _section(f"`[{table}]`", model, model.model_fields)
+        fields, summary = _knobs(config), _first_line(sys.modules[config.__module__])
+        if issubclass(config, TopKLossConfig):
+            same = [key for key in fields if _row(config, key) == _row(SupportLossConfig, key)]
+            fields = {key: field for key, field in fields.items() if key not in same}
+            names = ", ".join(f"`{key}`" for key in same)
+            summary += f" {names}: see [{SHARED}](#{SHARED.lower().replace(' ', '-')})."
+        yield _section(f'`type = "{name}"`', config, fields, summary=summary, level=3)
+        for table, model in _tables_below(config, "loss", skip=LossConfig.model_fields):
+            yield _section(f"`[{table}]`", model, model.model_fields, level=3)
     for table, model in _tables_below(LossConfig, "loss"):
-        yield _section(f"`[{table}]`", model, model.model_fields)
+        yield _section(f"`[{table}]`", model, model.model_fields, level=3)
+
+
+def _knobs(config: type[LossConfig]) -> dict[str, FieldInfo]:
+    """Return the fields of a loss that not every loss has."""
+    fields = config.model_fields.items()
+    return {key: field for key, field in fields if key not in LossConfig.model_fields}
 
 
 def _tables_below(
@@ -107,19 +120,32 @@ def _own_fields(
 
 
 def _section(
-    title: str, model: type[BaseModel], fields: dict[str, FieldInfo], summary: str | None = None
+    title: str,
+    model: type[BaseModel],
+    fields: dict[str, FieldInfo],
+    summary: str | None = None,
+    level: int = 2,
 ) -> str:
     rows = [
-        f"| `{field.alias or name}` | {_type_of(field)} | {_default_of(field)} "
-        f"| {_meaning_of(model, name)} |"
+        _row(model, name)
         for name, field in fields.items()
         if not _is_table(field) and name != "type"
     ]
-    text = f"### {title}\n\n{_markdown(summary or _first_line(model))}"
+    text = f"{'#' * level} {title}\n\n{_markdown(summary or _first_line(model))}"
     if rows:
         head = ["| key | value | default | meaning |", "|---|---|---|---|"]
         text += "\n\n" + "\n".join(head + rows)
     return text
+
+
+def _row(model: type[BaseModel], name: str) -> str | None:
+    """Return the row of a key, or None where the model has no such key."""
+    field = model.model_fields.get(name)
+    if field is None:
+        return None
+    key = f"`{field.alias or name}`"
+    default = _cell(_default_of(field))
+    return f"| {key} | {_type_of(field)} | {default} | {_meaning_of(model, name)} |"
 
 
 def _is_table(field: FieldInfo) -> bool:

@@ -9,11 +9,11 @@ from prime_composer.recipe import reference
 from prime_composer.recipe.carried import marks
 from prime_composer.recipe.schema import Recipe
 
-PAGE = Path(__file__).parents[2] / "recipes" / "README.md"
+PAGE = Path(__file__).parents[2] / "recipes" / "reference.md"
 
 
-def test_reference_in_recipes_readme_is_current() -> None:
-    """recipes/README.md is renewed with --write after a key changes."""
+def test_reference_page_is_current() -> None:
+    """recipes/reference.md is renewed with --write after a key changes."""
     assert reference.main(["--check", str(PAGE)]) == 0
 
 

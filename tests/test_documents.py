@@ -1,0 +1,70 @@
+"""The Markdown pages: their links and anchors exist, and the guide's recipe is valid."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from prime_composer.recipe.loading import load_recipe
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = (".", "prime_composer", "recipes", "tests")
+PAGES = sorted(
+    path
+    for folder in FOLDERS
+    for path in ((ROOT / folder).glob("*.md") if folder == "." else (ROOT / folder).rglob("*.md"))
+)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    found: set[str] = set()
+    for title in re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        copies = sum(1 for other in found if re.fullmatch(rf"{re.escape(slug)}(-\d+)?", other))
+        found.add(f"{slug}-{copies}" if copies else slug)
+    return found
+
+
+def broken(page: Path) -> list[str]:
+    """Return the links of a page that lead nowhere in this repository."""
+    text = re.sub(r"^    .*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists():
+            wrong.append(link)
+        elif anchor and anchor not in anchors(target):
+            wrong.append(link)
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_links_lead_to_files_and_headings(page: Path) -> None:
+    assert broken(page) == []
+
+
+def test_broken_links_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# One `two`\n\n## [Three](x) and 4!\n\n## One two\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "[a](other.md#one-two) [b](other.md#three-and-4) [c](other.md#one-two-1) [d](other.md#two)"
+        " [e](none.md) [f](https://example.org/none)\n\n    [g](code.md)\n"
+    )
+    assert broken(page) == ["other.md#two", "none.md"]
+
+
+def test_guide_shows_a_valid_recipe(tmp_path: Path) -> None:
+    """The recipe of "A whole recipe" has no unknown key, and its K is the one in the comment."""
+    text = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## A whole recipe\n")[2].partition("\nEvery other key")[0]
+    path = tmp_path / "recipe.toml"
+    path.write_text(textwrap.dedent(section), encoding="utf-8")
+    recipe = load_recipe(path)
+    assert recipe.loss.support is not None and recipe.loss.support.k == 32
+    assert recipe.trainer.steps == 20
