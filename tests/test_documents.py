@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,13 @@ def test_guide_shows_a_valid_recipe(tmp_path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.loss.support is not None and recipe.loss.support.k == 32
     assert recipe.trainer.steps == 20
+
+
+def test_version_is_the_same_in_every_document() -> None:
+    """pyproject.toml has it; the newest heading of the changelog and CITATION.cff repeat it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    newest = re.search(r"^## \[([\d.]+)\] - (\d{4}-\d{2}-\d{2})$", changelog, re.MULTILINE)
+    assert newest is not None and newest[1] == project["version"]
+    assert f"\nversion: {newest[1]}\ndate-released: {newest[2]}\n" in citation

@@ -1,4 +1,4 @@
-"""The table of faults in tests/README.md: every row names a test that exists."""
+"""The table of faults in README.md of this folder: every row names a test that exists."""
 
 import re
 from pathlib import Path
@@ -13,9 +13,9 @@ TESTS = ROOT / "tests"
 
 
 def rows() -> list[str]:
-    """Return the rows of the tables in the section "Faults"."""
-    text = (TESTS / "README.md").read_text(encoding="utf-8")
-    section = re.search(r"^## Faults\n(.*?)^### Campaign", text, flags=re.MULTILINE | re.DOTALL)
+    """Return the rows of the tables before "Campaign"."""
+    text = (TESTS / "faults" / "README.md").read_text(encoding="utf-8")
+    section = re.search(r"^# Faults\n(.*?)^## Campaign", text, flags=re.MULTILINE | re.DOTALL)
     assert section is not None
     lines = [line for line in section[1].splitlines() if line.startswith("| ")]
     return [line for line in lines if not line.startswith("| fault |")]
