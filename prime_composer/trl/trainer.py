@@ -66,7 +66,8 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
             ``backends.protocols.Scorer``. A model in this process is on every rank as a whole. A
             server at a URL is sent the API key of the environment variable ``VLLM_API_KEY``.
         loss: a ``LossConfig``, a ``[loss]`` table, or a recipe file, whose ``[loss]`` is read.
-        args, train_dataset, eval_dataset, others: see ``trl.DistillationTrainer``.
+        args: as for ``trl.DistillationTrainer``.
+        **others: its other parameters, ``train_dataset`` and ``eval_dataset`` among them.
 
     Raises:
         RecipeError: the recipe file or its objective does not fit.
