@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from prime_composer.contract import Scores
+from prime_composer.contract import Scores, given
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import Plan, Position
 from prime_composer.cross_tokenizer.sums import Candidates
@@ -29,8 +29,18 @@ SMALLEST_BRANCH = 1e-4
 MOST_ROWS = 6
 """Rows that are followed at most."""
 
+UNLISTED = 0.05
+"""Share of a position's mass that the teacher's rows may leave out. Beyond it, it has no score."""
+
 FULL = 1 - 1e-6
 """Mass of a support at most: the tail keeps a little, or a forward KL would be infinite."""
+
+
+Metrics = dict[str, float]
+"""Means over the tokens of a completion, by name."""
+
+Support = list[tuple[int, float]]
+"""Ids with their Q, the most probable first, after the sampled token."""
 
 
 @runtime_checkable
@@ -62,22 +72,6 @@ class FullRows:
         probabilities = self._probabilities[row]
         ids = (probabilities >= least).nonzero()[:, 0]
         return list(zip(ids.tolist(), probabilities[ids].tolist(), strict=True))
-
-
-@dataclass(frozen=True, eq=False)
-class TokenScores:
-    """A teacher's scores of the student's own tokens.
-
-    Attributes:
-        scores: of every token of the completion. The support is the sampled token, then the most
-            probable ids that are resolved.
-        scored: which tokens have a score, [n]. Those that have none are left out of the loss.
-        metrics: means over the scored tokens.
-    """
-
-    scores: Scores
-    scored: Bool[Tensor, " n"]
-    metrics: dict[str, float]
 
 
 @dataclass
@@ -121,55 +115,55 @@ def token_scores(
     k: int,
     *,
     fixed: bool = False,
-) -> TokenScores:
-    """Return the teacher's scores of a completion.
+) -> tuple[Scores, Metrics]:
+    """Return the teacher's scores of a completion, and means over its scored tokens.
+
+    The support is the sampled token, then the most probable ids that are resolved. Other columns
+    are not known.
 
     Args:
         pair: the tokenizers.
         plan: of the completion.
         candidates: at its positions that have a score.
         rows: the teacher's.
-        k: ids of the support; the sampled token is the first one.
+        k: ids of the support.
         fixed: the support must not depend on the sampled token, as estimators with a fixed support
-            need: it is not in it, and refinement changes the sampled token's own log-prob alone.
+            need: it has no column of its own, and what follows it changes its own log-prob alone.
     """
     n = len(plan.positions)
     own = torch.full((n,), NEVER)
     ids = torch.arange(k).repeat(n, 1)
     logprobs = torch.full((n, k), NEVER)
     known = torch.zeros((n, k), dtype=torch.bool)
-    scored = torch.tensor([position is not None for position in plan.positions], dtype=torch.bool)
-    sizes, unresolved, bounds = [], [], []
-    index = 0
-    for at, position in enumerate(plan.positions):
-        if position is None:
+    scored = torch.zeros(n, dtype=torch.bool)
+    found: list[tuple[Row, Support]] = []
+    places = [at for at, position in enumerate(plan.positions) if position is not None]
+    for index, at in enumerate(places):
+        row = Row(pair, plan, given(plan.positions[at]), candidates, index, rows)
+        if not row.is_listed:
             continue
-        row = Row(pair, plan, position, candidates, index, rows)
-        index += 1
         own[at], support = row.result(k, fixed=fixed)
-        bounds.append(row.off_path)
-        sizes.append(len(support))
-        unresolved.append(1 - sum(q for _, q in support))
-        if not support:
-            continue
-        places = slice(0, len(support))
-        chosen = [token for token, _ in support]
-        ids[at] = torch.tensor(chosen + unused(chosen, k - len(chosen)))
-        logprobs[at, places] = torch.tensor([q for _, q in support]).log()
-        known[at, places] = True
-    count = max(1, len(sizes))
-    aligned = [not position.rest for position in plan.positions if position is not None]
-    canonical = [position.canonical for position in plan.positions if position is not None]
-    metrics = {
-        "aligned": sum(aligned) / count,
-        "noncanonical": 1 - sum(canonical) / count,
-        "support_size": sum(sizes) / count,
-        "unresolved_mass": sum(unresolved) / count,
-        "off_path_bound": sum(bounds) / count,
-        "unscored": 1 - float(scored.float().mean()) if n else 0.0,
+        scored[at] = True
+        found.append((row, support))
+        if support:
+            chosen, shares = zip(*support, strict=True)
+            ids[at] = torch.tensor([*chosen, *unused(chosen, k - len(chosen))])
+            logprobs[at, : len(chosen)] = torch.tensor(shares).log()
+            known[at, : len(chosen)] = True
+    return Scores(own, ids, logprobs, known=known, scored=scored), _metrics(plan, found)
+
+
+def _metrics(plan: Plan, found: Sequence[tuple["Row", Support]]) -> Metrics:
+    n, count = len(plan.positions), max(1, len(found))
+    return {
+        "aligned": sum(not row.position.rest for row, _ in found) / count,
+        "noncanonical": sum(not row.position.canonical for row, _ in found) / count,
+        "support_size": sum(len(support) for _, support in found) / count,
+        "unresolved_mass": sum(1 - sum(q for _, q in support) for _, support in found) / count,
+        "off_path_bound": sum(row.off_path for row, _ in found) / count,
+        "unscored": 1 - len(found) / max(1, n),
         "teacher_tokens": len(plan.teacher_ids) / max(1, n),
     }
-    return TokenScores(Scores(own, ids, logprobs, known=known), scored, metrics)
 
 
 def unused(ids: Sequence[int], count: int) -> list[int]:
@@ -201,9 +195,10 @@ class Row:
         self.nobody = float(candidates.nobody[index])
         bound = float(candidates.off_path[index])
         whole = self.masses.total + self.end + self.nobody
+        self.is_listed = float(candidates.unlisted[index]) <= UNLISTED * whole
         self.off_path = min(1.0, bound / whole) if whole > 0 else 1.0
 
-    def result(self, k: int, *, fixed: bool) -> tuple[float, list[tuple[int, float]]]:
+    def result(self, k: int, *, fixed: bool) -> tuple[float, Support]:
         """Return log Q of the sampled token, and the support: ids with their Q."""
         if fixed:
             support = self.support(k, fixed=True)
@@ -273,10 +268,10 @@ class Row:
             if not self.pair.canonical(before, token):
                 self.masses.drop(token)
 
-    def support(self, k: int, *, fixed: bool = False) -> list[tuple[int, float]]:
+    def support(self, k: int, *, fixed: bool = False) -> Support:
         """Return the sampled token, unless ``fixed``, and the most probable resolved ids."""
         own, norm = self.own_and_norm()
-        if norm <= 0:
+        if norm <= 0 or k == 0:
             return []
         chosen: list[tuple[int, float]] = []
         if not fixed and own > NEVER:

@@ -17,9 +17,6 @@ SEEN = 20
 OPEN_SHARE = 0.02
 """Share of its occurrences at which an open token's first student token is another one."""
 
-CONTINUATION_BYTES = 3
-"""Bytes that a cut character has at most."""
-
 
 @dataclass(frozen=True, eq=False)
 class Tables:
@@ -177,7 +174,7 @@ def encoded_bytes(tokenizer: TokenBytes, contents: Sequence[bytes]) -> list[list
 def first_tokens(
     tokenizer: TokenBytes, contents: Sequence[bytes]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the first token of each, -1 where that is unknown, and whether a character is cut."""
+    """Return the first token of each, -1 where that is unknown, and whether bytes are left over."""
     texts = [whole_characters(content) for content in contents]
     encoded = tokenizer.encode_all([text or "" for text, _ in texts])
     first = np.array([ids[0] if ids else -1 for ids in encoded])
@@ -185,16 +182,15 @@ def first_tokens(
 
 
 def whole_characters(content: bytes) -> tuple[str | None, int]:
-    """Return the whole characters that some bytes begin with, and the bytes of a cut one after.
+    """Return the whole characters that some bytes begin with, and the number of bytes after them.
 
     Without any, None and 0.
     """
-    for cut in range(min(CONTINUATION_BYTES + 1, len(content))):
-        try:
-            return content[: len(content) - cut].decode(), cut
-        except UnicodeDecodeError:
-            continue
-    return None, 0
+    try:
+        return content.decode(), 0
+    except UnicodeDecodeError as error:
+        rest = len(content) - error.start
+        return (content[: error.start].decode(), rest) if error.start else (None, 0)
 
 
 def changes_with_a_digit(tokenizer: TokenBytes, content: bytes, first: int) -> bool:

@@ -29,6 +29,8 @@ class Candidates:
         end: the teacher's mass on the end of its turn, [n]; 0 inside a token.
         nobody: the teacher's mass on tokens that write nothing, [n]; 0 inside a token.
         off_path: the teacher's mass on other tokenizations of the text before, [n]: a bound.
+        unlisted: mass that the rows do not list, which may belong to any token here, [n]; 0 where
+            the position is on a row's begin, as ``nobody`` has it then.
     """
 
     ids: Int[Tensor, "n m"]
@@ -38,6 +40,7 @@ class Candidates:
     end: Float[Tensor, " n"]
     nobody: Float[Tensor, " n"]
     off_path: Float[Tensor, " n"]
+    unlisted: Float[Tensor, " n"]
 
 
 class Sums:
@@ -79,7 +82,7 @@ class Sums:
         ]
         if not blocks:
             empty, none = probabilities.new_zeros((0, m)), probabilities.new_zeros(0)
-            return Candidates(empty.long(), empty, empty, none, none, none, none)
+            return Candidates(empty.long(), empty, empty, none, none, none, none, none)
         return Candidates(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
 
     def _log_path(
@@ -111,8 +114,8 @@ class Sums:
             for target, use in ((closed, ~is_open), (open_, is_open)):
                 target[aligned] = target[aligned].index_add(1, first[use], mass[:, use])
             end[aligned] = rows[:, self._ends].sum(-1)
-            nobody[aligned] = (rows.sum(-1) - mass.sum(-1) - end[aligned]).clamp_min(0)
-        self._straddle(probabilities, log_path, positions, closed, open_)
+            nobody[aligned] = (1 - mass.sum(-1) - end[aligned]).clamp_min(0)
+        unlisted = self._straddle(probabilities, log_path, positions, closed, open_)
         both = closed + open_
         total = both.sum(-1)
         both = both[:, :-1]
@@ -120,7 +123,8 @@ class Sums:
         ranked = both.scatter(1, sampled[:, None], torch.inf)
         ids = ranked.topk(m, dim=-1).indices
         bound = self._off_path(probabilities, log_path, positions)
-        return ids, closed.gather(1, ids), open_.gather(1, ids), total, end, nobody, bound
+        listed = closed.gather(1, ids), open_.gather(1, ids)
+        return ids, *listed, total, end, nobody, bound, unlisted
 
     def _straddle(
         self,
@@ -129,17 +133,22 @@ class Sums:
         positions: Sequence[Position],
         closed: Float[Tensor, "n width"],
         open_: Float[Tensor, "n width"],
-    ) -> None:
-        """Add the mass of teacher tokens across each position."""
+    ) -> Float[Tensor, " n"]:
+        """Add the mass of teacher tokens across each position; return what rows do not list."""
+        missing = (1 - probabilities.sum(-1)).clamp_min(0)
+        unlisted = probabilities.new_zeros(len(positions))
         for at, position in enumerate(positions):
             for part in position.straddling:
                 ids = self._order[part.tokens]
                 share = (log_path[part.row] - log_path[position.row]).exp()
+                if part.row == position.row:
+                    unlisted[at] += missing[part.row] * share
                 mass = probabilities[part.row, ids] * share
                 entries = self._start[ids] + part.skip
                 first, is_open = self._first[entries], self._open[entries]
                 for target, use in ((closed, ~is_open), (open_, is_open)):
                     target[at].index_add_(0, first[use], mass[use])
+        return unlisted
 
     def _off_path(
         self,

@@ -116,8 +116,7 @@ def test_every_row_is_a_distribution_with_the_sampled_token_first() -> None:
     count = 0
     for ids in this.rollouts(30, 7):
         rows = this.teacher.rows(this.pair.student.bytes_of(ids).decode())
-        found = scores_of(this.pair, rows, ids)
-        scores = found.scores
+        scores, _ = scores_of(this.pair, rows, ids)
         mass = torch.where(scores.all_known, scores.teacher_logprobs.exp(), 0.0).sum(-1)
         assert (mass < 1).all()
         for at, token in enumerate(ids):
@@ -143,9 +142,9 @@ def test_equal_tokenizers_give_the_teachers_own_probabilities() -> None:
     for ids in Toy(teacher, pair, exact).rollouts(20, 1):
         written = [i for i in ids if i != teacher.end]
         rows = teacher.rows(tokens.bytes_of(written).decode())
-        found = scores_of(pair, rows, ids)
+        scores, _ = scores_of(pair, rows, ids)
         for at, token in enumerate(ids):
-            own = float(found.scores.ref_logprobs[at])
+            own = float(scores.ref_logprobs[at])
             assert own == pytest.approx(log_or_never(float(rows[at, token])), abs=1e-6)
             checked += 1
     assert checked > 40
@@ -161,7 +160,7 @@ def test_a_student_of_single_bytes_gets_the_marginals_of_bytes() -> None:
         rows = this.teacher.rows(student.bytes_of(ids).decode())
         plan = plan_of(pair, ids)
         found = Sums(pair).candidates(rows, plan, EVERY)
-        scores = token_scores(pair, plan, found, FullRows(rows), 8).scores
+        scores, _ = token_scores(pair, plan, found, FullRows(rows), 8)
         for at in range(len(ids)):
             if float(found.off_path[at]) < 1e-12:
                 target = math.log(exact[ids[: at + 1]] / exact[ids[:at]])
@@ -197,9 +196,11 @@ def test_permuted_vocabularies_permute_the_result() -> None:
     )
     for ids in this.rollouts(10, 5):
         rows = teacher.rows(pair.student.bytes_of(ids).decode())
-        one = scores_of(plain, rows, ids)
-        two = scores_of(other, rows[:, teacher_order], tuple(student_order.index(i) for i in ids))
-        torch.testing.assert_close(one.scores.ref_logprobs, two.scores.ref_logprobs)
+        one, _ = scores_of(plain, rows, ids)
+        two, _ = scores_of(
+            other, rows[:, teacher_order], tuple(student_order.index(i) for i in ids)
+        )
+        torch.testing.assert_close(one.ref_logprobs, two.ref_logprobs)
         for at in range(len(ids)):
             supports = [
                 {
@@ -209,7 +210,7 @@ def test_permuted_vocabularies_permute_the_result() -> None:
                     )
                     if known
                 }
-                for s, names in ((one.scores, None), (two.scores, student_order))
+                for s, names in ((one, None), (two, student_order))
             ]
             assert supports[0] == pytest.approx(supports[1], abs=1e-5)
 
@@ -227,7 +228,7 @@ def test_a_fixed_support_does_not_depend_on_the_sampled_token() -> None:
             if other not in this.exact or position is None:
                 continue
             rows = this.teacher.rows(student.bytes_of(other).decode())
-            scores = scores_of(this.pair, rows, other, fixed=True).scores
+            scores, _ = scores_of(this.pair, rows, other, fixed=True)
             last = scores.rows(slice(len(ids) - 1, len(ids)))
             support = torch.stack([last.token_ids, last.teacher_logprobs])[
                 :, last.all_known
@@ -267,8 +268,8 @@ def test_a_token_that_the_student_would_not_write_is_improbable_and_left_out() -
     left, right, _ = merged
     ids = (left, right, this.pair.student_end)
     rows = this.teacher.rows(student.bytes_of(ids).decode())
-    found = scores_of(this.pair, rows, ids)
-    assert float(found.scores.ref_logprobs[1]) == pytest.approx(NEVER)
-    support = found.scores.token_ids[1][found.scores.all_known[1]]
+    scores, metrics = scores_of(this.pair, rows, ids)
+    assert float(scores.ref_logprobs[1]) == pytest.approx(NEVER)
+    support = scores.token_ids[1][scores.all_known[1]]
     assert right not in support.tolist()
-    assert found.metrics["noncanonical"] == pytest.approx(1 / 3)
+    assert metrics["noncanonical"] == pytest.approx(1 / 3)

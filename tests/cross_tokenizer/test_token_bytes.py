@@ -91,8 +91,10 @@ def test_positions_of_tekken_in_the_tiny_teachers_text(
             prefix = TEXTS[0].encode()[starts[part.row] : begin]
             assert len(prefix) == part.skip
             assert all(c.startswith(prefix) and len(c) > part.skip for c in contents)
-    cut = plan_of(pair, tiny.encode("x👍")[:-1])
-    assert cut.positions[0] is not None and cut.positions[-1] is None
+    # A character that is cut has no score, and neither has what follows it.
+    ids = [*tiny.encode("x👍")[:-1], *tiny.encode("ab")]
+    scored = [position is not None for position in plan_of(pair, ids).positions]
+    assert scored == [True] + [False] * (len(ids) - 1)
 
 
 def test_openness_is_counted_where_texts_show_a_token_often(tiny: TokenBytes) -> None:
