@@ -9,6 +9,7 @@ A map, in the order of the imports. No room imports one below it:
 - ``problems``: the questions and how answers are checked. It imports no other room.
 - ``recipe``: what a recipe may say, and which teacher scores which problem.
 - ``scoring``: the plugin inside vLLM that gives a teacher's scores, and its wire.
+- ``cross_tokenizer``: a teacher's probabilities of the student's tokens, where its own are others.
 - ``backends``: what runs a model: transformers, vLLM in this process, a vLLM server.
 - ``step``: what every host does with a batch: micro-batches, the student's forward, gradients.
 - ``samplers``: who writes rollouts.

@@ -236,6 +236,8 @@ class Scores:
         known: which ids the teacher could answer for, [n, k]. None: all. The numbers of another id
             may be anything.
         start: position of the first row's token in the sequence.
+        scored: which tokens the teacher has a score of, [n]. None: all. Another token does not
+            train, and the numbers of its row may be anything.
     """
 
     ref_logprobs: Float[Tensor, " n"]
@@ -244,6 +246,7 @@ class Scores:
     hidden: tuple[HiddenStates, ...] = ()
     known: Bool[Tensor, "n k"] | None = None
     start: int = 0
+    scored: Bool[Tensor, " n"] | None = None
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -286,6 +289,7 @@ class Scores:
             ),
             known=None if self.known is None else self.known[part],
             start=self.start + first,
+            scored=None if self.scored is None else self.scored[part],
         )
 
     def top(self, k: int) -> "Scores":

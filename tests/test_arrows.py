@@ -16,7 +16,17 @@ MATHS = ["contract", "divergences", "lm_head", "full_vocabulary"]
 """The lowest first. Each may import those before it, and the contract imports nothing of ours."""
 
 ROOMS = [
-    *("losses", "recipe", "scoring", "backends", "step", "samplers", "teachers", "tiny_models"),
+    *(
+        "losses",
+        "recipe",
+        "scoring",
+        "cross_tokenizer",
+        "backends",
+        "step",
+        "samplers",
+        "teachers",
+        "tiny_models",
+    ),
     *("environments", "local", "cli"),
 ]
 """The lowest first. Each may import ``MATHS``, the rooms before it, and problems."""
@@ -27,6 +37,7 @@ ALLOWED = {
     "losses": {"losses", *MATHS},
     "problems": {"problems"},
     "scoring": {"scoring", "contract"},
+    "cross_tokenizer": {"cross_tokenizer", "contract"},
     "upstream": {
         *("upstream", "problems", "recipe", "losses", "contract", "full_vocabulary", "backends"),
         *("scoring", "teachers", "step"),

@@ -82,6 +82,7 @@ class Collector:
                 scored = replace(scored, samples=with_credit(scored.samples, loss.credit))
         if scored.padding_ids is not None:
             self.metrics["rollout/padding_ids"] = float(scored.padding_ids)
+        self.metrics |= scored.metrics
         if scored.without_hint:
             self.metrics["rollout/without_hint"] = scored.without_hint / len(samples)
         if self.engine.may_overflow:

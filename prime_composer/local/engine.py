@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import nn
 
@@ -14,28 +14,34 @@ from prime_composer.backends.hf_model import (
     checkpoint_layers,
     lm_head_weight,
     load_student,
+    load_tokenizer,
+    read_eos_token_ids,
 )
 from prime_composer.backends.protocols import Sampler, Scorer
 from prime_composer.contract import Scores
 from prime_composer.local.run_dir.model_check import in_table
 from prime_composer.local.sources import Sources
-from prime_composer.local.tokenized_problems import TokenizedProblems
+from prime_composer.local.tokenized_problems import TeacherPrompts, TokenizedProblems
 from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, RolloutConfig, TeacherConfig
 from prime_composer.samplers.registry import BackendSpec, open_sampler
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING, lacking
-from prime_composer.step.batch import Pair, Sample, trained_logprobs
+from prime_composer.step.batch import Pair, Sample, trained_logprobs, with_scores
 from prime_composer.step.overflow import Rule, fit
 from prime_composer.step.replay import read_pairs
-from prime_composer.teachers.compatibility import alien_id
+from prime_composer.teachers.compatibility import PreflightError, alien_id
 from prime_composer.teachers.mixture import Teachers
+from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer, make_pair
 from prime_composer.teachers.policy import PolicyTeacher, students_choice
 from prime_composer.teachers.registry import open_scorer
 
 if TYPE_CHECKING:
     from prime_composer.environments.runner import Environments
+
+COUNTED_PROBLEMS = 2000
+"""Problems on whose texts two tokenizers are compared."""
 
 SCORED_AT_ONCE = 4
 """Sequences that a teacher that only scores has cache for, on a CPU. Prefill takes all cores with
@@ -97,6 +103,7 @@ class Scored:
         cut: of how many the teacher's window holds the head alone.
         dropped: how many were left out, because they do not fit into the teacher's window.
         padding_ids: how many of their ids a teacher's head lacks; None where none can.
+        metrics: of teachers with a tokenizer of their own.
     """
 
     samples: list[Sample]
@@ -104,9 +111,17 @@ class Scored:
     cut: int = 0
     dropped: int = 0
     padding_ids: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def overflow(samples: Sequence[Sample], fitted: Sequence[Sample | None]) -> dict[str, int]:
+class Overflow(TypedDict):
+    """``cut`` and ``dropped`` of ``Scored``."""
+
+    cut: int
+    dropped: int
+
+
+def overflow(samples: Sequence[Sample], fitted: Sequence[Sample | None]) -> Overflow:
     """Return ``cut`` and ``dropped`` of ``Scored``.
 
     Args:
@@ -196,6 +211,7 @@ class Engine:
             shared, padding_ids = min(self.head_sizes), None
             if shared < self.vocab_size:
                 padding_ids = sum(int(lacking(one.token_ids, shared).sum()) for one in rollouts)
+            self.teachers.take_metrics()  # of checks and evaluations, which are no part of a step
             scores = self.teachers.score(
                 rollouts,
                 [sample.problem for sample in kept],
@@ -206,8 +222,13 @@ class Engine:
             self._check_ids(scores)
             if self.reward_scale is not None:
                 scores = self.teachers.extrapolate(rollouts, scores, self.reward_scale)
-            scored = [replace(sample, scores=own) for sample, own in zip(kept, scores, strict=True)]
-            return Scored(scored, **overflow(samples, fitted), padding_ids=padding_ids)
+            scored = [with_scores(sample, own) for sample, own in zip(kept, scores, strict=True)]
+            return Scored(
+                [sample for sample in scored if sample is not None],
+                **overflow(samples, fitted),
+                padding_ids=padding_ids,
+                metrics=self.teachers.take_metrics(),
+            )
         if self.policy_teacher is not None:
             return self._score_with_policy(self.policy_teacher, samples)
         return Scored(list(samples))
@@ -390,6 +411,12 @@ def open_engine(
                 for teacher, config in routing.teachers.items()
             }
             scorers = _open_scorers(engine.teacher_specs, resumes, status, opened)
+            for teacher, config in routing.teachers.items():
+                if config.tokenizer == "own":
+                    status(f"comparing the tokenizers of student and {teacher.display}")
+                    scorers[teacher] = with_own_tokenizer(
+                        scorers[teacher], engine, engine.teacher_specs[teacher], teacher
+                    )
             engine.teachers = Teachers(scorers, routing)
             if recipe.reference is not None:
                 engine.reward_scale = recipe.reference.reward_scale
@@ -437,6 +464,34 @@ def _open_scorers(
             scorers[teacher] = open_scorer(replace(spec, starting=spec.starting or resumes), status)
         opened.callback(scorers[teacher].close)
     return scorers
+
+
+def with_own_tokenizer(
+    scorer: Scorer, engine: Engine, spec: BackendSpec, teacher: TeacherId
+) -> OwnTokenizerScorer:
+    """Let a teacher with a tokenizer of its own score the student's tokens.
+
+    Raises:
+        PreflightError: the tokenizers cannot be compared.
+    """
+    try:
+        tokenizer = load_tokenizer(spec.model)
+    except ModelUnavailable as error:
+        raise PreflightError(
+            f'[{teacher.table}] tokenizer = "own" needs the teacher\'s tokenizer: give `model` its '
+            f"directory or hub id. {error}"
+        ) from None
+    prompts = TeacherPrompts(engine.problems, tokenizer)
+    pair = make_pair(
+        tokenizer,
+        engine.problems.tokenizer,
+        read_eos_token_ids(spec.model),
+        prompts.texts(COUNTED_PROBLEMS),
+        teacher.table,
+    )
+    parts = [part for part, _ in engine.loss.needs_by_section().values()]
+    fixed = any(part.needs_fixed_support for part in parts)
+    return OwnTokenizerScorer(scorer, pair, prompts, engine.vocab_size, fixed=fixed)
 
 
 def conversation_room(max_model_len: int, teachers: Teachers | None) -> int:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from prime_composer.problems.metrics import self_bleu, total_score
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import EvalConfig, Recipe
 from prime_composer.samplers.registry import open_sampler
-from prime_composer.step.batch import Sample
+from prime_composer.step.batch import Sample, with_scores
 from prime_composer.step.student_forward import student_inputs
 from prime_composer.teachers.mixture import Teachers
 
@@ -398,7 +398,9 @@ class Evaluator:
             0 if hidden else support,
             hidden=hidden,
         )
-        samples = [replace(sample, scores=own) for sample, own in zip(kept, scores, strict=True)]
+        with_own = [with_scores(sample, own) for sample, own in zip(kept, scores, strict=True)]
+        places = [place for place, one in zip(places, with_own, strict=True) if one is not None]
+        samples = [one for one in with_own if one is not None]
         sums = torch.zeros(4, len(problems), dtype=torch.float64)
         lengths = [sample.length for sample in samples]
         for indices in token_batches(lengths, self.micro_batch_tokens):

@@ -170,6 +170,15 @@ class LossConfig(Table):
         return self.needs_inputs
 
     @property
+    def needs_fixed_support(self) -> bool:
+        """Whether the ids of the support must not depend on the sampled token.
+
+        So it is where the gradient is an estimate that is unbiased for a fixed support only.
+        Override it there.
+        """
+        return False
+
+    @property
     @final
     def needs(self) -> frozenset[str]:
         """Inputs that this config cannot do without: those of its terms and of its modifiers."""

@@ -64,6 +64,11 @@ class HeadTailReverseKLLossConfig(TopKLossConfig):
         whole = self.comparison_need == "hidden_states"
         return frozenset({"hidden_states"}) if whole else super().own_needs
 
+    @property
+    def needs_fixed_support(self) -> bool:
+        """The tail is estimated by the sampled token, where that is outside of the support."""
+        return True
+
 
 @register(HeadTailReverseKLLossConfig)
 def head_tail_reverse_kl_loss_fn(

@@ -141,6 +141,11 @@ class SampledReverseKLLossConfig(LossConfig):
         return frozenset(needs)
 
     @property
+    def needs_fixed_support(self) -> bool:
+        """With a baseline, which is subtracted in expectation."""
+        return self.baseline is not None
+
+    @property
     def support(self) -> SupportRequest | None:
         """The teacher's k most probable tokens, for the baseline."""
         return SupportRequest(self.k) if "support" in self.needs else None

@@ -1,6 +1,6 @@
 """Define ``[*.prepare]``: a small model that is built on the spot, or a model that is rounded."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -27,6 +27,10 @@ class PrepareConfig(Table):
     vocab_size: int = Field(default=415, ge=260, le=LARGEST_SIZE)
     """Size of the byte-level BPE vocabulary trained on the data, special tokens included. Teacher
     and student must agree."""
+
+    pieces: Literal["gpt2"] | None = None
+    """Which pieces of a text no token spans. Unset: every digit is a piece of its own, and
+    punctuation keeps the white space around it. "gpt2": GPT-2's words, with whole numbers."""
 
     hidden_size: int = Field(default=64, ge=8, le=LARGEST_SIZE)
     """Width of the residual stream."""

@@ -5,7 +5,7 @@ Both appear in the generated reference (``reference.py``).
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,6 +39,7 @@ from prime_composer.recipe.teacher import (
     TeacherConfig,
     check_choice_of_teachers,
     check_hint,
+    check_own_tokenizers,
     check_reference_model,
     check_sampling_teachers,
 )
@@ -355,10 +356,24 @@ class Recipe(Table):
             provided.add("by_teacher")
         return provided
 
+    def _mixes(self, source: DataConfig | EnvironmentConfig) -> bool:
+        """Return whether several teachers may score one rollout of an environment."""
+        if isinstance(source.teacher, Mapping):
+            return len(source.teacher) > 1
+        return source.teacher is None and len(self.teachers) > 1
+
     @model_validator(mode="after")
     def _check_teachers(self) -> "Recipe":
         if self.rollout.teacher_samples:
             check_sampling_teachers(self.teacher_tables)
+        check_own_tokenizers(
+            self.teacher_tables,
+            self.loss,
+            self.environments_by_id,
+            mixed=any(self._mixes(source) for source in self.sources.values()),
+            has_reference=self.reference is not None,
+            kl_support=self.eval.kl_support,
+        )
         if self.reference is None:
             return self
         check_reference_model(self.reference, self.student, self.teacher_tables)

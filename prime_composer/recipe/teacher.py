@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -92,6 +92,11 @@ class TeacherConfig(ModelConfig):
 
     api_key_var: str = Field(default="VLLM_API_KEY", json_schema_extra=CARRIED)
     """Environment variable with the API key of the server at `url`, if it needs one."""
+
+    tokenizer: Literal["shared", "own"] = Field(default="shared", json_schema_extra=CARRIED)
+    """"shared": the teacher has the student's tokenizer. "own": it has another one, and reads its
+    own prompt and the rollout's text; its probabilities of the student's next token are computed
+    from its rows. `k` then counts the ids that this resolves. Never guessed."""
 
     head: Path | None = Field(
         default=None,
@@ -307,6 +312,66 @@ def check_reference_model(
                 "is log q for every lambda: name the teacher's base or a third model, set "
                 "start = true, or leave [reference] out"
             )
+
+
+def check_own_tokenizers(
+    teachers: Mapping[str, TeacherConfig],
+    loss: LossConfig,
+    environments: Mapping[str, Any],
+    *,
+    mixed: bool,
+    has_reference: bool,
+    kl_support: Any,
+) -> None:
+    """Refuse what a teacher with a tokenizer of its own cannot give.
+
+    Args:
+        teachers: by table.
+        loss: the recipe's.
+        environments: those by id, by name.
+        mixed: a rollout may be scored by several teachers.
+        has_reference: the recipe has a ``[reference]``.
+        kl_support: of ``[eval]``.
+    """
+    table = next((table for table, one in teachers.items() if one.tokenizer == "own"), None)
+    if table is None:
+        return
+    own = f'[{table}] tokenizer = "own"'
+    if teachers[table].policy is not None:
+        raise ValueError(f"{own}: [{table}.policy] is the student itself; leave tokenizer out")
+    size, by_student = loss.asked_of_teacher
+    if size == "full" or loss.reads_hidden_states:
+        raise ValueError(
+            f'[loss] type = {loss.type!r}, k = "full": a whole vocabulary has ids that one pass of '
+            f"the teacher does not resolve, and {own}; set k to a number"
+        )
+    if by_student:
+        raise ValueError(
+            f'[loss] type = {loss.type!r}, chosen_by = "student": with {own} the ids are chosen '
+            'among those that are resolved; set chosen_by = "teacher"'
+        )
+    if kl_support == "full":
+        raise ValueError(
+            f'eval.kl_support = "full" needs every id of the vocabulary, and {own} does not '
+            "resolve all; set it to a number"
+        )
+    if mixed:
+        raise ValueError(
+            f"{own}: its unresolved ids are missing from a mixture; route each environment to one "
+            "teacher (data.teacher)"
+        )
+    if has_reference:
+        raise ValueError(f"{own} does not go with [reference]; leave one of them out")
+    if environments:
+        raise ValueError(
+            f"{own}: [environments.{next(iter(environments))}] renders its messages for the "
+            "student's tokenizer; use [data], or leave tokenizer out"
+        )
+    if teachers[table].on_overflow != "error":
+        raise ValueError(
+            f"{own}: the teacher's window counts other tokens than the student's; leave "
+            "on_overflow out, and lower rollout.max_tokens if an answer is too long"
+        )
 
 
 def check_hint(policy: PolicyTeacherConfig, group_size: int, loss: LossConfig) -> None:

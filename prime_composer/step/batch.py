@@ -1,7 +1,7 @@
 """Records of one training step: samples, preference pairs, and the batch that holds both."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtyping import Float
 from torch import Tensor
@@ -45,6 +45,23 @@ class Sample:
     def length(self) -> int:
         """Tokens of prompt and completion."""
         return self.rollout.token_ids.shape[0]
+
+
+def with_scores(sample: Sample, scores: Scores) -> Sample | None:
+    """Return a sample with its scores, without the tokens that the teacher has no score of.
+
+    None where it has none of any.
+    """
+    if scores.scored is None or bool(scores.scored.all()):
+        return replace(sample, scores=replace(scores, scored=None))
+    rollout = sample.rollout
+    mask = rollout.loss_mask.clone()
+    mask[rollout.start :] &= scores.scored
+    if not mask.any():
+        return None
+    left = replace(rollout, loss_mask=mask)
+    own = replace(scores, scored=None).rows(slice(left.start - rollout.start, None))
+    return replace(sample, rollout=left, scores=own)
 
 
 def trained_logprobs(sample: Sample) -> Float[Tensor, " n"]:

@@ -20,6 +20,12 @@ SAMPLED_IDS = 256
 """Ids of the vocabulary that a teacher's server is asked to write as text."""
 
 
+COMPARE_TEXT = (
+    'set tokenizer = "own" in its table, to compare probabilities of the student\'s own tokens'
+)
+"""What to do with a teacher that has another tokenizer."""
+
+
 class PreflightError(ValueError):
     """The recipe's parts do not fit together. The message names the remedy."""
 
@@ -41,7 +47,7 @@ def check_tokenizers(student: Any, teacher: Any) -> list[str]:
     Raises:
         PreflightError: they differ; the message names the first difference.
     """
-    remedy = "choose a teacher and a student with one tokenizer"
+    remedy = f"choose a teacher and a student with one tokenizer, or {COMPARE_TEXT}"
     student_vocab, teacher_vocab = student.get_vocab(), teacher.get_vocab()
     for token in sorted({*special_tokens(student), *special_tokens(teacher)}):
         student_id, teacher_id = student_vocab.get(token), teacher_vocab.get(token)

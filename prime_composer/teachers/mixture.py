@@ -14,6 +14,7 @@ from prime_composer.backends.protocols import Rollout, Scorer
 from prime_composer.contract import Scores
 from prime_composer.problems.config import Problem
 from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
+from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,22 @@ class Teachers:
         return [
             extrapolate(one, reference, scale) for one, reference in zip(scores, own, strict=True)
         ]
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what teachers with a tokenizer of their own measured since the last call.
+
+        Of several, each has its name in front.
+        """
+        own = {
+            teacher: scorer.take_metrics()
+            for teacher, scorer in self.scorers.items()
+            if isinstance(scorer, OwnTokenizerScorer)
+        }
+        return {
+            name if len(own) == 1 else f"{teacher.name}/{name}": value
+            for teacher, metrics in own.items()
+            for name, value in metrics.items()
+        }
 
     def close(self) -> None:
         """Close every scorer."""

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -50,7 +50,7 @@ def build_model(
     The same arguments give the same bytes. ``config.prune`` is not applied; see ``prune_model``.
     The loss is in nats per token, a mean over the last steps.
     """
-    tokenizer = train_tokenizer(problems, config.vocab_size)
+    tokenizer = train_tokenizer(problems, config.vocab_size, config.pieces)
     practice = [
         problem
         for problem in problems.worked
@@ -93,23 +93,28 @@ def prune_model(unpruned: Path, fraction: float, folder: Path) -> None:
     PreTrainedTokenizerFast.from_pretrained(unpruned).save_pretrained(folder)
 
 
-def train_tokenizer(problems: ProblemSet, vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    problems: ProblemSet, vocab_size: int, pieces: Literal["gpt2"] | None = None
+) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on the practice problems' prompts and answers, and on transcripts.
 
     With transcripts the tokenizer has a chat template.
 
     Every digit is a token of its own, so that arithmetic is learned digit by digit. A run of
     punctuation includes the white space around it: ``" = "`` and ``"\\n#### "`` become one token
-    each.
+    each. With the pieces of GPT-2, a number may be one token.
     """
     tokenizer = Tokenizer(models.BPE())
-    pieces = Regex(r" ?\p{L}+|\p{N}|\s*[^\s\p{L}\p{N}]+\s?|\s+")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pieces, behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    if pieces == "gpt2":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    else:
+        split = Regex(r" ?\p{L}+|\p{N}|\s*[^\s\p{L}\p{N}]+\s?|\s+")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(split, behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
     tokenizer.decoder = decoders.ByteLevel()
     has_transcripts = any(problem.transcript is not None for problem in problems.worked)
     marks = list(MARKS) if has_transcripts else []

@@ -109,6 +109,12 @@ def probe(
     """
     recipe = impatient(recipe)
     try:
+        for table, teacher in recipe.teacher_tables.items():
+            if teacher.tokenizer == "own":
+                raise ValueError(
+                    f"[{table}] tokenizer = 'own': the probe measures teachers with the student's "
+                    "tokenizer; `prime-rl rl --dry-run` runs the checks"
+                )
         check_routing(Routing.of_recipe(recipe), problems)
         engine = open_engine(recipe, problems, paths, status)
     except (ValueError, RuntimeError, OSError) as error:

@@ -37,6 +37,12 @@ def refuse(recipe: Recipe, version: Version) -> None:
             "[reference]: prime-rl's orchestrator asks the teacher alone, and has no second model "
             f"to extrapolate it from. Leave the table out, {RUN_LOCALLY}"
         )
+    for table, teacher in recipe.teacher_tables.items():
+        if teacher.tokenizer == "own":
+            raise RecipeError(
+                f"{table}.tokenizer = 'own': inside prime-rl a teacher reads the student's token "
+                f"ids. Choose a teacher with the student's tokenizer, {RUN_LOCALLY}"
+            )
     policy = recipe.policy_teacher
     servers = {} if policy is not None else recipe.teacher_tables
     refuse_two_credentials({"rollout": recipe.rollout, **servers})

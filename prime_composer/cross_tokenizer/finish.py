@@ -1,0 +1,322 @@
+"""From masses to a teacher's scores: refinement, seams, and which ids are resolved."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from prime_composer.contract import Scores, given
+from prime_composer.cross_tokenizer.pair import Pair
+from prime_composer.cross_tokenizer.plan import Plan, Position
+from prime_composer.cross_tokenizer.sums import Candidates
+
+NEVER = math.log(1e-6)
+"""Log-prob of a token that the teacher's text never leads to; a finite one, as losses need."""
+
+IMPROBABLE = 1e-8
+"""Probability up to which an id is left to the tail."""
+
+UNRESOLVED = 0.05
+"""Share of an id's mass up to which it may be uncertain in a resolved id."""
+
+SMALLEST_BRANCH = 1e-4
+"""Mass from which on a continuation of the rollout's own teacher token is followed."""
+
+MOST_ROWS = 6
+"""Rows that are followed at most."""
+
+UNLISTED = 0.05
+"""Share of a position's mass that the teacher's rows may leave out. Beyond it, it has no score."""
+
+FULL = 1 - 1e-6
+"""Mass of a support at most: the tail keeps a little, or a forward KL would be infinite."""
+
+
+Metrics = dict[str, float]
+"""Means over the tokens of a completion, by name."""
+
+Support = list[tuple[int, float]]
+"""Ids with their Q, the most probable first, after the sampled token."""
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """A teacher's probabilities after each of its tokens."""
+
+    def of(self, row: int, ids: Sequence[int]) -> list[float]:
+        """Return the probabilities of some ids of a row."""
+        ...
+
+    def largest(self, row: int, least: float) -> list[tuple[int, float]]:
+        """Return the ids of a row with at least a probability, and that."""
+        ...
+
+
+class FullRows:
+    """Rows of the whole vocabulary, [rows, V_T]."""
+
+    def __init__(self, probabilities: Float[Tensor, "rows vocab"]):
+        self._probabilities = probabilities.cpu()
+
+    def of(self, row: int, ids: Sequence[int]) -> list[float]:
+        """Return the probabilities of some ids of a row."""
+        found: list[float] = self._probabilities[row, list(ids)].tolist()
+        return found
+
+    def largest(self, row: int, least: float) -> list[tuple[int, float]]:
+        """Return the ids of a row with at least a probability, and that."""
+        probabilities = self._probabilities[row]
+        ids = (probabilities >= least).nonzero()[:, 0]
+        return list(zip(ids.tolist(), probabilities[ids].tolist(), strict=True))
+
+
+@dataclass
+class Masses:
+    """Masses of student tokens at one position, changed step by step.
+
+    Attributes:
+        closed: mass of each token that is certain.
+        open: mass that may turn out to be another token's.
+        total: both, with the tokens that are not listed.
+        doubtful: open mass of dropped tokens: it belongs to another token, or to another text.
+    """
+
+    closed: dict[int, float]
+    open: dict[int, float]
+    total: float
+    doubtful: float = 0.0
+
+    def move(self, token: int, mass: float, *, is_open: bool) -> None:
+        """Add mass to a token."""
+        target = self.open if is_open else self.closed
+        target[token] = target.get(token, 0.0) + mass
+
+    def take(self, token: int, mass: float, *, is_open: bool) -> None:
+        """Remove mass from a token."""
+        target = self.open if is_open else self.closed
+        target[token] = max(target.get(token, 0.0) - mass, 0.0)
+
+    def drop(self, token: int) -> None:
+        """Remove a token that the student does not write here."""
+        unsure = self.open.pop(token, 0.0)
+        self.total -= self.closed.pop(token, 0.0) + unsure
+        self.doubtful += unsure
+
+
+def token_scores(
+    pair: Pair,
+    plan: Plan,
+    candidates: Candidates,
+    rows: Rows,
+    k: int,
+    *,
+    fixed: bool = False,
+) -> tuple[Scores, Metrics]:
+    """Return the teacher's scores of a completion, and means over its scored tokens.
+
+    The support is the sampled token, then the most probable ids that are resolved. Other columns
+    are not known.
+
+    Args:
+        pair: the tokenizers.
+        plan: of the completion.
+        candidates: at its positions that have a score.
+        rows: the teacher's.
+        k: ids of the support.
+        fixed: the support must not depend on the sampled token, as estimators with a fixed support
+            need: it has no column of its own, and what follows it changes its own log-prob alone.
+    """
+    n = len(plan.positions)
+    own = torch.full((n,), NEVER)
+    ids = torch.arange(k).repeat(n, 1)
+    logprobs = torch.full((n, k), NEVER)
+    known = torch.zeros((n, k), dtype=torch.bool)
+    scored = torch.zeros(n, dtype=torch.bool)
+    found: list[tuple[Row, Support]] = []
+    places = [at for at, position in enumerate(plan.positions) if position is not None]
+    for index, at in enumerate(places):
+        row = Row(pair, plan, given(plan.positions[at]), candidates, index, rows)
+        if not row.is_listed:
+            continue
+        own[at], support = row.result(k, fixed=fixed)
+        scored[at] = True
+        found.append((row, support))
+        if support:
+            chosen, shares = zip(*support, strict=True)
+            ids[at] = torch.tensor([*chosen, *unused(chosen, k - len(chosen))])
+            logprobs[at, : len(chosen)] = torch.tensor(shares).log()
+            known[at, : len(chosen)] = True
+    return Scores(own, ids, logprobs, known=known, scored=scored), _metrics(plan, found)
+
+
+def _metrics(plan: Plan, found: Sequence[tuple["Row", Support]]) -> Metrics:
+    n, count = len(plan.positions), max(1, len(found))
+    return {
+        "aligned": sum(not row.position.rest for row, _ in found) / count,
+        "noncanonical": sum(not row.position.canonical for row, _ in found) / count,
+        "support_size": sum(len(support) for _, support in found) / count,
+        "unresolved_mass": sum(1 - sum(q for _, q in support) for _, support in found) / count,
+        "off_path_bound": sum(row.off_path for row, _ in found) / count,
+        "unscored": 1 - len(found) / max(1, n),
+        "teacher_tokens": len(plan.teacher_ids) / max(1, n),
+    }
+
+
+def unused(ids: Sequence[int], count: int) -> list[int]:
+    """Return the smallest ids that are not among some."""
+    taken = {*ids}
+    return [i for i in range(len(ids) + count) if i not in taken][:count]
+
+
+class Row:
+    """One position: its masses as they are refined, filtered, normalized and resolved."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        plan: Plan,
+        position: Position,
+        candidates: Candidates,
+        index: int,
+        rows: Rows,
+    ):
+        self.pair, self.plan, self.position, self.rows = pair, plan, position, rows
+        ids = candidates.ids[index].tolist()
+        self.masses = Masses(
+            dict(zip(ids, candidates.closed[index].tolist(), strict=True)),
+            dict(zip(ids, candidates.open[index].tolist(), strict=True)),
+            float(candidates.total[index]),
+        )
+        self.end = float(candidates.end[index])
+        self.nobody = float(candidates.nobody[index])
+        bound = float(candidates.off_path[index])
+        whole = self.masses.total + self.end + self.nobody
+        self.is_listed = float(candidates.unlisted[index]) <= UNLISTED * whole
+        self.off_path = min(1.0, bound / whole) if whole > 0 else 1.0
+
+    def result(self, k: int, *, fixed: bool) -> tuple[float, Support]:
+        """Return log Q of the sampled token, and the support: ids with their Q."""
+        if fixed:
+            support = self.support(k, fixed=True)
+            self.refine()
+        else:
+            self.refine()
+            support = self.support(k)
+        return self.own_and_norm()[0], support
+
+    def own_and_norm(self) -> tuple[float, float]:
+        """Return log Q of the sampled token, and the mass that Q is normalized by."""
+        self.filter()
+        norm = self.masses.total + self.end + self.nobody
+        token = self.position.token
+        if token == self.pair.student_end:
+            mass = self.end
+        else:
+            mass = self.masses.closed.get(token, 0.0) + self.masses.open.get(token, 0.0)
+        if norm <= 0 or not self.position.canonical or mass <= norm * math.exp(NEVER):
+            return NEVER, norm
+        return math.log(mass / norm), norm
+
+    def refine(self) -> None:
+        """Let the rows after it say what follows the rollout's own teacher token.
+
+        Its mass goes from the first student token of its own bytes to those of each continuation.
+        """
+        pair, position, ids = self.pair, self.position, self.plan.teacher_ids
+        if position.row >= len(ids):
+            return
+        tables, token = pair.tables, ids[position.row]
+        entry = int(tables.start[token]) + len(position.rest)
+        if not tables.asks[entry]:
+            return
+        content = (pair.teacher.of_id[token] or b"")[len(position.rest) :]
+        (mass,) = self.rows.of(position.row, [token])
+        first = int(tables.first[entry])
+        if first >= 0:
+            self.masses.take(first, mass, is_open=bool(tables.open[entry]))
+        for row in range(position.row + 1, position.row + 1 + MOST_ROWS):
+            on_path = ids[row] if row < len(ids) else None
+            left, follows = mass, None
+            for token, share in self.rows.largest(row, SMALLEST_BRANCH / max(mass, 1e-300)):
+                longer = content + (pair.teacher.of_id[token] or b"")
+                encoded = pair.student.encode_bytes(longer) if longer != content else None
+                if encoded is None:  # a special token, or a part of a character
+                    continue
+                left -= share * mass
+                is_open = pair.is_open(longer, encoded[0])
+                if is_open and token == on_path:
+                    follows = longer, share * mass, encoded[0]
+                else:
+                    self.masses.move(encoded[0], share * mass, is_open=is_open)
+            if first >= 0:
+                self.masses.move(first, max(left, 0.0), is_open=False)
+            if follows is None:
+                return
+            content, mass, first = follows
+        self.masses.move(first, mass, is_open=True)
+
+    def filter(self) -> None:
+        """Drop tokens that the student does not write after the one before."""
+        before = self.position.before
+        if before is None or not self.position.filtered:
+            return
+        for token in {*self.masses.closed} | {*self.masses.open}:
+            if not self.pair.canonical(before, token):
+                self.masses.drop(token)
+
+    def support(self, k: int, *, fixed: bool = False) -> Support:
+        """Return the sampled token, unless ``fixed``, and the most probable resolved ids."""
+        own, norm = self.own_and_norm()
+        if norm <= 0 or k == 0:
+            return []
+        chosen: list[tuple[int, float]] = []
+        if not fixed and own > NEVER:
+            chosen.append((self.position.token, math.exp(own)))
+        others = [
+            (token, mass / norm)
+            for token, mass in self.masses.closed.items()
+            if fixed or token != self.position.token
+            if mass > IMPROBABLE * norm and self.is_resolved(token, mass, fixed=fixed)
+        ]
+        if self.end > IMPROBABLE * norm and self.pair.student_end not in dict(chosen):
+            others.append((self.pair.student_end, self.end / norm))
+        others.sort(key=lambda entry: (-entry[1], entry[0]))
+        chosen += others[: k - len(chosen)]
+        total = sum(q for _, q in chosen)
+        if total > FULL:
+            chosen = [(token, q * FULL / total) for token, q in chosen]
+        return chosen
+
+    def is_resolved(self, token: int, closed: float, *, fixed: bool) -> bool:
+        """Return whether little of a token's mass is uncertain."""
+        unsure = self.masses.open.get(token, 0.0) + self.potential(token, fixed=fixed)
+        return unsure <= UNRESOLVED * (closed + unsure)
+
+    def potential(self, token: int, *, fixed: bool = False) -> float:
+        """Return the mass of teacher tokens that may begin a student token and not end it.
+
+        The rollout's own teacher token has been refined, unless the support is ``fixed``.
+        """
+        pair, position = self.pair, self.position
+        ids = () if fixed else self.plan.teacher_ids
+        own = ids[position.row] if position.row < len(ids) else None
+        if position.rest:
+            content = position.rest + (pair.student.of_id[token] or b"")
+            begun = (
+                pair.id_of.get(content[:end]) for end in range(len(position.rest) + 1, len(content))
+            )
+            chosen = [i for i in begun if i is not None and i != own]
+            return math.fsum(self.rows.of(position.row, chosen))
+        path = pair.path(token)
+        if len(path) < 2:
+            return 0.0
+        mass = 1.0
+        for row, step in enumerate(path[:-1], position.row):
+            mass *= self.rows.of(row, [step])[0]
+            if row >= len(ids) or step != ids[row]:
+                return mass
+        return 0.0

@@ -1,0 +1,203 @@
+"""What of a pair of tokenizers is the same for every text: the tables of teacher and student."""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prime_composer.cross_tokenizer.token_bytes import CACHED_TEXTS, TokenBytes
+
+SEEN = 20
+"""Occurrences in texts from which on a token's openness is counted and not derived."""
+
+OPEN_SHARE = 0.02
+"""Share of its occurrences at which an open token's first student token is another one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Arrays of a pair of tokenizers.
+
+    An *entry* is a teacher's token w from its byte d on: what w still writes where the student has
+    written its first d bytes. Its index is ``start[w] + d``.
+
+    Attributes:
+        order: the teacher's ordinary ids, sorted by their bytes.
+        start: index of each teacher token's first entry, and of the end, [V_T + 1].
+        first: first token of the student's encoding of each entry; -1 where the entry begins inside
+            a character.
+        open: whether what follows may change that first token.
+        asks: whether that is so, or a longer token of the student begins with the entry.
+        path_start: index in ``path_ids`` of each student token's path, and of the end, [V_S + 1].
+        path_ids: the teacher's encoding of each student token's bytes; nothing where these are not
+            whole characters.
+    """
+
+    order: NDArray[np.int64]
+    start: NDArray[np.int64]
+    first: NDArray[np.int64]
+    open: NDArray[np.bool_]
+    asks: NDArray[np.bool_]
+    path_start: NDArray[np.int64]
+    path_ids: NDArray[np.int64]
+
+
+class Pair:
+    """A teacher's and a student's tokenizer.
+
+    Args:
+        teacher: the teacher's tokenizer.
+        student: the student's.
+        teacher_ends: the teacher's ids that end its turn.
+        student_end: the student's id that ends its turn.
+        texts: texts as the teacher writes them. On these is counted which of its tokens are open.
+    """
+
+    def __init__(
+        self,
+        teacher: TokenBytes,
+        student: TokenBytes,
+        teacher_ends: Iterable[int],
+        student_end: int,
+        texts: Iterable[str],
+    ):
+        self.teacher, self.student = teacher, student
+        self.teacher_ends, self.student_end = sorted(teacher_ends), student_end
+        self.prefixes = frozenset(
+            content[:end] for content in student.of_id if content for end in range(1, len(content))
+        )
+        self.tables = self._build(texts)
+        self.contents = [teacher.of_id[i] or b"" for i in self.tables.order.tolist()]
+        self.id_of = dict(zip(self.contents, self.tables.order.tolist(), strict=True))
+        self.path_first = np.full(len(student.of_id), -1)
+        long = np.flatnonzero(np.diff(self.tables.path_start) > 1)
+        self.path_first[long] = self.tables.path_ids[self.tables.path_start[long]]
+        self.canonical = lru_cache(CACHED_TEXTS)(self._canonical)
+
+    def path(self, student_id: int) -> list[int]:
+        """Return the teacher's encoding of a student token's bytes."""
+        begin, end = self.tables.path_start[student_id : student_id + 2]
+        ids: list[int] = self.tables.path_ids[begin:end].tolist()
+        return ids
+
+    def longer_than(self, prefix: bytes) -> slice:
+        """Return where in ``order`` the tokens are that begin with some bytes and are longer."""
+        after = bisect_right(self.contents, prefix)
+        kept = prefix.rstrip(b"\xff")
+        if not kept:
+            return slice(after, len(self.contents))
+        return slice(after, bisect_left(self.contents, kept[:-1] + bytes([kept[-1] + 1])))
+
+    def is_open(self, content: bytes, first: int) -> bool:
+        """Return whether what follows may change the first student token of some bytes."""
+        return content in self.prefixes or changes_with_a_digit(self.student, content, first)
+
+    def _canonical(self, left: int, right: int) -> bool:
+        """Return whether the student itself writes two tokens next to each other."""
+        of_id = self.student.of_id
+        encoded = self.student.encode_bytes((of_id[left] or b"") + (of_id[right] or b""))
+        return encoded is None or encoded == (left, right)
+
+    def _build(self, texts: Iterable[str]) -> Tables:
+        teacher, student = self.teacher.of_id, self.student.of_id
+        start = np.cumsum([0, *(len(content or b"") for content in teacher)])
+        order = sorted((i for i, c in enumerate(teacher) if c), key=lambda i: teacher[i] or b"")
+        paths = encoded_bytes(self.teacher, [content or b"" for content in student])
+        begun_by_longer = {path[0] for path in paths if path is not None and len(path) > 1}
+
+        index_of: dict[bytes, int] = {}
+        of_entry = np.array(
+            [
+                index_of.setdefault(content[d:], len(index_of))
+                for content in teacher
+                if content
+                for d in range(len(content))
+            ]
+        )
+        remainders = list(index_of)
+        first, is_cut = first_tokens(self.student, remainders)
+        digits = np.array(
+            [
+                token >= 0 and changes_with_a_digit(self.student, content, token)
+                for content, token in zip(remainders, first.tolist(), strict=True)
+            ]
+        )
+        begins_longer = np.array([content in self.prefixes for content in remainders])
+        first_entries = start[order]
+        is_open = (is_cut | digits | begins_longer)[of_entry]
+        is_open[first_entries] = (is_cut | digits)[of_entry[first_entries]] | np.isin(
+            order, [*begun_by_longer]
+        )
+        counted = self._counted(texts, start, first[of_entry])
+        for token, share in counted.items():
+            is_open[start[token]] = share > OPEN_SHARE
+        return Tables(
+            order=np.array(order),
+            start=start,
+            first=first[of_entry],
+            open=is_open,
+            asks=is_open | begins_longer[of_entry],
+            path_start=np.cumsum([0, *(len(path or ()) for path in paths)]),
+            path_ids=np.array([i for path in paths for i in path or ()], dtype=np.int64),
+        )
+
+    def _counted(
+        self, texts: Iterable[str], start: NDArray[np.int64], first: NDArray[np.int64]
+    ) -> dict[int, float]:
+        """Return how often a frequent token's first student token is another one in texts."""
+        seen, other = Counter[int](), Counter[int]()
+        for text in texts:
+            student_ids = self.student.encode_all([text])[0]
+            teacher_ids = self.teacher.encode_all([text])[0]
+            written = dict(zip(self.student.starts(student_ids), student_ids, strict=False))
+            for offset, token in zip(self.teacher.starts(teacher_ids), teacher_ids, strict=False):
+                if offset in written:
+                    seen[token] += 1
+                    other[token] += written[offset] != first[start[token]]
+        return {token: other[token] / n for token, n in seen.items() if n >= SEEN}
+
+
+def encoded_bytes(tokenizer: TokenBytes, contents: Sequence[bytes]) -> list[list[int] | None]:
+    """Return the ids of each; None where the bytes are not whole characters."""
+    texts = [whole_characters(content) for content in contents]
+    whole = [text is not None and not cut for text, cut in texts]
+    ids = iter(
+        tokenizer.encode_all([text or "" for (text, _), w in zip(texts, whole, strict=True) if w])
+    )
+    return [next(ids) if w else None for w in whole]
+
+
+def first_tokens(
+    tokenizer: TokenBytes, contents: Sequence[bytes]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the first token of each, -1 where that is unknown, and whether bytes are left over."""
+    texts = [whole_characters(content) for content in contents]
+    encoded = tokenizer.encode_all([text or "" for text, _ in texts])
+    first = np.array([ids[0] if ids else -1 for ids in encoded])
+    return first, np.array([cut > 0 for _, cut in texts])
+
+
+def whole_characters(content: bytes) -> tuple[str | None, int]:
+    """Return the whole characters that some bytes begin with, and the number of bytes after them.
+
+    Without any, None and 0.
+    """
+    try:
+        return content.decode(), 0
+    except UnicodeDecodeError as error:
+        rest = len(content) - error.start
+        return (content[: error.start].decode(), rest) if error.start else (None, 0)
+
+
+def changes_with_a_digit(tokenizer: TokenBytes, content: bytes, first: int) -> bool:
+    """Return whether a digit more changes the first token of bytes that end in a digit."""
+    if not content[-1:].isdigit():
+        return False
+    return any(
+        encoded is not None and encoded[0] != first
+        for encoded in (tokenizer.encode_bytes(content + b"%d" % digit) for digit in range(10))
+    )

@@ -1,0 +1,142 @@
+"""Where a rollout's tokens stand in the teacher's encoding of its text."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prime_composer.cross_tokenizer.pair import Pair, whole_characters
+
+
+@dataclass(frozen=True)
+class Straddling:
+    """Teacher tokens that begin before a student token and end after its begin.
+
+    Attributes:
+        row: the teacher's row that they are in, which is that of their begin.
+        tokens: their places in the tables' ``order``.
+        skip: bytes of each that the student has written already.
+    """
+
+    row: int
+    tokens: slice
+    skip: int
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where one token of the student begins.
+
+    Attributes:
+        token: the student's token.
+        before: the one before it; None at the begin of the text.
+        row: the last teacher row that begins at this byte or before: row j comes after j tokens.
+        rest: bytes from the row's begin to this byte; empty where both begin here (aligned).
+        straddling: the teacher's tokens across this byte, by row, the latest row first.
+        off_path: by row, the teacher's tokens within ``rest`` that its own encoding does not have.
+        filtered: only tokens count that the student writes after ``before``.
+        canonical: the student itself writes this token after the one before.
+    """
+
+    token: int
+    before: int | None
+    row: int
+    rest: bytes
+    straddling: tuple[Straddling, ...]
+    off_path: tuple[tuple[int, tuple[int, ...]], ...]
+    filtered: bool
+    canonical: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a rollout is read with the teacher's rows.
+
+    Attributes:
+        teacher_ids: the teacher's encoding of the rollout's text. Row j of the teacher comes after
+            j of these.
+        positions: one per token of the student. None: it has no score, because it begins inside a
+            character or after a special token, or the teacher's encoding is of another text.
+    """
+
+    teacher_ids: tuple[int, ...]
+    positions: tuple[Position | None, ...]
+
+
+def plan_of(pair: Pair, token_ids: Sequence[int]) -> Plan:
+    """Return the plan of a completion.
+
+    Args:
+        pair: the tokenizers.
+        token_ids: the student's completion, with the token that ends its turn where it wrote it.
+    """
+    of_id = pair.student.of_id
+    length = next((at for at, i in enumerate(token_ids) if of_id[i] is None), len(token_ids))
+    written = list(token_ids[:length])
+    content = pair.student.bytes_of(written)
+    text, _ = whole_characters(content)
+    teacher_ids = tuple(pair.teacher.encode_all([text or ""])[0])
+    starts = pair.student.starts(written)
+    reader = _Reader(pair, (text or "").encode(), teacher_ids)
+    words = pair.student.word_starts(text or "")
+    whole = len(reader.content)
+    positions: list[Position | None] = []
+    restarts = False
+    for at, token in enumerate(token_ids[: length + 1]):
+        begin = starts[at]
+        before = written[at - 1] if at else None
+        restarts = restarts and begin not in words
+        canonical = before is None or at == length or pair.canonical(before, token)
+        is_cut = at < length and starts[at + 1] > whole
+        positions.append(
+            None if is_cut else reader.position(begin, token, before, not restarts, canonical)
+        )
+        restarts = restarts or not canonical
+    positions += [None] * (len(token_ids) - len(positions))
+    return Plan(teacher_ids, tuple(positions))
+
+
+class _Reader:
+    """Finds the teacher's rows at a byte of a text."""
+
+    def __init__(self, pair: Pair, content: bytes, teacher_ids: Sequence[int]):
+        self.pair, self.content, self.teacher_ids = pair, content, teacher_ids
+        self.starts = pair.teacher.starts(teacher_ids)
+        self.words = sorted(pair.teacher.word_starts(content.decode()))
+        read = pair.teacher.bytes_of(teacher_ids)
+        same = next(
+            (i for i, (a, b) in enumerate(zip(read, content, strict=False)) if a != b), len(content)
+        )
+        self.readable = min(same, len(read))
+
+    def position(
+        self, begin: int, token: int, before: int | None, filtered: bool, canonical: bool
+    ) -> Position | None:
+        content = self.content
+        inside_character = begin < len(content) and content[begin] & 0xC0 == 0x80
+        if begin > self.readable or inside_character:
+            return None
+        last = bisect_right(self.starts, begin) - 1
+        word = self.words[bisect_left(self.words, begin) - 1] if begin else 0
+        straddling, off_path = [], []
+        for row in range(last, -1, -1):
+            if row < last and self.starts[row] < word:
+                break
+            rest = content[self.starts[row] : begin]
+            if not rest:
+                continue
+            tokens = self.pair.longer_than(rest)
+            if tokens.stop > tokens.start:
+                straddling.append(Straddling(row, tokens, len(rest)))
+            ids = (self.pair.id_of.get(rest[:end]) for end in range(1, len(rest) + 1))
+            own = self.teacher_ids[row] if row < len(self.teacher_ids) else None
+            off_path.append((row, tuple(i for i in ids if i is not None and i != own)))
+        return Position(
+            token,
+            before,
+            last,
+            content[self.starts[last] : begin],
+            tuple(straddling),
+            tuple(off_path),
+            filtered,
+            canonical,
+        )

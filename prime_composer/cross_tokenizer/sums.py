@@ -1,0 +1,164 @@
+"""The teacher's mass on the first student token of what follows each position: sums over rows.
+
+No strings: tables, rows and plans are all numbers, so that a server can compute these sums.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from prime_composer.cross_tokenizer.pair import Pair
+from prime_composer.cross_tokenizer.plan import Plan, Position
+
+BLOCK = 2**25
+"""Entries of the student's vocabulary times positions that are summed at once: 256 MB a sum."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Masses of student tokens at n positions, as shares of the teacher's path to their row.
+
+    Attributes:
+        ids: the sampled token, then those with most mass, [n, m].
+        closed: mass of teacher tokens after which the first student token is certain, [n, m].
+        open: mass of those after which it is not, [n, m].
+        total: both over the whole vocabulary, and tokens that write a part of a character, [n].
+        end: the teacher's mass on the end of its turn, [n]; 0 inside a token.
+        nobody: the teacher's mass on tokens that write nothing, [n]; 0 inside a token.
+        off_path: the teacher's mass on other tokenizations of the text before, [n]: a bound.
+        unlisted: mass that the rows do not list, which may belong to any token here, [n]; 0 where
+            the position is on a row's begin, as ``nobody`` has it then.
+    """
+
+    ids: Int[Tensor, "n m"]
+    closed: Float[Tensor, "n m"]
+    open: Float[Tensor, "n m"]
+    total: Float[Tensor, " n"]
+    end: Float[Tensor, " n"]
+    nobody: Float[Tensor, " n"]
+    off_path: Float[Tensor, " n"]
+    unlisted: Float[Tensor, " n"]
+
+
+class Sums:
+    """Sums with the tables of a pair on a device.
+
+    Args:
+        pair: the tokenizers.
+        device: of the rows.
+    """
+
+    def __init__(self, pair: Pair, device: torch.device | str = "cpu"):
+        tables = pair.tables
+        self._pair = pair
+        self._order = torch.from_numpy(tables.order).to(device)
+        self._start = torch.from_numpy(tables.start).to(device)
+        unknown = len(pair.student.of_id)
+        first = torch.from_numpy(tables.first).to(device)
+        self._first = torch.where(first < 0, unknown, first)
+        self._open = torch.from_numpy(tables.open).to(device)
+        self._ends = torch.tensor(pair.teacher_ends, device=device)
+
+    def candidates(
+        self, probabilities: Float[Tensor, "rows vocab"], plan: Plan, m: int
+    ) -> Candidates:
+        """Return the m tokens with most mass at each position that has a score.
+
+        Args:
+            probabilities: the teacher's rows of the plan's text, the first after its prompt.
+            plan: of the rollout.
+            m: candidates per position, the sampled token included.
+        """
+        positions = [position for position in plan.positions if position is not None]
+        log_path = self._log_path(probabilities, plan)
+        width = len(self._pair.student.of_id)
+        rows = max(1, BLOCK // width)
+        blocks = [
+            self._block(probabilities, log_path, positions[begin : begin + rows], min(m, width))
+            for begin in range(0, len(positions), rows)
+        ]
+        if not blocks:
+            empty, none = probabilities.new_zeros((0, m)), probabilities.new_zeros(0)
+            return Candidates(empty.long(), empty, empty, none, none, none, none, none)
+        return Candidates(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
+
+    def _log_path(
+        self, probabilities: Float[Tensor, "rows vocab"], plan: Plan
+    ) -> Float[Tensor, " rows"]:
+        """Return the log-prob of the teacher's tokens before each row."""
+        ids = torch.tensor(plan.teacher_ids, dtype=torch.long, device=probabilities.device)
+        steps = probabilities[: len(ids)].gather(-1, ids[:, None])[:, 0].log()
+        return torch.cat([steps.new_zeros(1), steps.cumsum(0)])
+
+    def _block(
+        self,
+        probabilities: Float[Tensor, "rows vocab"],
+        log_path: Float[Tensor, " rows"],
+        positions: Sequence[Position],
+        m: int,
+    ) -> tuple[Tensor, ...]:
+        n, width = len(positions), len(self._pair.student.of_id)
+        # One column more than the vocabulary, for entries whose first student token is unknown.
+        closed = probabilities.new_zeros((n, width + 1))
+        open_ = torch.zeros_like(closed)
+        end, nobody = probabilities.new_zeros(n), probabilities.new_zeros(n)
+        aligned = [at for at, position in enumerate(positions) if not position.rest]
+        if aligned:
+            rows = probabilities[[positions[at].row for at in aligned]]
+            mass = rows[:, self._order]
+            entries = self._start[self._order]
+            first, is_open = self._first[entries], self._open[entries]
+            for target, use in ((closed, ~is_open), (open_, is_open)):
+                target[aligned] = target[aligned].index_add(1, first[use], mass[:, use])
+            end[aligned] = rows[:, self._ends].sum(-1)
+            nobody[aligned] = (1 - mass.sum(-1) - end[aligned]).clamp_min(0)
+        unlisted = self._straddle(probabilities, log_path, positions, closed, open_)
+        both = closed + open_
+        total = both.sum(-1)
+        both = both[:, :-1]
+        sampled = torch.tensor([position.token for position in positions], device=both.device)
+        ranked = both.scatter(1, sampled[:, None], torch.inf)
+        ids = ranked.topk(m, dim=-1).indices
+        bound = self._off_path(probabilities, log_path, positions)
+        listed = closed.gather(1, ids), open_.gather(1, ids)
+        return ids, *listed, total, end, nobody, bound, unlisted
+
+    def _straddle(
+        self,
+        probabilities: Float[Tensor, "rows vocab"],
+        log_path: Float[Tensor, " rows"],
+        positions: Sequence[Position],
+        closed: Float[Tensor, "n width"],
+        open_: Float[Tensor, "n width"],
+    ) -> Float[Tensor, " n"]:
+        """Add the mass of teacher tokens across each position; return what rows do not list."""
+        missing = (1 - probabilities.sum(-1)).clamp_min(0)
+        unlisted = probabilities.new_zeros(len(positions))
+        for at, position in enumerate(positions):
+            for part in position.straddling:
+                ids = self._order[part.tokens]
+                share = (log_path[part.row] - log_path[position.row]).exp()
+                if part.row == position.row:
+                    unlisted[at] += missing[part.row] * share
+                mass = probabilities[part.row, ids] * share
+                entries = self._start[ids] + part.skip
+                first, is_open = self._first[entries], self._open[entries]
+                for target, use in ((closed, ~is_open), (open_, is_open)):
+                    target[at].index_add_(0, first[use], mass[use])
+        return unlisted
+
+    def _off_path(
+        self,
+        probabilities: Float[Tensor, "rows vocab"],
+        log_path: Float[Tensor, " rows"],
+        positions: Sequence[Position],
+    ) -> Float[Tensor, " n"]:
+        bound = probabilities.new_zeros(len(positions))
+        for at, position in enumerate(positions):
+            for row, ids in position.off_path:
+                share = (log_path[row] - log_path[position.row]).exp()
+                bound[at] += share * probabilities[row, list(ids)].sum()
+        return bound

@@ -1,0 +1,254 @@
+"""A teacher with a tokenizer of its own: it reads its own prompt and the rollout's text.
+
+Its rows become scores of the student's tokens (``cross_tokenizer``), so that everybody else sees a
+teacher with the student's tokenizer. In front of any scorer: transformers, vLLM, a server.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
+from prime_composer.contract import Scores
+from prime_composer.cross_tokenizer.finish import FullRows, token_scores
+from prime_composer.cross_tokenizer.pair import Pair
+from prime_composer.cross_tokenizer.plan import Plan, plan_of
+from prime_composer.cross_tokenizer.sums import Sums
+from prime_composer.cross_tokenizer.token_bytes import TokenBytes, UnsupportedTokenizer
+from prime_composer.teachers.compatibility import PreflightError, tokenizer_hash
+from prime_composer.teachers.watch import starts_of
+
+WHOLE_UP_TO = 4096
+"""Entries of a teacher's vocabulary up to which all of a row is read."""
+
+READ = 256
+"""Entries of a row that are read of a larger vocabulary, the most probable ones."""
+
+FEWEST_CANDIDATES = 64
+"""Student tokens at least among which a support is chosen."""
+
+Prompts = Callable[[Sequence[int]], Sequence[int]]
+"""Returns the teacher's prompt of a student's."""
+
+
+def make_pair(
+    teacher: Any, student: Any, teacher_ends: Iterable[int], texts: Iterable[str], table: str
+) -> Pair:
+    """Return the tables of two tokenizers of transformers.
+
+    Args:
+        teacher: the teacher's tokenizer.
+        student: the student's.
+        teacher_ends: the teacher's ids that end a text.
+        texts: texts as the teacher writes them.
+        table: the teacher's table in the recipe, for messages.
+
+    Raises:
+        PreflightError: both are the same, or one of them is none that can be compared.
+    """
+    own = f'[{table}] tokenizer = "own"'
+    if tokenizer_hash(teacher) == tokenizer_hash(student):
+        raise PreflightError(
+            f"{own}, and both tokenizers are the same: leave it out, the comparison is exact and "
+            "cheaper without it."
+        )
+    codes = []
+    for tokenizer, who in ((teacher, "the teacher"), (student, "the student")):
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise PreflightError(
+                f"{own}: {who}'s tokenizer is not of the library `tokenizers`, so its tokens' "
+                f"bytes are unknown; choose {who.replace('the', 'a')} with a tokenizer.json."
+            )
+        try:
+            codes.append(TokenBytes(backend, who))
+        except UnsupportedTokenizer as error:
+            raise PreflightError(
+                f"{own}: {error}; choose {who.replace('the', 'a')} with a byte-level BPE tokenizer."
+            ) from None
+    if student.eos_token_id is None:
+        raise PreflightError(f"{own}: the student's tokenizer has no end of text; set eos_token.")
+    return Pair(codes[0], codes[1], teacher_ends, student.eos_token_id, texts)
+
+
+class OwnTokenizerScorer:
+    """Scores of the student's tokens by a teacher with a tokenizer of its own.
+
+    A support has the sampled token, then the most probable ids whose probability one pass of the
+    teacher resolves; other columns are not known. A token of which the teacher has no probability
+    is not ``scored``.
+
+    Args:
+        scorer: the teacher's, in its own tokens.
+        pair: the tokenizers.
+        prompts: returns the teacher's prompt of a student's.
+        vocab_size: entries of the student's head.
+        fixed: supports must not depend on the sampled token.
+    """
+
+    gives_any_ids = False
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        pair: Pair,
+        prompts: Prompts,
+        vocab_size: int,
+        *,
+        fixed: bool = False,
+    ):
+        self.scorer, self.pair, self.prompts = scorer, pair, prompts
+        self._vocab_size, self._fixed = vocab_size, fixed
+        self._sums = Sums(pair)
+        self._metrics, self._tokens = Counter[str](), 0
+
+    @property
+    def limits(self) -> Limits:
+        """Those of the student's vocabulary. Lengths are the teacher's, in its own tokens."""
+        return Limits(vocab_size=self._vocab_size, max_logprobs=self._vocab_size)
+
+    @property
+    def starts(self) -> int | None:
+        """Starts that the teacher's server has named."""
+        return starts_of(self.scorer)
+
+    @property
+    def sampler(self) -> Sampler | None:
+        """The teacher's sampler, whose answers are encoded for the student."""
+        sampler = self.scorer.sampler
+        return None if sampler is None else OwnTokenizerSampler(sampler, self.pair, self.prompts)
+
+    def score(
+        self,
+        rollouts: Sequence[Rollout],
+        support_size: int | Literal["full"],
+        prompts: Sequence[Sequence[int]] | None = None,
+        *,
+        candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
+        hidden: bool = False,
+    ) -> list[Scores]:
+        """Score as ``protocols.Scorer`` says, K ids at most.
+
+        Raises:
+            ValueError: what is asked for needs one tokenizer for both, or a rollout does not fit
+                into the teacher's window.
+        """
+        if support_size == "full" or candidate_ids is not None or hidden or prompts is not None:
+            raise ValueError(
+                'a teacher with tokenizer = "own" scores top-K supports of its own choice under '
+                "its own prompt; set k to a number and chosen_by to 'teacher'"
+            )
+        plans = [
+            plan_of(self.pair, rollout.token_ids[rollout.start :].tolist()) for rollout in rollouts
+        ]
+        readings = [
+            self._reading(rollout, plan) for rollout, plan in zip(rollouts, plans, strict=True)
+        ]
+        size = self.scorer.limits.vocab_size or len(self.pair.teacher.of_id)
+        read = size if size <= WHOLE_UP_TO else READ
+        return [
+            self._of_student(rollout, plan, given, size, support_size)
+            for rollout, plan, given in zip(
+                rollouts, plans, self.scorer.score(readings, read), strict=True
+            )
+        ]
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return means over the tokens that were scored since the last call."""
+        metrics = {f"xtok/{name}": value / self._tokens for name, value in self._metrics.items()}
+        self._metrics, self._tokens = Counter(), 0
+        return metrics
+
+    def close(self) -> None:
+        """Close the teacher's scorer."""
+        self.scorer.close()
+
+    def _reading(self, rollout: Rollout, plan: Plan) -> Rollout:
+        """Return what the teacher reads, in its own tokens, with an end to score after the text."""
+        if not rollout.trained.all():
+            raise ValueError(
+                'a teacher with tokenizer = "own" reads one answer per rollout; rollouts of '
+                "several turns need the student's tokenizer"
+            )
+        prompt = self.prompts(rollout.token_ids[: rollout.start].tolist())
+        ids = torch.tensor([*prompt, *plan.teacher_ids, self.pair.teacher_ends[0]])
+        return Rollout(
+            ids,
+            torch.arange(len(ids)) >= len(prompt),
+            torch.full(ids.shape, torch.nan),
+            rollout.finish_reason,
+            rollout.prompt_index,
+        )
+
+    def _of_student(self, rollout: Rollout, plan: Plan, read: Scores, size: int, k: int) -> Scores:
+        rows = dense(read, plan, max(size, len(self.pair.teacher.of_id)))
+        candidates = self._sums.candidates(rows, plan, max(4 * k, FEWEST_CANDIDATES))
+        scores, metrics = token_scores(
+            self.pair, plan, candidates, FullRows(rows), k, fixed=self._fixed
+        )
+        tokens = len(plan.positions)
+        self._tokens += tokens
+        self._metrics.update({name: value * tokens for name, value in metrics.items()})
+        return replace(scores, start=rollout.start)
+
+
+def dense(read: Scores, plan: Plan, size: int) -> Float[Tensor, "rows vocab"]:
+    """Return the rows that were read as probabilities of the whole vocabulary; 0 elsewhere."""
+    rows = torch.zeros(len(read), size)
+    rows.scatter_(1, read.token_ids, read.teacher_logprobs.float().exp())
+    sampled = torch.tensor(plan.teacher_ids, dtype=torch.long)
+    own = read.ref_logprobs[: len(sampled)].float().exp()
+    rows[torch.arange(len(sampled)), sampled] = own
+    return rows
+
+
+class OwnTokenizerSampler:
+    """A teacher's sampler for a student with another tokenizer: its answers are encoded again.
+
+    Their log mu is NaN: the teacher drew other tokens.
+    """
+
+    def __init__(self, sampler: Sampler, pair: Pair, prompts: Prompts):
+        self._sampler, self._pair, self._prompts = sampler, pair, prompts
+
+    @property
+    def limits(self) -> Limits:
+        """None: lengths are the teacher's, in its own tokens."""
+        return Limits()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
+    ) -> list[Rollout]:
+        """Return the teacher's answers in the student's tokens, ``params.max_tokens`` at most."""
+        own = [self._prompts(prompt) for prompt in prompts]
+        return [
+            self._encoded(rollout, prompts[rollout.prompt_index], params.max_tokens)
+            for rollout in self._sampler.generate(own, params, seed)
+        ]
+
+    def _encoded(self, rollout: Rollout, prompt: Sequence[int], most: int) -> Rollout:
+        content = self._pair.teacher.bytes_of(rollout.completion_ids)
+        ids = list(self._pair.student.encode(content.decode(errors="ignore")))
+        if rollout.finish_reason == "stop" or not ids:
+            ids.append(self._pair.student_end)
+        is_cut = len(ids) > most
+        token_ids = torch.tensor([*prompt, *ids[:most]])
+        return Rollout(
+            token_ids,
+            torch.arange(len(token_ids)) >= len(prompt),
+            torch.full(token_ids.shape, torch.nan),
+            "length" if is_cut else rollout.finish_reason,
+            rollout.prompt_index,
+        )
+
+    def update_weights(self, model: nn.Module) -> None:
+        """Refuse: a teacher's weights are fixed."""
+        raise NotImplementedError("the weights of a teacher are fixed")
+
+    def close(self) -> None:
+        """Do nothing: the scorer closes its sampler."""

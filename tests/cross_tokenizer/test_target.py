@@ -1,0 +1,275 @@
+"""Against the distribution over all texts: what one prefill gives of the student's own tokens."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from prime_composer.cross_tokenizer.finish import NEVER, FullRows, Row, token_scores
+from prime_composer.cross_tokenizer.pair import Pair
+from prime_composer.cross_tokenizer.plan import plan_of
+from prime_composer.cross_tokenizer.sums import Sums
+from prime_composer.cross_tokenizer.token_bytes import TokenBytes
+from tests.cross_tokenizer.toys import ToyTeacher, pushed_forward, random_tokenizer
+
+ALPHABET = "ab "
+EVERY = 1000
+"""Candidates: the whole vocabulary."""
+
+
+@dataclass
+class Toy:
+    teacher: ToyTeacher
+    pair: Pair
+    exact: dict[tuple[int, ...], float]
+
+    def rollouts(self, count: int, seed: int) -> Iterator[tuple[int, ...]]:
+        """Yield what a student may sample: the target's tokens, half of the time any of them."""
+        rng = np.random.default_rng(seed)
+        for _ in range(count):
+            ids: tuple[int, ...] = ()
+            while len(ids) < 6 and (not ids or ids[-1] != self.pair.student_end):
+                after = [i for i in range(len(self.pair.student.of_id)) if (*ids, i) in self.exact]
+                mass = np.array([self.exact[*ids, i] for i in after])
+                share = 0.5 * mass / mass.sum() + 0.5 / len(after)
+                ids = (*ids, int(rng.choice(after, p=share)))
+            yield ids
+
+
+def toy(seed: int, *, words: bool, noncanonical: float = 0.0) -> Toy:
+    """Return a toy pair. Which entries are open is found by trying all continuations."""
+    teacher_tokens = random_tokenizer(2 * seed, ALPHABET, 5, words=words)
+    student = random_tokenizer(2 * seed + 1, ALPHABET, 5, words=words)
+    teacher = ToyTeacher(teacher_tokens, ALPHABET, 5, noncanonical, seed)
+    end = len(student.of_id) - 1
+    pair = Pair(teacher_tokens, student, [teacher.end], end, [])
+    continuations = ["".join(c) for n in range(1, 5) for c in itertools.product(ALPHABET, repeat=n)]
+
+    @cache
+    def is_open(content: bytes, first: int) -> bool:
+        text = content.decode()
+        return any(student.encode(text + more)[0] != first for more in continuations)
+
+    pair.is_open = is_open  # type: ignore[method-assign]
+    tables = pair.tables
+    found = np.zeros_like(tables.open)
+    for token in teacher.ids:
+        for entry in range(tables.start[token], tables.start[token + 1]):
+            content = (teacher_tokens.of_id[token] or b"")[entry - tables.start[token] :]
+            found[entry] = is_open(content, int(tables.first[entry]))
+    pair.tables = replace(tables, open=found, asks=found)
+    return Toy(teacher, pair, pushed_forward(teacher, student, end))
+
+
+@pytest.mark.parametrize("words", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_brute_force_lies_between_what_is_certain_and_what_is_open(
+    seed: int, words: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where the teacher has one tokenization of the text before. Exact where nothing is open.
+    monkeypatch.setattr("prime_composer.cross_tokenizer.finish.SMALLEST_BRANCH", 1e-12)
+    this = toy(seed, words=words)
+    pair, exact = this.pair, this.exact
+    bounded = 0
+    for ids in this.rollouts(10, seed):
+        plan = plan_of(pair, ids)
+        rows = this.teacher.rows(pair.student.bytes_of(ids).decode())
+        found = Sums(pair).candidates(rows, plan, EVERY)
+        steps = [float(rows[j, token]) for j, token in enumerate(plan.teacher_ids)]
+        for at, position in enumerate(plan.positions):
+            if position is None or float(found.off_path[at]) > 1e-12:
+                continue
+            row = Row(pair, plan, position, found, at, FullRows(rows))
+            row.refine()
+            own, norm = row.own_and_norm()
+            path = math.prod(steps[: position.row])
+            unsure = sum(row.masses.open.values()) + row.masses.doubtful
+            for token in range(pair.student_end):
+                mass = exact.get((*ids[:at], token), 0.0) / path
+                certain = row.masses.closed.get(token, 0.0)
+                assert certain - 1e-9 <= mass <= certain + unsure + 1e-9
+                bounded += mass > 0
+            if unsure == 0:
+                assert norm == pytest.approx(exact[ids[:at]] / path, rel=1e-9)
+                target = exact[ids[: at + 1]] / exact[ids[:at]]
+                assert own == pytest.approx(log_or_never(target), abs=1e-6)
+    assert bounded > 30
+
+
+def log_or_never(probability: float) -> float:
+    return max(NEVER, math.log(probability)) if probability else NEVER
+
+
+def scores_of(pair: Pair, rows: torch.Tensor, ids: tuple[int, ...], k: int = 8, **options: bool):
+    plan = plan_of(pair, ids)
+    found = Sums(pair).candidates(rows, plan, EVERY)
+    return token_scores(pair, plan, found, FullRows(rows), k, **options)
+
+
+def test_every_row_is_a_distribution_with_the_sampled_token_first() -> None:
+    this = toy(1, words=False, noncanonical=0.1)
+    count = 0
+    for ids in this.rollouts(30, 7):
+        rows = this.teacher.rows(this.pair.student.bytes_of(ids).decode())
+        scores, _ = scores_of(this.pair, rows, ids)
+        mass = torch.where(scores.all_known, scores.teacher_logprobs.exp(), 0.0).sum(-1)
+        assert (mass < 1).all()
+        for at, token in enumerate(ids):
+            assert len({*scores.token_ids[at].tolist()}) == scores.k
+            if scores.ref_logprobs[at] > NEVER + 1e-6:
+                assert scores.token_ids[at, 0] == token
+                torch.testing.assert_close(
+                    scores.teacher_logprobs[at, 0], scores.ref_logprobs[at], atol=2e-6, rtol=0
+                )
+                count += 1
+    assert count > 60
+
+
+def test_equal_tokenizers_give_the_teachers_own_probabilities() -> None:
+    tokens = random_tokenizer(3, ALPHABET, 5, words=True)
+    teacher = ToyTeacher(tokens, ALPHABET, 5, noncanonical=0.0, seed=3)
+    pair = Pair(tokens, tokens, [teacher.end], teacher.end, [])
+    # Every continuation of a canonical text is canonical, so that no token changes another.
+    closed = np.zeros_like(pair.tables.open)
+    pair.tables = replace(pair.tables, open=closed, asks=closed)
+    exact = pushed_forward(teacher, tokens, teacher.end)
+    checked = 0
+    for ids in Toy(teacher, pair, exact).rollouts(20, 1):
+        written = [i for i in ids if i != teacher.end]
+        rows = teacher.rows(tokens.bytes_of(written).decode())
+        scores, _ = scores_of(pair, rows, ids)
+        for at, token in enumerate(ids):
+            own = float(scores.ref_logprobs[at])
+            assert own == pytest.approx(log_or_never(float(rows[at, token])), abs=1e-6)
+            checked += 1
+    assert checked > 40
+
+
+def test_a_student_of_single_bytes_gets_the_marginals_of_bytes() -> None:
+    this = toy(2, words=False)
+    student = random_tokenizer(0, ALPHABET, 0, words=False)
+    pair = Pair(this.teacher.tokens, student, [this.teacher.end], len(student.of_id) - 1, [])
+    exact = pushed_forward(this.teacher, student, pair.student_end)
+    equal = 0
+    for ids in Toy(this.teacher, pair, exact).rollouts(20, 2):
+        rows = this.teacher.rows(student.bytes_of(ids).decode())
+        plan = plan_of(pair, ids)
+        found = Sums(pair).candidates(rows, plan, EVERY)
+        scores, _ = token_scores(pair, plan, found, FullRows(rows), 8)
+        for at in range(len(ids)):
+            if float(found.off_path[at]) < 1e-12:
+                target = math.log(exact[ids[: at + 1]] / exact[ids[:at]])
+                assert float(scores.ref_logprobs[at]) == pytest.approx(target, abs=1e-6)
+                equal += 1
+    assert equal > 20
+
+
+def permuted(tokens: TokenBytes, order: list[int]) -> TokenBytes:
+    """Return a tokenizer whose id i is what ``order[i]`` was."""
+    new = object.__new__(TokenBytes)
+    place = {old: at for at, old in enumerate(order)}
+    new.of_id = tuple(tokens.of_id[old] for old in order)
+    new.encode_all = lambda texts: [[place[i] for i in ids] for ids in tokens.encode_all(texts)]  # type: ignore[method-assign]
+    new.encode = cache(lambda text: tuple(place[i] for i in tokens.encode(text)))
+    new.word_starts = tokens.word_starts  # type: ignore[method-assign]
+    return new
+
+
+def test_permuted_vocabularies_permute_the_result() -> None:
+    this = toy(0, words=True, noncanonical=0.1)
+    pair, teacher = this.pair, this.teacher
+    rng = np.random.default_rng(0)
+    student_order = rng.permutation(len(pair.student.of_id)).tolist()
+    teacher_order = rng.permutation(len(pair.teacher.of_id)).tolist()
+    plain = Pair(pair.teacher, pair.student, pair.teacher_ends, pair.student_end, [])
+    other = Pair(
+        permuted(pair.teacher, teacher_order),
+        permuted(pair.student, student_order),
+        [teacher_order.index(i) for i in pair.teacher_ends],
+        student_order.index(pair.student_end),
+        [],
+    )
+    for ids in this.rollouts(10, 5):
+        rows = teacher.rows(pair.student.bytes_of(ids).decode())
+        one, _ = scores_of(plain, rows, ids)
+        two, _ = scores_of(
+            other, rows[:, teacher_order], tuple(student_order.index(i) for i in ids)
+        )
+        torch.testing.assert_close(one.ref_logprobs, two.ref_logprobs)
+        for at in range(len(ids)):
+            supports = [
+                {
+                    (int(i) if names is None else names[int(i)]): float(q)
+                    for i, q, known in zip(
+                        s.token_ids[at], s.teacher_logprobs[at], s.all_known[at], strict=True
+                    )
+                    if known
+                }
+                for s, names in ((one, None), (two, student_order))
+            ]
+            assert supports[0] == pytest.approx(supports[1], abs=1e-5)
+
+
+def test_a_fixed_support_does_not_depend_on_the_sampled_token() -> None:
+    # Compared where the texts have one teacher path up to the last token.
+    this = toy(1, words=True)
+    student, compared = this.pair.student, 0
+    for ids in this.rollouts(20, 9):
+        found = {}
+        for token in range(this.pair.student_end):
+            other = (*ids[:-1], token)
+            plan = plan_of(this.pair, other)
+            position = plan.positions[-1]
+            if other not in this.exact or position is None:
+                continue
+            rows = this.teacher.rows(student.bytes_of(other).decode())
+            scores, _ = scores_of(this.pair, rows, other, fixed=True)
+            last = scores.rows(slice(len(ids) - 1, len(ids)))
+            support = torch.stack([last.token_ids, last.teacher_logprobs])[
+                :, last.all_known
+            ].tolist()
+            found.setdefault(plan.teacher_ids[: position.row], []).append(support)
+        for supports in found.values():
+            assert all(support == supports[0] for support in supports)
+            compared += len(supports) - 1
+    assert compared > 10
+
+
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    this = toy(2, words=True, noncanonical=0.1)
+    (ids,) = this.rollouts(1, 11)
+    rows = this.teacher.rows(this.pair.student.bytes_of(ids).decode())
+    plan = plan_of(this.pair, ids)
+    whole = Sums(this.pair).candidates(rows, plan, 20)
+    monkeypatch.setattr("prime_composer.cross_tokenizer.sums.BLOCK", 1)
+    parts = Sums(this.pair).candidates(rows, plan, 20)
+    assert torch.equal(whole.ids, parts.ids) and torch.equal(whole.closed, parts.closed)
+    assert torch.equal(whole.total, parts.total) and torch.equal(whole.open, parts.open)
+
+
+def test_a_token_that_the_student_would_not_write_is_improbable_and_left_out() -> None:
+    this = toy(1, words=True)
+    student = this.pair.student
+    merged = next(
+        (left, right, joined)
+        for joined, content in enumerate(student.of_id)
+        if content and len(content) > 1
+        for cut in range(1, len(content))
+        for left in [student.of_id.index(content[:cut])]
+        if content[:cut] in student.of_id
+        for right in [student.of_id.index(content[cut:])]
+        if content[cut:] in student.of_id
+    )
+    left, right, _ = merged
+    ids = (left, right, this.pair.student_end)
+    rows = this.teacher.rows(student.bytes_of(ids).decode())
+    scores, metrics = scores_of(this.pair, rows, ids)
+    assert float(scores.ref_logprobs[1]) == pytest.approx(NEVER)
+    support = scores.token_ids[1][scores.all_known[1]]
+    assert right not in support.tolist()
+    assert metrics["noncanonical"] == pytest.approx(1 / 3)

@@ -1,0 +1,124 @@
+"""Toy teachers whose distribution over all texts can be written down."""
+
+import random
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from prime_composer.cross_tokenizer.token_bytes import TokenBytes
+
+END = "<end>"
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def byte_level(merges: list[tuple[str, str]], *, words: bool) -> Tokenizer:
+    """Return a byte-level BPE with these merges and an end; with ``words``, a space begins one."""
+    pairs = [tuple(part.replace(" ", "Ġ") for part in pair) for pair in merges]
+    tokens = list(dict.fromkeys([*BYTES, *(a + b for a, b in pairs)]))
+    tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, pairs))
+    split = pre_tokenizers.Split(Regex(" ?[^ ]+| "), behavior="isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_]) if words else bytes_
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    return tokenizer
+
+
+def random_tokenizer(seed: int, alphabet: str, count: int, *, words: bool) -> TokenBytes:
+    """Return a tokenizer with random merges, frequent pairs of a random text among them."""
+    rng = random.Random(seed)
+    pieces = [[*rng.choices(alphabet, k=8)] for _ in range(300)]
+    merges: list[tuple[str, str]] = []
+    while len(merges) < count:
+        seen: dict[tuple[str, str], int] = defaultdict(int)
+        for piece in pieces:
+            for pair in zip(piece, piece[1:], strict=False):
+                if not (words and " " in pair[1]) and len("".join(pair)) <= 4:
+                    seen[pair] += 1
+        best = max(sorted(seen), key=lambda pair: seen[pair] * rng.uniform(0.3, 1))
+        merges.append(best)
+        for piece in pieces:
+            at = 0
+            while at < len(piece) - 1:
+                if (piece[at], piece[at + 1]) == best:
+                    piece[at : at + 2] = ["".join(best)]
+                at += 1
+    return TokenBytes(byte_level(merges, words=words), "a toy")
+
+
+class ToyTeacher:
+    """Random rows by position and the last two tokens, over texts of at most ``length`` tokens.
+
+    Args:
+        tokens: its tokenizer.
+        alphabet: the characters of its texts.
+        length: tokens of a text at most.
+        noncanonical: factor of the probability of tokens that its tokenizer would not write next.
+    """
+
+    def __init__(
+        self, tokens: TokenBytes, alphabet: str, length: int, noncanonical: float, seed: int
+    ):
+        self.tokens, self.length, self.noncanonical, self.seed = tokens, length, noncanonical, seed
+        allowed = alphabet.encode()
+        self.ids = [
+            i for i, content in enumerate(tokens.of_id) if content and not content.strip(allowed)
+        ]
+        self.end = len(tokens.of_id) - 1
+        self.row = cache(self._row)
+
+    def _row(self, context: tuple[int, ...]) -> np.ndarray:
+        row = np.zeros(len(self.tokens.of_id))
+        if len(context) == self.length:
+            row[self.end] = 1
+            return row
+        key = zlib.crc32(repr((self.seed, context[-2:], len(context))).encode())
+        row[[*self.ids, self.end]] = np.exp(
+            1.2 * np.random.default_rng(key).standard_normal(len(self.ids) + 1)
+        )
+        row[self.end] *= 0.3 if context else 0
+        before = self.tokens.bytes_of(context).decode()
+        for i in self.ids:
+            written = self.tokens.encode(before + (self.tokens.of_id[i] or b"").decode())
+            if written != (*context, i):
+                row[i] *= self.noncanonical
+        return row / row.sum()
+
+    def texts(self) -> dict[str, float]:
+        """Return the probability of every text."""
+        found: dict[str, float] = defaultdict(float)
+        for context, mass in self._walk((), 1.0):
+            found[self.tokens.bytes_of(context).decode()] += mass * self.row(context)[self.end]
+        return found
+
+    def _walk(
+        self, context: tuple[int, ...], mass: float
+    ) -> Iterator[tuple[tuple[int, ...], float]]:
+        if mass < 1e-13:
+            return
+        yield context, mass
+        row = self.row(context)
+        for i in self.ids:
+            yield from self._walk((*context, i), mass * row[i])
+
+    def rows(self, text: str) -> torch.Tensor:
+        """Return the rows of its own encoding of a text, [tokens + 1, V_T]."""
+        ids = self.tokens.encode(text)
+        return torch.from_numpy(np.stack([self.row(ids[:end]) for end in range(len(ids) + 1)]))
+
+
+def pushed_forward(
+    teacher: ToyTeacher, student: TokenBytes, end: int
+) -> dict[tuple[int, ...], float]:
+    """Return the probability that the student's encoding of a text begins with each sequence."""
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    for text, mass in teacher.texts().items():
+        ids = (*student.encode(text), end)
+        for length in range(len(ids) + 1):
+            found[ids[:length]] += mass
+    return found

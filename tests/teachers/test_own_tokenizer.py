@@ -1,0 +1,300 @@
+"""A teacher with a tokenizer of its own, in front of any scorer."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_composer.backends.protocols import Rollout, SamplingParams
+from prime_composer.contract import Scores
+from prime_composer.cross_tokenizer.finish import NEVER
+from prime_composer.local.tracker import read_metrics
+from prime_composer.problems.config import Problem
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.schema import RecipeError
+from prime_composer.step.batch import Sample, with_scores
+from prime_composer.teachers import own_tokenizer
+from prime_composer.teachers.compatibility import PreflightError
+from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer, make_pair
+from tests.command import numbers
+from tests.cross_tokenizer.toys import END, byte_level
+from tests.local.helpers import Silent, run
+from tests.tiny_qwen import make_model
+
+
+def wrapped(merges: list[tuple[str, str]]) -> Any:
+    from prime_composer.backends.hf_model import import_transformers
+
+    transformers = import_transformers()
+    tokenizer = byte_level(merges, words=True)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+
+
+TEACHER = [("a", "b"), ("ab", "c"), (" ", "a"), (" ", "b"), (" a", "b")]
+STUDENT = [("b", "c"), (" ", "c")]
+
+
+def scorer_of(
+    student_merges: list[tuple[str, str]], shift: int = 0, **options: bool
+) -> tuple[OwnTokenizerScorer, Any]:
+    """Return the scorer of a random teacher; ``shift`` marks before the prompt are its own."""
+    from prime_composer.teachers.transformers import TransformersScorer
+
+    teacher, student = wrapped(TEACHER), wrapped(student_merges)
+    model = make_model(True, 3, vocab_size=len(teacher), eos_token_id=teacher.eos_token_id)
+    pair = make_pair(teacher, student, [teacher.eos_token_id], [], "teacher")
+
+    def prompts(ids: Any) -> list[int]:
+        return [*teacher.encode("!" * shift), *teacher.encode(student.decode(ids))]
+
+    inner = TransformersScorer(model)
+    return OwnTokenizerScorer(inner, pair, prompts, len(student), **options), student
+
+
+def rollout_of(student: Any, prompt: str, text: str, ended: bool = True) -> Rollout:
+    start = len(student.encode(prompt))
+    ids = student.encode(prompt) + student.encode(text) + [student.eos_token_id] * ended
+    token_ids = torch.tensor(ids)
+    mask = torch.arange(len(ids)) >= start
+    return Rollout(token_ids, mask, torch.full(token_ids.shape, torch.nan), "stop", 0)
+
+
+def first_row(scorer: OwnTokenizerScorer, prompt: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = scorer.scorer.model(torch.tensor([prompt])).logits[0, -1]  # type: ignore[attr-defined]
+    return logits.double().softmax(-1)
+
+
+@pytest.mark.parametrize("shift", [0, 3])
+def test_first_byte_is_the_marginal_of_the_teachers_row(shift: int) -> None:
+    # A student of single bytes; where the text begins, one row has it all.
+    scorer, student = scorer_of([], shift)
+    rollout = rollout_of(student, "ab ", "abcab c")
+    (scores,) = scorer.score([rollout], 8)
+    prompt = scorer.prompts(rollout.token_ids[: rollout.start].tolist())
+    row = first_row(scorer, list(prompt))
+    marginal = torch.zeros(len(student), dtype=torch.float64)
+    for token, content in enumerate(scorer.pair.teacher.of_id):
+        if content and content[0] < 128:
+            marginal[scorer.pair.student.of_id.index(content[:1])] += row[token]
+    own = math.log(float(marginal[rollout.token_ids[rollout.start]]))
+    assert float(scores.ref_logprobs[0]) == pytest.approx(own, abs=1e-5)
+    for token, q, known in zip(
+        scores.token_ids[0], scores.teacher_logprobs[0], scores.all_known[0], strict=True
+    ):
+        content = scorer.pair.student.of_id[int(token)]
+        if known and content and content[0] < 128:
+            assert float(q) == pytest.approx(math.log(float(marginal[token])), abs=1e-5)
+    assert scores.start == rollout.start and len(scores) == 8
+    # What ends the text is the teacher's own end.
+    ended = first_row(scorer, [*prompt, *scorer.pair.teacher.encode("abcab c")])
+    end = math.log(float(ended[scorer.pair.teacher_ends[0]]))
+    assert float(scores.ref_logprobs[-1]) == pytest.approx(end, abs=1e-4)
+
+
+def test_aligned_positions_need_only_the_top_of_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer, student = scorer_of(STUDENT)
+    rollout = rollout_of(student, "ab", " cab bc")
+    (whole,) = scorer.score([rollout], 4)
+    monkeypatch.setattr(own_tokenizer, "WHOLE_UP_TO", 0)
+    monkeypatch.setattr(own_tokenizer, "READ", 240)
+    (top,) = scorer.score([rollout], 4)
+    assert top.scored is not None and whole.scored is not None and whole.scored.all()
+    near = top.scored & (top.ref_logprobs > NEVER)
+    assert near.sum() >= 2
+    # What is left out of a row is its least probable ids: a few percent of its mass.
+    assert float((top.ref_logprobs - whole.ref_logprobs)[near].abs().max()) < 0.05
+
+
+def test_a_row_that_leaves_out_too_much_has_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer, student = scorer_of([])
+    monkeypatch.setattr(own_tokenizer, "WHOLE_UP_TO", 0)
+    monkeypatch.setattr(own_tokenizer, "READ", 2)
+    rollout = rollout_of(student, "ab", "abcabc")
+    (scores,) = scorer.score([rollout], 4)
+    # "b" begins inside of the teacher's "abc", and almost nothing of that row was read.
+    assert scores.scored is not None and not scores.scored[1] and scores.scored[0]
+    sample = with_scores(Sample(rollout, Problem("", "")), scores)
+    assert sample is not None and sample.scores is not None and sample.scores.scored is None
+    assert sample.rollout.trained.tolist() == scores.scored.tolist()
+    assert torch.equal(sample.scores.ref_logprobs, scores.ref_logprobs)
+
+
+def test_with_scores_begins_at_the_first_scored_token() -> None:
+    rollout = Rollout(torch.arange(6), torch.arange(6) >= 2, torch.full((6,), torch.nan), "stop", 0)
+    numbers = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    scores = Scores(
+        numbers,
+        torch.zeros(4, 0, dtype=torch.long),
+        torch.zeros(4, 0),
+        start=2,
+        scored=torch.tensor([False, True, False, True]),
+    )
+    sample = with_scores(Sample(rollout, Problem("", "")), scores)
+    assert sample is not None and sample.scores is not None
+    assert sample.rollout.start == 3 and sample.scores.start == 3
+    assert sample.scores.ref_logprobs.tolist() == [-2.0, -3.0, -4.0]
+    assert sample.rollout.trained.tolist() == [True, False, True]
+    nothing = with_scores(
+        Sample(rollout, Problem("", "")),
+        Scores(
+            numbers,
+            scores.token_ids,
+            scores.teacher_logprobs,
+            start=2,
+            scored=torch.zeros(4, dtype=torch.bool),
+        ),
+    )
+    assert nothing is None
+
+
+def test_the_teachers_answers_are_encoded_for_the_student(tmp_path: Path) -> None:
+    from prime_composer.teachers.transformers import TransformersScorer
+
+    live, student = scorer_of(STUDENT)
+    live.scorer.model.save_pretrained(tmp_path)  # type: ignore[attr-defined]
+    stored = TransformersScorer(tmp_path)
+    scorer = OwnTokenizerScorer(stored, live.pair, live.prompts, len(student))
+    sampler, inner = scorer.sampler, stored.sampler
+    assert sampler is not None and inner is not None
+    prompts = [student.encode("ab c"), student.encode("c")]
+    params = SamplingParams(max_tokens=6)
+    own = inner.generate([scorer.prompts(ids) for ids in prompts], params, seed=4)
+    for rollout, written in zip(sampler.generate(prompts, params, seed=4), own, strict=True):
+        content = scorer.pair.teacher.bytes_of(written.completion_ids)
+        text = content.decode(errors="ignore")
+        ended = [student.eos_token_id] * (written.finish_reason == "stop" or not text)
+        assert rollout.completion_ids == (student.encode(text) + ended)[:6]
+        assert rollout.token_ids[: rollout.start].tolist() == prompts[rollout.prompt_index]
+        assert rollout.inference_logprobs.isnan().all()
+
+
+def test_metrics_are_means_over_tokens_since_they_were_taken() -> None:
+    scorer, student = scorer_of(STUDENT)
+    rollouts = [rollout_of(student, "ab", text) for text in ("abc", " cab bc")]
+    each = []
+    for rollout in rollouts:
+        scorer.score([rollout], 4)
+        each.append(scorer.take_metrics())
+    scorer.score(rollouts, 4)
+    both, counts = scorer.take_metrics(), [int(r.loss_mask.sum()) for r in rollouts]
+    for name in ("xtok/aligned", "xtok/teacher_tokens", "xtok/support_size"):
+        mean = sum(n * one[name] for n, one in zip(counts, each, strict=True)) / sum(counts)
+        assert both[name] == pytest.approx(mean)
+    assert scorer.take_metrics() == {}
+
+
+@pytest.mark.parametrize(
+    "changes, needles",
+    [
+        ({"loss": {"k": "full"}}, ["k", "full", "number"]),
+        ({"loss": {"chosen_by": "student"}}, ["chosen_by", "teacher"]),
+        ({"eval": {"kl_support": "full"}}, ["eval.kl_support", "number"]),
+        ({"teacher": {"on_overflow": "drop"}}, ["on_overflow", "rollout.max_tokens"]),
+        (
+            {
+                "teacher": None,
+                "teachers": {"a": {"model": "a", "tokenizer": "own"}, "b": {"model": "b"}},
+            },
+            ["teachers.a", "mixture", "data.teacher"],
+        ),
+        ({"teacher": {"tokenizer": "other"}}, ["tokenizer", "shared"]),
+    ],
+)
+def test_what_needs_one_tokenizer_is_refused(changes: dict[str, Any], needles: list[str]) -> None:
+    raw: dict[str, Any] = {
+        "student": {"model": "s"},
+        "teacher": {"model": "t", "tokenizer": "own"},
+        "loss": {"type": "topk_reverse_kl", "k": 16},
+        "data": {"source": "generated"},
+        "trainer": {"steps": 1, "batch_size": 2},
+    }
+    parse_recipe(raw)
+    for table, keys in changes.items():
+        if keys is None:
+            del raw[table]
+        else:
+            raw[table] = raw.get(table, {}) | keys
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(raw)
+    assert all(needle in str(caught.value) for needle in needles), str(caught.value)
+
+
+def test_equal_and_unusable_tokenizers_are_refused() -> None:
+    same = wrapped(STUDENT)
+    with pytest.raises(PreflightError, match="leave it out"):
+        make_pair(same, wrapped(STUDENT), [257], [], "teacher")
+    with pytest.raises(PreflightError, match=r"\[teachers.x\] tokenizer.*tokenizer.json"):
+        make_pair(object_tokenizer(), same, [257], [], "teachers.x")
+
+
+def object_tokenizer() -> Any:
+    class Slow:
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0}
+
+    return Slow()
+
+
+def test_hidden_states_and_chosen_ids_are_refused() -> None:
+    scorer, student = scorer_of(STUDENT)
+    rollout = rollout_of(student, "ab", "abc")
+    for asked in ({"support_size": "full"}, {"support_size": 2, "hidden": True}):
+        with pytest.raises(ValueError, match='tokenizer = "own"'):
+            scorer.score([rollout], **asked)  # type: ignore[arg-type]
+
+
+def own_recipe(tiny_recipe: Callable[..., dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    """Return the tables of a tiny run whose teacher has GPT-2's pieces."""
+    raw = tiny_recipe(eval__kl_support=8, loss__k=8, **changes)
+    raw["teacher"]["tokenizer"] = "own"
+    raw["teacher"]["prepare"] |= {"pieces": "gpt2", "vocab_size": 320}
+    raw["student"]["prepare"]["sft_steps"] = 60  # one that writes characters
+    return raw
+
+
+def test_run_distils_from_another_tokenizer_and_resumes(
+    tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    raw = own_recipe(tiny_recipe, trainer__steps=4)
+    outcome = run(raw, tmp_path / "whole")
+    before, *_, after = outcome.evaluations.values()
+    assert after["eval/reverse_kl"] < before["eval/reverse_kl"]
+    record = read_metrics(tmp_path / "whole")[1]
+    assert 0 < record["xtok/aligned"] < 1 and record["xtok/unscored"] < 1
+    assert record["xtok/teacher_tokens"] < 1  # whole numbers, where the student has digits
+    run(raw, tmp_path / "cut", Silent(interrupt_at=3))
+    run(raw, tmp_path / "cut", resume=True)
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+
+
+def test_run_trains_on_the_teachers_answers_in_the_students_tokens(
+    tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    raw = own_recipe(tiny_recipe, trainer__steps=2)
+    raw["loss"] = {"type": "sft"}
+    raw["rollout"] |= {"student_fraction": 0.0, "other_source": "teacher"}
+    outcome = run(raw, tmp_path / "run")
+    before, *_, after = outcome.evaluations.values()
+    assert after["eval/reverse_kl"] < before["eval/reverse_kl"]
+
+
+def test_unequal_tokenizers_are_refused_with_the_key(
+    tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    raw = own_recipe(tiny_recipe)
+    del raw["teacher"]["tokenizer"]
+    with pytest.raises(PreflightError, match='tokenizer = "own"'):
+        run(raw, tmp_path / "run")
+
+
+def test_answers_too_long_for_the_teachers_window_are_refused(
+    tiny_recipe: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    raw = own_recipe(tiny_recipe)
+    raw["teacher"]["prepare"]["max_position_embeddings"] = 60
+    with pytest.raises((PreflightError, ValueError), match="max_tokens|max_position_embeddings"):
+        run(raw, tmp_path / "run")
