@@ -7,6 +7,7 @@ would load something from another server.
 """
 
 import html
+import json
 import re
 import sys
 from pathlib import Path, PurePosixPath
@@ -24,7 +25,7 @@ from loaded import external  # noqa: E402
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = (
     "*.md",
-    "docs/notebooks/*.py",
+    "docs/notebooks/*.ipynb",
     "recipes/**/*.md",
     "prime_composer/**/*.md",
     "tests/**/*.md",
@@ -109,7 +110,7 @@ def _add(files: Files, config: MkDocsConfig, path: Path) -> None:
         return
     text = source_page(path)
     files.append(File.generated(config, uri, content=text))
-    if path.suffix == ".md" or source.is_dir():
+    if path.suffix in {".md", ".ipynb"} or source.is_dir():
         place = PurePosixPath(path.as_posix())
         for link in LINK.findall(CODE.sub("", text)):
             target = _target(place if source.is_dir() else place.parent, link)
@@ -128,19 +129,20 @@ def source_page(path: Path) -> str:
     text = source.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text
-    if path.parent.name == "notebooks":
-        return notebook_page(text)
+    if path.suffix == ".ipynb":
+        return notebook_page(path)
     return f"# {path.as_posix()}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{text}````\n"
 
 
-def notebook_page(text: str) -> str:
-    """Return a notebook in the percent format as Markdown."""
-    parts = []
-    for kind, cell in re.findall(r"^# %%(.*)\n(.*?)(?=^# %%|\Z)", text, re.DOTALL | re.MULTILINE):
-        if "markdown" in kind:
-            parts.append(re.sub(r"^# ?", "", cell, flags=re.MULTILINE).strip())
-        else:
-            parts.append(f"```python\n{cell.strip()}\n```")
+def notebook_page(path: Path) -> str:
+    """Return a notebook as Markdown, with the figures that ``execute.py`` wrote beside it."""
+    parts, figures = [], 0
+    for cell in json.loads((ROOT / path).read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        if "plt.show()" in text:
+            figures += 1
+            parts.append(f"![Figure {figures}]({path.stem}_{figures}.png)")
     return "\n\n".join(parts) + "\n"
 
 
@@ -166,7 +168,7 @@ def _uri(path: PurePosixPath) -> str:
         return str(readme if (ROOT / readme).exists() else path / "index.md")
     if path.suffix in PICTURES | {".md"}:
         return str(path)
-    if path.parent.name == "notebooks":
+    if path.suffix == ".ipynb":
         return str(path.with_suffix(".md"))
     return f"{path}.md"
 

@@ -69,5 +69,5 @@ def test_navigation_names_pages_that_exist() -> None:
     pages = re.findall(r"([\w/]+\.md)$", text.partition("nav:")[2].partition("plugins:")[0], re.M)
     assert len(pages) > 18
     for page in pages:
-        source = page.replace(".md", ".py") if page.startswith("docs/notebooks/") else page
+        source = page.replace(".md", ".ipynb") if page.startswith("docs/notebooks/") else page
         assert (ROOT / source).exists() or (ROOT / "docs" / "pages" / page).exists(), page

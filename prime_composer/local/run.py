@@ -244,7 +244,7 @@ class Run:
                     self.tracker.log(self.student.steps, self.student.metrics)
                 self.save()
             except (CheckpointNotSaved, OSError) as second:
-                # The first error is the one to mend, so it leads.
+                # Report the first error first.
                 reason += (
                     f"; step {self.student.steps} could not be saved either: {in_words(second)}"
                 )

@@ -74,7 +74,11 @@ def _loss_sections() -> Iterator[str]:
     for name, config in built_in.items():
         fields, summary = _knobs(config), _first_line(sys.modules[config.__module__])
         if issubclass(config, TopKLossConfig):
-            same = [key for key in fields if _row(config, key) == _row(SupportLossConfig, key)]
+            same = [
+                key
+                for key in fields
+                if key in shared and _row(config, key) == _row(SupportLossConfig, key)
+            ]
             fields = {key: field for key, field in fields.items() if key not in same}
             names = ", ".join(f"`{key}`" for key in same)
             summary += f" {names}: see [{SHARED}](#{SHARED.lower().replace(' ', '-')})."
@@ -138,11 +142,8 @@ def _section(
     return text
 
 
-def _row(model: type[BaseModel], name: str) -> str | None:
-    """Return the row of a key, or None where the model has no such key."""
-    field = model.model_fields.get(name)
-    if field is None:
-        return None
+def _row(model: type[BaseModel], name: str) -> str:
+    field = model.model_fields[name]
     key = f"`{field.alias or name}`"
     default = _cell(_default_of(field))
     return f"| {key} | {_type_of(field)} | {default} | {_meaning_of(model, name)} |"

@@ -14,7 +14,7 @@ HOLDER_FILE = ".holder"
 """In every run directory: host and process of the run that is or was the last one there."""
 
 WAIT_SECONDS = 0.2
-"""A process that only looks has the lock for a moment."""
+"""``check_free`` may hold the lock briefly."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
 

@@ -35,7 +35,7 @@ def as_text(table: Mapping[str, Any], head: Sequence[str]) -> str:
 
 
 def write_text(path: Path, text: str, replace: bool = True) -> None:
-    """Write a document. One with a password in it is for its owner's eyes alone (mode 0600).
+    """Write a document, with mode 0600 if it contains a password.
 
     Args:
         path: the file.
