@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prime_composer.cli.program import Program, in_short, program, version
+
 if TYPE_CHECKING:
     from prime_composer.problems.loading import ProblemSet
     from prime_composer.recipe.schema import Recipe
@@ -23,13 +25,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     ``PYTHONDEVMODE=1`` keeps the traceback, for whoever suspects a bug.
 
     Args:
-        argv: the words after ``prime-rl``; None: those of this process.
+        argv: the words after the program's name; None: those of this process.
 
     Returns:
         The exit status: 0; 1 where a run failed; 2 for a wrong command, recipe or set-up; 128 + n
         after signal n, so 130 after Ctrl-C.
     """
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.version:
+        print(version())
+        return 0
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     from prime_composer.cli.output import forgiving_output
 
     with forgiving_output():
@@ -42,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             message = explain(error)
             if message is None or sys.flags.dev_mode:
                 raise
-            print(f"prime-rl {args.command}: {message}", file=sys.stderr)
+            print(f"{program()} {args.command}: {message}", file=sys.stderr)
             return 2
 
 
@@ -52,23 +61,28 @@ def explain(error: Exception) -> str | None:
     A ``ValueError`` is how every room refuses what a user wrote or set up.
     """
     from prime_composer.backends.errors import os_error
+    from prime_composer.extras import pip_install
     from prime_composer.local.run_dir.disk import describe
 
     if (refused := os_error(error)) is not None:
         return describe(refused)
     if isinstance(error, ImportError) and "pip install" not in str(error):
-        return f"{error}. This command needs: pip install 'prime-composer[local]'"
+        return f"{error}. This command needs: {pip_install('local')}"
     return str(error) if isinstance(error, ValueError | ImportError) else None
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Program:
     """Declare every command and its options."""
-    parser = argparse.ArgumentParser(
-        prog="prime-rl", description="Distill language models: recipes for prime_composer."
+    parser = Program(
+        prog=program(), description="Distill language models: recipes for prime_composer."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.texts = {name: text for name, (_, text, _) in COMMANDS.items()}
+    parser.add_argument("--version", action="store_true", help="show the version")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser
+    )
     for name, (run, text, options) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(name, help=in_short(text), description=text)
         command.set_defaults(run=run)
         for flags, how in options:
             command.add_argument(*flags, **how)
@@ -227,6 +241,13 @@ def _report(args: argparse.Namespace) -> int:
     print_report(args.runs)
     draw_report(args.runs, output)
     print(f"figure: {output}")
+    return 0
+
+
+def _completion(args: argparse.Namespace) -> int:
+    from prime_composer.cli.completion import script
+
+    print(script(build_parser(), args.shell))
     return 0
 
 
@@ -422,13 +443,13 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Opt
     "export": (_export, "Write a recipe as a native prime-rl TOML file.", EXPORT),
     "prepare": (
         _prepare,
-        "Build or round the models that a recipe asks for, or show where they are.",
+        "Build or round the models of a recipe, or show where they are.",
         PREPARE,
     ),
     "report": (_report, "Draw one or several runs as a PNG and print their table.", REPORT),
     "study": (
         _study,
-        "Run several variants of a recipe over several seeds, and compare them.",
+        "Run variants of a recipe over several seeds, and compare them.",
         STUDY,
     ),
     "teacher": (
@@ -439,9 +460,14 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Opt
     ),
     "doctor": (
         _doctor,
-        "Check the installed prime-rl against what this package touches in it, by its sources "
-        "alone. Exits with 1 where the road does not work.",
+        "Check whether this package fits the installed prime-rl: by its sources alone, against "
+        "what the package touches in them. Exits with 1 where the road does not work.",
         DOCTOR,
+    ),
+    "completion": (
+        _completion,
+        "Print a completion script for bash or zsh: commands, options, recipes and folders.",
+        (option("shell", choices=["bash", "zsh"]),),
     ),
 }
 """Name -> what runs it, its help, its options."""
