@@ -15,8 +15,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from rich.progress import TextColumn
 
+from prime_composer.cli import report
 from prime_composer.cli.output import forgiving_output
 from prime_composer.cli.progress import Screen, describe
 from prime_composer.cli.report import console, draw_report, print_outcome, print_report
@@ -192,6 +194,40 @@ def test_outcome_without_the_first_evaluation_is_shown(
     row = next(line for line in capsys.readouterr().out.splitlines() if "accuracy" in line)
     cells = [cell.strip() for cell in row.replace("│", "|").split("|")[2:-1]]
     assert cells == ["–", "–", "25.0%" if evaluations else "–"]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_report_keeps_its_columns_in_every_width(
+    columns: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A table where it fits, otherwise a block for each run; nothing is cut."""
+    runs = [tmp_path / "gsm8k_opd", tmp_path / "gsm8k_opd-2"]
+    for run in runs:
+        run.mkdir()
+        records: list[dict[str, float]] = [
+            {"step": 0, "eval/accuracy": 0.39, "teacher/accuracy": 0.99, "eval/reverse_kl": 0.738},
+            {"step": 120, "eval/accuracy": 0.985, "eval/reverse_kl": 0.008}
+            | {"loss": 0.1, "tokens_per_second": 12345.0},
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        (run / "recipe.json").write_text('{"loss": {"type": "topk_reverse_kl"}}')
+    screen = Console(width=columns, markup=False, highlight=False)
+    monkeypatch.setattr(report, "console", lambda: screen)
+    print_report(runs)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    in_rows = [line for line in lines if "39.0% → 98.5%" in line and "0.738 → 0.008" in line]
+    assert len(in_rows) == (2 if columns >= 80 else 0)
+    text = " ".join(" ".join(lines).split())
+    for cell in ("120", "99.0%", "39.0% → 98.5%", "0.738 → 0.008", "12,345"):
+        assert text.count(cell) == 2
+    titles = ("loss", "steps", "teacher", "accuracy", "reverse KL", "tok/s")
+    assert [title for title in titles if title not in text] == [] and "…" not in text
+    if columns != 80:  # where a name is folded
+        assert text.count("topk_reverse_kl") == 2 and "gsm8k_opd-2" in text
 
 
 ROLLOUTS = {
