@@ -254,11 +254,15 @@ def _completion(args: argparse.Namespace) -> int:
 def _study(args: argparse.Namespace) -> int:
     from prime_composer.local.signals import ending_at_once, stopping_at_once
 
+    set_environment()
     with ending_at_once():
-        from prime_composer.cli.study import run_study
+        from prime_composer.cli.study import plan_study, run_study
 
     with stopping_at_once():
-        return run_study(Path(args.config), args.output_dir, args.jobs, args.overrides)
+        path, where, changes = Path(args.config), args.output_dir, args.overrides
+        if args.dry_run:
+            return plan_study(path, where, changes, args.overwrite)
+        return run_study(path, where, args.jobs, changes, args.overwrite)
 
 
 def prepare_on_screen(
@@ -345,6 +349,11 @@ OVERRIDES = option(
     help="override a key of the recipe, for example --set trainer.lr=1e-3; "
     "may be given several times",
 )
+DRY_RUN = option(
+    "--dry-run",
+    action="store_true",
+    help="check everything and print what would be done; run and write nothing",
+)
 
 RL = (
     RECIPE,
@@ -375,11 +384,7 @@ RL = (
         action="store_true",
         help="delete the run that is in the run directory, and start over in it",
     ),
-    option(
-        "--dry-run",
-        action="store_true",
-        help="check everything and print what would be done; run and write nothing",
-    ),
+    DRY_RUN,
     OVERRIDES,
 )
 EXPORT = (
@@ -407,6 +412,12 @@ STUDY = (
         "--output-dir", metavar="DIR", help="where the runs go; what has finished there is kept"
     ),
     option("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)"),
+    option(
+        "--overwrite",
+        action="store_true",
+        help="delete the runs of this study that are there, and start over",
+    ),
+    DRY_RUN,
     OVERRIDES,
 )
 TEACHER = (

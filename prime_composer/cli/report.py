@@ -185,15 +185,16 @@ def print_table(
         names: how many columns, from the left, are names. They are folded before the table is.
     """
     any_width = screen.options.update(max_width=sys.maxsize)
-    for width in (None, FOLDED_NAME):
+    for width, wraps in ((None, False), (FOLDED_NAME, False), (FOLDED_NAME, True)):
         table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         for title in head[:names]:
             table.add_column(title, overflow="fold", max_width=width)
         for title in head[names:]:
-            table.add_column(title, justify="right", no_wrap=True)
+            table.add_column(title, justify="right", no_wrap=not wraps, overflow="fold")
         for row in rows:
             table.add_row(*row)
-        if screen.measure(table, options=any_width).maximum <= screen.width:
+        needed = screen.measure(table, options=any_width)
+        if (needed.minimum if wraps else needed.maximum) <= screen.width:
             screen.print(table)
             return
     for name, *cells in rows:
@@ -275,7 +276,11 @@ def new_figure(width: int, height: int) -> Any:
 
 
 def label(axes: Any, title: str, x: str, y: str) -> None:
-    """Title a panel and its axes, and draw its grid."""
+    """Title a panel and its axes, and draw its grid. There is no half of a step."""
+    from matplotlib.ticker import MaxNLocator
+
+    if x == "step":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(title)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
