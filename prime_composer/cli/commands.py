@@ -5,6 +5,7 @@ Each command imports what it needs when it runs, so that ``--help`` does not wai
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -111,10 +112,19 @@ def _rl(args: argparse.Namespace) -> int:
     with stopping_at_once():
         recipe = load_recipe(args.config, args.overrides)
         output_dir = args.output_dir or recipe.output_dir
-        run = plan_local if args.dry_run else run_local
-        return run(
-            Wish(recipe, Path(args.config), output_dir, args.resume, args.step, args.overwrite)
-        )
+        wish = Wish(recipe, Path(args.config), output_dir, args.resume, args.step, args.overwrite)
+        if args.dry_run:
+            return plan_local(wish)
+        return run_local(wish, repeated(args))
+
+
+def repeated(args: argparse.Namespace) -> str:
+    """Return the command line of ``rl`` that names this run again: all but what it does there."""
+    words = ["--config", args.config]
+    words += [] if args.engine == "auto" else ["--engine", args.engine]
+    for item in args.overrides:
+        words += ["--set", item]
+    return f"{program()} rl {shlex.join(words)}"
 
 
 def _rl_upstream(args: argparse.Namespace) -> int:

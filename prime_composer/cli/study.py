@@ -201,13 +201,15 @@ def succeeded(run: Run, status: int) -> bool:
     """Return whether a run finished, by its exit status; False if it diverged.
 
     Raises:
-        RecipeError: the run could not start; the message ends with the last line of its log.
+        RecipeError: the run could not start; the message ends with that of its log.
         KeyboardInterrupt: a signal ended it.
     """
     if status > 128:
         raise Stopped(status - 128)
     if status not in (0, 1):
-        last = run.log.read_text(encoding="utf-8").strip().splitlines()[-1:]
+        lines = run.log.read_text(encoding="utf-8").splitlines()
+        # The line with which the run would continue is indented, below the message.
+        last = [line for line in lines if line.strip() and not line.startswith(" ")][-1:]
         raise RecipeError(
             f"{run.name} ended with status {status}: {' '.join(last)} (all of it: {run.log})"
         )
