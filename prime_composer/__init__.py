@@ -5,6 +5,7 @@ A map, in the order of the imports. No room imports one below it:
 - ``contract``, ``divergences``, ``lm_head``, ``full_vocabulary``: the tensors between trainer and
   loss, the maths of divergences, log-probs from hidden states, divergences over the vocabulary.
 - ``tables``: the base of every table that a user writes.
+- ``extras``: the pip line of an optional part, as every message has it.
 - ``losses``: one file per loss, the registry, and what binds them. See losses/README.md.
 - ``problems``: the questions and how answers are checked. It imports no other room.
 - ``recipe``: what a recipe may say, and which teacher scores which problem.
@@ -19,7 +20,7 @@ A map, in the order of the imports. No room imports one below it:
 - ``local``: the one-machine run.
 - ``upstream``: the same losses inside an unmodified prime-rl. It imports no local engine.
 - ``trl``: the same losses inside trl's own distillation trainer.
-- ``cli``: the command ``prime-rl``.
+- ``cli``: the command ``prime-rl``; ``__main__`` is the same program for ``python -m``.
 
 The public names below are imported at first use, so that ``prime-rl --help`` does not import torch.
 """

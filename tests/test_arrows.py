@@ -44,11 +44,12 @@ ALLOWED = {
     },
     "trl": {"trl", "problems", *MATHS, *ROOMS[: ROOMS.index("environments")]},
     "__init__": {"losses", *MATHS},
+    "__main__": {"cli"},
 }
 ALLOWED["cli"] |= {"upstream"}
 for room_of_tables in ("problems", "losses", *ROOMS, "upstream", "trl"):
-    ALLOWED[room_of_tables] |= {"tables"}
-ALLOWED["tables"] = set()
+    ALLOWED[room_of_tables] |= {"tables", "extras"}
+ALLOWED["tables"] = ALLOWED["extras"] = set()
 OF_UPSTREAM = {
     "backends": {"alignment", "answers", "errors", "model_files", "vllm_logprobs", "protocols"},
     "teachers": {"client", "mixture", "server", "watch"},

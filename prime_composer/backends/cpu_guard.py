@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from prime_composer.backends.errors import INSTALL
+from prime_composer.backends.errors import how_to_install
 
 OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 
@@ -221,8 +221,8 @@ def import_vllm(multiprocessing: bool = False) -> Any:
             if error.name != "vllm":
                 raise
             raise ImportError(
-                f"The recipe asks for backend 'vllm' and vLLM is not installed: {INSTALL}, or "
-                "choose backend = 'transformers'."
+                "The recipe asks for backend 'vllm' and vLLM is not installed: "
+                f"{how_to_install()}, or choose backend = 'transformers'."
             ) from error
         inspect_models_in_process()
         keep_process_groups()

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-INSTALL = (
-    "pip install 'prime-composer[local]' on a CPU machine, 'prime-composer[gpu]' on a GPU machine"
-)
-"""Pip lines of the one-machine engine, and of vLLM."""
+from prime_composer.extras import pip_install, requirement
+
+
+def how_to_install() -> str:
+    """Return the pip lines of the one-machine engine and its vLLM."""
+    return f"{pip_install('local')} on a CPU machine, {requirement('gpu')} on a GPU machine"
 
 
 class ServerError(ValueError):

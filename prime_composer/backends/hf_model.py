@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from prime_composer.backends.cpu_guard import hide_cuda_packages
-from prime_composer.backends.errors import INSTALL
+from prime_composer.backends.errors import how_to_install
 from prime_composer.backends.model_files import has_tokenizer, missing_folder, why_not_on_hub
 from prime_composer.lm_head import selected_logprobs
 
@@ -35,7 +35,9 @@ def import_transformers() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise ImportError(f"The one-machine engine needs transformers: {INSTALL}.") from error
+        raise ImportError(
+            f"The one-machine engine needs transformers: {how_to_install()}."
+        ) from error
     return transformers
 
 

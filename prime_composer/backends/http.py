@@ -27,15 +27,14 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from prime_composer.backends.errors import Refused, ServerError
 from prime_composer.backends.incoming import Incoming
+from prime_composer.extras import pip_install
 from prime_composer.recipe.urls import checked_url, public_url, two_credentials
 
 try:
     import httpx
     import tenacity
 except ModuleNotFoundError as error:
-    raise ImportError(
-        f"A server needs {error.name}: pip install 'prime-composer[engine]'."
-    ) from error
+    raise ImportError(f"A server needs {error.name}: {pip_install('engine')}.") from error
 
 T = TypeVar("T")
 Item = TypeVar("Item")

@@ -5,12 +5,15 @@ Each command imports what it needs when it runs, so that ``--help`` does not wai
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from prime_composer.cli.program import Program, in_short, program, version
 
 if TYPE_CHECKING:
     from prime_composer.problems.loading import ProblemSet
@@ -23,13 +26,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     ``PYTHONDEVMODE=1`` keeps the traceback, for whoever suspects a bug.
 
     Args:
-        argv: the words after ``prime-rl``; None: those of this process.
+        argv: the words after the program's name; None: those of this process.
 
     Returns:
         The exit status: 0; 1 where a run failed; 2 for a wrong command, recipe or set-up; 128 + n
         after signal n, so 130 after Ctrl-C.
     """
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.version:
+        print(version())
+        return 0
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     from prime_composer.cli.output import forgiving_output
 
     with forgiving_output():
@@ -42,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             message = explain(error)
             if message is None or sys.flags.dev_mode:
                 raise
-            print(f"prime-rl {args.command}: {message}", file=sys.stderr)
+            print(f"{program()} {args.command}: {message}", file=sys.stderr)
             return 2
 
 
@@ -52,23 +62,28 @@ def explain(error: Exception) -> str | None:
     A ``ValueError`` is how every room refuses what a user wrote or set up.
     """
     from prime_composer.backends.errors import os_error
+    from prime_composer.extras import pip_install
     from prime_composer.local.run_dir.disk import describe
 
     if (refused := os_error(error)) is not None:
         return describe(refused)
     if isinstance(error, ImportError) and "pip install" not in str(error):
-        return f"{error}. This command needs: pip install 'prime-composer[local]'"
+        return f"{error}. This command needs: {pip_install('local')}"
     return str(error) if isinstance(error, ValueError | ImportError) else None
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Program:
     """Declare every command and its options."""
-    parser = argparse.ArgumentParser(
-        prog="prime-rl", description="Distill language models: recipes for prime_composer."
+    parser = Program(
+        prog=program(), description="Distill language models: recipes for prime_composer."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.texts = {name: text for name, (_, text, _) in COMMANDS.items()}
+    parser.add_argument("--version", action="store_true", help="show the version")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser
+    )
     for name, (run, text, options) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(name, help=in_short(text), description=text)
         command.set_defaults(run=run)
         for flags, how in options:
             command.add_argument(*flags, **how)
@@ -97,10 +112,19 @@ def _rl(args: argparse.Namespace) -> int:
     with stopping_at_once():
         recipe = load_recipe(args.config, args.overrides)
         output_dir = args.output_dir or recipe.output_dir
-        run = plan_local if args.dry_run else run_local
-        return run(
-            Wish(recipe, Path(args.config), output_dir, args.resume, args.step, args.overwrite)
-        )
+        wish = Wish(recipe, Path(args.config), output_dir, args.resume, args.step, args.overwrite)
+        if args.dry_run:
+            return plan_local(wish)
+        return run_local(wish, repeated(args))
+
+
+def repeated(args: argparse.Namespace) -> str:
+    """Return the command line of ``rl`` that names this run again: all but what it does there."""
+    words = ["--config", args.config]
+    words += [] if args.engine == "auto" else ["--engine", args.engine]
+    for item in args.overrides:
+        words += ["--set", item]
+    return f"{program()} rl {shlex.join(words)}"
 
 
 def _rl_upstream(args: argparse.Namespace) -> int:
@@ -230,14 +254,25 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _completion(args: argparse.Namespace) -> int:
+    from prime_composer.cli.completion import script
+
+    print(script(build_parser(), args.shell))
+    return 0
+
+
 def _study(args: argparse.Namespace) -> int:
     from prime_composer.local.signals import ending_at_once, stopping_at_once
 
+    set_environment()
     with ending_at_once():
-        from prime_composer.cli.study import run_study
+        from prime_composer.cli.study import plan_study, run_study
 
     with stopping_at_once():
-        return run_study(Path(args.config), args.output_dir, args.jobs, args.overrides)
+        path, where, changes = Path(args.config), args.output_dir, args.overrides
+        if args.dry_run:
+            return plan_study(path, where, changes, args.overwrite)
+        return run_study(path, where, args.jobs, changes, args.overwrite)
 
 
 def prepare_on_screen(
@@ -324,6 +359,11 @@ OVERRIDES = option(
     help="override a key of the recipe, for example --set trainer.lr=1e-3; "
     "may be given several times",
 )
+DRY_RUN = option(
+    "--dry-run",
+    action="store_true",
+    help="check everything and print what would be done; run and write nothing",
+)
 
 RL = (
     RECIPE,
@@ -354,11 +394,7 @@ RL = (
         action="store_true",
         help="delete the run that is in the run directory, and start over in it",
     ),
-    option(
-        "--dry-run",
-        action="store_true",
-        help="check everything and print what would be done; run and write nothing",
-    ),
+    DRY_RUN,
     OVERRIDES,
 )
 EXPORT = (
@@ -386,6 +422,12 @@ STUDY = (
         "--output-dir", metavar="DIR", help="where the runs go; what has finished there is kept"
     ),
     option("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)"),
+    option(
+        "--overwrite",
+        action="store_true",
+        help="delete the runs of this study that are there, and start over",
+    ),
+    DRY_RUN,
     OVERRIDES,
 )
 TEACHER = (
@@ -422,13 +464,13 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Opt
     "export": (_export, "Write a recipe as a native prime-rl TOML file.", EXPORT),
     "prepare": (
         _prepare,
-        "Build or round the models that a recipe asks for, or show where they are.",
+        "Build or round the models of a recipe, or show where they are.",
         PREPARE,
     ),
     "report": (_report, "Draw one or several runs as a PNG and print their table.", REPORT),
     "study": (
         _study,
-        "Run several variants of a recipe over several seeds, and compare them.",
+        "Run variants of a recipe over several seeds, and compare them.",
         STUDY,
     ),
     "teacher": (
@@ -439,9 +481,14 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Opt
     ),
     "doctor": (
         _doctor,
-        "Check the installed prime-rl against what this package touches in it, by its sources "
-        "alone. Exits with 1 where the road does not work.",
+        "Check whether this package fits the installed prime-rl: by its sources alone, against "
+        "what the package touches in them. Exits with 1 where the road does not work.",
         DOCTOR,
+    ),
+    "completion": (
+        _completion,
+        "Print a completion script for bash or zsh: commands, options, recipes and folders.",
+        (option("shell", choices=["bash", "zsh"]),),
     ),
 }
 """Name -> what runs it, its help, its options."""

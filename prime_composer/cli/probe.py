@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prime_composer.cli.formatting import MISSING, percent
+from prime_composer.cli.program import program
 from prime_composer.cli.progress import Screen
 from prime_composer.cli.report import console
 from prime_composer.local.preflight import Finding
@@ -53,7 +54,7 @@ def run_probe(recipe: Recipe, as_json: bool) -> int:
         print_probe(report)
     for finding in report.findings:
         if finding.state == "failed":
-            print(f"prime-rl probe: {finding.name}: {finding.text}", file=sys.stderr)
+            print(f"{program()} probe: {finding.name}: {finding.text}", file=sys.stderr)
     return 0 if report.passed else 1
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Column
 
 from prime_composer.cli.formatting import kl_title, score, scores_in
 from prime_composer.problems.metrics import TITLES
@@ -13,7 +14,7 @@ LINE_EVERY = 10
 
 
 class Screen:
-    """Show step, loss, reverse KL, accuracy and tokens per second.
+    """Show step, loss and tokens per second in a bar, and a line for each evaluation above it.
 
     Args:
         total: steps of the run.
@@ -25,14 +26,16 @@ class Screen:
         self.console = Console(markup=False, emoji=False, highlight=False)
         self.total = total
         self._done = done
-        self._metrics: dict[str, float] = {}
+        # In a narrow terminal the numbers are cut, and the step stays.
+        what_is_left = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=10),  # the numbers beside it need most of 80 columns
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}", markup=False),
+            TextColumn("{task.fields[numbers]}", markup=False, table_column=what_is_left),
             console=self.console,
             transient=True,
+            expand=True,
         )
         self._task: TaskID | None = None
 
@@ -75,15 +78,25 @@ class Screen:
 
         return progress
 
+    def start(self, metrics: dict[str, float]) -> None:
+        """Show what was measured before the first step."""
+        self._finish_task()
+        self._print_step(0, "  ".join(evaluation(metrics)))
+
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Show a finished step, with the latest value of each metric."""
-        self._metrics |= metrics
-        numbers = describe(self._metrics)
+        """Show a finished step. The line of one that was evaluated stays on the terminal."""
         if self._task is None:
             self._task = self._start_task("step", self.total, self._done)
+        numbers = "  ".join(training(metrics))
         self._progress.update(self._task, completed=step, numbers=numbers)
-        if not self.console.is_terminal and (step % LINE_EVERY == 0 or scores_in([metrics])):
-            self._print(f"step {step}/{self.total}  {numbers}")
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        if evaluated or (step % LINE_EVERY == 0 and not self.console.is_terminal):
+            self._print_step(step, describe(metrics))
+
+    def _print_step(self, step: int, numbers: str) -> None:
+        # A line of a log stays one line; a terminal would break it within a number.
+        text = f"step {step}/{self.total}  {numbers}"
+        self.console.print(text, soft_wrap=not self.console.is_terminal)
 
     def _print(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
@@ -101,10 +114,24 @@ class Screen:
 
 def describe(metrics: dict[str, float]) -> str:
     """Format the numbers of a step as one line."""
-    parts = [f"loss {metrics['loss']:.4f}"] if "loss" in metrics else ["no rollout had a teacher"]
+    loss, *speed = training(metrics)
+    return "  ".join([loss, *evaluation(metrics), *speed])
+
+
+def training(metrics: dict[str, float]) -> list[str]:
+    """Format what every step has: its loss and its speed."""
+    loss = f"loss {metrics['loss']:.4f}" if "loss" in metrics else "no rollout had a teacher"
+    return [loss, f"{metrics['tokens_per_second']:,.0f} tok/s"]
+
+
+def evaluation(metrics: dict[str, float]) -> list[str]:
+    """Format what was measured after a step, if anything: of the student, and of the teacher."""
+    parts = []
     if "eval/reverse_kl" in metrics:
         parts.append(f"{kl_title(metrics)} {metrics['eval/reverse_kl']:.3f}")
     for name in scores_in([metrics]):
-        parts.append(f"{TITLES[name]} {score(name, metrics[f'eval/{name}'])}")
-    parts.append(f"{metrics['tokens_per_second']:,.0f} tok/s")
-    return "  ".join(parts)
+        part = f"{TITLES[name]} {score(name, metrics[f'eval/{name}'])}"
+        if (teacher := metrics.get(f"teacher/{name}")) is not None:
+            part += f" (the teacher {score(name, teacher)})"
+        parts.append(part)
+    return parts

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ REVERSE_KL = "eval/reverse_kl"
 
 PER_ROLLOUT = {"turns": "turns per rollout", "tool_calls": "tool calls per rollout"}
 """What is counted in environments by id -> its name for people."""
+
+FOLDED_NAME = 10
+"""Letters of a name in a row, where a terminal has no room for more."""
 
 LETTERS_SHOWN = 320
 """Length up to which a question or an answer is printed."""
@@ -132,23 +136,20 @@ def print_report(runs: Sequence[str | Path]) -> None:
 
     A single run also shows answers.
     """
-    table = Table(box=SIMPLE_HEAD)
-    for name in ("run", "loss"):
-        table.add_column(name, overflow="fold")
     read = [(run, read_metrics(run)) for run in runs]
     named = dict.fromkeys(name for _, records in read for name in scores_in(records))
     titles = [TITLES[name] for name in named] or ["accuracy"]
     counted = counts_in([record for _, records in read for record in records])
     counts = (title.removesuffix(" per rollout") for title in counted.values())
     kls = ", ".join(dict.fromkeys(kl_title(*records) for _, records in read))
-    for name in ("steps", "teacher", ", ".join(titles), *counts, kls, "tok/s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    head = ["run", "loss", "steps", "teacher", ", ".join(titles), *counts, kls, "tok/s"]
+    rows = []
     for run, records in read:
         own = scores_in(records) or ["accuracy"]
         evaluated = [record for record in records if scores_in([record])]
         before, after = (evaluated[0], evaluated[-1]) if evaluated else ({}, {})
         speeds = sorted(series(records, "tokens_per_second")[1])
-        table.add_row(
+        cells = [
             Path(run).name,
             loss_name(run),
             str(max((record["step"] for record in records), default=0)),
@@ -164,11 +165,44 @@ def print_report(runs: Sequence[str | Path]) -> None:
             f"{number(before.get(REVERSE_KL))} → {number(after.get(REVERSE_KL))}"
             + (f" ({kl_title(*records)})" if "," in kls else ""),
             f"{speeds[len(speeds) // 2]:,.0f}" if speeds else MISSING,
-        )
-    console().print(table)
+        ]
+        rows.append(cells)
+    print_table(console(), head, rows, names=2)
     print_signatures({k: text for run in runs for k, text in read_signatures(Path(run)).items()})
     if len(runs) == 1:
         print_answers(Path(runs[0]), [record["step"] for record in evaluated])
+
+
+def print_table(
+    screen: Console, head: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1
+) -> None:
+    """Print a table; in a narrow terminal a block for each row. No number is left out or cut.
+
+    Args:
+        screen: the terminal.
+        head: titles of the columns.
+        rows: cells of each row. The first one names the row in a block.
+        names: how many columns, from the left, are names. They are folded before the table is.
+    """
+    any_width = screen.options.update(max_width=sys.maxsize)
+    for width, wraps in ((None, False), (FOLDED_NAME, False), (FOLDED_NAME, True)):
+        table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+        for title in head[:names]:
+            table.add_column(title, overflow="fold", max_width=width)
+        for title in head[names:]:
+            table.add_column(title, justify="right", no_wrap=not wraps, overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        needed = screen.measure(table, options=any_width)
+        if (needed.minimum if wraps else needed.maximum) <= screen.width:
+            screen.print(table)
+            return
+    for name, *cells in rows:
+        block = Table.grid(padding=(0, 2))
+        for title, cell in zip(head[1:], cells, strict=True):
+            block.add_row(f"  {title}", cell)
+        screen.print(Text(f"\n{name}", style="bold"), block)
+    screen.print()
 
 
 def draw_report(runs: Sequence[str | Path], output: Path) -> None:
@@ -242,7 +276,11 @@ def new_figure(width: int, height: int) -> Any:
 
 
 def label(axes: Any, title: str, x: str, y: str) -> None:
-    """Title a panel and its axes, and draw its grid."""
+    """Title a panel and its axes, and draw its grid. There is no half of a step."""
+    from matplotlib.ticker import MaxNLocator
+
+    if x == "step":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(title)
     axes.set_xlabel(x)
     axes.set_ylabel(y)

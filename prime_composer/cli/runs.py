@@ -1,11 +1,13 @@
 """Run a recipe on this machine before the user's eyes, or say what such a run would do."""
 
+import shlex
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prime_composer.cli.program import program
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.run_dir.claim import (
     REPORT_FILE,
@@ -26,10 +28,14 @@ if TYPE_CHECKING:
     from prime_composer.local.run import Outcome
 
 
-def run_local(wish: Wish) -> int:
+def run_local(wish: Wish, command: str) -> int:
     """Prepare the recipe's models, train, show the outcome, and return the exit status.
 
     It is 0, 1 if the loss diverged, or 128 + n after signal n (130 after Ctrl-C).
+
+    Args:
+        wish: what the user asked for.
+        command: the words that ask for it again, for the line with which a stopped run continues.
 
     Raises:
         ImportError: a library that the run needs is missing.
@@ -44,14 +50,17 @@ def run_local(wish: Wish) -> int:
     with claim_run_dir(wish) as claim:
         print(claim.run_dir.describe(), flush=True)
         try:
-            return _run(wish, problems, claim.run_dir, claim.begin)
+            return _run(wish, problems, claim.run_dir, claim.begin, command)
         except KeyboardInterrupt:
-            print(f"\n{how_to_go_on(claim.path)}", file=sys.stderr)
+            print(f"\n{how_to_go_on(claim.path, command)}", file=sys.stderr)
             raise
 
 
-def _run(wish: Wish, problems: ProblemSet, run_dir: RunDir, begin: Callable[[], None]) -> int:
+def _run(
+    wish: Wish, problems: ProblemSet, run_dir: RunDir, begin: Callable[[], None], command: str
+) -> int:
     from prime_composer.cli.progress import Screen
+    from prime_composer.local.run import RunStopped
     from prime_composer.local.train import train
     from prime_composer.step.gradients import NonFiniteLoss
 
@@ -67,11 +76,16 @@ def _run(wish: Wish, problems: ProblemSet, run_dir: RunDir, begin: Callable[[], 
             remedy = "there is no checkpoint yet"
             if checkpoints:
                 remedy = f"the last good checkpoint is {checkpoints[-1].path}"
-            print(f"prime-rl rl: {error}; {remedy}", file=sys.stderr)
+            print(f"{program()} rl: {error}; {remedy}", file=sys.stderr)
             return 1
+        except RunStopped as error:
+            if error.checkpoint is None:
+                raise
+            line = line_to_resume(path, command, error.step)
+            raise RunStopped(f"{error}\n    {line}", error.checkpoint) from error
     drawn = _show(outcome, recipe)
     if outcome.interrupted:
-        print(f"stopped after step {outcome.steps}; {how_to_go_on(path)}")
+        print(f"stopped after step {outcome.steps}; {how_to_go_on(path, command)}")
         return 128 + (outcome.signum or signal.SIGINT)
     names = ("metrics.jsonl", "tensorboard/", "checkpoints/")
     contents = ", ".join(name for name in names if (path / name).exists())
@@ -96,18 +110,27 @@ def _show(outcome: "Outcome", recipe: Recipe) -> bool:
         reason = describe(error) if isinstance(error, OSError) else error
         print(
             f"warning: the results could not be drawn ({reason}); the run is complete. Draw them "
-            f"again: prime-rl report {outcome.run_dir}",
+            f"again: {program()} report {shlex.quote(str(outcome.run_dir))}",
             file=sys.stderr,
         )
     return False
 
 
-def how_to_go_on(run_dir: Path) -> str:
+def how_to_go_on(run_dir: Path, command: str) -> str:
     """Say what of a stopped run is saved, and how it continues."""
     checkpoints = list_checkpoints(run_dir)
     if not checkpoints:
         return "nothing is saved yet; the same command starts over"
-    return f"step {checkpoints[-1].step} is saved; continue with --resume --output-dir {run_dir}"
+    step = checkpoints[-1].step
+    return f"step {step} is saved; continue with\n    {line_to_resume(run_dir, command, step)}"
+
+
+def line_to_resume(run_dir: Path, command: str, step: int) -> str:
+    """Return the command line that continues a run from one of its checkpoints, to be pasted."""
+    newest = list_checkpoints(run_dir)[-1].step
+    words = ["--output-dir", str(run_dir), "--resume"]
+    words += [] if step == newest else ["--step", str(step)]
+    return f"{command} {shlex.join(words)}"
 
 
 def plan_local(wish: Wish) -> int:

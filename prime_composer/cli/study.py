@@ -14,29 +14,67 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from prime_composer.cli.study_file import Run, is_finished, load_study
+from prime_composer.cli.program import program
+from prime_composer.cli.study_file import Run, StudyConfig, is_finished, load_study
 from prime_composer.cli.study_report import in_short, write_report
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.run_dir.claim import Wish, choose_run_dir, claim_run_dir
 from prime_composer.local.signals import Stopped
+from prime_composer.local.sources import load_sources
 from prime_composer.recipe.schema import RecipeError
 
 Process: TypeAlias = "subprocess.Popen[bytes]"
 
 
+def plan_study(
+    path: Path,
+    output_dir: str | None = None,
+    changes: Sequence[str] = (),
+    overwrite: bool = False,
+) -> int:
+    """Check what ``run_study`` would check before a model is loaded, and print what it would do.
+
+    Runs nothing and writes nothing.
+    """
+    study, runs = load_study(path, output_dir, changes)
+    print(introduction(study, runs))
+    left, rollouts = [], 0
+    for run in runs:
+        if not overwrite and is_finished(run):
+            print(f"{run.name}: finished, kept")
+            continue
+        left.append(run)
+        run_dir = choose_run_dir(wish_of(run, overwrite))
+        checkpoint = run_dir.checkpoint
+        steps = run.recipe.trainer.steps - (checkpoint.step if checkpoint else 0)
+        rollouts += steps * run.recipe.trainer.batch_size
+        what = f"continues after step {checkpoint.step}" if checkpoint else "runs"
+        print(f"{run.name}: {'is deleted, and runs again' if run_dir.replaces else what}")
+    for warning in check_variants(left):
+        print(warning)
+    print(f"{len(left)} of {len(runs)} runs are left, at most {rollouts:,} rollouts")
+    print("dry run: nothing was run, nothing was written")
+    return 0
+
+
 def run_study(
-    path: Path, output_dir: str | None = None, jobs: int = 1, changes: Sequence[str] = ()
+    path: Path,
+    output_dir: str | None = None,
+    jobs: int = 1,
+    changes: Sequence[str] = (),
+    overwrite: bool = False,
 ) -> int:
     """Run what is missing of a study, draw the comparison and print its table.
 
-    A run that diverges is named at the end, and the others continue. A wrong set-up stops the
-    study. Ctrl-C, SIGTERM and SIGHUP stop it after the current step, and compare the finished runs.
-    The exit status is 0, 1 if a run failed, or 128 + n after signal n.
+    With ``overwrite``, its runs of before are deleted first, once all variants are checked. A run
+    that diverges is named at the end, and the others continue. A wrong set-up stops the study.
+    Ctrl-C, SIGTERM and SIGHUP stop it after the current step, and compare the finished runs. The
+    exit status is 0, 1 if a run failed, or 128 + n after signal n.
     """
     study, runs = load_study(path, output_dir, changes)
-    folder = runs[0].run_dir.parent
-    print(
-        f"study: {len(study.items_of)} variants, {len(study.seeds)} seeds, in {folder}", flush=True
-    )
+    print(introduction(study, runs), flush=True)
+    if overwrite:
+        delete(runs)
     failed: list[str] = []
     stopped_by = 0
     try:
@@ -46,11 +84,65 @@ def run_study(
     write_report(study, runs)
     if failed:
         names = ", ".join(failed)
-        print(f"prime-rl study: failed: {names}; the table leaves them out", file=sys.stderr)
+        print(f"{program()} study: failed: {names}; the table leaves them out", file=sys.stderr)
     if stopped_by:
-        print("stopped; the same command continues this study")
+        without = ", without --overwrite," if overwrite else ""
+        print(f"stopped; the same command{without} continues this study")
         return 128 + stopped_by
     return 1 if failed else 0
+
+
+def introduction(study: StudyConfig, runs: Sequence[Run]) -> str:
+    """Return the first line: what is compared, and where the runs are."""
+    sizes = f"{len(study.items_of)} variants, {len(study.seeds)} seeds"
+    return f"study: {sizes}, in {runs[0].run_dir.parent}"
+
+
+def wish_of(run: Run, overwrite: bool) -> Wish:
+    """Return what a run asks of its directory: to continue there, or to delete what is there."""
+    exists = run.run_dir.exists()
+    resume = not overwrite and bool(list_checkpoints(run.run_dir))
+    return Wish(
+        run.recipe, run.base, str(run.run_dir), resume=resume, overwrite=overwrite and exists
+    )
+
+
+def check_variants(runs: Sequence[Run]) -> list[str]:
+    """Check the first run of each variant as ``rl --dry-run`` does, and return the warnings.
+
+    Raises:
+        RecipeError: a run would stop before its first step; the message begins with its name.
+    """
+    from prime_composer.local.run_dir.plan import plan
+
+    warnings: dict[str, None] = {}
+    first: dict[str, Run] = {}
+    for run in runs:
+        first.setdefault(run.variant, run)
+    for run in first.values():
+        try:
+            lines = plan(run.recipe, load_sources(run.recipe))
+        except ValueError as error:
+            raise RecipeError(f"{run.name}: {error}") from error
+        warnings |= dict.fromkeys(line for line in lines if line.startswith("warning:"))
+    return list(warnings)
+
+
+def delete(runs: Sequence[Run]) -> None:
+    """Delete what earlier runs of the study left, once every check of all of them has passed.
+
+    Raises:
+        ValueError: a variant is wrong, or a directory is no run or in use. Nothing was touched.
+    """
+    wishes = [wish_of(run, overwrite=True) for run in runs if run.run_dir.exists()]
+    for wish in wishes:
+        choose_run_dir(wish)
+    check_variants(runs)
+    for wish in wishes:
+        with claim_run_dir(wish) as claim:
+            claim.begin()
+    for run in runs:
+        run.log.unlink(missing_ok=True)
 
 
 def run_all(runs: Sequence[Run], jobs: int, failed: list[str]) -> None:
@@ -109,13 +201,15 @@ def succeeded(run: Run, status: int) -> bool:
     """Return whether a run finished, by its exit status; False if it diverged.
 
     Raises:
-        RecipeError: the run could not start; the message ends with the last line of its log.
+        RecipeError: the run could not start; the message ends with that of its log.
         KeyboardInterrupt: a signal ended it.
     """
     if status > 128:
         raise Stopped(status - 128)
     if status not in (0, 1):
-        last = run.log.read_text(encoding="utf-8").strip().splitlines()[-1:]
+        lines = run.log.read_text(encoding="utf-8").splitlines()
+        # The line with which the run would continue is indented, below the message.
+        last = [line for line in lines if line.strip() and not line.startswith(" ")][-1:]
         raise RecipeError(
             f"{run.name} ended with status {status}: {' '.join(last)} (all of it: {run.log})"
         )

@@ -193,7 +193,7 @@ def is_finished(run: Run) -> bool:
     if changed := differing_keys(read_recipe(run.run_dir), run.tables):
         raise RecipeError(
             f"{run.run_dir} holds a run with other values of {', '.join(changed)}; nothing was "
-            "touched. Name another --output-dir, or move it away"
+            "touched. Name another --output-dir, or replace the study's runs with --overwrite"
         )
     if not (run.run_dir / METRICS_FILE).exists():
         return False

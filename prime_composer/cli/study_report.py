@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prime_composer.cli.formatting import MISSING, number, percent, score
-from prime_composer.cli.report import label, new_figure
+from prime_composer.cli.report import console, label, new_figure, print_table
 from prime_composer.cli.study_file import Run, StudyConfig, is_finished
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.metrics import TITLES
@@ -29,7 +29,8 @@ SELF_BLEU = "self_bleu"
 def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
     """Write results.json, table.md and study.png beside the runs, and print the table.
 
-    Where the runs sampled at temperatures, diversity.png has the scores against Self-BLEU.
+    A terminal shows it as a table, a log as the Markdown of table.md. Where the runs sampled at
+    temperatures, diversity.png has the scores against Self-BLEU.
     """
     folder = runs[0].run_dir.parent
     results, combinations, grid = compare(study, runs), list(study.combinations), list(study.grid)
@@ -45,7 +46,12 @@ def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
     if any(result["temperatures"] for result in results["variants"].values()):
         draw_diversity(results, combinations, grid, folder / "diversity.png")
         figures.append(str(folder / "diversity.png"))
-    print(f"\n{table}\nfigures: {', '.join(figures)}\nnumbers: {numbers}, {markdown}")
+    if (screen := console()).is_terminal:
+        print_table(screen, *rows_of(results))
+        print("\n".join(starts_of(results)), end="\n\n")
+    else:
+        print(f"\n{table}")
+    print(f"figures: {', '.join(figures)}\nnumbers: {numbers}, {markdown}")
 
 
 def in_short(run: Run) -> str:
@@ -136,21 +142,37 @@ def measured_quantities(results: Results) -> dict[str, "Quantity"]:
 
 
 def as_table(results: Results) -> str:
-    """Format the comparison as a Markdown table: the mean over the seeds, and (min to max).
+    """Format the comparison as Markdown: its rows, and what the variants started from."""
+    head, rows = rows_of(results)
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    for start in starts_of(results):
+        lines += ["", start]
+    return "\n".join(lines) + "\n"
+
+
+def rows_of(results: Results) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of the comparison: the mean over the seeds, and (min to max).
 
     A quantity that no run has measured has no column.
     """
     columns = measured_quantities(results)
     head = ["variant", "seeds", *(quantity.column for quantity in columns.values())]
-    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
-    starts: dict[str, str] = {}
+    rows = []
     for variant, result in results["variants"].items():
         series = result["over_seeds"]
         finished, unfinished = len(result["seeds"]), len(result["unfinished_seeds"])
         seeds = f"{finished} of {finished + unfinished}" if unfinished else str(finished)
         cells = [quantity.cell(series[name], quantity.text) for name, quantity in columns.items()]
-        lines.append(f"| {' | '.join([variant, seeds, *cells])} |")
-        parts = []
+        rows.append([variant, seeds, *cells])
+    return head, rows
+
+
+def starts_of(results: Results) -> list[str]:
+    """Return a line for each start that variants have: student and teacher before training."""
+    starts: dict[str, str] = {}
+    for variant, result in results["variants"].items():
+        series, parts = result["over_seeds"], []
         for name in (*SCORES, "reverse_kl"):
             if series[name]:
                 quantity = QUANTITIES[name]
@@ -159,10 +181,11 @@ def as_table(results: Results) -> str:
                 parts.append(part + f" (the teacher {teacher})" * (name in SCORES))
         if parts:
             starts.setdefault(", ".join(parts), variant)
+    lines = []
     for text, variant in starts.items():
         where = f", {variant} and those like it" if len(starts) > 1 else ""
-        lines += ["", f"Before training{where}: {text}."]
-    return "\n".join(lines) + "\n"
+        lines.append(f"Before training{where}: {text}.")
+    return lines
 
 
 def spread(series: Series, text: Text) -> str:

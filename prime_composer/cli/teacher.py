@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from prime_composer.backends.errors import INSTALL
+from prime_composer.backends.errors import how_to_install
 from prime_composer.scoring.wire import NAME, SCORE_PATH
 
 LOADED_UNNAMED = (
@@ -45,7 +45,7 @@ def server_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def server_command(model: str, host: str, port: int, options: Sequence[str]) -> list[str]:
     """Return the command line of the server. ``options`` are passed on to vLLM."""
     if find_spec("vllm") is None:
-        raise ValueError(f"a teacher's server needs vLLM: {INSTALL}")
+        raise ValueError(f"a teacher's server needs vLLM: {how_to_install()}")
     command = [sys.executable, "-m", "prime_composer.backends.vllm_serve"]
     command += ["--model", model, "--host", host, "--port", str(port)]
     named = {option.split("=")[0] for option in options}

@@ -13,11 +13,10 @@ from typing import Any
 
 from prime_composer.backends.hf_model import import_transformers
 from prime_composer.environments.tasks import Task
+from prime_composer.extras import pip_install
 from prime_composer.losses import LossConfig
 from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.schema import RecipeError, RolloutConfig
-
-EXTRA = "pip install 'prime-composer[env]'"
 
 MOST_TASKS = 100_000
 """Tasks that are read of an environment, which may have endlessly many."""
@@ -102,13 +101,14 @@ def open_environment(name: str, config: EnvironmentConfig, teaches: bool = False
             "recipe with --engine prime-rl (v0.6 to v0.8)"
         )
     if find_spec("verifiers") is None:
-        raise RecipeError(f"{where} needs the library verifiers: {EXTRA}")
+        raise RecipeError(f"{where} needs the library verifiers: {pip_install('env')}")
     import_transformers()  # verifiers would import it beside a torchvision that breaks it
     try:
         import verifiers.v1 as vf
     except ImportError as error:
         raise RecipeError(
-            f"{where} needs verifiers' v1 API, and this one cannot be imported ({error}): {EXTRA}"
+            f"{where} needs verifiers' v1 API, and this one cannot be imported ({error}): "
+            f"{pip_install('env')}"
         ) from error
     _quiet_logs()
     needs_container = _taskset_class(config, where).task_type().NEEDS_CONTAINER

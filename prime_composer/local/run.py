@@ -44,6 +44,10 @@ class Display(Protocol):
         """Show what the run does before its first step."""
         ...
 
+    def start(self, metrics: dict[str, float]) -> None:
+        """Show what was measured before the first step."""
+        ...
+
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Show a finished step."""
         ...
@@ -188,6 +192,7 @@ class Run:
             self.display.status("measuring the teacher and the student before training")
             self.evaluations[0] = self.measure(0) | self.evaluator.teachers()
             self.tracker.log(0, self.evaluations[0])
+            self.display.start(self.evaluations[0])
         elif self.is_measured(done) and done not in self.evaluations:
             self.tracker.amend(done, self.measure(done))
 

@@ -3,6 +3,7 @@
 from itertools import islice
 from typing import Any
 
+from prime_composer.extras import pip_install
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.rows import problem_or_none
 
@@ -19,7 +20,7 @@ def _load_dataset(config: DataConfig) -> Any:
         import datasets
     except ImportError as error:
         raise ValueError(
-            '[data] source = "hub" needs the datasets library: pip install "prime-composer[hub]"'
+            f'[data] source = "hub" needs the datasets library: {pip_install("hub")}'
         ) from error
     try:
         return datasets.load_dataset(config.hub_id, config.hub_name)

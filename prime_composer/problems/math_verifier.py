@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from prime_composer.extras import pip_install
+
 WORKER = Path(__file__).with_name("math_verify_worker.py")
 START_SECONDS = 120.0
 """Time for the worker to import the library, which takes half a second on a quiet machine."""
@@ -113,7 +115,7 @@ class MathVerifier:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.close()
-        remedy = 'pip install "prime-composer[metrics]"'
+        remedy = pip_install("metrics")
         if find_spec("math_verify") is None:
             raise ValueError(f'[data] metric = "math_verify" needs Math-Verify: {remedy}')
         # -P: the folder of the file has modules named like other people's.

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
+from prime_composer.extras import pip_install
 from prime_composer.problems.answers import is_correct
 from prime_composer.problems.config import GRADED, DataConfig, Problem
 from prime_composer.problems.math_verifier import TimeBudget
@@ -144,9 +145,7 @@ def require_library(metric: str, wanted_by: str | None = None) -> None:
     library = LIBRARIES.get(metric)
     if library is not None and find_spec(library) is None:
         setting = wanted_by or f'[data] metric = "{metric}"'
-        raise ValueError(
-            f'{setting} needs {library.replace("_", "-")}: pip install "prime-composer[metrics]"'
-        )
+        raise ValueError(f"{setting} needs {library.replace('_', '-')}: {pip_install('metrics')}")
 
 
 def _share(value: float, metric: str, text: str) -> float:

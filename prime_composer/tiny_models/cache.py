@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from prime_composer.backends.model_files import cache_root, fingerprint, unusable
+from prime_composer.extras import pip_install
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import prompt_text
 from prime_composer.recipe.prepare import AnyPrepare, PrepareConfig, RoundedConfig
@@ -328,7 +329,7 @@ def _libraries() -> Iterator[None]:
         yield
     except ImportError as error:
         raise ValueError(
-            f'preparing a model on the spot needs {error.name}: pip install "prime-composer[local]"'
+            f"preparing a model on the spot needs {error.name}: {pip_install('local')}"
         ) from error
 
 

@@ -5,8 +5,8 @@
     batch       trl's padded batch as rollouts
     trainer     ``OnPolicyDistillationTrainer``
 
-It needs trl: pip install 'prime-composer[trl]'. The trainer is imported at first use. See README.md
-in this folder.
+It needs the extra ``trl``. The trainer is imported at first use. See README.md in this
+folder.
 """
 
 from typing import Any

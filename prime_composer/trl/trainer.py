@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from prime_composer.backends.cpu_guard import hide_cuda_packages
 from prime_composer.backends.hf_model import check_plain_head, lm_head_weight
 from prime_composer.contract import Count, Scores
+from prime_composer.extras import pip_install
 from prime_composer.losses import LossConfig, setup_loss_fn
 from prime_composer.losses.shared.reductions import summed_over_ranks
 from prime_composer.problems.config import Problem
@@ -39,9 +40,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("trl", "transformers"):
         raise
-    raise ImportError(
-        f"prime_composer.trl needs {error.name}: pip install 'prime-composer[trl]'"
-    ) from error
+    raise ImportError(f"prime_composer.trl needs {error.name}: {pip_install('trl')}") from error
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +233,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
                 f"step {self.state.global_step + 1}: transformers or trl has computed a gradient "
                 "and never called compute_loss, so that it is not that of the loss "
                 f"{self.loss_config.type!r}. Nothing was trained on it. Install a trl that "
-                "prime_composer.trl supports (pip install 'prime-composer[trl]')."
+                f"prime_composer.trl supports ({pip_install('trl')})."
             )
 
     def _end_step(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prime_composer.extras import requirement
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.loading import apply_override, parse_recipe, read_tables
 from prime_composer.recipe.schema import ModelConfig, Recipe, RecipeError
@@ -34,13 +35,13 @@ NATIVE_TABLES = frozenset({"orchestrator", "inference", "deployment", "slurm"})
 
 NOT_INSTALLED = (
     "--engine prime-rl: there is no prime-rl in this environment. Install prime-composer into "
-    "prime-rl's own: `uv pip install prime-composer` in its checkout, then start the command from "
-    "there."
+    f"prime-rl's own: `uv pip install {requirement()}` in its checkout, then start the command "
+    "from there."
 )
 NO_PTH = (
     "--engine prime-rl: prime_composer.pth is not active in this environment, so prime-rl's "
-    "processes would start without our hooks. Install the package (`pip install prime-composer`, "
-    "or -e); a PYTHONPATH is not enough."
+    f"processes would start without our hooks. Install the package (`pip install {requirement()}`)"
+    "; a PYTHONPATH is not enough."
 )
 
 

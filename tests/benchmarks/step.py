@@ -64,6 +64,8 @@ class Steps:
 
     def status(self, text: str) -> None: ...
 
+    def start(self, metrics: dict[str, float]) -> None: ...
+
     def step(self, step: int, metrics: dict[str, float]) -> None:
         if step > 3 and "eval/accuracy" not in metrics:
             self.count += 1
@@ -100,6 +102,8 @@ class Turns:
         return wrapper
 
     def status(self, text: str) -> None: ...
+
+    def start(self, metrics: dict[str, float]) -> None: ...
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         tokens = metrics["tokens_per_second"] * metrics["time/step"]

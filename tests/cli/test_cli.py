@@ -124,7 +124,7 @@ def test_rl_without_vllm_is_refused_before_preparing(
     monkeypatch.setattr(plan, "find_spec", lambda name: None if name == "vllm" else name)
     done = cli("rl", "--config", tiny_file, "--engine", "local", "--set", "rollout.backend='vllm'")
     assert done.returncode == 2 and not prepared
-    assert "this recipe needs vllm: pip install 'prime-composer[local]'" in done.stderr
+    assert "this recipe needs vllm: pip install" in done.stderr and "[local]'" in done.stderr
     assert not (tmp_path / "outputs").exists()
 
 
@@ -283,7 +283,7 @@ def test_a_missing_extra_is_one_message_with_the_pip_line(
     code += "sys.exit(main(sys.argv[1:]))"
     done = torch_forks.run("-c", code, "rl", "--config", path, cwd=tmp_path)
     assert done.returncode == 2
-    assert "pip install 'prime-composer[local]'" in done.stderr and "Traceback" not in done.stderr
+    assert f"pip install -e '{ROOT}[local]'" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_prepare_says_where_the_models_are(cli: Cli, tiny_file: Path) -> None:

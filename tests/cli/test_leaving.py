@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,10 +17,13 @@ import pytest
 
 from prime_composer.cli import study as study_module
 from prime_composer.cli.commands import main
+from prime_composer.cli.progress import Screen
+from prime_composer.cli.runs import line_to_resume
 from prime_composer.cli.study_file import Run
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.signals import Stopped, stopping_at_once
 from prime_composer.recipe.loading import parse_recipe
+from prime_composer.step.batch import Batch
 from tests.command import CLI, numbers, prime_rl, toml
 from tests.conftest import TINY_RECIPE
 from tests.fork_server import Fork, ForkServer
@@ -75,11 +79,72 @@ def test_signal_leaves_a_checkpoint_and_says_how_to_go_on(
     process.send_signal(signum)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signum, err
-    assert "continue with --resume --output-dir outputs/long" in out
+    line = f"    prime-rl rl --config {long_file} --output-dir outputs/long --resume"
+    assert f"is saved; continue with\n{line}\n" in out
     (checkpoint,) = list_checkpoints(run_dir)
     last = (run_dir / "metrics.jsonl").read_text().splitlines()[-1]
     assert checkpoint.step == json.loads(last)["step"]
     checkpoint.verify()
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send Ctrl-C within step 2."""
+    show = Screen.step
+
+    def step(screen: Screen, number: int, metrics: dict[str, float]) -> None:
+        show(screen, number, metrics)
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Screen, "step", step)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let step 2 fail before it trains."""
+    from prime_composer.local.run import Run
+
+    update = Run.update
+
+    def fail(run: Run, batch: Batch, step: int) -> dict[str, float]:
+        if step == 2:
+            raise ValueError("the teacher is gone")
+        return update(run, batch, step)
+
+    monkeypatch.setattr(Run, "update", fail)
+
+
+@pytest.mark.parametrize("end", [interrupted, failing], ids=["ctrl-c", "error"])
+def test_line_of_a_stopped_run_can_be_pasted(
+    end: Callable[[pytest.MonkeyPatch], None],
+    cli: Cli,
+    tiny_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It repeats recipe, engine and every --set, quoted for a shell; the run then ends."""
+    path = tiny_file.rename(tmp_path / "my recipe.toml")
+    options = ["--set", 'loss={type = "topk_reverse_kl", k = 3}', "--set", "trainer.steps=3"]
+    words = ["rl", "--config", path.name, "--engine", "local", *options]
+    with monkeypatch.context() as patched:
+        end(patched)
+        done = cli(*words, "--output-dir", "a run")
+    assert done.returncode == (130 if end is interrupted else 2)
+    (line,) = [
+        line for line in (done.stdout + done.stderr).splitlines() if line.startswith("    prime-rl")
+    ]
+    pasted = shlex.split(line)
+    assert pasted == ["prime-rl", *words, "--output-dir", "a run", "--resume"]
+    done = cli(*pasted[1:])
+    assert done.returncode == 0, done.stderr
+    assert "run directory: a run, resuming after step 1" in done.stdout
+    assert steps_logged(tmp_path / "a run") == 3
+
+
+def test_line_names_the_step_where_it_is_not_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (tmp_path / "checkpoints" / f"step_{step:06}").mkdir(parents=True)
+    assert line_to_resume(tmp_path, "prime-rl rl", 2).endswith(f"{tmp_path} --resume")
+    assert line_to_resume(tmp_path, "prime-rl rl", 1).endswith(f"{tmp_path} --resume --step 1")
 
 
 @pytest.mark.slow

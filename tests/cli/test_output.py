@@ -1,17 +1,24 @@
 """Output that is gone, or cannot show a letter, ends no command."""
 
 import errno
+import fcntl
 import io
 import json
 import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 import threading
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from rich.progress import TextColumn
 
+from prime_composer.cli import report
 from prime_composer.cli.output import forgiving_output
 from prime_composer.cli.progress import Screen, describe
 from prime_composer.cli.report import console, draw_report, print_outcome, print_report
@@ -100,6 +107,71 @@ def test_full_disk_in_a_loggers_thread_is_one_line(capsys: pytest.CaptureFixture
     assert "Traceback" not in printed.err
 
 
+STEPS = """
+from prime_composer.cli.progress import Screen
+with Screen(total=120) as screen:
+    screen.start({"eval/reverse_kl": 0.738, "eval/accuracy": 0.39, "teacher/accuracy": 0.99})
+    screen.step(99, {"loss": 0.5432, "tokens_per_second": 4321.0})
+    measured = {"eval/reverse_kl": 0.123, "eval/accuracy": 0.45}
+    screen.step(100, {"loss": 0.1234, "tokens_per_second": 1234.0, **measured})
+    screen.step(101, {"loss": 0.2345, "tokens_per_second": 2345.0})
+"""
+
+
+def shown_in_a_terminal(columns: int) -> list[str]:
+    """Run ``STEPS`` in a terminal of this width; return what it shows, a line each."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "CI")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", STEPS],
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        cwd=Path(__file__).parents[2],
+        env=environment | {"TERM": "xterm", "LC_ALL": "C.UTF-8"},
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while data := os.read(ours, 65536):
+            shown += data
+    except OSError:  # Linux says so that the other side is closed
+        pass
+    assert process.wait(timeout=60) == 0
+    os.close(ours)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r", "\n").split("\n")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_terminal_keeps_evaluations_and_the_step(columns: int) -> None:
+    """The lines of evaluations come once and stay; the bar has the step and its own numbers."""
+    lines = [line.rstrip() for line in shown_in_a_terminal(columns)]
+    text = " ".join(" ".join(lines).split())
+    assert "step 0/120 reverse KL 0.738 accuracy 39.0% (the teacher 99.0%)" in text
+    assert "step 100/120 loss 0.1234 reverse KL 0.123 accuracy 45.0% 1,234 tok/s" in text
+    assert (text.count("accuracy 39.0%"), text.count("accuracy 45.0%")) == (1, 1)
+    bars = [line for line in lines if "━" in line]
+    assert bars[-1].startswith("step ━") and "101/120 loss 0.2345  2,345 tok/s" in bars[-1]
+    assert max(map(len, lines)) <= columns
+
+
+def test_narrow_terminal_cuts_the_numbers_and_not_the_step() -> None:
+    bars = [line.rstrip() for line in shown_in_a_terminal(40) if "━" in line]
+    assert "101/120" in bars[-1] and bars[-1].endswith("…") and len(bars[-1]) <= 40
+
+
+def test_log_has_the_numbers_of_its_own_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """An evaluation is not repeated as if each later step had measured it."""
+    speed = {"loss": 1.0, "tokens_per_second": 9.0}
+    with Screen(total=40) as screen:
+        screen.step(10, speed | {"eval/reverse_kl": 0.5})
+        for step in range(11, 21):
+            screen.step(step, speed)
+    first, second = capsys.readouterr().out.strip().splitlines()
+    assert first == "step 10/40  loss 1.0000  reverse KL 0.500  9 tok/s"
+    assert second == "step 20/40  loss 1.0000  9 tok/s"
+
+
 def test_status_shows_brackets_and_colons_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(total=1)
     screen.status(f"warning: {BRACKETS}")
@@ -122,6 +194,40 @@ def test_outcome_without_the_first_evaluation_is_shown(
     row = next(line for line in capsys.readouterr().out.splitlines() if "accuracy" in line)
     cells = [cell.strip() for cell in row.replace("│", "|").split("|")[2:-1]]
     assert cells == ["–", "–", "25.0%" if evaluations else "–"]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_report_keeps_its_columns_in_every_width(
+    columns: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A table where it fits, otherwise a block for each run; nothing is cut."""
+    runs = [tmp_path / "gsm8k_opd", tmp_path / "gsm8k_opd-2"]
+    for run in runs:
+        run.mkdir()
+        records: list[dict[str, float]] = [
+            {"step": 0, "eval/accuracy": 0.39, "teacher/accuracy": 0.99, "eval/reverse_kl": 0.738},
+            {"step": 120, "eval/accuracy": 0.985, "eval/reverse_kl": 0.008}
+            | {"loss": 0.1, "tokens_per_second": 12345.0},
+        ]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        (run / "recipe.json").write_text('{"loss": {"type": "topk_reverse_kl"}}')
+    screen = Console(width=columns, markup=False, highlight=False)
+    monkeypatch.setattr(report, "console", lambda: screen)
+    print_report(runs)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    in_rows = [line for line in lines if "39.0% → 98.5%" in line and "0.738 → 0.008" in line]
+    assert len(in_rows) == (2 if columns >= 80 else 0)
+    text = " ".join(" ".join(lines).split())
+    for cell in ("120", "99.0%", "39.0% → 98.5%", "0.738 → 0.008", "12,345"):
+        assert text.count(cell) == 2
+    titles = ("loss", "steps", "teacher", "accuracy", "reverse KL", "tok/s")
+    assert [title for title in titles if title not in text] == [] and "…" not in text
+    if columns != 80:  # where a name is folded
+        assert text.count("topk_reverse_kl") == 2 and "gsm8k_opd-2" in text
 
 
 ROLLOUTS = {

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from prime_composer.cli import report, study_report
 from prime_composer.cli import study as study_module
-from prime_composer.cli import study_report
 from prime_composer.cli.commands import main
 from prime_composer.cli.formatting import percent
 from prime_composer.cli.study_file import SAME, load_study
@@ -251,6 +252,132 @@ def test_a_study_compares_runs_and_keeps_the_finished_ones(
 
     assert main(["study", str(study_file(overrides=["trainer.lr=5e-4"]))]) == 2
     assert "with other values of trainer.lr; nothing was touched" in capsys.readouterr().err
+
+
+def test_dry_run_says_what_is_left_and_writes_nothing(
+    study_file: WriteStudy,
+    tmp_path: Path,
+    in_one_process: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of a study with a finished run, one that was stopped after step 2, and two new ones."""
+    assert main(["study", str(study_file(seeds=[0]))]) == 0
+    folder = tmp_path / "outputs" / "compared"
+    half = folder / "tail-seed0"
+    lines = (half / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (half / "metrics.jsonl").write_text("".join(lines[:4]))
+    (half / "checkpoints" / "step_000004").rename(tmp_path / "gone")
+
+    def contents() -> dict[str, bytes]:
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        return {str(file): file.read_bytes() for file in files}
+
+    before, path = contents(), study_file(seeds=[0, 1])
+    capsys.readouterr()
+    assert main(["study", str(path), "--dry-run"]) == 0
+    # A step of the tiny recipe has 6 rollouts: 2 steps are left of one run, 4 of two others.
+    assert capsys.readouterr().out.splitlines() == [
+        "study: 2 variants, 2 seeds, in outputs/compared",
+        "sampled-seed0: finished, kept",
+        "tail-seed0: continues after step 2",
+        "sampled-seed1: runs",
+        "tail-seed1: runs",
+        "3 of 4 runs are left, at most 60 rollouts",
+        "dry run: nothing was run, nothing was written",
+    ]
+    assert main(["study", str(path), "--dry-run", "--overwrite"]) == 0
+    printed = capsys.readouterr().out
+    assert "sampled-seed0: is deleted, and runs again" in printed
+    assert "tail-seed1: runs\n4 of 4 runs are left, at most 96 rollouts" in printed
+    assert contents() == before
+
+
+def test_dry_run_names_the_variant_that_would_stop(
+    study_file: WriteStudy, tmp_path: Path, in_one_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The preflight's own words; --overwrite deletes nothing before it has read them, too."""
+    assert main(["study", str(study_file(seeds=[0]))]) == 0
+    folder = tmp_path / "outputs" / "compared"
+    before = {str(file) for file in folder.rglob("*")}
+    path = study_file(overrides=["rollout.max_tokens=120"], seeds=[0])
+    for option in ("--dry-run", "--overwrite"):
+        words = ["--overwrite", option] if option == "--dry-run" else [option]
+        assert main(["study", str(path), *words]) == 2
+        message = capsys.readouterr().err
+        assert "prime-rl study: sampled-seed0: " in message and "max_model_len" in message
+    assert {str(file) for file in folder.rglob("*")} == before
+
+
+def test_overwrite_deletes_the_runs_of_the_study_alone(
+    study_file: WriteStudy, tmp_path: Path, in_one_process: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another recipe's runs are replaced, and a directory that is no run is refused before that."""
+    assert main(["study", str(study_file(seeds=[0]))]) == 0
+    folder = tmp_path / "outputs" / "compared"
+    first = (folder / "tail-seed0" / "metrics.jsonl").read_text()
+    (folder / "notes.txt").write_text("mine")
+    two_seeds = study_file(overrides=["trainer.lr=5e-4"], seeds=[0, 1])
+    (folder / "tail-seed1").mkdir()
+    (folder / "tail-seed1" / "thesis.txt").write_text("mine")
+    assert main(["study", str(two_seeds), "--overwrite"]) == 2
+    assert "holds no recipe.json, so it is no run; nothing was touched" in capsys.readouterr().err
+    assert (folder / "tail-seed0" / "metrics.jsonl").read_text() == first
+    changed = study_file(overrides=["trainer.lr=5e-4"], seeds=[0])
+    assert main(["study", str(changed), "--overwrite"]) == 0
+    assert "(kept)" not in capsys.readouterr().out
+    kept = json.loads((folder / "tail-seed0" / "recipe.json").read_text())
+    assert kept["trainer"]["lr"] == 5e-4 and (folder / "notes.txt").read_text() == "mine"
+    assert (folder / "tail-seed0" / "metrics.jsonl").read_text() != first
+    assert (folder / "tail-seed1" / "thesis.txt").read_text() == "mine"
+    log = (folder / "tail-seed0.log").read_text()
+    assert log.count("run directory: ") == 2  # at the start and at the end of one run
+
+
+def test_stopped_overwrite_is_continued_without_it(
+    study_file: WriteStudy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(study_module, "call", lambda command, log: Ended(130))
+    assert main(["study", str(study_file(seeds=[0])), "--overwrite"]) == 130
+    assert "the same command, without --overwrite, continues" in capsys.readouterr().out
+
+
+def test_terminal_shows_the_study_as_a_table(
+    study_file: WriteStudy,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Without the bars of Markdown, with the same cells; table.md stays Markdown."""
+    over: dict[str, Any] = {name: [] for name in QUANTITIES}
+    over["reverse_kl"] = list(over_seeds([[(0, 0.25), (4, 0.5)], [(0, 0.25), (4, 0.75)]]))
+    result = {"unfinished_seeds": [], "teacher_scores": {}, "over_seeds": over, "temperatures": {}}
+    variants = {name: {"seeds": {"0": {}, "1": {}}, **result} for name in ("sampled", "tail")}
+    monkeypatch.setattr(study_report, "compare", lambda study, runs: {"variants": variants})
+    screen = Console(width=100, force_terminal=True, color_system=None)
+    monkeypatch.setattr(study_report, "console", lambda: screen)
+    (tmp_path / "runs").mkdir()
+    study_report.write_report(*load_study(study_file(), str(tmp_path / "runs")))
+    printed = capsys.readouterr().out.partition("figures:")[0]
+    assert "|" not in printed and "Before training: reverse KL 0.250." in printed
+    rows = [line.split() for line in printed.splitlines()]
+    assert "variant seeds reverse KL, nats/token".split() in rows
+    assert "tail 2 0.625 (0.500 to 0.750)".split() in rows
+    markdown = (tmp_path / "runs" / "table.md").read_text()
+    assert "| tail | 2 | 0.625 (0.500 to 0.750) |\n" in markdown
+
+
+def test_figure_of_few_steps_has_whole_numbers_of_steps() -> None:
+    figure = report.new_figure(4, 3)
+    axes = figure.subplots()
+    axes.plot([0, 1, 2], [0.1, 0.2, 0.3])
+    assert any(tick % 1 for tick in axes.get_xticks())
+    report.label(axes, "title", "step", "share")
+    ticks = [tick for tick in axes.get_xticks() if 0 <= tick <= 2]
+    assert ticks == [0, 1, 2]
 
 
 def test_a_loss_from_outside_is_checked_run_and_compared(

@@ -39,11 +39,15 @@ class Silent:
     def __init__(self, interrupt_at: int | None = None, signum: int = signal.SIGINT):
         self.steps: list[int] = []
         self.texts: list[str] = []
+        self.started: dict[str, float] = {}
         self.interrupt_at = interrupt_at
         self.signum = signum
 
     def status(self, text: str) -> None:
         self.texts.append(text)
+
+    def start(self, metrics: dict[str, float]) -> None:
+        self.started = metrics
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         self.steps.append(step)

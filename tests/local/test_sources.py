@@ -43,5 +43,5 @@ def test_environment_by_id_is_refused_by_name(
     message = capsys.readouterr().err
     # Without verifiers its own pip line, with it that of the environment.
     assert REFUSAL in message
-    assert "prime-composer[env]" in message or "pip install reverse-text" in message
+    assert "[env]'" in message or "pip install reverse-text" in message
     assert list(tmp_path.iterdir()) == [path]

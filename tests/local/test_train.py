@@ -66,6 +66,7 @@ def test_train_measures_logs_and_keeps_checkpoints(tiny_recipe: Raw, tmp_path: P
     assert display.steps == [1, 2, 3, 4, 5] and not outcome.interrupted and outcome.steps == 5
     assert sorted(outcome.evaluations) == [0, 2, 4, 5]
     assert {"eval/accuracy", "eval/reverse_kl", "teacher/accuracy"} <= outcome.evaluations[0].keys()
+    assert display.started == outcome.evaluations[0]
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "run")] == [4, 5]
     records = read_metrics(tmp_path / "run")
     assert [record["step"] for record in records] == [0, 1, 2, 3, 4, 5]

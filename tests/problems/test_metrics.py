@@ -169,7 +169,7 @@ def test_metric_without_its_library_has_the_pip_line(
 ) -> None:
     """The key is named; a metric of our own needs none."""
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-    pip = r'pip install "prime-composer\[metrics\]"'
+    pip = r"pip install -e '.+\[metrics\]'"
     with pytest.raises(ValueError, match=rf'\[data\] metric = "{metric}" needs .*: {pip}'):
         require_library(metric)
     with pytest.raises(ValueError, match=r"\[eval\] temperatures needs sacrebleu"):

@@ -610,7 +610,7 @@ def test_head_has_the_commands_of_a_faster_server(version):
         return
     first = head.index("    python3 -m venv teacher")
     assert head[first + 1 : first + 3] == [
-        "    teacher/bin/pip install 'vllm>=0.26,<0.33' 'prime-composer[engine]'",
+        f"    teacher/bin/pip install 'vllm>=0.26,<0.33' -e '{REPO}[engine]'",
         f"    teacher/bin/{command}",
     ]
     pin = {"v0.6": "0.22", "v0.7": "0.24"}[version]
@@ -863,7 +863,7 @@ def test_not_carried_key_of_several_has_its_own_name():
 
 
 def test_slurm_run_is_told_how_to_keep_the_package(capsys):
-    remedy = 'pre_run_command = "uv pip install prime-composer"'
+    remedy = f'pre_run_command = "uv pip install -e {REPO}"'
 
     def slurm(**prime_rl):
         export = export_recipe(recipe(prime_rl=prime_rl), "head")

@@ -131,7 +131,7 @@ def test_launch_native_slurm_says_how_to_keep_the_package(some_prime_rl, tmp_pat
     file = tmp_path / "native.toml"
     file.write_text(NATIVE)
     assert launch.launch(file) == 0
-    assert "uv pip install prime-composer" in capsys.readouterr().err
+    assert "uv pip install -e " in capsys.readouterr().err
     assert launch.launch(file, ["slurm.pre_run_command=make"]) == 0
     assert not capsys.readouterr().err
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from prime_composer.backends.errors import INSTALL
+from prime_composer.backends.errors import how_to_install
 from prime_composer.backends.hf_model import load_tokenizer, read_config
 from prime_composer.backends.protocols import Limits
 from prime_composer.local.preflight import (
@@ -96,7 +96,7 @@ def require_libraries(recipe: Recipe, routing: Routing) -> None:
     libraries |= {"tensorboard"} if recipe.logging.tensorboard else set()
     missing = sorted(name for name in libraries if find_spec(name) is None)
     if missing:
-        raise ImportError(f"this recipe needs {', '.join(missing)}: {INSTALL}")
+        raise ImportError(f"this recipe needs {', '.join(missing)}: {how_to_install()}")
     for data in recipe.problem_sources.values():
         require_library(data.metric)
     if recipe.eval.temperatures:

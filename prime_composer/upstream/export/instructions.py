@@ -5,29 +5,40 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from prime_composer.extras import requirement
 from prime_composer.losses import LossConfig
 from prime_composer.recipe.urls import public_url
 from prime_composer.upstream.export.plan import Plan
 from prime_composer.upstream.export.tables import needs_more_logprobs
 
-SLURM = (
-    "Under Slurm prime-rl's job script runs `uv sync`, which removes every package that prime-rl",
-    "does not depend on, this one too. slurm.pre_run_command runs after it. Let it install this",
-    "package again, the same way as at first:",
-    '    pre_run_command = "uv pip install prime-composer"',
-    "Where each node has an environment of its own:",
-    "    srun --ntasks-per-node=1 uv pip install prime-composer",
-)
-"""Read in templates/*.sbatch.j2 of all versions. `uv run`, which starts processes, is harmless."""
-
-TEACHERS_ENVIRONMENT = (
-    "    python3 -m venv teacher",
-    "    teacher/bin/pip install 'vllm>=0.26,<0.33' 'prime-composer[engine]'",
-)
-"""Makes an environment whose vLLM takes the scoring plugin."""
-
 FLOAT32_HEAD = """--hf-overrides '{"head_dtype": "float32"}'"""
 """vLLM's option that computes logits in float32."""
+
+
+def under_slurm() -> list[str]:
+    """Return what keeps this package installed in a job.
+
+    Read in templates/*.sbatch.j2 of all versions. `uv run`, which starts processes, is harmless.
+    """
+    install = f"uv pip install {requirement()}"
+    return [
+        "Under Slurm prime-rl's job script runs `uv sync`, which removes every package that "
+        "prime-rl",
+        "does not depend on, this one too. slurm.pre_run_command runs after it. Let it install "
+        "this",
+        "package again, the same way as at first:",
+        f'    pre_run_command = "{install}"',
+        "Where each node has an environment of its own:",
+        f"    srun --ntasks-per-node=1 {install}",
+    ]
+
+
+def teachers_environment() -> list[str]:
+    """Return the commands that make an environment whose vLLM takes the scoring plugin."""
+    return [
+        "    python3 -m venv teacher",
+        f"    teacher/bin/pip install 'vllm>=0.26,<0.33' {requirement('engine')}",
+    ]
 
 
 def head_comment(plan: Plan, table: Mapping[str, Any], not_carried: Mapping[str, str]) -> list[str]:
@@ -45,7 +56,7 @@ def head_comment(plan: Plan, table: Mapping[str, Any], not_carried: Mapping[str,
         lines += ["", "Not carried to prime-rl:"]
         lines += [f"    {key}: {why}" for key, why in not_carried.items()]
     if isinstance(table.get("slurm"), Mapping):
-        lines += ["", *SLURM]
+        lines += ["", *under_slurm()]
     return lines
 
 
@@ -98,7 +109,7 @@ def servers(plan: Plan) -> list[str]:
             f"{why} prime_composer's plugin for vLLM 0.26 to 0.32. prime-rl "
             f"{version.name} pins vLLM {version.vllm_without_plugins},",
             "so that this server needs an environment of its own:",
-            *TEACHERS_ENVIRONMENT,
+            *teachers_environment(),
         ]
         faster = [line.replace("    prime-rl", "    teacher/bin/prime-rl") for line in faster]
     elif faster:
@@ -134,5 +145,5 @@ def slurm_notice(table: Mapping[str, Any]) -> str | None:
     """Return what to add where a TOML goes to Slurm and nothing in it reinstalls this package."""
     slurm = table.get("slurm")
     if isinstance(slurm, Mapping) and not slurm.get("pre_run_command"):
-        return f"[slurm] has no pre_run_command. {' '.join(line.strip() for line in SLURM)}"
+        return f"[slurm] has no pre_run_command. {' '.join(line.strip() for line in under_slurm())}"
     return None

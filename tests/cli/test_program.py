@@ -1,0 +1,187 @@
+"""The program's name, version, overview, and its completion in real shells."""
+
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from prime_composer.cli import program as program_module
+from prime_composer.cli.commands import COMMANDS, build_parser, main
+from prime_composer.cli.program import NAMES, TASKS, program
+from tests.fork_server import REPO
+
+LIGHT = """
+import sys
+from prime_composer.cli.commands import main
+try:
+    main({words})
+except SystemExit:
+    pass
+heavy = ("torch", "vllm", "transformers", "pydantic", "rich", "numpy")
+print(sorted(name for name in heavy if name in sys.modules), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["--version"], ["--help"], ["completion", "bash"], ["rl", "--help"]], ids=str
+)
+def test_what_a_prompt_waits_for_imports_nothing_heavy(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT.format(words=words)], capture_output=True, text=True, cwd=REPO
+    )
+    assert done.stdout and done.stderr.splitlines()[-1] == "[]"
+
+
+def test_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
+    from importlib.metadata import version
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"prime_composer {version('prime-composer')}\n"
+
+
+def test_version_of_a_bare_checkout_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(name: str) -> str:
+        raise program_module.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(program_module.metadata, "version", absent)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "prime_composer, not installed\n"
+
+
+def test_no_command_prints_the_commands_by_task(capsys: pytest.CaptureFixture[str]) -> None:
+    """On stderr with status 2, as other programs do it where a command is missing."""
+    assert main([]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
+    tasks = [line for line in lines if line.endswith(":") and line[0] != " "]
+    assert tasks == [*(f"{task}:" for task in TASKS), "Options:"]
+    named = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != "-"]
+    assert sorted(named) == sorted(COMMANDS) and len(set(named)) == len(named)
+    assert max(map(len, lines)) <= 80
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0 and capsys.readouterr().out == printed.err
+
+
+def test_both_names_are_installed_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A usage line, an error and a line to paste have the name that the user typed."""
+    scripts = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == dict.fromkeys(NAMES, "prime_composer.cli:main")
+    for typed, shown in (
+        ("/venv/bin/prime-rl", "prime-rl"),
+        ("prime-composer", "prime-composer"),
+        ("/site/prime_composer/__main__.py", "python -m prime_composer"),
+        ("/venv/bin/pytest", "prime-rl"),
+    ):
+        monkeypatch.setattr(sys, "argv", [typed])
+        assert program() == shown
+        assert build_parser().format_usage().startswith(f"usage: {shown} ")
+
+
+def test_module_runs_as_the_program() -> None:
+    """It names itself in a refusal, too."""
+    command = [sys.executable, "-m", "prime_composer", "check", "absent.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 2
+    assert done.stderr.startswith("python -m prime_composer check: absent.toml: no such recipe")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working directory with recipes, other files and a folder."""
+    for name in ("one.toml", "two words.toml", "notes.md", "sub/three.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+COMPLETIONS = {
+    ("stu",): {"study"},
+    ("rl", "--dr"): {"--dry-run"},
+    ("rl", "--engine", ""): {"auto", "local", "prime-rl"},
+    ("rl", "--config", ""): {"one.toml", "two words.toml", "sub"},
+    ("check", "o"): {"one.toml"},
+    ("report", ""): {"sub"},
+    ("completion", ""): {"bash", "zsh"},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("words", COMPLETIONS, ids=" ".join)
+def test_bash_completes_without_starting_python(
+    name: str,
+    words: tuple[str, ...],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The script runs with an empty PATH: a completion starts no program at all."""
+    assert main(["completion", "bash"]) == 0
+    script = folder.parent / "completion.bash"
+    script.write_text(capsys.readouterr().out)
+    asks = f'source "{script}"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); '
+    asks += 'rule=$(complete -p "$1"); rule=${rule##*-F }; compopt() { :; }; ${rule%% *}; '
+    asks += 'printf "%s\\n" "${COMPREPLY[@]}"'
+    done = subprocess.run(
+        [shutil.which("bash") or "bash", "--norc", "-c", asks, "bash", name, *words],
+        cwd=folder,
+        env={"PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == "" and set(done.stdout.splitlines()) == COMPLETIONS[words]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("prime-rl stu\t", "prime-rl study"),
+        ("prime-composer rl --dr\t", "prime-composer rl --dry-run"),
+        ("prime-rl check on\t", "prime-rl check one.toml"),
+    ],
+)
+def test_zsh_completes_what_is_typed(
+    typed: str, shown: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a terminal of its own: zsh completes at a prompt alone."""
+    assert main(["completion", "zsh"]) == 0
+    script = folder.parent / "completion.zsh"
+    script.write_text(capsys.readouterr().out)
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        ["zsh", "-f", "-i"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=folder,
+        env={"PATH": os.defpath, "TERM": "dumb", "HOME": str(folder)},
+        start_new_session=True,
+    )
+    os.close(theirs)
+
+    def read_until(text: str) -> str:
+        seen, deadline = "", time.monotonic() + 30
+        while text not in seen:
+            assert time.monotonic() < deadline, seen
+            seen += os.read(ours, 4096).decode(errors="replace")
+        return seen
+
+    try:
+        begin = f'PS1=; autoload -U compinit; compinit -D -u; eval "$(<{script})"; print rea""dy\n'
+        os.write(ours, begin.encode())
+        read_until("ready")
+        os.write(ours, typed.encode())
+        read_until(shown)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
