@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import prime_composer
 from prime_composer.losses import LOSS_TYPES
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +63,12 @@ def test_every_loss_has_its_formula() -> None:
     named |= {"topk_reverse_kl", "topk_forward_kl"}
     assert "`topk_reverse_kl`, `topk_forward_kl`." in text
     assert named - {"Reverse"} == {name for name in LOSS_TYPES if ":" not in name}
+
+
+def test_page_of_the_api_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "pages" / "api.md").read_text(encoding="utf-8")
+    missing = [name for name in prime_composer.__all__ if not re.search(rf"\b{name}\b", text)]
+    assert missing == []
 
 
 def test_navigation_names_pages_that_exist() -> None:
