@@ -1,13 +1,13 @@
 """A run on this machine: what is open, what happens around its steps, and how it ends."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from prime_composer.backends.cpu_guard import all_cores
-from prime_composer.local.answers import write_answers
+from prime_composer.local.answers import Answer, Answerer, write_answers
 from prime_composer.local.clock import Clock
 from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine, open_engine
@@ -171,15 +171,19 @@ class Run:
         measured = self.evaluator.student()
         # A teacher that was exchanged meanwhile has measured another distance.
         self.watch.check(step, before_use=True)
+        self.keep(step, self.evaluator.answers)
+        self.evaluations[step] = measured
+        return measured
+
+    def keep(self, step: int, answers: Sequence[Answer], of: Answerer = "answers") -> None:
+        """Write answers for the report, or warn that it will lack them."""
         signatures = signatures_of(self.engine.problems.problem_set.sources.values())
         try:
-            write_answers(self.run_dir, step, self.evaluator.answers, signatures)
+            write_answers(self.run_dir, step, answers, signatures, of)
         except OSError as error:  # the report lacks them, and nothing else
             self.display.status(
                 f"warning: the answers of step {step} are not kept: {describe(error)}"
             )
-        self.evaluations[step] = measured
-        return measured
 
     def measure_at_start(self) -> None:
         """Evaluate before training, or what a run that was stopped had left to evaluate."""
@@ -187,6 +191,8 @@ class Run:
         if done == 0:
             self.display.status("measuring the teacher and the student before training")
             self.evaluations[0] = self.measure(0) | self.evaluator.teachers()
+            if self.evaluator.teacher_answers:
+                self.keep(0, self.evaluator.teacher_answers, of="teacher")
             self.tracker.log(0, self.evaluations[0])
         elif self.is_measured(done) and done not in self.evaluations:
             self.tracker.amend(done, self.measure(done))

@@ -9,36 +9,24 @@ the student trains every weight.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from prime_composer.backends.hf_model import load_model, load_tokenizer, without_progress_bars
 from prime_composer.recipe.prepare import QuantizeConfig
 
 
-class Rounded(NamedTuple):
-    """How much of a model was rounded.
+def round_layers(model: nn.Module, config: QuantizeConfig, source: str) -> int:
+    """Round the linear layers of a model in place. ``source`` is its name in messages.
 
-    Attributes:
-        rounded: weights of the linear layers.
-        weights: weights of the whole model.
+    Returns:
+        The number of rounded weights.
+
+    Raises:
+        ValueError: there are no linear layers, or a group divides none of their inputs.
     """
-
-    rounded: int
-    weights: int
-
-
-@torch.no_grad()
-def round_model(source: str, config: QuantizeConfig, folder: Path) -> Rounded:
-    """Write a copy of a model with rounded linear layers, and its tokenizer, into ``folder``.
-
-    ``source`` is a directory or a hub id.
-    """
-    model: Any = load_model(source, device="cpu")
     layers = dict(linear_layers(model))
     if not layers:
         raise ValueError(f"{source} has no linear layers whose weights could be rounded")
@@ -48,17 +36,10 @@ def round_model(source: str, config: QuantizeConfig, folder: Path) -> Rounded:
                 f"quantize.group = {config.group} does not divide the {layer.in_features} inputs "
                 f"of {name} in {source}; choose a divisor of them"
             )
-    for layer in layers.values():
-        layer.weight.copy_(round_to_nearest(layer.weight, config.bits, config.group))
-    tokenizer = load_tokenizer(source)
-    with without_progress_bars():
-        model.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    return Rounded(
-        sum(layer.weight.numel() for layer in layers.values()),
-        sum(weight.numel() for weight in model.parameters()),
-    )
+    with torch.no_grad():
+        for layer in layers.values():
+            layer.weight.copy_(round_to_nearest(layer.weight, config.bits, config.group))
+    return sum(layer.weight.numel() for layer in layers.values())
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -1,0 +1,79 @@
+"""Damage an existing model: remove decoder layers, round weights. Distillation repairs the copy."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from prime_composer.backends.hf_model import load_model, load_tokenizer, without_progress_bars
+from prime_composer.recipe.prepare import RoundedConfig, check_dropped
+from prime_composer.tiny_models.rounding import round_layers
+
+PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers")
+"""Keys of a config that have one entry per layer, where a model has them."""
+
+
+class Damage(NamedTuple):
+    """What was done to a model.
+
+    Attributes:
+        rounded: weights of the linear layers that were rounded.
+        weights: weights of the whole model that is left.
+        layers: decoder layers that are left.
+    """
+
+    rounded: int
+    weights: int
+    layers: int
+
+
+def damage_model(config: RoundedConfig, folder: Path) -> Damage:
+    """Write a damaged copy of a model, and its tokenizer, into ``folder``.
+
+    Raises:
+        ModelUnavailable: the model cannot be loaded.
+        ValueError: it lacks a layer that is to be removed, or cannot be rounded as described.
+    """
+    model: Any = load_model(config.source, device="cpu")
+    sizes = model.config.get_text_config()
+    if config.drop_layers:
+        drop_layers(model, config.drop_layers, config.source)
+    rounded = 0
+    if config.quantize is not None:
+        rounded = round_layers(model, config.quantize, config.source)
+    tokenizer = load_tokenizer(config.source)
+    with without_progress_bars():
+        model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    weights = sum(weight.numel() for weight in model.parameters())
+    return Damage(rounded, weights, sizes.num_hidden_layers)
+
+
+def drop_layers(model: nn.Module, dropped: Collection[int], source: str) -> None:
+    """Remove decoder layers from a causal language model and its config, in place.
+
+    The model is for saving: its layers' own numbers, under which a cache finds them, are those of
+    the next load.
+
+    Raises:
+        ValueError: the model lacks one of the layers, or its layers are not found.
+    """
+    net: Any = model
+    config = net.config.get_text_config()
+    count = config.num_hidden_layers
+    check_dropped(dropped, count, source)
+    for owner in net.modules():
+        for name, child in owner.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                kept = [layer for index, layer in enumerate(child) if index not in dropped]
+                setattr(owner, name, nn.ModuleList(kept))
+                config.num_hidden_layers = len(kept)
+                for key in PER_LAYER:
+                    values = getattr(config, key, None)
+                    if values is not None:
+                        own = [one for index, one in enumerate(values) if index not in dropped]
+                        setattr(config, key, own)
+                return
+    raise ValueError(f"drop_layers: {source} has no list of its {count} decoder layers to cut")
