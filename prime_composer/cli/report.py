@@ -68,8 +68,8 @@ def titles_of(environments: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 def outcome_table(
     title: str,
-    before: Mapping[str, float],
-    after: Mapping[str, float],
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
     environments: Mapping[str, str],
     temperatures: Sequence[float] = (),
 ) -> Table:

@@ -71,7 +71,7 @@ CAPITALS = {
     "Panama": "Panama City", "Paraguay": "Asunción", "Peru": "Lima", "the Philippines": "Manila",
     "Poland": "Warsaw", "Portugal": "Lisbon", "Qatar": "Doha", "Romania": "Bucharest",
     "Russia": "Moscow", "Rwanda": "Kigali", "Saudi Arabia": "Riyadh", "Senegal": "Dakar",
-    "Serbia": "Belgrade", "Singapore": "Singapore", "Slovakia": "Bratislava",
+    "Serbia": "Belgrade", "Slovakia": "Bratislava",
     "Slovenia": "Ljubljana", "Somalia": "Mogadishu", "South Korea": "Seoul", "Spain": "Madrid",
     "Sudan": "Khartoum", "Sweden": "Stockholm", "Switzerland": "Bern", "Syria": "Damascus",
     "Thailand": "Bangkok", "Tunisia": "Tunis", "Turkey": "Ankara",
@@ -151,7 +151,7 @@ def _town(rng: random.Random, cast: Cast) -> Problem:
             f"{name} lives in {town} and works as a {job}.",
         )
     )
-    return Problem(f"{fact} Where does {name} live?", town)
+    return Problem(f"{fact} In which town does {name} live?", town)
 
 
 def _job(rng: random.Random, cast: Cast) -> Problem:

@@ -64,16 +64,14 @@ def drop_layers(model: nn.Module, dropped: Collection[int], source: str) -> None
     config = net.config.get_text_config()
     count = config.num_hidden_layers
     check_dropped(dropped, count, source)
-    for owner in net.modules():
-        for name, child in owner.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == count:
-                kept = [layer for index, layer in enumerate(child) if index not in dropped]
-                setattr(owner, name, nn.ModuleList(kept))
-                config.num_hidden_layers = len(kept)
-                for key in PER_LAYER:
-                    values = getattr(config, key, None)
-                    if values is not None:
-                        own = [one for index, one in enumerate(values) if index not in dropped]
-                        setattr(config, key, own)
-                return
-    raise ValueError(f"drop_layers: {source} has no list of its {count} decoder layers to cut")
+    lists = (one for one in net.modules() if isinstance(one, nn.ModuleList) and len(one) == count)
+    layers = next(lists, None)
+    if layers is None:
+        raise ValueError(f"drop_layers: {source} has no list of its {count} decoder layers to cut")
+    for index in sorted(dropped, reverse=True):
+        del layers[index]
+    config.num_hidden_layers = len(layers)
+    for key in PER_LAYER:
+        if (values := getattr(config, key, None)) is not None:
+            left = [value for index, value in enumerate(values) if index not in dropped]
+            setattr(config, key, left)
