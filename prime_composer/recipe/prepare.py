@@ -113,6 +113,20 @@ class QuantizeConfig(Table):
     """Weights of one output that share their levels, consecutive along the input. It divides the
     inputs of every layer."""
 
+    @property
+    def work(self) -> str:
+        """What is done to the weights, in words."""
+        return f"its weights rounded to {self.bits} bits in groups of {self.group}"
+
+
+class StaysRoundedConfig(QuantizeConfig):
+    """Rounding of the student's linear layers that stays while it learns (quantization-aware
+    training). Sampler, comparison with the teacher and checkpoints have the rounded weights. The
+    optimizer trains the float32 weights behind them, with the gradient at the rounded ones
+    (straight-through); they are stored for `--resume`. They begin as the student's own weights, so
+    name the unrounded model: its first step is that of `[student.prepare] quantize`, and from
+    weights that lie on the levels already a small learning rate moves few of them to another."""
+
 
 class RoundedConfig(Table):
     """An existing model with rounded weights, in float32: damage that distillation heals."""
@@ -131,10 +145,7 @@ class RoundedConfig(Table):
     @property
     def work(self) -> str:
         """What is done to build the model, in words."""
-        return (
-            f"{self.source}, its weights rounded to {self.quantize.bits} bits in groups of "
-            f"{self.quantize.group}"
-        )
+        return f"{self.source}, {self.quantize.work}"
 
 
 def prepare_kind(table: dict[str, Any]) -> type[PrepareConfig] | type[RoundedConfig]:

@@ -28,6 +28,8 @@ from prime_composer.tiny_models.transcripts import CHAT_TEMPLATE
 FORMAT = 1
 """Part of the cache key. Raise it when the same description builds another model."""
 
+ROUNDING = 2
+"""The same for a rounded model."""
 
 DESCRIPTION = "prepare.json"
 """The file beside the weights that says how they were made. A trained model's has its loss, a
@@ -65,7 +67,7 @@ def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
         content, quantize = fingerprint(config.source), config.quantize
         if content is None:
             return None
-        settings = [FORMAT, content, quantize.model_dump(mode="json")]
+        settings = [ROUNDING, content, quantize.model_dump(mode="json")]
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         return f"rounded-{quantize.bits}bit-{quantize.group}-{digest.hexdigest()[:16]}"
     description = [FORMAT, config.model_dump(mode="json", exclude_none=True)]
