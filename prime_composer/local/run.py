@@ -187,7 +187,7 @@ class Run:
         if done == 0:
             self.display.status("measuring the teacher and the student before training")
             self.evaluations[0] = self.measure(0) | self.evaluator.teachers()
-            self.tracker.log(0, self.evaluations[0])
+            self.tracker.log(0, self.evaluations[0] | self.student.sizes())
         elif self.is_measured(done) and done not in self.evaluations:
             self.tracker.amend(done, self.measure(done))
 

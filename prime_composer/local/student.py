@@ -111,6 +111,13 @@ class Student:
         self.metrics = metrics | {"grad_norm": float(grad_norm), "lr": lr}
         return self.metrics
 
+    def sizes(self) -> dict[str, float]:
+        """Return the weights of a student that stays rounded, and how many of them are."""
+        if self.latent is None:
+            return {}
+        share = self.latent.share(self.model)
+        return {"student/weights": float(share.weights), "student/rounded": float(share.rounded)}
+
     def state_dict(self) -> dict[str, Any]:
         """Return all that changes but the model's weights, which a checkpoint stores as a model.
 

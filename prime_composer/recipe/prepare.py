@@ -118,6 +118,17 @@ class QuantizeConfig(Table):
         """What is done to the weights, in words."""
         return f"its weights rounded to {self.bits} bits in groups of {self.group}"
 
+    def information(self, rounded: int, weights: int) -> float:
+        """Return the bits that a model of so many weights consists of, R of them rounded.
+
+        In groups of g, whose smallest and largest weight are float32 numbers, N weights have
+
+            R (bits + 2 * 32 / g) + 32 (N - R)
+
+        This is the least that a file needs. A checkpoint is larger: it stores all in float32.
+        """
+        return rounded * (self.bits + 2 * 32 / self.group) + 32 * (weights - rounded)
+
 
 class StaysRoundedConfig(QuantizeConfig):
     """Rounding of the student's linear layers that stays while it learns (quantization-aware

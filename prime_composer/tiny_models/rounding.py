@@ -40,19 +40,6 @@ class Rounded(NamedTuple):
     rounded: int
     weights: int
 
-    def information(self, config: QuantizeConfig) -> float:
-        """Return the bits that such a model consists of.
-
-        With R rounded weights of N in groups of g, whose minimum and maximum are float32:
-
-            bits R + 2 * 32 R / g + 32 (N - R)
-
-        That is what a file without padding would need. It is not the size of a checkpoint, which
-        stores every weight in float32.
-        """
-        exact = self.weights - self.rounded
-        return self.rounded * (config.bits + 2 * 32 / config.group) + 32 * exact
-
 
 @dataclass
 class LatentWeights:
@@ -98,6 +85,10 @@ class LatentWeights:
         places of the rounded ones."""
         latent = {id(layer.weight): self.weights[name] for name, layer in self.layers.items()}
         return [latent.get(id(parameter), parameter) for parameter in model.parameters()]
+
+    def share(self, model: nn.Module) -> Rounded:
+        """Return how much of the model is rounded."""
+        return rounded_share(model, self.layers)
 
     def take_gradients(self) -> None:
         """Move the gradients at the rounded weights to the latent ones."""
