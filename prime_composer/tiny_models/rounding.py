@@ -18,15 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from prime_composer.backends.hf_model import load_model, load_tokenizer, without_progress_bars
 from prime_composer.recipe.prepare import QuantizeConfig
-
-LEAST_STEP = 8
-"""Distance of two levels, in units of the last place, from which plain arithmetic is exact enough:
-a level is then computed to a quarter of that distance, and found again as the nearest one."""
 
 
 class Rounded(NamedTuple):
@@ -195,48 +191,19 @@ def round_to_nearest(
     """
     grouped = weight.unflatten(1, (-1, group))
     low, high = grouped.amin(dim=-1, keepdim=True), grouped.amax(dim=-1, keepdim=True)
-    # Half precision has too few digits for the numbers between.
-    wide = grouped.to(torch.promote_types(weight.dtype, torch.float32))
+    # Half precision has too few digits for what lies between.
+    wide = torch.promote_types(weight.dtype, torch.float32)
     # A tensor on the device, for a GPU would multiply by the reciprocal of a Python number.
-    last = torch.tensor(2**bits - 1, dtype=wide.dtype, device=wide.device)
+    last = torch.tensor(2**bits - 1, dtype=wide, device=weight.device)
     step = (high.to(wide) - low.to(wide)).div_(last)
-    level = (wide - low).div_(step).round_()
-    is_last = level == last
-    # Levels as computed. The largest may be off by a rounding, and a group's maximum must not be.
-    rounded = level.mul_(step).add_(low).to(weight.dtype)
-    rounded = torch.where(is_last, high, rounded)
-    if (narrow := _narrow(low, high, step)).any():
-        rounded[narrow] = _round_exactly(grouped[narrow], 2**bits - 1)
-    return rounded.flatten(1)
-
-
-def _narrow(low: Tensor, high: Tensor, step: Tensor) -> Bool[Tensor, "rows groups"]:
-    """Return which groups have levels so near to each other that few numbers lie between them."""
-    format_ = torch.finfo(low.dtype)
-    largest = low.abs().maximum(high.abs()).to(step.dtype)
-    # Below tiny / eps the steps would be subnormal.
-    narrow = step < LEAST_STEP * format_.eps * largest.clamp_min(format_.tiny / format_.eps)
-    return narrow.squeeze(-1)
-
-
-def _round_exactly(grouped: Float[Tensor, "n group"], last: int) -> Float[Tensor, "n group"]:
-    """Return weights rounded to the nearest of the levels *as they are stored*.
-
-    Neighboring levels may be stored as one number, and one that is stored as w need not be the
-    nearest to w before it is stored. It is the nearest, or next to that.
-    """
-    exact = grouped.double()
-    low, high = exact.amin(dim=-1, keepdim=True), exact.amax(dim=-1, keepdim=True)
-    step = (high - low) / last
+    tiny = torch.finfo(wide).tiny
     # A group of equal weights has one level.
-    index = ((exact - low) / step.masked_fill(step == 0, 1)).round()
-
-    def stored(index: Tensor) -> Tensor:
-        return torch.where(index == last, high, low + index * step).to(grouped.dtype)
-
-    nearest = stored(index)
-    for neighbor in (index - 1, index + 1):
-        other = stored(neighbor.clamp(0, last))
-        is_nearer = (other.double() - exact).abs() < (nearest.double() - exact).abs()
-        nearest = torch.where(is_nearer, other, nearest)
-    return nearest
+    index = (grouped.to(wide) - low).div_(step.clamp_min(tiny)).round_()
+    is_last = index == last
+    # The last level is off by a rounding, and a group's maximum must not be.
+    rounded = torch.where(is_last, high, index.mul_(step).add_(low).to(weight.dtype))
+    subnormal = (step < tiny).squeeze(-1) & (low < high).squeeze(-1)
+    if subnormal.any() and wide != torch.float64:
+        exact = grouped[subnormal].double()
+        rounded[subnormal] = round_to_nearest(exact, bits, group).to(weight.dtype)
+    return rounded.flatten(1)
