@@ -20,9 +20,11 @@ from prime_composer.cli.formatting import (
     scores_in,
 )
 from prime_composer.local.answers import Answer, read_answers, read_signatures
+from prime_composer.local.run_dir.disk import readable
 from prime_composer.local.run_dir.recipe_file import RECIPE_FILE
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.metrics import TITLES, signatures_of
+from prime_composer.recipe.prepare import QuantizeConfig
 from prime_composer.recipe.schema import Recipe
 
 REVERSE_KL = "eval/reverse_kl"
@@ -32,6 +34,9 @@ PER_ROLLOUT = {"turns": "turns per rollout", "tool_calls": "tool calls per rollo
 
 ANSWERS_SHOWN = 3
 """Questions that a report shows with their answers."""
+
+CHECKPOINTS, WEIGHTS = "checkpoints", "*.safetensors"
+"""Where the weights of a student are, below the run directory."""
 
 LETTERS_SHOWN = 320
 """Length up to which a question or an answer is printed."""
@@ -119,6 +124,29 @@ def print_signatures(signatures: Mapping[str, str]) -> None:
     """Print what the numbers of graded metrics have to be published with."""
     for metric, signature in signatures.items():
         console().print(f"{TITLES.get(metric, metric)} x 100: {signature}", soft_wrap=True)
+
+
+def print_size(run_dir: Path) -> None:
+    """Print the size of a student that stays rounded: its information, and its newest checkpoint.
+
+    Nothing is printed for other runs.
+    """
+    first = next(iter(read_metrics(run_dir)), {})
+    if "student/rounded" not in first:
+        return
+    recipe = json.loads((run_dir / RECIPE_FILE).read_text(encoding="utf-8"))
+    quantize = QuantizeConfig.model_validate(recipe["student"]["quantize"])
+    rounded, weights = (int(first[f"student/{name}"]) for name in ("rounded", "weights"))
+    bits = quantize.information(rounded, weights)
+    folders = sorted((run_dir / CHECKPOINTS).glob("step_??????"))
+    sizes = [file.stat().st_size for folder in folders[-1:] for file in folder.glob(WEIGHTS)]
+    on_disk = f"; {readable(sum(sizes))} on the disk, in float32" if sizes else ""
+    console().print(
+        f"student of {run_dir.name}: {rounded:,} of {weights:,} weights have {quantize.bits} bits "
+        f"in groups of {quantize.group}; {readable(round(bits / 8))} of information, "
+        f"{bits / weights:.2f} bits per weight{on_disk}",
+        soft_wrap=True,
+    )
 
 
 def print_answers(run_dir: Path, steps: Collection[int]) -> None:
@@ -227,6 +255,8 @@ def print_report(runs: Sequence[str | Path]) -> None:
         )
     console().print(table)
     print_signatures({k: text for run in runs for k, text in read_signatures(Path(run)).items()})
+    for run in runs:
+        print_size(Path(run))
     if len(runs) == 1:
         environments = environments_of(runs[0])
         if len(environments) > 1 and evaluated:

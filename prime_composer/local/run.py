@@ -193,7 +193,7 @@ class Run:
             self.evaluations[0] = self.measure(0) | self.evaluator.teachers()
             if self.evaluator.teacher_answers:
                 self.keep(0, self.evaluator.teacher_answers, of="teacher")
-            self.tracker.log(0, self.evaluations[0])
+            self.tracker.log(0, self.evaluations[0] | self.student.sizes())
         elif self.is_measured(done) and done not in self.evaluations:
             self.tracker.amend(done, self.measure(done))
 
@@ -380,11 +380,13 @@ def in_words(error: Exception) -> str:
 
 
 def checkpoint_bytes(engine: Engine) -> int:
-    """Return the size of a checkpoint: weights, AdamW's two moments, a moving teacher."""
+    """Return the size of a checkpoint: weights, latent ones, AdamW's two moments, a moving
+    teacher."""
     moments = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
     return (
         tensor_bytes(engine.model.state_dict())
         + 2 * tensor_bytes(moments)
+        + tensor_bytes({} if engine.latent is None else engine.latent.state_dict())
         + tensor_bytes(engine.state_dict())
     )
 

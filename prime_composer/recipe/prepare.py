@@ -115,6 +115,31 @@ class QuantizeConfig(Table):
     """Weights of one output that share their levels, consecutive along the input. It divides the
     inputs of every layer."""
 
+    @property
+    def work(self) -> str:
+        """What is done to the weights, in words."""
+        return f"its weights rounded to {self.bits} bits in groups of {self.group}"
+
+    def information(self, rounded: int, weights: int) -> float:
+        """Return the bits that a model of so many weights consists of, R of them rounded.
+
+        In groups of g, whose smallest and largest weight are float32 numbers, N weights have
+
+            R (bits + 2 * 32 / g) + 32 (N - R)
+
+        This is the least that a file needs. A checkpoint is larger: it stores all in float32.
+        """
+        return rounded * (self.bits + 2 * 32 / self.group) + 32 * (weights - rounded)
+
+
+class StaysRoundedConfig(QuantizeConfig):
+    """Rounding of the student's linear layers that stays while it learns (quantization-aware
+    training). Sampler, comparison with the teacher and checkpoints have the rounded weights. The
+    optimizer trains the float32 weights behind them, with the gradient at the rounded ones
+    (straight-through); they are stored for `--resume`. They begin as the student's own weights, so
+    name the unrounded model: its first step is that of `[student.prepare] quantize`, and from
+    weights that lie on the levels already a small learning rate moves few of them to another."""
+
 
 class RoundedConfig(Table):
     """An existing model, damaged, in float32: without some layers, or with rounded weights."""
@@ -155,8 +180,7 @@ class RoundedConfig(Table):
         if self.drop_layers:
             words.append(f"without its layers {', '.join(map(str, self.drop_layers))}")
         if self.quantize is not None:
-            bits, group = self.quantize.bits, self.quantize.group
-            words.append(f"its weights rounded to {bits} bits in groups of {group}")
+            words.append(self.quantize.work)
         return ", ".join(words)
 
 

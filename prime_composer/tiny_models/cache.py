@@ -28,6 +28,8 @@ from prime_composer.tiny_models.transcripts import CHAT_TEMPLATE
 FORMAT = 1
 """Part of the cache key. Raise it when the same description builds another model."""
 
+ROUNDING = 2
+"""The same for a model whose weights are rounded."""
 
 DESCRIPTION = "prepare.json"
 """The file beside the weights that says how they were made. A trained model's has its loss, a
@@ -80,7 +82,7 @@ def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
 def _key_of_damaged(config: RoundedConfig, content: str) -> str:
     """Return the cache key of a damaged model, given its source's fingerprint."""
     dropped, quantize = sorted(config.drop_layers), config.quantize
-    settings: list[Any] = [FORMAT, content]
+    settings: list[Any] = [FORMAT if quantize is None else ROUNDING, content]
     names = []
     if dropped:
         settings.append({"drop_layers": dropped})

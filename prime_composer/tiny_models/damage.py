@@ -8,7 +8,7 @@ from torch import nn
 
 from prime_composer.backends.hf_model import load_model, load_tokenizer, without_progress_bars
 from prime_composer.recipe.prepare import RoundedConfig, check_dropped
-from prime_composer.tiny_models.rounding import round_layers
+from prime_composer.tiny_models.rounding import round_model
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers")
 """Keys of a config that have one entry per layer, where a model has them."""
@@ -41,7 +41,7 @@ def damage_model(config: RoundedConfig, folder: Path) -> Damage:
         drop_layers(model, config.drop_layers, config.source)
     rounded = 0
     if config.quantize is not None:
-        rounded = round_layers(model, config.quantize, config.source)
+        rounded = round_model(model, config.quantize).rounded
     tokenizer = load_tokenizer(config.source)
     with without_progress_bars():
         model.save_pretrained(folder)
