@@ -141,7 +141,7 @@ class StaysRoundedConfig(QuantizeConfig):
     weights that lie on the levels already a small learning rate moves few of them to another."""
 
 
-class RoundedConfig(Table):
+class DamagedConfig(Table):
     """An existing model, damaged, in float32: without some layers, or with rounded weights."""
 
     source: str = Field(alias="from", min_length=1)
@@ -156,7 +156,7 @@ class RoundedConfig(Table):
     """How the weights of the layers that are left are rounded. Unset: not at all."""
 
     @model_validator(mode="after")
-    def _check_damage(self) -> "RoundedConfig":
+    def _check_damage(self) -> "DamagedConfig":
         if self.quantize is None and not self.drop_layers:
             raise ValueError(
                 "`from` alone changes nothing: add drop_layers = [..] or quantize = "
@@ -200,10 +200,10 @@ def check_dropped(dropped: Collection[int], layers: int, model: str) -> None:
         raise ValueError(f"drop_layers names all {layers} layers of {model}: leave one")
 
 
-def prepare_kind(table: dict[str, Any]) -> type[PrepareConfig] | type[RoundedConfig]:
+def prepare_kind(table: dict[str, Any]) -> type[PrepareConfig] | type[DamagedConfig]:
     """Return the model of a ``[*.prepare]`` table, which its keys tell."""
     damaged = {"from", "drop_layers", "quantize"} & table.keys()
-    return RoundedConfig if damaged else PrepareConfig
+    return DamagedConfig if damaged else PrepareConfig
 
 
 def _parse_prepare(table: Any) -> Any:
@@ -211,7 +211,7 @@ def _parse_prepare(table: Any) -> Any:
         return table
     kind = prepare_kind(table)
     generated = [key for key in table if key in PrepareConfig.model_fields]
-    if kind is RoundedConfig and generated:
+    if kind is DamagedConfig and generated:
         raise ValueError(
             f"`from` names an existing model, and {', '.join(generated)} "
             f"describe{'s' if len(generated) == 1 else ''} one that is built here: keep one of "
@@ -220,5 +220,5 @@ def _parse_prepare(table: Any) -> Any:
     return kind.model_validate(table)
 
 
-AnyPrepare = Annotated[PrepareConfig | RoundedConfig, BeforeValidator(_parse_prepare)]
+AnyPrepare = Annotated[PrepareConfig | DamagedConfig, BeforeValidator(_parse_prepare)]
 """A ``[*.prepare]`` table of either kind."""

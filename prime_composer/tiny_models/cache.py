@@ -19,7 +19,7 @@ from typing import Any
 from prime_composer.backends.model_files import cache_root, fingerprint, unusable
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import prompt_text
-from prime_composer.recipe.prepare import AnyPrepare, PrepareConfig, RoundedConfig
+from prime_composer.recipe.prepare import AnyPrepare, DamagedConfig, PrepareConfig
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe
 from prime_composer.tiny_models.progress import Progress
@@ -63,7 +63,7 @@ def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
     texts. For a damaged one it covers the format version, the source's fingerprint, and the damage.
     Contents count, not paths. None: the source is not on this machine.
     """
-    if isinstance(config, RoundedConfig):
+    if isinstance(config, DamagedConfig):
         content = fingerprint(config.source)
         return None if content is None else _key_of_damaged(config, content)
     description = [FORMAT, config.model_dump(mode="json", exclude_none=True)]
@@ -79,7 +79,7 @@ def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
     return f"qwen3-{config.layers}x{config.hidden_size}-{digest.hexdigest()[:16]}"
 
 
-def _key_of_damaged(config: RoundedConfig, content: str) -> str:
+def _key_of_damaged(config: DamagedConfig, content: str) -> str:
     """Return the cache key of a damaged model, given its source's fingerprint."""
     dropped, quantize = sorted(config.drop_layers), config.quantize
     settings: list[Any] = [FORMAT if quantize is None else ROUNDING, content]
@@ -269,8 +269,8 @@ def prepare_model(
             unfinished = models / f"{key}.unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            if isinstance(config, RoundedConfig):
-                _round(config, unfinished)
+            if isinstance(config, DamagedConfig):
+                _damage(config, unfinished)
             elif config.prune:
                 unpruned = prepare_model(
                     _unpruned(config), problems, cache_dir, rebuild, progress, rebuilt
@@ -305,7 +305,7 @@ def _prune(
     _describe(config, problems, folder, loss=loss, unpruned=digest(unpruned))
 
 
-def _round(config: RoundedConfig, folder: Path) -> None:
+def _damage(config: DamagedConfig, folder: Path) -> None:
     """Write a damaged copy of a model, with its tokenizer and description, into ``folder``."""
     with _libraries():
         from prime_composer.tiny_models.damage import damage_model
@@ -316,7 +316,7 @@ def _round(config: RoundedConfig, folder: Path) -> None:
 
 def _key_of_download(config: AnyPrepare, problems: ProblemSet) -> str:
     """Return the cache key of a damaged model whose source is on the hub: its config is fetched."""
-    assert isinstance(config, RoundedConfig)
+    assert isinstance(config, DamagedConfig)
     with _libraries():
         from prime_composer.backends.hf_model import read_config
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from prime_composer.backends.hf_model import load_model, load_tokenizer, without_progress_bars
-from prime_composer.recipe.prepare import RoundedConfig, check_dropped
+from prime_composer.recipe.prepare import DamagedConfig, check_dropped
 from prime_composer.tiny_models.rounding import round_model
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers")
@@ -28,7 +28,7 @@ class Damage(NamedTuple):
     layers: int
 
 
-def damage_model(config: RoundedConfig, folder: Path) -> Damage:
+def damage_model(config: DamagedConfig, folder: Path) -> Damage:
     """Write a damaged copy of a model, and its tokenizer, into ``folder``.
 
     Raises:

@@ -25,7 +25,7 @@ from prime_composer.local.student import Student
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.recipe.prepare import RoundedConfig
+from prime_composer.recipe.prepare import DamagedConfig
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.step.gradients import accumulate_gradients
 from prime_composer.teachers.compatibility import PreflightError
@@ -69,7 +69,7 @@ def latent_of(checkpoint: Path) -> dict[str, Tensor]:
 
 def test_student_of_step_0_is_the_prepared_one(raw: dict[str, Any], source: Path) -> None:
     """Bit for bit, in trainer and sampler; the latent weights are the unrounded ones."""
-    prepare = RoundedConfig.model_validate({"from": str(source), "quantize": QUANTIZE})
+    prepare = DamagedConfig.model_validate({"from": str(source), "quantize": QUANTIZE})
     problems = load_problem_set({"problems": DataConfig(size=60)})
     prepared = load_model(prepare_model(prepare, problems)).state_dict()
     original = load_model(source).state_dict()

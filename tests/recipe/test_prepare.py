@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prime_composer.recipe.loading import load_recipe, parse_recipe
-from prime_composer.recipe.prepare import PrepareConfig, RoundedConfig
+from prime_composer.recipe.prepare import DamagedConfig, PrepareConfig
 from tests.recipe.helpers import refusal
 
 ROUNDED: dict[str, Any] = {"from": "org/model", "quantize": {"bits": 3, "group": 32}}
@@ -26,7 +26,7 @@ def recipe_with(prepare: Any) -> dict[str, Any]:
 def test_prepare_from_is_a_rounded_model() -> None:
     """The table is read, and written as the recipe has it, so that a run can be resumed."""
     recipe = parse_recipe(recipe_with(ROUNDED))
-    assert isinstance(recipe.student.prepare, RoundedConfig)
+    assert isinstance(recipe.student.prepare, DamagedConfig)
     assert recipe.student.prepare.source == "org/model"
     dump = json.loads(recipe.model_dump_json())
     assert dump["student"]["prepare"] == ROUNDED
@@ -89,7 +89,7 @@ def test_override_reaches_the_rounding(tmp_path: Path) -> None:
     path.write_text(tomli_w.dumps(recipe_with(ROUNDED)))
     items = ["student.prepare.quantize.bits=4", "student.prepare.from=DIR"]
     prepare = load_recipe(path, items).student.prepare
-    assert isinstance(prepare, RoundedConfig)
+    assert isinstance(prepare, DamagedConfig)
     assert prepare.quantize is not None
     assert prepare.source == "DIR" and prepare.quantize.bits == 4
     assert load_recipe(path, ["student.model=DIR"]).student.prepare is None

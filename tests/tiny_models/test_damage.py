@@ -13,7 +13,7 @@ from prime_composer.local.run_dir.plan import plan
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.recipe.prepare import RoundedConfig
+from prime_composer.recipe.prepare import DamagedConfig
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.tiny_models.cache import cache_key, prepare_model
 from prime_composer.tiny_models.rounding import round_to_nearest
@@ -63,8 +63,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def without(source: Path | str, *layers: int, **more: Any) -> RoundedConfig:
-    return RoundedConfig.model_validate({"from": str(source), "drop_layers": layers, **more})
+def without(source: Path | str, *layers: int, **more: Any) -> DamagedConfig:
+    return DamagedConfig.model_validate({"from": str(source), "drop_layers": layers, **more})
 
 
 def cut_by_hand(source: Path, *dropped: int) -> Any:

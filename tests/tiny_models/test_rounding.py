@@ -19,7 +19,7 @@ from prime_composer.local.run_dir.plan import plan
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.recipe.loading import parse_recipe
-from prime_composer.recipe.prepare import RoundedConfig
+from prime_composer.recipe.prepare import DamagedConfig
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.tiny_models.cache import cache_key, cached_path, prepare_model, prepare_models
 from prime_composer.tiny_models.rounding import linear_layers, round_to_nearest
@@ -38,9 +38,9 @@ def source() -> Path:
     return tiny_models(TINY_RECIPE)["student"]
 
 
-def rounded(source: Path | str, bits: int = 3, group: int = 8) -> RoundedConfig:
+def rounded(source: Path | str, bits: int = 3, group: int = 8) -> DamagedConfig:
     table = {"from": str(source), "quantize": {"bits": bits, "group": group}}
-    return RoundedConfig.model_validate(table)
+    return DamagedConfig.model_validate(table)
 
 
 def recipe_of(source: Path | str, **settings: int) -> dict[str, Any]:
