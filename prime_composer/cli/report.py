@@ -21,9 +21,11 @@ from prime_composer.cli.formatting import (
     scores_in,
 )
 from prime_composer.local.answers import Answer, read_answers, read_signatures
+from prime_composer.local.run_dir.disk import readable
 from prime_composer.local.run_dir.recipe_file import RECIPE_FILE
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.metrics import TITLES, signatures_of
+from prime_composer.recipe.prepare import QuantizeConfig
 from prime_composer.recipe.schema import Recipe
 
 REVERSE_KL = "eval/reverse_kl"
@@ -33,6 +35,12 @@ PER_ROLLOUT = {"turns": "turns per rollout", "tool_calls": "tool calls per rollo
 
 FOLDED_NAME = 10
 """Letters of a name in a row, where a terminal has no room for more."""
+
+ANSWERS_SHOWN = 3
+"""Questions that a report shows with their answers."""
+
+CHECKPOINTS, WEIGHTS = "checkpoints", "*.safetensors"
+"""Where the weights of a student are, below the run directory."""
 
 LETTERS_SHOWN = 320
 """Length up to which a question or an answer is printed."""
@@ -45,7 +53,45 @@ def print_outcome(evaluations: dict[int, dict[str, float]], steps: int, recipe: 
     finished.
     """
     before, after = evaluations.get(0, {}), evaluations[max(evaluations)] if evaluations else {}
-    table = Table(title=f"{recipe.loss.type}, {steps} steps")
+    environments = titles_of({name: one.model_dump() for name, one in recipe.environments.items()})
+    console().print(
+        outcome_table(
+            f"{recipe.loss.type}, {steps} steps",
+            before,
+            after,
+            environments,
+            recipe.eval.temperatures,
+        )
+    )
+    if evaluations:
+        print_signatures(signatures_of(recipe.problem_sources.values()))
+
+
+def titles_of(environments: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the names of a recipe's environments for people, which say what trains nothing."""
+    return {
+        name: f"{name} (not trained on)" if table.get("use") == "eval" else name
+        for name, table in environments.items()
+    }
+
+
+def outcome_table(
+    title: str,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    environments: Mapping[str, str],
+    temperatures: Sequence[float] = (),
+) -> Table:
+    """Return the table of two evaluations of a run: teacher, student before, student after.
+
+    Args:
+        title: of the table.
+        before: what was measured before training, the teacher's scores among it.
+        after: what was measured last.
+        environments: the recipe's environments with their titles, where there are several.
+        temperatures: of sampled answers.
+    """
+    table = Table(title=title)
     for name in ("", "teacher", "student before", "student after"):
         table.add_column(name, justify="left" if not name else "right")
 
@@ -60,24 +106,22 @@ def print_outcome(evaluations: dict[int, dict[str, float]], steps: int, recipe: 
 
     for metric in scores_in([after]) or ["accuracy"]:
         add_score(metric, TITLES[metric])
-        for name in recipe.environments:
+        for name, shown_name in environments.items():
             if f"eval/{metric}/{name}" in after:
-                add_score(metric, f"  {name}", f"/{name}")
-        for temperature in recipe.eval.temperatures:
+                add_score(metric, f"  {shown_name}", f"/{name}")
+        for temperature in temperatures:
             add_score(metric, f"  at T = {temperature:g}", f"/T={temperature:g}")
-    for temperature in recipe.eval.temperatures:
+    for temperature in temperatures:
         add_score("self_bleu", f"Self-BLEU at T = {temperature:g}", f"/T={temperature:g}")
     for name, title in counts_in([after]).items():
         counts = (before.get(f"teacher/{name}"), before.get(f"eval/{name}"))
         table.add_row(title, *map(decimal, (*counts, after[f"eval/{name}"])))
     if REVERSE_KL in after:
         add_reverse_kl(f"{kl_title(after)} (nats/token)")
-        for name in recipe.environments:
+        for name, shown_name in environments.items():
             if f"{REVERSE_KL}/{name}" in after:
-                add_reverse_kl(f"  {name}", f"/{name}")
-    console().print(table)
-    if evaluations:
-        print_signatures(signatures_of(recipe.problem_sources.values()))
+                add_reverse_kl(f"  {shown_name}", f"/{name}")
+    return table
 
 
 def print_signatures(signatures: Mapping[str, str]) -> None:
@@ -86,10 +130,35 @@ def print_signatures(signatures: Mapping[str, str]) -> None:
         console().print(f"{TITLES.get(metric, metric)} x 100: {signature}", soft_wrap=True)
 
 
-def print_answers(run_dir: Path, steps: Collection[int]) -> None:
-    """Print held-out questions with the student's answers before and after training, if it has any.
+def print_size(run_dir: Path) -> None:
+    """Print the size of a student that stays rounded: its information, and its newest checkpoint.
 
-    The file may hold later steps of an earlier attempt: only those of ``steps`` are read.
+    Nothing is printed for other runs.
+    """
+    first = next(iter(read_metrics(run_dir)), {})
+    if "student/rounded" not in first:
+        return
+    recipe = json.loads((run_dir / RECIPE_FILE).read_text(encoding="utf-8"))
+    quantize = QuantizeConfig.model_validate(recipe["student"]["quantize"])
+    rounded, weights = (int(first[f"student/{name}"]) for name in ("rounded", "weights"))
+    bits = quantize.information(rounded, weights)
+    folders = sorted((run_dir / CHECKPOINTS).glob("step_??????"))
+    sizes = [file.stat().st_size for folder in folders[-1:] for file in folder.glob(WEIGHTS)]
+    on_disk = f"; {readable(sum(sizes))} on the disk, in float32" if sizes else ""
+    console().print(
+        f"student of {run_dir.name}: {rounded:,} of {weights:,} weights have {quantize.bits} bits "
+        f"in groups of {quantize.group}; {readable(round(bits / 8))} of information, "
+        f"{bits / weights:.2f} bits per weight{on_disk}",
+        soft_wrap=True,
+    )
+
+
+def print_answers(run_dir: Path, steps: Collection[int]) -> None:
+    """Print held-out questions with the answers of the student before and after training, and of
+    the teacher, as far as there are any.
+
+    Questions whose answer became right come first, then those with another answer than before. The
+    file may hold later steps of an earlier attempt: only those of ``steps`` are read.
     """
     kept = {step: rows for step, rows in read_answers(run_dir).items() if step in steps}
     if not kept:
@@ -98,17 +167,36 @@ def print_answers(run_dir: Path, steps: Collection[int]) -> None:
     named = {"before": kept[first]} if first == 0 else {}
     if last > 0:
         named[f"after {last} steps"] = kept[last]
+    rows = kept[last][:ANSWERS_SHOWN]
+    if first == 0 < last:
+        rows = _most_changed(kept[first], kept[last])[:ANSWERS_SHOWN]
+    named["teacher"] = [row for one in read_answers(run_dir, "teacher").values() for row in one]
     table = Table(box=SIMPLE_HEAD, show_header=False, title="held-out questions, greedy answers")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for index, row in enumerate(kept[last]):
+    for row in rows:
         table.add_row("question", shown(row.question), style="bold")
         table.add_row("reference", shown(row.reference))
-        for name, rows in named.items():
-            if index < len(rows) and rows[index].question == row.question:
-                table.add_row(name, _verdict(rows[index]))
+        for name, answers in named.items():
+            own = next((one for one in answers if one.question == row.question), None)
+            if own is not None:
+                table.add_row(name, _verdict(own))
         table.add_section()
     console().print(table)
+
+
+def _most_changed(before: Sequence[Answer], after: Sequence[Answer]) -> list[Answer]:
+    """Return the later answers, those that became right first, then those of another text."""
+    earlier = {answer.question: answer for answer in before}
+
+    def rank(answer: Answer) -> tuple[bool, bool]:
+        was = earlier.get(answer.question)
+        if was is None:
+            return True, True
+        gained = (answer.correct or answer.score or 0) - (was.correct or was.score or 0)
+        return gained <= 0, answer.text == was.text
+
+    return sorted(after, key=rank)
 
 
 def _verdict(answer: Answer) -> Text:
@@ -134,7 +222,7 @@ def shown(text: str, limit: int = LETTERS_SHOWN) -> Text:
 def print_report(runs: Sequence[str | Path]) -> None:
     """Print one row per run: its loss, and its numbers at the first and the last evaluation.
 
-    A single run also shows answers.
+    A single run also shows its environments and answers.
     """
     read = [(run, read_metrics(run)) for run in runs]
     named = dict.fromkeys(name for _, records in read for name in scores_in(records))
@@ -169,7 +257,12 @@ def print_report(runs: Sequence[str | Path]) -> None:
         rows.append(cells)
     print_table(console(), head, rows, names=2)
     print_signatures({k: text for run in runs for k, text in read_signatures(Path(run)).items()})
+    for run in runs:
+        print_size(Path(run))
     if len(runs) == 1:
+        environments = environments_of(runs[0])
+        if len(environments) > 1 and evaluated:
+            console().print(outcome_table("by environment", before, after, environments))
         print_answers(Path(runs[0]), [record["step"] for record in evaluated])
 
 
@@ -234,6 +327,10 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
         if several:
             loss.plot(*series(records, "loss"), **style)
             continue
+        for environment, title in environments_of(run).items():
+            points = series(records, f"eval/{name}/{environment}")
+            if points[0]:
+                accuracy.plot(*points, marker=".", linestyle=":", label=title)
         _, teacher = series(records, f"teacher/{name}")
         for part in loss_parts(records):
             loss.plot(*series(records, part), label=part)
@@ -310,10 +407,23 @@ def series(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], lis
 
 def loss_name(run: str | Path) -> str:
     """Return the run's loss type, from the recipe kept with it."""
+    loss = _table_of(run, "loss").get("type")
+    return loss if isinstance(loss, str) else MISSING
+
+
+def environments_of(run: str | Path) -> dict[str, str]:
+    """Return the environments of a run with their titles, from the recipe kept with it."""
+    tables = _table_of(run, "environments")
+    return titles_of({k: table for k, table in tables.items() if isinstance(table, dict)})
+
+
+def _table_of(run: str | Path, name: str) -> dict[str, Any]:
+    """Return a table of the recipe that is kept with a run, empty where it cannot be read."""
     try:
-        return json.loads((Path(run) / RECIPE_FILE).read_text(encoding="utf-8"))["loss"]["type"]
+        table = json.loads((Path(run) / RECIPE_FILE).read_text(encoding="utf-8"))[name]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return MISSING
+        return {}
+    return table if isinstance(table, dict) else {}
 
 
 def console() -> Console:

@@ -22,11 +22,11 @@ from prime_composer.recipe.schema import Recipe, RecipeError
 from prime_composer.tables import Table
 
 SAME = re.compile(
-    r"student(\..*)?|(data|environments\.[^.]+)(\.(?!teacher(\.|$)).*)?|environments"
+    r"student(\.(?!quantize(\.|$)).*)?|(data|environments\.[^.]+)(\.(?!teacher(\.|$)).*)?|environments"
     r"|trainer\.(steps|batch_size)|rollout\.max_tokens|eval\.(size|kl_size)"
 )
 """Keys that every variant shares: the start, the rollout budget, and what is measured. Variants may
-choose other teachers for an environment."""
+choose other teachers for an environment, and the rounding that their student keeps."""
 
 
 class StudyConfig(Table):

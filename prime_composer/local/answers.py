@@ -1,4 +1,4 @@
-"""Keep the student's answers to the first held-out questions, for the report of the run."""
+"""Keep answers to the first held-out questions, the student's and the teacher's, for the report."""
 
 import dataclasses
 import json
@@ -6,25 +6,28 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from prime_composer.backends.errors import naming
 
 ANSWERS_FILE = "answers.jsonl"
 """One line per evaluation, in the run directory. A resumed run may write a step again."""
 
-KEPT = 3
-"""Questions whose answers are kept."""
+KEPT = 24
+"""Questions whose answers are kept. The report chooses among them."""
+
+Answerer = Literal["answers", "teacher"]
+"""The key of a line's answers: the student's, or the teacher's."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer of the student.
+    """A greedy answer of the student or its teacher.
 
     Attributes:
         question: of the problem.
         reference: the data's own answer.
-        text: what the student answered.
+        text: what was answered.
         correct: whether the recipe's metric accepts it; None for a graded metric.
         score: the value of a graded metric; None for another one.
         metric: name of the graded metric; None for another one.
@@ -39,12 +42,16 @@ class Answer:
 
 
 def write_answers(
-    run_dir: Path, step: int, answers: Sequence[Answer], signatures: Mapping[str, str] | None = None
+    run_dir: Path,
+    step: int,
+    answers: Sequence[Answer],
+    signatures: Mapping[str, str] | None = None,
+    of: Answerer = "answers",
 ) -> None:
     """Append the answers of a step's evaluation, with the signatures of its graded metrics."""
     line: dict[str, Any] = {
         "step": step,
-        "answers": [dataclasses.asdict(answer) for answer in answers],
+        of: [dataclasses.asdict(answer) for answer in answers],
     }
     if signatures:
         line["signatures"] = dict(signatures)
@@ -63,16 +70,16 @@ def _is_whole(file: IO[bytes]) -> bool:
     return file.read(1) == b"\n"
 
 
-def read_answers(run_dir: Path) -> dict[int, list[Answer]]:
-    """Return step -> answers, of a step that was written twice the newer ones.
+def read_answers(run_dir: Path, of: Answerer = "answers") -> dict[int, list[Answer]]:
+    """Return step -> answers of the student or of the teacher.
 
-    Lines that are none of ours are left out, such as one that a crash cut. A run of an older
-    version has no such file, and no answers.
+    Of a step that was written twice they are the newer ones. Lines that are none of ours are left
+    out, such as one that a crash cut. A run of an older version has no such file, and no answers.
     """
     answers: dict[int, list[Answer]] = {}
     for record in _records(run_dir):
         try:
-            answers[int(record["step"])] = [Answer(**answer) for answer in record["answers"]]
+            answers[int(record["step"])] = [Answer(**answer) for answer in record[of]]
         except (ValueError, TypeError, KeyError):
             continue
     return answers

@@ -24,6 +24,7 @@ from prime_composer.local.sources import Sources
 from prime_composer.local.tokenized_problems import TeacherPrompts, TokenizedProblems
 from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
+from prime_composer.recipe.model import StudentConfig
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, RolloutConfig, TeacherConfig
 from prime_composer.samplers.registry import BackendSpec, open_sampler
@@ -36,6 +37,7 @@ from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer, make_pair
 from prime_composer.teachers.policy import PolicyTeacher, students_choice
 from prime_composer.teachers.registry import open_scorer
+from prime_composer.tiny_models.rounding import LatentWeights
 
 if TYPE_CHECKING:
     from prime_composer.environments.runner import Environments
@@ -141,6 +143,7 @@ class Engine:
         problems: the recipe's problems, in the student's tokens.
         loss: the recipe's loss, which decides what the teachers score.
         model: the student that trains, in float32.
+        latent: the weights behind a student that stays rounded; None for any other.
         sampler: samples the student's rollouts.
         teachers: score rollouts with models of their own, and may sample; None where neither the
             loss nor ``[rollout]`` needs one.
@@ -159,6 +162,7 @@ class Engine:
     loss: LossConfig
     model: nn.Module
     sampler: Sampler
+    latent: LatentWeights | None = None
     teachers: Teachers | None = None
     reward_scale: float | None = None
     policy_teacher: PolicyTeacher | None = None
@@ -370,6 +374,7 @@ def open_engine(
     resumes = student_dir is not None
     with ExitStack() as opened:
         model, tokenizer = _load_student(student_dir or origin, status)
+        latent = _round(model, recipe.student)
         if recipe.trainer.gradient_checkpointing:
             checkpoint_layers(model)
         environments = None
@@ -383,13 +388,14 @@ def open_engine(
         spec = student_spec(recipe.rollout, origin, recipe.trainer.dtype, recipe.largest_call)
         sampler = open_sampler(replace(spec, starting=spec.starting or resumes), status)
         opened.callback(sampler.close)
-        if resumes:
+        if resumes or latent is not None:
             sampler.update_weights(model)
         engine = Engine(
             TokenizedProblems(problems, tokenizer),
             recipe.loss,
             model,
             sampler,
+            latent,
             environments=environments,
         )
         if recipe.teacher is not None and (policy := recipe.teacher.policy) is not None:
@@ -425,6 +431,7 @@ def open_engine(
         if recipe.loss.reads_pairs:
             if replay_needs_reference(recipe.loss):
                 engine.reference = load_student(origin, dtype="float32")[0].requires_grad_(False)
+                _round(engine.reference, recipe.student)
             if recipe.replay.path is not None:
                 engine.pairs = read_pairs(recipe.replay.path, problems.sources, tokenizer)
         opened.pop_all()
@@ -439,6 +446,16 @@ def _load_student(model: str | Path, status: Callable[[str], None]) -> tuple[nn.
     if tokenizer is None:
         raise ModelUnavailable(f"[student] {model} has no tokenizer; add its files")
     return student, tokenizer
+
+
+def _round(model: nn.Module, config: StudentConfig) -> LatentWeights | None:
+    """Round a student that stays rounded, and return the weights behind it."""
+    if config.quantize is None:
+        return None
+    try:
+        return LatentWeights.of_model(model, config.quantize)
+    except ValueError as error:
+        raise ModelUnavailable(f"[student] {error}") from None
 
 
 def _start_environments(

@@ -101,6 +101,7 @@ class Evaluator:
         max_tokens: longest completion.
         micro_batch_tokens: padded tokens per forward of the student.
         answers: the student's answers to the first problems, at its latest evaluation.
+        teacher_answers: the teacher's own, of problems that have a single teacher.
     """
 
     engine: Engine
@@ -108,6 +109,7 @@ class Evaluator:
     max_tokens: int
     micro_batch_tokens: int
     answers: list[Answer] = field(default_factory=list)
+    teacher_answers: list[Answer] = field(default_factory=list)
 
     @classmethod
     def of_recipe(cls, engine: Engine, recipe: Recipe) -> "Evaluator":
@@ -196,7 +198,9 @@ class Evaluator:
             if not hinted:
                 return {}
             readable, prompts = zip(*hinted, strict=True)
-            return self._overall("teacher", self._greedy_answers(engine.sampler, readable, prompts))
+            graded = self._greedy_answers(engine.sampler, readable, prompts)
+            self.teacher_answers[:] = map(self._answer, graded[:KEPT])
+            return self._overall("teacher", graded)
         if engine.teachers is None:
             return {}
         measured: dict[str, float] = {}
@@ -220,6 +224,8 @@ class Evaluator:
             if teacher.name is not None:
                 measured |= self._overall(f"teacher/{teacher.name}", graded)
         if answered and all(len(share) == 1 for share in shares):
+            kept = sorted(index for index in answered if index < KEPT)
+            self.teacher_answers[:] = (self._answer(answered[index]) for index in kept)
             measured |= self._scores("teacher", [*answered.values()])
         return measured
 

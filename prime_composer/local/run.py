@@ -1,13 +1,13 @@
 """A run on this machine: what is open, what happens around its steps, and how it ends."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from prime_composer.backends.cpu_guard import all_cores
-from prime_composer.local.answers import write_answers
+from prime_composer.local.answers import Answer, Answerer, write_answers
 from prime_composer.local.clock import Clock
 from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine, open_engine
@@ -175,15 +175,19 @@ class Run:
         measured = self.evaluator.student()
         # A teacher that was exchanged meanwhile has measured another distance.
         self.watch.check(step, before_use=True)
+        self.keep(step, self.evaluator.answers)
+        self.evaluations[step] = measured
+        return measured
+
+    def keep(self, step: int, answers: Sequence[Answer], of: Answerer = "answers") -> None:
+        """Write answers for the report, or warn that it will lack them."""
         signatures = signatures_of(self.engine.problems.problem_set.sources.values())
         try:
-            write_answers(self.run_dir, step, self.evaluator.answers, signatures)
+            write_answers(self.run_dir, step, answers, signatures, of)
         except OSError as error:  # the report lacks them, and nothing else
             self.display.status(
                 f"warning: the answers of step {step} are not kept: {describe(error)}"
             )
-        self.evaluations[step] = measured
-        return measured
 
     def measure_at_start(self) -> None:
         """Evaluate before training, or what a run that was stopped had left to evaluate."""
@@ -191,7 +195,9 @@ class Run:
         if done == 0:
             self.display.status("measuring the teacher and the student before training")
             self.evaluations[0] = self.measure(0) | self.evaluator.teachers()
-            self.tracker.log(0, self.evaluations[0])
+            if self.evaluator.teacher_answers:
+                self.keep(0, self.evaluator.teacher_answers, of="teacher")
+            self.tracker.log(0, self.evaluations[0] | self.student.sizes())
             self.display.start(self.evaluations[0])
         elif self.is_measured(done) and done not in self.evaluations:
             self.tracker.amend(done, self.measure(done))
@@ -379,11 +385,13 @@ def in_words(error: Exception) -> str:
 
 
 def checkpoint_bytes(engine: Engine) -> int:
-    """Return the size of a checkpoint: weights, AdamW's two moments, a moving teacher."""
+    """Return the size of a checkpoint: weights, latent ones, AdamW's two moments, a moving
+    teacher."""
     moments = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
     return (
         tensor_bytes(engine.model.state_dict())
         + 2 * tensor_bytes(moments)
+        + tensor_bytes({} if engine.latent is None else engine.latent.state_dict())
         + tensor_bytes(engine.state_dict())
     )
 

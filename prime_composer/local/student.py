@@ -17,6 +17,7 @@ from prime_composer.recipe.schema import Recipe, TrainerConfig
 from prime_composer.step.batch import Batch
 from prime_composer.step.gradients import NonFiniteLoss, accumulate_gradients
 from prime_composer.step.mismatch import Mismatch, SamplerCheck
+from prime_composer.tiny_models.rounding import LatentWeights
 
 
 @dataclass
@@ -24,12 +25,13 @@ class Student:
     """What the optimizer changes from step to step.
 
     Attributes:
-        model: the student.
+        model: the student, with the weights that it is served with.
         config: the recipe's ``[trainer]``.
         loss: the recipe's loss.
         reference: the frozen policy of the replay channel's loss, where that loss needs one.
         sampler_check: how far the sampler may be from the student; None where they compute
             different distributions.
+        latent: the weights behind a student that stays rounded; None for any other.
         steps: finished steps.
         metrics: of the last finished step.
     """
@@ -39,12 +41,16 @@ class Student:
     loss: Objective
     reference: nn.Module | None = None
     sampler_check: SamplerCheck | None = None
+    latent: LatentWeights | None = None
     steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.trained = (
+            [*self.model.parameters()] if self.latent is None else self.latent.trained(self.model)
+        )
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self.trained,
             lr=self.config.lr,
             betas=self.config.betas,
             weight_decay=self.config.weight_decay,
@@ -61,6 +67,7 @@ class Student:
             setup_loss_fn(resolve(recipe.loss, engine.problems.tokenizer)),
             engine.reference,
             SamplerCheck.of_recipe(recipe),
+            engine.latent,
         )
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
@@ -85,9 +92,9 @@ class Student:
         )
         if mismatch is not None:
             metrics |= mismatch.result(step)
-        grad_norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.config.max_grad_norm
-        )
+        if self.latent is not None:
+            self.latent.take_gradients()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.trained, self.config.max_grad_norm)
         if not torch.isfinite(grad_norm):
             # A finite loss may have such a gradient. Weights are not to be saved after it.
             raise NonFiniteLoss(
@@ -95,6 +102,8 @@ class Student:
                 f"{float(grad_norm)}; training stops here"
             )
         self.optimizer.step()
+        if self.latent is not None:
+            self.latent.round()
         self.weight_check.check(self.model, step)
         self.optimizer.zero_grad(set_to_none=True)
         self.loss.end_step()
@@ -102,24 +111,56 @@ class Student:
         self.metrics = metrics | {"grad_norm": float(grad_norm), "lr": lr}
         return self.metrics
 
+    def sizes(self) -> dict[str, float]:
+        """Return the weights of a student that stays rounded, and how many of them are."""
+        if self.latent is None:
+            return {}
+        share = self.latent.share(self.model)
+        return {"student/weights": float(share.weights), "student/rounded": float(share.rounded)}
+
     def state_dict(self) -> dict[str, Any]:
-        """Return all that changes but the weights, which a checkpoint stores as a model.
+        """Return all that changes but the model's weights, which a checkpoint stores as a model.
+
+        The latent weights of a student that stays rounded are part of it.
 
         torch's random state is not part of it. Every draw of a run has a generator of its own,
         whose seed the recipe and the step decide.
         """
+        latent = {} if self.latent is None else {"latent": self.latent.state_dict()}
         return {
             "optimizer": self.optimizer.state_dict(),
             "loss": self.loss.state_dict(),
             "norms": self.weight_check.norms,
+            **latent,
         }
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Restore what ``state_dict`` returned after a step."""
+        """Restore what ``state_dict`` returned after a step. The model has its weights already.
+
+        Raises:
+            ValueError: the latent weights are missing, or do not round to the model's.
+        """
+        self._load_latent(state.get("latent"), step)
         self.steps = step
         self.optimizer.load_state_dict(state["optimizer"])
         self.loss.load_state_dict(state["loss"])
         self.weight_check = WeightCheck(state["norms"])
+
+    def _load_latent(self, stored: dict[str, Any] | None, step: int) -> None:
+        if self.latent is None and stored is None:
+            return
+        if self.latent is None or stored is None:
+            what = "is of a run with student.quantize" if stored else "has no latent weights"
+            raise ValueError(
+                f"the checkpoint of step {step} {what}, and student.quantize trains them: resume "
+                "with the run's own recipe, or start a new run from it with student.model"
+            )
+        try:
+            self.latent.load_state_dict(stored)
+        except ValueError as error:
+            raise ValueError(
+                f"the checkpoint of step {step} {error}; start a new run from it with student.model"
+            ) from None
 
 
 def lr_factor(config: TrainerConfig, step: int) -> float:

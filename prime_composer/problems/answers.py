@@ -5,6 +5,7 @@ tests/problems/test_answers.py.
 """
 
 import re
+import unicodedata
 from decimal import Decimal
 
 from prime_composer.problems.config import FINAL_MARK, MATH, DataConfig, Problem
@@ -41,6 +42,16 @@ _SCALED = re.compile(
 )
 """What gives the digits before it another value. The rule of the field does not read it."""
 
+_NUMBER = r"(?<!\w)[-\u2212]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?!\w)"
+
+_PART = re.compile(rf"(?P<number>{_NUMBER})|[^\W_]+(?:['\u2019][^\W_]+)*")
+"""A number, or a word with its apostrophes. A hyphen separates: ``57-year-old``."""
+
+ARTICLES = ("a", "an", "the")
+
+DOUBTS = ("or", "nor", "either", "neither", "not", "never", "cannot", "whether")
+"""Words of an answer that offers several, or denies one."""
+
 ROUGE_WORD = re.compile(r"[a-z0-9]+")
 """A word of rouge-score, in lower case."""
 
@@ -66,10 +77,49 @@ def is_correct(
     """
     if config.metric == "exact":
         return text.strip() == problem.answer.strip()
+    if config.metric == "short_answer":
+        return says(text, problem.answer)
     if config.metric == "math_verify":
         return VERIFIER.verify(problem.final, text, TimeBudget() if budget is None else budget)
     answer = final_number(text)
     return answer is not None and answer == final_number(f"{FINAL_MARK} {problem.final}")
+
+
+def says(text: str, reference: str) -> bool:
+    """Return whether an answer, of any length, gives a short reference and nothing beside it.
+
+    Both are read as words and numbers in a row, after the normalization of SQuAD (Rajpurkar et al.,
+    2016, https://arxiv.org/abs/1606.05250): no case, no punctuation, no articles; here no accents
+    either, and numbers are compared as numbers. The row of the reference has to occur in that of
+    the answer, so that "Mary is 57 years old." gives 57, and 157 does not. An answer that hedges is
+    wrong: with another number than those of the reference ("57 or 58"), or with one of ``DOUBTS``
+    that the reference lacks ("in Ulm or Bonn", "not in Ulm").
+    """
+    wanted, given = _parts(reference), _parts(text)
+    numbers = {part for part in wanted if isinstance(part, Decimal)}
+    if numbers and any(isinstance(part, Decimal) and part not in numbers for part in given):
+        return False
+    if any(_doubts(part) and part not in wanted for part in given):
+        return False
+    starts = range(len(given) - len(wanted) + 1)
+    return any(given[start : start + len(wanted)] == wanted for start in starts)
+
+
+def _parts(text: str) -> list[str | Decimal]:
+    """Return the words and numbers of a text, normalized."""
+    plain = unicodedata.normalize("NFD", text).casefold()
+    plain = "".join(letter for letter in plain if not unicodedata.combining(letter))
+    parts: list[str | Decimal] = []
+    for match in _PART.finditer(plain):
+        if match["number"]:
+            parts.append(Decimal(match[0].replace(",", "").replace("\u2212", "-")))
+        elif match[0] not in ARTICLES:
+            parts.append(match[0].replace("\u2019", "'"))
+    return parts
+
+
+def _doubts(part: str | Decimal) -> bool:
+    return isinstance(part, str) and (part in DOUBTS or part.endswith("n't"))
 
 
 def final_number(text: str) -> Decimal | None:
@@ -103,8 +153,9 @@ def check_reference(answer: str, metric: str, key: str = "answer") -> None:
     """Check that an answer of the data is, or ends in, a reference for a metric.
 
     ``gsm8k`` needs a number after ``####`` that it does not misread. Math-Verify takes any text
-    there, or a text without the mark. ROUGE counts words, and ROUGE-2 pairs of them. The others
-    take any text. The answer is not empty, and messages name its column, ``key``.
+    there, or a text without the mark. ROUGE counts words, and ROUGE-2 pairs of them.
+    ``short_answer`` needs a word or a number. The others take any text. The answer is not empty,
+    and messages name its column, ``key``.
     """
     if metric in WORDS_NEEDED:
         needed, words = WORDS_NEEDED[metric], len(ROUGE_WORD.findall(answer.lower()))
@@ -114,6 +165,12 @@ def check_reference(answer: str, metric: str, key: str = "answer") -> None:
                 f"that every answer would get 0: {answer[:60]!r}; choose another metric, or leave "
                 "such rows out with clean = true"
             )
+    if metric == "short_answer" and not _parts(answer):
+        raise ValueError(
+            f'"{key}" has no word or number for metric = "short_answer" but articles: '
+            f'{answer[:60]!r}; compare with metric = "exact", or leave such rows out with '
+            "clean = true"
+        )
     if metric not in MATH:
         return
     _, mark, final = answer.rpartition(FINAL_MARK)

@@ -21,10 +21,16 @@ MathMetric = Literal["gsm8k", "math_verify"]
 GradedMetric = Literal["rouge2", "rougeL", "bleu", "chrf"]
 """Give an answer any value in [0, 1], where the others say right or wrong."""
 
-Metric = Literal[MathMetric, Literal["exact"], GradedMetric]
+Metric = Literal[MathMetric, Literal["exact", "short_answer"], GradedMetric]
+
+Topic = Literal["ages", "towns", "jobs", "copies", "capitals"]
+"""What generated facts are about. A capital is not in the prompt."""
 
 MATH: tuple[str, ...] = get_args(MathMetric)
 GRADED: tuple[str, ...] = get_args(GradedMetric)
+
+USUAL_METRIC = {"summary": "rouge2", "translation": "bleu", "facts": "short_answer"}
+"""``kind`` of generated problems -> the metric that fits, where that is not "exact"."""
 
 PROBLEMS = "problems"
 """The environment's name where a recipe has a single ``[data]``."""
@@ -82,9 +88,12 @@ class DataConfig(Table):
     use, and rows to train on that are held out as well. They are counted. Without it they are
     errors."""
 
-    kind: Literal["arithmetic", "summary", "translation", "reversal", "lookup"] = "arithmetic"
+    kind: Literal["arithmetic", "summary", "translation", "reversal", "lookup", "facts"] = (
+        "arithmetic"
+    )
     """For ``generated``: word problems, reports with a summary in one of three wordings, English
-    sentences with their German translation, words to be reversed, or numbers to be looked up."""
+    sentences with their German translation, words to be reversed, numbers to be looked up, or
+    facts about invented people with a question, for chat models as they come."""
 
     size: int = Field(default=8000, ge=20, le=100_000)
     """For ``generated``: number of distinct problems, held-out ones included."""
@@ -95,8 +104,17 @@ class DataConfig(Table):
     operations: tuple[Literal[1, 2, 3], ...] = Field(default=(1, 2, 3), min_length=1)
     """For ``arithmetic``: the numbers of operations that a problem may take."""
 
+    topics: tuple[Topic, ...] = Field(default=("ages", "towns", "jobs"), min_length=1)
+    """For ``facts``: what is asked about, in turn. ``copies`` are sentences to be repeated.
+    ``capitals`` are those of real countries, which no prompt contains: for ``use = "eval"``."""
+
     hold_out: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Share of the distinct questions set aside for testing, where the source has no test split."""
+    """Share of the distinct questions set aside for testing, where the source has no test split.
+    Those of ``facts`` have names, towns and jobs that no problem to train on has."""
+
+    use: Literal["both", "train", "eval"] = "both"
+    """Whether its problems are trained on, evaluated, or both. With ``train`` nothing is set aside,
+    with ``eval`` everything; of a source with splits the other one is not read."""
 
     calculator_annotations: bool = False
     """Keep GSM8K's inline calculator annotations, ``<<48/2=24>>``, in the worked answers."""
@@ -113,7 +131,9 @@ class DataConfig(Table):
     """How an answer is graded. ``gsm8k``: the number after the first ``####`` must equal the
     reference's, exactly, as a decimal number. ``math_verify``: the Math-Verify library extracts an
     answer from free text and LaTeX. ``exact``: the text equals the reference, up to white space
-    around it. ``rouge2``, ``rougeL``: F-measure of rouge-score. ``bleu``, ``chrf``: sacrebleu's."""
+    around it. ``short_answer``: the text contains the reference, in any case and punctuation, and
+    offers nothing else. ``rouge2``, ``rougeL``: F-measure of rouge-score. ``bleu``, ``chrf``:
+    sacrebleu's."""
 
     ratio: float = Field(default=1.0, gt=0.0)
     """Share of the prompts, relative to the other ``[environments]``."""
@@ -164,7 +184,7 @@ class DataConfig(Table):
                 f'"{self.source}": leave one of them out'
             )
         if self.kind != "arithmetic" and self.metric in MATH:
-            usual = {"summary": "rouge2", "translation": "bleu"}.get(self.kind, "exact")
+            usual = USUAL_METRIC.get(self.kind, "exact")
             raise ValueError(
                 f'metric = "{self.metric}" reads the number after "{FINAL_MARK}", and kind = '
                 f'"{self.kind}" has none: set metric = "{usual}"'
@@ -172,6 +192,38 @@ class DataConfig(Table):
         if self.kind != "arithmetic" and self.operations != (1, 2, 3):
             raise ValueError('operations is read only with kind = "arithmetic": leave it out')
         return self
+
+    @model_validator(mode="after")
+    def _check_topics(self) -> "DataConfig":
+        if self.kind != "facts" and self.topics != DataConfig.model_fields["topics"].default:
+            raise ValueError('topics is read only with kind = "facts": leave it out')
+        if len(set(self.topics)) < len(self.topics):
+            raise ValueError(f"topics = {list(self.topics)} has one twice: leave it out")
+        if self.kind == "facts" and "capitals" in self.topics and self.trains:
+            raise ValueError(
+                'topics has "capitals", which no prompt contains, so that training on some says '
+                'nothing about others: write them into a table of their own with use = "eval"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_use(self) -> "DataConfig":
+        if self.use != "both" and self.hold_out != DataConfig.model_fields["hold_out"].default:
+            what = "nothing" if self.use == "train" else "everything"
+            raise ValueError(f'with use = "{self.use}" {what} is held out: leave hold_out out')
+        if not self.trains and "ratio" in self.model_fields_set:
+            raise ValueError('ratio is a share of the prompts to train on, and use is "eval"')
+        return self
+
+    @property
+    def trains(self) -> bool:
+        """Whether its problems are trained on."""
+        return self.use != "eval"
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether its problems are evaluated."""
+        return self.use != "train"
 
     @property
     def graded(self) -> bool:

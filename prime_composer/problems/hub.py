@@ -9,9 +9,15 @@ from prime_composer.problems.rows import problem_or_none
 
 
 def load_hub(config: DataConfig) -> tuple[list[Problem | None], list[Problem | None]]:
-    """Return the problems of the splits ``train`` and ``test``, None for rows that are left out."""
+    """Return the problems of the splits ``train`` and ``test``, None for rows that are left out.
+
+    A split that ``use`` does not want is not read.
+    """
     splits = _load_dataset(config)
-    train, held_out = (_split(splits, name, config) for name in ("train", "test"))
+    train, held_out = (
+        _split(splits, name, config) if wanted else []
+        for name, wanted in (("train", config.trains), ("test", config.evaluates))
+    )
     return train, held_out
 
 

@@ -8,6 +8,7 @@ from itertools import zip_longest
 
 from prime_composer.problems.config import MATH, DataConfig, Problem
 from prime_composer.problems.generated import generate_problems
+from prime_composer.problems.generated_facts import generate_facts
 from prime_composer.problems.generated_tasks import generate_lookups, generate_reversals
 from prime_composer.problems.generated_text import generate_summaries, generate_translations
 from prime_composer.problems.hub import load_hub
@@ -105,15 +106,18 @@ def _load_split(config: DataConfig) -> tuple[list[Problem], list[Problem], int]:
         asked = {problem.question for problem in held_out}
         kept = [problem for problem in train if problem.question not in asked]
         train, left_out = kept, left_out + len(train) - len(kept)
-    for name, problems in (("training", train), ("held-out", held_out)):
-        if not problems:
+    for name, wanted, problems in (
+        ("training", config.trains, train),
+        ("held-out", config.evaluates, held_out),
+    ):
+        if wanted and not problems:
             raise ValueError(
                 f"{origin} leaves no {name} problems; raise [data] size or change hold_out"
             )
     _refuse_overlap(train, held_out, origin)
-    if config.teacher_key is not None and all(problem.teacher is None for problem in train):
+    if config.teacher_key is not None and all(one.teacher is None for one in train or held_out):
         raise ValueError(
-            f"{origin}: no row to train on has the key {config.teacher_key!r}; "
+            f"{origin}: no row has the key {config.teacher_key!r}; "
             "correct teacher_key, or leave it out to have all rows go where `teacher` says"
         )
     return train, held_out, left_out
@@ -122,12 +126,7 @@ def _load_split(config: DataConfig) -> tuple[list[Problem], list[Problem], int]:
 def _load_source(config: DataConfig) -> tuple[list[Problem], list[Problem], str, int]:
     """Return what to train on, what is held out, the source's name, and the rows left out."""
     if config.source == "generated":
-        if config.kind == "arithmetic":
-            problems = generate_problems(config.size, config.seed, config.operations)
-        else:
-            problems = GENERATORS[config.kind](config.size, config.seed)
-        parts = split_by_question(problems, config.hold_out, config.seed)
-        return *parts, "the generated problems", 0
+        return *_generated(config), "the generated problems", 0
     if config.source == "hub":
         (train, left_out), (held_out, more) = map(_kept, load_hub(config))
         return train, held_out, config.hub_id, left_out + more
@@ -135,11 +134,34 @@ def _load_source(config: DataConfig) -> tuple[list[Problem], list[Problem], str,
     path = config.path.expanduser()
     if path.is_dir():
         (train, left_out), (held_out, more) = (
-            _kept(read_jsonl(path / f"{split}.jsonl", config)) for split in ("train", "test")
+            _kept(read_jsonl(path / f"{split}.jsonl", config) if wanted else [])
+            for split, wanted in (("train", config.trains), ("test", config.evaluates))
         )
         return train, held_out, str(path), left_out + more
     problems, left_out = _kept(read_jsonl(path, config))
-    return *split_by_question(problems, config.hold_out, config.seed), str(path), left_out
+    return *_split(problems, config), str(path), left_out
+
+
+def _generated(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
+    """Return generated problems to train on, and held-out ones."""
+    if config.kind == "arithmetic":
+        return _split(generate_problems(config.size, config.seed, config.operations), config)
+    if config.kind != "facts":
+        return _split(GENERATORS[config.kind](config.size, config.seed), config)
+    share = {"train": 0.0, "both": config.hold_out, "eval": 1.0}[config.use]
+    aside = round(share * config.size)
+    train, held_out = (
+        generate_facts(size, config.seed, config.topics, apart)
+        for size, apart in ((config.size - aside, False), (aside, True))
+    )
+    return train, held_out
+
+
+def _split(problems: list[Problem], config: DataConfig) -> tuple[list[Problem], list[Problem]]:
+    """Return which problems of a source without splits are trained on, and which are held out."""
+    if config.use == "both":
+        return split_by_question(problems, config.hold_out, config.seed)
+    return (problems, []) if config.trains else ([], problems)
 
 
 def _kept(rows: Sequence[Problem | None]) -> tuple[list[Problem], int]:

@@ -50,7 +50,8 @@ ONLY_REFUSED = _marked(Mark("only refused"))
 DATA: Mapping[str, dict[str, Any]] = {
     **dict.fromkeys(("source", "path", "hub_id", "hub_name", "prompt_key", "answer_key"), CARRIED),
     **dict.fromkeys(("limit", "prompt_chars", "clean", "kind", "size", "seed"), CARRIED),
-    **dict.fromkeys(("operations", "hold_out", "calculator_annotations"), CARRIED),
+    **dict.fromkeys(("operations", "topics", "hold_out", "use"), CARRIED),
+    **dict.fromkeys(("calculator_annotations",), CARRIED),
     "prompt_template": CARRIED,
     "chat_template": not_carried("prime-rl always renders a chat", harmless=(True,)),
     **dict.fromkeys(("metric", "ratio", "teacher", "teacher_key"), CARRIED),

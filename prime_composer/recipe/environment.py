@@ -124,17 +124,23 @@ AnyEnvironment = Annotated[DataConfig | EnvironmentConfig, BeforeValidator(_pars
 """An ``[environments.NAME]`` table of either kind."""
 
 
-def check_uses(by_id: Mapping[str, EnvironmentConfig], has_problems: bool, sets_eval: bool) -> None:
-    """Refuse uses that leave nothing to train on, or to evaluate with an ``[eval]``."""
-    if not has_problems and not any(table.trains for table in by_id.values()):
+def check_uses(tables: Mapping[str, DataConfig | EnvironmentConfig], sets_eval: bool) -> None:
+    """Refuse uses that leave nothing to train on, or to evaluate with an ``[eval]``.
+
+    ``tables`` are the recipe's environments by table, or its ``[data]`` alone.
+    """
+    all_have, in_one = "all [environments] have", " in one"
+    if "data" in tables:
+        all_have, in_one = "[data] has", ""
+    if not any(table.trains for table in tables.values()):
         raise ValueError(
-            "[environments]: all have use = 'eval', and none is left to train on; set it to "
-            "'both' or 'train' in one"
+            f"{all_have} use = 'eval', and none is left to train on; set it to 'both' or "
+            f"'train'{in_one}"
         )
-    if sets_eval and not has_problems and not any(table.evaluates for table in by_id.values()):
+    if sets_eval and not any(table.evaluates for table in tables.values()):
         raise ValueError(
-            "[eval]: all [environments] have use = 'train', and none is left to evaluate; set "
-            "it to 'both' in one, or leave [eval] out"
+            f"[eval]: {all_have} use = 'train', and none is left to evaluate; set it to "
+            f"'both'{in_one}, or leave [eval] out"
         )
 
 
@@ -171,7 +177,7 @@ def check_environments_of_models(
                     f"{model}: prepare.environments names {name!r}; [environments] has {known}"
                 )
             source = environments[name]
-            if isinstance(source, EnvironmentConfig) and not source.trains:
+            if not source.trains:
                 raise ValueError(
                     f"{model}: prepare.environments names {name!r}, which has use = 'eval', "
                     "and models learn from what is trained on: leave it out"

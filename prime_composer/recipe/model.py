@@ -3,7 +3,7 @@
 from pydantic import Field, model_validator
 
 from prime_composer.recipe.carried import CARRIED
-from prime_composer.recipe.prepare import AnyPrepare
+from prime_composer.recipe.prepare import AnyPrepare, StaysRoundedConfig
 from prime_composer.tables import Table
 
 
@@ -36,3 +36,6 @@ class ModelConfig(Table):
 
 class StudentConfig(ModelConfig):
     """The model that is trained."""
+
+    quantize: StaysRoundedConfig | None = Field(default=None, json_schema_extra=CARRIED)
+    """Keep the linear layers rounded while the student learns."""

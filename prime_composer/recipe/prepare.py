@@ -1,7 +1,9 @@
-"""Define ``[*.prepare]``: a small model that is built on the spot, or a model that is rounded."""
+"""Define ``[*.prepare]``: a small model that is built on the spot, or one that is damaged."""
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Lt
 from pydantic import (
     BeforeValidator,
     Field,
@@ -117,33 +119,95 @@ class QuantizeConfig(Table):
     """Weights of one output that share their levels, consecutive along the input. It divides the
     inputs of every layer."""
 
+    @property
+    def work(self) -> str:
+        """What is done to the weights, in words."""
+        return f"its weights rounded to {self.bits} bits in groups of {self.group}"
 
-class RoundedConfig(Table):
-    """An existing model with rounded weights, in float32: damage that distillation heals."""
+    def information(self, rounded: int, weights: int) -> float:
+        """Return the bits that a model of so many weights consists of, R of them rounded.
+
+        In groups of g, whose smallest and largest weight are float32 numbers, N weights have
+
+            R (bits + 2 * 32 / g) + 32 (N - R)
+
+        This is the least that a file needs. A checkpoint is larger: it stores all in float32.
+        """
+        return rounded * (self.bits + 2 * 32 / self.group) + 32 * (weights - rounded)
+
+
+class StaysRoundedConfig(QuantizeConfig):
+    """Rounding of the student's linear layers that stays while it learns (quantization-aware
+    training). Sampler, comparison with the teacher and checkpoints have the rounded weights. The
+    optimizer trains the float32 weights behind them, with the gradient at the rounded ones
+    (straight-through); they are stored for `--resume`. They begin as the student's own weights, so
+    name the unrounded model: its first step is that of `[student.prepare] quantize`, and from
+    weights that lie on the levels already a small learning rate moves few of them to another."""
+
+
+class DamagedConfig(Table):
+    """An existing model, damaged, in float32: without some layers, or with rounded weights."""
 
     source: str = Field(alias="from", min_length=1)
-    """The model: a directory in Hugging Face format, or a hub id. Goes with ``quantize``, and
-    without the keys of a generated model."""
+    """The model: a directory in Hugging Face format, or a hub id. Goes with ``drop_layers``,
+    ``quantize`` or both, and without the keys of a generated model."""
 
-    quantize: QuantizeConfig
-    """How its weights are rounded."""
+    drop_layers: tuple[Annotated[int, Ge(0), Lt(MOST_LAYERS)], ...] = ()
+    """Decoder layers to remove, counted from 0. The others close up, and the model's config says
+    how many are left."""
+
+    quantize: QuantizeConfig | None = None
+    """How the weights of the layers that are left are rounded. Unset: not at all."""
+
+    @model_validator(mode="after")
+    def _check_damage(self) -> "DamagedConfig":
+        if self.quantize is None and not self.drop_layers:
+            raise ValueError(
+                "`from` alone changes nothing: add drop_layers = [..] or quantize = "
+                "{ bits = .., group = .. }, or name the model as it is with `model`"
+            )
+        if len(set(self.drop_layers)) < len(self.drop_layers):
+            raise ValueError(f"drop_layers = {list(self.drop_layers)} has one twice: leave it out")
+        return self
 
     @model_serializer
     def _as_written(self) -> dict[str, Any]:
-        return {"from": self.source, "quantize": self.quantize}
+        written: dict[str, Any] = {"from": self.source}
+        if self.drop_layers:
+            written["drop_layers"] = list(self.drop_layers)
+        return written if self.quantize is None else written | {"quantize": self.quantize}
 
     @property
     def work(self) -> str:
         """What is done to build the model, in words."""
-        return (
-            f"{self.source}, its weights rounded to {self.quantize.bits} bits in groups of "
-            f"{self.quantize.group}"
+        words = [self.source]
+        if self.drop_layers:
+            words.append(f"without its layers {', '.join(map(str, self.drop_layers))}")
+        if self.quantize is not None:
+            words.append(self.quantize.work)
+        return ", ".join(words)
+
+
+def check_dropped(dropped: Collection[int], layers: int, model: str) -> None:
+    """Check that a model has the layers that are removed from it, and others.
+
+    Raises:
+        ValueError: it has not.
+    """
+    absent = [str(index) for index in dropped if index >= layers]
+    if absent:
+        raise ValueError(
+            f"drop_layers names {', '.join(absent)}, and {model} has the layers 0 to {layers - 1}: "
+            "choose among them"
         )
+    if len(dropped) == layers:
+        raise ValueError(f"drop_layers names all {layers} layers of {model}: leave one")
 
 
-def prepare_kind(table: dict[str, Any]) -> type[PrepareConfig] | type[RoundedConfig]:
-    """Return the model of a ``[*.prepare]`` table: ``from`` and ``quantize`` tell them apart."""
-    return RoundedConfig if {"from", "quantize"} & table.keys() else PrepareConfig
+def prepare_kind(table: dict[str, Any]) -> type[PrepareConfig] | type[DamagedConfig]:
+    """Return the model of a ``[*.prepare]`` table, which its keys tell."""
+    damaged = {"from", "drop_layers", "quantize"} & table.keys()
+    return DamagedConfig if damaged else PrepareConfig
 
 
 def _parse_prepare(table: Any) -> Any:
@@ -151,14 +215,14 @@ def _parse_prepare(table: Any) -> Any:
         return table
     kind = prepare_kind(table)
     generated = [key for key in table if key in PrepareConfig.model_fields]
-    if kind is RoundedConfig and generated:
+    if kind is DamagedConfig and generated:
         raise ValueError(
-            f"`from` and `quantize` round an existing model, and {', '.join(generated)} "
+            f"`from` names an existing model, and {', '.join(generated)} "
             f"describe{'s' if len(generated) == 1 else ''} one that is built here: keep one of "
             "the two"
         )
     return kind.model_validate(table)
 
 
-AnyPrepare = Annotated[PrepareConfig | RoundedConfig, BeforeValidator(_parse_prepare)]
+AnyPrepare = Annotated[PrepareConfig | DamagedConfig, BeforeValidator(_parse_prepare)]
 """A ``[*.prepare]`` table of either kind."""

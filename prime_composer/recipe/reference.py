@@ -119,7 +119,8 @@ def _own_fields(
     for name, other in tables:
         if other is not model and issubclass(model, other):
             own = {k: f for k, f in model.model_fields.items() if k not in other.model_fields}
-            return own, f"{_first_line(model)} It has the keys of `[{name}]`, and:"
+            end = ", and:" if own else "."
+            return own, f"{_first_line(model)} It has the keys of `[{name}]`{end}"
     return dict(model.model_fields), _first_line(model)
 
 

@@ -289,8 +289,8 @@ class Recipe(Table):
     def _check_sources(self) -> "Recipe":
         tables = {self._table_of(name): source for name, source in self.sources.items()}
         check_choice_of_teachers(tables, self.teachers)
+        check_uses(tables, "eval" in self.model_fields_set)
         if by_id := self.environments_by_id:
-            check_uses(by_id, bool(self.problem_sources), "eval" in self.model_fields_set)
             check_without_solutions(
                 next(iter(by_id)),
                 trains_on_data=self.rollout.student_fraction < 1

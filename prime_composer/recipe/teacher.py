@@ -304,6 +304,14 @@ def check_reference_model(
             "[reference] extrapolates a teacher that is a model of its own: add a [teacher] "
             "with model, prepare or url"
         )
+    if reference.start and (quantize := student.quantize) is not None:
+        prepared = getattr(student.prepare, "quantize", None)
+        if prepared is None or dict(prepared) != dict(quantize):
+            raise ValueError(
+                "[reference] start = true opens the student's weights as they are stored, and "
+                "student.quantize rounds them before the first step: round them in "
+                "[student.prepare] too, with the same `quantize`"
+            )
     resolved = reference.resolved(student)
     for table, teacher in models.items():
         if resolved.is_model_of(teacher):

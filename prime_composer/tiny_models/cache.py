@@ -2,7 +2,7 @@
 
 A model that comes with the package (``shipped/``) is found by its cache key and never trained,
 unless the user asks for it. Only the cache key and the cache are here; ``training.py`` trains, and
-``rounding.py`` rounds. Two
+``damage.py`` removes layers and rounds. Two
 generated models of one recipe get the same tokenizer whenever their ``vocab_size`` agrees: a
 byte-level BPE with single digits, trained on the recipe's own data.
 """
@@ -20,7 +20,7 @@ from prime_composer.backends.model_files import cache_root, fingerprint, unusabl
 from prime_composer.extras import pip_install
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.prompts import prompt_text
-from prime_composer.recipe.prepare import AnyPrepare, PrepareConfig, RoundedConfig
+from prime_composer.recipe.prepare import AnyPrepare, DamagedConfig, PrepareConfig
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe
 from prime_composer.tiny_models.progress import Progress
@@ -29,6 +29,8 @@ from prime_composer.tiny_models.transcripts import CHAT_TEMPLATE
 FORMAT = 1
 """Part of the cache key. Raise it when the same description builds another model."""
 
+ROUNDING = 2
+"""The same for a model whose weights are rounded."""
 
 DESCRIPTION = "prepare.json"
 """The file beside the weights that says how they were made. A trained model's has its loss, a
@@ -59,16 +61,12 @@ def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
     """Return a readable name and a hash of all that decides what the model is.
 
     For a generated model the hash covers the format version, the description, and the training
-    texts. For a rounded one it covers the format version, the source's fingerprint, and how it is
-    rounded. Contents count, not paths. None: the source is not on this machine.
+    texts. For a damaged one it covers the format version, the source's fingerprint, and the damage.
+    Contents count, not paths. None: the source is not on this machine.
     """
-    if isinstance(config, RoundedConfig):
-        content, quantize = fingerprint(config.source), config.quantize
-        if content is None:
-            return None
-        settings = [FORMAT, content, quantize.model_dump(mode="json")]
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-        return f"rounded-{quantize.bits}bit-{quantize.group}-{digest.hexdigest()[:16]}"
+    if isinstance(config, DamagedConfig):
+        content = fingerprint(config.source)
+        return None if content is None else _key_of_damaged(config, content)
     description = [FORMAT, config.model_dump(mode="json", exclude_none=True)]
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
     for problem in problems.worked:
@@ -80,6 +78,21 @@ def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
             texts.append(str(problem.environment in config.environments))
         digest.update(json.dumps(texts).encode())
     return f"qwen3-{config.layers}x{config.hidden_size}-{digest.hexdigest()[:16]}"
+
+
+def _key_of_damaged(config: DamagedConfig, content: str) -> str:
+    """Return the cache key of a damaged model, given its source's fingerprint."""
+    dropped, quantize = sorted(config.drop_layers), config.quantize
+    settings: list[Any] = [FORMAT if quantize is None else ROUNDING, content]
+    names = []
+    if dropped:
+        settings.append({"drop_layers": dropped})
+        names.append(f"without-{len(dropped)}")
+    if quantize is not None:
+        settings.append(quantize.model_dump(mode="json"))
+        names.append(f"rounded-{quantize.bits}bit-{quantize.group}")
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    return "-".join([*names, digest.hexdigest()[:16]])
 
 
 def model_path(
@@ -199,7 +212,7 @@ def prepare_models(
         problems: the recipe's problems.
         rebuild: train again, and replace what is cached.
         progress: called before a model is built, with its display name and its steps of
-            fine-tuning, 0 for a rounded one. It returns the callback for these steps.
+            fine-tuning, 0 for a damaged one. It returns the callback for these steps.
 
     Returns:
         Folder by table: "teacher" or "teachers.NAME", and "student".
@@ -237,8 +250,8 @@ def prepare_model(
     ``rebuild`` leaves as it is.
 
     Raises:
-        ValueError: the data does not fit the model, its training diverges, the model to round
-            cannot be loaded or rounded, libraries are missing, or the cache folder cannot be used.
+        ValueError: the data does not fit the model, its training diverges, the model to damage
+            cannot be loaded or damaged, libraries are missing, or the cache folder cannot be used.
     """
     models = (cache_dir or cache_root()) / "models"
     key = cache_key(config, problems)
@@ -257,8 +270,8 @@ def prepare_model(
             unfinished = models / f"{key}.unfinished"
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
-            if isinstance(config, RoundedConfig):
-                _round(config, unfinished)
+            if isinstance(config, DamagedConfig):
+                _damage(config, unfinished)
             elif config.prune:
                 unpruned = prepare_model(
                     _unpruned(config), problems, cache_dir, rebuild, progress, rebuilt
@@ -293,18 +306,18 @@ def _prune(
     _describe(config, problems, folder, loss=loss, unpruned=digest(unpruned))
 
 
-def _round(config: RoundedConfig, folder: Path) -> None:
-    """Write a rounded copy of a model, with its tokenizer and description, into ``folder``."""
+def _damage(config: DamagedConfig, folder: Path) -> None:
+    """Write a damaged copy of a model, with its tokenizer and description, into ``folder``."""
     with _libraries():
-        from prime_composer.tiny_models.rounding import round_model
+        from prime_composer.tiny_models.damage import damage_model
 
-        counts = round_model(config.source, config.quantize, folder)
+        counts = damage_model(config, folder)
     _write_description(folder, config, counts._asdict())
 
 
 def _key_of_download(config: AnyPrepare, problems: ProblemSet) -> str:
-    """Return the cache key of a rounded model whose source is on the hub: its config is fetched."""
-    assert isinstance(config, RoundedConfig)
+    """Return the cache key of a damaged model whose source is on the hub: its config is fetched."""
+    assert isinstance(config, DamagedConfig)
     with _libraries():
         from prime_composer.backends.hf_model import read_config
 

@@ -22,7 +22,7 @@ NAME = "prime-composer-problems"
 MODULE = "prime_composer_problems"
 SETTINGS = (
     *("source", "path", "hub_id", "hub_name", "prompt_key", "answer_key", "limit", "prompt_chars"),
-    *("clean", "kind", "size", "seed", "operations", "hold_out"),
+    *("clean", "kind", "size", "seed", "operations", "topics", "hold_out", "use"),
     *("calculator_annotations", "prompt_template", "metric", "teacher_key"),
 )
 """Fields of ``[data]`` that are settings of an environment.

@@ -193,9 +193,12 @@ def test_variants_with_another_start_or_budget_are_refused(
     assert f"variants.more: {key} differs from that of variants.sampled" in message
 
 
-def test_variants_may_have_other_teachers_and_the_same_data() -> None:
+def test_variants_may_have_other_teachers_and_keep_other_bits() -> None:
+    """The data is the same, and so is the student but for the rounding that it keeps."""
     free = ["environments.a.teacher", "environments.a.teacher.math", "data.teacher", "trainer.lr"]
+    free += ["student.quantize", "student.quantize.bits"]
     same = ["environments", "environments.a.teacher_key", "environments.a.size", "student"]
+    same += ["student.model", "student.prepare.quantize.bits"]
     assert [key for key in (*free, *same) if SAME.fullmatch(key)] == same
 
 

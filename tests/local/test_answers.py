@@ -29,16 +29,17 @@ def printed(run_dir: Path, steps: list[int], capsys: pytest.CaptureFixture[str])
     return capsys.readouterr().out
 
 
-def test_run_keeps_three_answers_of_each_evaluation(
+def test_run_keeps_the_answers_of_each_evaluation(
     tiny_recipe: Raw, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run of four steps evaluates at 0, 2 and 4. Resumed from 2, it says the same as a whole one.
-    The report needs the run directory alone."""
+    The report needs the run directory alone, shows three of four questions, and has the teacher's
+    answers."""
     raw = tiny_recipe()
     run(raw, tmp_path / "whole")
     answers = read_answers(tmp_path / "whole")
     assert list(answers) == [0, 2, 4]
-    held_out = load_problem_set(parse_recipe(raw).sources).held_out[:3]
+    held_out = load_problem_set(parse_recipe(raw).sources).held_out[:4]
     for rows in answers.values():
         assert [row.question for row in rows] == [problem.question for problem in held_out]
         assert [row.reference for row in rows] == [problem.answer for problem in held_out]
@@ -46,14 +47,20 @@ def test_run_keeps_three_answers_of_each_evaluation(
     assert main(["report", str(tmp_path / "whole")]) == 0
     out = capsys.readouterr().out
     assert out.count("before") == out.count("after 4 steps") == 3
+    assert out.count("\n  teacher ") == 3
+    teacher = read_answers(tmp_path / "whole", "teacher")
+    assert list(teacher) == [0]
+    assert [row.question for row in teacher[0]] == [problem.question for problem in held_out]
 
     run(raw, tmp_path / "cut", Silent(interrupt_at=3))
     run(raw, tmp_path / "cut", resume=True)
     assert read_answers(tmp_path / "cut") == answers
+    assert read_answers(tmp_path / "cut", "teacher") == teacher
     measured = [r for r in read_metrics(tmp_path / "whole") if "eval/accuracy" in r]
-    for record in measured:  # three of the four problems
-        correct = sum(row.correct for row in answers[record["step"]])
-        assert correct <= 4 * record["eval/accuracy"] <= correct + 1
+    for record in measured:
+        correct = sum(bool(row.correct) for row in answers[record["step"]])
+        assert correct == 4 * record["eval/accuracy"]
+    assert sum(bool(row.correct) for row in teacher[0]) == 4 * measured[0]["teacher/accuracy"]
 
 
 def test_answers_show_brackets_escapes_and_length(
@@ -70,6 +77,38 @@ def test_answers_show_brackets_escapes_and_length(
     assert out.count("y") - "correct".count("y") >= 320 and "(1,680 more letters)" in out
     assert "(correct)" in out
     assert str(shown("a" * 320)) == "a" * 320
+
+
+def test_report_prefers_answers_that_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """First what became right, then what is another text, then the others, each in their order."""
+    before = [
+        answer("same", "one"),
+        answer("was right", "two", correct=True),
+        answer("old", "three"),
+        answer("nonsense", "four"),
+        answer("kept", "five", correct=True),
+    ]
+    after = [
+        answer("same", "one"),
+        answer("is wrong", "two"),
+        answer("new", "three"),
+        answer("now right", "four", correct=True),
+        answer("kept", "five", correct=True),
+    ]
+    write_answers(tmp_path, 0, before)
+    write_answers(tmp_path, 0, [answer("as it was taught", "four", correct=True)], of="teacher")
+    write_answers(tmp_path, 4, after)
+    lines = [line.split() for line in printed(tmp_path, [0, 4], capsys).splitlines()]
+    questions = [words[1] for words in lines if words[:1] == ["question"]]
+    assert questions == ["four", "two", "three"]
+    place = lines.index(["question", "four"])
+    assert [" ".join(words) for words in lines[place + 2 : place + 5]] == [
+        "before (wrong) nonsense",
+        "after 4 steps (correct) now right",
+        "teacher (correct) as it was taught",
+    ]
 
 
 def test_answers_of_another_attempt_are_not_shown(
@@ -136,5 +175,5 @@ def test_answers_without_room_on_the_disk_end_no_run(
     outcome = run(tiny_recipe(trainer__steps=1), tmp_path / "run", display)
     assert outcome.steps == 1 and "eval/accuracy" in outcome.evaluations[1]
     warnings = [text for text in display.texts if "are not kept" in text]
-    assert len(warnings) == 2 and "No space left on device" in warnings[0]
+    assert len(warnings) == 3 and "No space left on device" in warnings[0]
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])

@@ -102,6 +102,30 @@ def test_interrupted_run_resumes_to_the_same_weights(folder: Path, vllm_forks: F
     assert whole.keys() == cut.keys() and all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
+def test_rounded_student_is_served_as_its_checkpoint_is(
+    folder: Path, vllm_forks: ForkServer
+) -> None:
+    """vLLM samples from the rounded weights in each step, and from the checkpoint the same."""
+    changes = ("student.quantize={bits=3, group=8}", "trainer.steps=3")
+    words = [word for change in changes for word in ("--set", change)]
+    words += ["--output-dir", "outputs/rounded"]
+    done = vllm_forks.run(*CLI, "rl", "--config", "vllm.toml", *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "weights have 3 bits in groups of 8" in done.stdout
+    first, *steps = numbers(folder / "outputs" / "rounded")
+    assert all(record["sampler/mismatch_kl"] < 1e-8 for record in steps)
+    checkpoint = folder / "outputs" / "rounded" / "checkpoints" / "step_000003"
+    changes = (f"student.model={checkpoint}", "trainer.steps=1")
+    words = [word for change in changes for word in ("--set", change)]
+    words += ["--output-dir", "outputs/of_rounded"]
+    done = vllm_forks.run(*CLI, "rl", "--config", "vllm.toml", *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    loaded = numbers(folder / "outputs" / "of_rounded")[0]
+    for name in ("eval/accuracy", "eval/reverse_kl", "eval/entropy"):
+        assert loaded[name] == pytest.approx(steps[-1][name], rel=1e-5)
+    assert loaded["eval/reverse_kl"] != pytest.approx(first["eval/reverse_kl"], rel=1e-3)
+
+
 @pytest.fixture(scope="module")
 def talk(tmp_path_factory: pytest.TempPathFactory, vllm_forks: ForkServer) -> Path:
     """Return where an environment of two turns ran on vLLM, and for a step on transformers.

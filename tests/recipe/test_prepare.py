@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prime_composer.recipe.loading import load_recipe, parse_recipe
-from prime_composer.recipe.prepare import PrepareConfig, RoundedConfig
+from prime_composer.recipe.prepare import DamagedConfig, PrepareConfig
 from tests.recipe.helpers import refusal
 
 ROUNDED: dict[str, Any] = {"from": "org/model", "quantize": {"bits": 3, "group": 32}}
@@ -26,7 +26,7 @@ def recipe_with(prepare: Any) -> dict[str, Any]:
 def test_prepare_from_is_a_rounded_model() -> None:
     """The table is read, and written as the recipe has it, so that a run can be resumed."""
     recipe = parse_recipe(recipe_with(ROUNDED))
-    assert isinstance(recipe.student.prepare, RoundedConfig)
+    assert isinstance(recipe.student.prepare, DamagedConfig)
     assert recipe.student.prepare.source == "org/model"
     dump = json.loads(recipe.model_dump_json())
     assert dump["student"]["prepare"] == ROUNDED
@@ -39,11 +39,20 @@ def test_prepare_from_is_a_rounded_model() -> None:
     ("prepare", "complaint"),
     [
         ({**ROUNDED, "prune": 0.5, "layers": 2},
-         "student.prepare: `from` and `quantize` round an existing model, and prune, layers "
+         "student.prepare: `from` names an existing model, and prune, layers "
          "describe one that is built here: keep one of the two"),
         ({"from": "m", "sft_steps": 3}, "and sft_steps describes one that is built here"),
         ({"quantize": {"bits": 3, "group": 32}}, "student.prepare.from is missing"),
-        ({"from": "m"}, "student.prepare.quantize is missing"),
+        ({"from": "m"}, "student.prepare: `from` alone changes nothing: add drop_layers = [..] or "
+         "quantize = { bits = .., group = .. }, or name the model as it is with `model`"),
+        ({"drop_layers": [3]}, "student.prepare.from is missing"),
+        ({"from": "m", "drop_layers": [3, 4, 3]}, "drop_layers = [3, 4, 3] has one twice"),
+        ({"from": "m", "drop_layers": [-1]}, "student.prepare.drop_layers.0: "),
+        ({"from": "m", "drop_layers": [1000]}, "student.prepare.drop_layers.0: "),
+        ({"from": "m", "drop_layers": 3}, "student.prepare.drop_layers: "),
+        ({"from": "m", "drop_layers": []}, "`from` alone changes nothing"),
+        ({"from": "m", "drop_layer": [3]}, "unknown key student.prepare.drop_layer; did you mean "
+         "drop_layers?"),
         ({"from": "m", "quantize": {"bits": 3}}, "student.prepare.quantize.group is missing"),
         ({"from": "m", "quantize": {"bits": 9, "group": 32}},
          "student.prepare.quantize.bits: Input should be less than or equal to 8 (got 9); lower"),
@@ -64,6 +73,14 @@ def test_prepare_that_does_not_fit_is_refused(prepare: Any, complaint: str) -> N
     assert complaint in refusal(recipe_with(prepare))
 
 
+def test_prepare_without_layers_is_read_and_written() -> None:
+    """Alone, or with a rounding; the dump has no more keys than the recipe."""
+    for prepare in ({"from": "m", "drop_layers": [3, 0]}, {**ROUNDED, "drop_layers": [1]}):
+        recipe = parse_recipe(recipe_with(prepare))
+        dump = json.loads(recipe.model_dump_json())
+        assert dump["student"]["prepare"] == prepare and parse_recipe(dump) == recipe
+
+
 def test_override_reaches_the_rounding(tmp_path: Path) -> None:
     """Bits and source are changed as any other key; a model replaces the whole table."""
     import tomli_w
@@ -72,6 +89,7 @@ def test_override_reaches_the_rounding(tmp_path: Path) -> None:
     path.write_text(tomli_w.dumps(recipe_with(ROUNDED)))
     items = ["student.prepare.quantize.bits=4", "student.prepare.from=DIR"]
     prepare = load_recipe(path, items).student.prepare
-    assert isinstance(prepare, RoundedConfig)
+    assert isinstance(prepare, DamagedConfig)
+    assert prepare.quantize is not None
     assert prepare.source == "DIR" and prepare.quantize.bits == 4
     assert load_recipe(path, ["student.model=DIR"]).student.prepare is None

@@ -682,6 +682,7 @@ def test_every_shipped_recipe_is_exported_or_refused(version, path):
 
 OTHER_VALUES = {
     "teacher.tokenizer": "own",
+    "student.quantize": {"bits": 3, "group": 32},
     "loss": {"type": "topk_reverse_kl", "k": 17},
     "prime_rl": {"seq_len": 7},
     "student.prepare": {},

@@ -82,6 +82,11 @@ LONGEST_WAIT = 10.0
 
 OPENING = "opening the models"
 
+TO_OTHERS = (
+    "student.quantize would send the server of [rollout] rounded weights, which everybody who uses "
+    "it would get; probe with another rollout.backend, or start the run"
+)
+
 C = TypeVar("C", RolloutConfig, TeacherConfig, OneOfSeveralConfig)
 
 
@@ -108,6 +113,8 @@ def probe(
         ImportError: a backend's library is missing; the message names the pip line.
     """
     recipe = impatient(recipe)
+    if recipe.student.quantize is not None and recipe.rollout.url is not None:
+        return ProbeReport([Finding(OPENING, "failed", TO_OTHERS)])
     try:
         for table, teacher in recipe.teacher_tables.items():
             if teacher.tokenizer == "own":

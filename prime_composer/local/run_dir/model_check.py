@@ -13,7 +13,7 @@ from prime_composer.backends.model_files import (
     why_not_on_hub,
 )
 from prime_composer.recipe.backends import backend_of
-from prime_composer.recipe.prepare import PrepareConfig, RoundedConfig
+from prime_composer.recipe.prepare import DamagedConfig, PrepareConfig, check_dropped
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import ModelConfig, Recipe, RecipeError
 
@@ -43,6 +43,8 @@ def check_models(recipe: Recipe, hub: bool = True) -> None:
             reason = why_unfit(model, table, hub)
             if reason is not None:
                 raise RecipeError(f"{origin} {reason}")
+            if isinstance(config.prepare, DamagedConfig):
+                _check_layers(config.prepare, table)
             limit = positions(Path(model))
         if limit is not None and limit < longest:
             raise RecipeError(
@@ -53,10 +55,22 @@ def check_models(recipe: Recipe, hub: bool = True) -> None:
 
 def existing_model(table: str, config: ModelConfig) -> tuple[str, str]:
     """Return the key that names an existing model, with its value as written, and the model."""
-    if isinstance(config.prepare, RoundedConfig):
+    if isinstance(config.prepare, DamagedConfig):
         return f"[{table}.prepare] from = {config.prepare.source!r}", config.prepare.source
     assert config.model is not None
     return f"[{table}] model = {config.model!r}", config.model
+
+
+def _check_layers(config: DamagedConfig, table: str) -> None:
+    """Refuse layers to be removed that a model on this machine lacks."""
+    sizes: Any = _read_json(Path(config.source) / "config.json") or {}
+    layers = sizes.get("text_config", sizes).get("num_hidden_layers")
+    if not isinstance(layers, int):
+        return
+    try:
+        check_dropped(config.drop_layers, layers, config.source)
+    except ValueError as error:
+        raise RecipeError(f"[{table}.prepare] {error}") from None
 
 
 def why_unfit(model: str, table: str, hub: bool) -> str | None:

@@ -65,6 +65,8 @@ def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
     models: dict[str, ModelConfig] = {"student": recipe.student, **teachers}
     folders = {table: local_folder(model, problems) for table, model in models.items()}
     lines = [f"{table}: {describe_model(model, folders[table])}" for table, model in models.items()]
+    if (quantize := recipe.student.quantize) is not None:
+        lines.insert(1, f"student: {quantize.work} while it learns")
     if (policy := recipe.policy_teacher) is not None:
         lines.append(
             f"teacher: the policy itself, with the hint {policy.hint!r}; weights: {policy.update}"

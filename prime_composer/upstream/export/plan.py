@@ -92,7 +92,7 @@ class Plan:
         return [
             Environment(name, source, source.ratio, {})
             for name, source in self.recipe.sources.items()
-            if isinstance(source, DataConfig) or source.evaluates
+            if source.evaluates
         ]
 
     @property
@@ -144,11 +144,6 @@ def teacher_servers(routing: Routing, models: Mapping[str, Any]) -> dict[Teacher
     return servers
 
 
-def trains(source: DataConfig | EnvironmentConfig) -> bool:
-    """Return whether an environment of the recipe is trained on. Problems always are."""
-    return isinstance(source, DataConfig) or source.trains
-
-
 def split_environments(
     sources: Mapping[str, DataConfig | EnvironmentConfig],
     routing: Routing | None,
@@ -168,7 +163,7 @@ def split_environments(
         RecipeError: a row names an unknown teacher, or two environments would have the same name.
         ValueError: the data cannot be read.
     """
-    sources = {name: source for name, source in sources.items() if trains(source)}
+    sources = {name: source for name, source in sources.items() if source.trains}
     if routing is None:
         return [Environment(name, source, source.ratio, {}) for name, source in sources.items()]
     by_row = {

@@ -32,6 +32,12 @@ def refuse(recipe: Recipe, version: Version) -> None:
             f"rollout.student_fraction = {fraction}: {of_other_sources(recipe.rollout, version)}. "
             f"Set it to 1, {RUN_LOCALLY}"
         )
+    if (quantize := recipe.student.quantize) is not None:
+        raise RecipeError(
+            f"student.quantize = {dict(quantize)}: prime-rl's trainer sends its sampler the "
+            "weights that its optimizer trains, and has no step between the two that would round "
+            f"them. Leave it out, {RUN_LOCALLY}"
+        )
     if recipe.reference is not None:
         raise RecipeError(
             "[reference]: prime-rl's orchestrator asks the teacher alone, and has no second model "

@@ -1,0 +1,77 @@
+"""Damage an existing model: remove decoder layers, round weights. Distillation repairs the copy."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from prime_composer.backends.hf_model import load_model, load_tokenizer, without_progress_bars
+from prime_composer.recipe.prepare import DamagedConfig, check_dropped
+from prime_composer.tiny_models.rounding import round_model
+
+PER_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers")
+"""Keys of a config that have one entry per layer, where a model has them."""
+
+
+class Damage(NamedTuple):
+    """What was done to a model.
+
+    Attributes:
+        rounded: weights of the linear layers that were rounded.
+        weights: weights of the whole model that is left.
+        layers: decoder layers that are left.
+    """
+
+    rounded: int
+    weights: int
+    layers: int
+
+
+def damage_model(config: DamagedConfig, folder: Path) -> Damage:
+    """Write a damaged copy of a model, and its tokenizer, into ``folder``.
+
+    Raises:
+        ModelUnavailable: the model cannot be loaded.
+        ValueError: it lacks a layer that is to be removed, or cannot be rounded as described.
+    """
+    model: Any = load_model(config.source, device="cpu")
+    sizes = model.config.get_text_config()
+    if config.drop_layers:
+        drop_layers(model, config.drop_layers, config.source)
+    rounded = 0
+    if config.quantize is not None:
+        rounded = round_model(model, config.quantize).rounded
+    tokenizer = load_tokenizer(config.source)
+    with without_progress_bars():
+        model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    weights = sum(weight.numel() for weight in model.parameters())
+    return Damage(rounded, weights, sizes.num_hidden_layers)
+
+
+def drop_layers(model: nn.Module, dropped: Collection[int], source: str) -> None:
+    """Remove decoder layers from a causal language model and its config, in place.
+
+    The model is for saving: its layers' own numbers, under which a cache finds them, are those of
+    the next load.
+
+    Raises:
+        ValueError: the model lacks one of the layers, or its layers are not found.
+    """
+    net: Any = model
+    config = net.config.get_text_config()
+    count = config.num_hidden_layers
+    check_dropped(dropped, count, source)
+    lists = (one for one in net.modules() if isinstance(one, nn.ModuleList) and len(one) == count)
+    layers = next(lists, None)
+    if layers is None:
+        raise ValueError(f"drop_layers: {source} has no list of its {count} decoder layers to cut")
+    for index in sorted(dropped, reverse=True):
+        del layers[index]
+    config.num_hidden_layers = len(layers)
+    for key in PER_LAYER:
+        if (values := getattr(config, key, None)) is not None:
+            left = [value for index, value in enumerate(values) if index not in dropped]
+            setattr(config, key, left)

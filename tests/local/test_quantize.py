@@ -1,0 +1,368 @@
+"""A student that stays rounded while it learns: forward, sampler, checkpoints and resume."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from prime_composer.backends.hf_model import ModelUnavailable, load_model, load_student
+from prime_composer.cli.report import print_report
+from prime_composer.local.clock import Clock
+from prime_composer.local.engine import Engine, open_engine
+from prime_composer.local.health import ExplodedWeights
+from prime_composer.local.preflight import preflight
+from prime_composer.local.probe.run import probe
+from prime_composer.local.run import checkpoint_bytes
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.run_dir.plan import plan
+from prime_composer.local.student import Student
+from prime_composer.problems.config import DataConfig
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.prepare import DamagedConfig
+from prime_composer.recipe.schema import RecipeError
+from prime_composer.step.gradients import accumulate_gradients
+from prime_composer.teachers.compatibility import PreflightError
+from prime_composer.tiny_models.cache import prepare_model, prepare_models
+from prime_composer.tiny_models.rounding import linear_layers, round_to_nearest
+from prime_composer.upstream.export import export_recipe
+from tests.conftest import TINY_RECIPE
+from tests.local.helpers import collect, copy_first_half, run, tiny_models, weights
+
+Raw = Callable[..., dict[str, Any]]
+
+QUANTIZE = {"bits": 3, "group": 8}
+
+
+@pytest.fixture(scope="module")
+def source() -> Path:
+    """A model of width 16, with tied embeddings."""
+    return tiny_models(TINY_RECIPE)["student"]
+
+
+@pytest.fixture
+def raw(tiny_recipe: Raw, source: Path) -> dict[str, Any]:
+    """Return a recipe whose student is the unrounded model, and stays rounded."""
+    return tiny_recipe(
+        student={"model": str(source), "quantize": QUANTIZE},
+        trainer={"steps": 4, "batch_size": 6, "lr": 1e-2},
+    )
+
+
+def opened(raw: dict[str, Any]) -> Engine:
+    """Return the open models of a recipe."""
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    return open_engine(recipe, problems, prepare_models(recipe, problems), lambda text: None)
+
+
+def latent_of(checkpoint: Path) -> dict[str, Tensor]:
+    """Return the latent weights that a checkpoint has beside its model."""
+    return torch.load(checkpoint / "trainer.pt", weights_only=True)["latent"]
+
+
+def test_student_of_step_0_is_the_prepared_one(raw: dict[str, Any], source: Path) -> None:
+    """Bit for bit, in trainer and sampler; the latent weights are the unrounded ones."""
+    prepare = DamagedConfig.model_validate({"from": str(source), "quantize": QUANTIZE})
+    problems = load_problem_set({"problems": DataConfig(size=60)})
+    prepared = load_model(prepare_model(prepare, problems)).state_dict()
+    original = load_model(source).state_dict()
+    with opened(raw) as engine:
+        sampler: Any = engine.sampler
+        for model in (engine.model, sampler.model):
+            state = model.state_dict()
+            assert state.keys() == prepared.keys()
+            assert all(torch.equal(state[name], prepared[name]) for name in state)
+        assert engine.latent is not None
+        latent = engine.latent.state_dict()
+        assert all(torch.equal(latent[name], original[f"{name}.weight"]) for name in latent)
+        assert len(latent) == 7
+    rounded = {**raw, "student": {"prepare": prepare.model_dump(mode="json"), "quantize": QUANTIZE}}
+    with opened(rounded) as engine:
+        state = engine.model.state_dict()
+        assert all(torch.equal(state[name], prepared[name]) for name in state)
+
+
+class Rounding(nn.Module):
+    """Rounding whose derivative is 1, as autograd's own expression."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + (round_to_nearest(weight.detach(), **QUANTIZE) - weight).detach()
+
+
+def test_step_is_that_of_autograds_straight_through_estimator(
+    raw: dict[str, Any], source: Path
+) -> None:
+    """One step of AdamW on a parametrized copy gives the latent weights, and all others."""
+    raw["trainer"] |= {"weight_decay": 0.1, "max_grad_norm": 0.5}
+    with opened(raw) as engine:
+        recipe = parse_recipe(raw)
+        student = Student.of_recipe(recipe, engine)
+        batch, _ = collect(engine, recipe, 1, Clock())
+        expected = load_model(source)
+        for _, layer in list(linear_layers(expected)):
+            parametrize.register_parametrization(layer, "weight", Rounding())
+        accumulate_gradients(expected, student.loss, batch, recipe.trainer, 1)
+        metrics = student.update(batch, 1)
+        parameters = list(expected.parameters())
+        norm = nn.utils.clip_grad_norm_(parameters, 0.5)
+        trainer = recipe.trainer
+        torch.optim.AdamW(
+            parameters, lr=trainer.lr, betas=trainer.betas, weight_decay=0.1, fused=True
+        ).step()
+        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+        assert engine.latent is not None
+        latent, layers = engine.latent.weights, dict(linear_layers(expected))
+        for name, weight in latent.items():
+            other: Any = layers[name].parametrizations
+            torch.testing.assert_close(weight, other.weight.original, atol=1e-6, rtol=1e-5)
+            assert not torch.equal(weight, load_model(source).get_submodule(name).weight)
+        own, others = dict(engine.model.named_parameters()), dict(expected.named_parameters())
+        exact = own.keys() - {f"{name}.weight" for name in latent}
+        assert "model.embed_tokens.weight" in exact
+        for name in exact:
+            torch.testing.assert_close(own[name], others[name], atol=1e-6, rtol=1e-5)
+
+
+def test_checkpoints_are_rounded_and_resume_to_the_same_numbers(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    """A run that was cut after step 2 ends with the same model and latent weights."""
+    run(raw, tmp_path / "whole")
+    checkpoints = [one.path for one in list_checkpoints(tmp_path / "whole")]
+    models = [load_student(path)[0] for path in checkpoints]
+    for path, model in zip(checkpoints, models, strict=True):
+        latent = latent_of(path)
+        assert len(latent) == 7
+        for name, layer in linear_layers(model):
+            assert torch.equal(layer.weight, round_to_nearest(latent[name], **QUANTIZE))
+            assert torch.equal(layer.weight, round_to_nearest(layer.weight, **QUANTIZE))
+            assert all(len(group.unique()) <= 8 for group in layer.weight.reshape(-1, 8))
+    first, last = (dict(linear_layers(model)) for model in models)
+    assert not any(torch.equal(layer.weight, last[name].weight) for name, layer in first.items())
+    expected, latent = weights(tmp_path / "whole"), latent_of(checkpoints[-1])
+    copy_first_half(tmp_path / "whole", tmp_path / "cut")
+    run(raw, tmp_path / "cut", resume=True)
+    resumed = weights(tmp_path / "cut")
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+    again = latent_of(list_checkpoints(tmp_path / "cut")[-1].path)
+    assert all(torch.equal(again[name], latent[name]) for name in latent)
+
+
+def test_resume_without_the_latent_weights_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
+    """The other way round as well, and with other bits; the checkpoint stays."""
+    plain = copy.deepcopy(raw)
+    del plain["student"]["quantize"]
+    run(plain, tmp_path / "plain")
+    advice = r"start a new run from it with student\.model"
+    with pytest.raises(ValueError, match=f"step 4 has no latent weights, and .*{advice}"):
+        run(raw, tmp_path / "plain", resume=True)
+    run(raw, tmp_path / "rounded")
+    with pytest.raises(ValueError, match=f"step 4 is of a run with student.quantize.*{advice}"):
+        run(plain, tmp_path / "rounded", resume=True)
+    raw["student"]["quantize"] = {"bits": 2, "group": 8}
+    with pytest.raises(ValueError, match=f"round to another model; {advice}"):
+        run(raw, tmp_path / "rounded", resume=True)
+    assert [one.step for one in list_checkpoints(tmp_path / "rounded")] == [2, 4]
+
+
+def test_preflight_stops_a_sampler_with_latent_weights(
+    raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the rounded ones it passes."""
+    with opened(raw) as engine:
+        recipe, latent = parse_recipe(raw), engine.latent
+        assert latent is not None
+        assert preflight(engine, recipe, lambda text: None).sampler_trainer_difference < 1e-5
+        sampler: Any = engine.sampler
+        receive = sampler.update_weights
+
+        def receive_latent(model: nn.Module) -> None:
+            receive(model)
+            state = {f"{name}.weight": weight for name, weight in latent.weights.items()}
+            sampler.model.load_state_dict(state, strict=False)
+
+        monkeypatch.setattr(sampler, "update_weights", receive_latent)
+        with pytest.raises(PreflightError, match=r"After a weight sync .* it kept old weights"):
+            preflight(engine, recipe, lambda text: None)
+        sampler.update_weights(engine.model)
+        with pytest.raises(PreflightError, match="disagree by .* before any training"):
+            preflight(engine, recipe, lambda text: None)
+
+
+FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
+UNTIED = {**TINY_RECIPE["student"]["prepare"], "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": {"type": "sampled_reverse_kl"}},
+        {"loss": FULL},
+        {"trainer__gradient_checkpointing": True},
+        {"student__prepare": UNTIED},
+        {"trainer__dtype": "bfloat16"},
+        {"teacher": {"policy": {"update": "live"}}, "rollout__max_model_len": 256},
+        {"teacher": {"policy": {"update": "ema"}}, "rollout__max_model_len": 256},
+        {"teacher": {"policy": {"update": "sync"}}, "rollout__max_model_len": 256},
+    ],
+    ids=["sampled", "full", "recomputed", "untied", "bfloat16", "live", "ema", "sync"],
+)
+def test_every_mode_trains_rounded_layers_and_nothing_else_is_rounded(
+    changes: dict[str, Any], tiny_recipe: Raw, source: Path, tmp_path: Path
+) -> None:
+    """The sampler is compared with the trainer in preflight and in each step."""
+    raw = tiny_recipe(student={"model": str(source)}, trainer={"steps": 2, "batch_size": 6})
+    raw["trainer"]["lr"] = 1e-2
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        raw[section] = {**raw[section], name: value} if name else value
+    if "prepare" in raw["student"]:
+        del raw["student"]["model"]
+    before = load_model(tiny_models(raw).get("student", source))
+    raw["student"]["quantize"] = QUANTIZE
+    run(raw, tmp_path / "run")
+    path = list_checkpoints(tmp_path / "run")[-1].path
+    model, latent = load_model(path), latent_of(path)
+    layers = dict(linear_layers(model))
+    assert len(layers) == 7 and "lm_head" not in layers
+    for name, layer in layers.items():
+        assert torch.equal(layer.weight, round_to_nearest(latent[name], **QUANTIZE))
+        assert not torch.equal(latent[name], before.get_submodule(name).weight)
+    state, own = before.state_dict(), model.state_dict()
+    for name in state.keys() - {f"{name}.weight" for name in layers}:
+        assert not torch.equal(own[name], state[name]), name
+        if own[name].ndim == 2:
+            assert not torch.equal(own[name], round_to_nearest(own[name], **QUANTIZE)), name
+
+
+def test_moving_teachers_follow_the_rounded_policy(raw: dict[str, Any]) -> None:
+    """An average lies between the levels: it is that of the policies that were served."""
+    raw |= {"teacher": {"policy": {"update": "ema", "ema_rate": 0.25}}}
+    raw["rollout"]["max_model_len"] = 256
+    with opened(raw) as engine:
+        teacher, latent = engine.policy_teacher, engine.latent
+        assert teacher is not None and latent is not None
+        start = {name: layer.weight.clone() for name, layer in latent.layers.items()}
+        assert all(torch.equal(teacher.model.get_submodule(n).weight, start[n]) for n in start)
+        with torch.no_grad():
+            for weight in latent.weights.values():
+                weight.mul_(2)
+        latent.round()
+        engine.end_step(1)
+        for name, layer in latent.layers.items():
+            expected = 0.75 * start[name] + 0.25 * layer.weight
+            torch.testing.assert_close(teacher.model.get_submodule(name).weight, expected)
+            assert not torch.equal(layer.weight, start[name])
+
+
+def test_frozen_reference_is_the_student_of_step_0(raw: dict[str, Any]) -> None:
+    """That of a preference loss in the replay channel."""
+    raw["rollout"]["group_size"] = 2
+    raw["loss"] = {
+        "type": "compose",
+        "distillation": {"near": {"weight": 1.0, "loss": {"type": "topk_reverse_kl", "k": 8}}},
+        "replay": {"weight": 1.0, "loss": {"type": "dpo"}},
+    }
+    with opened(raw) as engine:
+        assert engine.reference is not None
+        state, frozen = engine.model.state_dict(), engine.reference.state_dict()
+        assert all(torch.equal(state[name], frozen[name]) for name in state)
+
+
+@pytest.mark.parametrize("bits", [1, 9, 2.5])
+def test_bits_out_of_range_are_refused(bits: float, raw: dict[str, Any]) -> None:
+    raw["student"]["quantize"] = {"bits": bits, "group": 8}
+    with pytest.raises(ValueError, match=r"student\.quantize\.bits"):
+        parse_recipe(raw)
+
+
+def test_group_that_does_not_divide_a_layer_names_it(raw: dict[str, Any], source: Path) -> None:
+    """The MLP's second matrix has 32 inputs, and all others of the first layer 16."""
+    raw["student"]["quantize"] = {"bits": 3, "group": 32}
+    words = (
+        r"\[student\] quantize.group = 32 does not divide the 16 inputs of "
+        rf"model.layers.0.self_attn.q_proj in {source}; choose a divisor of them"
+    )
+    with pytest.raises(ModelUnavailable, match=words):
+        opened(raw)
+
+
+def test_weights_that_are_not_finite_are_not_saved(raw: dict[str, Any]) -> None:
+    """A latent weight beyond all bounds leaves no model, and the run says so."""
+    with opened(raw) as engine:
+        recipe = parse_recipe(raw)
+        student = Student.of_recipe(recipe, engine)
+        assert engine.latent is not None
+        batch, _ = collect(engine, recipe, 1, Clock())
+        next(iter(engine.latent.weights.values())).data[0, 0] = float("inf")
+        with pytest.raises(ExplodedWeights, match="self_attn.q_proj.weight are not finite"):
+            student.update(batch, 1)
+
+
+def test_checkpoint_has_room_for_the_latent_weights(raw: dict[str, Any]) -> None:
+    """Beside the model and AdamW's two moments."""
+    plain = copy.deepcopy(raw)
+    del plain["student"]["quantize"]
+    with opened(raw) as rounded, opened(plain) as exact:
+        assert checkpoint_bytes(rounded) == checkpoint_bytes(exact) + 4 * 7 * 16 * 32
+
+
+def test_plan_and_probe_name_what_is_rounded(raw: dict[str, Any]) -> None:
+    """A probe sends nothing to a server that others use."""
+    recipe = parse_recipe(raw)
+    lines = plan(recipe, load_problem_set(recipe.sources))
+    assert lines[1] == ("student: its weights rounded to 3 bits in groups of 8 while it learns")
+    raw["rollout"] |= {"backend": "server", "url": "http://127.0.0.1:9"}
+    recipe = parse_recipe(raw)
+    (finding,) = probe(recipe, load_problem_set(recipe.sources), {}, print).findings
+    assert finding.state == "failed" and finding.text.startswith("student.quantize would send")
+
+
+def test_export_is_refused_with_the_reason(raw: dict[str, Any]) -> None:
+    raw["teacher"] = {"model": "t", "url": "http://host:1"}
+    with pytest.raises(
+        RecipeError, match=r"student.quantize = .* and has no step between the two that would round"
+    ):
+        export_recipe(parse_recipe(raw), "head")
+
+
+def test_reference_at_the_start_is_refused_unless_it_is_rounded(raw: dict[str, Any]) -> None:
+    """Weights that are stored unrounded are not those of step 0."""
+    student = raw["student"]
+    raw |= {"reference": {"start": True}, "loss": {"type": "sampled_reverse_kl"}}
+    with pytest.raises(
+        RecipeError, match=r"\[reference\] start = true opens .* as they are stored"
+    ):
+        parse_recipe(raw)
+    prepare = {"from": student["model"], "quantize": QUANTIZE}
+    raw["student"] = {"prepare": prepare, "quantize": QUANTIZE}
+    parse_recipe(raw)
+    raw["student"] = {"prepare": prepare, "quantize": {**QUANTIZE, "bits": 4}}
+    with pytest.raises(RecipeError, match=r"with the same `quantize`"):
+        parse_recipe(raw)
+
+
+def test_report_prints_bits_of_information_and_bytes_on_the_disk(
+    raw: dict[str, Any], source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """3,584 weights have 3 bits and a share of two float32 numbers in eight; all others have 32."""
+    raw["trainer"]["steps"] = 2
+    run(raw, tmp_path / "run")
+    recipe = parse_recipe(raw).model_dump(mode="json")
+    (tmp_path / "run" / "recipe.json").write_text(json.dumps(recipe))
+    print_report([tmp_path / "run"])
+    total = sum(weight.numel() for weight in load_model(source).parameters())
+    bits = 3584 * 11 + 32 * (total - 3584)
+    size = (list_checkpoints(tmp_path / "run")[-1].path / "model.safetensors").stat().st_size
+    assert (
+        f"student of run: 3,584 of {total:,} weights have 3 bits in groups of 8; "
+        f"{bits / 8000:.1f} kB of information, {bits / total:.2f} bits per weight; "
+        f"{size / 1000:.1f} kB on the disk, in float32\n"
+    ) in capsys.readouterr().out

@@ -1,0 +1,221 @@
+"""Facts about invented people: distinct questions, names that stay apart, how answers are read."""
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from prime_composer.problems.answers import check_reference, is_correct
+from prime_composer.problems.config import DataConfig, Problem, Topic
+from prime_composer.problems.generated_facts import CAPITALS, CASTS, TOPICS, generate_facts
+from prime_composer.problems.loading import load_problem_set, load_problems
+from prime_composer.recipe.loading import parse_recipe
+from tests.recipe.helpers import refusal
+
+IN_PROMPT: tuple[Topic, ...] = ("ages", "towns", "jobs", "copies")
+
+
+def facts(**settings: Any) -> DataConfig:
+    return DataConfig.model_validate({"kind": "facts", "metric": "short_answer"} | settings)
+
+
+def answered(text: str, reference: str) -> bool:
+    return is_correct(text, Problem("?", reference), facts())
+
+
+@pytest.mark.parametrize("topic", IN_PROMPT)
+def test_facts_are_thousands_of_distinct_questions(topic: Topic) -> None:
+    """The answer of each stands in its question, as a word of its own."""
+    assert set(TOPICS) == set(get_args(Topic))
+    train, held_out = load_problems(facts(topics=[topic], size=4000))
+    problems = train + held_out
+    assert (len(train), len(held_out)) == (3600, 400)
+    assert len({problem.question for problem in problems}) == 4000
+    for problem in problems:
+        assert re.search(rf"\b{re.escape(problem.answer)}(?!\w)", problem.question)
+        check_reference(problem.answer, "short_answer")
+
+
+def test_question_asks_for_the_person_of_its_fact() -> None:
+    """Age, town and job of a question are those that its sentences give to the name it asks for."""
+    patterns = {
+        "ages": r"(?:is|and is) (\d+) years old",
+        "towns": r"lives in (\w+)",
+        "jobs": r"works as a (\w+)",
+    }
+    for topic, pattern in patterns.items():
+        for problem in generate_facts(200, 1, [topic], held_out=False):  # type: ignore[list-item]
+            *facts_told, question = re.split(r"(?<=\.) ", problem.question)
+            names = {" ".join(fact.split()[:2]) for fact in facts_told}
+            assert len(names) == 1 and names.pop() in question
+            assert re.findall(pattern, " ".join(facts_told)) == [problem.answer]
+
+
+def words_of(problems: list[Problem]) -> set[str]:
+    return {word for problem in problems for word in re.findall(r"\w+", problem.question)}
+
+
+def test_held_out_names_never_occur_in_training() -> None:
+    """Neither does a town or a job, whatever topics, seeds and shares the two sides have."""
+    train, _ = load_problems(facts(topics=IN_PROMPT, size=8000, hold_out=0.5))
+    apart = [load_problems(facts(topics=[t], use="eval", seed=7))[1] for t in IN_PROMPT]
+    held_out = [problem for problems in apart for problem in problems]
+    _, of_the_same = load_problems(facts(topics=IN_PROMPT, size=8000, hold_out=0.5))
+    shared = words_of(train) & words_of([*held_out, *of_the_same])
+    names = {word for cast in CASTS.values() for part in cast for word in part}
+    assert not shared & names
+    assert names <= words_of(train) | words_of(held_out)
+    for one, other in zip(CASTS[True], CASTS[False], strict=True):
+        assert len(one) == len(set(one)) and not set(one) & set(other)
+
+
+def test_facts_are_drawn_from_their_seed() -> None:
+    assert load_problems(facts(size=100)) == load_problems(facts(size=100))
+    assert load_problems(facts(size=100)) != load_problems(facts(size=100, seed=1))
+    # Written down once: another Python, or another order of names, would show.
+    first = generate_facts(2, 0, ["ages", "jobs"], held_out=True)
+    assert [problem.answer for problem in first] == ["31", "surgeon"]
+
+
+def test_capitals_are_a_task_for_evaluation_alone() -> None:
+    """No prompt contains one, and there is one question per country."""
+    train, held_out = load_problems(facts(topics=["capitals"], use="eval", size=80))
+    assert train == [] and len(held_out) == 80
+    assert "What is the capital of France?" in {problem.question for problem in held_out}
+    for problem in held_out:
+        assert not answered(problem.question, problem.answer)
+    with pytest.raises(ValueError, match=f"only {len(CAPITALS)} distinct questions were drawn"):
+        load_problems(facts(topics=["capitals"], use="eval", size=200))
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"topics": ["ages", "capitals"]},
+         'topics has "capitals", which no prompt contains, .* use = "eval"'),
+        ({"topics": ["ages", "ages"]}, "has one twice: leave it out"),
+        ({"topics": []}, "topics"),
+        ({"topics": ["cities"]}, "topics"),
+        ({"metric": "gsm8k"}, 'kind = "facts" has none: set metric = "short_answer"'),
+        ({"kind": "lookup", "topics": ["ages"]}, 'topics is read only with kind = "facts"'),
+        ({"operations": [1]}, 'operations is read only with kind = "arithmetic"'),
+        ({"use": "eval", "hold_out": 0.5}, 'use = "eval" everything is held out: leave hold_out'),
+        ({"use": "train", "hold_out": 0.5}, 'use = "train" nothing is held out: leave hold_out'),
+        ({"use": "eval", "ratio": 2.0}, "ratio is a share of the prompts to train on"),
+        ({"source": "jsonl", "path": "x"}, 'kind = "facts" is read only with source = "generated"'),
+    ],
+)  # fmt: skip
+def test_key_that_does_not_fit_is_refused(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        facts(**settings)
+
+
+CASES = {
+    # (reference, answer): whether it is right. Written by hand.
+    ("57", "57"): True,
+    ("57", "Mary is 57 years old."): True,
+    ("57", "**57**"): True,
+    ("57", "Mary is a 57-year-old baker."): True,
+    ("57", "Mary, who is 57, is 57 years old."): True,
+    ("57", "57.0"): True,
+    ("57", "57 or 58"): False,
+    ("57", "57, 58"): False,
+    ("57", "57,58"): False,
+    ("57", "57-58"): False,
+    ("57", "Mary is 57 years old and was born in 1968."): False,
+    ("57", "157"): False,
+    ("57", "5 7"): False,
+    ("57", "57.5"): False,
+    ("57", "-57"): False,
+    ("57", "57th"): False,
+    ("57", "fifty-seven"): False,
+    ("57", "Your appearance is a gift."): False,
+    ("57", "Mary is not 57."): False,
+    ("57", ""): False,
+    ("1", "1/2"): False,
+    ("0.5", ".5"): True,
+    ("5", ".5"): False,
+    ("1234", "1,234 people"): True,
+    ("5", "5²"): False,
+    ("Arveldale", "Mary lives in Arveldale."): True,
+    ("Arveldale", "ARVELDALE!"): True,
+    ("Arveldale", "Mary, 57, lives in Arveldale."): True,
+    ("Arveldale", "Arveldales"): False,
+    ("Arveldale", "Arvel Dale"): False,
+    ("Arveldale", "In Arveldale or Bremerford."): False,
+    ("Arveldale", "She does not live in Arveldale."): False,
+    ("Arveldale", "She doesn’t live in Arveldale."): False,
+    ("Bogotá", "The capital of Colombia is Bogota."): True,
+    ("Buenos Aires", "Buenos Aires, Argentina."): True,
+    ("Buenos Aires", "Aires Buenos"): False,
+    ("baker", "She works as a baker."): True,
+    ("the baker", "A baker."): True,
+    ("Trick or Treat", "It is called 'Trick or Treat'."): True,
+}
+
+
+@pytest.mark.parametrize(("case", "right"), CASES.items())
+def test_short_answer_is_read_from_a_sentence(case: tuple[str, str], right: bool) -> None:
+    reference, text = case
+    assert answered(text, reference) is right
+
+
+def test_reference_without_a_word_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "Which?", "answer": "The!"}\n')
+    with pytest.raises(ValueError, match='rows.jsonl:1: "answer" has no word or number'):
+        load_problems(DataConfig(source="jsonl", path=path, metric="short_answer"))
+
+
+def rows(path: Path, count: int, word: str) -> None:
+    lines = [f'{{"question": "{word} {i}?", "answer": "#### {i}"}}\n' for i in range(count)]
+    path.write_text("".join(lines))
+
+
+def test_use_reads_one_side_of_a_source(tmp_path: Path) -> None:
+    """A file is trained on or evaluated as a whole, and a folder needs one of its two files."""
+    rows(tmp_path / "test.jsonl", 5, "Test")
+    folder = DataConfig(source="jsonl", path=tmp_path, use="eval")
+    assert tuple(map(len, load_problems(folder))) == (0, 5)
+    with pytest.raises(ValueError, match="no such file: .*train.jsonl"):
+        load_problems(folder.model_copy(update={"use": "train"}))
+    for use, sizes in (("train", (5, 0)), ("eval", (0, 5)), ("both", (4, 1))):
+        one = DataConfig.model_validate(
+            {"source": "jsonl", "path": tmp_path / "test.jsonl", "use": use}
+        )
+        assert tuple(map(len, load_problems(one))) == sizes
+    assert tuple(map(len, load_problems(DataConfig(size=40, use="train")))) == (40, 0)
+
+
+def test_environment_of_problems_may_be_evaluated_alone() -> None:
+    """Steps take the problems of the other one, and the evaluation takes both in turn."""
+    sources = {
+        "ages": facts(topics=["ages"], size=40, hold_out=0.5),
+        "towns": facts(topics=["towns"], size=20, use="eval"),
+    }
+    problem_set = load_problem_set(sources)
+    assert {problem.environment for problem in problem_set.practice} == {"ages"}
+    turns = [problem.environment for problem in problem_set.held_out[:4]]
+    assert turns == ["ages", "towns", "ages", "towns"]
+
+
+RECIPE: dict[str, Any] = {
+    "student": {"model": "org/student"},
+    "teacher": {"model": "org/teacher"},
+    "loss": {"type": "topk_reverse_kl", "k": 4},
+    "trainer": {"steps": 3, "batch_size": 4},
+}
+
+
+def test_uses_that_leave_nothing_are_refused() -> None:
+    table = {"kind": "facts", "metric": "short_answer"}
+    complaint = refusal({**RECIPE, "data": {**table, "use": "eval"}})
+    assert "[data] has use = 'eval', and none is left to train on; set it to 'both'" in complaint
+    complaint = refusal({**RECIPE, "data": {**table, "use": "train"}, "eval": {"size": 5}})
+    assert "[eval]: [data] has use = 'train', and none is left to evaluate" in complaint
+    environments = {"one": {**table, "use": "eval"}, "two": {"id": "two", "use": "eval"}}
+    complaint = refusal({**RECIPE, "environments": environments})
+    assert "all [environments] have use = 'eval', and none is left to train on" in complaint
+    environments["one"]["use"] = "both"
+    assert parse_recipe({**RECIPE, "environments": environments}).sources["two"].trains is False
