@@ -690,6 +690,7 @@ OTHER_VALUES = {
     "teacher.policy.template": "{question}{hint}",
     "data.source": "hub",
     "data.operations": (1,),
+    "data.topics": ("jobs", "ages"),
     "data.prompt_template": "{question}",
     "data.teacher": "b",
     "environment.teacher": "b",
@@ -709,6 +710,7 @@ COMPANIONS = {
     "rollout.api_key_var": {"rollout": {"backend": "server", "url": "http://other:1"}},
     "data.path": {"data": {"source": "jsonl", "path": "other.jsonl"}},
     "data.kind": {"data": {"metric": "rougeL"}},
+    "data.topics": {"data": {"kind": "facts", "metric": "short_answer"}},
     "logging.wandb.name": {"logging": {"wandb": {"project": "p"}}},
 }
 """Key -> what a recipe that sets it has to set as well."""
