@@ -128,7 +128,6 @@ class Engine:
         problems: the recipe's problems, in the student's tokens.
         loss: the recipe's loss, which decides what the teachers score.
         model: the student that trains, in float32.
-        latent: the weights behind a student that stays rounded; None for any other.
         sampler: samples the student's rollouts.
         teachers: score rollouts with models of their own, and may sample; None where neither the
             loss nor ``[rollout]`` needs one.
@@ -141,13 +140,13 @@ class Engine:
         reference: the frozen policy of the replay channel's loss, where that loss needs one.
         pairs: the preference pairs of a file.
         environments: the environments by id, running; None without one.
+        latent: the weights behind a student that stays rounded; None for any other.
     """
 
     problems: TokenizedProblems
     loss: LossConfig
     model: nn.Module
     sampler: Sampler
-    latent: LatentWeights | None = None
     teachers: Teachers | None = None
     reward_scale: float | None = None
     policy_teacher: PolicyTeacher | None = None
@@ -157,6 +156,7 @@ class Engine:
     reference: nn.Module | None = None
     pairs: Sequence[Pair] = ()
     environments: "Environments | None" = None
+    latent: LatentWeights | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -374,8 +374,8 @@ def open_engine(
             recipe.loss,
             model,
             sampler,
-            latent,
             environments=environments,
+            latent=latent,
         )
         if recipe.teacher is not None and (policy := recipe.teacher.policy) is not None:
             engine.policy_teacher = PolicyTeacher(policy, problems.sources, model, tokenizer)
