@@ -88,11 +88,11 @@ class Plan:
 
     @property
     def evaluated(self) -> list[Environment]:
-        """prime-rl's environments to evaluate."""
+        """prime-rl's environments to evaluate: those whose answers have a reward."""
         return [
             Environment(name, source, source.ratio, {})
             for name, source in self.recipe.sources.items()
-            if isinstance(source, DataConfig) or source.evaluates
+            if (source.scored if isinstance(source, DataConfig) else source.evaluates)
         ]
 
     @property
