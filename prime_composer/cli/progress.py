@@ -5,7 +5,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from prime_composer.cli.formatting import kl_title, score, scores_in
+from prime_composer.cli.formatting import is_evaluated, kl_title, score, scores_in
 from prime_composer.problems.metrics import TITLES
 
 LINE_EVERY = 10
@@ -82,7 +82,7 @@ class Screen:
         if self._task is None:
             self._task = self._start_task("step", self.total, self._done)
         self._progress.update(self._task, completed=step, numbers=numbers)
-        if not self.console.is_terminal and (step % LINE_EVERY == 0 or scores_in([metrics])):
+        if not self.console.is_terminal and (step % LINE_EVERY == 0 or is_evaluated(metrics)):
             self._print(f"step {step}/{self.total}  {numbers}")
 
     def _print(self, text: str) -> None:

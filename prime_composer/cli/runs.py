@@ -78,6 +78,8 @@ def _run(wish: Wish, problems: ProblemSet, run_dir: RunDir, begin: Callable[[], 
     print(f"run directory: {path} ({contents})")
     if drawn:
         print(f"plot: {path / REPORT_FILE}")
+    if outcome.student is not None:
+        print(f"student: {outcome.student} (a Hugging Face directory)")
     return 0
 
 

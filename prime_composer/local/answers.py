@@ -13,8 +13,8 @@ from prime_composer.backends.errors import naming
 ANSWERS_FILE = "answers.jsonl"
 """One line per evaluation, in the run directory. A resumed run may write a step again."""
 
-KEPT = 3
-"""Questions whose answers are kept."""
+KEPT = 24
+"""Questions whose answers are kept. The report shows a few of them, those that changed first."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Answer:
         question: of the problem.
         reference: the data's own answer.
         text: what the student answered.
-        correct: whether the recipe's metric accepts it; None for a graded metric.
+        correct: whether the recipe's metric accepts it; None for a graded metric, and for none.
         score: the value of a graded metric; None for another one.
         metric: name of the graded metric; None for another one.
     """

@@ -1,6 +1,7 @@
 """The student's answers before and after training: kept by the run, shown by the report."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def printed(run_dir: Path, steps: list[int], capsys: pytest.CaptureFixture[str])
     return capsys.readouterr().out
 
 
-def test_run_keeps_three_answers_of_each_evaluation(
+def test_run_keeps_answers_of_each_evaluation(
     tiny_recipe: Raw, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run of four steps evaluates at 0, 2 and 4. Resumed from 2, it says the same as a whole one.
@@ -38,7 +39,7 @@ def test_run_keeps_three_answers_of_each_evaluation(
     run(raw, tmp_path / "whole")
     answers = read_answers(tmp_path / "whole")
     assert list(answers) == [0, 2, 4]
-    held_out = load_problem_set(parse_recipe(raw).sources).held_out[:3]
+    held_out = load_problem_set(parse_recipe(raw).sources).held_out[:4]
     for rows in answers.values():
         assert [row.question for row in rows] == [problem.question for problem in held_out]
         assert [row.reference for row in rows] == [problem.answer for problem in held_out]
@@ -51,9 +52,8 @@ def test_run_keeps_three_answers_of_each_evaluation(
     run(raw, tmp_path / "cut", resume=True)
     assert read_answers(tmp_path / "cut") == answers
     measured = [r for r in read_metrics(tmp_path / "whole") if "eval/accuracy" in r]
-    for record in measured:  # three of the four problems
-        correct = sum(row.correct for row in answers[record["step"]])
-        assert correct <= 4 * record["eval/accuracy"] <= correct + 1
+    for record in measured:  # all four problems
+        assert sum(row.correct for row in answers[record["step"]]) == 4 * record["eval/accuracy"]
 
 
 def test_answers_show_brackets_escapes_and_length(
@@ -70,6 +70,30 @@ def test_answers_show_brackets_escapes_and_length(
     assert out.count("y") - "correct".count("y") >= 320 and "(1,680 more letters)" in out
     assert "(correct)" in out
     assert str(shown("a" * 320)) == "a" * 320
+
+
+def test_answers_that_changed_come_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """First those that became right or wrong, then other words, then the rest; three in all."""
+    before = {"same": "x", "words": "x", "healed": "x", "lost": "5", "later": "x"}
+    after = {"same": "x", "words": "y", "healed": "5", "lost": "x", "later": "y"}
+    for step, texts in ((0, before), (4, after)):
+        rows = [answer(text, question, text == "5") for question, text in texts.items()]
+        write_answers(tmp_path, step, rows)
+    out = printed(tmp_path, [0, 4], capsys)
+    shown_questions = re.findall(r"question +(\w+)", out)
+    assert shown_questions == ["healed", "lost", "words"]
+
+
+def test_answers_without_a_metric_have_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (0, 4):
+        write_answers(tmp_path, step, [Answer("What?", "", f"said at {step}", None)])
+    out = printed(tmp_path, [0, 4], capsys)
+    assert "said at 0" in out and "said at 4" in out
+    assert not [word for word in ("correct", "wrong", "reference") if word in out]
 
 
 def test_answers_of_another_attempt_are_not_shown(
