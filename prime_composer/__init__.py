@@ -40,6 +40,7 @@ _HOMES = {
     "generalized_jsd": "divergences",
     "reverse_kl": "divergences",
     "selected_logprobs": "lm_head",
+    "distill": "cli.distill",
     "Recipe": "recipe",
     "RecipeError": "recipe",
     "load_recipe": "recipe",

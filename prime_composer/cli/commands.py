@@ -249,7 +249,7 @@ def _report(args: argparse.Namespace) -> int:
 
     output = Path(args.output) if args.output else Path(args.runs[0]) / "report.png"
     print_report(args.runs)
-    draw_report(args.runs, output)
+    draw_report(args.runs, output, args.log_kl)
     print(f"figure: {output}")
     return 0
 
@@ -415,6 +415,7 @@ REPORT = (
     option(
         "--output", metavar="FILE", help="the PNG; default: report.png in the (first) run directory"
     ),
+    option("--log-kl", action="store_true", help="draw the KL on a logarithmic axis"),
 )
 STUDY = (
     option("config", metavar="FILE", help="the study, a TOML file"),

@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -16,7 +16,7 @@ from prime_composer.cli.formatting import MISSING, percent
 from prime_composer.cli.program import program
 from prime_composer.cli.progress import Screen
 from prime_composer.cli.report import console
-from prime_composer.local.preflight import Finding
+from prime_composer.local.preflight import Finding, one_line
 from prime_composer.local.probe.report import (
     Agreement,
     ModelFacts,
@@ -27,7 +27,9 @@ from prime_composer.local.probe.report import (
     TeacherReport,
     Throughput,
 )
-from prime_composer.local.probe.run import probe
+from prime_composer.local.probe.run import OPENING, probe
+from prime_composer.local.run_dir.model_check import check_models
+from prime_composer.local.run_dir.plan import plan
 from prime_composer.local.sources import load_sources
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_models
@@ -41,13 +43,21 @@ WORDS = {True: "passed", False: "FAILED", None: "not run"}
 def run_probe(recipe: Recipe, as_json: bool) -> int:
     """Prepare a recipe's small models, measure, and print tables or one JSON object.
 
-    Progress goes to standard error, the result to standard output. The exit status is 1 where a
-    check failed.
+    Progress and failed checks go to standard error, the result to standard output. The exit status
+    is 1 where a check failed, those of ``rl --dry-run`` included.
     """
     with redirect_stdout(sys.stderr), Screen(total=recipe.trainer.steps) as screen:
         problems = load_sources(recipe)
-        paths = prepare_models(recipe, problems, progress=screen.preparing)
-        report = probe(recipe, problems, paths, screen.status)
+        refused = refusal(OPENING, lambda: check_models(recipe))
+        if refused is None:
+            refused = refusal("what rl --dry-run checks", lambda: plan(recipe, problems))
+            paths = prepare_models(recipe, problems, progress=screen.preparing)
+            report = probe(recipe, problems, paths, screen.status)
+            # A check of the open models has said it already, with the same words or better ones.
+            if refused is not None and report.passed:
+                report = replace(report, findings=[*report.findings, refused])
+        else:
+            report = ProbeReport([refused])
     if as_json:
         print(json.dumps(plain(serialized(report)), indent=2, allow_nan=False))
     else:
@@ -56,6 +66,15 @@ def run_probe(recipe: Recipe, as_json: bool) -> int:
         if finding.state == "failed":
             print(f"{program()} probe: {finding.name}: {finding.text}", file=sys.stderr)
     return 0 if report.passed else 1
+
+
+def refusal(name: str, check: Callable[[], object]) -> Finding | None:
+    """Return what a check refuses; None where it passes."""
+    try:
+        check()
+    except (ValueError, ImportError) as error:
+        return Finding(name, "failed", one_line(error))
+    return None
 
 
 def serialized(report: ProbeReport) -> dict[str, Any]:
@@ -119,9 +138,12 @@ def table_of(
 
 
 def checks_table(findings: Iterable[Finding]) -> Table:
-    """Return the preflight's checks and those of a step's parts."""
+    """Return the preflight's checks and those of a step's parts. Why one failed is below them."""
     rows = (
-        (finding.name, WORDS[passed] + (finding.text and f": {finding.text}"))
+        (
+            finding.name,
+            WORDS[passed] + (f": {finding.text}" if finding.text and passed is not False else ""),
+        )
         for finding, passed in results(findings)
     )
     return table_of("checks", ("check", "result"), rows, left=True)

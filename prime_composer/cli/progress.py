@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from prime_composer.cli.formatting import kl_title, score, scores_in
+from prime_composer.cli.formatting import is_evaluated, kl_title, score, scores_in
 from prime_composer.problems.metrics import TITLES
 
 LINE_EVERY = 10
@@ -89,7 +89,7 @@ class Screen:
             self._task = self._start_task("step", self.total, self._done)
         numbers = "  ".join(training(metrics))
         self._progress.update(self._task, completed=step, numbers=numbers)
-        evaluated = any(name.startswith("eval/") for name in metrics)
+        evaluated = is_evaluated(metrics)
         if evaluated or (step % LINE_EVERY == 0 and not self.console.is_terminal):
             self._print_step(step, describe(metrics))
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from prime_composer.cli.formatting import (
     MISSING,
     decimal,
+    is_evaluated,
     kl_title,
     number,
     score,
@@ -104,7 +105,8 @@ def outcome_table(
         metric = f"{REVERSE_KL}{suffix}"
         table.add_row(title, MISSING, number(before.get(metric)), number(after.get(metric)))
 
-    for metric in scores_in([after]) or ["accuracy"]:
+    # Without a score, what was measured is the KL alone.
+    for metric in scores_in([after]) or ([] if after else ["accuracy"]):
         add_score(metric, TITLES[metric])
         for name, shown_name in environments.items():
             if f"eval/{metric}/{name}" in after:
@@ -176,7 +178,8 @@ def print_answers(run_dir: Path, steps: Collection[int]) -> None:
     table.add_column(overflow="fold")
     for row in rows:
         table.add_row("question", shown(row.question), style="bold")
-        table.add_row("reference", shown(row.reference))
+        if row.reference:
+            table.add_row("reference", shown(row.reference))
         for name, answers in named.items():
             own = next((one for one in answers if one.question == row.question), None)
             if own is not None:
@@ -200,6 +203,8 @@ def _most_changed(before: Sequence[Answer], after: Sequence[Answer]) -> list[Ans
 
 
 def _verdict(answer: Answer) -> Text:
+    if answer.correct is None and answer.score is None:
+        return shown(answer.text)
     if answer.score is None or answer.metric not in TITLES:
         verdict = "correct" if answer.correct else "wrong"
     else:
@@ -234,7 +239,7 @@ def print_report(runs: Sequence[str | Path]) -> None:
     rows = []
     for run, records in read:
         own = scores_in(records) or ["accuracy"]
-        evaluated = [record for record in records if scores_in([record])]
+        evaluated = [record for record in records if is_evaluated(record)]
         before, after = (evaluated[0], evaluated[-1]) if evaluated else ({}, {})
         speeds = sorted(series(records, "tokens_per_second")[1])
         cells = [
@@ -298,11 +303,16 @@ def print_table(
     screen.print()
 
 
-def draw_report(runs: Sequence[str | Path], output: Path) -> None:
+def draw_report(runs: Sequence[str | Path], output: Path, log_kl: bool = False) -> None:
     """Draw the score, reverse KL, the loss and the throughput of one or several runs as a PNG.
 
-    The score is accuracy or a graded metric, of several the first one. A single run also shows the
-    parts of its loss and the teacher's score.
+    The score is accuracy or a graded metric, of several the first one, with the teacher's. Without
+    one it is the share of answers that were cut. A single run also shows the parts of its loss.
+
+    Args:
+        runs: the run directories.
+        output: the file.
+        log_kl: draw the KL on a logarithmic axis.
     """
     several = len(runs) > 1
     read = [(run, read_metrics(run)) for run in runs]
@@ -313,17 +323,21 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
     (accuracy, reverse_kl, *more), (loss, speed, *others) = figure.subplots(2, 3 if counted else 2)
     of_counts = dict(zip(counted, (*more, *others), strict=False))
     titles: dict[str, None] = {}
+    teachers: dict[float, Any] = {}
     kls = dict.fromkeys(kl_title(*records) for _, records in read)
+    usual = "accuracy" if any(scores_in(records) for _, records in read) else "truncated"
     for run, records in read:
         legend = plain(f"{Path(run).name} ({loss_name(run)})")
-        name = next(iter(scores_in(records)), "accuracy")
-        titles[TITLES[name]] = None
+        name = next(iter(scores_in(records)), usual)
+        titles[TITLES.get(name, "answers that were cut")] = None
         (line,) = accuracy.plot(*series(records, f"eval/{name}"), marker="o", label=legend)
         style = {"color": line.get_color(), "label": legend}
         reverse_kl.plot(*series(records, REVERSE_KL), marker="o", **style)
         speed.plot(*series(records, "tokens_per_second"), **style)
         for count, axes in of_counts.items():
             axes.plot(*series(records, f"eval/{count}"), marker="o", **style)
+        for score_of_teacher in series(records, f"teacher/{name}")[1][:1]:
+            teachers.setdefault(score_of_teacher, line.get_color())
         if several:
             loss.plot(*series(records, "loss"), **style)
             continue
@@ -331,11 +345,9 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
             points = series(records, f"eval/{name}/{environment}")
             if points[0]:
                 accuracy.plot(*points, marker=".", linestyle=":", label=title)
-        _, teacher = series(records, f"teacher/{name}")
         for part in loss_parts(records):
             loss.plot(*series(records, part), label=part)
-        if teacher:
-            accuracy.axhline(teacher[0], color="grey", linestyle="--", label="teacher")
+    draw_teachers(accuracy, teachers)
     for axes, title, unit in (
         (accuracy, f"held-out {', '.join(titles)}, greedy", "share"),
         (reverse_kl, f"{', '.join(kls)} to the teacher, held out", "nats per token"),
@@ -347,10 +359,22 @@ def draw_report(runs: Sequence[str | Path], output: Path) -> None:
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(fontsize="small")
     accuracy.set_ylim(0, 1.02)
-    reverse_kl.set_ylim(bottom=0)
     for axes in (speed, *of_counts.values()):
         axes.set_ylim(bottom=0)
+    if log_kl:
+        reverse_kl.set_yscale("log")
+    else:
+        reverse_kl.set_ylim(bottom=0)
     figure.savefig(output, dpi=100)
+
+
+def draw_teachers(axes: Any, scores: Mapping[float, Any]) -> None:
+    """Draw the teachers' scores as dashed lines: one of all runs in grey, else in a run's color."""
+    for value, color in scores.items():
+        own = {"color": "grey", "label": "teacher"}
+        if len(scores) > 1:
+            own = {"color": color, "label": f"teacher, {value:.3g}"}
+        axes.axhline(value, linestyle="--", **own)
 
 
 def counts_in(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:

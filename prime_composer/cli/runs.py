@@ -92,6 +92,8 @@ def _run(
     print(f"run directory: {path} ({contents})")
     if drawn:
         print(f"plot: {path / REPORT_FILE}")
+    if outcome.student is not None:
+        print(f"student: {outcome.student} (a Hugging Face directory)")
     return 0
 
 

@@ -10,6 +10,7 @@ The environments live in the event loop of a thread of their own. Sampling stays
 import asyncio
 import contextlib
 import functools
+import os
 import queue
 import random
 import threading
@@ -34,6 +35,18 @@ PATIENCE = 60.0
 
 STAGES = 4
 """Stages of a rollout that each may take its seconds: set-up, turns, clean-up, rewards."""
+
+
+def absolute_python_path() -> None:
+    """Make the entries of PYTHONPATH absolute, for processes that start in other folders.
+
+    verifiers starts each tool server in a folder of its own, where ``PYTHONPATH=.`` would not find
+    the environment that this process has imported.
+    """
+    entries = os.environ.get("PYTHONPATH")
+    if entries:
+        whole = [os.path.abspath(entry) for entry in entries.split(os.pathsep)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(whole)
 
 
 class Environments:
@@ -62,6 +75,7 @@ class Environments:
         renderer: Mapping[str, Any],
         status: Callable[[str], None],
     ):
+        absolute_python_path()
         self._environments = environments
         self._status = status
         self.room: int | None = None

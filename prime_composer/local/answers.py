@@ -28,7 +28,7 @@ class Answer:
         question: of the problem.
         reference: the data's own answer.
         text: what was answered.
-        correct: whether the recipe's metric accepts it; None for a graded metric.
+        correct: whether the recipe's metric accepts it; None for a graded metric, and for none.
         score: the value of a graded metric; None for another one.
         metric: name of the graded metric; None for another one.
     """

@@ -65,7 +65,7 @@ class Collector:
                 *grade(self.engine.problems, sampled.rollouts, sampled.problems, budget),
                 *sampled.played.samples,
             ]
-            self.metrics |= rollout_metrics(samples, problem_set.names) | sampled.played.metrics
+            self.metrics |= rollout_metrics(samples, problem_set) | sampled.played.metrics
         if any(source.metric == "math_verify" for source in problem_set.sources.values()):
             self.metrics["rollout/answer_timeouts"] = float(budget.timeouts)
         return samples
@@ -385,20 +385,29 @@ def pairs_of_step(
     return [engine.pairs[index] for index in order]
 
 
-def rollout_metrics(samples: Sequence[Sample], environments: Collection[str]) -> dict[str, float]:
-    """Return mean reward, share of truncated rollouts and mean length; reward by environment."""
+def rollout_metrics(samples: Sequence[Sample], problem_set: ProblemSet) -> dict[str, float]:
+    """Return mean reward, share of truncated rollouts and mean length; reward by environment.
+
+    Rollouts that are not graded have no reward.
+    """
     rollouts = [sample for sample in samples if sample.first]
     count = len(rollouts)
-    rewards = [sample.reward for sample in rollouts]
+    scored = [sample for sample in rollouts if problem_set.is_scored(sample.problem)]
+    rewards = [sample.reward for sample in scored]
     truncated = sum(sample.rollout.finish_reason == "length" for sample in rollouts)
     tokens = Batch(samples).tokens
     metrics = {
-        "rollout/reward": sum(rewards) / count,
         "rollout/truncated": truncated / count,
         "rollout/tokens": tokens / count,
     }
-    problems = [sample.problem for sample in rollouts]
-    return metrics | mean_by_environment("rollout/reward", environments, problems, rewards)
+    if not scored:
+        return metrics
+    problems = [sample.problem for sample in scored]
+    return {
+        "rollout/reward": sum(rewards) / len(rewards),
+        **metrics,
+        **mean_by_environment("rollout/reward", problem_set.names, problems, rewards),
+    }
 
 
 def mean_by_environment(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
 from torch import nn
 
@@ -19,9 +19,13 @@ from prime_composer.backends.hf_model import (
 )
 from prime_composer.backends.protocols import Sampler, Scorer
 from prime_composer.contract import Scores
-from prime_composer.local.run_dir.model_check import in_table
+from prime_composer.local.run_dir.model_check import in_table, local_models
 from prime_composer.local.sources import Sources
-from prime_composer.local.tokenized_problems import TeacherPrompts, TokenizedProblems
+from prime_composer.local.tokenized_problems import (
+    TeacherPrompts,
+    TokenizedProblems,
+    context_of,
+)
 from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.model import StudentConfig
@@ -58,7 +62,7 @@ def student_spec(
         backend=rollout.backend,
         model=model,
         dtype=dtype,
-        max_model_len=rollout.max_model_len,
+        max_model_len=rollout.context(),
         sequences=sequences,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         url=rollout.url,
@@ -93,6 +97,16 @@ def teacher_spec(
         section=f"[{table}]",
         head=teacher.head,
     )
+
+
+@runtime_checkable
+class Served(Protocol):
+    """A scorer whose model is on a server."""
+
+    @property
+    def dtype(self) -> str | None:
+        """Number format of the server's weights and activations; None where it does not say."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -143,7 +157,6 @@ class Engine:
         problems: the recipe's problems, in the student's tokens.
         loss: the recipe's loss, which decides what the teachers score.
         model: the student that trains, in float32.
-        latent: the weights behind a student that stays rounded; None for any other.
         sampler: samples the student's rollouts.
         teachers: score rollouts with models of their own, and may sample; None where neither the
             loss nor ``[rollout]`` needs one.
@@ -156,13 +169,14 @@ class Engine:
         reference: the frozen policy of the replay channel's loss, where that loss needs one.
         pairs: the preference pairs of a file.
         environments: the environments by id, running; None without one.
+        context: longest sequence in tokens that the engines read.
+        latent: the weights behind a student that stays rounded; None for any other.
     """
 
     problems: TokenizedProblems
     loss: LossConfig
     model: nn.Module
     sampler: Sampler
-    latent: LatentWeights | None = None
     teachers: Teachers | None = None
     reward_scale: float | None = None
     policy_teacher: PolicyTeacher | None = None
@@ -172,6 +186,8 @@ class Engine:
     reference: nn.Module | None = None
     pairs: Sequence[Pair] = ()
     environments: "Environments | None" = None
+    context: int = 0
+    latent: LatentWeights | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -377,6 +393,10 @@ def open_engine(
         latent = _round(model, recipe.student)
         if recipe.trainer.gradient_checkpointing:
             checkpoint_layers(model)
+        tokenized = TokenizedProblems(problems, tokenizer)
+        rollout = recipe.rollout.within(
+            context_of(recipe.rollout, tokenized, local_models(recipe), paths)
+        )
         environments = None
         if isinstance(problems, Sources):
             # Not a checkpoint: the library chooses a renderer by the name of the model.
@@ -384,26 +404,27 @@ def open_engine(
                 problems, str(origin), recipe.rollout.renderer, status
             )
             opened.callback(environments.close)
-        status(f"opening the {recipe.rollout.backend} sampler")
-        spec = student_spec(recipe.rollout, origin, recipe.trainer.dtype, recipe.largest_call)
+        status(f"opening the {rollout.backend} sampler")
+        spec = student_spec(rollout, origin, recipe.trainer.dtype, recipe.largest_call)
         sampler = open_sampler(replace(spec, starting=spec.starting or resumes), status)
         opened.callback(sampler.close)
         if resumes or latent is not None:
             sampler.update_weights(model)
         engine = Engine(
-            TokenizedProblems(problems, tokenizer),
+            tokenized,
             recipe.loss,
             model,
             sampler,
-            latent,
             environments=environments,
+            context=rollout.context(),
+            latent=latent,
         )
         if recipe.teacher is not None and (policy := recipe.teacher.policy) is not None:
             engine.policy_teacher = PolicyTeacher(policy, problems.sources, model, tokenizer)
             engine.policy_overflow = recipe.teacher.on_overflow
             config: Any = model.config
             positions = config.get_text_config().max_position_embeddings
-            engine.policy_room = min(recipe.rollout.max_model_len, positions)
+            engine.policy_room = min(engine.context, positions)
         elif recipe.asks_teacher:
             routing = Routing.of_recipe(recipe)
             engine.teacher_specs = {
@@ -427,7 +448,7 @@ def open_engine(
             if recipe.reference is not None:
                 engine.reward_scale = recipe.reference.reward_scale
         if environments is not None:
-            environments.room = conversation_room(recipe.rollout.max_model_len, engine.teachers)
+            environments.room = conversation_room(engine.context, engine.teachers)
         if recipe.loss.reads_pairs:
             if replay_needs_reference(recipe.loss):
                 engine.reference = load_student(origin, dtype="float32")[0].requires_grad_(False)
@@ -480,6 +501,11 @@ def _open_scorers(
         with in_table(teacher.table):
             scorers[teacher] = open_scorer(replace(spec, starting=spec.starting or resumes), status)
         opened.callback(scorers[teacher].close)
+        if isinstance(scorer := scorers[teacher], Served):
+            answers = f"answers in {scorer.dtype}"
+            if scorer.dtype is None:
+                answers = "has no scoring plugin, and does not say in which precision it answers"
+            status(f"the {teacher.display}'s server {answers}")
     return scorers
 
 

@@ -129,7 +129,8 @@ class Evaluator:
     def student(self) -> dict[str, float]:
         """Return greedy accuracy, the share of truncated answers, and divergences from the teacher.
 
-        It is empty where nothing is held out. Where answers are graded, ``eval/rouge2`` and so on
+        It is empty where nothing is held out. Accuracy is that of the problems that have a metric.
+        Where answers are graded, ``eval/rouge2`` and so on
         replace ``eval/accuracy``. Environments of both kinds give both, each over its own problems.
         Where there are several environments, accuracy and reverse KL of each are added as
         ``eval/accuracy/NAME`` and ``eval/reverse_kl/NAME``. Of tasks of environments by id,
@@ -179,7 +180,8 @@ class Evaluator:
     def teachers(self) -> dict[str, float]:
         """Return the teachers' own greedy accuracy; empty where the loss needs no teacher.
 
-        A graded metric replaces accuracy, as in ``student``.
+        It is that of the problems that have a metric. A graded metric replaces accuracy, as in
+        ``student``.
 
         A policy teacher is the policy itself, with the best hint that it may get. Of several
         teachers, each is measured on the problems that it has a share in, as
@@ -187,7 +189,9 @@ class Evaluator:
         problems and of each environment is added. With ``on_overflow``, problems that a teacher's
         window does not hold are left out.
         """
-        engine, problems = self.engine, self.problems.problem_set.held_out[: self.config.size]
+        engine, problem_set = self.engine, self.problems.problem_set
+        held_out = problem_set.held_out[: self.config.size]
+        problems = [problem for problem in held_out if problem_set.is_scored(problem)]
         if not problems:
             return {}
         policy = engine.policy_teacher
@@ -235,7 +239,7 @@ class Evaluator:
         names = self.problems.problem_set.names
         for name in names if len(names) > 1 else ():
             own = [one for one in graded if one.problem.environment == name]
-            if own:
+            if own and self.problems.problem_set.is_scored(own[0].problem):
                 score = self._score_name(own[0].problem)
                 measured[f"{prefix}/{score}/{name}"] = self._total(own)
         return measured
@@ -243,7 +247,8 @@ class Evaluator:
     def _overall(self, prefix: str, graded: Sequence[Graded]) -> dict[str, float]:
         """Return each score over all answers that are graded by it, and ``COUNTS`` of tasks."""
         by_score: dict[str, list[Graded]] = {}
-        for one in graded:
+        scored = [one for one in graded if self.problems.problem_set.is_scored(one.problem)]
+        for one in scored:
             by_score.setdefault(f"{prefix}/{self._score_name(one.problem)}", []).append(one)
         measured = {name: self._total(own) for name, own in by_score.items()}
         for name in COUNTS:
@@ -280,6 +285,8 @@ class Evaluator:
         config = self.problems.problem_set.config_of(problem)
         if config.graded:
             return Answer(problem.question, problem.answer, text, None, reward, config.metric)
+        if not config.scored:
+            return Answer(problem.question, problem.answer, text, None)
         return Answer(problem.question, problem.answer, text, bool(reward))
 
     def _sampled(self, problems: Sequence[Problem], temperature: float) -> dict[str, float]:

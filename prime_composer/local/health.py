@@ -1,7 +1,10 @@
-"""Check the student's weights after every optimizer step, before they are saved or sampled from."""
+"""Check the student's weights after every optimizer step, before they are saved or sampled from.
+
+And what is measured at a run's start, for a teacher that seems to know nothing.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +79,25 @@ class WeightCheck:
             f"step {step}: after the optimizer's step the weights of {names[first]}{others} "
             f"{state}; this step is not saved. Lower trainer.lr or trainer.weight_decay"
         )
+
+
+def teachers_without_success(measured: Mapping[str, float]) -> list[str]:
+    """Return a warning for each teacher whose greedy answers are all wrong.
+
+    A student becomes like it all the same, and the usual reason is another: its answers are in a
+    form that the metric does not read, or are cut.
+
+    Args:
+        measured: what was measured before training.
+    """
+    scores = {name: name.split("/")[1:-1] for name in measured if name.endswith("/accuracy")}
+    return [
+        f"{' '.join(['the teacher', *teacher])} has 0.0% accuracy on the held-out problems: "
+        "rollout.max_tokens may cut its answers, or [data] metric and prompt_template do not suit "
+        "it"
+        for name, teacher in scores.items()
+        if name.startswith("teacher/") and measured[name] == 0
+    ]
 
 
 @torch.no_grad()

@@ -201,12 +201,16 @@ class Checks:
         return passed(name)
 
     def _context(self, name: str) -> list[Finding]:
-        engine, rollout = self.engine, self.recipe.rollout
+        engine = self.engine
+        rollout = self.recipe.rollout.within(engine.context)
         if engine.policy_teacher is not None and engine.policy_overflow == "error":
             config: Any = engine.model.config
             positions = config.get_text_config().max_position_embeddings
             check_hinted_prompts(engine.policy_teacher, self._problems, rollout, positions)
-        check_context(self._prompts(), rollout.max_tokens, engine.sampler.limits)
+        set_by_recipe = self.recipe.rollout.max_model_len is not None
+        check_context(
+            self._prompts(), rollout.max_tokens, engine.sampler.limits, raisable=set_by_recipe
+        )
         return passed(name)
 
     def _vocabulary(self, teacher: TeacherId, scorer: Scorer, name: str) -> list[Finding]:
@@ -335,7 +339,7 @@ def check_hinted_prompts(
 
     Both limits count: the recipe's, and the positions that the student can read.
     """
-    max_tokens, limit = config.max_tokens, config.max_model_len
+    max_tokens, limit = config.max_tokens, config.context()
     if policy.config.hint == "sibling":  # a rollout's text, which may take all of max_tokens
         hinted = max(len(policy.prompt(problem, "")) for problem in problems) + max_tokens
     else:
@@ -387,7 +391,8 @@ def check_lengths(
                 "such problems out of the data."
             )
     prompts = [tokenized.prompt(problem) for problem in problems]
-    check_context(prompts, config.max_tokens, scorer=limits)
+    raisable = config.max_model_len is not None
+    check_context(prompts, config.max_tokens, scorer=limits, raisable=raisable)
 
 
 LONGER = 1.2
@@ -463,10 +468,12 @@ def check_context(
     max_tokens: int,
     sampler: Limits = NO_LIMITS,
     scorer: Limits = NO_LIMITS,
+    raisable: bool = True,
 ) -> None:
     """Check that the longest prompt and a full completion fit the contexts of sampler and scorer.
 
-    A teacher on vLLM reads one token less than its context.
+    A teacher on vLLM reads one token less than its context. What the recipe did not set is the
+    window of the models, which is not ``raisable``.
     """
     if not prompts:
         raise PreflightError("There is no prompt to sample from; check [data].")
@@ -481,10 +488,18 @@ def check_context(
         ("teacher's scorer", scorer.max_model_len, 1),
     ):
         if limit is not None and needed > limit - reserved:
+            remedy = (
+                f"raise rollout.max_model_len (a server's --max-model-len) to {needed + reserved}, "
+                "or lower rollout.max_tokens."
+            )
+            if not raisable:
+                remedy = (
+                    "that is the model's window, or a server's --max-model-len: lower "
+                    "rollout.max_tokens, or shorten the prompts ([data] prompt_chars)."
+                )
             raise PreflightError(
                 f"The longest prompt has {longest} tokens, with {max_tokens} new ones that is "
-                f"{needed}, and the {name} takes {limit - reserved}; raise rollout.max_model_len "
-                f"(a server's --max-model-len) to {needed + reserved}, or lower rollout.max_tokens."
+                f"{needed}, and the {name} takes {limit - reserved}; {remedy}"
             )
 
 

@@ -12,6 +12,7 @@ from prime_composer.local.clock import Clock
 from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine, open_engine
 from prime_composer.local.evaluate import Evaluator
+from prime_composer.local.health import teachers_without_success
 from prime_composer.local.preflight import check_routing, preflight
 from prime_composer.local.run_dir.checkpoint import (
     Checkpoint,
@@ -84,6 +85,12 @@ class Outcome:
     interrupted: bool
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     signum: int | None = None
+
+    @property
+    def student(self) -> Path | None:
+        """The newest checkpoint, a directory in Hugging Face format; None without one."""
+        checkpoints = list_checkpoints(self.run_dir)
+        return checkpoints[-1].path if checkpoints else None
 
 
 @dataclass
@@ -199,6 +206,8 @@ class Run:
                 self.keep(0, self.evaluator.teacher_answers, of="teacher")
             self.tracker.log(0, self.evaluations[0] | self.student.sizes())
             self.display.start(self.evaluations[0])
+            for warning in teachers_without_success(self.evaluations[0]):
+                self.display.status(f"warning: {warning}")
         elif self.is_measured(done) and done not in self.evaluations:
             self.tracker.amend(done, self.measure(done))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from prime_composer.environments.tasks import Task
 from prime_composer.problems.config import Problem
-from prime_composer.problems.loading import ProblemSet, load_problem_set
+from prime_composer.problems.loading import ProblemSet, Rows, load_problem_set
 from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_configs
@@ -30,11 +30,11 @@ class Sources(ProblemSet):
 
     @property
     def worked(self) -> list[Problem]:
-        """The problems to train on that have worked answers, and the tasks with transcripts."""
+        """The problems to train on that have answers, and the tasks with transcripts."""
         return [
             problem
             for problem in self.practice
-            if not isinstance(problem, Task) or problem.transcript is not None
+            if (problem.transcript if isinstance(problem, Task) else problem.answer)
         ]
 
     @property
@@ -47,12 +47,16 @@ class Sources(ProblemSet):
         return self.by_id[name].ratio if name in self.by_id else super().ratio(name)
 
 
-def load_sources(recipe: Recipe) -> ProblemSet:
+def load_sources(recipe: Recipe, rows: Rows | None = None) -> ProblemSet:
     """Load what a recipe trains and tests on.
+
+    Args:
+        recipe: the recipe.
+        rows: the data, where its source is "rows".
 
     Raises:
         RecipeError: an environment by id cannot run on this machine.
-        ValueError: as ``load_problem_set``.
+        ValueError: as ``load_problem_set``, or the recipe trains on answers that the data lacks.
     """
     if recipe.environments_by_id:
         from prime_composer.environments.opening import refuse_what_needs_problems
@@ -64,17 +68,26 @@ def load_sources(recipe: Recipe) -> ProblemSet:
             policy_teacher=recipe.policy_teacher is not None,
             pairs_rollouts=recipe.replay.source == "rollouts",
         )
-    return open_sources(recipe)
+    problems = open_sources(recipe, rows)
+    if recipe.rollout.student_fraction < 1 and not recipe.rollout.teacher_samples:
+        for problem in problems.practice:
+            if not problem.answer:
+                raise ValueError(
+                    "rollout.student_fraction below 1 trains on the data's answers, and the "
+                    f"question {problem.question[:60]!r} has none; set rollout.other_source = "
+                    '"teacher", or student_fraction = 1'
+                )
+    return problems
 
 
-def open_sources(recipe: Recipe) -> ProblemSet:
+def open_sources(recipe: Recipe, rows: Rows | None = None) -> ProblemSet:
     """Load problems, and open environments by id, whatever is then done with them.
 
     Raises:
         RecipeError: an environment cannot be opened, or models shall learn from its tasks and they
             have no solution.
     """
-    problems = load_problem_set(recipe.problem_sources)
+    problems = load_problem_set(recipe.problem_sources, rows)
     if not recipe.environments_by_id:
         return problems
     from prime_composer.environments.opening import open_environment

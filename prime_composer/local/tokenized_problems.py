@@ -1,10 +1,12 @@
 """Convert problems to token ids and completions to text, and grade answers."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from prime_composer.backends.model_files import window
 from prime_composer.backends.protocols import Rollout
 from prime_composer.environments.tasks import Task
 from prime_composer.problems.config import Problem
@@ -12,6 +14,8 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.metrics import reward
 from prime_composer.problems.prompts import answer_text, prompt_text, render_prompt
+from prime_composer.recipe.model import ModelConfig
+from prime_composer.recipe.rollout import RolloutConfig
 from prime_composer.step.replay import response
 
 
@@ -113,3 +117,29 @@ class TeacherPrompts:
             for config in [problem_set.config_of(problem)]
             for text in (prompt_text(problem, config), answer_text(problem.answer, config))
         ]
+
+
+def context_of(
+    rollout: RolloutConfig,
+    tokenized: TokenizedProblems,
+    models: Iterable[tuple[str, ModelConfig, str]],
+    paths: Mapping[str, Path | None],
+) -> int:
+    """Return the context of a run's engines, also where the recipe sets none.
+
+    Args:
+        rollout: ``[rollout]``.
+        tokenized: the problems.
+        models: table and config of the models on this machine, with their backends.
+        paths: directories of the prepared ones, by table.
+    """
+    if rollout.max_model_len is not None:
+        return rollout.max_model_len
+    problem_set = tokenized.problem_set
+    prompts = map(tokenized.prompt, (*problem_set.practice, *problem_set.held_out))
+    # A scorer on vLLM reads one token less.
+    needed = max(map(len, prompts), default=0) + rollout.max_tokens + 1
+    origins = (
+        paths.get(table) if config.model is None else config.model for table, config, _ in models
+    )
+    return rollout.context(needed, [window(one) for one in origins if one is not None])

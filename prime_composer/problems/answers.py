@@ -79,6 +79,8 @@ def is_correct(
         return text.strip() == problem.answer.strip()
     if config.metric == "short_answer":
         return says(text, problem.answer)
+    if config.metric == "contains":
+        return contains(text, problem.answer)
     if config.metric == "math_verify":
         return VERIFIER.verify(problem.final, text, TimeBudget() if budget is None else budget)
     answer = final_number(text)
@@ -120,6 +122,21 @@ def _parts(text: str) -> list[str | Decimal]:
 
 def _doubts(part: str | Decimal) -> bool:
     return isinstance(part, str) and (part in DOUBTS or part.endswith("n't"))
+
+
+def contains(text: str, reference: str) -> bool:
+    """Return whether a text has a reference within it.
+
+    Case does not count, and any white space equals any other. ``57`` is not in ``157`` or ``57.5``,
+    and ``art`` is not in ``part``.
+    """
+    words = reference.split()
+    if not words:
+        return False
+    inner = r"\s+".join(map(re.escape, words))
+    before = r"(?<!\w)(?<!\d[.,])" if re.match(r"\w", words[0]) else ""
+    after = r"(?!\w)(?![.,]\d)" if re.search(r"\w\Z", words[-1]) else ""
+    return re.search(f"{before}{inner}{after}", text, re.IGNORECASE) is not None
 
 
 def final_number(text: str) -> Decimal | None:
@@ -182,8 +199,8 @@ def check_reference(answer: str, metric: str, key: str = "answer") -> None:
     if not mark:
         raise ValueError(
             f'"{key}" has no "{FINAL_MARK} <number>" at its end, which metric = "{metric}" reads; '
-            'write one, or choose another metric: "math_verify" reads the answer itself, and '
-            '"rouge2" compares texts'
+            'write one, or choose another metric: "math_verify" reads the answer itself, '
+            '"contains" and "exact" compare texts, and "none" grades nothing'
         )
     found = _read(mark + final)
     if found is None or _SCALED.match(mark + final, found[1]) is not None:

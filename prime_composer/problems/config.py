@@ -1,7 +1,7 @@
 """Describe the data of a recipe: its ``[data]`` table, and a problem.
 
-A problem is a question and its answer. That of a math problem is worked, and ends in
-``#### <number>``, the format of GSM8K (Cobbe et al., "Training Verifiers to Solve Math Word
+A problem is a question and its answer, if there is one. That of a math problem is worked, and ends
+in ``#### <number>``, the format of GSM8K (Cobbe et al., "Training Verifiers to Solve Math Word
 Problems", 2021, https://arxiv.org/abs/2110.14168).
 """
 
@@ -21,7 +21,9 @@ MathMetric = Literal["gsm8k", "math_verify"]
 GradedMetric = Literal["rouge2", "rougeL", "bleu", "chrf"]
 """Give an answer any value in [0, 1], where the others say right or wrong."""
 
-Metric = Literal[MathMetric, Literal["exact", "short_answer"], GradedMetric]
+Metric = Literal[
+    MathMetric, Literal["exact", "contains", "short_answer"], GradedMetric, Literal["none"]
+]
 
 Topic = Literal["ages", "towns", "jobs", "copies", "capitals"]
 """What generated facts are about. A capital is not in the prompt."""
@@ -47,6 +49,9 @@ def _checked_weights(
     return teacher
 
 
+CHAT_KEYS = ("messages_key", "system", "system_key")
+"""Keys of ``[data]`` that need a chat template."""
+
 TeacherWeights = Annotated[str | dict[str, float] | None, AfterValidator(_checked_weights)]
 """Type of an environment's ``teacher``: a name, or a mixture ``name = weight``."""
 
@@ -54,14 +59,16 @@ TeacherWeights = Annotated[str | dict[str, float] | None, AfterValidator(_checke
 class DataConfig(Table):
     """The problems to train on and to test on, their prompts, and how answers are graded."""
 
-    source: Literal["generated", "jsonl", "hub"] = "generated"
-    """``generated``: made on the spot, no file or network. ``jsonl``: JSONL files at ``path``.
-    ``hub``: a data set of the Hugging Face hub, through the ``datasets`` library."""
+    source: Literal["generated", "files", "jsonl", "hub", "rows"] = "generated"
+    """``generated``: made on the spot, no file or network. ``files``: JSONL and parquet files at
+    ``path``, which is enough to choose it; ``jsonl`` means the same. ``hub``: a data set of the
+    Hugging Face hub, through the ``datasets`` library. ``rows``: given to
+    ``prime_composer.distill``."""
 
     path: Path | None = None
-    """For ``jsonl``: a folder that contains ``train.jsonl`` and ``test.jsonl``, or one JSONL file,
-    of which ``hold_out`` is set aside. Each line is an object with the strings that ``prompt_key``
-    and ``answer_key`` name. For ``gsm8k`` the answer ends in ``#### <number>``."""
+    """For ``files``: a JSONL or parquet file, or a folder of them. Files whose names begin with
+    ``train`` and ``test`` are what is trained on and held out. Of anything else ``hold_out`` is set
+    aside. Each row has the columns that the keys below name."""
 
     hub_id: str = "openai/gsm8k"
     """For ``hub``: the data set's id. Its splits are ``train`` and ``test``."""
@@ -70,21 +77,35 @@ class DataConfig(Table):
     """For ``hub``: the configuration of that data set."""
 
     prompt_key: str = Field(default="question", min_length=1)
-    """For ``jsonl`` and ``hub``: the column of the prompt's text. A dot leads into an object:
+    """Where there are rows: the column of the prompt's text. A dot leads into an object:
     ``translation.en``."""
 
     answer_key: str = Field(default="answer", min_length=1)
-    """For ``jsonl`` and ``hub``: the column of the answer, named in the same way."""
+    """Where there are rows: the column of the answer, named in the same way: a text or a number.
+    For ``gsm8k`` it ends in ``#### <number>``. With ``metric = "none"`` it may be missing."""
+
+    messages_key: str | None = Field(default=None, min_length=1)
+    """Where there are rows: the column of a conversation, in the place of the two columns above. It
+    is a list of ``role`` (system, user, assistant) and ``content``. A last message of the assistant
+    is the answer. Implies ``chat_template``, and leaves ``prompt_template`` to be
+    ``{question}``."""
+
+    system: str | None = Field(default=None, min_length=1)
+    """System message of each conversation that has none of its own. Implies ``chat_template``."""
+
+    system_key: str | None = Field(default=None, min_length=1)
+    """Where there are rows: the column of a row's own system message, which may be empty. Implies
+    ``chat_template``."""
 
     limit: int | None = Field(default=None, ge=2)
-    """For ``jsonl`` and ``hub``: read only so many rows of each file or split, the first ones."""
+    """Where there are rows: read only so many of each part, the first ones."""
 
     prompt_chars: int | None = Field(default=None, ge=1)
-    """For ``jsonl`` and ``hub``: cut the prompt's text after so many characters, as articles are
+    """Where there are rows: cut the prompt's text after so many characters, as articles are
     for summaries. ``{question}`` is what is left."""
 
     clean: bool = False
-    """For ``jsonl`` and ``hub``: leave out rows without text, rows whose answer the metric cannot
+    """Where there are rows: leave out those without text, rows whose answer the metric cannot
     use, and rows to train on that are held out as well. They are counted. Without it they are
     errors."""
 
@@ -121,19 +142,19 @@ class DataConfig(Table):
 
     prompt_template: str = "Question: {question}\nAnswer:"
     """The prompt, with ``{question}`` where the question goes. With ``chat_template`` it is the
-    user's message."""
+    user's message, of a conversation the last one."""
 
     chat_template: bool = False
-    """Send the prompt as one user message through the tokenizer's chat template. For chat
-    models."""
+    """Send the prompt as a user message through the tokenizer's chat template. For chat models."""
 
     metric: Metric = "gsm8k"
     """How an answer is graded. ``gsm8k``: the number after the first ``####`` must equal the
     reference's, exactly, as a decimal number. ``math_verify``: the Math-Verify library extracts an
     answer from free text and LaTeX. ``exact``: the text equals the reference, up to white space
-    around it. ``short_answer``: the text contains the reference, in any case and punctuation, and
-    offers nothing else. ``rouge2``, ``rougeL``: F-measure of rouge-score. ``bleu``, ``chrf``:
-    sacrebleu's."""
+    around it. ``contains``: the reference is in the text, whatever its case, and no part of a word
+    or number. ``short_answer``: the same in any case, punctuation and accents, and the text offers
+    nothing else. ``rouge2``, ``rougeL``: F-measure of rouge-score. ``bleu``, ``chrf``: sacrebleu's.
+    ``none``: answers are not graded, and rows need none."""
 
     ratio: float = Field(default=1.0, gt=0.0)
     """Share of the prompts, relative to the other ``[environments]``."""
@@ -143,17 +164,28 @@ class DataConfig(Table):
     weight``, a mixture of several. Unset: all of them, by their own weights."""
 
     teacher_key: str | None = None
-    """For ``jsonl`` and ``hub``, with ``[teachers]``: the key under which a row names its teacher.
+    """Where there are rows, with ``[teachers]``: the key under which a row names its teacher.
     A row without it is scored as ``teacher`` says."""
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_old_name(cls, table: Any) -> Any:
-        if isinstance(table, dict) and "answer_check" in table:
+    def _fill_in(cls, table: Any) -> Any:
+        """Refuse an old name, and set what other keys imply."""
+        if not isinstance(table, dict):
+            return table
+        if "answer_check" in table:
             raise ValueError(
                 f'answer_check is now called metric: write metric = "{table["answer_check"]}"'
             )
-        return table
+        implied: dict[str, Any] = {}
+        if table.get("path") is not None:
+            implied["source"] = "files"
+        if any(table.get(key) is not None for key in CHAT_KEYS):
+            implied["chat_template"] = True
+        if table.get("messages_key") is not None:
+            implied["prompt_template"] = "{question}"
+        filled = implied | table
+        return filled | {"source": "files"} if filled.get("source") == "jsonl" else filled
 
     @field_validator("prompt_template")
     @classmethod
@@ -164,19 +196,22 @@ class DataConfig(Table):
 
     @model_validator(mode="after")
     def _check_source(self) -> "DataConfig":
-        if self.source == "jsonl" and self.path is None:
+        if self.source == "files" and self.path is None:
             raise ValueError(
-                'source = "jsonl" needs path, a folder with train.jsonl and test.jsonl '
+                'source = "files" needs path, a JSONL or parquet file, or a folder of them '
                 "(GSM8K's own: https://github.com/openai/grade-school-math)"
             )
-        if self.source != "jsonl" and self.path is not None:
+        if self.source != "files" and self.path is not None:
             raise ValueError(
-                f'path is read only with source = "jsonl", and source = {self.source!r}'
+                f'path is read only with source = "files", and source = {self.source!r}'
             )
-        if self.source == "generated" and self.teacher_key is not None:
+        of_rows = ("teacher_key", "messages_key", "system_key")
+        given = [key for key in of_rows if getattr(self, key) is not None]
+        if self.source == "generated" and given:
+            instead = {"teacher_key": "teacher", "system_key": "system"}.get(given[0])
             raise ValueError(
-                "teacher_key names a key of the data's rows, and generated problems have none: "
-                "use `teacher`"
+                f"{given[0]} names a key of the data's rows, and generated problems have none: "
+                + (f"use `{instead}`" if instead else "leave it out, or set path")
             )
         if self.source != "generated" and self.kind != "arithmetic":
             raise ValueError(
@@ -225,6 +260,29 @@ class DataConfig(Table):
         """Whether its problems are evaluated."""
         return self.use != "train"
 
+    @model_validator(mode="after")
+    def _check_chat(self) -> "DataConfig":
+        chat = [key for key in CHAT_KEYS if getattr(self, key) is not None]
+        if chat and not self.chat_template:
+            raise ValueError(
+                f"{chat[0]} goes through the tokenizer's chat template: leave "
+                "chat_template = false out"
+            )
+        alone = {"prompt_key", "answer_key"} & self.model_fields_set
+        if self.messages_key is not None and any(
+            getattr(self, key) != type(self).model_fields[key].default for key in alone
+        ):
+            raise ValueError(
+                f"messages_key and {min(alone)}: a conversation has its prompt and its answer, so "
+                "keep one of them"
+            )
+        return self
+
+    @property
+    def scored(self) -> bool:
+        """Whether answers are graded at all."""
+        return self.metric != "none"
+
     @property
     def graded(self) -> bool:
         """Whether an answer may get any value in [0, 1]. Otherwise it is right or wrong."""
@@ -236,15 +294,22 @@ class DataConfig(Table):
         return self.metric if self.graded else "accuracy"
 
 
+Asked = tuple[tuple[tuple[str, str], ...], str]
+"""What tells one problem from another: the conversation before the question, and the question."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """A question and its answer.
 
     Attributes:
+        question: the question; of a conversation its last user's message.
+        answer: the reference; empty where the data has none.
         environment: the recipe's environment that it belongs to.
         teacher: the teacher that its row names, if any.
         transcript: the messages of a solved rollout as JSON, which small models learn from in the
             place of question and answer. Only tasks of environments by id have one.
+        context: role and content of the messages before the question.
     """
 
     question: str
@@ -252,6 +317,12 @@ class Problem:
     environment: str = PROBLEMS
     teacher: str | None = None
     transcript: str | None = None
+    context: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def asked(self) -> Asked:
+        """What no problem that is held out may share with one that is trained on."""
+        return self.context, self.question
 
     @property
     def final(self) -> str:

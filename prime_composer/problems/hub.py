@@ -1,11 +1,10 @@
 """Read problems from a data set of the Hugging Face hub."""
 
-from itertools import islice
 from typing import Any
 
 from prime_composer.extras import pip_install
 from prime_composer.problems.config import DataConfig, Problem
-from prime_composer.problems.rows import problem_or_none
+from prime_composer.problems.rows import parse_rows, problem_or_none
 
 
 def load_hub(config: DataConfig) -> tuple[list[Problem | None], list[Problem | None]]:
@@ -40,19 +39,18 @@ def _load_dataset(config: DataConfig) -> Any:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"[data] hub_id = {config.hub_id!r} could not be read from the Hugging Face hub: "
-            f'{reason}. With a local copy, set [data] source = "jsonl" and path = "FOLDER" '
-            "(train.jsonl and test.jsonl), or on the command line: "
-            "--set data.source=jsonl --set data.path=FOLDER"
+            f'{reason}. With a local copy, set [data] source = "files" and path = "FOLDER" '
+            "(train and test, JSONL or parquet), or on the command line: "
+            "--set data.source=files --set data.path=FOLDER"
         ) from error
 
 
 def _split(splits: Any, name: str, config: DataConfig) -> list[Problem | None]:
     if name not in splits:
         raise ValueError(f"{config.hub_id} has no split {name!r}; its splits are {sorted(splits)}")
-    problems: list[Problem | None] = []
-    for number, row in enumerate(islice(splits[name], config.limit), start=1):
-        try:
-            problems.append(problem_or_none(row, config))
-        except ValueError as error:
-            raise ValueError(f"{config.hub_id}, split {name}, row {number}: {error}") from error
-    return problems
+    rows = enumerate(splits[name], start=1)
+    return parse_rows(
+        ((f"{config.hub_id}, split {name}, row {number}", row) for number, row in rows),
+        lambda row: problem_or_none(row, config),
+        config.limit,
+    )

@@ -1,18 +1,22 @@
-"""Load the problems of a recipe: generated, from JSONL files, or from the hub."""
+"""Load the problems of a recipe: generated, from files, from the hub, or given as rows."""
 
+import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import Any
 
 from prime_composer.problems.config import MATH, DataConfig, Problem
+from prime_composer.problems.files import files_at, read_files
 from prime_composer.problems.generated import generate_problems
 from prime_composer.problems.generated_facts import generate_facts
 from prime_composer.problems.generated_tasks import generate_lookups, generate_reversals
 from prime_composer.problems.generated_text import generate_summaries, generate_translations
 from prime_composer.problems.hub import load_hub
-from prime_composer.problems.rows import read_jsonl
+from prime_composer.problems.prompts import prompt_messages
+from prime_composer.problems.rows import parse_rows, problem_or_none
 
 GENERATORS = {
     "summary": generate_summaries,
@@ -21,6 +25,10 @@ GENERATORS = {
     "lookup": generate_lookups,
 }
 """``kind`` of generated problems without operations -> what makes ``size`` of them from a seed."""
+
+
+Rows = Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]]
+"""Rows from Python: all of them, or those of "train" and "test"."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +52,26 @@ class ProblemSet:
         """Return the table that says how the problem is asked and checked."""
         return self.sources[problem.environment]
 
+    def is_scored(self, problem: Problem) -> bool:
+        """Return whether answers to the problem are graded. Those of tasks are."""
+        source = self.sources.get(problem.environment)
+        return source is None or source.scored
+
+    def transcript(self, problem: Problem) -> str | None:
+        """Return the messages that small models learn from as JSON; None for question and answer.
+
+        These are a task's solved rollout, or the conversation of a problem of chat models.
+        """
+        config = self.sources.get(problem.environment)
+        if problem.transcript is not None or config is None or not config.chat_template:
+            return problem.transcript
+        answer = {"role": "assistant", "content": problem.answer}
+        return json.dumps([*prompt_messages(problem, config), answer])
+
     @property
     def worked(self) -> list[Problem]:
-        """The problems to train on that have worked answers."""
-        return self.practice
+        """The problems to train on that have answers or transcripts."""
+        return [problem for problem in self.practice if problem.answer or problem.transcript]
 
     @property
     def names(self) -> list[str]:
@@ -59,8 +83,12 @@ class ProblemSet:
         return self.sources[name].ratio
 
 
-def load_problem_set(sources: Mapping[str, DataConfig]) -> ProblemSet:
+def load_problem_set(sources: Mapping[str, DataConfig], rows: Rows | None = None) -> ProblemSet:
     """Load the problems of all environments.
+
+    Args:
+        sources: the environments by name.
+        rows: those of the environment whose source is "rows".
 
     Raises:
         ValueError: as ``load_problems``, or one environment trains on what another one holds out.
@@ -69,7 +97,7 @@ def load_problem_set(sources: Mapping[str, DataConfig]) -> ProblemSet:
     left_out: dict[str, int] = {}
     held_out_by_environment: list[list[Problem]] = []
     for name, config in sources.items():
-        train, test, dropped = _load_split(config)
+        train, test, dropped = _load_split(config, rows)
         if dropped:
             left_out[name] = dropped
         practice += [replace(problem, environment=name) for problem in train]
@@ -92,19 +120,19 @@ def load_problems(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
             missing, the hub is out of reach, training and held-out questions overlap, or no row
             names a teacher under ``teacher_key``.
     """
-    train, held_out, _ = _load_split(config)
+    train, held_out, _ = _load_split(config, None)
     return train, held_out
 
 
-def _load_split(config: DataConfig) -> tuple[list[Problem], list[Problem], int]:
+def _load_split(config: DataConfig, rows: Rows | None) -> tuple[list[Problem], list[Problem], int]:
     """Return what ``load_problems`` does, and the number of rows that were left out."""
-    train, held_out, origin, left_out = _load_source(config)
+    train, held_out, origin, left_out = _load_source(config, rows)
     if config.metric in MATH and not config.calculator_annotations:
         train = [_without_annotations(problem) for problem in train]
         held_out = [_without_annotations(problem) for problem in held_out]
     if config.clean:
-        asked = {problem.question for problem in held_out}
-        kept = [problem for problem in train if problem.question not in asked]
+        asked = {problem.asked for problem in held_out}
+        kept = [problem for problem in train if problem.asked not in asked]
         train, left_out = kept, left_out + len(train) - len(kept)
     for name, wanted, problems in (
         ("training", config.trains, train),
@@ -112,7 +140,12 @@ def _load_split(config: DataConfig) -> tuple[list[Problem], list[Problem], int]:
     ):
         if wanted and not problems:
             raise ValueError(
-                f"{origin} leaves no {name} problems; raise [data] size or change hold_out"
+                f"{origin} leaves no {name} problems; "
+                + (
+                    "raise [data] size or change hold_out"
+                    if config.source == "generated"
+                    else "add rows, or change [data] hold_out, limit or clean"
+                )
             )
     _refuse_overlap(train, held_out, origin)
     if config.teacher_key is not None and all(one.teacher is None for one in train or held_out):
@@ -123,23 +156,17 @@ def _load_split(config: DataConfig) -> tuple[list[Problem], list[Problem], int]:
     return train, held_out, left_out
 
 
-def _load_source(config: DataConfig) -> tuple[list[Problem], list[Problem], str, int]:
+def _load_source(
+    config: DataConfig, rows: Rows | None
+) -> tuple[list[Problem], list[Problem], str, int]:
     """Return what to train on, what is held out, the source's name, and the rows left out."""
     if config.source == "generated":
         return *_generated(config), "the generated problems", 0
-    if config.source == "hub":
-        (train, left_out), (held_out, more) = map(_kept, load_hub(config))
-        return train, held_out, config.hub_id, left_out + more
-    assert config.path is not None  # [data] is refused without it
-    path = config.path.expanduser()
-    if path.is_dir():
-        (train, left_out), (held_out, more) = (
-            _kept(read_jsonl(path / f"{split}.jsonl", config) if wanted else [])
-            for split, wanted in (("train", config.trains), ("test", config.evaluates))
-        )
-        return train, held_out, str(path), left_out + more
-    problems, left_out = _kept(read_jsonl(path, config))
-    return *_split(problems, config), str(path), left_out
+    train, test, origin = _rows_of(config, rows)
+    (problems, left_out), (held_out, more) = _kept(train), _kept(test or [])
+    if test is None:
+        problems, held_out = _split(problems, config)
+    return problems, held_out, origin, left_out + more
 
 
 def _generated(config: DataConfig) -> tuple[list[Problem], list[Problem]]:
@@ -164,6 +191,56 @@ def _split(problems: list[Problem], config: DataConfig) -> tuple[list[Problem], 
     return (problems, []) if config.trains else ([], problems)
 
 
+Parsed = list[Problem | None]
+"""Rows as problems, None for those that are left out."""
+
+
+def _rows_of(config: DataConfig, rows: Rows | None) -> tuple[Parsed, Parsed | None, str]:
+    """Return the rows to train on, those held out (None: to be set aside), and their origin.
+
+    Of a source with splits, the one that ``use`` leaves out is not read.
+    """
+    if config.source == "hub":
+        return *load_hub(config), config.hub_id
+    if config.source == "rows":
+        return *_given_rows(config, rows), "the given rows"
+    assert config.path is not None  # [data] is refused without it
+    path = config.path.expanduser()
+    train, test = files_at(path)
+    if not test:
+        return read_files(train, config), None, str(path)
+    return (
+        read_files(train, config) if config.trains else [],
+        read_files(test, config) if config.evaluates else [],
+        str(path),
+    )
+
+
+def _given_rows(config: DataConfig, rows: Rows | None) -> tuple[Parsed, Parsed | None]:
+    if rows is None:
+        raise ValueError(
+            '[data] source = "rows": the rows come from Python, prime_composer.distill(recipe, '
+            "rows=...). For a command, write them to a JSONL or parquet file, and name it in path"
+        )
+
+    def parsed(rows: Iterable[Any], name: str) -> Parsed:
+        places = ((f"{name} {number}", row) for number, row in enumerate(rows, start=1))
+        return parse_rows(places, lambda row: problem_or_none(row, config), config.limit)
+
+    if not isinstance(rows, Mapping):
+        return parsed(rows, "row"), None
+    if "train" not in rows:
+        raise ValueError(
+            f"the rows are a mapping of {sorted(map(str, rows))}; give a list of rows, or a "
+            'mapping of "train" and maybe "test"'
+        )
+    train = parsed(rows["train"], "train row")
+    if "test" not in rows:
+        return train, None
+    test = parsed(rows["test"], "test row")
+    return train if config.trains else [], test if config.evaluates else []
+
+
 def _kept(rows: Sequence[Problem | None]) -> tuple[list[Problem], int]:
     """Return the problems among rows, and the number of rows that were left out."""
     problems = [problem for problem in rows if problem is not None]
@@ -177,23 +254,23 @@ def split_by_question(
 
     Problems with the same question stay on the same side.
     """
-    questions = sorted({problem.question for problem in problems})
+    questions = sorted({problem.asked for problem in problems})
     random.Random(f"hold-out {seed}").shuffle(questions)
     aside = set(questions[: max(1, round(hold_out * len(questions)))])
-    train = [problem for problem in problems if problem.question not in aside]
-    held_out = [problem for problem in problems if problem.question in aside]
+    train = [problem for problem in problems if problem.asked not in aside]
+    held_out = [problem for problem in problems if problem.asked in aside]
     return train, held_out
 
 
 def _refuse_overlap_of_environments(
     practice: Sequence[Problem], held_out: Sequence[Problem]
 ) -> None:
-    trained = {problem.question: problem.environment for problem in practice}
-    shared = (problem for problem in held_out if problem.question in trained)
+    trained = {problem.asked: problem.environment for problem in practice}
+    shared = (problem for problem in held_out if problem.asked in trained)
     clash = min(shared, key=lambda problem: problem.question, default=None)
     if clash is None:
         return
-    trains = f"environments.{trained[clash.question]}"
+    trains = f"environments.{trained[clash.asked]}"
     holds_out = f"environments.{clash.environment}"
     _refuse_overlap(
         practice,
@@ -210,11 +287,11 @@ def _refuse_overlap(
     origin: str,
     remedy: str = "Remove them from one side.",
 ) -> None:
-    shared = {problem.question for problem in train} & {problem.question for problem in held_out}
+    shared = {problem.asked for problem in train} & {problem.asked for problem in held_out}
     if shared:
         raise ValueError(
             f"{origin}: {len(shared)} question(s) are both trained on and held out, "
-            f"so accuracy would be flattered. {remedy} The first: {min(shared)!r}"
+            f"so accuracy would be flattered. {remedy} The first: {min(shared)[1]!r}"
         )
 
 

@@ -33,7 +33,9 @@ TITLES = {
 def reward(
     text: str, problem: Problem, config: DataConfig, budget: TimeBudget | None = None
 ) -> float:
-    """Return the reward of an answer, in [0, 1]; 0 or 1 where the metric is not graded.
+    """Return the reward of an answer, in [0, 1]; 0 or 1 where it is right or wrong.
+
+    Where answers are not graded it is 0, and nothing reads it.
 
     Args:
         text: the answer.
@@ -44,6 +46,8 @@ def reward(
     Raises:
         ValueError: a library is missing, or gave no number.
     """
+    if not config.scored:
+        return 0.0
     if config.graded:
         return sentence_score(config.metric, text, problem.reference(config.metric))
     return float(is_correct(text, problem, config, budget))

@@ -1,75 +1,77 @@
-"""Read problems from rows: a JSONL file's, or a hub data set's."""
+"""Read problems from rows: lines of a JSONL file, rows of a table, of the hub, or from Python."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
 from prime_composer.problems.answers import check_reference
 from prime_composer.problems.config import DataConfig, Problem
 
-LINES_SHOWN = 5
-"""Malformed lines named in one error."""
+ROWS_SHOWN = 5
+"""Malformed rows named in one error."""
 
-
-DEFAULTS = DataConfig()
+ROLES = ("system", "user", "assistant")
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class UnusableRow(ValueError):
     """A row of the right form that trains or measures nothing, such as one without text."""
 
 
-def read_jsonl(path: Path, config: DataConfig = DEFAULTS) -> list[Problem | None]:
-    """Return the problems of one JSONL file, None for rows that are left out.
+def parse_rows(
+    rows: Iterable[tuple[str, R]], parse: Callable[[R], T], limit: int | None = None
+) -> list[T]:
+    """Return what ``parse`` makes of each row.
+
+    Args:
+        rows: each with its place, for messages.
+        parse: turns a row into what is returned; a ``ValueError`` says what is wrong.
+        limit: read only so many rows.
 
     Raises:
-        ValueError: the file is missing, or as ``read_rows``.
+        ValueError: rows are malformed. The message contains ``place: what is wrong`` for the first
+            five of them.
     """
-    if not path.is_file():
-        raise ValueError(
-            f"no such file: {path}. [data] path is a folder with train.jsonl and test.jsonl, "
-            "or one JSONL file; GSM8K's are at https://github.com/openai/grade-school-math"
-        )
-    return read_rows(path, lambda row: problem_or_none(row, config), config.limit)
+    parsed: list[T] = []
+    errors: list[str] = []
+    for place, row in rows:
+        if len(parsed) + len(errors) == limit:
+            break
+        try:
+            parsed.append(parse(row))
+        except ValueError as error:
+            errors.append(f"{place}: {error}")
+    if errors:
+        left_out = len(errors) - ROWS_SHOWN
+        more = f"\n(and {left_out} more malformed rows)" if left_out > 0 else ""
+        raise ValueError("\n".join(errors[:ROWS_SHOWN]) + more)
+    return parsed
 
 
 def read_rows(path: Path, parse: Callable[[Any], T], limit: int | None = None) -> list[T]:
     """Return what ``parse`` makes of each line of a JSONL file. Empty lines are skipped.
 
-    Args:
-        path: the file.
-        parse: turns a JSON value into what is returned; a ``ValueError`` says what is wrong.
-        limit: read only so many lines.
-
     Raises:
-        ValueError: the file cannot be read, or lines are malformed. The message contains
-            ``file:line: what is wrong`` for the first five lines.
+        ValueError: the file cannot be read, or as ``parse_rows``; a place is ``file:line``.
     """
-    parsed: list[T] = []
-    errors: list[str] = []
     try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
-                    raise ValueError(f"{path}:1: the file is UTF-16; save it as UTF-8")
-                line = line.removeprefix(b"\xef\xbb\xbf").strip()
-                if not line:
-                    continue
-                if len(parsed) + len(errors) == limit:
-                    break
-                try:
-                    parsed.append(parse(_json(line)))
-                except ValueError as error:
-                    errors.append(f"{path}:{number}: {error}")
+        return parse_rows(_lines(path), lambda line: parse(_json(line)), limit)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    if errors:
-        left_out = len(errors) - LINES_SHOWN
-        more = f"\n(and {left_out} more malformed lines)" if left_out > 0 else ""
-        raise ValueError("\n".join(errors[:LINES_SHOWN]) + more)
-    return parsed
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+                raise ValueError(f"{path}:1: the file is UTF-16; save it as UTF-8")
+            line = line.removeprefix(b"\xef\xbb\xbf").strip()
+            if line:
+                yield f"{path}:{number}", line
 
 
 def _json(line: bytes) -> Any:
@@ -108,60 +110,181 @@ def problem_of_row(row: Any, config: DataConfig) -> Problem:
 
     Raises:
         UnusableRow: the prompt or the answer is empty, or the metric cannot use the answer.
-        ValueError: the row is no object, or prompt, answer or the teacher's name is malformed.
+        ValueError: the row is no object, or one of its columns is malformed.
     """
-    if not isinstance(row, dict):
-        raise ValueError(
-            f'expected an object with "{config.prompt_key}" and "{config.answer_key}", found '
-            f"{type(row).__name__}"
+    if not isinstance(row, Mapping):
+        wanted = f'"{config.prompt_key}" and "{config.answer_key}"'
+        if config.messages_key is not None:
+            wanted = f'"{config.messages_key}"'
+        raise ValueError(f"expected an object with {wanted}, found {type(row).__name__}")
+    context: tuple[tuple[str, str], ...] = ()
+    if config.messages_key is None:
+        prompt, answer = text_at(row, config.prompt_key, "prompt_key"), _answer(row, config)
+        prompt_key, answer_key = config.prompt_key, config.answer_key
+    else:
+        context, prompt, answer = _conversation(row, config.messages_key)
+        prompt_key = answer_key = config.messages_key
+    if not prompt:
+        raise UnusableRow(
+            f'"{prompt_key}" is empty; write one, or leave such rows out with clean = true'
         )
-    prompt, answer = (
-        text_at(row, getattr(config, key), key) for key in ("prompt_key", "answer_key")
-    )
-    for key, text in ((config.prompt_key, prompt), (config.answer_key, answer)):
-        if not text:
-            raise UnusableRow(
-                f'"{key}" is empty; write one, or leave such rows out with clean = true'
+    if config.scored:
+        _check_answer(answer, config, answer_key)
+    if config.system_key is not None and (system := _system(row, config.system_key)):
+        if context and context[0][0] == "system":
+            raise ValueError(
+                f'"{config.system_key}" and a system message in "{config.messages_key}": keep one '
+                "of them"
             )
-    try:
-        check_reference(answer, config.metric, config.answer_key)
-    except ValueError as error:
-        raise UnusableRow(str(error)) from None
+        context = (("system", system), *context)
     teacher = None if config.teacher_key is None else row.get(config.teacher_key)
     if teacher is not None and not isinstance(teacher, str):
         raise ValueError(
             f'"{config.teacher_key}" must be the name of a teacher, found {type(teacher).__name__}'
         )
-    return Problem(prompt[: config.prompt_chars].strip(), answer, teacher=teacher)
+    question = prompt[: config.prompt_chars].strip()
+    return Problem(question, answer, teacher=teacher, context=context)
 
 
-def text_at(row: dict[str, Any], column: str, key: str) -> str:
+def _check_answer(answer: str, config: DataConfig, key: str) -> None:
+    """Check that the metric can grade by an answer."""
+    if not answer:
+        lacks = f'"{key}" is empty'
+        if config.messages_key is not None:
+            lacks = f'"{key}" does not end in a message of the assistant, the answer'
+        raise UnusableRow(
+            f"{lacks}; write one, leave such rows out with clean = true, or set metric = "
+            '"none" for prompts without answers'
+        )
+    try:
+        check_reference(answer, config.metric, key)
+    except ValueError as error:
+        raise UnusableRow(str(error)) from None
+
+
+def _answer(row: Mapping[str, Any], config: DataConfig) -> str:
+    """Return the answer in its column; "" where there is none and none is needed."""
+    try:
+        value = value_at(row, config.answer_key, "answer_key")
+    except KeyError as error:
+        if not config.scored:
+            return ""
+        raise ValueError(
+            f'{error.args[0]}, or set metric = "none" for prompts without answers'
+        ) from None
+    if value is None or value != value:  # a table's missing value may be NaN
+        return ""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return str(value)
+    return _text(value, config.answer_key, "answer_key")
+
+
+def _system(row: Mapping[str, Any], column: str) -> str:
+    """Return a row's own system message; "" for none."""
+    value = row.get(column)
+    return "" if value is None or value != value else _text(value, column, "system_key")
+
+
+def _conversation(
+    row: Mapping[str, Any], column: str
+) -> tuple[tuple[tuple[str, str], ...], str, str]:
+    """Return the messages before the question, the question, and the answer, if there is one."""
+    try:
+        messages = value_at(row, column, "messages_key")
+    except KeyError as error:
+        raise ValueError(error.args[0]) from None
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(
+            f'"{column}" must be a list of messages, found '
+            + ("an empty one" if isinstance(messages, list | tuple) else type(messages).__name__)
+        )
+    turns = [
+        _turn(message, f'"{column}", message {number}', number)
+        for number, message in enumerate(messages, start=1)
+    ]
+    answer = turns.pop()[1].strip() if turns[-1][0] == "assistant" else ""
+    if not turns or turns[-1][0] != "user":
+        last = f"a message of the {turns[-1][0]}" if turns else "nothing"
+        raise ValueError(
+            f'"{column}" must end with a message of the user, and maybe its answer; before the '
+            f"answer it ends with {last}"
+        )
+    return tuple(turns[:-1]), turns[-1][1].strip(), answer
+
+
+def _turn(message: Any, place: str, number: int) -> tuple[str, str]:
+    """Return role and content of a message."""
+    if not isinstance(message, Mapping):
+        raise ValueError(
+            f"{place} must be an object with role and content, found {type(message).__name__}"
+        )
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES or message.get("tool_calls"):
+        found = "tool_calls" if role in ROLES else f"role {role!r}"
+        raise ValueError(
+            f"{place} has {found}; the roles are {', '.join(ROLES)}, and a conversation with tools "
+            "is an environment by id"
+        )
+    if role == "system" and number > 1:
+        raise ValueError(f"{place} is of the system, which speaks first or not at all")
+    if not isinstance(content, str):
+        raise ValueError(f"{place}: content must be a string, found {type(content).__name__}")
+    return role, content
+
+
+def text_at(row: Mapping[str, Any], column: str, key: str) -> str:
     """Return the text in a column, without white space around it.
 
     The column is a key, or keys with dots between them that lead into objects. Messages name the
     setting that it comes from, ``key``.
     """
-    value: Any = row
-    for name in [column] if column in row else column.split("."):
-        if not isinstance(value, dict) or name not in value:
-            names = str(sorted(columns(row)))
-            raise ValueError(
-                f'"{column}" is missing; the keys are '
-                + (names if len(names) <= 100 else f"{names[:100]} ...")
-                + f"; name one of them in [data] {key}"
-            )
-        value = value[name]
+    try:
+        value = value_at(row, column, key)
+    except KeyError as error:
+        raise ValueError(error.args[0]) from None
+    return _text(value, column, key)
+
+
+def _text(value: Any, column: str, key: str) -> str:
     if not isinstance(value, str):
+        also = ""
+        if key == "prompt_key" and isinstance(value, list | tuple):
+            also = f", or a conversation in [data] messages_key = {json.dumps(column)}"
         raise ValueError(
             f'"{column}" must be a string, found {type(value).__name__}; correct the data, or name '
-            f"another column in [data] {key}"
+            f"another column in [data] {key}{also}"
         )
     return value.strip()
 
 
-def columns(row: dict[str, Any]) -> list[str]:
+def value_at(row: Mapping[str, Any], column: str, key: str) -> Any:
+    """Return what a column of a row contains.
+
+    Raises:
+        KeyError: there is no such column; its argument is a message that names those that there
+            are.
+    """
+    value: Any = row
+    for name in [column] if column in row else column.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            names = str(sorted(columns(row)))
+            hint = ""
+            if key != "messages_key" and isinstance(row.get("messages"), list | tuple):
+                hint = ', or set messages_key = "messages"'
+            raise KeyError(
+                f'"{column}" is missing; the keys are '
+                + (names if len(names) <= 100 else f"{names[:100]} ...")
+                + f"; name one of them in [data] {key}{hint}"
+            )
+        value = value[name]
+    return value
+
+
+def columns(row: Mapping[str, Any]) -> list[str]:
     """Return the keys of a row as the recipe names them, those of objects within it with a dot."""
-    named = []
+    named: list[str] = []
     for name, value in row.items():
-        named += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) else [name]
+        named += (
+            [f"{name}.{inner}" for inner in value] if isinstance(value, Mapping) else [str(name)]
+        )
     return named

@@ -51,8 +51,8 @@ DATA: Mapping[str, dict[str, Any]] = {
     **dict.fromkeys(("source", "path", "hub_id", "hub_name", "prompt_key", "answer_key"), CARRIED),
     **dict.fromkeys(("limit", "prompt_chars", "clean", "kind", "size", "seed"), CARRIED),
     **dict.fromkeys(("operations", "topics", "hold_out", "use"), CARRIED),
-    **dict.fromkeys(("calculator_annotations",), CARRIED),
-    "prompt_template": CARRIED,
+    **dict.fromkeys(("calculator_annotations", "prompt_template"), CARRIED),
+    **dict.fromkeys(("messages_key", "system", "system_key"), CARRIED),
     "chat_template": not_carried("prime-rl always renders a chat", harmless=(True,)),
     **dict.fromkeys(("metric", "ratio", "teacher", "teacher_key"), CARRIED),
 }

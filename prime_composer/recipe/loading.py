@@ -26,6 +26,14 @@ DEEPEST = 50
 LETTERS_SHOWN = 800
 """Length up to which the problems of a recipe are named. The first one always is."""
 
+REMEDIES_OF_MISSING = {
+    "loss": '; write [loss] with type = "topk_reverse_kl" and k = 32, the recipes\' default',
+    "student": '; write [student] with model = "DIR or hub id"',
+    "trainer": "; write [trainer] with the number of its steps, such as steps = 100",
+    "trainer.steps": "; write the number of optimizer steps, such as steps = 100",
+}
+"""What to write, by a key that has no default."""
+
 REMEDIES = {
     **dict.fromkeys(("greater_than", "greater_than_equal"), "; raise it"),
     **dict.fromkeys(("less_than", "less_than_equal"), "; lower it"),
@@ -181,7 +189,7 @@ def _explain(item: Any, root: type[BaseModel], raw: Any) -> str:
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(known))}."
         return f"unknown key {key}; {hint}"
     if item["type"] == "missing":
-        return f"{key} is missing"
+        return f"{key} is missing{REMEDIES_OF_MISSING.get(key, '')}"
     message = abridged(item["msg"].removeprefix("Value error, "), 500)
     if not key:
         return message

@@ -1,5 +1,6 @@
 """Define ``[rollout]``: what samples the student's rollouts, and how."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,9 @@ from prime_composer.recipe.carried import CARRIED, ONLY_REFUSED, not_carried
 from prime_composer.recipe.environment import OpenTable
 from prime_composer.recipe.urls import Url
 from prime_composer.tables import Table
+
+USUAL_CONTEXT = 2048
+"""Context of a recipe that sets none and needs no more."""
 
 
 class RolloutConfig(Table):
@@ -59,8 +63,11 @@ class RolloutConfig(Table):
     max_tokens: int = Field(default=256, ge=1, le=LONGEST_CONTEXT, json_schema_extra=CARRIED)
     """Token budget of a completion."""
 
-    max_model_len: int = Field(default=2048, ge=2, le=LONGEST_CONTEXT, json_schema_extra=CARRIED)
-    """Context of the engines in tokens: prompt and completion."""
+    max_model_len: int | None = Field(
+        default=None, ge=2, le=LONGEST_CONTEXT, json_schema_extra=CARRIED
+    )
+    """Context of the engines in tokens: prompt and completion. Unset: 2048, or more where the
+    longest prompt and its completion need it, and never beyond the models' windows."""
 
     renderer: OpenTable = Field(default_factory=dict, json_schema_extra=CARRIED)
     """For environments by id: how messages and tool calls become tokens, as the library
@@ -96,6 +103,21 @@ class RolloutConfig(Table):
             )
         return self
 
+    def context(self, needed: int = 0, windows: Iterable[int | None] = ()) -> int:
+        """Return ``max_model_len``, or what it is where it is unset.
+
+        Args:
+            needed: tokens of the longest prompt and its completion.
+            windows: positions of the models that read them; None where they are not known.
+        """
+        if self.max_model_len is not None:
+            return self.max_model_len
+        return min([max(USUAL_CONTEXT, needed), *(one for one in windows if one is not None)])
+
+    def within(self, context: int) -> "RolloutConfig":
+        """Return the table with the context of a run."""
+        return self.model_copy(update={"max_model_len": context})
+
     @property
     def teacher_samples(self) -> bool:
         """Whether the teacher samples the sequences that the student does not."""
@@ -109,7 +131,7 @@ def check_sizes(rollout: RolloutConfig, batch_size: int) -> None:
             f"trainer.batch_size = {batch_size} is not a multiple of "
             f"rollout.group_size = {rollout.group_size}"
         )
-    if rollout.max_tokens >= rollout.max_model_len:
+    if rollout.max_model_len is not None and rollout.max_tokens >= rollout.max_model_len:
         raise ValueError(
             f"rollout.max_tokens = {rollout.max_tokens} leaves no room for a prompt in "
             f"rollout.max_model_len = {rollout.max_model_len}"

@@ -416,3 +416,21 @@ class Recipe(Table):
                 "math metric"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_graded_at_all(self) -> "Recipe":
+        """Refuse what reads rewards where answers are not graded."""
+        policy, reader = self.policy_teacher, None
+        if policy is not None:
+            reader = f'teacher.policy.hint = "{policy.hint}"'
+        elif "advantages" in self.loss.needs:
+            reader = f'[loss] type = "{self.loss.type}"'
+        elif self.loss.reads_pairs and self.replay.source == "rollouts":
+            reader = 'replay.source = "rollouts"'
+        ungraded = [name for name, data in self.problem_sources.items() if not data.scored]
+        if reader is not None and ungraded:
+            raise ValueError(
+                f"{reader} needs answers or their rewards, and {self._table_of(ungraded[0])}"
+                '.metric = "none" grades nothing: choose another metric, such as "contains"'
+            )
+        return self

@@ -71,6 +71,11 @@ class ServerScorer(Server):
         return self.client.facts is not None
 
     @property
+    def dtype(self) -> str | None:
+        """What the plugin says that the model computes in; None without the plugin."""
+        return None if self.client.facts is None else self.client.facts.dtype
+
+    @property
     def starts(self) -> int | None:
         """How many starts of the server its responses have named; None where they name none."""
         return self._client.known.starts

@@ -70,10 +70,11 @@ def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
     description = [FORMAT, config.model_dump(mode="json", exclude_none=True)]
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
     for problem in problems.worked:
-        if problem.transcript is None:
+        transcript = problems.transcript(problem)
+        if transcript is None:
             texts = [prompt_text(problem, problems.config_of(problem)), problem.answer]
         else:
-            texts = [CHAT_TEMPLATE, problem.transcript]
+            texts = [CHAT_TEMPLATE, transcript]
         if config.environments is not None:
             texts.append(str(problem.environment in config.environments))
         digest.update(json.dumps(texts).encode())

@@ -50,12 +50,14 @@ def build_model(
     The same arguments give the same bytes. ``config.prune`` is not applied; see ``prune_model``.
     The loss is in nats per token, a mean over the last steps.
     """
-    tokenizer = train_tokenizer(problems, config.vocab_size, config.pieces)
     practice = [
         problem
         for problem in problems.worked
         if config.environments is None or problem.environment in config.environments
     ]
+    if not practice:
+        raise ValueError("[*.prepare] learns from answers, and the data has none: name models")
+    tokenizer = train_tokenizer(problems, config.vocab_size, config.pieces)
     examples = [_example(problem, problems, tokenizer) for problem in with_hints(practice, config)]
     longest = max(len(token_ids) for token_ids, _ in examples)
     if longest > config.max_position_embeddings:
@@ -116,7 +118,7 @@ def train_tokenizer(
             ]
         )
     tokenizer.decoder = decoders.ByteLevel()
-    has_transcripts = any(problem.transcript is not None for problem in problems.worked)
+    has_transcripts = any(problems.transcript(problem) is not None for problem in problems.worked)
     marks = list(MARKS) if has_transcripts else []
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -126,15 +128,13 @@ def train_tokenizer(
     )
     # Prompt and answer are separate texts, as they are tokenized: no token may span both.
     renderer = _with_template(tokenizer, marks)
-    texts = [
-        text
-        for problem in problems.worked
-        for text in (
-            _texts(problem, problems)
-            if problem.transcript is None
-            else texts_of(problem.transcript, renderer)
-        )
-    ]
+    texts: list[str] = []
+    for problem in problems.worked:
+        transcript = problems.transcript(problem)
+        if transcript is None:
+            texts += _texts(problem, problems)
+        else:
+            texts += texts_of(transcript, renderer)
     tokenizer.train_from_iterator(texts, trainer)
     return _with_template(tokenizer, marks)
 
@@ -195,8 +195,8 @@ def _texts(problem: Problem, problems: ProblemSet) -> tuple[str, str]:
 
 def _example(problem: Problem, problems: ProblemSet, tokenizer: PreTrainedTokenizerFast) -> Example:
     """Return the tokens of a problem, of which the answer's are learned, or of its transcript."""
-    if problem.transcript is not None:
-        return example_of(problem.transcript, tokenizer)
+    if (transcript := problems.transcript(problem)) is not None:
+        return example_of(transcript, tokenizer)
     prompt, answer = map(tokenizer.encode, _texts(problem, problems))
     answer.append(tokenizer.eos_token_id)
     return prompt + answer, [False] * len(prompt) + [True] * len(answer)

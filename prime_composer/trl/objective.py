@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from prime_composer.losses import LossConfig, parse_loss, require
+from prime_composer.losses import LOSS_TYPES, LossConfig, parse_loss, require
 from prime_composer.losses.needs import PROVIDERS
 from prime_composer.recipe import RecipeError, load_recipe
 
@@ -23,19 +23,26 @@ PLAIN_SAMPLING = {
 """Settings of trl with which the student samples from its own distribution."""
 
 
-def read_loss(loss: LossConfig | dict[str, Any] | str | os.PathLike[str]) -> LossConfig:
+def read_loss(loss: LossConfig | dict[str, Any] | str | os.PathLike[str] | None) -> LossConfig:
     """Return the config of a loss, checked against what trl provides.
 
     Args:
-        loss: a config, a ``[loss]`` table, or a recipe file. Of a file ``[loss]`` is read. Its
-            models, data and trainer are not.
+        loss: a config, a ``[loss]`` table, its ``type`` alone, or a recipe file. Of a file
+            ``[loss]`` is read. Its models, data and trainer are not.
 
     Raises:
         RecipeError: the file is no recipe, or its objective is more than its ``[loss]``.
         pydantic.ValidationError: wrong fields of a table, with their names.
-        ValueError: an unknown type, or a loss that trl has no inputs for.
+        ValueError: an unknown type, none at all, or a loss that trl has no inputs for.
     """
-    if isinstance(loss, (str, os.PathLike)):
+    if loss is None:
+        raise ValueError(
+            'loss is missing: pass loss="topk_reverse_kl", the default of the recipes, a table '
+            "such as {'type': 'topk_reverse_kl', 'k': 32}, or a recipe file"
+        )
+    if isinstance(loss, str) and _is_type(loss):
+        config = parse_loss({"type": loss})
+    elif isinstance(loss, (str, os.PathLike)):
         config = _loss_of_recipe(loss)
     else:
         config = parse_loss(loss)
@@ -85,6 +92,13 @@ def check_arguments(config: LossConfig, args: Any) -> None:
                 "with which the student sampled a token, which trl does not keep. Set "
                 f"args.{name} = {plain!r}, or choose a loss on the teacher's top K."
             )
+
+
+def _is_type(name: str) -> bool:
+    """Return whether a text is the type of a loss, of ours or ``my_module:my_loss``."""
+    module, colon, function = name.partition(":")
+    outside = bool(colon) and function.isidentifier() and "/" not in module
+    return name in LOSS_TYPES or outside and not os.path.exists(name)
 
 
 def _loss_of_recipe(path: str | os.PathLike[str]) -> LossConfig:

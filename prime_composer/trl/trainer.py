@@ -64,7 +64,8 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         teacher_model: a model, its directory or hub id, the URL of a vLLM server, or any
             ``backends.protocols.Scorer``. A model in this process is on every rank as a whole. A
             server at a URL is sent the API key of the environment variable ``VLLM_API_KEY``.
-        loss: a ``LossConfig``, a ``[loss]`` table, or a recipe file, whose ``[loss]`` is read.
+        loss: a ``LossConfig``, a ``[loss]`` table, its ``type`` alone, or a recipe file, whose
+            ``[loss]`` is read.
         args: as for ``trl.DistillationTrainer``.
         **others: its other parameters, ``train_dataset`` and ``eval_dataset`` among them.
 
@@ -81,7 +82,7 @@ class OnPolicyDistillationTrainer(trl.DistillationTrainer):
         teacher_model: Teacher | None = None,
         args: Any = None,
         *,
-        loss: LossConfig | Mapping[str, Any] | str | os.PathLike[str],
+        loss: LossConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         **others: Any,
     ):
         config = read_loss(dict(loss) if isinstance(loss, Mapping) else loss)

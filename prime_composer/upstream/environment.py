@@ -6,8 +6,9 @@ wheel puts a top-level module ``prime_composer_problems`` beside the package, an
 
 The settings are those of ``[data]``. The reward is the recipe's own metric of one answer, which
 prime-rl logs as ``correct``, or by the name of a graded metric. prime-rl's evaluation is the mean
-of these rewards, so that BLEU and chrF are means over sentences there. prime-rl renders the prompt
-as a user message with the model's chat template.
+of these rewards, so that BLEU and chrF are means over sentences there. With ``metric = "none"`` an
+answer has no reward, and nothing is evaluated. prime-rl renders the messages of a prompt, one or a
+whole conversation, with the model's chat template.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from typing import Any
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import load_problems
 from prime_composer.problems.metrics import require_library, reward
-from prime_composer.problems.prompts import prompt_text
+from prime_composer.problems.prompts import prompt_messages, prompt_text
 
 NAME = "prime-composer-problems"
 MODULE = "prime_composer_problems"
@@ -24,6 +25,7 @@ SETTINGS = (
     *("source", "path", "hub_id", "hub_name", "prompt_key", "answer_key", "limit", "prompt_chars"),
     *("clean", "kind", "size", "seed", "operations", "topics", "hold_out", "use"),
     *("calculator_annotations", "prompt_template", "metric", "teacher_key"),
+    *("messages_key", "system", "system_key"),
 )
 """Fields of ``[data]`` that are settings of an environment.
 
@@ -55,7 +57,15 @@ def data_settings(config: DataConfig) -> dict[str, Any]:
     """Return ``[data]`` as environment settings: the source, and what differs from the defaults."""
     values = config.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     changed = {key: value for key, value in values.items() if key in SETTINGS}
+    if config.messages_key is not None:  # which implies another template than the default one
+        changed["prompt_template"] = config.prompt_template
     return {"source": config.source, **changed}
+
+
+def opening(problem: Problem, config: DataConfig) -> str | list[dict[str, str]]:
+    """Return a prompt for verifiers: the user's text, or the messages of a longer conversation."""
+    messages = prompt_messages(problem, config)
+    return prompt_text(problem, config) if len(messages) == 1 else messages
 
 
 def load_environment(split: str = "train", rows_of: str | None = None, **settings: Any) -> Any:
@@ -68,7 +78,7 @@ def load_environment(split: str = "train", rows_of: str | None = None, **setting
     def data_set(problems: list[Problem]) -> Any:
         rows = [
             {
-                "prompt": [{"role": "user", "content": prompt_text(problem, config)}],
+                "prompt": prompt_messages(problem, config),
                 "answer": problem.answer,
                 "info": {"question": problem.question},
             }
@@ -92,7 +102,7 @@ def load_environment(split: str = "train", rows_of: str | None = None, **setting
         dataset=data_set(train),
         # With rows_of there may be no held-out row that names this teacher.
         eval_dataset=data_set(held_out) if held_out else None,
-        rubric=vf.Rubric(funcs=[correct]),
+        rubric=vf.Rubric(funcs=[correct] if config.scored else []),
     )
 
 
@@ -119,6 +129,8 @@ def make_classes() -> dict[str, type]:
         async def correct(self, trace: vf.Trace) -> float | dict[str, float]:
             problem = Problem(self.data.question, self.data.answer)
             config = DataConfig.model_validate(self.data.data)
+            if not config.scored:
+                return {}
             # In a thread: Math-Verify may take seconds, and the loop serves other rollouts.
             own = await asyncio.to_thread(reward, trace.last_reply or "", problem, config)
             return {config.metric: own} if config.graded else own
@@ -142,7 +154,7 @@ def make_classes() -> dict[str, type]:
                 ProblemTask(
                     ProblemData(
                         idx=index,
-                        prompt=prompt_text(problem, config),
+                        prompt=opening(problem, config),
                         question=problem.question,
                         answer=problem.answer,
                         data=settings,

@@ -13,6 +13,7 @@ import sys
 import termios
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -21,7 +22,13 @@ from rich.progress import TextColumn
 from prime_composer.cli import report
 from prime_composer.cli.output import forgiving_output
 from prime_composer.cli.progress import Screen, describe
-from prime_composer.cli.report import console, draw_report, print_outcome, print_report
+from prime_composer.cli.report import (
+    console,
+    draw_report,
+    new_figure,
+    print_outcome,
+    print_report,
+)
 from prime_composer.recipe.loading import parse_recipe
 from tests.conftest import TINY_RECIPE
 
@@ -268,6 +275,36 @@ def test_report_shows_turns_and_tool_calls(
         draw_report(runs, tmp_path / "report.png")
         sizes.append((tmp_path / "report.png").read_bytes()[16:20])  # the width of a PNG
     assert [int.from_bytes(width, "big") for width in sizes] == [1600, 1100]
+
+
+@pytest.mark.parametrize("log_kl", [False, True])
+def test_figure_of_several_runs_keeps_the_teachers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_kl: bool
+) -> None:
+    """A grey line where the runs agree on the score, else one in each run's color."""
+    made: list[Any] = []
+    monkeypatch.setattr(
+        report, "new_figure", lambda *size: made.append(new_figure(*size)) or made[-1]
+    )
+    scores = {"a": 0.9, "b": 0.9, "c": 0.5}
+    for name, teacher in scores.items():
+        (tmp_path / name).mkdir()
+        record = {
+            "step": 0,
+            "teacher/accuracy": teacher,
+            "eval/accuracy": 0.1,
+            "eval/reverse_kl": 1.0,
+        }
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    dashed = []
+    for names in ("ab", "abc"):
+        draw_report([tmp_path / name for name in names], tmp_path / "report.png", log_kl)
+        accuracy, kl = made[-1].axes[:2]
+        lines = [line for line in accuracy.get_lines() if line.get_linestyle() == "--"]
+        dashed.append({line.get_ydata()[0]: line.get_color() for line in lines})
+        assert kl.get_yscale() == ("log" if log_kl else "linear")
+    colors = [line.get_color() for line in accuracy.get_lines() if line.get_marker() == "o"]
+    assert dashed == [{0.9: "grey"}, {0.9: colors[0], 0.5: colors[2]}]
 
 
 def test_figure_of_a_directory_with_dollars_and_brackets(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from prime_composer.cli import probe as command
 from prime_composer.cli.commands import main
 from prime_composer.cli.formatting import MISSING
 from prime_composer.local.probe.run import probe
+from prime_composer.local.run_dir import plan as plan_module
 from tests.command import prime_rl, toml
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
@@ -152,3 +153,34 @@ def test_a_bfloat16_server_is_probed_as_it_is(
     speeds = {entry["column"]: entry["tokens_per_second"] for entry in found["throughput"]}
     assert speeds["8"] > 0 and speeds["32"] is speeds["64"] is None
     assert found["facts"]["logprob_mode"] == "raw"
+
+
+def test_context_beyond_the_model_is_said_once_in_preflights_words(
+    cli: Cli, tiny_recipe: Raw
+) -> None:
+    """Before anything is loaded."""
+    done = cli(tiny_recipe(rollout={"backend": "vllm", "max_model_len": 2048}))
+    both = done.stdout + done.stderr
+    assert done.returncode == 1
+    assert (
+        both.count("has 256 positions and rollout.max_model_len is 2048, which vllm refuses") == 1
+    )
+    assert "loading the student" not in both
+
+
+def test_probe_makes_the_checks_of_a_dry_run(
+    cli: Cli, tiny_recipe: Raw, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only the dry run looks at is a failed check, and the rest is measured all the same."""
+
+    def refuse(*_: Any) -> None:
+        raise ImportError("wandb is not installed: pip install wandb")
+
+    monkeypatch.setattr(plan_module, "import_wandb", refuse)
+    raw = tiny_recipe(logging={"tensorboard": False, "wandb": {"project": "p"}})
+    done = cli(raw, "--json")
+    report = json.loads(done.stdout)
+    failed = [check for check in report["checks"] if check["passed"] is False]
+    assert [check["name"] for check in failed] == ["what rl --dry-run checks"]
+    assert "pip install wandb" in failed[0]["message"]
+    assert done.returncode == 1 and report["student"] is not None

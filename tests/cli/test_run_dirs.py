@@ -1,5 +1,6 @@
 """Run directories: which are free, which start over, which continue, and which are left alone."""
 
+import copy
 import errno
 import itertools
 import json
@@ -21,10 +22,15 @@ from prime_composer.local.run_dir.claim import (
     claim_run_dir,
 )
 from prime_composer.local.run_dir.lock import InUse, RunLock
-from prime_composer.local.run_dir.recipe_file import _why_not_other_steps, write_recipe
+from prime_composer.local.run_dir.recipe_file import (
+    _why_not_other_steps,
+    check_continues,
+    write_recipe,
+)
 from prime_composer.local.student import lr_factor
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError, TrainerConfig
+from tests.conftest import TINY_RECIPE
 from tests.local.test_checkpoint import save
 
 Raw = Callable[..., dict[str, Any]]
@@ -387,3 +393,17 @@ def test_dry_run_looks_at_the_lock_and_writes_none(wish: Callable[..., Wish]) ->
     before = (path / ".lock").stat().st_mtime_ns
     choose_run_dir(wish(resume=True))
     assert (path / ".lock").stat().st_mtime_ns == before
+
+
+def test_run_from_before_the_context_was_a_default_is_resumed(tmp_path: Path) -> None:
+    """Its recipe.json has the former default; a value that the user changed is refused."""
+    now = parse_recipe({**TINY_RECIPE, "rollout": {"backend": "transformers", "max_tokens": 8}})
+    tables = now.model_dump(mode="json")
+    before = copy.deepcopy(tables)
+    before["rollout"]["max_model_len"] = 2048
+    write_recipe(tmp_path, before)
+    note = check_continues(tmp_path, tables, 2)
+    assert note.startswith("rollout.max_model_len is unset now") and note.endswith("it was 2048")
+    tables["rollout"]["max_model_len"] = 64
+    with pytest.raises(RecipeError, match="other values of rollout.max_model_len"):
+        check_continues(tmp_path, tables, 2)

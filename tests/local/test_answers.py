@@ -111,6 +111,16 @@ def test_report_prefers_answers_that_changed(
     ]
 
 
+def test_answers_without_a_metric_have_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (0, 4):
+        write_answers(tmp_path, step, [Answer("What?", "", f"said at {step}", None)])
+    out = printed(tmp_path, [0, 4], capsys)
+    assert "said at 0" in out and "said at 4" in out
+    assert not [word for word in ("correct", "wrong", "reference") if word in out]
+
+
 def test_answers_of_another_attempt_are_not_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

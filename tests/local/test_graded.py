@@ -12,7 +12,7 @@ import pytest
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
 from prime_composer.cli.report import print_outcome, print_report
 from prime_composer.local.answers import Answer, read_answers, read_signatures, write_answers
-from prime_composer.local.collect import grade
+from prime_composer.local.collect import grade, rollout_metrics
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.run_dir import plan as plan_module
 from prime_composer.local.tokenized_problems import TokenizedProblems
@@ -24,6 +24,7 @@ from prime_composer.problems.metrics import sentence_score, total_score
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import EvalConfig, RecipeError
+from prime_composer.step.batch import Sample
 from prime_composer.step.replay import response
 from tests.local.helpers import Letters, run
 
@@ -293,3 +294,26 @@ def test_run_on_summaries_measures_them(tiny_recipe: Any, tmp_path: Path) -> Non
     assert not {"eval/accuracy", "teacher/accuracy"} & before.keys()
     assert 0 < after["rollout/reward"] < 1
     assert read_signatures(tmp_path)["chrf"].startswith("chrF2|nrefs:1|")
+
+
+def test_problems_that_are_not_graded_are_left_out_of_scores(tmp_path: Path) -> None:
+    """Beside others they change no score, and alone there is none. Their answers are kept."""
+    sources = {"sums": SOURCES["sums"], "german": DataConfig(kind="translation", metric="none")}
+    some = evaluator(sources)
+    assert some.student() == {
+        "eval/accuracy": 1.0, "eval/accuracy/sums": 1.0, "eval/truncated": 0.0
+    }  # fmt: skip
+    assert [(one.text.strip(), one.correct, one.score) for one in some.answers[1:]] == [
+        (SAID[question][0], None, None) for question in ("the cat", "the dog")
+    ]
+    alone = evaluator({"german": sources["german"]})
+    assert alone.student() == {"eval/truncated": 0.0} and alone.teachers() == {}
+    samples = [
+        Sample(rollout, problem, reward=reward)
+        for problem, reward in ((HELD_OUT[0], 1.0), (HELD_OUT[2], 0.0))
+        for rollout in [response([1], problem.answer, DataConfig(), Words(), 0)]
+    ]
+    measured = rollout_metrics(samples, ProblemSet([], [], sources))
+    assert (measured["rollout/reward"], measured["rollout/reward/sums"]) == (1.0, 1.0)
+    assert "rollout/reward/german" not in measured
+    assert "rollout/reward" not in rollout_metrics(samples[1:], ProblemSet([], [], sources))

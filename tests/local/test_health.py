@@ -13,7 +13,7 @@ from torch import nn
 from prime_composer.contract import LossInputs
 from prime_composer.local import student as student_module
 from prime_composer.local.engine import open_engine
-from prime_composer.local.health import ExplodedWeights, WeightCheck
+from prime_composer.local.health import ExplodedWeights, WeightCheck, teachers_without_success
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.student import Student
 from prime_composer.local.tracker import read_metrics
@@ -320,3 +320,29 @@ def test_train_sampler_that_stops_taking_weights_is_seen_next_step(
     with pytest.raises(ValueError, match="step 4: the sampler's probabilities"):
         run(tiny_recipe(trainer__steps=6), tmp_path / "run", display)
     assert display.steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("measured", "named"),
+    [
+        ({"teacher/accuracy": 0.0, "eval/accuracy": 0.0}, ["the teacher has 0.0% accuracy"]),
+        ({"teacher/accuracy": 0.005}, []),
+        ({"teacher/math/accuracy": 0.0, "teacher/code/accuracy": 1.0}, ["the teacher math has 0"]),
+        ({"eval/reverse_kl": 1.0}, []),
+    ],
+)
+def test_teacher_without_a_right_answer_is_a_warning(
+    measured: dict[str, float], named: list[str]
+) -> None:
+    warnings = teachers_without_success(measured)
+    assert len(warnings) == len(named)
+    assert all(text.startswith(start) for text, start in zip(warnings, named, strict=True))
+
+
+def test_run_warns_of_a_teacher_without_a_right_answer(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """An untrained teacher knows nothing."""
+    display = Silent()
+    raw = tiny_recipe(trainer__steps=1)
+    raw["teacher"]["prepare"]["sft_steps"] = 1
+    run(raw, tmp_path / "run", display)
+    assert [text for text in display.texts if text.startswith("warning: the teacher has 0.0%")]

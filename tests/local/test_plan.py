@@ -1,5 +1,8 @@
 """The plan of a dry run: what it says, what it refuses, and that it writes nothing."""
 
+import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from prime_composer.local.run_dir import plan as plan_module
 from prime_composer.local.run_dir.plan import plan
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.rollout import RolloutConfig
 from prime_composer.teachers.compatibility import PreflightError
 from tests.conftest import TINY_RECIPE
 from tests.local.helpers import tiny_models
@@ -82,3 +86,48 @@ def test_plan_names_missing_libraries(tiny_recipe: Raw, monkeypatch: pytest.Monk
     monkeypatch.setattr(plan_module, "find_spec", lambda name: None if name in missing else name)
     with pytest.raises(ImportError, match="needs matplotlib, vllm: pip install"):
         planned(tiny_recipe(rollout__backend="vllm"))
+
+
+def test_context_that_is_unset_fits_the_data_and_the_models(tiny_recipe: Raw) -> None:
+    """It is no longer than the smallest window, and as long as the prompts need."""
+    tiny_models(TINY_RECIPE)
+    raw = tiny_recipe()
+    del raw["rollout"]["max_model_len"]
+    assert any(line.endswith("; the context is 256") for line in planned(raw))
+    with pytest.raises(PreflightError, match="sampler takes 256; that is the model's window"):
+        planned({**raw, "rollout": {**raw["rollout"], "max_tokens": 250}})
+
+
+@pytest.mark.parametrize(
+    ("length", "needed", "windows", "context"),
+    [
+        (None, 300, [], 2048),
+        (None, 3000, [None, 8192], 3000),
+        (None, 3000, [8192, 512], 512),
+        (None, 10, [None], 2048),
+        (700, 3000, [512], 700),
+    ],
+)
+def test_context_follows_needs_up_to_the_windows(
+    length: int | None, needed: int, windows: list[int | None], context: int
+) -> None:
+    assert RolloutConfig(max_model_len=length).context(needed, windows) == context
+
+
+def test_plan_of_a_context_of_its_own_reads_it_of_the_longest_prompt(
+    tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """Of models without a window that is known, the longest prompt decides."""
+    folders = tiny_models(TINY_RECIPE)
+    models = {}
+    for name, path in folders.items():
+        shutil.copytree(path, tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        config["max_position_embeddings"] = 10**6
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        models[name] = {"model": str(tmp_path / name)}
+    raw = tiny_recipe(**models)
+    raw["rollout"] = {"backend": "transformers", "max_tokens": 5000}
+    (line,) = [line for line in planned(raw) if line.startswith("longest prompt")]
+    longest, whole, context = map(int, re.findall(r"\d+", line))
+    assert whole == longest + 5000 and context == whole + 1

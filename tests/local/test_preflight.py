@@ -37,7 +37,7 @@ from prime_composer.teachers.server import ServerScorer
 from prime_composer.tiny_models.cache import prepare_models
 from tests.conftest import TINY_RECIPE
 from tests.faults.server import SpoilingServer
-from tests.local.helpers import run, tiny_models
+from tests.local.helpers import Silent, run, tiny_models
 
 VOCAB = 131
 PROMPTS = [[(5 * i + 3 * j) % 120 + 4 for j in range(20)] for i in range(12)]
@@ -497,3 +497,15 @@ def test_preflight_refuses_a_solution_beyond_the_teacher(tiny_recipe, tmp_path):
     message = "longest solution of the data has .* and the teacher takes 127"
     with pytest.raises(PreflightError, match=message):
         run(raw, tmp_path / "run")
+
+
+@pytest.mark.parametrize("plugin", [False, True])
+def test_served_teacher_says_its_precision(plugin, tiny_recipe, tmp_path):
+    """The plugin knows what it computes in; without it the run says that it does not know."""
+    folders, display = tiny_models(TINY_RECIPE), Silent()
+    with SpoilingServer(folders["teacher"], plugin=plugin) as server:
+        teacher = {"model": str(folders["teacher"]), "url": server.url}
+        student = {"model": str(folders["student"])}
+        run(tiny_recipe(student=student, teacher=teacher, trainer__steps=1), tmp_path, display)
+    (line,) = [text for text in display.texts if text.startswith("the teacher's server")]
+    assert line.endswith("answers in float32" if plugin else "in which precision it answers")

@@ -19,9 +19,9 @@ import pytest
 from prime_composer.problems import math_verifier
 from prime_composer.problems.answers import check_reference, is_correct
 from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.files import read_file
 from prime_composer.problems.loading import load_problems
 from prime_composer.problems.math_verifier import MathVerifier, TimeBudget
-from prime_composer.problems.rows import read_jsonl
 
 BY_NUMBER = DataConfig()
 BY_LIBRARY = DataConfig(metric="math_verify")
@@ -172,7 +172,7 @@ def test_reference_that_would_be_misread_is_refused(reference: str, tmp_path: Pa
         f'{{"question": "a", "answer": "#### 5"}}\n{{"question": "q", "answer": "#### {escaped}"}}'
     )
     with pytest.raises(ValueError, match=r"train\.jsonl:2: .* is not a number: .*math_verify"):
-        read_jsonl(path)
+        read_file(path)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_math_verify_takes_a_reference_without_a_mark(
     """The whole answer is the reference, from the file to the verdict."""
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps({"question": "q", "answer": answer}))
-    problem = read_jsonl(path, BY_LIBRARY)[0]
+    problem = read_file(path, BY_LIBRARY)[0]
     assert problem is not None
     assert is_correct(text, problem, BY_LIBRARY) is WITHOUT_MARK[answer, text]
 

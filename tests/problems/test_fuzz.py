@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prime_composer.problems.answers import final_number, is_correct
 from prime_composer.problems.config import DataConfig, Problem
-from prime_composer.problems.rows import read_jsonl
+from prime_composer.problems.files import read_file
 from tests.fuzz import EXAMPLES, ODD, bounded, bounded_memory, damaged, damaged_bytes
 
 ROWS = [
@@ -23,7 +23,7 @@ def check(path: Path, content: bytes) -> None:
     """Read a file of problems, and grade each with its own answer."""
     path.write_bytes(content)
     try:
-        problems = read_jsonl(path, DataConfig(teacher_key="by", source="jsonl", path=path))
+        problems = read_file(path, DataConfig(teacher_key="by", source="jsonl", path=path))
     except ValueError as error:
         shown = str(error).replace(str(path), "FILE")
         assert 0 < len(shown) < 1000 and "FILE:" in shown

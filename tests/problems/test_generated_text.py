@@ -120,7 +120,7 @@ def test_data_of_a_kind_is_asked_as_the_recipe_says(kind: str, metric: str) -> N
         ({"kind": "summary", "metric": "rouge2", "operations": [1]}, "leave it out"),
         ({"kind": "summary", "metric": "rouge2", "source": "hub"},
          r'kind = "summary" is read only with source = "generated"'),
-        ({"metric": "rouge1"}, "Input should be 'gsm8k', 'math_verify', 'exact', 'rouge2'"),
+        ({"metric": "rouge1"}, "Input should be 'gsm8k', 'math_verify', 'exact', 'contains'"),
     ],
 )  # fmt: skip
 def test_data_that_does_not_fit_is_refused(table: dict[str, Any], complaint: str) -> None:

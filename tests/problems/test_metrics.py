@@ -281,7 +281,7 @@ def test_column_whose_name_has_a_dot_is_read(tmp_path: Path) -> None:
         ({"question": "q", "answer": ["a", "b"]}, {"prompt_key": "question"},
          r'"answer" must be a string, found list; correct the data, or name .*\[data\] answer_key'),
         ({"question": "q", "answer": " "}, {"prompt_key": "question"},
-         r'"answer" is empty; write one, or leave such rows out with clean = true'),
+         r'"answer" is empty; write one, leave such rows out with clean = true, or set metric'),
         ({"question": "q", "answer": "yes"}, {"prompt_key": "question"},
          r'"answer" has 1 of the 2 words \(a-z, 0-9\) that rouge2 needs.*clean = true'),
         ({"question": "q", "answer": "да нет"}, {"prompt_key": "question"}, 

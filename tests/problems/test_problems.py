@@ -15,11 +15,11 @@ from pydantic import ValidationError
 from prime_composer.problems import generated as data
 from prime_composer.problems.answers import final_number, is_correct
 from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.files import read_file
 from prime_composer.problems.generated import generate_problems
 from prime_composer.problems.loading import load_problem_set, load_problems, split_by_question
 from prime_composer.problems.order import environment_batches, prompt_batches
 from prime_composer.problems.prompts import render_prompt
-from prime_composer.problems.rows import read_jsonl
 
 GOOD = '{"question": "How many?", "answer": "One and one.\\n#### 2"}'
 
@@ -146,7 +146,7 @@ def test_jsonl_malformed_line_is_reported_with_its_place(tmp_path, line, complai
     file = tmp_path / "train.jsonl"
     file.write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")
     with pytest.raises(ValueError, match=rf"train\.jsonl:3: {complaint}"):
-        read_jsonl(file)
+        read_file(file)
 
 
 def test_jsonl_line_not_utf8_is_reported(tmp_path):
@@ -154,7 +154,7 @@ def test_jsonl_line_not_utf8_is_reported(tmp_path):
     file = tmp_path / "train.jsonl"
     file.write_bytes(GOOD.encode() + b'\n{"question": "\xff", "answer": "#### 1"}\n')
     with pytest.raises(ValueError, match=r"train\.jsonl:2: not UTF-8"):
-        read_jsonl(file)
+        read_file(file)
 
 
 LONE = r'{"question": "half \ud800 a letter", "answer": "#### 1"}'
@@ -177,7 +177,7 @@ def test_jsonl_of_odd_bytes_is_one_sentence(tmp_path, content, complaint):
     file = tmp_path / "train.jsonl"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=rf"train\.jsonl.*{complaint}") as caught:
-        read_jsonl(file)
+        read_file(file)
     assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value)
 
 
@@ -185,7 +185,7 @@ def test_jsonl_whole_letters_in_escapes_are_read(tmp_path):
     """A pair of surrogates is a letter, also beside a byte order mark."""
     file = tmp_path / "train.jsonl"
     file.write_bytes(b"\xef\xbb\xbf" + rb'{"question": "\ud83d\ude00?", "answer": "#### 1"}')
-    assert read_jsonl(file) == [Problem("\U0001f600?", "#### 1")]
+    assert read_file(file) == [Problem("\U0001f600?", "#### 1")]
 
 
 def test_jsonl_that_cannot_be_read_says_why(tmp_path, monkeypatch):
@@ -198,7 +198,7 @@ def test_jsonl_that_cannot_be_read_says_why(tmp_path, monkeypatch):
     file.write_text(GOOD)
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(ValueError, match=r"train\.jsonl cannot be read: Permission denied"):
-        read_jsonl(file)
+        read_file(file)
 
 
 def test_jsonl_many_malformed_lines_are_counted(tmp_path):
@@ -206,22 +206,24 @@ def test_jsonl_many_malformed_lines_are_counted(tmp_path):
     file = tmp_path / "train.jsonl"
     file.write_text("oops\n" * 8)
     with pytest.raises(ValueError) as error:
-        read_jsonl(file)
+        read_file(file)
     assert str(error.value).count("not JSON") == 5
-    assert "and 3 more malformed lines" in str(error.value)
+    assert "and 3 more malformed rows" in str(error.value)
 
 
 def test_jsonl_missing_file_says_what_path_is(tmp_path):
     """A missing file is reported with what `path` should be."""
-    with pytest.raises(ValueError, match="no such file: .*train.jsonl.*a folder with"):
-        load_problems(DataConfig(source="jsonl", path=tmp_path))
+    with pytest.raises(ValueError, match="no such file: .*absent.*or a folder of them"):
+        load_problems(DataConfig(path=tmp_path / "absent"))
+    with pytest.raises(ValueError, match="has no file that ends in .jsonl or .parquet"):
+        load_problems(DataConfig(path=tmp_path))
 
 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
         ({"source": "jsonl"}, "needs path"),
-        ({"path": "somewhere"}, "only with source"),
+        ({"source": "hub", "path": "somewhere"}, "only with source"),
         ({"prompt_template": "Answer this:"}, "must contain {question}"),
         ({"answer_chek": "gsm8k"}, "answer_chek"),
         ({"hold_out": 1.0}, "hold_out"),
@@ -400,7 +402,7 @@ def test_hub_out_of_reach_names_a_local_copy(monkeypatch, error):
     message = str(caught.value)
     assert "hub_id = 'openai/gsm8k' could not be read from the Hugging Face hub" in message
     assert str(error).partition("\n")[0] in message and "long story" not in message
-    assert "--set data.source=jsonl --set data.path=FOLDER" in message
+    assert "--set data.source=files --set data.path=FOLDER" in message
 
 
 def test_hub_splits_become_problems(monkeypatch):
@@ -501,11 +503,11 @@ def test_read_jsonl_row_may_name_its_teacher(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     assert [
-        p.teacher for p in read_jsonl(path, DataConfig(teacher_key="by", source="jsonl", path=path))
+        p.teacher for p in read_file(path, DataConfig(teacher_key="by", source="jsonl", path=path))
     ] == ["x", None]
-    assert [p.teacher for p in read_jsonl(path)] == [None, None]
+    assert [p.teacher for p in read_file(path)] == [None, None]
     path.write_text(json.dumps({**rows[0], "by": 3}))
     with pytest.raises(
         ValueError, match=r"rows.jsonl:1: \"by\" must be the name of a teacher, found int"
     ):
-        read_jsonl(path, DataConfig(teacher_key="by", source="jsonl", path=path))
+        read_file(path, DataConfig(teacher_key="by", source="jsonl", path=path))

@@ -158,3 +158,17 @@ def test_rollouts_of_a_batch_have_no_padding():
     del batch["tool_mask"]
     assert rollouts_of(batch, [3])[0].loss_mask.tolist() == [False, True, True, True, True]
     assert rollouts_of(batch, [3])[0].finish_reason == "length"
+
+
+def test_type_alone_is_a_loss():
+    """A name of ours, or of a module outside, is no file."""
+    assert read_loss("topk_reverse_kl") == parse_loss({"type": "topk_reverse_kl"})
+    with pytest.raises(ValueError, match="module 'no_such_module' cannot be imported"):
+        read_loss("no_such_module:loss")
+    with pytest.raises(RecipeError, match="topk_reverse: no such recipe"):
+        read_loss("topk_reverse")
+
+
+def test_missing_loss_names_the_default():
+    with pytest.raises(ValueError, match='loss is missing: pass loss="topk_reverse_kl"'):
+        read_loss(None)

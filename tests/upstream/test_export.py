@@ -690,7 +690,10 @@ OTHER_VALUES = {
     "teacher.policy.update": "ema",
     "teacher.policy.template": "{question}{hint}",
     "data.source": "hub",
+    "data.messages_key": "messages",
+    "data.system_key": "system",
     "data.operations": (1,),
+    "data.topics": ("jobs", "ages"),
     "data.prompt_template": "{question}",
     "data.teacher": "b",
     "environment.teacher": "b",
@@ -708,8 +711,11 @@ COMMON_VALUES = (
 COMPANIONS = {
     "rollout.url": {"rollout": {"backend": "server", "url": "http://other:1"}},
     "rollout.api_key_var": {"rollout": {"backend": "server", "url": "http://other:1"}},
-    "data.path": {"data": {"source": "jsonl", "path": "other.jsonl"}},
+    "data.path": {"data": {"path": "other.jsonl"}},
+    "data.messages_key": {"data": {"path": "other.jsonl"}},
+    "data.system_key": {"data": {"path": "other.jsonl"}},
     "data.kind": {"data": {"metric": "rougeL"}},
+    "data.topics": {"data": {"kind": "facts", "metric": "short_answer"}},
     "logging.wandb.name": {"logging": {"wandb": {"project": "p"}}},
 }
 """Key -> what a recipe that sets it has to set as well."""
@@ -949,3 +955,44 @@ def test_loss_from_outside_is_exported_and_read_again(monkeypatch, version, loss
     assert read == given.loss
     monkeypatch.setenv("PRIME_COMPOSER", json.dumps({"loss": table}))
     assert AdapterSettings.from_env().support_size() == (0 if loss is HUBER else 8)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_head_says_that_nothing_is_evaluated(version):
+    """One machine evaluates by default. Without graded answers neither does."""
+    raw = tables()
+    raw.pop("eval", None)
+    export = export_recipe(parse_recipe(raw), version)
+    assert "eval" not in export.table["orchestrator"]
+    assert "Nothing is evaluated: the recipe has no [eval]." in " ".join(export.head)
+    raw["eval"] = {"every": 2}
+    export = export_recipe(parse_recipe(raw), version)
+    assert export.table["orchestrator"]["eval"]["interval"] == 2
+    assert "Nothing is evaluated" not in " ".join(export.head)
+    raw["data"]["metric"] = "none"
+    raw["loss"] = {"type": "topk_reverse_kl", "k": 16}
+    export = export_recipe(parse_recipe(raw), version)
+    assert "eval" not in export.table["orchestrator"]
+    assert "no environment has held-out answers with a reward" in " ".join(export.head)
+
+
+def test_export_refuses_rows_from_python():
+    with pytest.raises(RecipeError, match="data.source = 'rows'.*name it in data.path"):
+        export_recipe(recipe(data={"source": "rows"}), "head")
+
+
+def test_export_refuses_a_system_message_beside_a_hint():
+    """opsd writes the hint into a system message of its own."""
+    raw = tables(loss={"type": "self_distillation"}, data={"system": "Be brief."})
+    raw["teacher"] = {"policy": {"update": "live"}}
+    with pytest.raises(RecipeError, match=r"^data.system = 'Be brief.': .*system message"):
+        export_recipe(parse_recipe(raw), "head", MODELS)
+
+
+def test_context_that_is_unset_is_the_usual_one_or_the_window(tmp_path):
+    raw = tables()
+    del raw["rollout"]["max_model_len"]
+    assert export_recipe(parse_recipe(raw), "head").table["seq_len"] == 2048
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}')
+    raw["student"] = {"model": str(tmp_path)}
+    assert export_recipe(parse_recipe(raw), "head").table["seq_len"] == 1024

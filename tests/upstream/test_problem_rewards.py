@@ -4,7 +4,9 @@ verifiers is a stand-in with its two interfaces' names, so that these run withou
 """
 
 import asyncio
+import json
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +17,9 @@ from prime_composer.problems import metrics
 from prime_composer.problems.config import DataConfig
 from prime_composer.problems.loading import load_problems
 from prime_composer.problems.metrics import sentence_score
+from prime_composer.problems.prompts import render_prompt
 from prime_composer.upstream.environment import (
+    SETTINGS,
     data_settings,
     load_environment,
     load_split,
@@ -48,11 +52,15 @@ class Taskset(Generic[T, C]):
 
 class TaskData(BaseModel):
     idx: int
-    prompt: str
+    prompt: str | list[dict[str, str]]
 
 
 class TasksetConfig(BaseModel):
+    """``system_prompt`` is a file in verifiers, from prime-rl v0.8 on."""
+
+    id: str | None = None
     task: Any = None
+    system_prompt: Path | None = None
 
 
 @pytest.fixture(autouse=True)
@@ -127,3 +135,106 @@ def test_environment_without_the_library_has_the_pip_line(monkeypatch: pytest.Mo
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs rouge-score: pip install"):
         load_split(DataConfig(kind="summary", metric="rouge2", size=20), "train", None)
+
+
+def test_settings_are_no_keys_of_verifiers_own() -> None:
+    """Such a key would be read as verifiers means it."""
+    assert not set(SETTINGS) & set(TasksetConfig.model_fields)
+
+
+TURNS = [
+    {"role": "user", "content": "Who is Ada?"},
+    {"role": "assistant", "content": " A friend. "},
+    {"role": "user", "content": "How old is she?"},
+    {"role": "assistant", "content": "57"},
+]
+OWN_SYSTEM = {"role": "system", "content": "Shout."}
+CHATS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
+    "one message": (
+        {"messages_key": "m", "metric": "contains"},
+        [{"role": "user", "content": "How old is she?"}],
+    ),
+    "turns": ({"messages_key": "m", "metric": "contains"}, TURNS[:3]),
+    "system": (
+        {"messages_key": "m", "metric": "none", "system": "Be brief."},
+        [{"role": "system", "content": "Be brief."}, *TURNS[:3]],
+    ),
+    "own system": (
+        {"messages_key": "m", "metric": "contains", "system": "Be brief."},
+        [OWN_SYSTEM, *TURNS[:3]],
+    ),
+    "column": (
+        {"prompt_key": "q", "metric": "none", "system_key": "s", "prompt_template": "{question}"},
+        [OWN_SYSTEM, {"role": "user", "content": "How old is she?"}],
+    ),
+    "template": (
+        {"prompt_key": "q", "answer_key": "a", "metric": "exact", "system": "Be brief."},
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Question: How old is she?\nAnswer:"},
+        ],
+    ),
+}
+"""Settings, and the messages that a model reads. The row is ``row_of`` of the name."""
+
+
+def row_of(case: str) -> dict[str, Any]:
+    messages = TURNS[2:] if case == "one message" else TURNS
+    messages = [OWN_SYSTEM, *messages] if case == "own system" else messages
+    return {"m": messages, "q": "How old is she?", "a": "57", "s": "Shout."}
+
+
+class SpellsChats:
+    """A tokenizer whose tokens are the letters of a chat in JSON."""
+
+    chat_template = "there is one"
+
+    def encode(self, text: str) -> list[int]:
+        return [*text.encode()]
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **_: Any) -> list[int]:
+        return self.encode(json.dumps(conversation))
+
+
+@pytest.mark.parametrize("case", CHATS)
+def test_both_interfaces_ask_what_one_machine_asks(case: str, tmp_path: Path) -> None:
+    """Token for token, whatever the tokenizer, and as the export writes the settings."""
+    settings, messages = CHATS[case]
+    path = tmp_path / "rows.jsonl"
+    numbered = [
+        json.dumps(row_of(case)).replace("57", str(number)).replace("Ada", f"Ada {number}")
+        for number in range(20)
+    ]
+    path.write_text(
+        "\n".join(row.replace("How old is", f"{n}: How old is") for n, row in enumerate(numbered))
+    )
+    config = DataConfig(path=path, **settings)
+    written = data_settings(config)
+    assert DataConfig.model_validate(written) == config
+    train, held_out = load_problems(config)
+    assert (len(train), len(held_out)) == (18, 2)
+    tokenizer = SpellsChats()
+    here = [bytes(render_prompt(problem, config, tokenizer)).decode() for problem in train]
+    number = int(train[0].question.split(":")[0])
+    first = json.dumps(messages).replace("Ada", f"Ada {number}")
+    assert here[0] == first.replace("How old is", f"{number}: How old is")
+
+    environment = load_environment(**written)
+    assert [json.dumps(row["prompt"]) for row in environment.dataset] == here
+    classes: dict[str, Any] = make_classes()
+    tasks = classes["ProblemTaskset"](classes["ProblemTasksetConfig"](**written)).load()
+    asked = [task.data.prompt for task in tasks]
+    as_user = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in asked]
+    assert [json.dumps(one) for one in as_user] == here
+
+
+def test_answers_that_are_not_graded_have_no_reward(tmp_path: Path) -> None:
+    """And none is logged as 0."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}?"}) + "\n" for n in range(20)))
+    settings = {"source": "files", "path": str(path), "metric": "none"}
+    environment = load_environment(**settings)
+    assert environment.rubric.funcs == [] and environment.dataset[0]["answer"] == ""
+    classes: dict[str, Any] = make_classes()
+    (task, *_) = classes["ProblemTaskset"](classes["ProblemTasksetConfig"](**settings)).load()
+    assert asyncio.run(task.correct(SimpleNamespace(last_reply="x"))) == {}

@@ -176,7 +176,9 @@ def probe_engine(
     forecast = step.forecast(recipe.trainer, str(own) if teachers else None)
     advice += advice_on_seconds(forecast)
     model = recipe.student.model or str(engine.model.name_or_path)
-    spec = student_spec(recipe.rollout, model, recipe.trainer.dtype, recipe.largest_call)
+    spec = student_spec(
+        recipe.rollout.within(engine.context), model, recipe.trainer.dtype, recipe.largest_call
+    )
     student = student_report(engine, spec, step)
     return ProbeReport(findings, advice, forecast, student, teachers)
 

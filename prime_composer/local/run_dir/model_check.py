@@ -1,6 +1,5 @@
 """Refuse models that do not fit a recipe before any of them is built or loaded."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,8 @@ from prime_composer.backends.hf_model import ModelUnavailable
 from prime_composer.backends.model_files import (
     has_tokenizer,
     missing_folder,
+    positions,
+    read_json,
     why_not_on_hub,
 )
 from prime_composer.recipe.backends import backend_of
@@ -34,7 +35,9 @@ def check_models(recipe: Recipe, hub: bool = True) -> None:
         RecipeError: a model does not fit; the message names table, path and what is missing.
     """
     for table, config, backend in local_models(recipe):
-        longest = recipe.rollout.max_model_len if backend_of(backend).within_positions else 0
+        # Unset, it becomes what the models can read.
+        longest = recipe.rollout.max_model_len or 0
+        longest = longest if backend_of(backend).within_positions else 0
         if isinstance(config.prepare, PrepareConfig):
             limit: int | None = config.prepare.max_position_embeddings
             origin = f"[{table}.prepare]"
@@ -63,7 +66,7 @@ def existing_model(table: str, config: ModelConfig) -> tuple[str, str]:
 
 def _check_layers(config: DamagedConfig, table: str) -> None:
     """Refuse layers to be removed that a model on this machine lacks."""
-    sizes: Any = _read_json(Path(config.source) / "config.json") or {}
+    sizes: Any = read_json(Path(config.source) / "config.json") or {}
     layers = sizes.get("text_config", sizes).get("num_hidden_layers")
     if not isinstance(layers, int):
         return
@@ -93,7 +96,7 @@ def what_is_missing(folder: Path) -> str | None:
 
     The names and sizes of the files are compared, not their weights.
     """
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if config is None:
         there = (folder / "config.json").exists()
         return "has a config.json that is no JSON object" if there else "has no config.json"
@@ -102,7 +105,7 @@ def what_is_missing(folder: Path) -> str | None:
         indexes = [path for name in WEIGHTS if (path := folder / f"{name}.index.json").exists()]
         if not indexes:
             return "has no weights (model.safetensors, or its parts and their index)"
-        parts = (_read_json(indexes[0]) or {}).get("weight_map")
+        parts = (read_json(indexes[0]) or {}).get("weight_map")
         if not isinstance(parts, dict) or not parts:
             return f"has an index of weights, {indexes[0].name}, that names no file"
         names = sorted({str(name) for name in parts.values()})
@@ -114,37 +117,6 @@ def what_is_missing(folder: Path) -> str | None:
         if file.suffix == ".safetensors" and not _is_whole(file):
             return f"has only a part of {file.name}; copy it again"
     return None
-
-
-def positions(folder: Path) -> int | None:
-    """Return how many positions a model has; None where its config scales or does not say them."""
-    config: Any = _read_json(folder / "config.json") or {}
-    config = config.get("text_config", config)
-    if any(_scales(config.get(name)) for name in ("rope_scaling", "rope_parameters")):
-        return None
-    limit = config.get("max_position_embeddings")
-    return limit if isinstance(limit, int) else None
-
-
-def _scales(rope: Any) -> bool:
-    """Return whether a table of rotary positions may lengthen the context.
-
-    Its type is under ``rope_type``, or under ``type`` in older configs. A model may have one table
-    per kind of layer. What has a factor and no known type counts as scaled.
-    """
-    if not isinstance(rope, dict):
-        return rope is not None
-    typed = any(rope.get(name, "default") != "default" for name in ("rope_type", "type"))
-    inner = [table for table in rope.values() if isinstance(table, dict)]
-    return typed or "factor" in rope or any(map(_scales, inner))
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _is_whole(file: Path) -> bool:

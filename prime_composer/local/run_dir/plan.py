@@ -22,9 +22,9 @@ from prime_composer.local.preflight import (
     route,
     sampling_warnings,
 )
-from prime_composer.local.run_dir.model_check import check_models
+from prime_composer.local.run_dir.model_check import check_models, local_models
 from prime_composer.local.sources import Sources
-from prime_composer.local.tokenized_problems import TokenizedProblems
+from prime_composer.local.tokenized_problems import TokenizedProblems, context_of
 from prime_composer.local.tracker import import_wandb
 from prime_composer.losses import LossConfig, setup_loss_fn
 from prime_composer.losses.shared.modifiers import resolve
@@ -222,12 +222,17 @@ def check_sequences(
     tokenizer = None if folder is None else load_tokenizer(folder)
     if folder is None or tokenizer is None:
         return ["prompt lengths: not checked, the student's tokenizer is not on this machine yet"]
-    tokenized, rollout = TokenizedProblems(problems, tokenizer), recipe.rollout
+    tokenized = TokenizedProblems(problems, tokenizer)
+    rollout = recipe.rollout.within(
+        context_of(recipe.rollout, tokenized, local_models(recipe), folders)
+    )
+    raisable = recipe.rollout.max_model_len is not None
     setup_loss_fn(resolve(recipe.loss, tokenizer))
     if recipe.replay.path is not None:
         read_pairs(recipe.replay.path, problems.sources, tokenizer)
     prompts = [tokenized.prompt(problem) for problem in problems.practice]
-    check_context(prompts, rollout.max_tokens, sampler=context(rollout.backend, rollout))
+    limits = context(rollout.backend, rollout)
+    check_context(prompts, rollout.max_tokens, sampler=limits, raisable=raisable)
     student = read_config(folder).get_text_config()
     teacher = recipe.teacher
     if teacher is not None and teacher.policy is not None and teacher.on_overflow == "error":
@@ -247,7 +252,7 @@ def check_sequences(
         limits = binding(limits, config.on_overflow)
         support_size, _ = recipe.loss.asked_of_teacher
         with naming(scorer, among=routing.teachers):
-            check_lengths(tokenized, scored_problems[scorer], rollout, limits, scorer)
+            check_lengths(tokenized, scored_problems[scorer], recipe.rollout, limits, scorer)
             lines += compare_with_teacher(
                 tokenizer, student.vocab_size, folders[scorer.table], support_size
             )
@@ -269,4 +274,4 @@ def compare_with_teacher(
 
 def context(backend: str, config: RolloutConfig) -> Limits:
     """Return the context that the recipe gives a backend. A server has one of its own."""
-    return Limits(None if backend_of(backend).serves else config.max_model_len)
+    return Limits(None if backend_of(backend).serves else config.context())

@@ -105,6 +105,11 @@ def check_continues(run_dir: Path, now: Tables, done: int) -> str:
         if not refusal:
             changed.remove("trainer.steps")
             notes.append(f"trainer.steps is {now['trainer']['steps']} now; it was {steps}")
+    context = "rollout.max_model_len"
+    if context in changed and now["rollout"]["max_model_len"] is None:
+        changed.remove(context)
+        length = before["rollout"]["max_model_len"]
+        notes.append(f"{context} is unset now, so that the models' windows count; it was {length}")
     if changed:
         raise RecipeError(
             f"--resume: {run_dir} was started with other values of {', '.join(changed)}; "

@@ -51,6 +51,7 @@ def head_comment(plan: Plan, table: Mapping[str, Any], not_carried: Mapping[str,
         *servers(plan),
         *packages(plan),
         *temperatures(plan.recipe.loss, plan.recipe.rollout.temperature),
+        *evaluation_left_out(plan),
     ]
     if not_carried:
         lines += ["", "Not carried to prime-rl:"]
@@ -129,6 +130,22 @@ def temperatures(loss: LossConfig, sampled: float) -> list[str]:
             'k = "full" compares student and teacher without it, at the temperature of the loss.',
         ]
     return [*lines, "The teacher scores at 1, so the loss compares two temperatures."]
+
+
+def evaluation_left_out(plan: Plan) -> list[str]:
+    """Return that prime-rl evaluates nothing, where one machine would."""
+    evaluation = plan.recipe.eval
+    if not plan.evaluated:
+        return ["", "Nothing is evaluated: no environment has held-out answers with a reward."]
+    if "eval" in plan.recipe.model_fields_set:
+        return []
+    every = f"every {evaluation.every} steps" if evaluation.every else "before and after training"
+    return [
+        "",
+        f"Nothing is evaluated: the recipe has no [eval]. One machine would, {every} on",
+        f"{evaluation.size} problems. For the same here, write [eval] with size = "
+        f"{evaluation.size} into the recipe.",
+    ]
 
 
 def logits_dtype(plan: Plan) -> list[str]:

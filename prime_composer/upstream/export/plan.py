@@ -88,11 +88,11 @@ class Plan:
 
     @property
     def evaluated(self) -> list[Environment]:
-        """prime-rl's environments to evaluate."""
+        """prime-rl's environments to evaluate: those whose answers have a reward."""
         return [
             Environment(name, source, source.ratio, {})
             for name, source in self.recipe.sources.items()
-            if source.evaluates
+            if source.evaluates and (not isinstance(source, DataConfig) or source.scored)
         ]
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prime_composer.losses import LossConfig, require
+from prime_composer.problems.config import CHAT_KEYS, DataConfig
 from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.schema import (
     PolicyTeacherConfig,
@@ -53,6 +54,7 @@ def refuse(recipe: Recipe, version: Version) -> None:
     servers = {} if policy is not None else recipe.teacher_tables
     refuse_two_credentials({"rollout": recipe.rollout, **servers})
     refuse_environments(recipe.environments_by_id, policy, version)
+    refuse_data(recipe.problem_sources, policy)
     try:
         wire_support_size(recipe.loss, "loss")
     except ValueError as error:
@@ -129,6 +131,27 @@ def truncations(sampling: Mapping[str, Any], extra_body: Mapping[str, Any]) -> d
         for key, values in off.items()
         if settings.get(key) not in values
     }
+
+
+def refuse_data(sources: Mapping[str, DataConfig], policy: PolicyTeacherConfig | None) -> None:
+    """Check that prime-rl's environment can load the problems, and give a policy its hints.
+
+    Raises:
+        RecipeError: it cannot; the message names the key.
+    """
+    for data in sources.values():
+        if data.source == "rows":
+            raise RecipeError(
+                "data.source = 'rows': prime-rl's processes load the data themselves. Write the "
+                "rows to a JSONL or parquet file, and name it in data.path."
+            )
+        chat = [key for key in CHAT_KEYS if getattr(data, key) is not None]
+        if policy is not None and chat:
+            raise RecipeError(
+                f"data.{chat[0]} = {getattr(data, chat[0])!r}: with [teacher.policy] prime-rl's "
+                "opsd writes its hint into a system message of its own, so that the two would "
+                f"differ. Leave it out, {RUN_LOCALLY}"
+            )
 
 
 def refuse_environments(

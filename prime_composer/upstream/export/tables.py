@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from prime_composer.backends.model_files import window
 from prime_composer.losses import LossConfig
 from prime_composer.losses.shared.dialect import dialect_of
 from prime_composer.problems.config import DataConfig
@@ -29,7 +30,7 @@ def build_tables(plan: Plan) -> dict[str, Any]:
     recipe, version = plan.recipe, plan.version
     table: dict[str, Any] = {
         "max_steps": recipe.trainer.steps,
-        "seq_len": recipe.rollout.max_model_len,
+        "seq_len": recipe.rollout.context(windows=[window(plan.student)]),
         "model": {"name": plan.student},
         "orchestrator": orchestrator(plan),
         "trainer": trainer(plan),
@@ -83,7 +84,7 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
         url = version.base_url(v1_url(recipe.rollout.url))
         client = {"base_url": url} | api_key(recipe.rollout)
         merge(table, {version.student_client: {"client": client}})
-    if "eval" in recipe.model_fields_set:
+    if "eval" in recipe.model_fields_set and plan.evaluated:
         table["eval"] = evaluation(plan)
         size = math.ceil(recipe.eval.size / len(plan.evaluated))
         put(table, version.places.eval_size, size)

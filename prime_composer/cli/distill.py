@@ -1,0 +1,92 @@
+"""Run a recipe on this machine from Python."""
+
+import copy
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prime_composer.cli.commands import set_environment
+from prime_composer.problems.loading import Rows
+from prime_composer.recipe.loading import parse_recipe, read_tables
+from prime_composer.recipe.routing import Routing
+from prime_composer.recipe.schema import Recipe, RecipeError
+
+if TYPE_CHECKING:
+    from prime_composer.local.run import Outcome
+
+AnyRecipe = Recipe | Mapping[str, Any] | str | PathLike[str]
+
+
+def distill(
+    recipe: AnyRecipe,
+    rows: Rows | None = None,
+    *,
+    output_dir: str | PathLike[str] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> "Outcome":
+    """Train a recipe's student on this machine, as ``prime-rl rl`` does.
+
+    Args:
+        recipe: a recipe, its tables, or its file.
+        rows: the data in the place of the recipe's own: any iterable of mappings, of which
+            ``[data] hold_out`` is set aside, or a mapping of "train" and "test" to such iterables.
+            The keys of ``[data]`` name their columns.
+        output_dir: the run directory. None: the recipe's, or ``outputs/`` and the file's name.
+        resume: continue the run that is there, with the same recipe and rows.
+        overwrite: delete the run that is there.
+
+    Returns:
+        How the run ended. ``student`` is the trained model's directory.
+
+    Raises:
+        ValueError: recipe, data, models or the run directory are unusable, or a run was stopped.
+        ImportError: a library is missing; the message names the pip line.
+    """
+    set_environment()
+    from prime_composer.cli.progress import Screen
+    from prime_composer.local.run_dir.claim import Wish, claim_run_dir
+    from prime_composer.local.run_dir.model_check import check_models
+    from prime_composer.local.run_dir.plan import require_libraries
+    from prime_composer.local.sources import load_sources
+    from prime_composer.local.train import train
+    from prime_composer.tiny_models.cache import prepare_models
+
+    named = Path(recipe) if isinstance(recipe, str | PathLike) else Path("distill")
+    read = read_recipe_of(recipe, rows is not None)
+    check_models(read)
+    require_libraries(read, Routing.of_recipe(read))
+    problems = load_sources(read, rows)
+    folder = read.output_dir if output_dir is None else str(output_dir)
+    wish = Wish(read, named, folder, resume=resume, overwrite=overwrite)
+    with claim_run_dir(wish) as claim:
+        checkpoint = claim.run_dir.checkpoint
+        done = checkpoint.step if checkpoint else 0
+        with Screen(total=read.trainer.steps, done=done) as screen:
+            screen.status(claim.run_dir.describe())
+            paths = prepare_models(read, problems, progress=screen.preparing)
+            return train(read, problems, paths, claim.path, screen, checkpoint, claim.begin)
+
+
+def read_recipe_of(recipe: AnyRecipe, takes_rows: bool) -> Recipe:
+    """Return a recipe of any form, whose data are given rows where it takes them.
+
+    Raises:
+        RecipeError: it is none, or it has several environments or another source of data.
+    """
+    if isinstance(recipe, Recipe):
+        if takes_rows and (recipe.data is None or recipe.data.source != "rows"):
+            raise RecipeError('rows: set source = "rows" in the recipe\'s [data]')
+        return recipe
+    if isinstance(recipe, Mapping):
+        raw, source = copy.deepcopy(dict(recipe)), "recipe"
+    else:
+        raw, source = read_tables(recipe, "recipe", "recipes/"), str(recipe)
+    if takes_rows:
+        if "environments" in raw:
+            raise RecipeError("rows: they are the data of one [data]; leave [environments] out")
+        data = raw.setdefault("data", {})
+        data["source"] = "rows"
+        data.pop("path", None)
+    return parse_recipe(raw, source)

@@ -1,0 +1,94 @@
+"""Read problems from files: JSONL and parquet, one or a folder of them."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from prime_composer.extras import pip_install
+from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.rows import parse_rows, problem_or_none, read_rows
+
+PARQUET = ".parquet"
+ENDINGS = (".jsonl", PARQUET)
+"""Files of a folder that are read."""
+
+DEFAULTS = DataConfig()
+
+NAMED = re.compile(r"(train|test)(?![a-z])", re.IGNORECASE)
+"""Beginning of the name of a file that says which part it is: ``train-00000-of-00002.parquet``."""
+
+
+def files_at(path: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files to train on, and those that are held out, if any are.
+
+    Raises:
+        ValueError: there is no such file, or a folder has none that can be read.
+    """
+    if path.is_file():
+        return [path], []
+    if not path.is_dir():
+        raise ValueError(
+            f"no such file: {path}. [data] path is a JSONL or parquet file, or a folder of them, "
+            "such as train.jsonl and test.jsonl; GSM8K's are at "
+            "https://github.com/openai/grade-school-math"
+        )
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in ENDINGS)
+    parts: dict[str, list[Path]] = {"train": [], "test": []}
+    for file in files:
+        if match := NAMED.match(file.name):
+            parts[match[1].lower()].append(file)
+    if parts["test"] and not parts["train"]:
+        raise ValueError(
+            f"{path} has {parts['test'][0].name} and no file to train on, whose name begins with "
+            "train; rename one"
+        )
+    train = parts["train"] or files
+    if not train:
+        raise ValueError(f"{path} has no file that ends in {' or '.join(ENDINGS)}")
+    return train, parts["test"]
+
+
+def read_files(paths: Sequence[Path], config: DataConfig) -> list[Problem | None]:
+    """Return the problems of files, None for rows that are left out; ``limit`` of them in all."""
+    rows: list[Problem | None] = []
+    for path in paths:
+        left = None if config.limit is None else config.limit - len(rows)
+        if left != 0:
+            rows += read_file(path, config, left)
+    return rows
+
+
+def read_file(
+    path: Path, config: DataConfig = DEFAULTS, limit: int | None = None
+) -> list[Problem | None]:
+    """Return the problems of one file, None for rows that are left out.
+
+    Args:
+        path: a parquet file, by its ending, or a JSONL file.
+        config: which columns of it.
+        limit: read only so many rows.
+
+    Raises:
+        ValueError: the file cannot be read, pyarrow is missing, or as ``parse_rows``.
+    """
+    if path.suffix.lower() != PARQUET:
+        return read_rows(path, lambda row: problem_or_none(row, config), limit)
+    return parse_rows(_parquet_rows(path), lambda row: problem_or_none(row, config), limit)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ValueError(
+            f"{path} needs the pyarrow library: {pip_install('parquet')}, or write the rows as JSONL"
+        ) from error
+    try:
+        with ParquetFile(path) as file:
+            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield f"{path}, row {number}", row
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as parquet: {error}") from error

@@ -1,0 +1,271 @@
+"""Data as people have it: conversations, parquet, folders, rows from Python, and no answers."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_composer.problems.answers import contains
+from prime_composer.problems.config import DataConfig, Problem
+from prime_composer.problems.loading import load_problem_set, load_problems
+from prime_composer.problems.prompts import prompt_messages, render_prompt
+from prime_composer.problems.rows import problem_of_row
+
+pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (extra: parquet)")
+parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed (extra: parquet)")
+
+CHAT = {"messages_key": "messages", "metric": "contains"}
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def chat(*messages: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [*messages]}
+
+
+def read(row: Any, **settings: Any) -> Problem:
+    settings = {"source": "rows", **settings}
+    return problem_of_row(row, DataConfig(**settings))
+
+
+def questions(count: int, start: int = 0) -> list[dict[str, Any]]:
+    return [{"question": f"{n}?", "answer": str(n)} for n in range(start, start + count)]
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_conversation_ends_in_its_answer() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    row = chat(system, user("Hi"), assistant("Yes?"), user(" How old? "), assistant(" 57\n"))
+    problem = read(row, **CHAT)
+    assert (problem.question, problem.answer) == ("How old?", "57")
+    assert problem.context == (("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?"))
+    config = DataConfig(source="rows", **CHAT)
+    assert config.chat_template
+    wanted = [system, user("Hi"), assistant("Yes?"), user("How old?")]
+    assert prompt_messages(problem, config) == wanted
+
+
+def test_system_prompt_is_first_unless_a_row_has_its_own() -> None:
+    plain = {"source": "rows", "metric": "exact", "prompt_template": "{question}"}
+    config = DataConfig(**plain, system="Be brief.", system_key="s")
+    first = lambda problem: prompt_messages(problem, config)[0]["content"]  # noqa: E731
+    row = {"question": "q", "answer": "a"}
+    assert first(problem_of_row({**row, "s": "Shout."}, config)) == "Shout."
+    for nothing in ({}, {"s": ""}, {"s": None}, {"s": math.nan}):
+        assert first(problem_of_row({**row, **nothing}, config)) == "Be brief."
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        (chat(), r'"messages" must be a list of messages, found an empty one'),
+        ({"messages": "hi"}, r'"messages" must be a list of messages, found str'),
+        (chat(user("q"), {"role": "tool", "content": "x"}), "message 2 has role 'tool'.*by id"),
+        (chat(user("q"), {**assistant("x"), "tool_calls": [{}]}), "message 2 has tool_calls"),
+        (chat({"role": "user", "content": [{"text": "q"}]}), "message 1: content must be a string"),
+        (chat(user("q"), {"role": "system", "content": "x"}, user("q")), "message 2 is of the sys"),
+        (chat(assistant("a")), "before the answer it ends with nothing"),
+        (chat(user("q"), assistant("a"), assistant("b")), "ends with a message of the assistant"),
+        (chat(user("q")), 'does not end in a message of the assistant.*metric = "none"'),
+        (chat(user(" "), assistant("a")), '"messages" is empty'),
+        ({"text": "q"}, r"the keys are \['text'\]; name one of them in \[data\] messages_key"),
+    ],
+)
+def test_conversation_that_is_none_names_the_message(row: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        read(row, **CHAT)
+
+
+def test_row_without_the_columns_names_the_key_for_messages() -> None:
+    with pytest.raises(ValueError, match='or set messages_key = "messages"'):
+        read(chat(user("q"), assistant("a")))
+    with pytest.raises(ValueError, match=r"\[data\] messages_key = \"question\""):
+        read({"question": [user("q")], "answer": "#### 1"})
+
+
+@pytest.mark.parametrize("answer", [42, 42.0, "42", "so it is \\boxed{42}"])
+def test_bare_reference_is_read_by_math_verify(answer: Any) -> None:
+    """A number is no text in JSON and in a table, and "####" is not needed."""
+    from prime_composer.problems.answers import is_correct
+
+    config = DataConfig(source="rows", metric="math_verify")
+    problem = problem_of_row({"question": "q", "answer": answer}, config)
+    assert is_correct("The answer is 42.", problem, config)
+    assert not is_correct("The answer is 43.", problem, config)
+
+
+@pytest.mark.parametrize("row", [{}, {"answer": None}, {"answer": ""}, {"answer": math.nan}])
+def test_prompt_without_an_answer_needs_no_metric(row: dict[str, Any]) -> None:
+    row = {"question": "q", **row}
+    assert read(row, metric="none").answer == ""
+    with pytest.raises(ValueError, match='"answer" is .*metric = "none" for prompts without'):
+        read(row, metric="exact")
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "is_in"),
+    [
+        ("Anna is 57 years old.", "57", True),
+        ("Anna is 157 years old.", "57", False),
+        ("It costs 57.5.", "57", False),
+        ("It costs 1,057 or so", "057", False),
+        ("It was 57.", "57", True),
+        ("In new\n YORK.", "New York", True),
+        ("Newer York", "New York", False),
+        ("a part of it", "art", False),
+        ("costs US$5", "$5", True),
+        ("(a|b)", "(a|b)", True),
+        ("a", "(a|b)", False),
+        ("", "x", False),
+        ("straße", "STRASSE", False),
+    ],
+)
+def test_contains_reads_whole_words_and_numbers(text: str, reference: str, is_in: bool) -> None:
+    assert contains(text, reference) is is_in
+
+
+def test_parquet_and_jsonl_are_the_same_problems(tmp_path: Path) -> None:
+    rows = [chat(user(f"{n}?"), assistant(str(n))) for n in range(40)]
+    loaded = [
+        load_problems(DataConfig(path=path, **CHAT))
+        for path in (
+            write_parquet(tmp_path / "rows.parquet", rows),
+            write_jsonl(tmp_path / "rows.jsonl", rows),
+        )
+    ]
+    assert loaded[0] == loaded[1] and [len(part) for part in loaded[0]] == [36, 4]
+    given = load_problem_set({"problems": DataConfig(source="rows", **CHAT)}, iter(rows))
+    assert (given.practice, given.held_out) == loaded[0]
+
+
+def test_folder_is_two_parts_or_one_pool(tmp_path: Path) -> None:
+    """Files named train and test are the parts, in shards too. Any others are one pool."""
+    table = {"path": tmp_path, "metric": "exact", "hold_out": 0.5}
+    write_parquet(tmp_path / "part-0.parquet", questions(4))
+    write_jsonl(tmp_path / "part-1.jsonl", questions(4, 4))
+    (tmp_path / "notes.txt").write_text("no rows")
+    assert [len(part) for part in load_problems(DataConfig(**table))] == [4, 4]
+    write_parquet(tmp_path / "train-00000-of-00002.parquet", questions(3, 10))
+    write_jsonl(tmp_path / "train-00001-of-00002.jsonl", questions(3, 13))
+    assert [len(part) for part in load_problems(DataConfig(**table))] == [3, 3]
+    write_parquet(tmp_path / "test.parquet", questions(5, 20))
+    train, held_out = load_problems(DataConfig(**table))
+    assert [problem.answer for problem in train] == ["10", "11", "12", "13", "14", "15"]
+    assert len(held_out) == 5
+    limited, some = load_problems(DataConfig(**table, limit=4))
+    assert (len(limited), len(some)) == (4, 4) and limited == train[:4]
+
+
+def test_folder_with_a_test_alone_says_so(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "test.jsonl", questions(3))
+    with pytest.raises(ValueError, match="has test.jsonl and no file to train on"):
+        load_problems(DataConfig(path=tmp_path, metric="exact"))
+
+
+def test_bad_rows_are_named_by_file_row_and_key(tmp_path: Path) -> None:
+    rows = [*questions(2), {"question": "q", "answer": None}]
+    path = write_parquet(tmp_path / "rows.parquet", rows)
+    with pytest.raises(ValueError, match=r'rows\.parquet, row 3: "answer" is empty'):
+        load_problems(DataConfig(path=path, metric="exact"))
+    with pytest.raises(ValueError, match=r'^test row 2: "prompt" is missing'):
+        load_problem_set(
+            {"problems": DataConfig(source="rows", metric="exact", prompt_key="prompt")},
+            {
+                "train": [{"prompt": "a", "answer": "b"}],
+                "test": [{"prompt": "c", "answer": "d"}, {}],
+            },
+        )
+
+
+def test_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_text("PAR")
+    with pytest.raises(ValueError, match=r"rows\.parquet cannot be read as parquet"):
+        load_problems(DataConfig(path=tmp_path / "rows.parquet"))
+
+
+def test_parquet_without_pyarrow_has_the_pip_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_parquet(tmp_path / "rows.parquet", questions(3))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(
+        ValueError, match=r'pyarrow library: pip install "prime-composer\[parquet\]"'
+    ):
+        load_problems(DataConfig(path=path, metric="exact"))
+
+
+def test_rows_are_an_iterable_or_two_parts() -> None:
+    config = {"problems": DataConfig(source="rows", metric="exact", hold_out=0.25)}
+    problems = load_problem_set(config, (row for row in questions(8)))
+    assert (len(problems.practice), len(problems.held_out)) == (6, 2)
+    problems = load_problem_set(config, {"train": questions(8), "test": questions(3, 8)})
+    assert (len(problems.practice), len(problems.held_out)) == (8, 3)
+    with pytest.raises(ValueError, match=r"a mapping of \['a'\]; give a list of rows"):
+        load_problem_set(config, {"a": questions(2)})
+    with pytest.raises(ValueError, match=r"the rows come from Python, prime_composer\.distill"):
+        load_problem_set(config)
+
+
+def test_same_question_in_two_conversations_is_two_problems() -> None:
+    """A system message or an earlier turn makes another prompt of it."""
+    again = chat(user("Why?"), assistant("a"))
+    other = chat({"role": "system", "content": "Shout."}, user("Why?"), assistant("a"))
+    config = {"problems": DataConfig(source="rows", **CHAT)}
+    problems = load_problem_set(config, {"train": [again], "test": [other]})
+    assert len(problems.practice) == len(problems.held_out) == 1
+    with pytest.raises(ValueError, match="both trained on and held out"):
+        load_problem_set(config, {"train": [again], "test": [again]})
+
+
+def test_template_that_refuses_a_role_names_the_question() -> None:
+    class Refusing:
+        chat_template = "there is one"
+
+        def encode(self, text: str) -> list[int]:
+            raise AssertionError
+
+        def apply_chat_template(self, conversation: list[dict[str, str]], **_: Any) -> Any:
+            raise RuntimeError("System role not supported")
+
+    config = DataConfig(source="rows", system="Be brief.", metric="none")
+    with pytest.raises(ValueError, match=r"\(system, user\) of the question 'Why\?': System role"):
+        render_prompt(Problem("Why?", ""), config, Refusing())
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"messages_key": "m"}, "messages_key names a key of the data's rows.*or set path"),
+        ({"system_key": "s"}, "system_key names a key.*use `system`"),
+        ({"path": "x", "system": "s", "chat_template": False}, "leave chat_template = false out"),
+        ({"path": "x", "messages_key": "m", "prompt_key": "p"}, "messages_key and prompt_key"),
+    ],
+)
+def test_keys_of_chats_that_do_not_fit_are_refused(
+    settings: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        DataConfig(**settings)
+
+
+def test_path_alone_chooses_files() -> None:
+    assert DataConfig(path="x.parquet").source == "files"
+    assert DataConfig(source="jsonl", path="x") == DataConfig(source="files", path="x")
