@@ -83,7 +83,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise ValueError(
-            f"{path} needs the pyarrow library: {pip_install('parquet')}, or write the rows as JSONL"
+            f"{path} needs the pyarrow library: {pip_install('parquet')}, or write the rows as "
+            "JSONL"
         ) from error
     try:
         with ParquetFile(path) as file:
