@@ -107,8 +107,11 @@ def _refuses(endpoint: str) -> bool:
 
 def window(model: str | Path) -> int | None:
     """Return how many positions a model in a folder or in the hub's cache has; None as there."""
-    if Path(model).is_dir() or is_path(str(model)):
-        return positions(Path(model))
+    try:
+        if Path(model).is_dir() or is_path(str(model)):
+            return positions(Path(model))
+    except OSError:  # a name that no file can have; whoever opens the model says so
+        return None
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(str(model), "config.json")

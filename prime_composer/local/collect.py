@@ -1,8 +1,10 @@
 """Collect the batch of one step: sample, grade, pair and score rollouts."""
 
 import random
+import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +14,6 @@ from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.contract import given
 from prime_composer.environments.episodes import EnvironmentFailed, Episode, Failure
 from prime_composer.environments.tasks import Task, parts_of
-from prime_composer.local.clock import Clock
 from prime_composer.local.engine import Engine
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.losses.config import GroupCredit
@@ -25,6 +26,23 @@ from prime_composer.recipe.schema import ReplayConfig, RolloutConfig, TrainerCon
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.step.batch import Batch, Pair, Sample, trained_logprobs
 from prime_composer.step.replay import pairs_of_rollouts
+
+
+class Clock:
+    """Measures the seconds of a step, as metrics ``time/PHASE`` and ``time/step``."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure what runs in the block. A phase that comes twice is added up."""
+        began = time.perf_counter()
+        yield
+        now = time.perf_counter()
+        self.laps[f"time/{name}"] = self.laps.get(f"time/{name}", 0.0) + now - began
+        self.laps["time/step"] = now - self._start
 
 
 @dataclass

@@ -5,7 +5,6 @@ legal but worth knowing is a finding whose state is "warning". Two vocabularies 
 with different tokens raise no error anywhere else; ``weight_sync`` has two more such mistakes.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer
 from prime_composer.backends.protocols import Limits, SamplingParams, Scorer
 from prime_composer.local.engine import Engine
-from prime_composer.local.tokenized_problems import TeacherPrompts, TokenizedProblems
+from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.weight_sync import (
     PROBE_TOKENS,
     check_loaded_weights,
@@ -31,7 +30,6 @@ from prime_composer.samplers.registry import BackendSpec
 from prime_composer.step.overflow import Rule
 from prime_composer.teachers.compatibility import (
     PreflightError,
-    TokenServer,
     check_ids,
     check_served_tokenizer,
     check_tokenizers,
@@ -41,9 +39,6 @@ from prime_composer.teachers.compatibility import (
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.teachers.watch import KnownRequest, starts_of
-
-COUNTED_ANSWERS = 200
-"""Answers of the data on which the teacher's tokens per student token are counted."""
 
 WEIGHT_SYNC = "weight sync"
 """Name of the check that sends perturbed weights to the sampler."""
@@ -218,9 +213,7 @@ class Checks:
         with naming(teacher, among=self._scorers):
             if isinstance(scorer, OwnTokenizerScorer):
                 problems = self._scored_by(teacher)
-                return passed(
-                    name, check_own_tokenizer(scorer, problems, tokenized, recipe.rollout)
-                )
+                return passed(name, scorer.check(problems, recipe.rollout.max_tokens))
             rule = Routing.of_recipe(recipe).teachers[teacher].on_overflow
             limits = binding(scorer.limits, rule)
             check_lengths(tokenized, self._scored_by(teacher), recipe.rollout, limits, teacher)
@@ -393,53 +386,6 @@ def check_lengths(
     prompts = [tokenized.prompt(problem) for problem in problems]
     raisable = config.max_model_len is not None
     check_context(prompts, config.max_tokens, scorer=limits, raisable=raisable)
-
-
-LONGER = 1.2
-"""Margin on the teacher's tokens per student token, which are counted on the data's answers."""
-
-
-def check_own_tokenizer(
-    scorer: OwnTokenizerScorer,
-    problems: Sequence[Problem],
-    tokenized: TokenizedProblems,
-    config: RolloutConfig,
-) -> list[str]:
-    """Check a teacher that has a tokenizer of its own.
-
-    Returns:
-        A warning where its server could not be asked how it reads a text.
-
-    Raises:
-        PreflightError: its server has another tokenizer, or a full answer does not fit its window.
-    """
-    limit, prompts = scorer.scorer.limits.max_model_len, scorer.prompts
-    assert isinstance(prompts, TeacherPrompts)
-    if problems and limit is not None:
-        longest = max(len(prompts.teacher.prompt(problem)) for problem in problems)
-        counts = [
-            [len(one.solution(problem).completion_ids) for problem in problems[:COUNTED_ANSWERS]]
-            for one in (prompts.teacher, tokenized)
-        ]
-        needed = longest + math.ceil(
-            config.max_tokens * max(1.0, LONGER * sum(counts[0]) / sum(counts[1]))
-        )
-        if needed > limit - 1:
-            raise PreflightError(
-                f"The longest prompt has {longest} of the teacher's tokens, with an answer up to "
-                f"{needed}, and the teacher takes {limit - 1}; raise rollout.max_model_len (a "
-                f"server's --max-model-len) to {needed + 1}, or lower rollout.max_tokens."
-            )
-    try:
-        was_asked = check_served_tokenizer(prompts.teacher.tokenizer, scorer.scorer)
-    except PreflightError as error:
-        raise PreflightError(
-            f"The teacher's server and the tokenizer of its `model` differ: {error} With "
-            'tokenizer = "own", `model` names what the server serves.'
-        ) from None
-    if was_asked or not isinstance(scorer.scorer, TokenServer):
-        return []
-    return ["The teacher's server could not be asked how it reads a text."]
 
 
 @runtime_checkable

@@ -8,11 +8,11 @@ from typing import Protocol, runtime_checkable
 
 from prime_composer.backends.cpu_guard import all_cores
 from prime_composer.local.answers import Answer, Answerer, write_answers
-from prime_composer.local.clock import Clock
-from prime_composer.local.collect import Collector
-from prime_composer.local.engine import Engine, open_engine
+from prime_composer.local.collect import Clock, Collector
+from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.health import teachers_without_success
+from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import check_routing, preflight
 from prime_composer.local.run_dir.checkpoint import (
     Checkpoint,

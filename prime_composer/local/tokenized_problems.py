@@ -13,7 +13,7 @@ from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget
 from prime_composer.problems.metrics import reward
-from prime_composer.problems.prompts import answer_text, prompt_text, render_prompt
+from prime_composer.problems.prompts import render_prompt
 from prime_composer.recipe.model import ModelConfig
 from prime_composer.recipe.rollout import RolloutConfig
 from prime_composer.step.replay import response
@@ -71,52 +71,6 @@ class TokenizedProblems:
             budget: time for the answers of a step that Math-Verify does not finish.
         """
         return reward(text, problem, self.problem_set.config_of(problem), budget)
-
-
-class TeacherPrompts:
-    """The prompts of problems in the tokens of a teacher with a tokenizer of its own.
-
-    Called with the student's token ids of a prompt, it returns the teacher's.
-
-    Args:
-        student: the problems in the student's tokens.
-        tokenizer: the teacher's.
-    """
-
-    def __init__(self, student: TokenizedProblems, tokenizer: Any):
-        self._student = student
-        self.teacher = TokenizedProblems(student.problem_set, tokenizer)
-        self._problems: dict[tuple[int, ...], Problem] = {}
-
-    def __call__(self, prompt: Sequence[int]) -> list[int]:
-        """Return the teacher's prompt of the problem whose prompt this is.
-
-        Raises:
-            ValueError: it is the prompt of no problem of the recipe.
-        """
-        if not self._problems:
-            problem_set = self._student.problem_set
-            self._problems = {
-                tuple(self._student.prompt(problem)): problem
-                for problem in [*problem_set.held_out, *problem_set.practice]
-            }
-        problem = self._problems.get(tuple(prompt))
-        if problem is None:
-            raise ValueError(
-                'a teacher with tokenizer = "own" renders its own prompts, and this is the prompt '
-                "of no problem of the recipe"
-            )
-        return self.teacher.prompt(problem)
-
-    def texts(self, most: int) -> list[str]:
-        """Return prompts and worked answers of the first problems to train on, as text."""
-        problem_set = self._student.problem_set
-        return [
-            text
-            for problem in problem_set.practice[:most]
-            for config in [problem_set.config_of(problem)]
-            for text in (prompt_text(problem, config), answer_text(problem.answer, config))
-        ]
 
 
 def context_of(

@@ -19,8 +19,10 @@ NAMED = re.compile(r"(train|test)(?![a-z])", re.IGNORECASE)
 """Beginning of the name of a file that says which part it is: ``train-00000-of-00002.parquet``."""
 
 
-def files_at(path: Path) -> tuple[list[Path], list[Path]]:
+def files_at(path: Path, trains: bool = True) -> tuple[list[Path], list[Path]]:
     """Return the files to train on, and those that are held out, if any are.
+
+    ``trains`` says whether files to train on are needed.
 
     Raises:
         ValueError: there is no such file, or a folder has none that can be read.
@@ -38,7 +40,7 @@ def files_at(path: Path) -> tuple[list[Path], list[Path]]:
     for file in files:
         if match := NAMED.match(file.name):
             parts[match[1].lower()].append(file)
-    if parts["test"] and not parts["train"]:
+    if trains and parts["test"] and not parts["train"]:
         raise ValueError(
             f"{path} has {parts['test'][0].name} and no file to train on, whose name begins with "
             "train; rename one"

@@ -206,7 +206,7 @@ def _rows_of(config: DataConfig, rows: Rows | None) -> tuple[Parsed, Parsed | No
         return *_given_rows(config, rows), "the given rows"
     assert config.path is not None  # [data] is refused without it
     path = config.path.expanduser()
-    train, test = files_at(path)
+    train, test = files_at(path, config.trains)
     if not test:
         return read_files(train, config), None, str(path)
     return (

@@ -4,15 +4,22 @@ Its rows become scores of the student's tokens (``cross_tokenizer``), so that ev
 teacher with the student's tokenizer. In front of any scorer: transformers, vLLM, a server.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from prime_composer.backends.hf_model import (
+    ModelUnavailable,
+    load_tokenizer,
+    read_eos_token_ids,
+)
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.contract import Scores
 from prime_composer.cross_tokenizer.finish import FullRows, token_scores
@@ -20,7 +27,16 @@ from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import Plan, plan_of
 from prime_composer.cross_tokenizer.sums import Sums
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes, UnsupportedTokenizer
-from prime_composer.teachers.compatibility import PreflightError, tokenizer_hash
+from prime_composer.losses import LossConfig
+from prime_composer.problems.config import Problem
+from prime_composer.problems.loading import ProblemSet
+from prime_composer.problems.prompts import answer_text, prompt_text, render_prompt
+from prime_composer.teachers.compatibility import (
+    PreflightError,
+    TokenServer,
+    check_served_tokenizer,
+    tokenizer_hash,
+)
 from prime_composer.teachers.watch import starts_of
 
 WHOLE_UP_TO = 4096
@@ -32,8 +48,117 @@ READ = 256
 FEWEST_CANDIDATES = 64
 """Student tokens at least among which a support is chosen."""
 
+COUNTED_PROBLEMS = 2000
+"""Problems on whose texts two tokenizers are compared."""
+
+COUNTED_ANSWERS = 200
+"""Answers on which the teacher's tokens per student token are counted."""
+
+LONGER = 1.2
+"""Margin on that number."""
+
 Prompts = Callable[[Sequence[int]], Sequence[int]]
 """Returns the teacher's prompt of a student's."""
+
+
+class TeacherPrompts:
+    """The prompts of a recipe's problems, in the teacher's tokens.
+
+    Called with the student's token ids of a prompt, it returns the teacher's.
+
+    Args:
+        problem_set: the problems.
+        student: the student's tokenizer.
+        teacher: the teacher's.
+    """
+
+    def __init__(self, problem_set: ProblemSet, student: Any, teacher: Any):
+        self.problem_set, self.student, self.teacher = problem_set, student, teacher
+        self._problems: dict[tuple[int, ...], Problem] = {}
+
+    def __call__(self, prompt: Sequence[int]) -> list[int]:
+        """Return the teacher's prompt of the problem whose prompt this is.
+
+        Raises:
+            ValueError: it is the prompt of no problem of the recipe.
+        """
+        if not self._problems:
+            self._problems = {
+                tuple(self._rendered(problem, self.student)): problem
+                for problem in [*self.problem_set.held_out, *self.problem_set.practice]
+            }
+        problem = self._problems.get(tuple(prompt))
+        if problem is None:
+            raise ValueError(
+                'a teacher with tokenizer = "own" renders its own prompts, and this is the prompt '
+                "of no problem of the recipe"
+            )
+        return self._rendered(problem, self.teacher)
+
+    def texts(self) -> list[str]:
+        """Return prompts and worked answers of the first problems to train on, as text."""
+        return [
+            text
+            for problem in self.problem_set.practice[:COUNTED_PROBLEMS]
+            for text in (
+                prompt_text(problem, self.problem_set.config_of(problem)),
+                self.answer(problem),
+            )
+        ]
+
+    def answer(self, problem: Problem) -> str:
+        """Return the data's answer as it follows the prompt."""
+        return answer_text(problem.answer, self.problem_set.config_of(problem))
+
+    def longest(self, problems: Sequence[Problem], max_tokens: int) -> int:
+        """Return how many of the teacher's tokens a prompt and a full answer may take."""
+        prompt = max(len(self._rendered(problem, self.teacher)) for problem in problems)
+        answers = [self.answer(problem) for problem in problems[:COUNTED_ANSWERS]]
+        own, other = (
+            1 + sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in answers)
+            for tokenizer in (self.teacher, self.student)
+        )
+        return prompt + math.ceil(max_tokens * max(1.0, LONGER * own / other))
+
+    def _rendered(self, problem: Problem, tokenizer: Any) -> list[int]:
+        return render_prompt(problem, self.problem_set.config_of(problem), tokenizer)
+
+
+def with_own_tokenizer(
+    scorer: Scorer,
+    model: str | Path,
+    problem_set: ProblemSet,
+    student: Any,
+    loss: LossConfig,
+    vocab_size: int,
+    table: str,
+) -> "OwnTokenizerScorer":
+    """Let a teacher with a tokenizer of its own score the student's tokens.
+
+    Args:
+        scorer: the teacher's.
+        model: the teacher's directory or hub id, which has its tokenizer.
+        problem_set: the recipe's problems.
+        student: the student's tokenizer.
+        loss: the recipe's loss.
+        vocab_size: entries of the student's head.
+        table: the teacher's table, for messages.
+
+    Raises:
+        PreflightError: the tokenizers cannot be compared.
+    """
+    try:
+        tokenizer = load_tokenizer(model)
+    except ModelUnavailable as error:
+        raise PreflightError(
+            f'[{table}] tokenizer = "own" needs the teacher\'s tokenizer: give `model` its '
+            f"directory or hub id. {error}"
+        ) from None
+    prompts = TeacherPrompts(problem_set, student, tokenizer)
+    pair = make_pair(tokenizer, student, read_eos_token_ids(model), prompts.texts(), table)
+    parts = [part for part, _ in loss.needs_by_section().values()]
+    fixed = any(part.needs_fixed_support for part in parts)
+    return OwnTokenizerScorer(scorer, pair, prompts, vocab_size, fixed=fixed)
 
 
 def make_pair(
@@ -157,6 +282,40 @@ class OwnTokenizerScorer:
                 rollouts, plans, self.scorer.score(readings, read), strict=True
             )
         ]
+
+    def check(self, problems: Sequence[Problem], max_tokens: int) -> list[str]:
+        """Check the teacher's window and its server's tokenizer.
+
+        Args:
+            problems: those whose rollouts it scores.
+            max_tokens: longest answer, in the student's tokens.
+
+        Returns:
+            A warning where its server could not be asked how it reads a text.
+
+        Raises:
+            PreflightError: its server has another tokenizer, or a full answer does not fit.
+        """
+        limit, prompts = self.scorer.limits.max_model_len, self.prompts
+        assert isinstance(prompts, TeacherPrompts)
+        if problems and limit is not None:
+            needed = prompts.longest(problems, max_tokens)
+            if needed > limit - 1:
+                raise PreflightError(
+                    f"A prompt with a full answer may take {needed} of the teacher's tokens, and "
+                    f"the teacher takes {limit - 1}; raise rollout.max_model_len (a server's "
+                    f"--max-model-len) to {needed + 1}, or lower rollout.max_tokens."
+                )
+        try:
+            was_asked = check_served_tokenizer(prompts.teacher, self.scorer)
+        except PreflightError as error:
+            raise PreflightError(
+                f"The teacher's server and the tokenizer of its `model` differ: {error} With "
+                'tokenizer = "own", `model` names what the server serves.'
+            ) from None
+        if was_asked or not isinstance(self.scorer, TokenServer):
+            return []
+        return ["The teacher's server could not be asked how it reads a text."]
 
     def take_metrics(self) -> dict[str, float]:
         """Return means over the tokens that were scored since the last call."""

@@ -21,7 +21,7 @@ from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.http import Refused, ServerError
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.local import engine
-from prime_composer.local.engine import student_spec, teacher_spec
+from prime_composer.local.opening import student_spec, teacher_spec
 from prime_composer.local.probe.run import impatient
 from prime_composer.local.weight_sync import check_weight_sync
 from prime_composer.problems.loading import ProblemSet

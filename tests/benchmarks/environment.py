@@ -36,8 +36,9 @@ from prime_composer.backends.hf_model import (  # noqa: E402
     without_progress_bars,
 )
 from prime_composer.environments.tasks import parts_of  # noqa: E402
-from prime_composer.local.clock import Clock  # noqa: E402
-from prime_composer.local.engine import Engine, open_engine  # noqa: E402
+from prime_composer.local.collect import Clock  # noqa: E402
+from prime_composer.local.engine import Engine  # noqa: E402
+from prime_composer.local.opening import open_engine  # noqa: E402
 from prime_composer.local.sources import Sources, load_sources  # noqa: E402
 from prime_composer.local.student import Student  # noqa: E402
 from prime_composer.local.tokenized_problems import TokenizedProblems  # noqa: E402

@@ -15,8 +15,9 @@ from prime_composer.backends.protocols import Limits, Sampler, SamplingParams
 from prime_composer.environments.episodes import EnvironmentFailed, Episode, Failure
 from prime_composer.environments.tasks import Task
 from prime_composer.local import collect as collecting
-from prime_composer.local.engine import Engine, conversation_room
+from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator
+from prime_composer.local.opening import conversation_room
 from prime_composer.local.run import RunStopped
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.sources import Sources, load_sources

@@ -12,8 +12,7 @@ import torch
 from prime_composer.backends.hf_model import load_student
 from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
-from prime_composer.local.clock import Clock
-from prime_composer.local.collect import Collector
+from prime_composer.local.collect import Clock, Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.run import Outcome
 from prime_composer.local.run_dir.checkpoint import list_checkpoints

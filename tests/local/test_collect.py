@@ -15,8 +15,8 @@ from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
 from prime_composer.local import collect as collecting
 from prime_composer.local import tokenized_problems
-from prime_composer.local.clock import Clock
 from prime_composer.local.collect import (
+    Clock,
     mean_by_environment,
     problems_of_step,
     with_advantages,

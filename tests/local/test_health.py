@@ -12,8 +12,8 @@ from torch import nn
 
 from prime_composer.contract import LossInputs
 from prime_composer.local import student as student_module
-from prime_composer.local.engine import open_engine
 from prime_composer.local.health import ExplodedWeights, WeightCheck, teachers_without_success
+from prime_composer.local.opening import open_engine
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.student import Student
 from prime_composer.local.tracker import read_metrics

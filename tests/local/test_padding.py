@@ -26,8 +26,9 @@ from prime_composer.divergences import reverse_kl
 from prime_composer.full_vocabulary import compare
 from prime_composer.full_vocabulary.kernel import LOG_BUCKET_FLOOR
 from prime_composer.local.collect import up_to_padding
-from prime_composer.local.engine import Engine, open_engine
+from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import EVALUATION_SEED, Evaluator, kl_support
+from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
 from prime_composer.local.probe.run import probe
 from prime_composer.local.tracker import read_metrics

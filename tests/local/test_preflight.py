@@ -13,7 +13,8 @@ from prime_composer.backends.hf_model import import_transformers
 from prime_composer.backends.http import ServerError
 from prime_composer.backends.protocols import Limits
 from prime_composer.contract import Scores
-from prime_composer.local.engine import Engine, open_engine, student_spec, teacher_spec
+from prime_composer.local.engine import Engine
+from prime_composer.local.opening import open_engine, student_spec, teacher_spec
 from prime_composer.local.preflight import check_context, preflight, sampling_warnings
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.weight_sync import check_weight_sync, perturbed

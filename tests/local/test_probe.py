@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from prime_composer.backends.hf_model import import_transformers, load_tokenizer
 from prime_composer.backends.protocols import Limits
 from prime_composer.contract import Scores
-from prime_composer.local.clock import Clock
-from prime_composer.local.collect import Collector
-from prime_composer.local.engine import Engine, open_engine
+from prime_composer.local.collect import Clock, Collector
+from prime_composer.local.engine import Engine
+from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import Finding
 from prime_composer.local.probe.report import (
     Attempts,

@@ -13,9 +13,10 @@ from torch.nn.utils import parametrize
 
 from prime_composer.backends.hf_model import ModelUnavailable, load_model, load_student
 from prime_composer.cli.report import print_report
-from prime_composer.local.clock import Clock
-from prime_composer.local.engine import Engine, open_engine
+from prime_composer.local.collect import Clock
+from prime_composer.local.engine import Engine
 from prime_composer.local.health import ExplodedWeights
+from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
 from prime_composer.local.probe.run import probe
 from prime_composer.local.run import checkpoint_bytes

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from prime_composer.local.engine import open_engine
+from prime_composer.local.opening import open_engine
 from prime_composer.local.run_dir.plan import plan
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set

@@ -9,8 +9,9 @@ import pytest
 
 from prime_composer.local import evaluate as evaluate_module
 from prime_composer.local import tokenized_problems
-from prime_composer.local.engine import Engine, open_engine
+from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator, Graded
+from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import Problem

@@ -13,7 +13,8 @@ from torch import nn
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
 from prime_composer.local.collect import sample_rollouts
-from prime_composer.local.engine import Engine, open_engine
+from prime_composer.local.engine import Engine
+from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import preflight
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics

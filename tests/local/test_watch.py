@@ -12,7 +12,8 @@ import torch
 from prime_composer.contract import Scores
 from prime_composer.local import run as run_module
 from prime_composer.local.collect import Collector
-from prime_composer.local.engine import Engine, open_engine
+from prime_composer.local.engine import Engine
+from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import Preflight, preflight
 from prime_composer.local.run import RunStopped
 from prime_composer.local.run_dir.checkpoint import list_checkpoints

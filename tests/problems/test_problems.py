@@ -488,9 +488,7 @@ def test_teacher_key_that_no_row_has_is_refused(tmp_path):
     )
     train, _ = load_problems(DataConfig(source="jsonl", path=path, teacher_key="by"))
     assert {problem.teacher for problem in train} == {"x"}
-    with pytest.raises(
-        ValueError, match="no row to train on has the key 'bye'; correct teacher_key"
-    ):
+    with pytest.raises(ValueError, match="no row has the key 'bye'; correct teacher_key"):
         load_problems(DataConfig(source="jsonl", path=path, teacher_key="bye"))
 
 

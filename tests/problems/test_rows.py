@@ -2,12 +2,14 @@
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prime_composer.extras import pip_install
 from prime_composer.problems.answers import contains
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import load_problem_set, load_problems
@@ -206,9 +208,7 @@ def test_parquet_without_pyarrow_has_the_pip_line(
 ) -> None:
     path = write_parquet(tmp_path / "rows.parquet", questions(3))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(
-        ValueError, match=r'pyarrow library: pip install "prime-composer\[parquet\]"'
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"pyarrow library: {pip_install('parquet')}")):
         load_problems(DataConfig(path=path, metric="exact"))
 
 

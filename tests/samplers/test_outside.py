@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prime_composer.local.engine import student_spec, teacher_spec
+from prime_composer.local.opening import student_spec, teacher_spec
 from prime_composer.local.run_dir.model_check import local_models
 from prime_composer.local.run_dir.plan import require_libraries
 from prime_composer.recipe.loading import RecipeError, parse_recipe

@@ -24,7 +24,7 @@ from prime_composer.backends.alignment import make_rollout  # noqa: E402
 from prime_composer.backends.http import ServerError  # noqa: E402
 from prime_composer.backends.protocols import SamplingParams  # noqa: E402
 from prime_composer.contract import LossInputs, Support  # noqa: E402
-from prime_composer.local.engine import open_engine  # noqa: E402
+from prime_composer.local.opening import open_engine  # noqa: E402
 from prime_composer.losses import parse_loss, setup_loss_fn  # noqa: E402
 from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import parse_recipe  # noqa: E402
@@ -111,7 +111,13 @@ PACKAGE = Path(kinds.__file__).parents[1]
 ROAD = (
     *("scoring/wire.py", "scoring/worker.py", "scoring/requests.py", "scoring/engine.py"),
     *("scoring/endpoint.py", "teachers/client.py", "teachers/responses.py", "teachers/mixture.py"),
-    *("teachers/server.py", "teachers/vllm.py", "local/engine.py", "local/collect.py"),
+    *(
+        "teachers/server.py",
+        "teachers/vllm.py",
+        "local/engine.py",
+        "local/opening.py",
+        "local/collect.py",
+    ),
     *("upstream/wire.py", "upstream/orchestrator/client.py", "upstream/trainer/teachers.py"),
 )
 

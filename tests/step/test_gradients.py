@@ -9,7 +9,7 @@ import torch
 
 from prime_composer.backends.hf_model import load_student
 from prime_composer.contract import Count, PairMean, Scores
-from prime_composer.local.engine import open_engine
+from prime_composer.local.opening import open_engine
 from prime_composer.losses import LOSS_TYPES, parse_loss, setup_loss_fn
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe

@@ -9,9 +9,10 @@ import torch
 
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.protocols import Limits
-from prime_composer.local.clock import Clock
-from prime_composer.local.engine import Engine, open_engine
+from prime_composer.local.collect import Clock
+from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator
+from prime_composer.local.opening import open_engine
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import load_problem_set

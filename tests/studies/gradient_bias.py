@@ -24,7 +24,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from prime_composer.local.collect import problems_of_step, sample_rollouts  # noqa: E402
-from prime_composer.local.engine import open_engine  # noqa: E402
+from prime_composer.local.opening import open_engine  # noqa: E402
 from prime_composer.losses import (
     parse_loss,  # noqa: E402
     setup_loss_fn,  # noqa: E402

@@ -46,11 +46,11 @@ from prime_composer.backends.protocols import (  # noqa: E402
 )
 from prime_composer.contract import Scores  # noqa: E402
 from prime_composer.local import engine as engine_module  # noqa: E402
-from prime_composer.local.engine import BackendSpec  # noqa: E402
 from prime_composer.local.tracker import read_metrics  # noqa: E402
 from prime_composer.local.train import train  # noqa: E402
 from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
+from prime_composer.samplers.registry import BackendSpec  # noqa: E402
 from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
 from tests.local.helpers import Silent  # noqa: E402
 

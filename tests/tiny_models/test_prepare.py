@@ -269,7 +269,7 @@ def test_cache_key_covers_all_that_the_model_learns_from(tmp_path):
         "intermediate_size": 16, "tie_word_embeddings": False, "max_position_embeddings": 128,
         "sft_steps": 5, "batch_size": 9, "learning_rate": 1e-3, "matrix_learning_rate": 1e-2,
         "label_smoothing": 0.1, "seed": 1, "prune": 0.5, "hint_template": "{hint} {question}",
-        "hint_share": 0.5, "environments": ("problems",),
+        "hint_share": 0.5, "environments": ("problems",), "pieces": "gpt2",
     }  # fmt: skip
     assert set(changes) == set(PrepareConfig.model_fields)
     keys = [key_of(TINY.model_copy(update={name: value})) for name, value in changes.items()]

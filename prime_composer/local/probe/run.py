@@ -16,9 +16,9 @@ import torch
 from prime_composer.backends.cpu_guard import all_cores
 from prime_composer.backends.protocols import Limits, Scorer
 from prime_composer.contract import Scores, given
-from prime_composer.local.clock import Clock
-from prime_composer.local.collect import Collector
-from prime_composer.local.engine import Engine, open_engine, student_spec
+from prime_composer.local.collect import Clock, Collector
+from prime_composer.local.engine import Engine
+from prime_composer.local.opening import open_engine, student_spec
 from prime_composer.local.preflight import (
     TOLERANCES,
     Finding,
