@@ -20,7 +20,7 @@ import torch
 from prime_composer.backends.alignment import make_rollout
 from prime_composer.backends.http import Refused, ServerError
 from prime_composer.backends.protocols import SamplingParams
-from prime_composer.local import engine
+from prime_composer.local import opening
 from prime_composer.local.opening import student_spec, teacher_spec
 from prime_composer.local.probe.run import impatient
 from prime_composer.local.weight_sync import check_weight_sync
@@ -627,15 +627,15 @@ def test_resumed_run_waits_for_servers_that_start(resumed, tiny_recipe, tmp_path
     def opener(kind):
         return lambda spec, status: specs.append(spec) or Mock(spec=kind, limits=None)
 
-    monkeypatch.setattr(engine, "open_sampler", opener(ServerSampler))
-    monkeypatch.setattr(engine, "open_scorer", opener(ServerScorer))
-    monkeypatch.setattr(engine, "load_student", lambda *_, **__: (torch.nn.Linear(1, 1), Mock()))
-    for kind in (engine.Teachers, engine.TokenizedProblems):
-        monkeypatch.setattr(engine, kind.__name__, Mock(return_value=Mock(spec=kind)))
+    monkeypatch.setattr(opening, "open_sampler", opener(ServerSampler))
+    monkeypatch.setattr(opening, "open_scorer", opener(ServerScorer))
+    monkeypatch.setattr(opening, "load_student", lambda *_, **__: (torch.nn.Linear(1, 1), Mock()))
+    for kind in (opening.Teachers, opening.TokenizedProblems):
+        monkeypatch.setattr(opening, kind.__name__, Mock(return_value=Mock(spec=kind)))
     raw = tiny_recipe(student={"model": "m"}, teacher={"model": "m", "url": "http://a:1"})
     raw["rollout"] |= {"backend": "server", "url": "http://b:1"}
     recipe = parse_recipe(raw)
-    engine.open_engine(recipe, Mock(spec=ProblemSet), {}, str, tmp_path if resumed else None)
+    opening.open_engine(recipe, Mock(spec=ProblemSet), {}, str, tmp_path if resumed else None)
     assert [(spec.section, spec.starting) for spec in specs] == [
         ("[rollout]", resumed),
         ("[teacher]", resumed),

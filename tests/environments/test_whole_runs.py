@@ -312,11 +312,11 @@ def test_open_engine_that_fails_closes_what_is_open(
 ) -> None:
     """A sampler or a teacher that cannot be opened leaves neither endpoint nor sampler behind."""
     from prime_composer.environments import runner as environments
-    from prime_composer.local import engine
+    from prime_composer.local import opening
 
     urls: list[str] = []
     samplers: list[Any] = []
-    serve, open_sampler = environments.serve, engine.open_sampler
+    serve, open_sampler = environments.serve, opening.open_sampler
 
     async def keep_url(*args: Any) -> Any:
         runner, url = await serve(*args)
@@ -333,11 +333,11 @@ def test_open_engine_that_fails_closes_what_is_open(
         raise ValueError("it cannot be opened")
 
     monkeypatch.setattr(environments, "serve", keep_url)
-    monkeypatch.setattr(engine, "open_sampler", keep_sampler)
-    monkeypatch.setattr(engine, failing, fail)
+    monkeypatch.setattr(opening, "open_sampler", keep_sampler)
+    monkeypatch.setattr(opening, failing, fail)
     recipe = parse_recipe(raw)
     with pytest.raises(ValueError, match="it cannot be opened"):
-        engine.open_engine(recipe, load_sources(recipe), {}, lambda text: None)
+        opening.open_engine(recipe, load_sources(recipe), {}, lambda text: None)
     with pytest.raises(ConnectionRefusedError):
         fail()
     for sampler in samplers:

@@ -45,7 +45,7 @@ from prime_composer.backends.protocols import (  # noqa: E402
     Scorer,
 )
 from prime_composer.contract import Scores  # noqa: E402
-from prime_composer.local import engine as engine_module  # noqa: E402
+from prime_composer.local import opening  # noqa: E402
 from prime_composer.local.tracker import read_metrics  # noqa: E402
 from prime_composer.local.train import train  # noqa: E402
 from prime_composer.problems.loading import load_problem_set  # noqa: E402
@@ -143,19 +143,19 @@ def run(
     )
     problems = load_problem_set(recipe.sources)
     paths = prepare_models(recipe, problems)
-    true_scorer = engine_module.open_scorer
+    true_scorer = opening.open_scorer
 
     def open_planted(spec: BackendSpec, status: Callable[[str], None]) -> Scorer:
         tokenizer = load_tokenizer(spec.model)
         return PlantedScorer(true_scorer(spec, status), tokenizer.convert_tokens_to_ids(END))
 
-    engine_module.open_scorer = open_planted if planted else true_scorer
+    opening.open_scorer = open_planted if planted else true_scorer
     try:
         with tempfile.TemporaryDirectory() as folder:
             train(recipe, problems, paths, Path(folder), Silent())
             return read_metrics(folder)
     finally:
-        engine_module.open_scorer = true_scorer
+        opening.open_scorer = true_scorer
 
 
 def main() -> None:
