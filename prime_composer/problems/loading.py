@@ -234,11 +234,12 @@ def _given_rows(config: DataConfig, rows: Rows | None) -> tuple[Parsed, Parsed |
             f"the rows are a mapping of {sorted(map(str, rows))}; give a list of rows, or a "
             'mapping of "train" and maybe "test"'
         )
-    train = parsed(rows["train"], "train row")
     if "test" not in rows:
-        return train, None
-    test = parsed(rows["test"], "test row")
-    return train if config.trains else [], test if config.evaluates else []
+        return parsed(rows["train"], "train row"), None
+    return (
+        parsed(rows["train"], "train row") if config.trains else [],
+        parsed(rows["test"], "test row") if config.evaluates else [],
+    )
 
 
 def _kept(rows: Sequence[Problem | None]) -> tuple[list[Problem], int]:

@@ -172,7 +172,7 @@ def _answer(row: Mapping[str, Any], config: DataConfig) -> str:
         raise ValueError(
             f'{error.args[0]}, or set metric = "none" for prompts without answers'
         ) from None
-    if value is None or value != value:  # a table's missing value may be NaN
+    if is_missing(value):
         return ""
     if isinstance(value, Real) and not isinstance(value, bool):
         return str(value)
@@ -182,7 +182,19 @@ def _answer(row: Mapping[str, Any], config: DataConfig) -> str:
 def _system(row: Mapping[str, Any], column: str) -> str:
     """Return a row's own system message; "" for none."""
     value = row.get(column)
-    return "" if value is None or value != value else _text(value, column, "system_key")
+    return "" if is_missing(value) else _text(value, column, "system_key")
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a table has no value here: None, NaN, or pandas's NA."""
+    if value is None:
+        return True
+    try:
+        return bool(value != value)
+    except TypeError:  # NA says neither yes nor no
+        return True
+    except ValueError:  # an array, which is a value
+        return False
 
 
 def _conversation(
@@ -193,6 +205,8 @@ def _conversation(
         messages = value_at(row, column, "messages_key")
     except KeyError as error:
         raise ValueError(error.args[0]) from None
+    if hasattr(messages, "tolist"):  # pandas reads a list column of parquet as arrays
+        messages = messages.tolist()
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(
             f'"{column}" must be a list of messages, found '

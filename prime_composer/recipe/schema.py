@@ -400,7 +400,9 @@ class Recipe(Table):
     @model_validator(mode="after")
     def _check_right_and_wrong(self) -> "Recipe":
         """Refuse a graded metric where answers have to be right or wrong."""
-        graded = {name: data for name, data in self.problem_sources.items() if data.graded}
+        graded = {
+            name: data for name, data in self.problem_sources.items() if data.graded and data.trains
+        }
         policy, reader = self.policy_teacher, None
         if policy is not None and policy.hint != "reference":
             reader = f'teacher.policy.hint = "{policy.hint}"'
@@ -427,7 +429,9 @@ class Recipe(Table):
             reader = f'[loss] type = "{self.loss.type}"'
         elif self.loss.reads_pairs and self.replay.source == "rollouts":
             reader = 'replay.source = "rollouts"'
-        ungraded = [name for name, data in self.problem_sources.items() if not data.scored]
+        ungraded = [
+            name for name, data in self.problem_sources.items() if data.trains and not data.scored
+        ]
         if reader is not None and ungraded:
             raise ValueError(
                 f"{reader} needs answers or their rewards, and {self._table_of(ungraded[0])}"

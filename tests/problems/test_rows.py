@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prime_composer.extras import pip_install
@@ -14,7 +15,7 @@ from prime_composer.problems.answers import contains
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import load_problem_set, load_problems
 from prime_composer.problems.prompts import prompt_messages, render_prompt
-from prime_composer.problems.rows import problem_of_row
+from prime_composer.problems.rows import is_missing, problem_of_row, problem_or_none
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (extra: parquet)")
 parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed (extra: parquet)")
@@ -269,3 +270,35 @@ def test_keys_of_chats_that_do_not_fit_are_refused(
 def test_path_alone_chooses_files() -> None:
     assert DataConfig(path="x.parquet").source == "files"
     assert DataConfig(source="jsonl", path="x") == DataConfig(source="files", path="x")
+
+
+class NotAvailable:
+    """Answers comparisons as pandas's NA does."""
+
+    def __ne__(self, other: object) -> "NotAvailable":  # type: ignore[override]
+        return self
+
+    def __bool__(self) -> bool:
+        raise TypeError("boolean value of NA is ambiguous")
+
+
+@pytest.mark.parametrize(
+    "value, missing",
+    [
+        (None, True),
+        (float("nan"), True),
+        (NotAvailable(), True),
+        (np.float64(3), False),
+        ("a", False),
+    ],
+)
+def test_missing_values_of_a_table(value: object, missing: bool) -> None:
+    assert is_missing(value) is missing
+
+
+def test_conversation_may_be_an_array() -> None:
+    """pandas reads a list column of parquet so."""
+    messages = [{"role": "user", "content": "q?"}, {"role": "assistant", "content": "a"}]
+    config = DataConfig(source="rows", messages_key="messages", metric="contains")
+    problem = problem_or_none({"messages": np.array(messages, dtype=object)}, config)
+    assert problem is not None and (problem.question, problem.answer) == ("q?", "a")

@@ -11,14 +11,18 @@ import torch
 from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.contract import Scores
 from prime_composer.cross_tokenizer.finish import NEVER
+from prime_composer.local.run_dir.plan import check_sequences
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import Problem
+from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.step.batch import Sample, with_scores
 from prime_composer.teachers import own_tokenizer
 from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer, make_pair
+from prime_composer.tiny_models.cache import prepare_models
 from tests.command import numbers
 from tests.cross_tokenizer.toys import END, byte_level
 from tests.local.helpers import Silent, run
@@ -298,3 +302,13 @@ def test_answers_too_long_for_the_teachers_window_are_refused(
     raw["teacher"]["prepare"]["max_position_embeddings"] = 60
     with pytest.raises((PreflightError, ValueError), match="max_tokens|max_position_embeddings"):
         run(raw, tmp_path / "run")
+
+
+def test_dry_run_leaves_the_comparison_to_the_run(
+    tiny_recipe: Callable[..., dict[str, Any]],
+) -> None:
+    recipe = parse_recipe(own_recipe(tiny_recipe))
+    problems = load_problem_set(recipe.problem_sources)
+    paths = prepare_models(recipe, problems)
+    lines = check_sequences(recipe, problems, Routing.of_recipe(recipe), paths)
+    assert any("tokenizer of its own" in line for line in lines)

@@ -996,3 +996,11 @@ def test_context_that_is_unset_is_the_usual_one_or_the_window(tmp_path):
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}')
     raw["student"] = {"model": str(tmp_path)}
     assert export_recipe(parse_recipe(raw), "head").table["seq_len"] == 1024
+
+
+def test_export_of_long_answers_needs_the_context():
+    """An export does not read the data, so it cannot know the longest prompt."""
+    raw = tables()
+    raw["rollout"] = {"max_tokens": 4096}
+    with pytest.raises(RecipeError, match="rollout.max_model_len = None.*4096"):
+        export_recipe(parse_recipe(raw), "head", MODELS)

@@ -44,6 +44,13 @@ def refuse(recipe: Recipe, version: Version) -> None:
             "[reference]: prime-rl's orchestrator asks the teacher alone, and has no second model "
             f"to extrapolate it from. Leave the table out, {RUN_LOCALLY}"
         )
+    usual, longest = recipe.rollout.context(), recipe.rollout.max_tokens
+    if recipe.rollout.max_model_len is None and longest >= usual:
+        raise RecipeError(
+            "rollout.max_model_len = None: an export does not read the data, and the usual "
+            f"{usual} has no room for rollout.max_tokens = {longest}. "
+            "Set it to the tokens of the longest prompt and its completion."
+        )
     for table, teacher in recipe.teacher_tables.items():
         if teacher.tokenizer == "own":
             raise RecipeError(
