@@ -1,5 +1,6 @@
 """From masses to a teacher's scores: refinement, seams, and which ids are resolved."""
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -201,7 +202,9 @@ class Row:
     def result(self, k: int, *, fixed: bool) -> tuple[float, Support]:
         """Return log Q of the sampled token, and the support: ids with their Q."""
         if fixed:
+            before = copy.deepcopy(self.masses)
             support = self.support(k, fixed=True)
+            self.masses = before  # what is dropped here may be refined to another token
             self.refine()
         else:
             self.refine()
@@ -241,10 +244,16 @@ class Row:
         for row in range(position.row + 1, position.row + 1 + MOST_ROWS):
             on_path = ids[row] if row < len(ids) else None
             left, follows = mass, None
-            for token, share in self.rows.largest(row, SMALLEST_BRANCH / max(mass, 1e-300)):
+            branches = dict(self.rows.largest(row, SMALLEST_BRANCH / max(mass, 1e-300)))
+            if on_path is not None and on_path not in branches:
+                (branches[on_path],) = self.rows.of(row, [on_path])
+            for token, share in branches.items():
                 longer = content + (pair.teacher.of_id[token] or b"")
                 encoded = pair.student.encode_bytes(longer) if longer != content else None
                 if encoded is None:  # a special token, or a part of a character
+                    if token == on_path and longer != content and first < 0:
+                        left -= share * mass
+                        follows = longer, share * mass, -1
                     continue
                 left -= share * mass
                 is_open = pair.is_open(longer, encoded[0])
@@ -257,7 +266,8 @@ class Row:
             if follows is None:
                 return
             content, mass, first = follows
-        self.masses.move(first, mass, is_open=True)
+        if first >= 0:
+            self.masses.move(first, mass, is_open=True)
 
     def filter(self) -> None:
         """Drop tokens that the student does not write after the one before."""

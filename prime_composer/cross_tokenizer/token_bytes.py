@@ -35,6 +35,7 @@ class TokenBytes:
     Args:
         tokenizer: of the ``tokenizers`` library.
         who: whose it is, for messages: "the student", "the teacher".
+        size: entries of the model's head. Ids beyond the tokenizer's write nothing.
 
     Attributes:
         of_id: bytes of each id. None: a special token, which writes nothing.
@@ -44,7 +45,7 @@ class TokenBytes:
         UnsupportedTokenizer: it is no byte-level BPE, or its tokens do not write the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, who: str):
+    def __init__(self, tokenizer: Tokenizer, who: str, size: int = 0):
         content = tokenizer.to_str()
         _check_family(json.loads(content), who)
         self._tokenizer = Tokenizer.from_str(content)
@@ -53,7 +54,8 @@ class TokenBytes:
         # A text that spells a special token is text: its characters are encoded.
         self._tokenizer.encode_special_tokens = True
         self.digest = hashlib.sha256(content.encode()).hexdigest()
-        self.of_id = _bytes_of_ids(self._tokenizer)
+        of_id = _bytes_of_ids(self._tokenizer)
+        self.of_id = (*of_id, *[None] * (size - len(of_id)))
         self.encode = lru_cache(CACHED_TEXTS)(lambda text: tuple(self.encode_all([text])[0]))
         for text in PROBES:
             if self.bytes_of(self.encode(text)) != text.encode():

@@ -152,6 +152,7 @@ class Watch:
                     "own": probe.scores.ref_logprobs,
                     "support_ids": probe.scores.token_ids[:, :COMPARED_IDS].clone(),
                     "support": probe.scores.teacher_logprobs[:, :COMPARED_IDS].clone(),
+                    "known": probe.scores.all_known[:, :COMPARED_IDS].clone(),
                 }
                 for teacher, probe in self.probes.items()
             },
@@ -173,7 +174,10 @@ class Watch:
                 stored = state["teachers"][teacher.table]
                 probe = self.probes[teacher]
                 probe.rollout = known_rollout(stored["token_ids"], stored["start"])
-                probe.scores = Scores(stored["own"], stored["support_ids"], stored["support"])
+                probe.scores = Scores(
+                    *(stored["own"], stored["support_ids"], stored["support"]),
+                    known=stored.get("known"),
+                )
                 self._check_teacher(teacher)
 
     def _scorers(self) -> Mapping[TeacherId, Scorer]:

@@ -154,15 +154,25 @@ def with_own_tokenizer(
             f'[{table}] tokenizer = "own" needs the teacher\'s tokenizer: give `model` its '
             f"directory or hub id. {error}"
         ) from None
+    if tokenizer is None:
+        raise PreflightError(
+            f'[{table}] tokenizer = "own": {model} has no tokenizer; add its files.'
+        )
     prompts = TeacherPrompts(problem_set, student, tokenizer)
-    pair = make_pair(tokenizer, student, read_eos_token_ids(model), prompts.texts(), table)
+    sizes = scorer.limits.vocab_size or 0, vocab_size
+    pair = make_pair(tokenizer, student, read_eos_token_ids(model), prompts.texts(), table, sizes)
     parts = [part for part, _ in loss.needs_by_section().values()]
     fixed = any(part.needs_fixed_support for part in parts)
     return OwnTokenizerScorer(scorer, pair, prompts, vocab_size, fixed=fixed)
 
 
 def make_pair(
-    teacher: Any, student: Any, teacher_ends: Iterable[int], texts: Iterable[str], table: str
+    teacher: Any,
+    student: Any,
+    teacher_ends: Iterable[int],
+    texts: Iterable[str],
+    table: str,
+    sizes: tuple[int, int] = (0, 0),
 ) -> Pair:
     """Return the tables of two tokenizers of transformers.
 
@@ -172,6 +182,7 @@ def make_pair(
         teacher_ends: the teacher's ids that end a text.
         texts: texts as the teacher writes them.
         table: the teacher's table in the recipe, for messages.
+        sizes: entries of the teacher's and the student's heads.
 
     Raises:
         PreflightError: both are the same, or one of them is none that can be compared.
@@ -183,7 +194,8 @@ def make_pair(
             "cheaper without it."
         )
     codes = []
-    for tokenizer, who in ((teacher, "the teacher"), (student, "the student")):
+    both = ((teacher, "the teacher"), (student, "the student"))
+    for (tokenizer, who), size in zip(both, sizes, strict=True):
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise PreflightError(
@@ -191,7 +203,7 @@ def make_pair(
                 f"bytes are unknown; choose {who.replace('the', 'a')} with a tokenizer.json."
             )
         try:
-            codes.append(TokenBytes(backend, who))
+            codes.append(TokenBytes(backend, who, size))
         except UnsupportedTokenizer as error:
             raise PreflightError(
                 f"{own}: {error}; choose {who.replace('the', 'a')} with a byte-level BPE tokenizer."

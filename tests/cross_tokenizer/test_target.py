@@ -15,7 +15,7 @@ from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.cross_tokenizer.sums import Sums
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes
-from tests.cross_tokenizer.toys import ToyTeacher, pushed_forward, random_tokenizer
+from tests.cross_tokenizer.toys import ToyTeacher, byte_level, pushed_forward, random_tokenizer
 
 ALPHABET = "ab "
 EVERY = 1000
@@ -273,3 +273,37 @@ def test_a_token_that_the_student_would_not_write_is_improbable_and_left_out() -
     support = scores.token_ids[1][scores.all_known[1]]
     assert right not in support.tolist()
     assert metrics["noncanonical"] == pytest.approx(1 / 3)
+
+
+def test_a_fixed_support_leaves_the_sampled_tokens_own_log_prob() -> None:
+    this = toy(0, words=True)
+    for ids in this.rollouts(20, 3):
+        rows = this.teacher.rows(this.pair.student.bytes_of(ids).decode())
+        one, _ = scores_of(this.pair, rows, ids)
+        two, _ = scores_of(this.pair, rows, ids, fixed=True)
+        torch.testing.assert_close(one.ref_logprobs, two.ref_logprobs)
+
+
+def test_a_character_of_three_teacher_tokens_is_its_first_ones_path() -> None:
+    # The teacher writes each byte by itself with probability .9; the student has the character.
+    teacher = TokenBytes(byte_level([], words=False), "the teacher")
+    merges = [("\u00e4", "\u00bd"), ("\u00e4\u00bd", "\u0142")]
+    student = TokenBytes(byte_level(merges, words=False), "the student")
+    character = bytes([0xE4, 0xBD, 0xA0]).decode()
+    assert len(student.encode(character)) == 1 and len(teacher.encode(character)) == 3
+    pair = Pair(teacher, student, [256], len(student.of_id) - 1, [])
+    path = teacher.encode(character)
+    rows = torch.full((4, 257), 0.1 / 256, dtype=torch.float64)
+    for row, token in enumerate(path):
+        rows[row, token] = 0.9
+    scores, _ = scores_of(pair, rows, student.encode(character))
+    assert float(scores.ref_logprobs[0]) == pytest.approx(3 * math.log(0.9), abs=0.01)
+
+
+def test_ids_of_the_head_alone_write_nothing() -> None:
+    tokenizer = byte_level([], words=False)
+    padded = TokenBytes(tokenizer, "the student", 300)
+    assert len(padded.of_id) == 300 and padded.of_id[299] is None
+    pair = Pair(TokenBytes(tokenizer, "the teacher"), padded, [256], 256, [])
+    plan = plan_of(pair, [padded.encode("a")[0], 299, padded.encode("b")[0]])
+    assert [position is not None for position in plan.positions] == [True, True, False]
