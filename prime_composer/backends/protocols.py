@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -30,6 +31,30 @@ class Rollout:
     finish_reason: Literal["stop", "length"]
     prompt_index: int
     by_teacher: bool = False
+
+    @classmethod
+    def not_sampled(
+        cls,
+        token_ids: Int[Tensor, " seq"],
+        start: int,
+        finish_reason: Literal["stop", "length"],
+        prompt_index: int = 0,
+    ) -> "Rollout":
+        """Return a sequence that no policy of the run has sampled: log mu is NaN everywhere.
+
+        Args:
+            token_ids: prompt and completion, [seq].
+            start: index of the completion's first token.
+            finish_reason: how it ends.
+            prompt_index: index of its prompt.
+        """
+        return cls(
+            token_ids,
+            torch.arange(len(token_ids)) >= start,
+            torch.full(token_ids.shape, torch.nan),
+            finish_reason,
+            prompt_index,
+        )
 
     @property
     def start(self) -> int:

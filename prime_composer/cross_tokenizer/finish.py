@@ -4,7 +4,6 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -44,21 +43,8 @@ Support = list[tuple[int, float]]
 """Ids with their Q, the most probable first, after the sampled token."""
 
 
-@runtime_checkable
-class Rows(Protocol):
-    """A teacher's probabilities after each of its tokens."""
-
-    def of(self, row: int, ids: Sequence[int]) -> list[float]:
-        """Return the probabilities of some ids of a row."""
-        ...
-
-    def largest(self, row: int, least: float) -> list[tuple[int, float]]:
-        """Return the ids of a row with at least a probability, and that."""
-        ...
-
-
-class FullRows:
-    """Rows of the whole vocabulary, [rows, V_T]."""
+class Rows:
+    """A teacher's probabilities after each of its tokens, [rows, V_T]; 0 for ids not listed."""
 
     def __init__(self, probabilities: Float[Tensor, "rows vocab"]):
         self._probabilities = probabilities.cpu()
@@ -201,19 +187,19 @@ class Row:
 
     def result(self, k: int, *, fixed: bool) -> tuple[float, Support]:
         """Return log Q of the sampled token, and the support: ids with their Q."""
+        support: Support = []
         if fixed:
             before = copy.deepcopy(self.masses)
-            support = self.support(k, fixed=True)
+            self.filter()
+            support = self.support(k, *self.own_and_norm(), fixed=True)
             self.masses = before  # what is dropped here may be refined to another token
-            self.refine()
-        else:
-            self.refine()
-            support = self.support(k)
-        return self.own_and_norm()[0], support
+        self.refine()
+        self.filter()
+        own, norm = self.own_and_norm()
+        return own, support if fixed else self.support(k, own, norm)
 
     def own_and_norm(self) -> tuple[float, float]:
         """Return log Q of the sampled token, and the mass that Q is normalized by."""
-        self.filter()
         norm = self.masses.total + self.end + self.nobody
         token = self.position.token
         if token == self.pair.student_end:
@@ -278,9 +264,8 @@ class Row:
             if not self.pair.canonical(before, token):
                 self.masses.drop(token)
 
-    def support(self, k: int, *, fixed: bool = False) -> Support:
+    def support(self, k: int, own: float, norm: float, *, fixed: bool = False) -> Support:
         """Return the sampled token, unless ``fixed``, and the most probable resolved ids."""
-        own, norm = self.own_and_norm()
         if norm <= 0 or k == 0:
             return []
         chosen: list[tuple[int, float]] = []

@@ -236,6 +236,7 @@ def _wrap_own_tokenizers(
                 engine.teacher_specs[teacher].model,
                 engine.problems.problem_set,
                 engine.problems.tokenizer,
+                engine.problems.prompt,
                 engine.loss,
                 engine.vocab_size,
                 teacher.table,

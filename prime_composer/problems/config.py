@@ -7,7 +7,7 @@ Problems", 2021, https://arxiv.org/abs/2110.14168).
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args, runtime_checkable
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -56,7 +56,30 @@ TeacherWeights = Annotated[str | dict[str, float] | None, AfterValidator(_checke
 """Type of an environment's ``teacher``: a name, or a mixture ``name = weight``."""
 
 
-class DataConfig(Table):
+class Used:
+    """What the keys ``use`` and ``ratio`` of a table of problems or tasks mean."""
+
+    if TYPE_CHECKING:
+        use: Literal["both", "train", "eval"]
+        model_fields_set: set[str]
+
+    @property
+    def trains(self) -> bool:
+        """Whether what the table describes is trained on."""
+        return self.use != "eval"
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether what the table describes is evaluated."""
+        return self.use != "train"
+
+    def check_ratio(self) -> None:
+        """Refuse a share of the prompts to train on where there are none."""
+        if not self.trains and "ratio" in self.model_fields_set:
+            raise ValueError('ratio is a share of the prompts to train on, and use is "eval"')
+
+
+class DataConfig(Used, Table):
     """The problems to train on and to test on, their prompts, and how answers are graded."""
 
     source: Literal["generated", "files", "jsonl", "hub", "rows"] = "generated"
@@ -246,19 +269,8 @@ class DataConfig(Table):
         if self.use != "both" and self.hold_out != DataConfig.model_fields["hold_out"].default:
             what = "nothing" if self.use == "train" else "everything"
             raise ValueError(f'with use = "{self.use}" {what} is held out: leave hold_out out')
-        if not self.trains and "ratio" in self.model_fields_set:
-            raise ValueError('ratio is a share of the prompts to train on, and use is "eval"')
+        self.check_ratio()
         return self
-
-    @property
-    def trains(self) -> bool:
-        """Whether its problems are trained on."""
-        return self.use != "eval"
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether its problems are evaluated."""
-        return self.use != "train"
 
     @model_validator(mode="after")
     def _check_chat(self) -> "DataConfig":

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from prime_composer.problems.config import DataConfig, TeacherWeights
+from prime_composer.problems.config import DataConfig, TeacherWeights, Used
 from prime_composer.recipe.carried import CARRIED
 from prime_composer.recipe.prepare import PrepareConfig
 from prime_composer.recipe.urls import without_passwords
@@ -28,7 +28,7 @@ OpenTable = Annotated[dict[str, Any], PlainSerializer(without_passwords)]
 """A table whose keys belong to somebody else. It is shown and saved without passwords."""
 
 
-class EnvironmentConfig(Table):
+class EnvironmentConfig(Used, Table):
     """An environment of verifiers, by its id, which has its own tasks, tools, turns and rewards."""
 
     id: str = Field(json_schema_extra=CARRIED)
@@ -84,19 +84,8 @@ class EnvironmentConfig(Table):
 
     @model_validator(mode="after")
     def _check_use(self) -> "EnvironmentConfig":
-        if not self.trains and "ratio" in self.model_fields_set:
-            raise ValueError("ratio is a share of the prompts to train on, and use is 'eval'")
+        self.check_ratio()
         return self
-
-    @property
-    def trains(self) -> bool:
-        """Whether its tasks are trained on."""
-        return self.use != "eval"
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether its tasks are evaluated."""
-        return self.use != "train"
 
 
 def environment_kind(table: dict[str, Any]) -> type[DataConfig] | type[EnvironmentConfig]:

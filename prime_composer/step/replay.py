@@ -82,13 +82,7 @@ def response(
         tokenizer.eos_token_id,
     ]
     token_ids = torch.tensor([*prompt, *completion])
-    return Rollout(
-        token_ids=token_ids,
-        loss_mask=torch.arange(len(token_ids)) >= len(prompt),
-        inference_logprobs=torch.full(token_ids.shape, torch.nan),
-        finish_reason="stop",
-        prompt_index=prompt_index,
-    )
+    return Rollout.not_sampled(token_ids, len(prompt), "stop", prompt_index)
 
 
 def pair_inputs(model: nn.Module, pairs: Sequence[Pair], reference: nn.Module | None) -> LossInputs:

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from prime_composer.backends.hf_model import (
 )
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.contract import Scores
-from prime_composer.cross_tokenizer.finish import FullRows, token_scores
+from prime_composer.cross_tokenizer.finish import Rows, token_scores
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import Plan, plan_of
 from prime_composer.cross_tokenizer.sums import Sums
@@ -70,11 +71,21 @@ class TeacherPrompts:
         problem_set: the problems.
         student: the student's tokenizer.
         teacher: the teacher's.
+        student_prompt: returns the student's prompt of a problem.
     """
 
-    def __init__(self, problem_set: ProblemSet, student: Any, teacher: Any):
+    def __init__(
+        self,
+        problem_set: ProblemSet,
+        student: Any,
+        teacher: Any,
+        student_prompt: Callable[[Problem], Sequence[int]],
+    ):
         self.problem_set, self.student, self.teacher = problem_set, student, teacher
+        self._student_prompt = student_prompt
         self._problems: dict[tuple[int, ...], Problem] = {}
+        # A problem is asked in many steps.
+        self._prompt = cache(self._rendered)
 
     def __call__(self, prompt: Sequence[int]) -> list[int]:
         """Return the teacher's prompt of the problem whose prompt this is.
@@ -84,7 +95,7 @@ class TeacherPrompts:
         """
         if not self._problems:
             self._problems = {
-                tuple(self._rendered(problem, self.student)): problem
+                tuple(self._student_prompt(problem)): problem
                 for problem in [*self.problem_set.held_out, *self.problem_set.practice]
             }
         problem = self._problems.get(tuple(prompt))
@@ -93,7 +104,7 @@ class TeacherPrompts:
                 'a teacher with tokenizer = "own" renders its own prompts, and this is the prompt '
                 "of no problem of the recipe"
             )
-        return self._rendered(problem, self.teacher)
+        return self._prompt(problem)
 
     def texts(self) -> list[str]:
         """Return prompts and worked answers of the first problems to train on, as text."""
@@ -112,7 +123,7 @@ class TeacherPrompts:
 
     def longest(self, problems: Sequence[Problem], max_tokens: int) -> int:
         """Return how many of the teacher's tokens a prompt and a full answer may take."""
-        prompt = max(len(self._rendered(problem, self.teacher)) for problem in problems)
+        prompt = max(len(self._prompt(problem)) for problem in problems)
         answers = [self.answer(problem) for problem in problems[:COUNTED_ANSWERS]]
         own, other = (
             1 + sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in answers)
@@ -120,8 +131,8 @@ class TeacherPrompts:
         )
         return prompt + math.ceil(max_tokens * max(1.0, LONGER * own / other))
 
-    def _rendered(self, problem: Problem, tokenizer: Any) -> list[int]:
-        return render_prompt(problem, self.problem_set.config_of(problem), tokenizer)
+    def _rendered(self, problem: Problem) -> list[int]:
+        return render_prompt(problem, self.problem_set.config_of(problem), self.teacher)
 
 
 def with_own_tokenizer(
@@ -129,6 +140,7 @@ def with_own_tokenizer(
     model: str | Path,
     problem_set: ProblemSet,
     student: Any,
+    student_prompt: Callable[[Problem], Sequence[int]],
     loss: LossConfig,
     vocab_size: int,
     table: str,
@@ -140,6 +152,7 @@ def with_own_tokenizer(
         model: the teacher's directory or hub id, which has its tokenizer.
         problem_set: the recipe's problems.
         student: the student's tokenizer.
+        student_prompt: returns the student's prompt of a problem.
         loss: the recipe's loss.
         vocab_size: entries of the student's head.
         table: the teacher's table, for messages.
@@ -158,7 +171,7 @@ def with_own_tokenizer(
         raise PreflightError(
             f'[{table}] tokenizer = "own": {model} has no tokenizer; add its files.'
         )
-    prompts = TeacherPrompts(problem_set, student, tokenizer)
+    prompts = TeacherPrompts(problem_set, student, tokenizer, student_prompt)
     sizes = scorer.limits.vocab_size or 0, vocab_size
     pair = make_pair(tokenizer, student, read_eos_token_ids(model), prompts.texts(), table, sizes)
     parts = [part for part, _ in loss.needs_by_section().values()]
@@ -348,19 +361,13 @@ class OwnTokenizerScorer:
             )
         prompt = self.prompts(rollout.token_ids[: rollout.start].tolist())
         ids = torch.tensor([*prompt, *plan.teacher_ids, self.pair.teacher_ends[0]])
-        return Rollout(
-            ids,
-            torch.arange(len(ids)) >= len(prompt),
-            torch.full(ids.shape, torch.nan),
-            rollout.finish_reason,
-            rollout.prompt_index,
-        )
+        return Rollout.not_sampled(ids, len(prompt), rollout.finish_reason, rollout.prompt_index)
 
     def _of_student(self, rollout: Rollout, plan: Plan, read: Scores, size: int, k: int) -> Scores:
         rows = dense(read, plan, max(size, len(self.pair.teacher.of_id)))
         candidates = self._sums.candidates(rows, plan, max(4 * k, FEWEST_CANDIDATES))
         scores, metrics = token_scores(
-            self.pair, plan, candidates, FullRows(rows), k, fixed=self._fixed
+            self.pair, plan, candidates, Rows(rows), k, fixed=self._fixed
         )
         tokens = len(plan.positions)
         self._tokens += tokens
@@ -407,13 +414,10 @@ class OwnTokenizerSampler:
         ids = list(self._pair.student.encode(content.decode(errors="ignore")))
         if rollout.finish_reason == "stop" or not ids:
             ids.append(self._pair.student_end)
-        is_cut = len(ids) > most
-        token_ids = torch.tensor([*prompt, *ids[:most]])
-        return Rollout(
-            token_ids,
-            torch.arange(len(token_ids)) >= len(prompt),
-            torch.full(token_ids.shape, torch.nan),
-            "length" if is_cut else rollout.finish_reason,
+        return Rollout.not_sampled(
+            torch.tensor([*prompt, *ids[:most]]),
+            len(prompt),
+            "length" if len(ids) > most else rollout.finish_reason,
             rollout.prompt_index,
         )
 

@@ -99,8 +99,7 @@ def known_rollout(token_ids: Tensor, start: int) -> Rollout:
         token_ids: the sequence.
         start: index of its first scored token.
     """
-    scored = torch.arange(len(token_ids)) >= start
-    return Rollout(token_ids, scored, torch.full(token_ids.shape, torch.nan), "length", 0)
+    return Rollout.not_sampled(token_ids, start, "length")
 
 
 def starts_of(part: object) -> int | None:

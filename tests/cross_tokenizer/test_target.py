@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from prime_composer.cross_tokenizer.finish import NEVER, FullRows, Row, token_scores
+from prime_composer.cross_tokenizer.finish import NEVER, Row, Rows, token_scores
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.cross_tokenizer.sums import Sums
@@ -84,8 +84,9 @@ def test_brute_force_lies_between_what_is_certain_and_what_is_open(
         for at, position in enumerate(plan.positions):
             if position is None or float(found.off_path[at]) > 1e-12:
                 continue
-            row = Row(pair, plan, position, found, at, FullRows(rows))
+            row = Row(pair, plan, position, found, at, Rows(rows))
             row.refine()
+            row.filter()
             own, norm = row.own_and_norm()
             path = math.prod(steps[: position.row])
             unsure = sum(row.masses.open.values()) + row.masses.doubtful
@@ -108,7 +109,7 @@ def log_or_never(probability: float) -> float:
 def scores_of(pair: Pair, rows: torch.Tensor, ids: tuple[int, ...], k: int = 8, **options: bool):
     plan = plan_of(pair, ids)
     found = Sums(pair).candidates(rows, plan, EVERY)
-    return token_scores(pair, plan, found, FullRows(rows), k, **options)
+    return token_scores(pair, plan, found, Rows(rows), k, **options)
 
 
 def test_every_row_is_a_distribution_with_the_sampled_token_first() -> None:
@@ -160,7 +161,7 @@ def test_a_student_of_single_bytes_gets_the_marginals_of_bytes() -> None:
         rows = this.teacher.rows(student.bytes_of(ids).decode())
         plan = plan_of(pair, ids)
         found = Sums(pair).candidates(rows, plan, EVERY)
-        scores, _ = token_scores(pair, plan, found, FullRows(rows), 8)
+        scores, _ = token_scores(pair, plan, found, Rows(rows), 8)
         for at in range(len(ids)):
             if float(found.off_path[at]) < 1e-12:
                 target = math.log(exact[ids[: at + 1]] / exact[ids[:at]])
