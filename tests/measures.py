@@ -101,6 +101,20 @@ def comparisons_of_backends() -> list[str]:
     ]
 
 
+def containers_of_scores() -> list[str]:
+    """Return the classes with a field for a teacher's log-probs of a support."""
+    return [
+        f"{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}.{node.name}"
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        and any(
+            isinstance(part, ast.AnnAssign) and ast.unparse(part.target) == "teacher_logprobs"
+            for part in node.body
+        )
+    ]
+
+
 def code_lines(path: Path) -> int:
     """Return the lines that hold more than a comment, a docstring or nothing."""
     text = path.read_text()
@@ -135,6 +149,7 @@ def main() -> None:
     print("modules in one folder:", modules_per_folder().most_common(4))
     print("longest bodies:", [(f.name, f.body) for f in sorted(found, key=lambda f: -f.body)[:6]])
     print("deepest:", [(f.name, f.nesting) for f in sorted(found, key=lambda f: -f.nesting)[:6]])
+    print("containers of a teacher's scores:", containers_of_scores())
     print("backends compared with a name:", comparisons_of_backends())
     print("functions that take a Recipe:", sum(f.takes_recipe for f in found))
 

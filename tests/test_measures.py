@@ -4,7 +4,13 @@
 that is still above it; such a number may only fall.
 """
 
-from tests.measures import file_lines, functions, modules_per_folder
+from tests.measures import (
+    comparisons_of_backends,
+    containers_of_scores,
+    file_lines,
+    functions,
+    modules_per_folder,
+)
 
 LONGEST_FILE = 500
 LONGER_FILES = {"backends/http.py": 623}
@@ -13,6 +19,8 @@ DEEPEST_BLOCK = 4
 MODULES = 16
 MORE_MODULES = {"losses": 34}
 TAKE_A_RECIPE = 34
+CONTAINERS = {"contract.Scores", "contract.Support"}
+"""A teacher's response from the wire to the loss: the record, and its columns at the loss."""
 
 
 def test_no_file_is_longer_than_its_limit() -> None:
@@ -41,3 +49,11 @@ def test_no_room_has_more_modules_than_its_limit() -> None:
 def test_few_functions_take_a_whole_recipe() -> None:
     takers = [f.name for f in functions() if f.takes_recipe]
     assert len(takers) <= TAKE_A_RECIPE, takers
+
+
+def test_scores_have_two_containers() -> None:
+    assert set(containers_of_scores()) == CONTAINERS
+
+
+def test_backends_are_compared_by_their_registry_alone() -> None:
+    assert comparisons_of_backends() == []

@@ -44,16 +44,18 @@ def train(
         RunStopped: a server, the disk or a check ended the run later. What is safe is saved.
         NonFiniteLoss: training diverged. The newest checkpoint is the last good one.
     """
-    with open_run(recipe, problems, paths, run_dir, display, resume, begin) as run:
-        with run.until_stopped() as stop:
-            for step in run.steps():
-                with stop.may_interrupt():
-                    sampled = run.collector.sample(run.collector.problems(step), step)
-                    samples = run.collector.grade(sampled)
-                    batch = run.collector.score(samples, step)
-                    run.watch_teachers()
-                metrics = run.update(batch, step)
-                with stop.may_interrupt():
-                    run.load_weights(step)
-                run.end_step(step, batch, metrics)
+    with (
+        open_run(recipe, problems, paths, run_dir, display, resume, begin) as run,
+        run.until_stopped() as stop,
+    ):
+        for step in run.steps():
+            with stop.may_interrupt():
+                sampled = run.collector.sample(run.collector.problems(step), step)
+                samples = run.collector.grade(sampled)
+                batch = run.collector.score(samples, step)
+                run.watch_teachers()
+            metrics = run.update(batch, step)
+            with stop.may_interrupt():
+                run.load_weights(step)
+            run.end_step(step, batch, metrics)
     return run.outcome()
