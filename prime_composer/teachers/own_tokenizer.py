@@ -319,8 +319,15 @@ class OwnTokenizerScorer:
             A warning where its server could not be asked how it reads a text.
 
         Raises:
-            PreflightError: its server has another tokenizer, or a full answer does not fit.
+            PreflightError: its server has another tokenizer or no scoring plugin, or a full answer
+                does not fit.
         """
+        if isinstance(self.scorer, TokenServer) and not self.scorer.gives_any_ids:
+            raise PreflightError(
+                f'The teacher\'s server has no scoring plugin, and tokenizer = "own" reads {READ} '
+                "ids of each row, which cost a server about 4 ms per token in JSON: start it with "
+                "`prime-rl teacher`."
+            )
         limit, prompts = self.scorer.limits.max_model_len, self.prompts
         assert isinstance(prompts, TeacherPrompts)
         if problems and limit is not None:
