@@ -181,7 +181,7 @@ def print_answers(run_dir: Path, steps: Collection[int]) -> None:
         if row.reference:
             table.add_row("reference", shown(row.reference))
         for name, answers in named.items():
-            own = next((one for one in answers if one.question == row.question), None)
+            own = next((one for one in answers if one.asked == row.asked), None)
             if own is not None:
                 table.add_row(name, _verdict(own))
         table.add_section()
@@ -190,10 +190,10 @@ def print_answers(run_dir: Path, steps: Collection[int]) -> None:
 
 def _most_changed(before: Sequence[Answer], after: Sequence[Answer]) -> list[Answer]:
     """Return the later answers, those that became right first, then those of another text."""
-    earlier = {answer.question: answer for answer in before}
+    earlier = {answer.asked: answer for answer in before}
 
     def rank(answer: Answer) -> tuple[bool, bool]:
-        was = earlier.get(answer.question)
+        was = earlier.get(answer.asked)
         if was is None:
             return True, True
         gained = (answer.correct or answer.score or 0) - (was.correct or was.score or 0)

@@ -103,6 +103,10 @@ class StudyConfig(Table):
         return {"-".join(names): items for names, items in self.combinations.items()}
 
 
+EVALUATED = "eval/truncated"
+"""Metric of every evaluation."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of a study.
@@ -183,7 +187,9 @@ def _check_same_budget(runs: Sequence[Run], path: Path) -> None:
 
 
 def is_finished(run: Run) -> bool:
-    """Check whether the run's directory contains its last evaluation.
+    """Check whether the run's directory contains its last step, with the evaluation after it.
+
+    A run that holds nothing out evaluates nothing, as its step 0 shows.
 
     Raises:
         RecipeError: it contains another recipe's run.
@@ -197,7 +203,7 @@ def is_finished(run: Run) -> bool:
         )
     if not (run.run_dir / METRICS_FILE).exists():
         return False
-    return any(
-        record["step"] == run.recipe.trainer.steps and "eval/truncated" in record
-        for record in read_metrics(run.run_dir)
-    )
+    records = {record["step"]: record for record in read_metrics(run.run_dir)}
+    last, first = records.get(run.recipe.trainer.steps), records.get(0)
+    evaluates_nothing = first is not None and EVALUATED not in first
+    return last is not None and (EVALUATED in last or evaluates_nothing)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from prime_composer.cli.formatting import MISSING, number, percent, score
 from prime_composer.cli.report import console, label, new_figure, print_table
-from prime_composer.cli.study_file import Run, StudyConfig, is_finished
+from prime_composer.cli.study_file import EVALUATED, Run, StudyConfig, is_finished
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.metrics import TITLES
 
@@ -56,12 +56,13 @@ def write_report(study: StudyConfig, runs: Sequence[Run]) -> None:
 
 def in_short(run: Run) -> str:
     """Format a finished run as one line."""
-    return ", ".join(
+    changes = [
         f"{QUANTITIES[name].name} {QUANTITIES[name].text(values[0][1])} → "
         f"{QUANTITIES[name].text(values[-1][1])}"
         for name, values in measured(run).items()
         if name in (*SCORES, "reverse_kl") and values
-    )
+    ]
+    return ", ".join(changes) or "finished; it evaluates nothing"
 
 
 def measured(run: Run) -> dict[str, list[tuple[int, float]]]:
@@ -82,8 +83,8 @@ def sampled(run: Run) -> dict[str, dict[str, float]]:
     """Read what the run's last evaluation measured: temperature, as it is written there -> name of
     the score, or "self_bleu" -> value."""
     values: dict[str, dict[str, float]] = {}
-    last = [record for record in read_metrics(run.run_dir) if "eval/truncated" in record][-1]
-    for key, value in last.items():
+    evaluated = [record for record in read_metrics(run.run_dir) if EVALUATED in record]
+    for key, value in evaluated[-1].items() if evaluated else ():
         found = re.fullmatch(r"eval/(\w+)/T=(.+)", key)
         if found and found[1] in (*SCORES, SELF_BLEU):
             values.setdefault(found[2], {})[found[1]] = value

@@ -31,6 +31,7 @@ class Answer:
         correct: whether the recipe's metric accepts it; None for a graded metric, and for none.
         score: the value of a graded metric; None for another one.
         metric: name of the graded metric; None for another one.
+        place: of the problem among those that are held out; None in a run of an older version.
     """
 
     question: str
@@ -39,6 +40,15 @@ class Answer:
     correct: bool | None
     score: float | None = None
     metric: str | None = None
+    place: int | None = None
+
+    @property
+    def asked(self) -> int | str:
+        """What the student's and the teacher's answers to one problem have in common.
+
+        Two conversations may end in the same question.
+        """
+        return self.question if self.place is None else self.place
 
 
 def write_answers(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -279,15 +279,15 @@ class Evaluator:
 
     def _answer(self, graded: Graded) -> Answer:
         """Return an answer as the report shows it."""
-        problem, text, reward = graded.problem, graded.text, graded.reward
+        problem_set, problem, reward = self.problems.problem_set, graded.problem, graded.reward
+        place = problem_set.held_out.index(problem)
+        answer = Answer(problem.question, problem.answer, graded.text, None, place=place)
         if isinstance(problem, Task):
-            return Answer(problem.question, problem.answer, text, reward >= 1)
-        config = self.problems.problem_set.config_of(problem)
+            return replace(answer, correct=reward >= 1)
+        config = problem_set.config_of(problem)
         if config.graded:
-            return Answer(problem.question, problem.answer, text, None, reward, config.metric)
-        if not config.scored:
-            return Answer(problem.question, problem.answer, text, None)
-        return Answer(problem.question, problem.answer, text, bool(reward))
+            return replace(answer, score=reward, metric=config.metric)
+        return replace(answer, correct=bool(reward) if config.scored else None)
 
     def _sampled(self, problems: Sequence[Problem], temperature: float) -> dict[str, float]:
         """Return quality and diversity of several answers per problem at a temperature.

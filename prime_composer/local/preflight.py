@@ -185,6 +185,10 @@ class Checks:
     def _problems(self) -> Sequence[Problem]:
         return self.engine.problems.problem_set.practice
 
+    @property
+    def _evaluated(self) -> Sequence[Problem]:
+        return self.engine.problems.problem_set.held_out[: self.recipe.eval.largest]
+
     def _prompts(self) -> list[list[int]]:
         return [self.engine.problems.prompt(problem) for problem in self._problems]
 
@@ -201,10 +205,13 @@ class Checks:
         if engine.policy_teacher is not None and engine.policy_overflow == "error":
             config: Any = engine.model.config
             positions = config.get_text_config().max_position_embeddings
-            check_hinted_prompts(engine.policy_teacher, self._problems, rollout, positions)
-        set_by_recipe = self.recipe.rollout.max_model_len is not None
-        check_context(
-            self._prompts(), rollout.max_tokens, engine.sampler.limits, raisable=set_by_recipe
+            scored = [*filter(engine.problems.problem_set.is_scored, self._evaluated)]
+            policy = engine.policy_teacher
+            check_hinted_prompts(policy, self._problems, scored, rollout, positions)
+        check_prompts(
+            *(engine.problems, self._problems, self._evaluated),
+            self.recipe.rollout,
+            sampler=engine.sampler.limits,
         )
         return passed(name)
 
@@ -214,9 +221,12 @@ class Checks:
             if isinstance(scorer, OwnTokenizerScorer):
                 problems = self._scored_by(teacher)
                 return passed(name, scorer.check(problems, recipe.rollout.max_tokens))
-            rule = Routing.of_recipe(recipe).teachers[teacher].on_overflow
-            limits = binding(scorer.limits, rule)
-            check_lengths(tokenized, self._scored_by(teacher), recipe.rollout, limits, teacher)
+            routing = Routing.of_recipe(recipe)
+            limits = binding(scorer.limits, routing.teachers[teacher].on_overflow)
+            asked = route(routing, self._evaluated)[teacher]
+            check_lengths(
+                tokenized, self._scored_by(teacher), asked, recipe.rollout, limits, teacher
+            )
             warnings = self._tokenizer_warnings(teacher, scorer)
             warnings += check_vocabularies(
                 engine.vocab_size,
@@ -326,11 +336,16 @@ def check_objective(config: LossConfig, rollout: RolloutConfig) -> None:
 
 
 def check_hinted_prompts(
-    policy: PolicyTeacher, problems: Sequence[Problem], config: RolloutConfig, positions: int
+    policy: PolicyTeacher,
+    problems: Sequence[Problem],
+    held_out: Sequence[Problem],
+    config: RolloutConfig,
+    positions: int,
 ) -> None:
     """Check that the longest prompt with its hint and a full response fit the context.
 
-    Both limits count: the recipe's, and the positions that the student can read.
+    Both limits count: the recipe's, and the positions that the student can read. Held-out problems
+    are asked once, with the best hint.
     """
     max_tokens, limit = config.max_tokens, config.context()
     if policy.config.hint == "sibling":  # a rollout's text, which may take all of max_tokens
@@ -338,21 +353,24 @@ def check_hinted_prompts(
     else:
         hinted = max(len(policy.best_prompt(problem)) for problem in problems)
     attempt = max_tokens if "{attempt}" in policy.config.text else 0
-    needed = hinted + attempt + max_tokens
-    lengths = (
-        f"The longest prompt with its hint has {hinted} tokens, with attempt and response up to "
-        f"{needed}"
-    )
-    if needed > limit:
-        raise PreflightError(
-            f"{lengths}; raise rollout.max_model_len from {limit} to {needed}, or shorten the "
-            "hint's template."
+    best = max((len(policy.best_prompt(problem)) for problem in held_out), default=0)
+    for kind, prompt, needed, parts in (
+        ("prompt", hinted, hinted + attempt + max_tokens, "attempt and response"),
+        ("held-out prompt", best, best + max_tokens, "a response"),
+    ):
+        lengths = (
+            f"The longest {kind} with its hint has {prompt} tokens, with {parts} up to {needed}"
         )
-    if needed > positions:
-        raise PreflightError(
-            f"{lengths}, and the student has only {positions} positions; shorten the hint's "
-            "template, or lower rollout.max_tokens."
-        )
+        if needed > limit:
+            raise PreflightError(
+                f"{lengths}; raise rollout.max_model_len from {limit} to {needed}, or shorten the "
+                "hint's template."
+            )
+        if needed > positions:
+            raise PreflightError(
+                f"{lengths}, and the student has only {positions} positions; shorten the hint's "
+                "template, or lower rollout.max_tokens."
+            )
 
 
 def binding(limits: Limits, rule: Rule) -> Limits:
@@ -363,6 +381,7 @@ def binding(limits: Limits, rule: Rule) -> Limits:
 def check_lengths(
     tokenized: TokenizedProblems,
     problems: Sequence[Problem],
+    held_out: Sequence[Problem],
     config: RolloutConfig,
     limits: Limits,
     teacher: TeacherId,
@@ -371,10 +390,9 @@ def check_lengths(
 
     The problems are those whose rollouts it scores; nothing is checked without any.
     """
-    if not problems:
-        return
     limit = limits.max_model_len
-    if config.student_fraction < 1 and not config.teacher_samples and limit is not None:
+    solves = config.student_fraction < 1 and not config.teacher_samples
+    if problems and solves and limit is not None:
         longest = max(len(tokenized.solution(problem).token_ids) for problem in problems)
         if longest >= limit:
             raise PreflightError(
@@ -383,9 +401,24 @@ def check_lengths(
                 f"--max-model-len) to {longest + 1}, set rollout.student_fraction = 1, or leave "
                 "such problems out of the data."
             )
-    prompts = [tokenized.prompt(problem) for problem in problems]
+    if problems or held_out:
+        check_prompts(tokenized, problems, held_out, config, scorer=limits)
+
+
+def check_prompts(
+    tokenized: TokenizedProblems,
+    problems: Sequence[Problem],
+    held_out: Sequence[Problem],
+    config: RolloutConfig,
+    sampler: Limits = NO_LIMITS,
+    scorer: Limits = NO_LIMITS,
+) -> None:
+    """Check prompts to train on, and those of evaluations, as ``check_context`` does."""
     raisable = config.max_model_len is not None
-    check_context(prompts, config.max_tokens, scorer=limits, raisable=raisable)
+    for kind, asked in (("prompt", problems), ("held-out prompt", held_out)):
+        if asked or not (problems or held_out):
+            prompts = [tokenized.prompt(problem) for problem in asked]
+            check_context(prompts, config.max_tokens, sampler, scorer, raisable, kind)
 
 
 @runtime_checkable
@@ -415,6 +448,7 @@ def check_context(
     sampler: Limits = NO_LIMITS,
     scorer: Limits = NO_LIMITS,
     raisable: bool = True,
+    kind: str = "prompt",
 ) -> None:
     """Check that the longest prompt and a full completion fit the contexts of sampler and scorer.
 
@@ -425,7 +459,7 @@ def check_context(
         raise PreflightError("There is no prompt to sample from; check [data].")
     if min(len(ids) for ids in prompts) == 0:
         raise PreflightError(
-            "One of the prompts has no tokens; check the data and the prompt template in [data]."
+            f"One of the {kind}s has no tokens; check the data and the prompt template in [data]."
         )
     longest = max(len(ids) for ids in prompts)
     needed = longest + max_tokens
@@ -444,7 +478,7 @@ def check_context(
                     "rollout.max_tokens, or shorten the prompts ([data] prompt_chars)."
                 )
             raise PreflightError(
-                f"The longest prompt has {longest} tokens, with {max_tokens} new ones that is "
+                f"The longest {kind} has {longest} tokens, with {max_tokens} new ones that is "
                 f"{needed}, and the {name} takes {limit - reserved}; {remedy}"
             )
 

@@ -108,7 +108,7 @@ def load_problem_set(sources: Mapping[str, DataConfig], rows: Rows | None = None
         for problem in turn
         if problem is not None
     ]
-    _refuse_overlap_of_environments(practice, held_out)
+    _refuse_overlap_of_environments(practice, held_out, sources)
     return ProblemSet(practice, held_out, sources, left_out)
 
 
@@ -264,22 +264,28 @@ def split_by_question(
 
 
 def _refuse_overlap_of_environments(
-    practice: Sequence[Problem], held_out: Sequence[Problem]
+    practice: Sequence[Problem], held_out: Sequence[Problem], sources: Mapping[str, DataConfig]
 ) -> None:
     trained = {problem.asked: problem.environment for problem in practice}
     shared = (problem for problem in held_out if problem.asked in trained)
     clash = min(shared, key=lambda problem: problem.question, default=None)
     if clash is None:
         return
-    trains = f"environments.{trained[clash.asked]}"
-    holds_out = f"environments.{clash.environment}"
-    _refuse_overlap(
-        practice,
-        held_out,
-        f"{trains} trains on what {holds_out} holds out",
-        "Remove them from one of the two. Generated environments need `operations` without one in "
-        "common, or all the same `size`, `seed`, `operations` and `hold_out`.",
-    )
+    both = [trained[clash.asked], clash.environment]
+    origin = "environments.{} trains on what environments.{} holds out".format(*both)
+    _refuse_overlap(practice, held_out, origin, _remedy([sources[name] for name in both]))
+
+
+def _remedy(sources: Sequence[DataConfig]) -> str:
+    """Return how two environments become apart."""
+    kinds = {source.kind for source in sources if source.source == "generated"}
+    if len(kinds) != 1:
+        return "Remove them from one of the two."
+    (kind,), same = kinds, "`size`, `seed` and `hold_out`"
+    choice = {"arithmetic": "operations", "facts": "topics"}.get(kind)
+    if choice is None:
+        return f"Give both the same {same}."
+    return f"Give both `{choice}` without one in common, or the same `{choice}`, {same}."
 
 
 def _refuse_overlap(

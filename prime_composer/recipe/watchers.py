@@ -49,6 +49,11 @@ class EvalConfig(Table):
     )
     """Answers per problem and temperature, where there are ``temperatures``."""
 
+    @property
+    def largest(self) -> int:
+        """How many held-out problems an evaluation asks at most."""
+        return max(self.size, self.kl_size)
+
     @model_validator(mode="after")
     def _check_temperatures(self) -> "EvalConfig":
         shown = [f"{temperature:g}" for temperature in self.temperatures]

@@ -257,6 +257,29 @@ def test_a_study_compares_runs_and_keeps_the_finished_ones(
     assert "with other values of trainer.lr; nothing was touched" in capsys.readouterr().err
 
 
+def test_study_without_held_out_problems_is_finished(
+    study_file: WriteStudy,
+    tiny_recipe: Raw,
+    tmp_path: Path,
+    in_one_process: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It compares what steps measure; a run that lacks its last step is continued."""
+    tiny, base = study_file(seeds=[0]), tiny_recipe(data__use="train")
+    del base["eval"]
+    (tmp_path / "base.toml").write_text(toml(base))
+    assert main(["study", str(tiny)]) == 0
+    printed = capsys.readouterr().out
+    assert "[1/2] sampled-seed0: finished; it evaluates nothing" in printed
+    assert "| sampled | 1 | " in printed and "accuracy" not in printed
+    assert main(["study", str(tiny)]) == 0
+    assert capsys.readouterr().out.count("(kept)") == 2
+    metrics = tmp_path / "outputs" / "compared" / "tail-seed0" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    assert main(["study", str(tiny), "--dry-run"]) == 0
+    assert "1 of 2 runs are left" in capsys.readouterr().out
+
+
 def test_dry_run_says_what_is_left_and_writes_nothing(
     study_file: WriteStudy,
     tmp_path: Path,

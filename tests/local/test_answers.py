@@ -43,6 +43,7 @@ def test_run_keeps_the_answers_of_each_evaluation(
     for rows in answers.values():
         assert [row.question for row in rows] == [problem.question for problem in held_out]
         assert [row.reference for row in rows] == [problem.answer for problem in held_out]
+        assert [row.place for row in rows] == [0, 1, 2, 3]
         assert all(row.text for row in rows)
     assert main(["report", str(tmp_path / "whole")]) == 0
     out = capsys.readouterr().out
@@ -108,6 +109,31 @@ def test_report_prefers_answers_that_changed(
         "before (wrong) nonsense",
         "after 4 steps (correct) now right",
         "teacher (correct) as it was taught",
+    ]
+
+
+def test_answers_to_conversations_are_matched_by_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two conversations end in the same question; the teacher's answer to the first is missing."""
+    said = {
+        0: ["it is red before", "it is blue before"],
+        4: ["it is red after", "it is blue after"],
+    }
+    for step, texts in said.items():
+        answers = [Answer("And why?", "", text, None, place=n) for n, text in enumerate(texts)]
+        write_answers(tmp_path, step, answers)
+    of_teacher = [Answer("And why?", "", "it is blue of course", None, place=1)]
+    write_answers(tmp_path, 0, of_teacher, of="teacher")
+    words = [" ".join(line.split()) for line in printed(tmp_path, [0, 4], capsys).splitlines()]
+    assert [line for line in words if "it is" in line or line.startswith("question")] == [
+        "question And why?",
+        "before it is red before",
+        "after 4 steps it is red after",
+        "question And why?",
+        "before it is blue before",
+        "after 4 steps it is blue after",
+        "teacher it is blue of course",
     ]
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from prime_composer.local.opening import open_engine
+from prime_composer.local.preflight import preflight
 from prime_composer.local.run_dir import plan as plan_module
 from prime_composer.local.run_dir.plan import plan
 from prime_composer.problems.loading import load_problem_set
@@ -77,6 +79,47 @@ def test_plan_refuses_a_hint_without_room_for_the_response(tiny_recipe: Raw) -> 
     loss = {"type": "self_distillation", "k": 8}
     raw = tiny_recipe(teacher={"policy": {}}, loss=loss, rollout__max_model_len=100)
     with pytest.raises(PreflightError, match="raise rollout.max_model_len from 100 to"):
+        planned(raw)
+
+
+def test_plan_and_preflight_measure_held_out_prompts(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """One that an evaluation asks is too long; with a smaller evaluation nobody asks it."""
+    models = tiny_models(TINY_RECIPE)
+    prepared = {name: {"model": str(path)} for name, path in models.items()}
+    rows = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(20)]
+    long = {"question": f"What is {' + '.join(['1'] * 200)}?", "answer": "#### 200"}
+    for name, part in (("train", rows[:10]), ("test", [*rows[10:13], long])):
+        lines = [f"{json.dumps(row)}\n" for row in part]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    raw = tiny_recipe(**prepared, data={"path": str(tmp_path)}, eval__kl_size=3)
+    words = "The longest held-out prompt has .* raise rollout.max_model_len"
+    with pytest.raises(PreflightError, match=words):
+        planned(raw)
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    texts: list[str] = []
+    with (
+        open_engine(recipe, problems, {}, texts.append) as engine,
+        pytest.raises(PreflightError, match=words),
+    ):
+        preflight(engine, recipe, texts.append)
+    planned({**raw, "eval": {**raw["eval"], "size": 3}})
+
+
+def test_plan_measures_hints_of_held_out_problems(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """Their solutions are the hints of an evaluation."""
+    tiny_models(TINY_RECIPE)
+    worked = {"question": "How many?", "answer": "1 + 1 = 2\n" * 30 + "#### 2"}
+    rows = [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(10)]
+    for name, part in (("train", rows), ("test", [worked])):
+        lines = [f"{json.dumps(row)}\n" for row in part]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    raw = tiny_recipe(
+        teacher={"policy": {}}, loss={"type": "self_distillation", "k": 8}, rollout__max_tokens=8
+    )
+    folder = tiny_models(TINY_RECIPE)["student"]
+    raw |= {"data": {"path": str(tmp_path)}, "student": {"model": str(folder)}}
+    with pytest.raises(PreflightError, match="The longest held-out prompt with its hint has"):
         planned(raw)
 
 

@@ -467,14 +467,31 @@ def test_load_problem_set_orders_environments():
     assert problems.config_of(problems.held_out[1]) is sources["b"]
 
 
-def test_load_problem_set_refuses_overlap():
-    """No environment may hold out what another one trains on."""
-    sources = {"a": DataConfig(size=40), "b": DataConfig(size=40, hold_out=0.5)}
-    said = (
-        "environments.a trains on what environments.b holds out: .* both trained on and held out"
-        ".* need `operations`"
-    )
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({}, "`operations` without one in common, or the same `operations`, `size`, `seed`"),
+        ({"kind": "reversal", "metric": "exact"}, "Give both the same `size`, `seed` and `hold_o"),
+    ],
+)
+def test_load_problem_set_refuses_overlap(changes, remedy):
+    """No environment may hold out what another one trains on; the remedy fits what is generated."""
+    sources = {
+        "a": DataConfig(size=40, **changes),
+        "b": DataConfig(size=40, hold_out=0.5, **changes),
+    }
+    said = "environments.a trains on what environments.b holds out: .* both trained on and held out"
+    with pytest.raises(ValueError, match=f"{said}.*{remedy}"):
+        load_problem_set(sources)
+
+
+def test_load_problem_set_overlap_of_files_names_no_keys(tmp_path):
+    """Of problems that are not generated, the remedy is to remove them."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"question": "{i}?", "answer": "{i}"}}\n' for i in range(40)))
+    same = {"source": "jsonl", "path": path, "metric": "exact"}
+    sources = {"a": DataConfig(**same), "b": DataConfig(hold_out=0.5, **same)}
+    with pytest.raises(ValueError, match="Remove them from one of the two. The first: "):
         load_problem_set(sources)
 
 

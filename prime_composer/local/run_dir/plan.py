@@ -13,10 +13,10 @@ from prime_composer.backends.hf_model import load_tokenizer, read_config
 from prime_composer.backends.protocols import Limits
 from prime_composer.local.preflight import (
     binding,
-    check_context,
     check_hinted_prompts,
     check_lengths,
     check_objective,
+    check_prompts,
     check_routing,
     naming,
     route,
@@ -226,13 +226,12 @@ def check_sequences(
     rollout = recipe.rollout.within(
         context_of(recipe.rollout, tokenized, local_models(recipe), folders)
     )
-    raisable = recipe.rollout.max_model_len is not None
     setup_loss_fn(resolve(recipe.loss, tokenizer))
     if recipe.replay.path is not None:
         read_pairs(recipe.replay.path, problems.sources, tokenizer)
-    prompts = [tokenized.prompt(problem) for problem in problems.practice]
+    held_out = problems.held_out[: recipe.eval.largest]
     limits = context(rollout.backend, rollout)
-    check_context(prompts, rollout.max_tokens, sampler=limits, raisable=raisable)
+    check_prompts(tokenized, problems.practice, held_out, recipe.rollout, sampler=limits)
     student = read_config(folder).get_text_config()
     teacher = recipe.teacher
     if teacher is not None and teacher.policy is not None and teacher.on_overflow == "error":
@@ -240,13 +239,14 @@ def check_sequences(
         live = teacher.policy.model_copy(update={"update": "live"})
         policy = PolicyTeacher(live, problems.sources, nn.Module(), tokenizer)
         positions = student.max_position_embeddings
-        check_hinted_prompts(policy, problems.practice, rollout, positions)
-    longest = max(len(ids) for ids in prompts)
+        scored = [*filter(problems.is_scored, held_out)]
+        check_hinted_prompts(policy, problems.practice, scored, rollout, positions)
+    longest = max(len(tokenized.prompt(problem)) for problem in (*problems.practice, *held_out))
     lines = [
         f"longest prompt: {longest} tokens, {longest + rollout.max_tokens} with a full completion; "
         f"the context is {rollout.max_model_len}"
     ]
-    scored_problems = route(routing, problems.practice)
+    scored_problems, evaluated = route(routing, problems.practice), route(routing, held_out)
     for scorer, config in routing.teachers.items() if recipe.asks_teacher else ():
         limits = context(config.runs_on(rollout.backend), rollout)
         limits = binding(limits, config.on_overflow)
@@ -255,7 +255,8 @@ def check_sequences(
             lines.append(f"[{scorer.table}] has a tokenizer of its own: not compared yet")
             continue
         with naming(scorer, among=routing.teachers):
-            check_lengths(tokenized, scored_problems[scorer], recipe.rollout, limits, scorer)
+            asked = (scored_problems[scorer], evaluated[scorer])
+            check_lengths(tokenized, *asked, recipe.rollout, limits, scorer)
             lines += compare_with_teacher(
                 tokenizer, student.vocab_size, folders[scorer.table], support_size
             )
