@@ -34,7 +34,7 @@ outside S is a target. ``renorm`` (arXiv 2603.25562) leaves the mass outside S f
 ``generalized`` is Eq. 5 of MOPD (arXiv 2606.30406). ``raw`` has the gradient of P itself at p = q.
 """
 
-from prime_composer.divergences.adaptive import adaptive_kl, refuse_head_mass, todi
+from prime_composer.divergences.adaptive import adaptive_kl, todi
 from prime_composer.divergences.alpha_beta import alpha_beta_divergence, total_variation
 from prime_composer.divergences.base import (
     MAX_LOG_MASS,
@@ -53,6 +53,7 @@ from prime_composer.divergences.kl import (
     forward_kl,
     generalized_jsd,
     kls_and_entropy,
+    refuse_biased,
     reverse_kl,
     taid,
     taid_target,
@@ -84,7 +85,7 @@ __all__ = [
     "log_tail_mass",
     "outcomes",
     "refuse_amid",
-    "refuse_head_mass",
+    "refuse_biased",
     "renormalized",
     "reverse_kl",
     "skewed_forward_kl",

@@ -56,20 +56,15 @@ def adaptive_kl(
     Raises:
         ValueError: head_mass outside (0, 1), or ``outcomes`` refuses the normalization.
     """
-    refuse_head_mass(head_mass)
-    p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
-    weight = _head_share(p.detach(), q, head_mass, last_is_tail or normalization == "tail")
-    forward, reverse = kl_terms(q, p).sum(-1), kl_terms(p, q).sum(-1)
-    return weight * forward + (1 - weight) * reverse
-
-
-def refuse_head_mass(head_mass: float) -> None:
-    """Refuse a mass of the teacher's head that is not between 0 and 1."""
     if not 0 < head_mass < 1:
         raise ValueError(
             f"head_mass = {head_mass} is the teacher's mass in the head: it has to be between 0 "
             "and 1."
         )
+    p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
+    weight = _head_share(p.detach(), q, head_mass, last_is_tail or normalization == "tail")
+    forward, reverse = kl_terms(q, p).sum(-1), kl_terms(p, q).sum(-1)
+    return weight * forward + (1 - weight) * reverse
 
 
 def _head_share(

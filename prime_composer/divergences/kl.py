@@ -43,7 +43,7 @@ def reverse_kl(
         case "stop_gradient":
             return (torch.exp(p) * torch.where(p == -math.inf, 0.0, p - q).detach()).sum(-1)
         case "raw":
-            _refuse_biased(allow_biased)
+            refuse_biased(normalization, allow_biased)
             return kl_terms(p, q).sum(-1)
     raise ValueError(
         unknown_normalization(normalization, "full, tail, renorm, generalized, stop_gradient, raw")
@@ -82,13 +82,14 @@ def forward_kl(
         case "generalized":
             return (kl_terms(q, p) - torch.exp(q) + torch.exp(p)).sum(-1)
         case "raw":
-            _refuse_biased(allow_biased)
+            refuse_biased(normalization, allow_biased)
             return kl_terms(q, p).sum(-1)
     raise ValueError(unknown_normalization(normalization, "full, tail, renorm, generalized, raw"))
 
 
-def _refuse_biased(allow_biased: bool) -> None:
-    if not allow_biased:
+def refuse_biased(normalization: Normalization, allow_biased: bool) -> None:
+    """Refuse normalization "raw" without ``allow_biased``."""
+    if normalization == "raw" and not allow_biased:
         raise ValueError(
             "normalization 'raw' is biased: at p = q its gradient is not 0 but pushes the mass on "
             "the support, and its value can be negative. Use 'tail' or 'generalized', or set "

@@ -15,7 +15,7 @@ from pydantic import (
 )
 from torch import Tensor
 
-from prime_composer.divergences import Normalization
+from prime_composer.divergences import Normalization, refuse_biased
 from prime_composer.losses import registry
 from prime_composer.losses.needs import OF_TEACHER, unknown
 from prime_composer.losses.shared.modifiers import Modifier, PositionWeights, SpecialTokenMask
@@ -484,10 +484,13 @@ class SupportLossConfig(TopKLossConfig):
         return self
 
 
-def refuse_biased(normalization: Normalization, allow_biased: bool) -> None:
-    """Refuse normalization "raw" without ``allow_biased``, as ``divergences`` does in a call."""
-    if normalization == "raw" and not allow_biased:
-        raise ValueError(
-            "normalization = 'raw' is biased: its gradient does not vanish at p = q and its value "
-            "can be negative. Use 'tail' or 'generalized', or set allow_biased = true."
-        )
+class KLLossConfig(SupportLossConfig):
+    """Knobs of a KL divergence, of which one normalization is biased."""
+
+    allow_biased: bool = False
+    """Permits normalization "raw", whose gradient does not vanish at p = q."""
+
+    @model_validator(mode="after")
+    def _raw_is_allowed(self) -> "KLLossConfig":
+        refuse_biased(self.normalization, self.allow_biased)
+        return self

@@ -14,16 +14,14 @@ over each sequence first. This loss is a sum over tokens.
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
-
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import forward_kl
-from prime_composer.losses.config import SupportLossConfig, SupportSize, refuse_biased
+from prime_composer.losses.config import KLLossConfig, SupportSize
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.support_divergence import support_divergence
 
 
-class TopKForwardKLLossConfig(SupportLossConfig):
+class TopKForwardKLLossConfig(KLLossConfig):
     """Knobs of ``topk_forward_kl_loss_fn``."""
 
     type: Literal["topk_forward_kl"] = "topk_forward_kl"
@@ -42,14 +40,6 @@ class TopKForwardKLLossConfig(SupportLossConfig):
 
     normalization: Literal["full", "tail", "renorm", "generalized", "raw"] = "tail"
     """How the vocabulary outside the support enters the divergence."""
-
-    allow_biased: bool = False
-    """Permits normalization "raw", whose gradient does not vanish at p = q."""
-
-    @model_validator(mode="after")
-    def _raw_is_allowed(self) -> "TopKForwardKLLossConfig":
-        refuse_biased(self.normalization, self.allow_biased)
-        return self
 
 
 @register(TopKForwardKLLossConfig)

@@ -18,16 +18,14 @@ References: "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/26
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
-
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import reverse_kl
-from prime_composer.losses.config import SupportLossConfig, refuse_biased
+from prime_composer.losses.config import KLLossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.support_divergence import support_divergence
 
 
-class TopKReverseKLLossConfig(SupportLossConfig):
+class TopKReverseKLLossConfig(KLLossConfig):
     """Knobs of ``topk_reverse_kl_loss_fn``."""
 
     type: Literal["topk_reverse_kl"] = "topk_reverse_kl"
@@ -44,14 +42,6 @@ class TopKReverseKLLossConfig(SupportLossConfig):
         {"position_weights": {}},
         {"rl_mix": {"kd": 0.3}},
     )
-
-    allow_biased: bool = False
-    """Permits normalization "raw", whose gradient does not vanish at p = q."""
-
-    @model_validator(mode="after")
-    def _raw_is_allowed(self) -> "TopKReverseKLLossConfig":
-        refuse_biased(self.normalization, self.allow_biased)
-        return self
 
 
 @register(TopKReverseKLLossConfig)

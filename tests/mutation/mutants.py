@@ -140,7 +140,7 @@ MUTANTS: dict[str, Mutant] = {
     "stop-gradient removed": mutant(
         KL, "reverse_kl", ("torch.where(_C, 0.0, p - q).detach()", "torch.where(_C, 0.0, p - q)")
     ),
-    "raw allowed in silence": mutant(KL, "_refuse_biased", ("not allow_biased", "False")),
+    "raw allowed in silence": mutant(KL, "refuse_biased", ("not allow_biased", "False")),
     "jsd mixture fixed at one half": mutant(
         KL, "generalized_jsd",
         ("torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))",
