@@ -268,8 +268,11 @@ class Connection:
         max_bytes: int = SHORT_ANSWER,
         seconds: float = 0.0,
         retried: frozenset[int] = RETRIED,
-    ) -> bytes:
+        tail: int = 0,
+    ) -> memoryview:
         """Send one request, again while the server is away, and return the answer's body.
+
+        The answer is in memory once, while and after it comes.
 
         Args:
             method: of HTTP.
@@ -278,33 +281,12 @@ class Connection:
             max_bytes: largest answer.
             seconds: time for the answer, in addition to the connection's time-out.
             retried: statuses after which the request is sent again.
-
-        Raises:
-            ServerError: away for too long, too slow, or an answer too large.
-            Refused: an error that is not retried.
-        """
-        return bytes(await self.receive(method, path, body, max_bytes, seconds, retried))
-
-    async def receive(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        max_bytes: int = SHORT_ANSWER,
-        seconds: float = 0.0,
-        retried: frozenset[int] = RETRIED,
-        *,
-        tail: int = 0,
-    ) -> memoryview:
-        """Do what ``request`` does, and hold the answer once while and after it comes.
-
-        Args:
-            method, path, body, max_bytes, seconds, retried: as for ``request``.
             tail: bytes at the answer's end that begin at an aligned address, if the server says how
                 long the answer is.
 
         Raises:
-            ServerError, Refused: as ``request``.
+            ServerError: away for too long, too slow, or an answer too large.
+            Refused: an error that is not retried.
         """
         content = None if body is None else json.dumps(body).encode()
         patience = Patience(self._patience_for)

@@ -175,25 +175,19 @@ class Server:
 
     async def _complete(
         self, prompt: Sequence[int], max_bytes: int, seconds: float = 0.0, **settings: Any
-    ) -> bytes:
+    ) -> memoryview:
         """Return the answer's body.
 
         Raises:
             ServerError: as ``Connection.request``, or the server refuses; the message quotes it.
         """
+        path, body = "/v1/completions", completion_request(self.model, prompt, settings)
         try:
-            return await self._request_completion(prompt, max_bytes, seconds, **settings)
+            return await self._connection.request(
+                "POST", path, body, max_bytes=max_bytes, seconds=seconds
+            )
         except Refused as refusal:
-            raise self._refusal(refusal, "/v1/completions") from refusal
-
-    async def _request_completion(
-        self, prompt: Sequence[int], max_bytes: int, seconds: float = 0.0, **settings: Any
-    ) -> bytes:
-        """Return the answer's body. Raises as ``Connection.request``."""
-        body = completion_request(self.model, prompt, settings)
-        return await self._connection.request(
-            "POST", "/v1/completions", body, max_bytes=max_bytes, seconds=seconds
-        )
+            raise self._refusal(refusal, path) from refusal
 
     def _answer_if_any(self, path: str, body: Any, kind: type[T], max_bytes: int) -> T | None:
         """Return an answer of an endpoint that a server may lack; None without it."""
@@ -203,7 +197,7 @@ class Server:
         except (Refused, msgspec.MsgspecError, RecursionError):
             return None
 
-    def _decode(self, content: bytes, kind: type[T], expected: str, path: str) -> T:
+    def _decode(self, content: memoryview, kind: type[T], expected: str, path: str) -> T:
         try:
             return msgspec.json.decode(content, type=kind)
         except (ValueError, RecursionError) as error:

@@ -204,7 +204,7 @@ class ServerSampler(Server):
                 seconds=sampling_seconds(at_once, params.max_tokens),
                 **settings,
             )
-            choices = read_completions(content, self.origin)
+            choices = read_completions(bytes(content), self.origin)
             check_choices(
                 len({choice.index for choice in choices} & {*range(count)}),
                 count,
@@ -303,7 +303,7 @@ class ServerSampler(Server):
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
             self._dev_request("/collective_rpc", call)
 
-    def _dev_request(self, path: str, body: Any) -> bytes:
+    def _dev_request(self, path: str, body: Any) -> memoryview:
         # vLLM answers 500 where it cannot read the weights, which waiting does not change.
         request = self._connection.request("POST", path, body, retried=RETRIED - {500})
         try:

@@ -178,7 +178,7 @@ class ServerScorer(Server):
 
     async def receive(self, path: str, body: Any, max_bytes: int, *, tail: int = 0) -> memoryview:
         """Send a request of the client (``client.Transport``)."""
-        return await self._connection.receive("POST", path, body, max_bytes, tail=tail)
+        return await self._connection.request("POST", path, body, max_bytes=max_bytes, tail=tail)
 
     async def read(self, function: Callable[..., T], *args: Any) -> T:
         """Return ``function(*args)``. The connection's event loop has nothing else to do."""

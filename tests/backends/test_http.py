@@ -133,7 +133,7 @@ def connect() -> Iterator[Callable[..., Connection]]:
         connection.close()
 
 
-def ask(connection: Connection, **bounds: Any) -> bytes:
+def ask(connection: Connection, **bounds: Any) -> memoryview:
     return connection.run(connection.request("POST", "/v1/completions", {"a": 1}, **bounds))
 
 

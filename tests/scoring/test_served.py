@@ -265,7 +265,7 @@ def test_mark_in_a_plain_request_is_no_mark(server):
     connection = Connection(server.url, section="[teacher]", api_key=KEY)
     body = {"model": str(server.directory), "prompt": [5, 6, 7], "max_tokens": 1}
     body |= {"prompt_logprobs": 1, "vllm_xargs": {"prime_composer": "x", "other": [1]}}
-    answer = json.loads(connection.run(connection.request("POST", "/v1/completions", body)))
+    answer = json.loads(bytes(connection.run(connection.request("POST", "/v1/completions", body))))
     assert len(answer["choices"][0]["prompt_logprobs"]) == 3
     connection.close()
 
