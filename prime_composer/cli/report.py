@@ -22,6 +22,7 @@ from prime_composer.cli.formatting import (
     scores_in,
 )
 from prime_composer.local.answers import Answer, read_answers, read_signatures
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.run_dir.disk import readable
 from prime_composer.local.run_dir.recipe_file import RECIPE_FILE
 from prime_composer.local.tracker import read_metrics
@@ -39,9 +40,6 @@ FOLDED_NAME = 10
 
 ANSWERS_SHOWN = 3
 """Questions that a report shows with their answers."""
-
-CHECKPOINTS, WEIGHTS = "checkpoints", "*.safetensors"
-"""Where the weights of a student are, below the run directory."""
 
 LETTERS_SHOWN = 320
 """Length up to which a question or an answer is printed."""
@@ -144,8 +142,8 @@ def print_size(run_dir: Path) -> None:
     quantize = QuantizeConfig.model_validate(recipe["student"]["quantize"])
     rounded, weights = (int(first[f"student/{name}"]) for name in ("rounded", "weights"))
     bits = quantize.information(rounded, weights)
-    folders = sorted((run_dir / CHECKPOINTS).glob("step_??????"))
-    sizes = [file.stat().st_size for folder in folders[-1:] for file in folder.glob(WEIGHTS)]
+    newest = [checkpoint.path for checkpoint in list_checkpoints(run_dir)[-1:]]
+    sizes = [file.stat().st_size for path in newest for file in path.glob("*.safetensors")]
     on_disk = f"; {readable(sum(sizes))} on the disk, in float32" if sizes else ""
     console().print(
         f"student of {run_dir.name}: {rounded:,} of {weights:,} weights have {quantize.bits} bits "
@@ -212,16 +210,17 @@ def _verdict(answer: Answer) -> Text:
     return Text(f"({verdict}) ").append_text(shown(answer.text))
 
 
-def shown(text: str, limit: int = LETTERS_SHOWN) -> Text:
+def shown(text: str) -> Text:
     """Return a model's or a data set's text for a table: on one line, without what a terminal would
     obey, and cut visibly."""
     line = " ".join(text.split())
     letters = "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in line
     )
-    if len(letters) <= limit:
+    if len(letters) <= LETTERS_SHOWN:
         return Text(letters)
-    return Text(f"{letters[:limit]} … ({len(letters) - limit:,} more letters)")
+    more = len(letters) - LETTERS_SHOWN
+    return Text(f"{letters[:LETTERS_SHOWN]} … ({more:,} more letters)")
 
 
 def print_report(runs: Sequence[str | Path]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_composer.backends.errors import naming
-from prime_composer.local.run_dir.disk import describe
+from prime_composer.local.run_dir.disk import describe, replace_text
 from prime_composer.recipe.schema import LoggingConfig
 
 METRICS_FILE = "metrics.jsonl"
@@ -199,13 +199,8 @@ def parse_records(path: Path, damaged_too: bool = False) -> list[dict[str, Any]]
 
 
 def _rewrite(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Replace a metrics file by these records, at once and on the disk."""
-    rewritten = path.with_suffix(".tmp")
-    with naming(rewritten), rewritten.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(rewritten, path)
+    """Replace a metrics file by these records."""
+    replace_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def name_steps(steps: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from prime_composer.backends.errors import os_error
 from prime_composer.backends.model_files import cache_root, fingerprint, unusable
 from prime_composer.extras import pip_install
 from prime_composer.problems.loading import ProblemSet
@@ -48,13 +49,11 @@ def _cache_errors(folder: Path) -> Iterator[None]:
     """Within the block, turn an error of the file system at the cache folder into one sentence."""
     try:
         yield
-    except OSError as error:
-        raise unusable(folder, error.strerror or str(error)) from error
     except Exception as error:
-        # So safetensors and tokenizers say what the system refused.
-        if isinstance(error, ValueError) or "(os error " not in str(error):
+        refused = os_error(error)
+        if refused is None:
             raise
-        raise unusable(folder, str(error)) from error
+        raise unusable(folder, refused.strerror or str(refused)) from error
 
 
 def cache_key(config: AnyPrepare, problems: ProblemSet) -> str | None:
@@ -96,15 +95,12 @@ def _key_of_damaged(config: DamagedConfig, content: str) -> str:
     return "-".join([*names, digest.hexdigest()[:16]])
 
 
-def model_path(
-    config: AnyPrepare, problems: ProblemSet, cache_dir: Path | None = None
-) -> Path | None:
+def model_path(config: AnyPrepare, problems: ProblemSet) -> Path | None:
     """Return the folder of a prepared model, built or not; None where ``cache_key`` is None."""
     key = cache_key(config, problems)
     if key is None:
         return None
-    found = cached_path(config, problems, cache_dir)
-    return found or (cache_dir or cache_root()) / "models" / key
+    return cached_path(config, problems) or cache_root() / "models" / key
 
 
 def cached_path(

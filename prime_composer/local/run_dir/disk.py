@@ -1,9 +1,11 @@
-"""Say what the operating system refused, and whether a disk has room for a run."""
+"""Write a file whole, say what the operating system refused, and whether a disk has room."""
 
 import errno
 import os
 import shutil
 from pathlib import Path
+
+from prime_composer.backends.errors import naming
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -35,6 +37,16 @@ def describe(error: OSError) -> str:
 
 def _shortened(name: str) -> str:
     return name if len(name) <= 200 else f"{name[:120]}...{name[-60:]}"
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file, at once and on the disk, by way of one that ends in ``.tmp``."""
+    unfinished = path.with_suffix(".tmp")
+    with naming(unfinished), unfinished.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
 
 
 def free_bytes(folder: Path) -> int | None:

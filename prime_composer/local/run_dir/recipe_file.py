@@ -1,13 +1,12 @@
 """Keep a run's recipe in its directory, and say whether another recipe continues the run."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prime_composer.backends.errors import naming
+from prime_composer.local.run_dir.disk import replace_text
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.recipe.urls import MASK
@@ -32,13 +31,8 @@ Tables = Mapping[str, Any]
 
 
 def write_recipe(run_dir: Path, tables: Tables) -> None:
-    """Write the resolved recipe of a run, at once and on the disk."""
-    unfinished = run_dir / UNFINISHED
-    with naming(unfinished), unfinished.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(tables, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, run_dir / RECIPE_FILE)
+    """Write the resolved recipe of a run."""
+    replace_text(run_dir / RECIPE_FILE, json.dumps(tables, indent=2) + "\n")
 
 
 def read_recipe(run_dir: Path) -> Tables:
