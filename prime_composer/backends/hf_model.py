@@ -164,18 +164,10 @@ def check_finite(net: nn.Module, model: str | Path) -> None:
             )
 
 
-def load_student(
-    model: str | Path, dtype: str = "float32", device: str | torch.device | None = None
-) -> tuple[nn.Module, Any]:
-    """Return a causal language model ready for training, and its tokenizer.
+def load_student(model: str | Path) -> tuple[nn.Module, Any]:
+    """Return a causal language model of a directory or hub id, in float32, and its tokenizer.
 
-    Args:
-        model: a directory or a hub id.
-        dtype: of the weights; optimizers need float32.
-        device: None is the GPU where there is one.
-
-    Returns:
-        Model and tokenizer; the tokenizer is None where the directory contains none.
+    The tokenizer is None where the directory contains none.
 
     Raises:
         ImportError: transformers is missing.
@@ -183,7 +175,7 @@ def load_student(
         ValueError: the logits are more than hidden states times the head's weight (a bias,
             soft-capping, a scale), or the tokenizer has ids that the head does not.
     """
-    net = load_model(model, dtype, device)
+    net = load_model(model)
     tokenizer = load_tokenizer(model)
     vocab_size = lm_head_weight(net).shape[0]
     if tokenizer is not None and len(tokenizer) > vocab_size:

@@ -168,7 +168,7 @@ def open_engine(
             environments.room = conversation_room(engine.context, engine.teachers)
         if recipe.loss.reads_pairs:
             if replay_needs_reference(recipe.loss):
-                engine.reference = load_student(origin, dtype="float32")[0].requires_grad_(False)
+                engine.reference = load_student(origin)[0].requires_grad_(False)
                 _round(engine.reference, recipe.student)
             if recipe.replay.path is not None:
                 engine.pairs = read_pairs(recipe.replay.path, problems.sources, tokenizer)
@@ -180,7 +180,7 @@ def _load_student(model: str | Path, status: Callable[[str], None]) -> tuple[nn.
     """Return the student for training, and its tokenizer."""
     status(f"loading the student from {model}")
     with in_table("student"):
-        student, tokenizer = load_student(model, dtype="float32")
+        student, tokenizer = load_student(model)
     if tokenizer is None:
         raise ModelUnavailable(f"[student] {model} has no tokenizer; add its files")
     return student, tokenizer

@@ -60,7 +60,8 @@ def sentence_score(metric: str, text: str, reference: str) -> float:
     """
     if LIBRARIES[metric] == "rouge_score":
         return _share(_rouge(metric).score(reference, text)[metric].fmeasure, metric, text)
-    return _share(_sentence(metric).sentence_score(text, [reference]).score / 100, metric, text)
+    scorer = _sacrebleu(metric, of_sentences=True)
+    return _share(scorer.sentence_score(text, [reference]).score / 100, metric, text)
 
 
 def total_score(
@@ -81,7 +82,8 @@ def total_score(
     """
     if LIBRARIES.get(metric) != "sacrebleu":
         return sum(rewards) / len(rewards)
-    score = _corpus(metric).corpus_score(list(texts), [list(references)]).score
+    scorer = _sacrebleu(metric, of_sentences=False)
+    score = scorer.corpus_score(list(texts), [list(references)]).score
     return _share(score / 100, metric, f"{len(texts)} answers")
 
 
@@ -97,7 +99,7 @@ def self_bleu(texts: Sequence[str]) -> float:
     Raises:
         ValueError: sacrebleu is missing.
     """
-    scorer = _sentence("bleu")
+    scorer = _sacrebleu("bleu", of_sentences=True)
     scores = []
     for index, text in enumerate(texts):
         others = [*texts[:index], *texts[index + 1 :]]
@@ -120,7 +122,7 @@ def signature(metric: str) -> str | None:
     if LIBRARIES[metric] == "rouge_score":
         require_library(metric)
         return f"{metric}|fmeasure|stemmer:no|version:rouge-score-{version('rouge-score')}"
-    scorer = _corpus(metric)
+    scorer = _sacrebleu(metric, of_sentences=False)
     # The signature counts the references of the latest answers.
     name = scorer.corpus_score(["a"], [["a"]]).name
     return f"{name}|{scorer.get_signature()}"
@@ -172,16 +174,9 @@ def _rouge(metric: str) -> Any:
 
 
 @cache
-def _sentence(metric: str) -> Any:
+def _sacrebleu(metric: str, of_sentences: bool) -> Any:
+    """Return sacrebleu's scorer. BLEU of single sentences has effective order."""
     require_library(metric)
     from sacrebleu.metrics import BLEU, CHRF
 
-    return BLEU(effective_order=True) if metric == "bleu" else CHRF()
-
-
-@cache
-def _corpus(metric: str) -> Any:
-    require_library(metric)
-    from sacrebleu.metrics import BLEU, CHRF
-
-    return BLEU() if metric == "bleu" else CHRF()
+    return BLEU(effective_order=of_sentences) if metric == "bleu" else CHRF()

@@ -17,6 +17,7 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prime_composer.scoring.head import DTYPE_NAMES as FLOATS
 from prime_composer.scoring.kinds import KINDS, HeadFailed, KindRequest, Rows
 
 MARK = "prime_composer"
@@ -25,12 +26,7 @@ MARK = "prime_composer"
 BLOCK_BYTES = {"cpu": 2**26, "cuda": 2**28}
 """Largest block of logits in float32, by kind of device."""
 
-DTYPE_NAMES = {
-    torch.int32: "int32",
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
+DTYPE_NAMES = {torch.int32: "int32", **FLOATS}
 
 DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 

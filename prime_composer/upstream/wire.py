@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from prime_composer.contract import Scores
@@ -89,18 +89,15 @@ def pack(scores: Scores) -> Any:
     return packed.reshape(len(scores), 2, scores.k)
 
 
-def unpack(
-    array: Int[Tensor, "seq a k"], k: int, ref_logprobs: Float[Tensor, " seq"] | None = None
-) -> Scores:
+def unpack(array: Int[Tensor, "seq a k"], k: int) -> Scores:
     """Return what ``pack`` packed, after prime-rl's packing and padding.
 
-    Padding reads id 0 and log-prob 0; it is masked.
+    Padding reads id 0 and log-prob 0; it is masked. The tokens' own log q are NaN: prime-rl gives
+    its own list of them to the loss.
 
     Args:
         array: of the micro-batch.
         k: size of the support.
-        ref_logprobs: log q of the tokens; None leaves them NaN, where prime-rl gives its own list
-            to the loss.
 
     Raises:
         ValueError: router replay filled the field, or K differs.
@@ -112,5 +109,4 @@ def unpack(
             "this field: set trainer.enable_router_replay = false and inference "
             "enable_return_routed_experts = false."
         )
-    own = torch.full((len(array),), torch.nan) if ref_logprobs is None else ref_logprobs
-    return Scores.of_bytes(array, own)
+    return Scores.of_bytes(array, torch.full((len(array),), torch.nan))

@@ -181,8 +181,7 @@ def test_metric_that_gives_no_number_is_an_error(monkeypatch: pytest.MonkeyPatch
     """NaN is no reward, for one answer or for all."""
     nan = SimpleNamespace(score=math.nan)
     broken = SimpleNamespace(sentence_score=lambda *_: nan, corpus_score=lambda *_: nan)
-    monkeypatch.setattr(metrics, "_sentence", lambda metric: broken)
-    monkeypatch.setattr(metrics, "_corpus", lambda metric: broken)
+    monkeypatch.setattr(metrics, "_sacrebleu", lambda metric, of_sentences: broken)
     with pytest.raises(ValueError, match=r'\[data\] metric = "bleu" gave nan for \'odd\''):
         sentence_score("bleu", "odd", "b")
     with pytest.raises(ValueError, match=r'metric = "chrf" gave nan for \'2 answers\''):

@@ -61,21 +61,13 @@ def hook_data(module: Any) -> None:
     """
     if getattr(module.DataLoader.get_batch, "of_prime_composer", False):
         return
+    waited = _noted(lambda _: adapter().ask_for_batch())
     capabilities.replace(capabilities.GET_BATCH, module, _tracked)
-    capabilities.replace(capabilities.WAIT_FOR_BATCH, module, _waited)
+    capabilities.replace(capabilities.WAIT_FOR_BATCH, module, waited)
     capabilities.replace(capabilities.LOADER_INIT, module, _noted(_open_journal))
     fake = getattr(module, "FakeDataLoader", None)
     if fake is not None:  # of prime-rl's benchmark mode, whose batches nobody judges
-        fake.wait_for_batch = _waited(fake.wait_for_batch)
-
-
-def _waited(wait_for_batch: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(wait_for_batch)
-    def waited(*args: Any, **kwargs: Any) -> Any:
-        adapter().ask_for_batch()
-        return wait_for_batch(*args, **kwargs)
-
-    return waited
+        fake.wait_for_batch = waited(fake.wait_for_batch)
 
 
 def _tracked(get_batch: Callable[..., Any]) -> Callable[..., Any]:
