@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +36,9 @@ FULL = 1 - 1e-6
 """Mass of a support at most: the tail keeps a little, or a forward KL would be infinite."""
 
 
-Metrics = dict[str, float]
-"""Means over the tokens of a completion, by name."""
+Totals = dict[str, float]
+"""Sums over the tokens of completions, by name: "tokens" and "teacher_tokens" of both encodings,
+"scored" tokens, and what is counted or added up over these. ``means`` divides them."""
 
 Support = list[tuple[int, float]]
 """Ids with their Q, the most probable first, after the sampled token."""
@@ -102,8 +103,8 @@ def token_scores(
     k: int,
     *,
     fixed: bool = False,
-) -> tuple[Scores, Metrics]:
-    """Return the teacher's scores of a completion, and means over its scored tokens.
+) -> tuple[Scores, Totals]:
+    """Return the teacher's scores of a completion, and sums over its tokens.
 
     The support is the sampled token, then the most probable ids that are resolved. Other columns
     are not known.
@@ -137,20 +138,34 @@ def token_scores(
             ids[at] = torch.tensor([*chosen, *unused(chosen, k - len(chosen))])
             logprobs[at, : len(chosen)] = torch.tensor(shares).log()
             known[at, : len(chosen)] = True
-    return Scores(own, ids, logprobs, known=known, scored=scored), _metrics(plan, found)
+    return Scores(own, ids, logprobs, known=known, scored=scored), _totals(plan, found)
 
 
-def _metrics(plan: Plan, found: Sequence[tuple["Row", Support]]) -> Metrics:
-    n, count = len(plan.positions), max(1, len(found))
-    return {
-        "aligned": sum(not row.position.rest for row, _ in found) / count,
-        "noncanonical": sum(not row.position.canonical for row, _ in found) / count,
-        "support_size": sum(len(support) for _, support in found) / count,
-        "unresolved_mass": sum(1 - sum(q for _, q in support) for _, support in found) / count,
-        "off_path_bound": sum(row.off_path for row, _ in found) / count,
-        "unscored": 1 - len(found) / max(1, n),
-        "teacher_tokens": len(plan.teacher_ids) / max(1, n),
+def _totals(plan: Plan, found: Sequence[tuple["Row", Support]]) -> Totals:
+    totals: Mapping[str, float] = {
+        "tokens": len(plan.positions),
+        "teacher_tokens": len(plan.teacher_ids),
+        "scored": len(found),
+        "aligned": sum(not row.position.rest for row, _ in found),
+        "noncanonical": sum(not row.position.canonical for row, _ in found),
+        "support_size": sum(len(support) for _, support in found),
+        "unresolved_mass": sum(1 - sum(q for _, q in support) for _, support in found),
+        "off_path_bound": sum(row.off_path for row, _ in found),
     }
+    return {name: float(value) for name, value in totals.items()}
+
+
+def means(totals: Mapping[str, float]) -> dict[str, float]:
+    """Return means: "unscored" and "teacher_tokens" per token, all others per scored token."""
+    counts = dict(totals)
+    tokens, scored = counts.pop("tokens", 0), counts.pop("scored", 0)
+    if not tokens:
+        return {}
+    whole = {
+        "unscored": 1 - scored / tokens,
+        "teacher_tokens": counts.pop("teacher_tokens", 0) / tokens,
+    }
+    return whole | {name: value / scored for name, value in counts.items() if scored}
 
 
 def unused(ids: Sequence[int], count: int) -> list[int]:

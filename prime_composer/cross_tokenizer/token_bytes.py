@@ -7,7 +7,7 @@ exactly where each pair of neighbors is.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -36,6 +36,7 @@ class TokenBytes:
         tokenizer: of the ``tokenizers`` library.
         who: whose it is, for messages: "the student", "the teacher".
         size: entries of the model's head. Ids beyond the tokenizer's write nothing.
+        silent: other ids that write nothing, such as those that end a turn. None is left out.
 
     Attributes:
         of_id: bytes of each id. None: a special token, which writes nothing.
@@ -45,7 +46,9 @@ class TokenBytes:
         UnsupportedTokenizer: it is no byte-level BPE, or its tokens do not write the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, who: str, size: int = 0):
+    def __init__(
+        self, tokenizer: Tokenizer, who: str, size: int = 0, silent: Iterable[int | None] = ()
+    ):
         content = tokenizer.to_str()
         _check_family(json.loads(content), who)
         self._tokenizer = Tokenizer.from_str(content)
@@ -54,8 +57,11 @@ class TokenBytes:
         # A text that spells a special token is text: its characters are encoded.
         self._tokenizer.encode_special_tokens = True
         self.digest = hashlib.sha256(content.encode()).hexdigest()
-        of_id = _bytes_of_ids(self._tokenizer)
-        self.of_id = (*of_id, *[None] * (size - len(of_id)))
+        of_id, quiet = _bytes_of_ids(self._tokenizer), {*silent}
+        self.of_id = tuple(
+            None if index in quiet or index >= len(of_id) else of_id[index]
+            for index in range(max(size, len(of_id)))
+        )
         self.encode = lru_cache(CACHED_TEXTS)(lambda text: tuple(self.encode_all([text])[0]))
         for text in PROBES:
             if self.bytes_of(self.encode(text)) != text.encode():

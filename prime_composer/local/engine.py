@@ -175,16 +175,17 @@ class Engine:
     def fit(self, samples: Sequence[Sample]) -> list[Sample | None]:
         """Return what of each sample its teachers can read; None for a sample to drop."""
         assert self.teachers is not None
-        scorers, routing = self.teachers.scorers, self.teachers.routing
+        routing = self.teachers.routing
         fitted: list[Sample | None] = []
         for sample in samples:
             left: Sample | None = sample
             for teacher in routing.readers(sample.problem):
                 rule = routing.teachers[teacher].on_overflow
-                limit = None if rule == "error" else scorers[teacher].limits.max_model_len
-                if left is not None and limit is not None:
-                    # A scorer on vLLM reads one token less.
-                    left = fit(left, left.rollout.start, limit - 1, rule)
+                if left is None or rule == "error":
+                    continue
+                room = self.teachers.room(teacher, left.rollout)
+                if room is not None:
+                    left = fit(left, left.rollout.start, room, rule)
             fitted.append(left)
         return fitted
 

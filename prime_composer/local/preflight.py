@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer
 from prime_composer.backends.protocols import Limits, SamplingParams, Scorer
@@ -29,6 +29,7 @@ from prime_composer.recipe.schema import Recipe, RolloutConfig
 from prime_composer.samplers.registry import BackendSpec
 from prime_composer.step.overflow import Rule
 from prime_composer.teachers.compatibility import (
+    LimitedServer,
     PreflightError,
     check_ids,
     check_served_tokenizer,
@@ -218,11 +219,12 @@ class Checks:
     def _vocabulary(self, teacher: TeacherId, scorer: Scorer, name: str) -> list[Finding]:
         engine, recipe, tokenized = self.engine, self.recipe, self.engine.problems
         with naming(teacher, among=self._scorers):
-            if isinstance(scorer, OwnTokenizerScorer):
-                problems = self._scored_by(teacher)
-                return passed(name, scorer.check(problems, recipe.rollout.max_tokens))
             routing = Routing.of_recipe(recipe)
-            limits = binding(scorer.limits, routing.teachers[teacher].on_overflow)
+            rule = routing.teachers[teacher].on_overflow
+            if isinstance(scorer, OwnTokenizerScorer):
+                problems, longest = self._scored_by(teacher), recipe.rollout.max_tokens
+                return passed(name, scorer.check(problems, longest, rule))
+            limits = binding(scorer.limits, rule)
             asked = route(routing, self._evaluated)[teacher]
             check_lengths(
                 tokenized, self._scored_by(teacher), asked, recipe.rollout, limits, teacher
@@ -289,6 +291,8 @@ class Checks:
                 )
                 check_ids(scores, engine.vocab_size)
                 known = KnownRequest(rollout, scores, sign=starts_of(scorer))
+                if isinstance(scorer, OwnTokenizerScorer):
+                    known = scorer.known_request(rollout)
                 self.probes[teacher] = known
         return passed(name)
 
@@ -419,17 +423,6 @@ def check_prompts(
         if asked or not (problems or held_out):
             prompts = [tokenized.prompt(problem) for problem in asked]
             check_context(prompts, config.max_tokens, sampler, scorer, raisable, kind)
-
-
-@runtime_checkable
-class LimitedServer(Protocol):
-    """A scorer whose server limits the size of an answer."""
-
-    def check_room(
-        self, tokens: int, support_size: int | Literal["full"], by_student: bool, hidden: bool
-    ) -> None:
-        """Check that the server answers for a rollout with so many tokens of its own."""
-        ...
 
 
 def tokenizer_of(spec: BackendSpec) -> Any | None:

@@ -181,7 +181,7 @@ class Watch:
                 self._check_teacher(teacher)
 
     def _scorers(self) -> Mapping[TeacherId, Scorer]:
-        return {} if self.engine.teachers is None else self.engine.teachers.scorers
+        return {} if self.engine.teachers is None else self.engine.teachers.watched
 
     def _check_teacher(self, teacher: TeacherId) -> None:
         probe, scorer = self.probes[teacher], self._scorers()[teacher]
@@ -246,7 +246,7 @@ def tolerance(engine: Engine, teacher: TeacherId, probe: KnownRequest) -> float:
     spec, config = engine.teacher_specs[teacher], engine.teachers.routing.teachers[teacher]
     if not spec.serves or config.dtype is not None:
         return TOLERANCES[spec.dtype]
-    crowd = engine.teachers.scorers[teacher].score([probe.rollout] * CROWD, compared_ids(probe))
+    crowd = engine.teachers.watched[teacher].score([probe.rollout] * CROWD, compared_ids(probe))
     spread = float(torch.tensor([largest_difference(probe.scores, one) for one in crowd]).max())
     if spread <= TOLERANCES["float32"] / 10:
         return TOLERANCES["float32"]

@@ -341,12 +341,16 @@ def check_own_tokenizers(
         has_reference: the recipe has a ``[reference]``.
         kl_support: of ``[eval]``.
     """
-    table = next((table for table, one in teachers.items() if one.tokenizer == "own"), None)
-    if table is None:
+    tables = [table for table, one in teachers.items() if one.tokenizer == "own"]
+    if not tables:
         return
-    own = f'[{table}] tokenizer = "own"'
-    if teachers[table].policy is not None:
-        raise ValueError(f"{own}: [{table}.policy] is the student itself; leave tokenizer out")
+    for table in tables:
+        if teachers[table].policy is not None:
+            raise ValueError(
+                f'[{table}] tokenizer = "own": [{table}.policy] is the student itself; leave '
+                "tokenizer out"
+            )
+    own = f'[{tables[0]}] tokenizer = "own"'
     size, by_student = loss.asked_of_teacher
     if size == "full" or loss.reads_hidden_states:
         raise ValueError(
@@ -374,11 +378,6 @@ def check_own_tokenizers(
         raise ValueError(
             f"{own}: [environments.{next(iter(environments))}] renders its messages for the "
             "student's tokenizer; use [data], or leave tokenizer out"
-        )
-    if teachers[table].on_overflow != "error":
-        raise ValueError(
-            f"{own}: the teacher's window counts other tokens than the student's; leave "
-            "on_overflow out, and lower rollout.max_tokens if an answer is too long"
         )
 
 

@@ -84,6 +84,17 @@ def check_tokenizers(student: Any, teacher: Any) -> list[str]:
 
 
 @runtime_checkable
+class LimitedServer(Protocol):
+    """A scorer whose server limits the size of an answer."""
+
+    def check_room(
+        self, tokens: int, support_size: int | Literal["full"], by_student: bool, hidden: bool
+    ) -> None:
+        """Check that the server answers for a rollout with so many tokens of its own."""
+        ...
+
+
+@runtime_checkable
 class TokenServer(Protocol):
     """A scorer that can be asked how its server's tokenizer reads and writes."""
 

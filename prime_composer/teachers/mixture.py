@@ -34,6 +34,22 @@ class Teachers:
         """Whether every teacher gives any K, and hidden states."""
         return all(scorer.gives_any_ids for scorer in self.scorers.values())
 
+    @property
+    def watched(self) -> Mapping[TeacherId, Scorer]:
+        """The scorers as the known requests are put to them: in the teachers' own tokens."""
+        return {
+            teacher: scorer.scorer if isinstance(scorer, OwnTokenizerScorer) else scorer
+            for teacher, scorer in self.scorers.items()
+        }
+
+    def room(self, teacher: TeacherId, rollout: Rollout) -> int | None:
+        """Return how many tokens of a rollout, with its prompt, a teacher can read; None: all."""
+        scorer = self.scorers[teacher]
+        if isinstance(scorer, OwnTokenizerScorer):
+            return scorer.room(rollout)
+        limit = scorer.limits.max_model_len
+        return None if limit is None else limit - 1  # a scorer on vLLM reads one token less
+
     def score(
         self,
         rollouts: Sequence[Rollout],

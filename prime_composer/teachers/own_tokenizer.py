@@ -4,11 +4,11 @@ Its rows become scores of the student's tokens (``cross_tokenizer``), so that ev
 teacher with the student's tokenizer. In front of any scorer: transformers, vLLM, a server.
 """
 
-import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,22 +23,22 @@ from prime_composer.backends.hf_model import (
 )
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.contract import Scores
-from prime_composer.cross_tokenizer.finish import Rows, token_scores
+from prime_composer.cross_tokenizer.finish import Rows, means, token_scores
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import Plan, plan_of
 from prime_composer.cross_tokenizer.sums import Sums
-from prime_composer.cross_tokenizer.token_bytes import TokenBytes, UnsupportedTokenizer
 from prime_composer.losses import LossConfig
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
-from prime_composer.problems.prompts import answer_text, prompt_text, render_prompt
+from prime_composer.step.overflow import Rule
 from prime_composer.teachers.compatibility import (
+    LimitedServer,
     PreflightError,
     TokenServer,
     check_served_tokenizer,
-    tokenizer_hash,
 )
-from prime_composer.teachers.watch import starts_of
+from prime_composer.teachers.tokenizer_pair import LONGER, Prompts, TeacherPrompts, make_pair
+from prime_composer.teachers.watch import COMPARED_IDS, KnownRequest, starts_of
 
 WHOLE_UP_TO = 4096
 """Entries of a teacher's vocabulary up to which all of a row is read."""
@@ -48,91 +48,6 @@ READ = 256
 
 FEWEST_CANDIDATES = 64
 """Student tokens at least among which a support is chosen."""
-
-COUNTED_PROBLEMS = 2000
-"""Problems on whose texts two tokenizers are compared."""
-
-COUNTED_ANSWERS = 200
-"""Answers on which the teacher's tokens per student token are counted."""
-
-LONGER = 1.2
-"""Margin on that number."""
-
-Prompts = Callable[[Sequence[int]], Sequence[int]]
-"""Returns the teacher's prompt of a student's."""
-
-
-class TeacherPrompts:
-    """The prompts of a recipe's problems, in the teacher's tokens.
-
-    Called with the student's token ids of a prompt, it returns the teacher's.
-
-    Args:
-        problem_set: the problems.
-        student: the student's tokenizer.
-        teacher: the teacher's.
-        student_prompt: returns the student's prompt of a problem.
-    """
-
-    def __init__(
-        self,
-        problem_set: ProblemSet,
-        student: Any,
-        teacher: Any,
-        student_prompt: Callable[[Problem], Sequence[int]],
-    ):
-        self.problem_set, self.student, self.teacher = problem_set, student, teacher
-        self._student_prompt = student_prompt
-        self._problems: dict[tuple[int, ...], Problem] = {}
-        # A problem is asked in many steps.
-        self._prompt = cache(self._rendered)
-
-    def __call__(self, prompt: Sequence[int]) -> list[int]:
-        """Return the teacher's prompt of the problem whose prompt this is.
-
-        Raises:
-            ValueError: it is the prompt of no problem of the recipe.
-        """
-        if not self._problems:
-            self._problems = {
-                tuple(self._student_prompt(problem)): problem
-                for problem in [*self.problem_set.held_out, *self.problem_set.practice]
-            }
-        problem = self._problems.get(tuple(prompt))
-        if problem is None:
-            raise ValueError(
-                'a teacher with tokenizer = "own" renders its own prompts, and this is the prompt '
-                "of no problem of the recipe"
-            )
-        return self._prompt(problem)
-
-    def texts(self) -> list[str]:
-        """Return prompts and worked answers of the first problems to train on, as text."""
-        return [
-            text
-            for problem in self.problem_set.practice[:COUNTED_PROBLEMS]
-            for text in (
-                prompt_text(problem, self.problem_set.config_of(problem)),
-                self.answer(problem),
-            )
-        ]
-
-    def answer(self, problem: Problem) -> str:
-        """Return the data's answer as it follows the prompt."""
-        return answer_text(problem.answer, self.problem_set.config_of(problem))
-
-    def longest(self, problems: Sequence[Problem], max_tokens: int) -> int:
-        """Return how many of the teacher's tokens a prompt and a full answer may take."""
-        prompt = max(len(self._prompt(problem)) for problem in problems)
-        answers = [self.answer(problem) for problem in problems[:COUNTED_ANSWERS]]
-        own, other = (
-            1 + sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in answers)
-            for tokenizer in (self.teacher, self.student)
-        )
-        return prompt + math.ceil(max_tokens * max(1.0, LONGER * own / other))
-
-    def _rendered(self, problem: Problem) -> list[int]:
-        return render_prompt(problem, self.problem_set.config_of(problem), self.teacher)
 
 
 def with_own_tokenizer(
@@ -176,54 +91,7 @@ def with_own_tokenizer(
     pair = make_pair(tokenizer, student, read_eos_token_ids(model), prompts.texts(), table, sizes)
     parts = [part for part, _ in loss.needs_by_section().values()]
     fixed = any(part.needs_fixed_support for part in parts)
-    return OwnTokenizerScorer(scorer, pair, prompts, vocab_size, fixed=fixed)
-
-
-def make_pair(
-    teacher: Any,
-    student: Any,
-    teacher_ends: Iterable[int],
-    texts: Iterable[str],
-    table: str,
-    sizes: tuple[int, int] = (0, 0),
-) -> Pair:
-    """Return the tables of two tokenizers of transformers.
-
-    Args:
-        teacher: the teacher's tokenizer.
-        student: the student's.
-        teacher_ends: the teacher's ids that end a text.
-        texts: texts as the teacher writes them.
-        table: the teacher's table in the recipe, for messages.
-        sizes: entries of the teacher's and the student's heads.
-
-    Raises:
-        PreflightError: both are the same, or one of them is none that can be compared.
-    """
-    own = f'[{table}] tokenizer = "own"'
-    if tokenizer_hash(teacher) == tokenizer_hash(student):
-        raise PreflightError(
-            f"{own}, and both tokenizers are the same: leave it out, the comparison is exact and "
-            "cheaper without it."
-        )
-    codes = []
-    both = ((teacher, "the teacher"), (student, "the student"))
-    for (tokenizer, who), size in zip(both, sizes, strict=True):
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise PreflightError(
-                f"{own}: {who}'s tokenizer is not of the library `tokenizers`, so its tokens' "
-                f"bytes are unknown; choose {who.replace('the', 'a')} with a tokenizer.json."
-            )
-        try:
-            codes.append(TokenBytes(backend, who, size))
-        except UnsupportedTokenizer as error:
-            raise PreflightError(
-                f"{own}: {error}; choose {who.replace('the', 'a')} with a byte-level BPE tokenizer."
-            ) from None
-    if student.eos_token_id is None:
-        raise PreflightError(f"{own}: the student's tokenizer has no end of text; set eos_token.")
-    return Pair(codes[0], codes[1], teacher_ends, student.eos_token_id, texts)
+    return OwnTokenizerScorer(scorer, pair, prompts, vocab_size, fixed=fixed, table=table)
 
 
 class OwnTokenizerScorer:
@@ -239,6 +107,7 @@ class OwnTokenizerScorer:
         prompts: returns the teacher's prompt of a student's.
         vocab_size: entries of the student's head.
         fixed: supports must not depend on the sampled token.
+        table: the teacher's table, for messages.
     """
 
     gives_any_ids = False
@@ -251,11 +120,12 @@ class OwnTokenizerScorer:
         vocab_size: int,
         *,
         fixed: bool = False,
+        table: str = "teacher",
     ):
         self.scorer, self.pair, self.prompts = scorer, pair, prompts
-        self._vocab_size, self._fixed = vocab_size, fixed
+        self._vocab_size, self._fixed, self._table = vocab_size, fixed, table
         self._sums = Sums(pair)
-        self._metrics, self._tokens = Counter[str](), 0
+        self._totals = Counter[str]()
 
     @property
     def limits(self) -> Limits:
@@ -293,34 +163,71 @@ class OwnTokenizerScorer:
                 'a teacher with tokenizer = "own" scores top-K supports of its own choice under '
                 "its own prompt; set k to a number and chosen_by to 'teacher'"
             )
-        plans = [
-            plan_of(self.pair, rollout.token_ids[rollout.start :].tolist()) for rollout in rollouts
-        ]
-        readings = [
-            self._reading(rollout, plan) for rollout, plan in zip(rollouts, plans, strict=True)
-        ]
-        size = self.scorer.limits.vocab_size or len(self.pair.teacher.of_id)
-        read = size if size <= WHOLE_UP_TO else READ
+        plans = [self._plan(rollout) for rollout in rollouts]
+        readings = self.readings(rollouts, plans)
+        self._check_fits(readings)
         return [
-            self._of_student(rollout, plan, given, size, support_size)
+            self._of_student(rollout, plan, given, support_size)
             for rollout, plan, given in zip(
-                rollouts, plans, self.scorer.score(readings, read), strict=True
+                rollouts, plans, self.scorer.score(readings, self._read), strict=True
             )
         ]
 
-    def check(self, problems: Sequence[Problem], max_tokens: int) -> list[str]:
-        """Check the teacher's window and its server's tokenizer.
+    def readings(
+        self, rollouts: Sequence[Rollout], plans: Sequence[Plan] | None = None
+    ) -> list[Rollout]:
+        """Return what the teacher reads of each rollout, in its own tokens, ``plans`` of them."""
+        plans = plans or [self._plan(rollout) for rollout in rollouts]
+        return [self._reading(rollout, plan) for rollout, plan in zip(rollouts, plans, strict=True)]
+
+    def known_request(self, rollout: Rollout) -> KnownRequest:
+        """Return a request to the teacher's own scorer, in its own tokens, with its scores.
+
+        Finished scores are no measure of whether a teacher is the same one: a little noise moves an
+        id across the limit of what is resolved, and with it a whole log-prob.
+        """
+        (reading,) = self.readings([rollout])
+        (scores,) = self.scorer.score([reading], min(COMPARED_IDS, self._read))
+        return KnownRequest(reading, scores, sign=self.starts)
+
+    def room(self, rollout: Rollout) -> int | None:
+        """Return how many tokens of a rollout, with its prompt, fit into the teacher's window.
+
+        That is up to the end of the last one whose text fits with all before it. None: there is no
+        limit.
+        """
+        limit = self.scorer.limits.max_model_len
+        if limit is None:
+            return None
+        ids = rollout.token_ids[rollout.start :].tolist()
+        # One token less than the window, and the end behind the text.
+        most = limit - 2 - len(self.prompts(rollout.token_ids[: rollout.start].tolist()))
+        length = len(ids)
+        while length and most > 0 and len(self.pair.student.bytes_of(ids[:length])) > most:
+            teacher_ids = plan_of(self.pair, ids[:length]).teacher_ids
+            if len(teacher_ids) <= most:
+                break
+            last = self.pair.teacher.starts(teacher_ids)[most]
+            ends = self.pair.student.starts(ids[:length])[1:]
+            length = min(length - 1, bisect_right(ends, last))
+        return rollout.start + (length if most > 0 else 0)
+
+    def check(self, problems: Sequence[Problem], max_tokens: int, rule: Rule) -> list[str]:
+        """Check the teacher's window, its server's limits, and its server's tokenizer.
 
         Args:
             problems: those whose rollouts it scores.
             max_tokens: longest answer, in the student's tokens.
+            rule: what to do with a rollout that is longer than the window.
 
         Returns:
-            A warning where its server could not be asked how it reads a text.
+            A warning where an unusual rollout may be longer than the window, and one where its
+            server could not be asked how it reads a text.
 
         Raises:
             PreflightError: its server has another tokenizer or no scoring plugin, or a full answer
                 does not fit.
+            ServerError: its server does not answer for so long a text at once.
         """
         if isinstance(self.scorer, TokenServer) and not self.scorer.gives_any_ids:
             raise PreflightError(
@@ -328,16 +235,9 @@ class OwnTokenizerScorer:
                 "ids of each row, which cost a server about 4 ms per token in JSON: start it with "
                 "`prime-rl teacher`."
             )
-        limit, prompts = self.scorer.limits.max_model_len, self.prompts
+        prompts = self.prompts
         assert isinstance(prompts, TeacherPrompts)
-        if problems and limit is not None:
-            needed = prompts.longest(problems, max_tokens)
-            if needed > limit - 1:
-                raise PreflightError(
-                    f"A prompt with a full answer may take {needed} of the teacher's tokens, and "
-                    f"the teacher takes {limit - 1}; raise rollout.max_model_len (a server's "
-                    f"--max-model-len) to {needed + 1}, or lower rollout.max_tokens."
-                )
+        warnings = self._check_window(prompts, problems, max_tokens, rule) if problems else []
         try:
             was_asked = check_served_tokenizer(prompts.teacher, self.scorer)
         except PreflightError as error:
@@ -345,19 +245,75 @@ class OwnTokenizerScorer:
                 f"The teacher's server and the tokenizer of its `model` differ: {error} With "
                 'tokenizer = "own", `model` names what the server serves.'
             ) from None
-        if was_asked or not isinstance(self.scorer, TokenServer):
-            return []
-        return ["The teacher's server could not be asked how it reads a text."]
+        if not was_asked and isinstance(self.scorer, TokenServer):
+            warnings.append("The teacher's server could not be asked how it reads a text.")
+        return warnings
 
     def take_metrics(self) -> dict[str, float]:
-        """Return means over the tokens that were scored since the last call."""
-        metrics = {f"xtok/{name}": value / self._tokens for name, value in self._metrics.items()}
-        self._metrics, self._tokens = Counter(), 0
+        """Return means over the tokens of the rollouts since the last call."""
+        metrics = {f"xtok/{name}": value for name, value in means(self._totals).items()}
+        self._totals.clear()
         return metrics
 
     def close(self) -> None:
         """Close the teacher's scorer."""
         self.scorer.close()
+
+    @property
+    def _size(self) -> int:
+        """Entries of the teacher's head."""
+        return self.scorer.limits.vocab_size or len(self.pair.teacher.of_id)
+
+    @property
+    def _read(self) -> int:
+        """Ids that are read of each row."""
+        return self._size if self._size <= WHOLE_UP_TO else READ
+
+    def _plan(self, rollout: Rollout) -> Plan:
+        return plan_of(self.pair, rollout.token_ids[rollout.start :].tolist())
+
+    def _check_fits(self, readings: Sequence[Rollout]) -> None:
+        limit = self.scorer.limits.max_model_len
+        for index, reading in enumerate(readings):
+            length = len(reading.token_ids)
+            if limit is not None and length >= limit:
+                raise ValueError(
+                    f"[{self._table}]: rollout {index} takes {length} of the teacher's tokens "
+                    f"with its prompt, and the teacher takes {limit - 1}; set on_overflow = "
+                    f'"score_head" in [{self._table}] to train on what fits.'
+                )
+
+    def _check_window(
+        self, prompts: TeacherPrompts, problems: Sequence[Problem], max_tokens: int, rule: Rule
+    ) -> list[str]:
+        """Check that prompts and answers fit; return a warning where an unusual one may not."""
+        prompt, ratio = prompts.longest(problems), prompts.tokens_per_student_token(problems)
+        answer = ceil(max_tokens * ratio)
+        if isinstance(self.scorer, LimitedServer):
+            self.scorer.check_room(answer, self._read, False, False)
+        limit = self.scorer.limits.max_model_len
+        if limit is None or rule != "error":
+            return []
+        needed = prompt + answer
+        if needed >= limit:
+            raise PreflightError(
+                f"A prompt with a full answer may take {needed} of the teacher's tokens "
+                f"({ratio:.2f} for one of the student's, with a margin of {LONGER - 1:.0%}), and "
+                f"the teacher takes {limit - 1}; raise rollout.max_model_len (a server's "
+                f"--max-model-len) to {needed + 1}, lower rollout.max_tokens, or set on_overflow = "
+                f'"score_head" in [{self._table}].'
+            )
+        # No teacher token writes less than a byte.
+        widest = max(len(content or b"") for content in self.pair.student.of_id)
+        worst = prompt + max_tokens * widest + 1
+        if worst < limit:
+            return []
+        return [
+            f"The data's texts take {ratio / LONGER:.2f} of the teacher's tokens for one of the "
+            f"student's. A rollout of unusual text may take more, in the worst case {worst} with "
+            f"its prompt, and the teacher takes {limit - 1}: such a rollout ends the run. Set "
+            f'on_overflow = "score_head" in [{self._table}] to train on what fits.'
+        ]
 
     def _reading(self, rollout: Rollout, plan: Plan) -> Rollout:
         """Return what the teacher reads, in its own tokens, with an end to score after the text."""
@@ -370,15 +326,11 @@ class OwnTokenizerScorer:
         ids = torch.tensor([*prompt, *plan.teacher_ids, self.pair.teacher_ends[0]])
         return Rollout.not_sampled(ids, len(prompt), rollout.finish_reason, rollout.prompt_index)
 
-    def _of_student(self, rollout: Rollout, plan: Plan, read: Scores, size: int, k: int) -> Scores:
-        rows = dense(read, plan, max(size, len(self.pair.teacher.of_id)))
+    def _of_student(self, rollout: Rollout, plan: Plan, read: Scores, k: int) -> Scores:
+        rows = dense(read, plan, max(self._size, len(self.pair.teacher.of_id)))
         candidates = self._sums.candidates(rows, plan, max(4 * k, FEWEST_CANDIDATES))
-        scores, metrics = token_scores(
-            self.pair, plan, candidates, Rows(rows), k, fixed=self._fixed
-        )
-        tokens = len(plan.positions)
-        self._tokens += tokens
-        self._metrics.update({name: value * tokens for name, value in metrics.items()})
+        scores, totals = token_scores(self.pair, plan, candidates, Rows(rows), k, fixed=self._fixed)
+        self._totals.update(totals)
         return replace(scores, start=rollout.start)
 
 

@@ -11,6 +11,7 @@ import torch
 from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.contract import Scores
 from prime_composer.cross_tokenizer.finish import NEVER
+from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.local.run_dir.plan import check_sequences
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.config import Problem
@@ -21,49 +22,12 @@ from prime_composer.recipe.schema import RecipeError
 from prime_composer.step.batch import Sample, with_scores
 from prime_composer.teachers import own_tokenizer
 from prime_composer.teachers.compatibility import PreflightError
-from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer, make_pair
+from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
+from prime_composer.teachers.tokenizer_pair import make_pair
 from prime_composer.tiny_models.cache import prepare_models
 from tests.command import numbers
-from tests.cross_tokenizer.toys import END, byte_level
 from tests.local.helpers import Silent, run
-from tests.tiny_qwen import make_model
-
-
-def wrapped(merges: list[tuple[str, str]]) -> Any:
-    from prime_composer.backends.hf_model import import_transformers
-
-    transformers = import_transformers()
-    tokenizer = byte_level(merges, words=True)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
-
-
-TEACHER = [("a", "b"), ("ab", "c"), (" ", "a"), (" ", "b"), (" a", "b")]
-STUDENT = [("b", "c"), (" ", "c")]
-
-
-def scorer_of(
-    student_merges: list[tuple[str, str]], shift: int = 0, **options: bool
-) -> tuple[OwnTokenizerScorer, Any]:
-    """Return the scorer of a random teacher; ``shift`` marks before the prompt are its own."""
-    from prime_composer.teachers.transformers import TransformersScorer
-
-    teacher, student = wrapped(TEACHER), wrapped(student_merges)
-    model = make_model(True, 3, vocab_size=len(teacher), eos_token_id=teacher.eos_token_id)
-    pair = make_pair(teacher, student, [teacher.eos_token_id], [], "teacher")
-
-    def prompts(ids: Any) -> list[int]:
-        return [*teacher.encode("!" * shift), *teacher.encode(student.decode(ids))]
-
-    inner = TransformersScorer(model)
-    return OwnTokenizerScorer(inner, pair, prompts, len(student), **options), student
-
-
-def rollout_of(student: Any, prompt: str, text: str, ended: bool = True) -> Rollout:
-    start = len(student.encode(prompt))
-    ids = student.encode(prompt) + student.encode(text) + [student.eos_token_id] * ended
-    token_ids = torch.tensor(ids)
-    mask = torch.arange(len(ids)) >= start
-    return Rollout(token_ids, mask, torch.full(token_ids.shape, torch.nan), "stop", 0)
+from tests.teachers.own import STUDENT, TEACHER, own_recipe, rollout_of, scorer_of, wrapped
 
 
 def first_row(scorer: OwnTokenizerScorer, prompt: list[int]) -> torch.Tensor:
@@ -191,13 +155,45 @@ def test_metrics_are_means_over_tokens_since_they_were_taken() -> None:
     assert scorer.take_metrics() == {}
 
 
+def test_unscored_tokens_have_no_part_in_other_means() -> None:
+    # All but two tokens of the second rollout come after a special one, so nobody scores them.
+    scorer, student = scorer_of(STUDENT)
+    whole = rollout_of(student, "ab", " cab bc")
+    ids = [*student.encode("abc"), student.eos_token_id, *student.encode(" cab bc" * 3)]
+    cut = Rollout.not_sampled(
+        torch.tensor([*student.encode("ab"), *ids]), len(student.encode("ab")), "length"
+    )
+    each = []
+    for rollout in (whole, cut):
+        (scores,) = scorer.score([rollout], 4)
+        scored = len(scores) if scores.scored is None else int(scores.scored.sum())
+        each.append((scored, len(scores), scorer.take_metrics()))
+    scorer.score([whole, cut], 4)
+    both = scorer.take_metrics()
+    assert each[1][0] < each[1][1] / 2
+    for name in ("xtok/aligned", "xtok/support_size", "xtok/unresolved_mass"):
+        mean = sum(n * one[name] for n, _, one in each) / sum(n for n, _, _ in each)
+        assert both[name] == pytest.approx(mean)
+    unscored = sum(n - scored for scored, n, _ in each) / sum(n for _, n, _ in each)
+    assert both["xtok/unscored"] == pytest.approx(unscored)
+
+
 @pytest.mark.parametrize(
     "changes, needles",
     [
         ({"loss": {"k": "full"}}, ["k", "full", "number"]),
         ({"loss": {"chosen_by": "student"}}, ["chosen_by", "teacher"]),
         ({"eval": {"kl_support": "full"}}, ["eval.kl_support", "number"]),
-        ({"teacher": {"on_overflow": "drop"}}, ["on_overflow", "rollout.max_tokens"]),
+        (
+            {
+                "teacher": None,
+                "teachers": {
+                    "a": {"model": "a", "tokenizer": "own"},
+                    "b": {"policy": {}, "tokenizer": "own"},
+                },
+            },
+            ["teachers.b", "policy"],
+        ),
         (
             {
                 "teacher": None,
@@ -229,10 +225,27 @@ def test_what_needs_one_tokenizer_is_refused(changes: dict[str, Any], needles: l
 
 def test_equal_and_unusable_tokenizers_are_refused() -> None:
     same = wrapped(STUDENT)
+    end = same.eos_token_id
     with pytest.raises(PreflightError, match="leave it out"):
-        make_pair(same, wrapped(STUDENT), [257], [], "teacher")
+        make_pair(same, wrapped(STUDENT), [end], [], "teacher")
+    with pytest.raises(PreflightError, match=r"\[teachers.x\] .*eos_token_id in its generation"):
+        make_pair(wrapped(TEACHER), same, [], [], "teachers.x")
+    with pytest.raises(PreflightError, match=r"\[teachers.x\] .*student.*set eos_token"):
+        make_pair(wrapped(TEACHER), wrapped(STUDENT, None), [261], [], "teachers.x")
     with pytest.raises(PreflightError, match=r"\[teachers.x\] tokenizer.*tokenizer.json"):
-        make_pair(object_tokenizer(), same, [257], [], "teachers.x")
+        make_pair(object_tokenizer(), same, [end], [], "teachers.x")
+
+
+def test_equal_vocabularies_with_other_merges_are_compared() -> None:
+    # Both split the probes alike, and "abc" differently. "shared" refuses what it sees.
+    left, right = ([("a", "b"), ("b", "c"), *last] for last in ([("ab", "c")], [("a", "bc")]))
+    teacher, student = wrapped(left), wrapped([right[1], right[0], right[2]])
+    assert teacher.get_vocab().keys() == student.get_vocab().keys()
+    same = wrapped([left[0], left[1], ("a", "bc")])
+    assert same.get_vocab() == teacher.get_vocab() and same.encode("abc") != teacher.encode("abc")
+    pair = make_pair(teacher, same, [teacher.eos_token_id], ["abc"], "teacher")
+    plan = plan_of(pair, same.encode("abc"))
+    assert [pair.teacher.of_id[i] for i in plan.teacher_ids] == [b"abc"]
 
 
 def object_tokenizer() -> Any:
@@ -249,15 +262,6 @@ def test_hidden_states_and_chosen_ids_are_refused() -> None:
     for asked in ({"support_size": "full"}, {"support_size": 2, "hidden": True}):
         with pytest.raises(ValueError, match='tokenizer = "own"'):
             scorer.score([rollout], **asked)  # type: ignore[arg-type]
-
-
-def own_recipe(tiny_recipe: Callable[..., dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    """Return the tables of a tiny run whose teacher has GPT-2's pieces."""
-    raw = tiny_recipe(eval__kl_support=8, loss__k=8, **changes)
-    raw["teacher"]["tokenizer"] = "own"
-    raw["teacher"]["prepare"] |= {"pieces": "gpt2", "vocab_size": 320}
-    raw["student"]["prepare"]["sft_steps"] = 60  # one that writes characters
-    return raw
 
 
 def test_run_distils_from_another_tokenizer_and_resumes(

@@ -1,0 +1,173 @@
+"""What a teacher with another tokenizer reads, and the tables of both tokenizers."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+from prime_composer.cross_tokenizer.pair import Pair
+from prime_composer.cross_tokenizer.token_bytes import TokenBytes, UnsupportedTokenizer
+from prime_composer.problems.config import Problem
+from prime_composer.problems.loading import ProblemSet
+from prime_composer.problems.prompts import answer_text, prompt_text, render_prompt
+from prime_composer.teachers.compatibility import PreflightError, check_tokenizers
+
+COUNTED_PROBLEMS = 2000
+"""Problems on whose texts two tokenizers are compared."""
+
+COUNTED_ANSWERS = 200
+"""Texts on which the teacher's tokens per student token are counted."""
+
+LONGER = 1.2
+"""Margin on that number."""
+
+Prompts = Callable[[Sequence[int]], Sequence[int]]
+"""Returns the teacher's prompt of a student's."""
+
+
+class TeacherPrompts:
+    """The prompts of a recipe's problems, in the teacher's tokens.
+
+    Called with the student's token ids of a prompt, it returns the teacher's.
+
+    Args:
+        problem_set: the problems.
+        student: the student's tokenizer.
+        teacher: the teacher's.
+        student_prompt: returns the student's prompt of a problem.
+    """
+
+    def __init__(
+        self,
+        problem_set: ProblemSet,
+        student: Any,
+        teacher: Any,
+        student_prompt: Callable[[Problem], Sequence[int]],
+    ):
+        self.problem_set, self.student, self.teacher = problem_set, student, teacher
+        self._student_prompt = student_prompt
+        self._problems: dict[tuple[int, ...], Problem] = {}
+        # A problem is asked in many steps.
+        self._prompt = cache(self._rendered)
+
+    def __call__(self, prompt: Sequence[int]) -> list[int]:
+        """Return the teacher's prompt of the problem whose prompt this is.
+
+        Raises:
+            ValueError: it is the prompt of no problem of the recipe.
+        """
+        if not self._problems:
+            self._problems = {
+                tuple(self._student_prompt(problem)): problem
+                for problem in [*self.problem_set.held_out, *self.problem_set.practice]
+            }
+        problem = self._problems.get(tuple(prompt))
+        if problem is None:
+            raise ValueError(
+                'a teacher with tokenizer = "own" renders its own prompts, and this is the prompt '
+                "of no problem of the recipe"
+            )
+        return self._prompt(problem)
+
+    def texts(self) -> list[str]:
+        """Return prompts and worked answers of the first problems to train on, as text."""
+        return [
+            text
+            for problem in self.problem_set.practice[:COUNTED_PROBLEMS]
+            for text in (
+                prompt_text(problem, self.problem_set.config_of(problem)),
+                self.answer(problem),
+            )
+        ]
+
+    def answer(self, problem: Problem) -> str:
+        """Return the data's answer as it follows the prompt."""
+        return answer_text(problem.answer, self.problem_set.config_of(problem))
+
+    def longest(self, problems: Sequence[Problem]) -> int:
+        """Return how many of the teacher's tokens the longest prompt has."""
+        return max(len(self._prompt(problem)) for problem in problems)
+
+    def tokens_per_student_token(self, problems: Sequence[Problem]) -> float:
+        """Return how many of the teacher's tokens one of the student's may take, with a margin.
+
+        Counted on the data's answers; on the prompts where the data has none.
+        """
+        counted = problems[:COUNTED_ANSWERS]
+        texts = [self.answer(problem) for problem in counted if problem.answer.strip()]
+        texts = texts or [
+            prompt_text(problem, self.problem_set.config_of(problem)) for problem in counted
+        ]
+        own, other = (
+            sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+            for tokenizer in (self.teacher, self.student)
+        )
+        return max(1.0, LONGER * own / max(1, other))
+
+    def _rendered(self, problem: Problem) -> list[int]:
+        return render_prompt(problem, self.problem_set.config_of(problem), self.teacher)
+
+
+def make_pair(
+    teacher: Any,
+    student: Any,
+    teacher_ends: Iterable[int],
+    texts: Iterable[str],
+    table: str,
+    sizes: tuple[int, int] = (0, 0),
+) -> Pair:
+    """Return the tables of two tokenizers of transformers.
+
+    Args:
+        teacher: the teacher's tokenizer.
+        student: the student's.
+        teacher_ends: the teacher's ids that end a text.
+        texts: texts as the teacher writes them.
+        table: the teacher's table in the recipe, for messages.
+        sizes: entries of the teacher's and the student's heads.
+
+    Raises:
+        PreflightError: both are the same, or one of them is none that can be compared.
+    """
+    own = f'[{table}] tokenizer = "own"'
+    codes, ends = [], ([*teacher_ends], [student.eos_token_id])
+    both = ((teacher, "the teacher"), (student, "the student"))
+    for (tokenizer, who), size, silent in zip(both, sizes, ends, strict=True):
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise PreflightError(
+                f"{own}: {who}'s tokenizer is not of the library `tokenizers`, so its tokens' "
+                f"bytes are unknown; choose {who.replace('the', 'a')} with a tokenizer.json."
+            )
+        try:
+            codes.append(TokenBytes(backend, who, size, silent))
+        except UnsupportedTokenizer as error:
+            raise PreflightError(
+                f"{own}: {error}; choose {who.replace('the', 'a')} with a byte-level BPE tokenizer."
+            ) from None
+    if not ends[0]:
+        raise PreflightError(
+            f"{own}: neither the teacher's model nor its tokenizer names an end of text; set "
+            "eos_token_id in its generation_config.json."
+        )
+    if student.eos_token_id is None:
+        raise PreflightError(f"{own}: the student's tokenizer has no end of text; set eos_token.")
+    texts = [*texts]
+    if are_one(teacher, student, texts[:COUNTED_ANSWERS]):
+        raise PreflightError(
+            f"{own}, and both tokenizers are the same: leave it out, the comparison is exact and "
+            "cheaper without it."
+        )
+    return Pair(codes[0], codes[1], ends[0], student.eos_token_id, texts)
+
+
+def are_one(teacher: Any, student: Any, texts: Sequence[str]) -> bool:
+    """Return whether two tokenizers have the same tokens, and split these and other texts alike."""
+    try:
+        check_tokenizers(student, teacher)
+    except PreflightError:
+        return False
+    return all(
+        teacher.encode(text, add_special_tokens=False)
+        == student.encode(text, add_special_tokens=False)
+        for text in texts
+    )
