@@ -155,7 +155,10 @@ class AdapterSettings(Table):
         """Return the environment variable that passes these settings on."""
         if self.loss is None and self.k is None:
             return {SWITCH: "1"}
-        return {SWITCH: json.dumps(self.model_dump(mode="json"))}
+        values = self.model_dump(mode="json")
+        if self.scores is None:  # older versions of the adapter do not know the key
+            del values["scores"]
+        return {SWITCH: json.dumps(values)}
 
     def derived(self, loss: Any) -> "AdapterSettings":
         """Return the settings with what follows from the loss.
