@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -11,6 +12,13 @@ from prime_composer.backends.hf_model import import_transformers
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
 
 ENVIRONMENTS = Path(__file__).parent / "tiny"
+
+WARNINGS = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+"""verifiers and its servers leave sockets and loops to the garbage collector."""
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
 

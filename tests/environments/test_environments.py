@@ -18,6 +18,7 @@ from prime_composer.recipe.environment import EnvironmentConfig
 from prime_composer.recipe.schema import RecipeError
 from tests.environments.kit import (
     STRIPPING,
+    WARNINGS,
     Scripted,
     save_tokenizer,
 )
@@ -29,12 +30,7 @@ from prime_composer.environments.chat_harness import Tools, first_of_a_group  # 
 from prime_composer.environments.opening import open_environment  # noqa: E402
 from prime_composer.environments.runner import Environments  # noqa: E402
 
-# verifiers and its servers leave sockets and loops to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = WARNINGS
 
 TOOLS = {"name": "default", "tool_parser": "qwen3"}
 PARAMS = SamplingParams(max_tokens=200)

@@ -31,6 +31,7 @@ from tests.command import numbers
 from tests.conftest import TINY_RECIPE
 from tests.environments.kit import (
     SUMMARY,
+    WARNINGS,
     save_student,
 )
 from tests.faults.server import SpoilingServer
@@ -44,12 +45,7 @@ pytest.importorskip("verifiers.v1", reason="environments by id need verifiers: t
 
 from prime_composer.environments.runner import Environments  # noqa: E402
 
-# verifiers and its servers leave sockets and loops to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = WARNINGS
 
 REPLAY = {"weight": 1.0, "loss": {"type": "dpo", "beta": 0.1}}
 PARAMS = SamplingParams(max_tokens=200)

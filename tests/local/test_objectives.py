@@ -55,13 +55,17 @@ def test_distillation_loss_trains_and_logs_at_every_step(
     assert all(record["grad_norm"] > 0 and math.isfinite(record["loss"]) for record in steps)
 
 
-def test_rl_with_a_teacher_trains_on_rewards(
-    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The teacher's scores are there although the loss is one of rewards."""
+@pytest.fixture
+def odd_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let answers of an odd length be right."""
     monkeypatch.setattr(
         TokenizedProblems, "reward", lambda self, text, problem, budget: float(len(text) % 2)
     )
+
+
+@pytest.mark.usefixtures("odd_is_right")
+def test_rl_with_a_teacher_trains_on_rewards(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """The teacher's scores are there although the loss is one of rewards."""
     raw = tiny_recipe(
         loss={"type": "rlsd", "kl_tau": 0.0, "decay_steps": 2},
         rollout={"backend": "transformers", "max_tokens": 8, "group_size": 3},
@@ -73,13 +77,9 @@ def test_rl_with_a_teacher_trains_on_rewards(
     assert [step["rlsd/mix"] for step in steps] == [0.5, 0.25]
 
 
-def test_rlcsd_contrasts_with_wrong_rollouts(
-    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("odd_is_right")
+def test_rlcsd_contrasts_with_wrong_rollouts(tiny_recipe: Raw, tmp_path: Path) -> None:
     """A rollout without a wrong one beside it has no contrast, and the others have one."""
-    monkeypatch.setattr(
-        TokenizedProblems, "reward", lambda self, text, problem, budget: float(len(text) % 2)
-    )
     raw = tiny_recipe(
         teacher={"policy": {"hint": "reference", "wrong_hints": 2}},
         loss={"type": "rlcsd", "kl_tau": 0.0},

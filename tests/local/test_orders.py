@@ -25,7 +25,7 @@ from prime_composer.recipe.schema import RecipeError
 from prime_composer.step.batch import Sample
 from prime_composer.tiny_models.training import train_tokenizer
 from prime_composer.tiny_models.transcripts import END_OF_TEXT, example_of
-from tests.environments.kit import ENVIRONMENTS, Scripted
+from tests.environments.kit import ENVIRONMENTS, WARNINGS, Scripted
 
 import_transformers()  # before verifiers, which would import it beside a broken torchvision
 pytest.importorskip("verifiers.v1", reason="environments by id need verifiers: the extra [env]")
@@ -33,12 +33,7 @@ pytest.importorskip("verifiers.v1", reason="environments by id need verifiers: t
 from prime_composer.environments.opening import open_environment  # noqa: E402
 from prime_composer.environments.runner import Environments  # noqa: E402
 
-# verifiers and its servers leave sockets and loops to the garbage collector.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = WARNINGS
 
 REPO = Path(__file__).parents[2]
 RECIPE = REPO / "recipes" / "agent_opd.toml"

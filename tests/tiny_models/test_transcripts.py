@@ -10,22 +10,13 @@ import pytest
 from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet, load_problem_set
 from prime_composer.problems.orders import Order, draw_orders
-from prime_composer.recipe.prepare import PrepareConfig
 from prime_composer.tiny_models.cache import cache_key, prepare_model
 from prime_composer.tiny_models.training import _padded, train_tokenizer
 from prime_composer.tiny_models.transcripts import END_OF_TEXT, MARKS, example_of
+from tests.tiny_models import test_prepare
 
 ORDERS = draw_orders("train")[:200]
-TINY = PrepareConfig(
-    vocab_size=415,
-    hidden_size=16,
-    layers=1,
-    heads=1,
-    head_dim=16,
-    intermediate_size=32,
-    sft_steps=2,
-    batch_size=8,
-)
+TINY = test_prepare.TINY.model_copy(update={"vocab_size": 415, "sft_steps": 2})
 
 
 def messages_of_order(order: Order) -> list[dict[str, Any]]:

@@ -83,11 +83,29 @@ def without_adapter():
     return {k: v for k, v in os.environ.items() if not k.startswith("PRIME_COMPOSER")}
 
 
-class Server:
+class Logged:
+    """A server with a log of its requests, which answers once ``process`` is up at ``inner``."""
+
+    def wait(self, timeout=300):
+        end = time.monotonic() + timeout
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                return urllib.request.urlopen(
+                    f"http://127.0.0.1:{self.inner}/health", timeout=2
+                ).status
+            except OSError:
+                time.sleep(0.2)
+        raise RuntimeError(f"the server did not start: {self.output.name}")
+
+    def requests(self):
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+
+class Server(Logged):
     """The stand-in for vLLM (server.py), with its options: a fork that has its libraries."""
 
     def __init__(self, forks, model, log, *options):
-        self.port = free_port()
+        self.port = self.inner = free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self.log = Path(log)
         self.forks = forks
@@ -113,20 +131,6 @@ class Server:
         """Return how many processes have loaded their model."""
         return Path(self.output.name).read_text().count("loaded")
 
-    def wait(self, timeout=300):
-        end = time.monotonic() + timeout
-        while time.monotonic() < end and self.process.poll() is None:
-            try:
-                return urllib.request.urlopen(
-                    f"http://127.0.0.1:{self.port}/health", timeout=2
-                ).status
-            except OSError:
-                time.sleep(0.2)
-        raise RuntimeError(f"the server did not start: {self.output.name}")
-
-    def requests(self):
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
-
     def stop(self):
         for process in self.processes:
             process.terminate()
@@ -134,7 +138,7 @@ class Server:
         self.output.close()
 
 
-class VllmServer:
+class VllmServer(Logged):
     """Real vLLM on a CPU, behind vllm_proxy.py.
 
     Args:
@@ -200,20 +204,7 @@ class VllmServer:
             )
             for each in (command, proxy)
         ]
-
-    def wait(self, timeout=300):
-        end = time.monotonic() + timeout
-        while time.monotonic() < end and self.processes[0].poll() is None:
-            try:
-                return urllib.request.urlopen(
-                    f"http://127.0.0.1:{self.inner}/health", timeout=2
-                ).status
-            except OSError:
-                time.sleep(0.5)
-        raise RuntimeError(f"vLLM did not start: {self.output.name}")
-
-    def requests(self):
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
+        self.process = self.processes[0]
 
     def stop(self):
         for process in self.processes:  # its engine and workers are in its process group
