@@ -78,11 +78,7 @@ def hide_cuda_packages() -> None:
 
 
 def set_vllm_environment(multiprocessing: bool) -> None:
-    """Set defaults for vLLM's environment variables; values that are already set stay.
-
-    Args:
-        multiprocessing: engines get a process of their own.
-    """
+    """Set defaults for vLLM's environment variables; values that are already set stay."""
     defaults = {"VLLM_NO_USAGE_STATS": "1"}
     if not multiprocessing:
         # The engine shares this process, so that the trainer's weights and the seed reach it.

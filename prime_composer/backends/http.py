@@ -504,12 +504,7 @@ class Connection:
 
 
 async def keep_alive(event: str, info: dict[str, Any]) -> None:
-    """Let the kernel probe each new connection, so that a host that died is noticed in a minute.
-
-    Args:
-        event: of httpcore's trace.
-        info: what httpcore says about it.
-    """
+    """Let the kernel probe each new connection, so that a host that died is noticed in a minute."""
     if event == "connection.connect_tcp.complete":
         connected = info["return_value"].get_extra_info("socket")
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -42,9 +42,7 @@ from prime_composer.backends.http import (
     ServerError,
     excerpt,
 )
-from prime_composer.backends.protocols import (
-    Limits,
-)
+from prime_composer.backends.protocols import Limits
 from prime_composer.scoring.shared_vocabulary import out_of_vocabulary
 
 T = TypeVar("T")

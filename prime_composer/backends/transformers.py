@@ -10,9 +10,7 @@ from prime_composer.backends.hf_model import (
     lm_head_weight,
     load_model,
 )
-from prime_composer.backends.protocols import (
-    Limits,
-)
+from prime_composer.backends.protocols import Limits
 
 
 class LoadedModel:

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from torch import nn
 
 from prime_composer.backends.answers import InvalidAnswer
-from prime_composer.backends.hf_model import (
-    lm_head_weight,
-)
+from prime_composer.backends.hf_model import lm_head_weight
 from prime_composer.backends.protocols import Sampler
 from prime_composer.contract import Scores
 from prime_composer.local.tokenized_problems import TokenizedProblems
@@ -57,12 +55,7 @@ class Overflow(TypedDict):
 
 
 def overflow(samples: Sequence[Sample], fitted: Sequence[Sample | None]) -> Overflow:
-    """Return ``cut`` and ``dropped`` of ``Scored``.
-
-    Args:
-        samples: before they were fitted into their teachers' windows.
-        fitted: after that.
-    """
+    """Return ``cut`` and ``dropped`` of ``Scored``, from the samples before and after ``fit``."""
     dropped = sum(sample is None for sample in fitted)
     same = sum(after is before for before, after in zip(samples, fitted, strict=True))
     return {"cut": len(samples) - dropped - same, "dropped": dropped}

@@ -86,9 +86,6 @@ def teachers_without_success(measured: Mapping[str, float]) -> list[str]:
 
     A student becomes like it all the same, and the usual reason is another: its answers are in a
     form that the metric does not read, or are cut.
-
-    Args:
-        measured: what was measured before training.
     """
     scores = {name: name.split("/")[1:-1] for name in measured if name.endswith("/accuracy")}
     return [

@@ -184,6 +184,21 @@ class Kind(ABC):
         sequence.parameters = parameters
 
 
+class WithoutParameters(Kind):
+    """A kind that a request names, and says nothing more of."""
+
+    reads_parameters = False
+
+    def read(
+        self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
+    ) -> KindRequest | None:
+        """It has no parameters."""
+        return KindRequest(self.name) if self.name in score_request.kinds else None
+
+    def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
+        """It has no parameters."""
+
+
 class SupportKind(Kind):
     """A kind that gives a support, and what a client does with it.
 
@@ -220,10 +235,10 @@ class SupportKind(Kind):
         """
 
 
-class Sampled(SupportKind):
+class Sampled(WithoutParameters, SupportKind):
     """log q of the token that followed, float32 [n]."""
 
-    name, reads_parameters = "sampled", False
+    name = "sampled"
 
     def fields(self, k: int, facts: Facts) -> list[Field]:
         """One number."""
@@ -235,15 +250,6 @@ class Sampled(SupportKind):
         """Gather the logits of the next tokens."""
         own = rows.logits.gather(-1, rows.next_ids[:, None]) - rows.log_normalizer
         return {"sampled": own.squeeze(-1)}
-
-    def read(
-        self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
-    ) -> KindRequest | None:
-        """It has no parameters."""
-        return KindRequest(self.name) if self.name in score_request.kinds else None
-
-    def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
-        """It has no parameters."""
 
     def request(self, token_ids: Sequence[int], start: int, k: int) -> KindRequest:
         """Ask for the sampled tokens alone."""
@@ -357,10 +363,10 @@ class Given(SupportKind):
         )
 
 
-class Hidden(Kind):
+class Hidden(WithoutParameters):
     """The last hidden states, [n, d] in the model's dtype. Needs no head, and gives no support."""
 
-    name, reads_parameters = "hidden", False
+    name = "hidden"
 
     def fields(self, k: int, facts: Facts) -> list[Field]:
         """One row of hidden states."""
@@ -371,15 +377,6 @@ class Hidden(Kind):
     ) -> dict[str, Tensor]:
         """Return the rows themselves."""
         return {"hidden": rows.hidden}
-
-    def read(
-        self, score_request: ScoreRequest, sequence: SequenceRequest, facts: Facts
-    ) -> KindRequest | None:
-        """It has no parameters."""
-        return KindRequest(self.name) if self.name in score_request.kinds else None
-
-    def write(self, request: KindRequest, score_request: ScoreRequest, n: int) -> None:
-        """It has no parameters."""
 
     def states(self, arrays: Arrays, dtype: torch.dtype) -> Float[Tensor, "n d"]:
         """Return the hidden states, which are the array's own bytes."""

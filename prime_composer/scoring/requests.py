@@ -165,12 +165,7 @@ def check_head_request(head_request: HeadRequest, facts: Facts) -> None:
 
 
 def rows_request_of(index: int, score_request: ScoreRequest, facts: Facts) -> RowsRequest:
-    """Return what the worker has to do for one sequence.
-
-    Args:
-        index: of the sequence.
-        score_request: the whole request.
-        facts: the server's.
+    """Return what the worker has to do for one sequence, named by its index.
 
     Raises:
         BadRequest: the engine would end, or answer something else.

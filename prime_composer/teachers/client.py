@@ -356,12 +356,6 @@ class TeacherClient:
     def response_bytes(self, rows: int, k: int, by_student: bool, hidden: bool) -> int:
         """Return the size of the plugin's arrays; 0 without the plugin.
 
-        Args:
-            rows: tokens of interest.
-            k: K.
-            by_student: whether the ids are the caller's choice.
-            hidden: whether there are hidden states.
-
         Raises:
             Exception: the transport's error. It is more than the server answers at once.
         """

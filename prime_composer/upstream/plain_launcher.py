@@ -44,9 +44,6 @@ def enter(frame: FrameType | None) -> Callable[..., Any]:
     loss.py:262). The train loop, which calls it, has copied ``compute_loss`` by name already:
     its own name is hooked.
     TODO(prime-rl): remove once ``[trainer.loss]`` reaches distillation tokens.
-
-    Args:
-        frame: the frame that asks for ``loss_fn``.
     """
     while frame is not None:
         if frame.f_code.co_name in SETUPS and frame.f_globals.get("__name__") == LOSS_MODULE:

@@ -95,10 +95,6 @@ def unpack(array: Int[Tensor, "seq a k"], k: int) -> Scores:
     Padding reads id 0 and log-prob 0; it is masked. The tokens' own log q are NaN: prime-rl gives
     its own list of them to the loss.
 
-    Args:
-        array: of the micro-batch.
-        k: size of the support.
-
     Raises:
         ValueError: router replay filled the field, or K differs.
     """

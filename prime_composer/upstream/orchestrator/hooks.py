@@ -275,12 +275,7 @@ def _as_grpo(score_group: Any) -> Any:
 
 
 def _judged(score: Any, frozen: bool) -> Any:
-    """Let a scoring method end the run if it scored what trains without our hooks.
-
-    Args:
-        score: the method.
-        frozen: a frozen teacher scores.
-    """
+    """Let a scoring method end the run if it scored what trains without our hooks."""
     episodes = _scores_episodes(score)
     if not episodes:
         score = _then_attach(score)

@@ -271,11 +271,7 @@ class MicroBatch:
 
 
 def without_student(model: Any) -> str:
-    """Say that no head of ours computed the student's side, and which head ran instead.
-
-    Args:
-        model: prime-rl's model; None where it was not seen.
-    """
+    """Say that no head of ours computed the student's side, and which head ran instead."""
     head = getattr(model, "lm_head", None)
     ran = "a head that could not be seen"
     if head is not None:

@@ -125,11 +125,7 @@ class RegisteredLoss:
         )
 
     def tokens_in(self, tensors: Mapping[str, Any]) -> int:
-        """Return how many tokens of a micro-batch are for this loss.
-
-        Args:
-            tensors: prime-rl's micro-batch, on the CPU.
-        """
+        """Return how many tokens of a micro-batch, which is on the CPU, are for this loss."""
         if not self.contract.separates_kinds:  # a batch has tokens of one kind
             own = {"rl": not self.distils or self.in_file, "opd": self.distils}
             if not own.get(tensors["training_mode"], False):
