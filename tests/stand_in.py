@@ -4,6 +4,7 @@
 """
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,11 +38,15 @@ class Reply:
 
 
 @contextmanager
-def serving(answer: Callable[[str, Any], Reply]) -> Iterator[str]:
+def serving(
+    answer: Callable[[str, Any], Reply], allows: Callable[[str | None], bool] = lambda _: True
+) -> Iterator[str]:
     """Start a server, and give its base URL.
 
     Args:
-        answer: path and JSON body of a request (None for none) -> the reply.
+        answer: path and JSON body of a request (None for none) -> the reply. A ConnectionError
+            hangs up instead.
+        allows: whether a request with this Authorization is answered; 401 otherwise.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -49,7 +54,14 @@ def serving(answer: Callable[[str, Any], Reply]) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            reply = answer(self.path, json.loads(body or b"null"))
+            reply = Reply.of({"error": "Unauthorized"}, status=401)  # vLLM's own words
+            if allows(self.headers.get("Authorization")):
+                try:
+                    reply = answer(self.path, json.loads(body or b"null"))
+                except ConnectionError:
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    self.close_connection = True
+                    return
             self.send_response(reply.status)
             if reply.length is None:
                 self.send_header("Transfer-Encoding", "chunked")

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -34,6 +33,7 @@ from tests.faults import modes
 from tests.faults.server import SpoilingServer, road_of_request
 from tests.local.helpers import tiny_models
 from tests.local.killed_teacher import expect_wait_for_killed
+from tests.stand_in import Reply, serving
 from tests.vllm_process import QUICK, VllmProcess, save_tokenizer
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16, 17]]
@@ -684,38 +684,20 @@ def fake_server():
     answers = {"/v1/models": (200, {"data": [{"id": "m", "root": "m", "max_model_len": 64}]})}
     state = SimpleNamespace(answers=answers, drops=0, key=None, last=None)
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(path, body):
+        state.last = body
+        if state.drops:
+            state.drops -= 1
+            raise ConnectionError
+        status, said = answers.get(path, (404, {"detail": "Not Found"}))
+        status, said = (one(body) if callable(one) else one for one in (status, said))
+        return Reply.of(said, status=status)
 
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
-            state.last = body
-            if state.drops:
-                state.drops -= 1
-                self.connection.shutdown(socket.SHUT_RDWR)
-                self.close_connection = True
-                return
-            status, answer = answers.get(self.path, (404, {"detail": "Not Found"}))
-            if state.key is not None and self.headers.get("Authorization") != f"Bearer {state.key}":
-                status, answer = 401, {"error": "Unauthorized"}  # vLLM's own words
-            data = json.dumps(answer(body) if callable(answer) else answer).encode()
-            self.send_response(status(body) if callable(status) else status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def allows(authorization):
+        return state.key is None or authorization == f"Bearer {state.key}"
 
-        do_GET = do_POST
-
-        def log_message(self, *_): ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    state.url = f"http://127.0.0.1:{server.server_address[1]}"
-    yield state
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(answer, allows) as state.url:
+        yield state
 
 
 def completion(body):
