@@ -164,13 +164,13 @@ def test_given_ids_beyond_a_question_come_in_parts(scorer, rollouts, monkeypatch
     plugin, connection, sizes = scorer.client.known, scorer._connection, []
     limits = msgspec.structs.replace(plugin.facts.limits, question_bytes=2**12 + ENVELOPE_BYTES)
     monkeypatch.setattr(plugin, "facts", msgspec.structs.replace(plugin.facts, limits=limits))
-    receive = connection.receive
+    request = connection.request
 
-    def recorded(method, path, body, *args, **options):
+    def recorded(method, path, body, **options):
         sizes.append(len(json.dumps(body)))
-        return receive(method, path, body, *args, **options)
+        return request(method, path, body, **options)
 
-    monkeypatch.setattr(connection, "receive", recorded)
+    monkeypatch.setattr(connection, "request", recorded)
     for one, other in zip(scorer.score(rollouts, 14, candidate_ids=given), whole, strict=True):
         assert torch.equal(one.token_ids, other.token_ids)
         for name in ("teacher_logprobs", "ref_logprobs"):
