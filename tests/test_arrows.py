@@ -40,7 +40,7 @@ ALLOWED = {
     "cross_tokenizer": {"cross_tokenizer", "contract"},
     "upstream": {
         *("upstream", "problems", "recipe", "losses", "contract", "full_vocabulary", "backends"),
-        *("scoring", "teachers", "step"),
+        *("scoring", "cross_tokenizer", "teachers", "step"),
     },
     "trl": {"trl", "problems", *MATHS, *ROOMS[: ROOMS.index("environments")]},
     "__init__": {"losses", *MATHS},
@@ -51,8 +51,11 @@ for room_of_tables in ("problems", "losses", *ROOMS, "upstream", "trl"):
     ALLOWED[room_of_tables] |= {"tables", "extras"}
 ALLOWED["tables"] = ALLOWED["extras"] = set()
 OF_UPSTREAM = {
-    "backends": {"alignment", "answers", "errors", "model_files", "vllm_logprobs", "protocols"},
-    "teachers": {"client", "mixture", "server", "watch"},
+    "backends": {
+        *("alignment", "answers", "errors", "hf_model", "model_files", "protocols"),
+        "vllm_logprobs",
+    },
+    "teachers": {"client", "mixture", "own_tokenizer", "server", "tokenizer_pair", "watch"},
     "step": {"states"},
 }
 """The modules of these rooms that upstream may import."""

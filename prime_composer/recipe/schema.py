@@ -369,7 +369,6 @@ class Recipe(Table):
         check_own_tokenizers(
             self.teacher_tables,
             self.loss,
-            self.environments_by_id,
             mixed=any(self._mixes(source) for source in self.sources.values()),
             has_reference=self.reference is not None,
             kl_support=self.eval.kl_support,

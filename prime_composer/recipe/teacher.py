@@ -325,7 +325,6 @@ def check_reference_model(
 def check_own_tokenizers(
     teachers: Mapping[str, TeacherConfig],
     loss: LossConfig,
-    environments: Mapping[str, Any],
     *,
     mixed: bool,
     has_reference: bool,
@@ -336,7 +335,6 @@ def check_own_tokenizers(
     Args:
         teachers: by table.
         loss: the recipe's.
-        environments: those by id, by name.
         mixed: a rollout may be scored by several teachers.
         has_reference: the recipe has a ``[reference]``.
         kl_support: of ``[eval]``.
@@ -374,11 +372,6 @@ def check_own_tokenizers(
         )
     if has_reference:
         raise ValueError(f"{own} does not go with [reference]; leave one of them out")
-    if environments:
-        raise ValueError(
-            f"{own}: [environments.{next(iter(environments))}] renders its messages for the "
-            "student's tokenizer; use [data], or leave tokenizer out"
-        )
 
 
 def check_hint(policy: PolicyTeacherConfig, group_size: int, loss: LossConfig) -> None:

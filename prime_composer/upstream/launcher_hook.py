@@ -10,6 +10,7 @@ from prime_composer.upstream.settings import (
     IMPORT_PATH,
     SECTION,
     SWITCH,
+    WITHOUT_MESSAGES,
     AdapterSettings,
     parse_loss_table,
     split_table,
@@ -82,6 +83,8 @@ def resolve(config: Any) -> None:
         )
     settings = settings.derived(loss_config)
     _check_rewards(config, settings, loss_config.type, in_file)
+    if settings.teacher_tokenizers:
+        settings = _with_student(settings, trainer.model.name)
     if settings.trainer_asks and settings.teachers is None:
         settings = settings.model_copy(update={"teachers": configured(config.orchestrator)})
     if loss_config.reads_hidden_states:
@@ -106,6 +109,17 @@ def _with_file(settings: AdapterSettings, kwargs: dict[str, Any]) -> AdapterSett
     given = settings.model_dump(exclude_none=True, exclude={"loss", "k"})
     mixed = {"teachers_mixed": settings.teachers_mixed or "teachers_mixed" in in_file}
     return AdapterSettings.model_validate({**given, **in_file, **mixed, "loss": table})
+
+
+def _with_student(settings: AdapterSettings, model: str) -> AdapterSettings:
+    """Return the settings with the student's tokenizer, for teachers that have others.
+
+    Raises:
+        ValueError: this prime-rl hands no messages to what scores.
+    """
+    if not fits(RL_LOSS):  # v0.6, which has one loss for all tokens
+        raise ValueError(WITHOUT_MESSAGES)
+    return settings.model_copy(update={"student_tokenizer": settings.student_tokenizer or model})
 
 
 def _check_rewards(config: Any, settings: AdapterSettings, name: str, in_file: bool) -> None:

@@ -12,6 +12,8 @@ They are passed in the environment variable ``PRIME_COMPOSER``, which has these 
                                         and the trainer asks the teachers, not the orchestrator
     {"loss": {...}, "scores": "my_package.my_module:KIND"}
                                         and the teachers are asked for a kind of scores of one's own
+    {"loss": {...}, "teacher_tokenizers": {"NAME": "DIRECTORY"}, "student_tokenizer": "DIRECTORY"}
+                                        and the teacher that is served as NAME has its own tokenizer
     {"loss": ..., "k": 32, "teachers_mixed": true, "rewards": "in_loss"}
                                         on, as prime-rl's launcher passes it to its children
 
@@ -58,6 +60,11 @@ SET_SWITCH = (
 )
 """Remedy for an orchestrator without the adapter."""
 
+WITHOUT_MESSAGES = (
+    "prime-rl v0.6 passes token ids without their messages to what scores, and the prompt of a "
+    "teacher with a tokenizer of its own is rendered from messages: use v0.7 or later."
+)
+
 FILE_KEY = "adapter"
 """Key of a loss table in a file; ``adapter = true`` sets ``AdapterSettings.teachers_mixed``."""
 
@@ -65,6 +72,11 @@ LETTERS_SHOWN = 2000
 """Length of the longest message about the variable's value."""
 
 TEACHER_KEYS = ("asked_by", "head_on")
+"""Keys of a teacher's table in a recipe, and settings of the same names."""
+
+TOKENIZERS_KEY = "teacher_tokenizers"
+
+SETTINGS_IN_FILE = (*TEACHER_KEYS, TOKENIZERS_KEY)
 """Further keys of a loss table in a file: settings of the same names."""
 
 
@@ -122,6 +134,14 @@ class AdapterSettings(Table):
     """Kind of scores that the teachers are asked for, as "module:object" (``scoring.kinds``). None:
     their most probable ids."""
 
+    teacher_tokenizers: dict[str, str] | None = None
+    """Teachers with tokenizers of their own: the name that a teacher is served by -> directory or
+    hub id of its tokenizer. All others have the student's."""
+
+    student_tokenizer: str | None = None
+    """Directory or hub id of the student's tokenizer, where teachers have others. The launcher
+    reads it in the trainer's config."""
+
     @field_validator("teachers")
     @classmethod
     def _are_teachers(cls, teachers: Any) -> Any:
@@ -156,8 +176,9 @@ class AdapterSettings(Table):
         if self.loss is None and self.k is None:
             return {SWITCH: "1"}
         values = self.model_dump(mode="json")
-        if self.scores is None:  # older versions of the adapter do not know the key
-            del values["scores"]
+        for key in ("scores", TOKENIZERS_KEY, "student_tokenizer"):
+            if values[key] is None:  # older versions of the adapter do not know the key
+                del values[key]
         return {SWITCH: json.dumps(values)}
 
     def derived(self, loss: Any) -> "AdapterSettings":
@@ -197,13 +218,52 @@ class AdapterSettings(Table):
                     'to "trainer".'
                 )
             asked_by = "trainer"
-        return self.model_copy(
+        settings = self.model_copy(
             update={
                 "k": wire_support_size(loss),
                 "rewards": "in_loss" if reads_both else self.rewards,
                 "asked_by": asked_by,
             }
         )
+        settings._check_tokenizers(loss)
+        return settings
+
+    def _check_tokenizers(self, loss: Any) -> None:
+        """Refuse what goes with no teacher that has a tokenizer of its own.
+
+        Raises:
+            ValueError: the message names the key, and the remedy.
+        """
+        if not self.teacher_tokenizers:
+            return
+        own = 'A teacher with a tokenizer of its own ("teacher_tokenizers")'
+        if self.trainer_asks:
+            raise ValueError(
+                f'{own} reads messages, which the trainer does not have: leave asked_by = "trainer"'
+                " out, and give the loss a number k."
+            )
+        if self.rewards == "in_loss":
+            raise ValueError(
+                f"{own} has no score of some tokens, and [{SECTION}] type = {loss.type!r} reads "
+                "rewards and a teacher for each of them: use a loss of the teacher alone."
+            )
+        if self.scores is not None:
+            raise ValueError(
+                f"{own} is asked for its most probable ids: leave scores = {self.scores!r} out."
+            )
+        if self.teachers_mixed:
+            raise ValueError(
+                f"{own} has ids without a probability, which are missing from a mixture: route "
+                "each environment to one teacher."
+            )
+
+    @property
+    def needs_orchestrator(self) -> bool:
+        """Whether an orchestrator without the adapter would ask a teacher for something else.
+
+        The trainer sees it by ``wire.MARK``.
+        """
+        return self.teachers_mixed or bool(self.teacher_tokenizers)
 
     @property
     def trainer_asks(self) -> bool:
@@ -284,8 +344,9 @@ def split_table(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
     prime-rl's command line makes strings of values, so "true" counts as true.
     """
-    loss = {key: value for key, value in table.items() if key not in (FILE_KEY, *TEACHER_KEYS)}
-    settings = {key: table[key] for key in TEACHER_KEYS if key in table}
+    known = (FILE_KEY, *SETTINGS_IN_FILE)
+    loss = {key: value for key, value in table.items() if key not in known}
+    settings = {key: table[key] for key in SETTINGS_IN_FILE if key in table}
     if str(table.get(FILE_KEY, False)).lower() == "true":
         settings["teachers_mixed"] = True
     return loss, settings

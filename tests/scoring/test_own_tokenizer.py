@@ -13,12 +13,13 @@ from prime_composer.contract import Scores  # noqa: E402
 from prime_composer.cross_tokenizer.finish import NEVER  # noqa: E402
 from prime_composer.teachers import own_tokenizer  # noqa: E402
 from prime_composer.teachers.compatibility import PreflightError  # noqa: E402
-from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer, make_pair  # noqa: E402
+from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
+from prime_composer.teachers.tokenizer_pair import make_pair  # noqa: E402
 from prime_composer.teachers.transformers import TransformersScorer  # noqa: E402
 from tests.scoring.own_kind import Rows, Served  # noqa: E402
 from tests.stand_in import Reply, serving  # noqa: E402
-from tests.teachers.test_own_tokenizer import (  # noqa: E402
+from tests.teachers.own import (  # noqa: E402
     STUDENT,
     TEACHER,
     rollout_of,
@@ -117,7 +118,7 @@ def test_own_tokenizer_refuses_a_server_without_plugin():
         own = over(scorer)[0]
         own.prompts = SimpleNamespace(teacher=teacher)
         with pytest.raises(PreflightError, match="no scoring plugin.*prime-rl teacher"):
-            own.check([], 8)
+            own.check([], 8, "error")
 
 
 @pytest.mark.vllm

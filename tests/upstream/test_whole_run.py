@@ -103,6 +103,7 @@ def run(
     plugin=False,
     tied=False,
     replay=False,
+    apart=False,
     switch="1",
     several=False,
     words=False,
@@ -119,6 +120,7 @@ def run(
         by_vllm: roles that vLLM has. The stand-in has the others.
         plugin: the teacher's server has the scoring plugin.
         tied: one matrix for embedding and head.
+        apart: the teacher has a tokenizer of its own.
         replay: the student has experts, and the trainer replays those of its server.
         switch: value of PRIME_COMPOSER, None for the plain launcher.
         several: two teachers, and two environments with mixtures of them.
@@ -132,7 +134,8 @@ def run(
     if not is_ready(version):
         pytest.skip(NO_VENV)
     python = str(python_of(version))
-    options = [f"--{name}" for name, on in {"tied": tied, "experts": replay}.items() if on]
+    chosen = {"tied": tied, "experts": replay, "apart": apart}
+    options = [f"--{name}" for name, on in chosen.items() if on]
     model_folder = models(python, *options)
     folder.mkdir(exist_ok=True)
     roles = ("student", "teacher", *(["other"] if several else []))
@@ -158,7 +161,9 @@ def run(
         urls = servers["student"].url, servers["teacher"].url
         config = folder / "run.toml"
         config.write_text(
-            cpu_recipe.native(version, *urls, model_folder, loss, replay=replay, **recipe)
+            cpu_recipe.native(
+                version, *urls, model_folder, loss, replay=replay, apart=apart, **recipe
+            )
         )
         switches = {} if switch is None else {"PRIME_COMPOSER": switch}
         sources = trees(tree or version)

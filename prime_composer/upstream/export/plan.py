@@ -96,6 +96,16 @@ class Plan:
         ]
 
     @property
+    def tokenizers(self) -> dict[str, str]:
+        """Served name of each teacher with a tokenizer of its own, and the tokenizer's place."""
+        configs = Routing.of_recipe(self.recipe).teachers
+        return {
+            server["model"]: server["model"]
+            for teacher, server in self.teachers.items()
+            if configs[teacher].tokenizer == "own"
+        }
+
+    @property
     def teachers_mixed(self) -> bool:
         """Whether the adapter has to mix or route the teachers, whatever the loss reads."""
         mixtures = [environment.mixture for environment in self.environments]

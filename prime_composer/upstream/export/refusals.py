@@ -15,7 +15,7 @@ from prime_composer.recipe.schema import (
     TeacherConfig,
 )
 from prime_composer.recipe.urls import has_credentials, two_credentials
-from prime_composer.upstream.settings import TEACHER_KEYS, wire_support_size
+from prime_composer.upstream.settings import TEACHER_KEYS, WITHOUT_MESSAGES, wire_support_size
 from prime_composer.upstream.versions.records import VERSIONS, Version
 
 RUN_LOCALLY = "or run the recipe with --engine local."
@@ -51,12 +51,7 @@ def refuse(recipe: Recipe, version: Version) -> None:
             f"{usual} has no room for rollout.max_tokens = {longest}. "
             "Set it to the tokens of the longest prompt and its completion."
         )
-    for table, teacher in recipe.teacher_tables.items():
-        if teacher.tokenizer == "own":
-            raise RecipeError(
-                f"{table}.tokenizer = 'own': inside prime-rl a teacher reads the student's token "
-                f"ids. Choose a teacher with the student's tokenizer, {RUN_LOCALLY}"
-            )
+    refuse_tokenizers(recipe.teacher_tables, recipe.loss, version)
     policy = recipe.policy_teacher
     servers = {} if policy is not None else recipe.teacher_tables
     refuse_two_credentials({"rollout": recipe.rollout, **servers})
@@ -222,6 +217,33 @@ def refuse_asker(
         raise RecipeError(
             f"{what}: with [teacher.policy] prime-rl's orchestrator asks, which alone has the "
             f"hints. Leave asked_by out and set k to a number, {RUN_LOCALLY}"
+        )
+
+
+def refuse_tokenizers(
+    teachers: Mapping[str, TeacherConfig], loss: LossConfig, version: Version
+) -> None:
+    """Check that teachers with tokenizers of their own can be asked.
+
+    Raises:
+        RecipeError: they cannot; the message names the key.
+    """
+    table = next((table for table, one in teachers.items() if one.tokenizer == "own"), None)
+    if table is None:
+        return
+    own = f"{table}.tokenizer = 'own'"
+    if not version.contract.separates_kinds:
+        raise RecipeError(f"{own}: {WITHOUT_MESSAGES.removesuffix('.')}, {RUN_LOCALLY}")
+    if teachers[table].asked_by == "trainer":
+        raise RecipeError(
+            f'{own} and {table}.asked_by = "trainer": the trainer has no messages to render the '
+            "teacher's prompt from; leave asked_by out."
+        )
+    if loss.reads_rewards_and_teacher:
+        raise RecipeError(
+            f"{own}: loss.type = {loss.type!r} reads rewards and a teacher for the same token, and "
+            f"inside prime-rl this teacher has no score of some. Use a loss of the teacher alone, "
+            f"{RUN_LOCALLY}"
         )
 
 

@@ -13,7 +13,7 @@ from prime_composer.upstream.environment import NAME, data_settings
 from prime_composer.upstream.export.plan import Environment, Plan, api_key, v1_url
 from prime_composer.upstream.export.refusals import asker_settings
 from prime_composer.upstream.export.toml import merge, merge_native, plain
-from prime_composer.upstream.settings import FILE_KEY, IMPORT_PATH, TEACHER_KEYS
+from prime_composer.upstream.settings import FILE_KEY, IMPORT_PATH, TEACHER_KEYS, TOKENIZERS_KEY
 from prime_composer.upstream.versions.records import Version
 from prime_composer.upstream.versions.toml_shapes import HINT_KEYS, NO_LIMITS, Limits, put
 
@@ -186,6 +186,9 @@ def loss_table(plan: Plan) -> dict[str, Any]:
         for key in TEACHER_KEYS:
             for value in asker_settings(plan.recipe.teacher_tables, key):
                 table[key] = value
+    tokenizers = plan.tokenizers
+    if tokenizers:
+        table[TOKENIZERS_KEY] = tokenizers
     if "dialect" in type(loss).model_fields and "dialect" not in loss.model_fields_set:
         table["dialect"] = dialect_of(plan.version.name)
     return table

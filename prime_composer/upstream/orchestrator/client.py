@@ -4,14 +4,17 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 
 from prime_composer.backends.alignment import SequenceToScore
 from prime_composer.backends.errors import Refused
 from prime_composer.contract import InvalidAnswer, Scores
+from prime_composer.cross_tokenizer.token_bytes import PROBES
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, out_of_vocabulary, readable
 from prime_composer.teachers.client import Known, TeacherClient
@@ -23,7 +26,7 @@ from prime_composer.teachers.watch import (
     known_rollout,
 )
 from prime_composer.upstream.log import log
-from prime_composer.upstream.settings import AdapterSettings
+from prime_composer.upstream.settings import TOKENIZERS_KEY, AdapterSettings
 
 T = TypeVar("T")
 
@@ -37,15 +40,22 @@ that servers do not run idle.
 """
 
 
-def whole_sequence(token_ids: Sequence[int], vocab_size: int | None = None) -> SequenceToScore:
-    """Return a sequence whose tokens are all scored but the first, which none predicts.
+async def in_thread(thread: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
+    """Return ``function(*args)``, computed off the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
+
+
+def whole_sequence(
+    token_ids: Sequence[int], vocab_size: int | None = None, start: int = 1
+) -> SequenceToScore:
+    """Return a sequence whose tokens from ``start`` on are scored; none predicts the first.
 
     Some of them may not train. The trainer refuses a token that trains and that the teacher masks,
     and ids beyond its own head.
     """
-    lacks = lacking(torch.tensor(token_ids[1:], dtype=torch.int64), vocab_size)
+    lacks = lacking(torch.tensor(token_ids[start:], dtype=torch.int64), vocab_size)
     read = readable(token_ids, vocab_size)
-    return SequenceToScore(read, 1, lacks, trained=False, vocab_size=vocab_size)
+    return SequenceToScore(read, start, lacks, trained=False, vocab_size=vocab_size)
 
 
 class OpenAITransport:
@@ -124,7 +134,7 @@ class OpenAITransport:
 
     async def read(self, function: Callable[..., T], *args: Any) -> T:
         """Return ``function(*args)``, computed off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        return await in_thread(self._thread, function, *args)
 
     def json_request(self, model: str, token_ids: Sequence[int], k: int) -> tuple[str, Any]:
         """Return path and body of the request that prime-rl itself makes."""
@@ -165,6 +175,12 @@ class OpenAITransport:
         log(message)
 
 
+class Tokens(msgspec.Struct):
+    """A server's answer of how it reads a text."""
+
+    tokens: list[int]
+
+
 @dataclass
 class Asked:
     """What is known of a teacher.
@@ -173,11 +189,13 @@ class Asked:
         plugin: its scoring plugin.
         retried: requests that were sent more than once. Its server may have been started again.
         requests: K -> the known request; a live policy has none.
+        tokenizer: that its server has been compared with.
     """
 
     plugin: Known = field(default_factory=Known)
     retried: int = 0
     requests: dict[int, KnownRequest] = field(default_factory=dict)
+    tokenizer: Any = None
 
     @property
     def sign(self) -> tuple[int | None, int]:
@@ -206,9 +224,17 @@ class Requests:
         self._told_of_padding: set[str] = set()
 
     async def score(
-        self, client: Any, model: str, token_ids: Sequence[int], k: int, *, frozen: bool = False
+        self,
+        client: Any,
+        model: str,
+        token_ids: Sequence[int],
+        k: int,
+        *,
+        start: int = 1,
+        frozen: bool = False,
+        binary: bool = False,
     ) -> Scores:
-        """Return the scores of ``token_ids`` from the second one on, with the top K of ``model``.
+        """Return the scores of ``token_ids`` from ``start`` on, with the top K of ``model``.
 
         A frozen model also scores its first sequence's beginning again, before the scores of
         another start of its server are returned. A server without the scoring plugin names no
@@ -220,7 +246,9 @@ class Requests:
             model: name of the model on the server.
             token_ids: the sequence.
             k: size of the support, 0 for none.
+            start: the first token that is scored; none predicts the first of all.
             frozen: its weights never change. The policy's own do.
+            binary: a server without the scoring plugin is refused.
 
         Raises:
             InvalidAnswer: the answer is not scores of these tokens, or too large for that, or of
@@ -235,10 +263,46 @@ class Requests:
                 )
             )
         asked = self._asked.setdefault((transport.base, model), Asked())
-        scores = await self._ask(transport, model, asked, token_ids, k)
+        scores = await self._ask(transport, model, asked, token_ids, k, start, binary)
         if frozen:
             await self._watch(transport, model, asked, token_ids, scores)
         return scores
+
+    async def check_tokenizer(self, client: Any, model: str, tokenizer: Any) -> None:
+        """Check, once, that a teacher's server reads texts as its tokenizer on this machine does.
+
+        A server that cannot be asked passes.
+
+        Raises:
+            InvalidAnswer: it does not.
+        """
+        transport = OpenAITransport(client, self._thread)
+        asked = self._asked.setdefault((transport.base, model), Asked())
+        if asked.tokenizer is tokenizer:
+            return
+        asked.tokenizer = tokenizer  # others need not ask it as well
+        for text in PROBES:
+            body = {"model": model, "prompt": text, "add_special_tokens": False}
+            try:
+                content = await transport.receive(
+                    "/tokenize", body, 64 * len(text.encode()) + 2**12
+                )
+                served = msgspec.json.decode(content, type=Tokens).tokens
+            except (Refused, ValueError):
+                return
+            own = tokenizer.encode(text, add_special_tokens=False)
+            if served != own:
+                pairs = enumerate(zip_longest(own, served))
+                at, (here, there) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
+                raise InvalidAnswer(
+                    f"{transport.origin} reads {text!r} otherwise than the tokenizer that "
+                    f"{TOKENIZERS_KEY} names for {model!r}: token {at} is {there}, here {here} "
+                    "(None: the text has ended). Name the tokenizer of the model that it serves."
+                )
+
+    async def compute(self, function: Callable[..., T], *args: Any) -> T:
+        """Return ``function(*args)``, computed where responses are read, off the event loop."""
+        return await in_thread(self._thread, function, *args)
 
     async def _watch(
         self,
@@ -249,16 +313,17 @@ class Requests:
         scores: Scores,
     ) -> None:
         """Send the known request where scores that have just come may be another model's."""
-        k, size = scores.k, KNOWN_TOKENS[-1]
+        k, start, size = scores.k, scores.start, KNOWN_TOKENS[-1] - 1
         known = asked.requests.get(k)
         if known is None:
-            if len(token_ids) >= KNOWN_TOKENS.start:
+            if len(scores) >= KNOWN_TOKENS.start - 1:
                 # The beginning's scores depend on nothing behind it.
-                rollout = known_rollout(torch.tensor(token_ids[:size]), 1)
-                first = scores.rows(slice(size - 1))
+                rollout = known_rollout(torch.tensor(token_ids[: start + size]), start)
+                first = scores.rows(slice(size))
                 asked.requests[k] = KnownRequest(rollout, first, share=SHARE_APART, sign=asked.sign)
         elif known.is_due(sign := asked.sign, 1):
-            again = await self._ask(transport, model, asked, known.rollout.token_ids.tolist(), k)
+            known_ids, start = known.rollout.token_ids.tolist(), known.rollout.start
+            again = await self._ask(transport, model, asked, known_ids, k, start)
             if change := known.change(again, sign):
                 raise InvalidAnswer(
                     f"{transport.origin} {change}: start it as it was. Steps since its last right "
@@ -273,6 +338,8 @@ class Requests:
         asked: Asked,
         token_ids: Sequence[int],
         k: int,
+        start: int = 1,
+        binary: bool = False,
     ) -> Scores:
         loop = asyncio.get_running_loop()
         # A semaphore belongs to one event loop.
@@ -283,7 +350,13 @@ class Requests:
             teacher = TeacherClient(transport, model, known, settings.kind())
             if not known.was_asked:
                 await teacher.discover()
-            sequence = whole_sequence(token_ids, known.vocab_size)
+            if binary and known.facts is None:
+                raise InvalidAnswer(
+                    f"{transport.origin} has no scoring plugin, and a teacher with a tokenizer of "
+                    f"its own is asked for {k} log-probs per token, which cost a server several "
+                    "milliseconds each in JSON: start it with prime-rl teacher."
+                )
+            sequence = whole_sequence(token_ids, known.vocab_size, start)
             if sequence.lacks.any() or sequence.token_ids[0] != token_ids[0]:
                 self._say_of_padding(transport.origin, known)
             before = transport.retries

@@ -20,28 +20,33 @@ modules too, before it has read its config.
 import asyncio
 import functools
 import importlib
+import math
 from collections.abc import Awaitable, Sequence
 from contextvars import ContextVar
 from itertools import cycle
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from prime_composer.contract import Scores
-from prime_composer.problems.answers import verdict
-from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.recipe.urls import public_url
 from prime_composer.upstream import wire
 from prime_composer.upstream.log import log
 from prime_composer.upstream.orchestrator.client import Requests
+from prime_composer.upstream.orchestrator.hints import (
+    SIBLING,
+    scores_episodes,
+    traces_of,
+    with_hints,
+    with_siblings,
+)
 from prime_composer.upstream.orchestrator.teachers import HEADER, score_by_each, teachers_of
-from prime_composer.upstream.settings import AdapterSettings
+from prime_composer.upstream.settings import TOKENIZERS_KEY, WITHOUT_MESSAGES, AdapterSettings
 from prime_composer.upstream.tally import DOCTOR, Tally
 from prime_composer.upstream.versions import capabilities
 from prime_composer.upstream.versions.capabilities import located, take
-from prime_composer.upstream.versions.toml_shapes import HINT_KEYS
-
-SIBLING, FEEDBACK = HINT_KEYS["sibling"], HINT_KEYS["feedback"]
 
 REQUESTS = Requests()
+
+T = TypeVar("T")
 
 REQUEST, SUPPORT, SAMPLES, STAMP = "request for scores", "support", "samples", "loss routing"
 """Names of the orchestrator's hooks in a ``Tally``."""
@@ -60,10 +65,12 @@ class Scoring(NamedTuple):
     Attributes:
         frozen: a frozen teacher scores, and not the live policy (opsd).
         tally: the hooks that ran on it.
+        traces: the rollouts that train, with their messages.
     """
 
     frozen: bool
     tally: Tally
+    traces: Sequence[Any] = ()
 
 
 SCORING: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
@@ -89,6 +96,8 @@ def hook_teacher_logprobs(module: Any) -> None:
     @functools.wraps(original)
     async def compute_teacher_logprobs(clients: Any, model_name: str, samples: Any) -> Any:
         k = _settings().support_size()
+        if _settings().teacher_tokenizers:
+            raise ValueError(WITHOUT_MESSAGES)
         if _settings().trainer_asks:
             lengths = [len(s.prompt_ids) + len(s.completion_ids) for s in samples]
             return [marked(wire.unscored(length)) for length in lengths]
@@ -134,6 +143,16 @@ def hook_client(module: Any) -> None:
         ran(REQUEST)
         if _settings().trainer_asks and (header is not None or frozen):
             return marked(wire.unscored(len(token_ids)))
+        tokenizers = _settings().teacher_tokenizers or {}
+        directory = tokenizers.get(model)
+        if header is not None and tokenizers:
+            raise ValueError(
+                f"{TOKENIZERS_KEY}: a teacher with a tokenizer of its own has ids without a "
+                "probability, which are missing from a mixture: route each environment to one "
+                "teacher."
+            )
+        if scoring is not None and frozen and directory is not None:
+            return marked(await said(by_turns(openai, model, directory, token_ids, scoring)))
         if header is not None:
             request = score_by_each(REQUESTS, teachers_of(header), token_ids, k)
         else:
@@ -141,6 +160,29 @@ def hook_client(module: Any) -> None:
         return marked(wire.sent(await said(request)))
 
     module.prefill_logprobs = prefill_logprobs
+
+
+async def by_turns(
+    openai: Any, model: str, directory: str, token_ids: list[int], scoring: Scoring
+) -> wire.Sent:
+    """Return the scores of a branch by a teacher with a tokenizer of its own.
+
+    Args:
+        openai: the client that prime-rl made.
+        model: name of the teacher on its server.
+        directory: of its tokenizer.
+        token_ids: of the branch.
+        scoring: what is scored, with the branch's messages.
+    """
+    from prime_composer.upstream.orchestrator.own_tokenizer import opened, scored_branch
+
+    own = await REQUESTS.compute(opened, directory, _settings().student_tokenizer)
+    await REQUESTS.check_tokenizer(openai, model, own.tokenizer)
+
+    def ask(reading: list[int], start: int, k: int) -> Awaitable[Scores]:
+        return REQUESTS.score(openai, model, reading, k, start=start, frozen=True, binary=True)
+
+    return await scored_branch(own, scoring.traces, token_ids, ask, REQUESTS.compute)
 
 
 def hook_algorithm(module: Any) -> None:
@@ -161,92 +203,10 @@ def hook_algorithm(module: Any) -> None:
         capabilities.replace(groups, module, _as_grpo)
     score = take(capabilities.OPSD_SCORES, module)
     if score is not None:
-        capabilities.replace(capabilities.OPSD_SCORES, module, _with_hints)
+        capabilities.replace(capabilities.OPSD_SCORES, module, with_hints)
         capabilities.replace(
-            capabilities.OPSD_GROUP, module, functools.partial(_with_siblings, score)
+            capabilities.OPSD_GROUP, module, functools.partial(with_siblings, score)
         )
-
-
-def _with_hints(score: Any) -> Any:
-    """Let ``opsd`` give two more hints: another rollout of the group, and the verifier's verdict.
-
-    They are written to ``info`` of the rollout, where upstream reads its hint: d334ea52 and
-    60bc2954 orchestrator/algo/opsd.py:54, 559b4477 :57. Siblings are known once the group is
-    complete, so that its rollouts are scored then (``_with_siblings``). A rollout without a hint
-    is not trained.
-    TODO(prime-rl): remove once opsd has hints of the group and of the verifier.
-    """
-
-    episodes = _scores_episodes(score)
-
-    @functools.wraps(score)
-    async def score_one(self: Any, rollout: Any, *args: Any, **more: Any) -> None:
-        if self.demo_key == SIBLING:
-            return
-        if self.demo_key == FEEDBACK:
-            for trace in _traces([rollout], episodes):
-                trace.info[FEEDBACK] = _feedback(trace)
-        await score(self, rollout, *args, **more)
-
-    return score_one
-
-
-def _with_siblings(score: Any, score_group: Any) -> Any:
-    episodes = _scores_episodes(score)
-
-    @functools.wraps(score_group)
-    async def score_all(self: Any, rollouts: Any, *args: Any, **more: Any) -> None:
-        if self.demo_key == SIBLING:
-            _write_siblings(_traces(rollouts, episodes))
-            hinted = filter(None, (_hinted(rollout, episodes) for rollout in rollouts))
-            await asyncio.gather(*(score(self, rollout) for rollout in hinted))
-        await score_group(self, rollouts, *args, **more)
-
-    return score_all
-
-
-def _scores_episodes(score: Any) -> bool:
-    """Return whether an algorithm is given episodes, which contain rollouts (head)."""
-    return bool(score.__name__ == "score_episode")
-
-
-def _traces(rollouts: Sequence[Any], episodes: bool) -> list[Any]:
-    """Return the rollouts that train."""
-    if not episodes:
-        return list(rollouts)
-    base = importlib.import_module("prime_rl.orchestrator.algo.base")
-    return [trace for _, trace in base.iter_trainable_traces(rollouts)]
-
-
-def _write_siblings(traces: Sequence[Any]) -> None:
-    """Write the first other right answer of the group into each rollout, None if there is none."""
-    for trace in traces:
-        replies = (
-            other.last_reply.strip() for other in traces if other is not trace and other.reward > 0
-        )
-        trace.info[SIBLING] = next(replies, None)
-
-
-def _hinted(rollout: Any, episodes: bool) -> Any:
-    """Return a rollout, or the part of an episode that has hints. None: nothing has."""
-    if episodes:
-        traces = [trace for trace in rollout.traces if trace.info.get(SIBLING) is not None]
-        return rollout.model_copy(update={"traces": traces}) if traces else None
-    if rollout.info[SIBLING] is not None:
-        return rollout
-    rollout.samples = []
-    return None
-
-
-def _feedback(trace: Any) -> str:
-    """Return a rollout's answer, and the verdict on it."""
-    data = trace.task.data
-    problem = Problem(getattr(data, "question", ""), data.answer)
-    # An environment of another package has no such settings.
-    metric = getattr(data, "data", {}).get("metric", DataConfig().metric)
-    reply = trace.last_reply.strip()
-    said = verdict(problem.reference(metric), trace.reward)
-    return f"An earlier attempt: {reply}\nIts verdict: {said}"
 
 
 def _as_grpo(score_group: Any) -> Any:
@@ -276,14 +236,14 @@ def _as_grpo(score_group: Any) -> Any:
 
 def _judged(score: Any, frozen: bool) -> Any:
     """Let a scoring method end the run if it scored what trains without our hooks."""
-    episodes = _scores_episodes(score)
+    episodes = scores_episodes(score)
     if not episodes:
         score = _then_attach(score)
 
     @functools.wraps(score)
     async def judged(self: Any, rollout: Any, *args: Any, **more: Any) -> None:
         tally = Tally()
-        token = SCORING.set(Scoring(frozen, tally))
+        token = SCORING.set(Scoring(frozen, tally, traces_of([rollout], episodes)))
         try:
             await score(self, rollout, *args, **more)
         finally:
@@ -291,7 +251,7 @@ def _judged(score: Any, frozen: bool) -> Any:
         settings = _settings()
         if settings.loss is None:
             return
-        scored = len(_traces([rollout], episodes)) if episodes or rollout.samples else 0
+        scored = len(traces_of([rollout], episodes)) if episodes or rollout.samples else 0
         tally.expect(
             REQUEST,
             scored,
@@ -393,11 +353,22 @@ def hook_stamps(module: Any) -> None:
             sample.rl_weights = None
         if rewards == "in_loss" and sample.ref_logprobs is None:
             sample.ref_logprobs = wire.unscored(len(sample.token_ids))
+        elif distilled and _settings().teacher_tokenizers:
+            leave_out_unscored(sample)
         if rewards == "in_loss" and sample.advantages is not None:
             pairs = zip(sample.advantages, sample.mask, strict=True)
             sample.advantages = [a or (wire.NO_ADVANTAGE if trains else a) for a, trains in pairs]
 
     module.stamp_loss_routing = stamp_loss_routing
+
+
+def leave_out_unscored(sample: Any) -> None:
+    """Take the tokens without a score out of the distillation loss: its weight is 0 there."""
+    unscored = [math.isnan(score) for score in sample.ref_logprobs]
+    for values in (sample.ref_logprobs, sample.ref_kl_weights):
+        for at, has_none in enumerate(unscored):
+            if has_none:
+                values[at] = 0.0
 
 
 def hook_samples(module: Any) -> None:
@@ -430,7 +401,7 @@ def hook_samples(module: Any) -> None:
     module.trace_to_samples = trace_to_samples
 
 
-async def said(request: Awaitable[Scores]) -> Scores:
+async def said(request: Awaitable[T]) -> T:
     """Await a teacher's scores. An error is in the log before prime-rl sees it.
 
     No version catches it: its main loop ends, and the run with exit status 1. But the teardown
@@ -446,7 +417,7 @@ async def said(request: Awaitable[Scores]) -> Scores:
 
 def marked(scores: list[float]) -> list[float]:
     """Return ``scores`` of a sequence, with ``wire.MARK`` where the trainer expects it."""
-    if _settings().teachers_mixed:
+    if _settings().needs_orchestrator:
         scores[0] = wire.MARK
     return scores
 

@@ -18,6 +18,7 @@ from prime_composer.upstream.settings import (
     EXAMPLE,
     SECTION,
     SWITCH,
+    TOKENIZERS_KEY,
     AdapterSettings,
     parse_loss_table,
     split_table,
@@ -147,7 +148,7 @@ class Adapter:
         contract = probe_contract(module)
         own_table, in_file_too = split_table(table)
         mixed = "teachers_mixed" in in_file_too or (
-            self.settings is not None and self.settings.teachers_mixed
+            self.settings is not None and self.settings.needs_orchestrator
         )
         config = parse_loss_table(own_table, section)
         if self.loss is not None and self.loss.objective.config != config:
@@ -158,6 +159,11 @@ class Adapter:
         if in_file_too.get("asked_by") == "trainer" and not self.whole_run:
             raise ValueError(
                 f'[{section}] asked_by = "trainer" is a setting of the adapter. {START_ADAPTER}'
+            )
+        if in_file_too.get(TOKENIZERS_KEY) and not self.whole_run:
+            raise ValueError(
+                f"[{section}] {TOKENIZERS_KEY} is a setting of the adapter, and without it "
+                f"prime-rl would ask the teacher for the student's token ids. {START_ADAPTER}"
             )
         if mixed and not self.whole_run:
             raise ValueError(

@@ -157,8 +157,9 @@ class RegisteredLoss:
             if self.teachers_mixed and scored > 0 and marked == 0:
                 raise RuntimeError(
                     f"prime_composer: [{self.objective.section}] adapter = true: this run's "
-                    "teachers are mixed or routed by the adapter, and the orchestrator runs "
-                    f"without it: prime-rl has asked one of them for all. {SET_SWITCH}"
+                    "teachers are mixed or routed by the adapter, or have tokenizers of their own, "
+                    "and the orchestrator runs without it: prime-rl has asked one of them for all, "
+                    f"in the student's tokens. {SET_SWITCH}"
                 )
             self.seen = True
             return

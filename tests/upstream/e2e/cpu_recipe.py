@@ -36,6 +36,7 @@ def native(
     rollout=None,
     lr=1e-2,
     replay=False,
+    apart=False,
     lora=False,
     batch=BATCH,
 ):
@@ -63,6 +64,7 @@ def native(
             Qwen3's.
         lr: the learning rate.
         replay: the trainer uses the experts that the student's server has used, from v0.8 on.
+        apart: the teacher has a tokenizer of its own.
         lora: the student trains adapters alone.
         batch: rollouts per step.
         rl: adds an environment with prime-rl's own rl loss (head). Our loss is not in the file
@@ -86,6 +88,8 @@ def native(
         "checkpoint": {"every": 0 if resume is None else 1},
         "output_dir": "outputs",
     }
+    if apart:
+        recipe["teacher"]["tokenizer"] = "own"
     if asked_by is not None:
         recipe["teacher"]["asked_by"] = asked_by
     model = {

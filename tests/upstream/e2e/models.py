@@ -7,6 +7,7 @@ usage: models.py TARGET [--tied] [--experts]
 """
 
 import json
+import string
 import sys
 from pathlib import Path
 
@@ -43,11 +44,30 @@ def tokenizer():
     return fast
 
 
-def main(target, tied, experts):
+def tokenizer_apart():
+    """Return a tokenizer with pairs of letters, and another template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(a, chr(97 + (7 * i + 3) % 26)) for i, a in enumerate(string.ascii_lowercase)]
+    tokens = [*alphabet, *(a + b for a, b in merges)]
+    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return fast
+
+
+def main(target, tied, experts, apart):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    tok = tokenizer()
+    tok, tok_apart = tokenizer(), tokenizer_apart()
     eos = tok.convert_tokens_to_ids("<|im_end|>")
     for name, layers, seed in (("student", 2, 0), ("teacher", 3, 1), ("other", 2, 2)):
         torch.manual_seed(seed)
@@ -62,7 +82,7 @@ def main(target, tied, experts):
             max_position_embeddings=512,
             tie_word_embeddings=tied,
             initializer_range=0.15,
-            eos_token_id=eos,
+            eos_token_id=tok_apart.eos_token_id if apart and name == "teacher" else eos,
             bos_token_id=None,
             pad_token_id=0,
             dtype=torch.bfloat16,
@@ -75,7 +95,7 @@ def main(target, tied, experts):
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**shape))
         model.to(torch.bfloat16).save_pretrained(target / name)
-        tok.save_pretrained(target / name)
+        (tok_apart if apart and name == "teacher" else tok).save_pretrained(target / name)
         if experts and name == "student":  # the name of published checkpoints, which prime-rl reads
             file = target / name / "config.json"
             config = json.loads(file.read_text())
@@ -83,4 +103,4 @@ def main(target, tied, experts):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "--tied" in sys.argv, "--experts" in sys.argv)
+    main(Path(sys.argv[1]), *(f"--{name}" in sys.argv for name in ("tied", "experts", "apart")))

@@ -1,0 +1,265 @@
+"""A teacher with a tokenizer of its own: it reads messages, and is asked turn by turn.
+
+prime-rl asks a teacher for the token ids of a branch, a path through a rollout's messages. The
+branch's nodes have these messages. Of each turn of the student, the messages before it become the
+teacher's prompt by its own chat template, and the turn's bytes the text after it. One request per
+turn; the teacher's prefix cache has what turns share.
+
+A turn is left without scores, as a single token may be, where the teacher's template would write
+its message in another way: one with tool calls, reasoning that is stripped, or trimmed text.
+"""
+
+import asyncio
+import math
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer, read_eos_token_ids
+from prime_composer.contract import Scores
+from prime_composer.cross_tokenizer.finish import Rows, Totals, means, token_scores
+from prime_composer.cross_tokenizer.pair import Pair
+from prime_composer.cross_tokenizer.plan import Plan, plan_of
+from prime_composer.cross_tokenizer.sums import Sums
+from prime_composer.losses import parse_loss
+from prime_composer.scoring.shared_vocabulary import MOST_PADDING
+from prime_composer.teachers.own_tokenizer import FEWEST_CANDIDATES, READ, WHOLE_UP_TO, dense
+from prime_composer.teachers.tokenizer_pair import make_pair
+from prime_composer.upstream import wire
+from prime_composer.upstream.settings import SWITCH, TOKENIZERS_KEY, AdapterSettings
+from prime_composer.upstream.tally import DOCTOR
+
+Ask = Callable[[list[int], int, int], Awaitable[Scores]]
+"""Returns a teacher's scores: of token ids, from a position on, with K ids of each row."""
+
+METRICS = "xtok"
+"""Begins the names of metrics."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the student.
+
+    Attributes:
+        token_ids: what it wrote, with the token that ended the turn where it wrote it.
+        prompt: what the teacher reads before it, in its own tokens.
+        plan: how the turn is read with the teacher's rows.
+    """
+
+    token_ids: list[int]
+    prompt: list[int]
+    plan: Plan
+
+
+class OwnTokenizer:
+    """What a teacher with a tokenizer of its own reads, and what its rows say of the student's.
+
+    Args:
+        tokenizer: the teacher's, with a chat template.
+        pair: both tokenizers.
+        k: ids of a support.
+        fixed: supports must not depend on the sampled token.
+
+    Attributes:
+        tokenizer: the teacher's.
+        k: ids of a support.
+    """
+
+    def __init__(self, tokenizer: Any, pair: Pair, k: int, *, fixed: bool = False):
+        self.tokenizer, self.k = tokenizer, k
+        self._pair, self._fixed = pair, fixed
+        self._sums = Sums(pair)
+        size = len(pair.teacher.of_id)
+        self._read = size if size <= WHOLE_UP_TO else READ
+
+    def turn(self, messages: Sequence[Any], token_ids: list[int]) -> Turn | None:
+        """Return a turn of the student; None where the teacher would write it in another way.
+
+        Args:
+            messages: of the branch up to the turn, with its own.
+            token_ids: that the student sampled.
+        """
+        *before, own = (as_template_reads(message) for message in messages)
+        if own is None or any(message is None for message in before):
+            return None  # images
+        prompt, whole = (
+            self.tokenizer.apply_chat_template(read, tokenize=False, add_generation_prompt=opens)
+            for read, opens in ((before, True), ([*before, own], False))
+        )
+        plan = plan_of(self._pair, token_ids)
+        text = self._pair.teacher.bytes_of(plan.teacher_ids).decode(errors="replace")
+        if text not in whole[len(os.path.commonprefix([prompt, whole])) :]:
+            return None
+        # The template has written what it wants to begin with.
+        ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        return Turn(token_ids, ids, plan)
+
+    async def scores(self, turn: Turn, ask: Ask, compute: Any) -> tuple[Scores, Totals]:
+        """Return the teacher's scores of a turn's tokens, and sums over them.
+
+        Args:
+            turn: the turn.
+            ask: asks the teacher.
+            compute: runs a function off the event loop.
+        """
+        # The end of the teacher's turn is scored as well.
+        reading = [*turn.prompt, *turn.plan.teacher_ids, self._pair.teacher_ends[0]]
+        read = await ask(reading, len(turn.prompt), self._read)
+        return await compute(self._of_student, turn.plan, read)
+
+    def _of_student(self, plan: Plan, read: Scores) -> tuple[Scores, Totals]:
+        size = max(len(self._pair.teacher.of_id), 1 + int(read.token_ids.max()))
+        rows = dense(read, plan, size)
+        candidates = self._sums.candidates(rows, plan, max(4 * self.k, FEWEST_CANDIDATES))
+        return token_scores(self._pair, plan, candidates, Rows(rows), self.k, fixed=self._fixed)
+
+
+def as_template_reads(message: Any) -> dict[str, Any] | None:
+    """Return a message of verifiers for a chat template; None where it has more than text."""
+    fields = dict(message.model_dump(exclude_none=True))
+    content = fields.get("content") or ""
+    if isinstance(content, list):
+        if any(part.get("type") != "text" for part in content):
+            return None
+        content = "\n".join(part["text"] for part in content)
+    return fields | {"content": content}
+
+
+@cache
+def opened(directory: str, student: str | None) -> OwnTokenizer:
+    """Return a teacher's tokenizer beside the student's. Tables of large ones take half a minute.
+
+    Args:
+        directory: directory or hub id of the teacher's.
+        student: of the student's.
+
+    Raises:
+        ValueError: one of them cannot be loaded, has no chat template, or cannot be compared.
+    """
+    settings = AdapterSettings.from_env()
+    assert settings is not None and settings.loss is not None, "a setting of this variable"
+    if student is None:
+        raise ValueError(
+            f"{SWITCH}: {TOKENIZERS_KEY} is set and student_tokenizer is not. prime-rl's launcher "
+            "`rl` fills it in. Where processes are started one by one, give the orchestrator the "
+            "directory or hub id of the student."
+        )
+    loss = parse_loss(settings.loss)
+    fixed = any(part.needs_fixed_support for part, _ in loss.needs_by_section().values())
+    tokenizers = []
+    for key, name in ((TOKENIZERS_KEY, directory), ("student_tokenizer", student)):
+        try:
+            tokenizer = load_tokenizer(name)
+        except ModelUnavailable as error:
+            raise ValueError(f"{SWITCH}: {key} names {name!r}. {error}") from None
+        if tokenizer is None:
+            raise ValueError(f"{SWITCH}: {key} names {name!r}, which has no tokenizer: add it.")
+        tokenizers.append(tokenizer)
+    teacher, own = tokenizers
+    if teacher.chat_template is None:
+        raise ValueError(
+            f"{SWITCH}: {TOKENIZERS_KEY} names {directory!r}, whose tokenizer has no chat template "
+            "to write messages with: add one."
+        )
+    # The student's head may have more ids than its tokenizer, and it samples them too.
+    sizes = 0, len(own) + MOST_PADDING
+    pair = make_pair(teacher, own, read_eos_token_ids(directory), [], TOKENIZERS_KEY, sizes)
+    return OwnTokenizer(teacher, pair, settings.support_size(), fixed=fixed)
+
+
+async def scored_branch(
+    own: OwnTokenizer, traces: Sequence[Any], token_ids: Sequence[int], ask: Ask, compute: Any
+) -> wire.Sent:
+    """Return what prime-rl gets for the token ids of a branch.
+
+    NaN stands for a token of the student that has no score.
+
+    Args:
+        own: the teacher's tokenizer.
+        traces: the rollouts that are scored, one of which has the branch.
+        token_ids: of the branch.
+        ask: asks the teacher.
+        compute: runs a function off the event loop.
+
+    Raises:
+        ValueError: no rollout has these tokens, or its environment has tools.
+    """
+    trace, branch = branch_of(traces, token_ids)
+    refuse_tools(trace, branch)
+    n, k = len(token_ids), own.k
+    whole = Scores(
+        torch.zeros(n),
+        torch.zeros(n, k, dtype=torch.long),
+        torch.zeros(n, k),
+        known=torch.zeros(n, k, dtype=torch.bool),
+    )
+    totals: dict[str, float] = {"tokens": 0.0}
+    left_out = []
+
+    async def add(places: Int[Tensor, " m"], messages: list[Any]) -> None:
+        """Put the scores of a turn's tokens into their places."""
+        ids = [token_ids[at] for at in places.tolist()]
+        whole.ref_logprobs[places] = math.nan
+        turn = await compute(own.turn, messages, ids)
+        if turn is None:
+            left_out.append(messages)
+            totals["tokens"] += len(ids)
+            return
+        scores, sums = await own.scores(turn, ask, compute)
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + value
+        kept = torch.ones(len(ids), dtype=torch.bool) if scores.scored is None else scores.scored
+        assert whole.known is not None
+        at = places[kept]
+        whole.ref_logprobs[at] = scores.ref_logprobs[kept].float()
+        whole.token_ids[at] = scores.token_ids[kept]
+        whole.teacher_logprobs[at] = scores.teacher_logprobs[kept].float()
+        whole.known[at] = scores.all_known[kept]
+
+    end, turns = 0, []
+    for index, node in enumerate(branch.nodes):
+        begin, end = end, end + len(node.token_ids)
+        places = begin + torch.tensor(node.mask, dtype=torch.bool).nonzero()[:, 0]
+        if len(places):
+            turns.append(add(places, [each.message for each in branch.nodes[: index + 1]]))
+    await asyncio.gather(*turns)
+    metrics = means(totals) | {"unscored_turns": len(left_out) / max(1, len(turns))}
+    trace.metrics.update({f"{METRICS}/{name}": value for name, value in metrics.items()})
+    return wire.Sent(whole.ref_logprobs.tolist(), whole)
+
+
+def branch_of(traces: Sequence[Any], token_ids: Sequence[int]) -> tuple[Any, Any]:
+    """Return the rollout and its branch that have these tokens.
+
+    Raises:
+        ValueError: none has.
+    """
+    for trace in traces:
+        for branch in trace.branches:
+            if list(branch.token_ids) == list(token_ids):
+                return trace, branch
+    raise ValueError(
+        "prime-rl asks a teacher with a tokenizer of its own for tokens of no branch of the "
+        f"rollout, so their messages are unknown. {DOCTOR}"
+    )
+
+
+def refuse_tools(trace: Any, branch: Any) -> None:
+    """Refuse an environment with tools.
+
+    Raises:
+        ValueError: it has.
+    """
+    declared = [getattr(part, "tools", None) for part in (trace, *branch.nodes)]
+    if any(declared) or any(node.message.role == "tool" for node in branch.nodes):
+        raise ValueError(
+            "The environment has tools: a tool call is written in the student's own syntax, which "
+            f"a teacher with a tokenizer of its own does not write. Leave it out of {SWITCH}'s "
+            f"{TOKENIZERS_KEY} (a recipe: tokenizer), or leave the environment out."
+        )

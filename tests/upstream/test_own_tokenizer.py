@@ -1,0 +1,524 @@
+"""Inside prime-rl: a teacher with a tokenizer of its own, from messages to samples and weights."""
+
+import asyncio
+import contextlib
+import json
+import math
+import types
+
+import pytest
+
+numpy = pytest.importorskip("numpy")
+pytest.importorskip("fastapi", reason="vLLM's server is not installed")
+pytest.importorskip("openai")
+
+from prime_composer.contract import InvalidAnswer, Scores  # noqa: E402
+from prime_composer.losses import parse_loss  # noqa: E402
+from prime_composer.recipe.schema import RecipeError  # noqa: E402
+from prime_composer.upstream import launcher_hook, wire  # noqa: E402
+from prime_composer.upstream.export import export_recipe  # noqa: E402
+from prime_composer.upstream.orchestrator import hints, hooks, own_tokenizer  # noqa: E402
+from prime_composer.upstream.orchestrator.client import Requests  # noqa: E402
+from prime_composer.upstream.orchestrator.teachers import HEADER, client_of  # noqa: E402
+from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
+from prime_composer.upstream.tally import Tally  # noqa: E402
+from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR  # noqa: E402
+from tests.scoring.conftest import vllm_without_its_libraries  # noqa: E402, F401
+from tests.scoring.own_kind import Rows, Served  # noqa: E402
+from tests.scoring.test_own_tokenizer import WholeRows, over  # noqa: E402
+from tests.teachers.own import STUDENT, TEACHER, rollout_of, wrapped  # noqa: E402
+from tests.upstream.export_recipes import NEWER, recipe  # noqa: E402
+from tests.upstream.test_launcher_hook import launcher_config, v0_6  # noqa: E402, F401
+
+K = 4
+LOSS = {"type": "topk_reverse_kl", "k": K}
+BOTH = {"type": "compose", "distillation": {"teacher": {"weight": 0.5, "loss": LOSS}}}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+class Message:
+    """A message of verifiers."""
+
+    def __init__(self, role, content, **more):
+        self.role, self.fields = role, {"role": role, "content": content, **more}
+
+    def model_dump(self, exclude_none):
+        return self.fields
+
+
+class Node:
+    def __init__(self, message, token_ids, sampled=0):
+        self.message, self.token_ids, self.routed_experts = message, token_ids, None
+        self.mask = [at >= len(token_ids) - sampled for at in range(len(token_ids))]
+        self.sampled, self.reference_logprobs = sampled > 0, None
+
+
+class Trace:
+    """A rollout of one branch, as v0.7 gives it to ``score_rollout``."""
+
+    def __init__(self, nodes):
+        self.nodes, self.metrics, self.info = nodes, {}, {}
+        ids = [token for node in nodes for token in node.token_ids]
+        self.branches = [types.SimpleNamespace(nodes=nodes, token_ids=ids)]
+        sample = Sample(token_ids=ids, ref_logprobs=None, routed_experts=None)
+        sample.mask = [part for node in nodes for part in node.mask]
+        sample.advantages, sample.ref_kl_weights = None, None
+        self.samples = [sample]
+
+
+class Sample(types.SimpleNamespace):
+    """prime-rl's TrainingSample."""
+
+
+class RoutedExperts:
+    def __init__(self, data, shape, dtype):
+        self.data, self.shape, self.dtype = data, shape, dtype
+
+
+Sample.__module__ = RoutedExperts.__module__ = __name__
+
+
+@pytest.fixture
+def served(vllm_without_its_libraries):  # noqa: F811
+    """Return the server of a teacher."""
+    with Served(Rows(3, len(wrapped(TEACHER)))) as one:
+        yield one
+
+
+@pytest.fixture
+def tokenizers(tmp_path):
+    """Save the tokenizers of a teacher and a student; return their folders."""
+    for name, merges in (("teacher", TEACHER), ("student", STUDENT)):
+        tokenizer = wrapped(merges)
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def switch(monkeypatch, tokenizers):
+    """Return a function that sets this process's settings; at first a teacher of its own."""
+
+    def set_to(**more):
+        settings = {
+            "teacher_tokenizers": {"m3": str(tokenizers / "teacher")},
+            "student_tokenizer": str(tokenizers / "student"),
+        }
+        for name, value in AdapterSettings(loss=LOSS, k=K, **settings | more).to_env().items():
+            monkeypatch.setenv(name, value)
+
+    set_to()
+    monkeypatch.setattr(hooks, "MADE", Tally())
+    monkeypatch.setattr(hooks, "REQUESTS", Requests())
+    own_tokenizer.opened.cache_clear()
+    yield set_to
+    own_tokenizer.opened.cache_clear()
+
+
+@pytest.fixture
+def student():
+    return wrapped(STUDENT)
+
+
+def conversation(student, *turns, said=None):
+    """Return a rollout: a question, and turns of the student with words of the user between.
+
+    Args:
+        student: its tokenizer.
+        turns: what the student wrote.
+        said: what the last turn's message has in the place of it.
+    """
+    nodes = [Node(Message("user", "ab c"), student.encode("user:ab c\n"))]
+    for at, text in enumerate(turns):
+        if at:
+            nodes.append(Node(Message("user", "b"), student.encode("user:b\n")))
+        content = said if said is not None and at == len(turns) - 1 else text
+        written = [*student.encode(text), student.eos_token_id]
+        tokens = [*student.encode("assistant:"), *written]
+        nodes.append(Node(Message("assistant", content), tokens, len(written)))
+    return Trace(nodes)
+
+
+def of_v0_7(client):
+    """Return v0.7's algorithm over our hooks."""
+    module = types.ModuleType("prime_rl.orchestrator.algo.opd")
+    clients = clients_module()
+
+    class OPDAlgorithm:
+        async def score_group(self, group):
+            pass
+
+        async def score_rollout(self, rollout):
+            for sample in rollout.samples:
+                ids = list(sample.token_ids)
+                sample.ref_logprobs = await clients.prefill_logprobs(client, "m3", ids)
+
+    module.OPDAlgorithm = OPDAlgorithm
+    hooks.hook_algorithm(module)
+    return OPDAlgorithm().score_rollout
+
+
+def of_head(client, monkeypatch):
+    """Return head's algorithm over our hooks, for a rollout in an episode."""
+    module = types.ModuleType("prime_rl.orchestrator.algo.opd")
+    routing = types.ModuleType("prime_rl.orchestrator.algo.routing")
+    clients = clients_module()
+    monkeypatch.setattr(hints, "traces_of", lambda episodes, _: episodes[0].traces)
+    monkeypatch.setattr(hooks, "traces_of", lambda episodes, _: episodes[0].traces)
+
+    def assign_reference_logprobs(branch, values):
+        values = iter(values)
+        for node in branch.nodes:
+            own = [next(values) for _ in node.token_ids]
+            if any(node.mask):
+                pairs = zip(own, node.mask, strict=True)
+                node.reference_logprobs = [value for value, is_sampled in pairs if is_sampled]
+
+    routing.assign_reference_logprobs = assign_reference_logprobs
+    hooks.hook_routing(routing)
+
+    class OPDAlgorithm:
+        async def score_group(self, episodes):
+            pass
+
+        async def score_episode(self, episode):
+            for trace in episode.traces:
+                for branch in trace.branches:
+                    scores = await clients.prefill_logprobs(client, "m3", branch.token_ids)
+                    routing.assign_reference_logprobs(branch, scores)
+
+    module.OPDAlgorithm = OPDAlgorithm
+    hooks.hook_algorithm(module)
+
+    async def score(trace):
+        await OPDAlgorithm().score_episode(types.SimpleNamespace(traces=[trace]))
+
+    return score
+
+
+def clients_module():
+    module = types.ModuleType("prime_rl.utils.client")
+
+    async def prefill_logprobs(openai, model, token_ids):
+        raise AssertionError("prime-rl asks by itself")
+
+    module.prefill_logprobs = prefill_logprobs
+    hooks.hook_client(module)
+    return module
+
+
+def scored(make, url, *rollouts):
+    """Score rollouts by an algorithm that ``make`` returns for a client."""
+
+    async def run():
+        client = client_of(url, API_KEY_VAR)
+        score = make(client)
+        try:
+            for rollout in rollouts:
+                await score(rollout)
+        finally:
+            await client.close()
+            client_of.cache_clear()
+
+    asyncio.run(run())
+
+
+def expected(served, student, *turns):
+    """Return the scores of turns in this process, each after its own messages."""
+    teacher = wrapped(TEACHER)
+    scorer, _ = over(WholeRows(served.engine))
+    prompt, found = "user:ab c\nassistant:", []
+    for text in turns:
+        scorer.prompts = lambda _, prompt=prompt: teacher.encode(prompt)
+        found += scorer.score([rollout_of(student, "?", text)], K)
+        prompt += f"{text}\nuser:b\nassistant:"
+    return found
+
+
+def check_turns(own, support, mask, turns):
+    """Check log-probs and payload of a branch against the scores of its turns."""
+    places, most = [at for at, is_sampled in enumerate(mask) if is_sampled], 0
+    for turn in turns:
+        assert turn.scored.all()
+        here, places = places[: len(turn)], places[len(turn) :]
+        assert [own[at] for at in here] == pytest.approx(turn.ref_logprobs.tolist(), abs=1e-4)
+        for row, at in enumerate(here):
+            q = dict(
+                zip(
+                    turn.token_ids[row][turn.all_known[row]].tolist(),
+                    turn.teacher_logprobs[row][turn.all_known[row]].tolist(),
+                    strict=True,
+                )
+            )
+            known = support.all_known[at]
+            pairs = support.token_ids[at][known], support.teacher_logprobs[at][known]
+            assert dict(zip(*(part.tolist() for part in pairs), strict=True)) == pytest.approx(
+                q, abs=1e-4
+            )
+            most = max(most, len(q))
+    others = [at for at, is_sampled in enumerate(mask) if not is_sampled]
+    assert most == K and not places and not support.all_known[others].any()
+
+
+def support_of(data, shape):
+    array = numpy.frombuffer(data, dtype=numpy.int32).reshape(shape).copy()
+    import torch
+
+    return Scores.of_bytes(torch.from_numpy(array), torch.zeros(shape[0]))
+
+
+def test_own_tokenizer_scores_each_turn_as_v0_7_asks(served, student):
+    trace = conversation(student, "abcab", "c ab")
+    scored(of_v0_7, served.url, trace)
+    (sample,) = trace.samples
+    turns = expected(served, student, "abcab", "c ab")
+    support = support_of(sample.routed_experts.data, sample.routed_experts.shape)
+    check_turns(sample.ref_logprobs, support, sample.mask, turns)
+    teacher = wrapped(TEACHER)
+    prompts = ["user:ab c\nassistant:", "user:ab c\nassistant:abcab\nuser:b\nassistant:"]
+    starts = sorted(request.start for request in served.engine.asked)
+    assert starts == sorted(len(teacher.encode(prompt)) for prompt in prompts)
+    assert trace.metrics["xtok/unscored_turns"] == trace.metrics["xtok/unscored"] == 0
+    assert 0 < trace.metrics["xtok/aligned"] < 1
+
+
+def test_own_tokenizer_scores_each_turn_as_head_asks(served, student, monkeypatch):
+    trace = conversation(student, "abcab", "c ab")
+    scored(lambda client: of_head(client, monkeypatch), served.url, trace)
+    nodes = [node for node in trace.nodes if node.sampled]
+    turns = expected(served, student, "abcab", "c ab")
+    for node, turn in zip(nodes, turns, strict=True):
+        assert node.reference_logprobs == pytest.approx(turn.ref_logprobs.tolist(), abs=1e-4)
+    payload = numpy.concatenate([node.routed_experts for node in trace.nodes])
+    (branch,) = trace.branches
+    own = iter([value for node in nodes for value in node.reference_logprobs])
+    mask = [part for node in trace.nodes for part in node.mask]
+    values = [next(own) if is_sampled else 0.0 for is_sampled in mask]
+    check_turns(values, support_of(payload.tobytes(), payload.shape), mask, turns)
+
+
+def test_turn_that_the_teacher_would_write_otherwise_is_left_out(served, student):
+    """Its tokens have no weight in the distillation loss, and are counted."""
+    trace = conversation(student, "abcab", " c ab", said="c ab")
+    scored(of_v0_7, served.url, trace)
+    (sample,) = trace.samples
+    nodes = [node for node in trace.nodes if node.sampled]
+    first, second = (sum(node.mask) for node in nodes)
+    of_turns = [at for at, is_sampled in enumerate(sample.mask) if is_sampled]
+    assert all(math.isnan(sample.ref_logprobs[at]) for at in of_turns[first:])
+    assert trace.metrics["xtok/unscored_turns"] == 0.5
+    assert trace.metrics["xtok/unscored"] == pytest.approx(second / (first + second))
+    stamp(sample)
+    weights = [sample.ref_kl_weights[at] for at in of_turns]
+    assert weights == [1.0] * first + [0.0] * second
+    assert not any(map(math.isnan, sample.ref_logprobs))
+    assert all(sample.ref_logprobs[at] < 0 for at in of_turns[:first])
+
+
+def stamp(sample):
+    """Do what prime-rl does with a sample of a distilling algorithm, over our hook."""
+    module = types.ModuleType("prime_rl.orchestrator.algo.routing")
+
+    def stamp_loss_routing(sample, action_loss_type):
+        sample.rl_weights = [0.0] * len(sample.token_ids)
+        sample.ref_kl_weights = [float(is_sampled) for is_sampled in sample.mask]
+
+    module.stamp_loss_routing = stamp_loss_routing
+    hooks.hook_stamps(module)
+    hooks.MADE.called(hooks.SAMPLES)
+    module.stamp_loss_routing(sample, "ref_kl")
+
+
+def test_text_after_a_special_token_has_no_score(served, student):
+    """A student that writes its end in the middle goes on in no text."""
+    trace = conversation(student, "ab", "ab")
+    node = trace.nodes[-1]
+    node.token_ids[-2], node.token_ids[-1] = student.eos_token_id, node.token_ids[-2]
+    ids = [token for each in trace.nodes for token in each.token_ids]
+    trace.branches[0].token_ids = trace.samples[0].token_ids = ids
+    node.message = Message("assistant", "a")
+    scored(of_v0_7, served.url, trace)
+    assert math.isnan(trace.samples[0].ref_logprobs[-1])
+    assert trace.samples[0].ref_logprobs[-2] < 0
+
+
+@pytest.mark.parametrize("where", ["trace", "node", "message"])
+def test_environment_with_tools_is_refused(served, student, where):
+    trace = conversation(student, "ab")
+    if where == "trace":
+        trace.tools = ["search"]
+    elif where == "node":
+        trace.nodes[0].tools = ["search"]
+    else:
+        trace.nodes[0].message = Message("tool", "found")
+    with pytest.raises(ValueError, match="has tools: .* Leave it out of PRIME_COMPOSER's"):
+        scored(of_v0_7, served.url, trace)
+
+
+def test_image_in_the_messages_leaves_the_turn_out(served, student):
+    trace = conversation(student, "ab")
+    parts = [{"type": "text", "text": "ab"}, {"type": "image_url", "image_url": {"url": "u"}}]
+    trace.nodes[0].message = Message("user", parts)
+    scored(of_v0_7, served.url, trace)
+    assert trace.metrics["xtok/unscored_turns"] == 1 and served.engine.asked == []
+    trace = conversation(student, "ab")
+    trace.nodes[0].message = Message("user", parts[:1])
+    scored(of_v0_7, served.url, trace)
+    assert trace.metrics["xtok/unscored_turns"] == 0
+
+
+def test_tokens_of_no_branch_are_refused(served, student):
+    trace = conversation(student, "ab")
+    trace.samples[0].token_ids = [1, 2, 3]
+    with pytest.raises(ValueError, match="tokens of no branch"):
+        scored(of_v0_7, served.url, trace)
+
+
+def test_other_teachers_are_asked_as_ever(served, student, switch):
+    switch(teacher_tokenizers={"another": "x"})
+    trace = conversation(student, "ab")
+    scored(of_v0_7, served.url, trace)
+    (request,) = served.engine.asked
+    assert request.start == 1 and request.requests[1].k == K
+
+
+def test_several_teachers_in_a_header_are_refused(served, student):
+    """The header is that of a mixture."""
+    teachers = json.dumps([{"url": served.url, "model": "m3", "weight": 1}])
+    client = types.SimpleNamespace(default_headers={HEADER: teachers})
+    token = hooks.SCORING.set(hooks.Scoring(True, Tally(), [conversation(student, "ab")]))
+    with contextlib.closing(asyncio.new_event_loop()) as loop, pytest.raises(ValueError) as caught:
+        loop.run_until_complete(clients_module().prefill_logprobs(client, "m3", [1, 2]))
+    hooks.SCORING.reset(token)
+    assert "mixture" in str(caught.value) and "teacher_tokenizers" in str(caught.value)
+
+
+def test_v0_6_is_refused_by_its_missing_messages():
+    module = types.ModuleType("prime_rl.orchestrator.utils")
+
+    async def compute_teacher_logprobs(clients, model_name, samples):
+        raise AssertionError("prime-rl asks by itself")
+
+    module.compute_teacher_logprobs = compute_teacher_logprobs
+    hooks.hook_teacher_logprobs(module)
+    with pytest.raises(ValueError, match="v0.6 passes token ids without .* use v0.7 or later"):
+        asyncio.run(module.compute_teacher_logprobs([], "m3", []))
+
+
+def test_server_without_the_plugin_is_refused(student, monkeypatch):
+    from tests.stand_in import Reply, serving
+
+    with (
+        serving(lambda path, body: Reply.of({}, status=404)) as url,
+        pytest.raises(InvalidAnswer, match="no scoring plugin.*prime-rl teacher"),
+    ):
+        scored(of_v0_7, url, conversation(student, "ab"))
+
+
+def test_server_with_another_tokenizer_is_refused(student):
+    from tests.stand_in import Reply, serving
+
+    def answer(path, body):
+        if path == "/tokenize":
+            return Reply.of({"tokens": [*wrapped(TEACHER).encode(body["prompt"])[:3], 7]})
+        raise AssertionError(path)
+
+    with (
+        serving(answer) as url,
+        pytest.raises(InvalidAnswer, match="otherwise than the tokenizer .*token 3 is 7, here"),
+    ):
+        scored(of_v0_7, url, conversation(student, "ab"))
+
+
+@pytest.mark.parametrize(
+    ("more", "needle"),
+    [
+        ({"teacher_tokenizers": {"m3": "nowhere"}}, "teacher_tokenizers names 'nowhere'"),
+        ({"student_tokenizer": None}, "student_tokenizer is not"),
+    ],
+)
+def test_tokenizer_that_is_not_there_is_named(served, student, switch, more, needle):
+    switch(**more)
+    with pytest.raises(ValueError, match=needle):
+        scored(of_v0_7, served.url, conversation(student, "ab"))
+
+
+def test_tokenizer_without_a_chat_template_is_named(served, student, tokenizers):
+    tokenizer = wrapped(TEACHER)
+    (tokenizers / "teacher" / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(tokenizers / "teacher")
+    with pytest.raises(ValueError, match="no chat template"):
+        scored(of_v0_7, served.url, conversation(student, "ab"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "more", "needle"),
+    [
+        (LOSS, {"asked_by": "trainer"}, 'leave asked_by = "trainer" out'),
+        (LOSS, {"scores": "a:b"}, "leave scores"),
+        (LOSS, {"teachers_mixed": True}, "missing from a mixture"),
+        (BOTH, {}, "reads rewards and a teacher"),
+    ],
+)
+def test_settings_refuse_what_has_no_messages_or_scores(loss, more, needle):
+    settings = AdapterSettings(loss=loss, teacher_tokenizers={"m3": "d"}, **more)
+    with pytest.raises(ValueError, match=needle):
+        settings.derived(parse_loss(loss))
+
+
+def test_switch_without_tokenizers_is_as_older_versions_read_it():
+    keys = json.loads(AdapterSettings(loss=LOSS, k=K).to_env()["PRIME_COMPOSER"])
+    assert not {"teacher_tokenizers", "student_tokenizer"} & keys.keys()
+
+
+def test_scores_keep_the_mark_of_the_adapter(served, student):
+    """An orchestrator without the adapter would ask for the student's ids; the trainer sees it."""
+    trace = conversation(student, "ab")
+    scored(of_v0_7, served.url, trace)
+    assert trace.samples[0].ref_logprobs[0] == wire.MARK
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_export_carries_the_tokenizers_of_teachers(version):
+    table = export_recipe(recipe(teacher={"tokenizer": "own"}), version).table
+    kwargs = table["trainer"]["loss"]["kwargs"]
+    assert kwargs["teacher_tokenizers"] == {"a/teacher": "a/teacher"}
+    settings = AdapterSettings.model_validate({"loss": kwargs})
+    assert settings.teacher_tokenizers == {"a/teacher": "a/teacher"}
+    assert "teacher_tokenizers" not in settings.loss
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "needle"),
+    [
+        ("v0.6", {}, "without their messages .* v0.7 or later, .*--engine local"),
+        ("head", {"teacher": {"asked_by": "trainer"}}, "no messages .* leave asked_by out"),
+        (
+            "head",
+            {"loss": {**LOSS, "rl_mix": {"kd": 0.5}}},
+            "reads rewards and a teacher",
+        ),
+    ],
+)
+def test_export_refuses_a_teacher_that_lacks_messages_or_scores(version, changes, needle):
+    teacher = {"tokenizer": "own"} | changes.pop("teacher", {})
+    with pytest.raises(RecipeError, match=needle):
+        export_recipe(recipe(teacher=teacher, **changes), version)
+
+
+def test_launcher_names_the_students_tokenizer(v0_6, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("PRIME_COMPOSER", "1")
+    table = LOSS | {"teacher_tokenizers": {"m3": "d"}}
+    config = launcher_config(table)
+    launcher_hook.resolve(config)
+    settings = AdapterSettings.from_env()
+    assert settings.teacher_tokenizers == {"m3": "d"}
+    assert settings.student_tokenizer == config.trainer.model.name
+    v0_6()
+    monkeypatch.setenv("PRIME_COMPOSER", "1")
+    with pytest.raises(ValueError, match="use v0.7 or later"):
+        launcher_hook.resolve(launcher_config(table))

@@ -1,0 +1,53 @@
+"""Whole runs of an unmodified prime-rl whose teacher has a tokenizer of its own.
+
+As in test_whole_run.py, whose functions and stand-ins these are.
+"""
+
+import json
+
+import pytest
+
+from tests.upstream import test_whole_run as whole_run
+from tests.upstream.e2e import cpu_recipe
+from tests.upstream.test_whole_run import TOP_K, K, mean, newest, other
+
+models = whole_run.models
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        pytest.param("v0.7", marks=other),
+        pytest.param("v0.8", marks=other),
+        pytest.param("head", marks=newest),
+    ],
+)
+def test_whole_run_has_a_teacher_with_own_tokenizer(trees, models, tmp_path, version):
+    """The divergence of the first step is that of sums in float64, in the teacher's template."""
+    how = {"apart": True, "plugin": True, "words": True}
+    result = whole_run.run(version, trees, models, tmp_path, TOP_K, **how)
+    expected = reference(result)
+    rows = whole_run.metric_rows(result, version)
+    assert expected["asked"] and len(expected["tail_kl"]) == cpu_recipe.BATCH
+    # bfloat16 models: the logits of both sides are rounded to 8 bits.
+    assert whole_run.first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(
+        mean(expected["tail_kl"]), abs=5e-3
+    )
+    assert whole_run.first_value(rows, "optim/grad_norm") > 0
+    assert whole_run.last_update(result)["tensors"] > 10
+
+
+def reference(result):
+    """Return the float64 numbers of the first batch that the teacher scored."""
+    student, teacher = (
+        whole_run.generate_requests(result, role) for role in ("student", "teacher")
+    )
+    requests = {
+        "student": [[r["in"], r["out"]] for r in student],
+        "teacher": [r["in"] for r in teacher if "start" in r],
+        "batch": cpu_recipe.BATCH,
+    }
+    file = result["folder"] / "requests.json"
+    file.write_text(json.dumps(requests))
+    folders = [result["models"] / role for role in ("student", "teacher")]
+    return json.loads(whole_run.script(result["python"], "reference_apart.py", *folders, K, file))
