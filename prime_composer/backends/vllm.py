@@ -62,7 +62,8 @@ class VLLMEngine:
         max_model_len: longest sequence, prompt and completion together, plus one. None reads the
             model's limit.
         max_logprobs: largest K of a request; "full" for the whole vocabulary.
-        sequences: most sequences of one call; on a CPU build the key-value cache has room for them.
+        sequences: how many run side by side; on a CPU build the key-value cache has room for them,
+            and further ones of a call wait for their turn.
         kv_cache_memory_bytes: size of the key-value cache. None: on a CPU build room for
             ``sequences`` within 1 GiB, on a GPU what ``gpu_memory_utilization`` leaves.
         gpu_memory_utilization: share of the GPU's memory for this engine; unused on a CPU build.

@@ -43,7 +43,7 @@ one already, and the cache of a large model takes memory."""
 def student_spec(
     rollout: RolloutConfig, model: str | Path, dtype: str, sequences: int
 ) -> BackendSpec:
-    """Return how to open the student's sampler, which samples ``sequences`` at once at most."""
+    """Return how to open the student's sampler, with room for ``sequences`` side by side."""
     return BackendSpec(
         backend=rollout.backend,
         model=model,
@@ -137,7 +137,7 @@ def open_engine(
             )
             opened.callback(environments.close)
         status(f"opening the {rollout.backend} sampler")
-        spec = student_spec(rollout, origin, recipe.trainer.dtype, recipe.largest_call)
+        spec = student_spec(rollout, origin, recipe.trainer.dtype, recipe.side_by_side)
         sampler = open_sampler(replace(spec, starting=spec.starting or resumes), status)
         opened.callback(sampler.close)
         if resumes or latent is not None:

@@ -38,7 +38,7 @@ class BackendSpec:
         model: directory or hub id.
         dtype: of weights and activations.
         max_model_len: longest sequence in tokens, prompt and completion together.
-        sequences: most sequences that it samples or scores in one call.
+        sequences: how many it samples or scores side by side.
         gpu_memory_utilization: share of the GPU's memory, for vLLM.
         url: base URL, for a server.
         api_key_var: environment variable with the server's API key.

@@ -593,7 +593,7 @@ def test_busy_server_is_asked_to_reload_again(spoiling, tied_model):
 
 def specs_of(recipe, teacher, table="teacher"):
     """Return how the student's sampler and a teacher's scorer are opened."""
-    student = student_spec(recipe.rollout, "m", recipe.trainer.dtype, recipe.largest_call)
+    student = student_spec(recipe.rollout, "m", recipe.trainer.dtype, recipe.side_by_side)
     return student, teacher_spec(teacher, student, "m", samples=False, table=table)
 
 
