@@ -52,7 +52,6 @@ from prime_composer.recipe.watchers import (
 )
 from prime_composer.tables import Table
 
-
 EVALUATED_AT_ONCE = 32
 """Answers of an evaluation that are sampled side by side. On a CPU more are hardly faster, and each
 takes a key-value cache: 5.9 MB of SmolLM2-135M with a context of 128 tokens in float32."""
