@@ -9,12 +9,20 @@ import types
 import pytest
 
 numpy = pytest.importorskip("numpy")
+msgspec = pytest.importorskip("msgspec")
 pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 pytest.importorskip("openai")
 
 from prime_composer.contract import InvalidAnswer, Scores  # noqa: E402
 from prime_composer.losses import parse_loss  # noqa: E402
 from prime_composer.recipe.schema import RecipeError  # noqa: E402
+from prime_composer.scoring.wire import (  # noqa: E402
+    NAME,
+    SCORE_PATH,
+    VERSION,
+    Facts,
+    ScoreResponse,
+)
 from prime_composer.upstream import launcher_hook, wire  # noqa: E402
 from prime_composer.upstream.export import export_recipe  # noqa: E402
 from prime_composer.upstream.orchestrator import hints, hooks, own_tokenizer  # noqa: E402
@@ -26,6 +34,7 @@ from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR  # noqa: E4
 from tests.scoring.conftest import vllm_without_its_libraries  # noqa: E402, F401
 from tests.scoring.own_kind import Rows, Served  # noqa: E402
 from tests.scoring.test_own_tokenizer import WholeRows, over  # noqa: E402
+from tests.stand_in import Reply, serving  # noqa: E402
 from tests.teachers.own import STUDENT, TEACHER, rollout_of, wrapped  # noqa: E402
 from tests.upstream.export_recipes import NEWER, recipe  # noqa: E402
 from tests.upstream.test_launcher_hook import launcher_config, v0_6  # noqa: E402, F401
@@ -410,8 +419,6 @@ def test_v0_6_is_refused_by_its_missing_messages():
 
 
 def test_server_without_the_plugin_is_refused(student, monkeypatch):
-    from tests.stand_in import Reply, serving
-
     with (
         serving(lambda path, body: Reply.of({}, status=404)) as url,
         pytest.raises(InvalidAnswer, match="no scoring plugin.*prime-rl teacher"),
@@ -420,12 +427,12 @@ def test_server_without_the_plugin_is_refused(student, monkeypatch):
 
 
 def test_server_with_another_tokenizer_is_refused(student):
-    from tests.stand_in import Reply, serving
-
     def answer(path, body):
-        if path == "/tokenize":
-            return Reply.of({"tokens": [*wrapped(TEACHER).encode(body["prompt"])[:3], 7]})
-        raise AssertionError(path)
+        if path == SCORE_PATH:
+            facts = Facts("m3", 262, 6, 512, "float32", ["sampled", "top_k"], "0.32.0")
+            return Reply.of(msgspec.msgpack.encode(ScoreResponse(NAME, VERSION, facts, [])))
+        assert path == "/tokenize"
+        return Reply.of({"tokens": [*wrapped(TEACHER).encode(body["prompt"])[:3], 7]})
 
     with (
         serving(answer) as url,

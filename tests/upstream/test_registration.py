@@ -275,6 +275,13 @@ def test_plain_launcher_refuses_mixed_teachers(trainer, value):
     trainer.setup(**SAMPLED, adapter=False)
 
 
+def test_tokenizers_without_the_adapter_are_refused(trainer):
+    """prime-rl alone would ask the teacher for the student's token ids, without any error."""
+    tokenizers = {"a/teacher": "a/teacher"}
+    with pytest.raises(ValueError, match="teacher_tokenizers .*PRIME_COMPOSER=1 in front"):
+        trainer.setup(**SAMPLED, teacher_tokenizers=tokenizers)
+
+
 def test_trainer_that_asks_has_to_know_the_teachers(newer_trainer):
     """A trainer that was started by hand."""
     newer_trainer.hook({"loss": {"type": "topk_reverse_kl", "k": "full"}})

@@ -232,7 +232,6 @@ class Requests:
         *,
         start: int = 1,
         frozen: bool = False,
-        binary: bool = False,
     ) -> Scores:
         """Return the scores of ``token_ids`` from ``start`` on, with the top K of ``model``.
 
@@ -248,7 +247,6 @@ class Requests:
             k: size of the support, 0 for none.
             start: the first token that is scored; none predicts the first of all.
             frozen: its weights never change. The policy's own do.
-            binary: a server without the scoring plugin is refused.
 
         Raises:
             InvalidAnswer: the answer is not scores of these tokens, or too large for that, or of
@@ -263,24 +261,38 @@ class Requests:
                 )
             )
         asked = self._asked.setdefault((transport.base, model), Asked())
-        scores = await self._ask(transport, model, asked, token_ids, k, start, binary)
+        scores = await self._ask(transport, model, asked, token_ids, k, start)
         if frozen:
             await self._watch(transport, model, asked, token_ids, scores)
         return scores
 
-    async def check_tokenizer(self, client: Any, model: str, tokenizer: Any) -> None:
-        """Check, once, that a teacher's server reads texts as its tokenizer on this machine does.
+    async def meet(self, client: Any, model: str, tokenizer: Any) -> int:
+        """Return the size of the head of a teacher with a tokenizer of its own.
 
-        A server that cannot be asked passes.
+        Once, its server is asked how it reads texts. One that cannot be asked passes.
 
         Raises:
-            InvalidAnswer: it does not.
+            InvalidAnswer: it reads them otherwise than its tokenizer on this machine does, or has
+                no scoring plugin.
         """
         transport = OpenAITransport(client, self._thread)
         asked = self._asked.setdefault((transport.base, model), Asked())
-        if asked.tokenizer is tokenizer:
-            return
-        asked.tokenizer = tokenizer  # others need not ask it as well
+        if not asked.plugin.was_asked:
+            await TeacherClient(transport, model, asked.plugin).discover()
+        if asked.plugin.facts is None:
+            raise InvalidAnswer(
+                f"{transport.origin} has no scoring plugin, and of a teacher with a tokenizer of "
+                "its own hundreds of log-probs per token are read, which cost a server several "
+                "milliseconds each time in JSON: start it with prime-rl teacher."
+            )
+        if asked.tokenizer is not tokenizer:
+            asked.tokenizer = tokenizer  # others need not ask it as well
+            await self._check_tokenizer(transport, model, tokenizer)
+        return asked.plugin.facts.vocab_size
+
+    async def _check_tokenizer(
+        self, transport: OpenAITransport, model: str, tokenizer: Any
+    ) -> None:
         for text in PROBES:
             body = {"model": model, "prompt": text, "add_special_tokens": False}
             try:
@@ -339,7 +351,6 @@ class Requests:
         token_ids: Sequence[int],
         k: int,
         start: int = 1,
-        binary: bool = False,
     ) -> Scores:
         loop = asyncio.get_running_loop()
         # A semaphore belongs to one event loop.
@@ -350,12 +361,6 @@ class Requests:
             teacher = TeacherClient(transport, model, known, settings.kind())
             if not known.was_asked:
                 await teacher.discover()
-            if binary and known.facts is None:
-                raise InvalidAnswer(
-                    f"{transport.origin} has no scoring plugin, and a teacher with a tokenizer of "
-                    f"its own is asked for {k} log-probs per token, which cost a server several "
-                    "milliseconds each in JSON: start it with prime-rl teacher."
-                )
             sequence = whole_sequence(token_ids, known.vocab_size, start)
             if sequence.lacks.any() or sequence.token_ids[0] != token_ids[0]:
                 self._say_of_padding(transport.origin, known)

@@ -174,13 +174,17 @@ async def by_turns(
         token_ids: of the branch.
         scoring: what is scored, with the branch's messages.
     """
-    from prime_composer.upstream.orchestrator.own_tokenizer import opened, scored_branch
+    from prime_composer.upstream.orchestrator.own_tokenizer import (
+        ids_read,
+        opened,
+        scored_branch,
+    )
 
     own = await REQUESTS.compute(opened, directory, _settings().student_tokenizer)
-    await REQUESTS.check_tokenizer(openai, model, own.tokenizer)
+    most = ids_read(await REQUESTS.meet(openai, model, own.tokenizer))
 
-    def ask(reading: list[int], start: int, k: int) -> Awaitable[Scores]:
-        return REQUESTS.score(openai, model, reading, k, start=start, frozen=True, binary=True)
+    def ask(reading: list[int], start: int) -> Awaitable[Scores]:
+        return REQUESTS.score(openai, model, reading, most, start=start, frozen=True)
 
     return await scored_branch(own, scoring.traces, token_ids, ask, REQUESTS.compute)
 

@@ -35,8 +35,8 @@ from prime_composer.upstream import wire
 from prime_composer.upstream.settings import SWITCH, TOKENIZERS_KEY, AdapterSettings
 from prime_composer.upstream.tally import DOCTOR
 
-Ask = Callable[[list[int], int, int], Awaitable[Scores]]
-"""Returns a teacher's scores: of token ids, from a position on, with K ids of each row."""
+Ask = Callable[[list[int], int], Awaitable[Scores]]
+"""Returns a teacher's scores of token ids, from a position on."""
 
 METRICS = "xtok"
 """Begins the names of metrics."""
@@ -75,8 +75,6 @@ class OwnTokenizer:
         self.tokenizer, self.k = tokenizer, k
         self._pair, self._fixed = pair, fixed
         self._sums = Sums(pair)
-        size = len(pair.teacher.of_id)
-        self._read = size if size <= WHOLE_UP_TO else READ
 
     def turn(self, messages: Sequence[Any], token_ids: list[int]) -> Turn | None:
         """Return a turn of the student; None where the teacher would write it in another way.
@@ -110,7 +108,7 @@ class OwnTokenizer:
         """
         # The end of the teacher's turn is scored as well.
         reading = [*turn.prompt, *turn.plan.teacher_ids, self._pair.teacher_ends[0]]
-        read = await ask(reading, len(turn.prompt), self._read)
+        read = await ask(reading, len(turn.prompt))
         return await compute(self._of_student, turn.plan, read)
 
     def _of_student(self, plan: Plan, read: Scores) -> tuple[Scores, Totals]:
@@ -118,6 +116,11 @@ class OwnTokenizer:
         rows = dense(read, plan, size)
         candidates = self._sums.candidates(rows, plan, max(4 * self.k, FEWEST_CANDIDATES))
         return token_scores(self._pair, plan, candidates, Rows(rows), self.k, fixed=self._fixed)
+
+
+def ids_read(size: int) -> int:
+    """Return how many ids are read of each row of a teacher whose head has this size."""
+    return size if size <= WHOLE_UP_TO else READ
 
 
 def as_template_reads(message: Any) -> dict[str, Any] | None:

@@ -15,6 +15,8 @@ Prints JSON of the sequences whose text the teacher was asked for, in order of i
 
     asked      whether the teacher read the prompt in its own template, and the text behind it
     tail_kl    reverse KL over the sampled token, the most probable others of K and the tail: means
+
+Inside a token of the teacher some next letters are all that there is. The tail keeps 1e-6 then.
 """
 
 import json
@@ -24,6 +26,11 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+MOST = 1 - 1e-6
+ASCII = {chr(byte) if 32 < byte < 127 else chr(256 + byte) for byte in range(127)} | {chr(289)}
+"""The characters of GPT-2's alphabet that stand for the bytes below 128: 127 is the 34th that is
+not printable."""
 
 
 def distributions(path, sequences):
@@ -72,12 +79,8 @@ def main(student, teacher, k, file):
     own, other = (AutoTokenizer.from_pretrained(path) for path in (student, teacher))
     decoded = [other.convert_ids_to_tokens(i) for i in range(288)]
     special = set(other.all_special_ids)
-    # In GPT-2's alphabet a character stands for a byte; ASCII's are themselves. A byte that is
-    # none is named by its character, and begins no letter.
-    contents = [
-        None if token is None or i in special else token.replace("Ġ", " ").replace("Ċ", "\n")
-        for i, token in enumerate(decoded)
-    ]
+    # Texts are of letters, which are themselves in GPT-2's alphabet of bytes.
+    contents = [None if token is None or i in special else token for i, token in enumerate(decoded)]
     sampled = {}
     for ids, out in requests["student"]:
         prompt = own.decode(ids)
@@ -101,12 +104,15 @@ def main(student, teacher, k, file):
             # Of "<" more may follow, as the student has tokens like <think>; bytes above 127 begin
             # a character that one byte does not tell.
             known = {
-                end if after == "end" else own.convert_tokens_to_ids(own.tokenize(after)[0]): mass
+                end if after == "end" else own.convert_tokens_to_ids(after): mass
                 for after, mass in by_letter.items()
-                if after == "end" or (ord(after) < 128 and after != "<")
+                if after == "end" or (after in ASCII and after != "<")
             }
             others = sorted((-mass, i) for i, mass in known.items() if i != token)
             support = {token: known[token]} | {i: -mass for mass, i in others[: k - 1]}
+            total = sum(support.values())
+            if total > MOST:
+                support = {i: mass * MOST / total for i, mass in support.items()}
             row = p[len(ids) + at - 1]
             pairs = [(float(row[i]), mass) for i, mass in support.items()]
             pairs.append((1 - sum(a for a, _ in pairs), 1 - sum(b for _, b in pairs)))
