@@ -15,12 +15,14 @@ and were not run.
 import gc
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from prime_composer.backends.alignment import (
     check_lengths,
@@ -132,7 +134,10 @@ class VLLMEngine:
         with preserved_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             patches.install()
-            self._llm = vllm.LLM(**arguments)
+            with packed_weights() as packed:
+                self._llm = vllm.LLM(**arguments)
+        # Weights that another process packs are none of ours.
+        self._packed = packed if packed.removed and can_load_again(self._own_model()) else None
         config = self._llm.model_config
         vocab_size: int = config.get_vocab_size()
         self.limits = Limits(
@@ -208,9 +213,12 @@ class VLLMEngine:
     def update_weights(self, model: nn.Module) -> None:
         """Load the model's weights in place, and drop every prefix cached with the old ones.
 
+        A CPU build loads by ``PackedWeights``. Any other, and a model of other layers than plain
+        matrices, loads by vLLM's ``reload_weights``.
+
         The names come from ``state_dict()``. Unlike ``named_parameters()`` it lists
-        ``lm_head.weight`` when that is tied to the embeddings; without it the CPU engine silently
-        keeps its old, repacked head.
+        ``lm_head.weight`` when that is tied to the embeddings; without it ``reload_weights``
+        silently keeps the CPU engine's old, repacked head.
 
         Weights are packed with the number of threads that the engine was opened with. vLLM 0.32 on
         a processor with AVX2 packs some shapes wrongly after oneDNN has packed the same shape with
@@ -221,7 +229,10 @@ class VLLMEngine:
         """
         weights = iter(model.state_dict().items())
         with use_threads(self._threads):
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if self._packed is None:
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            else:
+                self.llm.collective_rpc(self._packed.load, args=(weights,))
         self.forget_prefixes()
         return_freed_memory(model)
 
@@ -238,13 +249,18 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Free the engine's memory. Closing twice is harmless."""
-        llm, self._llm = self._llm, None
+        llm, self._llm, self._packed = self._llm, None, None
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+
+    def _own_model(self) -> Any:
+        """Return vLLM's model, where the engine has one worker, in this process."""
+        (model,) = self.llm.collective_rpc(lambda worker: worker.get_model())
+        return model
 
     def _run(self, prompts: list[list[int]], params: Any) -> list[Any]:
         with warnings.catch_warnings():
@@ -280,3 +296,97 @@ def bytes_of_a_sequence(config: Any, dtype: str, length: int | None) -> int:
     size = 4 if dtype in ("float32", "float") else 2
     per_block = 2 * config.num_hidden_layers * heads * head_dim * size * CPU_BLOCK
     return int(per_block * -(-length // CPU_BLOCK))
+
+
+@dataclass
+class PackedWeights:
+    """The parameters that a CPU build has packed for oneDNN in this process, and removed.
+
+    vLLM's ``reload_weights`` restores such parameters for every layer of every model, and spends
+    most of its time on finding out which tensors belong together. Here the parameters stay, without
+    their memory. So a load is that of the engine's start: ``load_weights`` of vLLM's model, and
+    then vLLM's ``process_weights_after_loading``, which packs.
+
+    Attributes:
+        removed: layer, parameter with vLLM's loader, and shape, as the layer has it while weights
+            are loaded.
+    """
+
+    removed: list[tuple[nn.Module, nn.Parameter, torch.Size]] = field(default_factory=list)
+
+    def restore(self) -> None:
+        """Give the layers their parameters back. What the parameters contain is undefined."""
+        for layer, weight, shape in self.removed:
+            weight.data = weight.data.new_empty(shape)
+            layer.weight = weight
+
+    def free(self) -> None:
+        """Free the parameters' memory. The layers compute with the packed weights."""
+        for _, weight, _ in self.removed:
+            weight.data = weight.data.new_empty(0)
+
+    def load(self, worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load weights in place, in vLLM's worker.
+
+        There is room for all weights once more while this runs: that of the gradients, which a
+        trainer does not have at this time.
+
+        Args:
+            worker: vLLM's.
+            weights: every weight of the model, by the names of its checkpoint.
+
+        Raises:
+            ValueError: vLLM's loader left a parameter out.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        model = worker.get_model()
+        patches.forget_fingerprint(worker.model_runner)
+        self.restore()
+        with set_current_vllm_config(worker.vllm_config):
+            loaded = model.load_weights(weights)
+            names = {name for name, _ in model.named_parameters()}
+            if loaded is not None and (missing := names - loaded):
+                raise ValueError(f"vLLM got no weights for {', '.join(sorted(missing))}.")
+            process_weights_after_loading(model, worker.model_config, worker.device)
+        self.free()
+
+
+@contextmanager
+def packed_weights() -> Iterator[PackedWeights]:
+    """Collect the parameters that vLLM packs in this process within the block, if it packs any."""
+    from vllm.model_executor.layers import utils
+
+    module: Any = utils
+    packed, pack = PackedWeights(), getattr(module, "dispatch_cpu_unquantized_gemm", None)
+    if pack is None:
+        yield packed
+        return
+
+    def pack_and_keep(layer: Any, remove_weight: bool) -> None:
+        weight = layer.weight
+        pack(layer, remove_weight)
+        if layer.weight is not weight:
+            packed.removed.append((layer, weight, weight.shape))
+
+    module.dispatch_cpu_unquantized_gemm = pack_and_keep
+    try:
+        yield packed
+    finally:
+        module.dispatch_cpu_unquantized_gemm = pack
+    packed.free()
+
+
+def can_load_again(model: Any) -> bool:
+    """Return whether loading and packing may be repeated: nothing but plain matrices is packed."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    return all(
+        type(layer.quant_method) in plain and layer.weight.dim() <= 2
+        for layer in model.modules()
+        if isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase)
+    )

@@ -93,6 +93,11 @@ def fingerprint_of(runner: Any) -> str:
     return name
 
 
+def forget_fingerprint(runner: Any) -> None:
+    """Let a runner whose weights may be others now have another name."""
+    vars(runner).pop(_FINGERPRINT, None)
+
+
 def patch_loads(module: ModuleType) -> None:
     """Let every load of weights forget the runner's fingerprint."""
     worker: Any = module.Worker
@@ -103,7 +108,7 @@ def patch_loads(module: ModuleType) -> None:
             try:
                 return load(self, *args, **kwargs)
             finally:  # half of a load is another one too
-                vars(self.model_runner).pop(_FINGERPRINT, None)
+                forget_fingerprint(self.model_runner)
 
         return loaded
 

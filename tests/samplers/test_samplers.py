@@ -8,6 +8,7 @@ import torch
 
 from prime_composer.backends.hf_model import read_eos_token_ids
 from prime_composer.backends.protocols import Limits, Sampler, SamplingParams
+from prime_composer.backends.vllm import can_load_again
 from prime_composer.samplers.transformers import TransformersSampler, processed_logprobs
 from prime_composer.samplers.vllm import VLLMSampler
 
@@ -229,3 +230,59 @@ def test_two_engines_do_not_share_weights(vllm_sampler, vllm_scorer, models, tie
     vllm_sampler.update_weights(models.tied_model)
     assert torch.equal(before.teacher_logprobs, after.teacher_logprobs)
     assert not after.teacher_logprobs.isnan().any()
+
+
+@pytest.mark.vllm
+def test_packed_weights_are_those_of_reload_weights(
+    vllm_sampler, models, tied_model, plain_logprobs, monkeypatch
+):
+    """A CPU engine takes new weights without vLLM's reload, and the numbers are the same bits."""
+    with torch.no_grad():
+        for index, parameter in enumerate(tied_model.parameters()):
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
+            parameter.mul_(1 + 0.3 * noise)
+    packed, found = vllm_sampler._packed, {}
+    assert len(packed.removed) == 8  # four matrices in each of two layers
+    for name, own in {"packed": packed, "reloaded": None}.items():
+        vllm_sampler.update_weights(models.tied_model)
+        monkeypatch.setattr(vllm_sampler, "_packed", own)
+        vllm_sampler.update_weights(tied_model)
+        (found[name],) = vllm_sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=9), seed=0)
+        assert all(weight.numel() == 0 for _, weight, _ in packed.removed)
+        monkeypatch.setattr(vllm_sampler, "_packed", packed)
+    vllm_sampler.update_weights(models.tied_model)
+    first, second = found.values()
+    assert first.token_ids.equal(second.token_ids)
+    mu = first.inference_logprobs[first.loss_mask]
+    assert mu.equal(second.inference_logprobs[second.loss_mask])
+    rows = plain_logprobs(tied_model, first.token_ids)
+    expected = [float(rows[t, first.token_ids[t]]) for t in completion_positions(first)]
+    assert mu.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.vllm
+def test_packed_weights_refuse_a_model_with_a_weight_left_out(vllm_sampler, models):
+    weights = dict(models.tied_model.state_dict())
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    with pytest.raises(ValueError, match="no weights for model.layers.1.mlp.down_proj.weight"):
+        vllm_sampler.llm.collective_rpc(vllm_sampler._packed.load, args=(iter(weights.items()),))
+    vllm_sampler.update_weights(models.tied_model)
+
+
+@pytest.mark.vllm
+def test_packed_weights_are_of_plain_matrices_alone(vllm_sampler):
+    """Weights of any other method or shape are loaded by vLLM's reload_weights."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    class Quantized(UnquantizedLinearMethod):
+        pass
+
+    def model(method, *shape):
+        layer = torch.nn.Module()
+        layer.quant_method, layer.weight = method, torch.nn.Parameter(torch.zeros(shape))
+        return torch.nn.Sequential(layer, torch.nn.LayerNorm(4))
+
+    assert can_load_again(vllm_sampler._own_model())
+    assert can_load_again(model(UnquantizedLinearMethod(), 4, 4))
+    assert not can_load_again(model(UnquantizedLinearMethod(), 4, 4, 4))
+    assert not can_load_again(model(Quantized(), 4, 4))
