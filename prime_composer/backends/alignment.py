@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from prime_composer.backends.answers import InvalidAnswer, check_completion, check_scores
+from prime_composer.backends.answers import InvalidAnswer, check_batch, check_completion
 from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, readable
@@ -149,8 +149,8 @@ def checked(
 ) -> Scores:
     """Return a model's scores of a sequence, checked (``answers.check_scores``).
 
-    Every scorer runs its scores through here. A sampled token that the teacher's head lacks gets
-    the log-prob of such an id (``shared_vocabulary``).
+    Every scorer runs its scores through here, or through ``all_checked``. A sampled token that the
+    teacher's head lacks gets the log-prob of such an id (``shared_vocabulary``).
 
     Args:
         scores: as the model gave them.
@@ -162,19 +162,41 @@ def checked(
     Raises:
         InvalidAnswer: these cannot be log-probs of one distribution per position.
     """
-    check_scores(
-        scores,
-        sequence.sampled,
+    (one,) = all_checked([scores], [sequence], k=k, origin=origin, ranked=ranked)
+    return one
+
+
+def all_checked(
+    scores: Sequence[Scores],
+    sequences: Sequence[SequenceToScore],
+    *,
+    k: int,
+    origin: str,
+    ranked: bool = True,
+) -> list[Scores]:
+    """Return a model's scores of several sequences, checked together as ``checked`` does.
+
+    All sequences agree in ``trained`` and ``vocab_size``.
+    """
+    if not sequences:
+        return []
+    check_batch(
+        [
+            (one, sequence.sampled, sequence.index)
+            for one, sequence in zip(scores, sequences, strict=True)
+        ],
         k=k,
-        vocab_size=sequence.vocab_size,
+        vocab_size=sequences[0].vocab_size,
         origin=origin,
-        sequence=sequence.index,
         ranked=ranked,
-        trained=sequence.trained,
+        trained=sequences[0].trained,
     )
-    if not sequence.lacks.any():
-        return scores
-    return replace(scores, ref_logprobs=scores.ref_logprobs.masked_fill(sequence.lacks, LOG_FLOOR))
+    return [
+        replace(one, ref_logprobs=one.ref_logprobs.masked_fill(sequence.lacks, LOG_FLOOR))
+        if sequence.lacks.any()
+        else one
+        for one, sequence in zip(scores, sequences, strict=True)
+    ]
 
 
 def check_lengths(

@@ -9,10 +9,11 @@ or the log-prob 0 of every token where no support was asked for.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
@@ -69,36 +70,107 @@ def check_scores(
     Raises:
         InvalidAnswer: they cannot.
     """
-    own, ids = scores.ref_logprobs.numpy(), scores.token_ids.numpy()
-    logprobs, n = scores.teacher_logprobs.numpy(), len(sampled)
-    place = "" if sequence is None else f"sequence {sequence}, "
-    if own.shape != (n,) or ids.shape != (n, k) or logprobs.shape != (n, k):
-        raise InvalidAnswer(
-            f"{origin} gave scores of shapes {own.shape}, {ids.shape} and {logprobs.shape} for "
-            f"{place}{n} tokens, where ({n},) and twice ({n}, {k}) were expected."
-        )
-    rows = max(1, BLOCK // max(k, 1))
-    for first in range(0, n, rows):
-        block = slice(first, first + rows)
+    check_batch(
+        [(scores, sampled, sequence)],
+        k=k,
+        vocab_size=vocab_size,
+        origin=origin,
+        ranked=ranked,
+        trained=trained,
+    )
+
+
+def check_batch(
+    batch: Sequence[tuple[Scores, Tensor, int | None]],
+    *,
+    k: int,
+    vocab_size: int | None,
+    origin: str,
+    ranked: bool = True,
+    trained: bool = True,
+) -> None:
+    """Check the scores of several sequences as ``check_scores`` does, in arrays of ``BLOCK``.
+
+    Args:
+        batch: scores, sampled tokens and index of each sequence.
+        k, vocab_size, origin, ranked, trained: of ``check_scores``, for all of them.
+
+    Raises:
+        InvalidAnswer: one cannot be of one distribution; the message names it.
+    """
+    for scores, sampled, sequence in batch:
+        n = len(sampled)
+        own, ids, logprobs = scores.ref_logprobs, scores.token_ids, scores.teacher_logprobs
+        if own.shape != (n,) or ids.shape != (n, k) or logprobs.shape != (n, k):
+            shapes = [tuple(array.shape) for array in (own, ids, logprobs)]
+            raise InvalidAnswer(
+                f"{origin} gave scores of shapes {shapes[0]}, {shapes[1]} and {shapes[2]} for "
+                f"{_place(sequence)}{n} tokens, where ({n},) and twice ({n}, {k}) were expected."
+            )
+    for pieces in _blocks(batch, max(1, BLOCK // max(k, 1))):
+        known = [
+            None if scores.known is None else scores.known[rows] for scores, _, _, rows in pieces
+        ]
         _check_rows(
-            own[block],
-            ids[block],
-            logprobs[block],
-            None if scores.known is None else scores.known[block].numpy(),
-            sampled[block].numpy(),
+            _joined([scores.ref_logprobs[rows] for scores, _, _, rows in pieces]),
+            _joined([scores.token_ids[rows] for scores, _, _, rows in pieces]),
+            _joined([scores.teacher_logprobs[rows] for scores, _, _, rows in pieces]),
+            None
+            if all(one is None for one in known)
+            else _joined([scores.all_known[rows] for scores, _, _, rows in pieces]),
+            _joined([sampled[rows] for _, sampled, _, rows in pieces]),
             vocab_size=vocab_size,
             ranked=ranked,
             trained=trained,
-            refuse=functools.partial(
-                _refuse_score, f"{origin} gave a wrong score at {place}", scores.start + first
-            ),
+            refuse=functools.partial(_refuse_score, origin, pieces),
         )
 
 
-def _refuse_score(beginning: str, start: int, row: int, found: str, expected: str) -> NoReturn:
-    raise InvalidAnswer(
-        f"{beginning}position {start + row}: {found}, where {expected} was expected."
-    )
+_Piece = tuple[Scores, Tensor, int | None, slice]
+"""Some rows of one sequence."""
+
+
+def _blocks(
+    batch: Sequence[tuple[Scores, Tensor, int | None]], size: int
+) -> Iterator[list[_Piece]]:
+    """Yield the rows of all sequences, in order, ``size`` at a time."""
+    pieces: list[_Piece] = []
+    room = size
+    for scores, sampled, sequence in batch:
+        first = 0
+        while first < len(sampled):
+            count = min(room, len(sampled) - first)
+            pieces.append((scores, sampled, sequence, slice(first, first + count)))
+            first, room = first + count, room - count
+            if not room:
+                yield pieces
+                pieces, room = [], size
+    if pieces:
+        yield pieces
+
+
+def _joined(parts: Sequence[Tensor]) -> NDArray[Any]:
+    joined: NDArray[Any] = (parts[0] if len(parts) == 1 else torch.cat([*parts])).numpy()
+    return joined
+
+
+def _place(sequence: int | None) -> str:
+    return "" if sequence is None else f"sequence {sequence}, "
+
+
+def _refuse_score(
+    origin: str, pieces: Sequence[_Piece], row: int, found: str, expected: str
+) -> NoReturn:
+    for scores, _, sequence, rows in pieces:
+        count = rows.stop - rows.start
+        if row < count:
+            position = scores.start + rows.start + row
+            raise InvalidAnswer(
+                f"{origin} gave a wrong score at {_place(sequence)}position {position}: {found}, "
+                f"where {expected} was expected."
+            )
+        row -= count
+    raise AssertionError("the row is of one of the sequences")
 
 
 def _check_rows(
@@ -113,7 +185,7 @@ def _check_rows(
     trained: bool,
     refuse: Callable[[int, str, str], NoReturn],
 ) -> None:
-    """Check some rows of ``check_scores``; ``refuse`` gets the wrong one's index among them."""
+    """Check some rows of ``check_batch``; ``refuse`` gets the wrong one's index among them."""
     n, k = ids.shape
     # Conditions that NaN must not pass are negated.
     right = own <= LOGPROB_TOLERANCE

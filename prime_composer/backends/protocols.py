@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -56,7 +57,7 @@ class Rollout:
             prompt_index,
         )
 
-    @property
+    @cached_property
     def start(self) -> int:
         """Index of the first trained token; ``len(token_ids)`` where no token is trained."""
         trained = self.loss_mask.nonzero()

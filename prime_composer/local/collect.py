@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -111,10 +110,9 @@ class Collector:
 
 def problems_of_step(problems: ProblemSet, count: int, seed: int, step: int) -> list[Problem]:
     """Return the ``count`` problems of a step, shared among the environments by their ratios."""
-    sizes = Counter(problem.environment for problem in problems.practice)
     indices = environment_batches(
-        list(sizes.values()),
-        [problems.ratio(name) for name in sizes],
+        list(problems.sizes.values()),
+        [problems.ratio(name) for name in problems.sizes],
         count,
         seed,
         step - 1,

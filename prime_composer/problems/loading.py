@@ -3,8 +3,10 @@
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -72,6 +74,11 @@ class ProblemSet:
     def worked(self) -> list[Problem]:
         """The problems to train on that have answers or transcripts."""
         return [problem for problem in self.practice if problem.answer or problem.transcript]
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Number of problems to train on, by environment that has any."""
+        return dict(Counter(problem.environment for problem in self.practice))
 
     @property
     def names(self) -> list[str]:

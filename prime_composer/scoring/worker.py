@@ -126,7 +126,7 @@ class Progress:
 
 def uint8(content: bytes) -> Tensor:
     """Return bytes as a tensor."""
-    return torch.tensor(list(content), dtype=torch.uint8)
+    return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8))
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Piece:
 
 
 def read_payload(description: Tensor, data: Tensor, n: int) -> dict[str, Tensor]:
-    """Return name -> array, from an engine in this process.
+    """Return name -> array, from an engine in this process. The arrays are views of ``data``.
 
     Args:
         description: of the arrays (``Progress.payload``).
@@ -182,7 +182,7 @@ def read_payload(description: Tensor, data: Tensor, n: int) -> dict[str, Tensor]
     for name, dtype_name, columns in fields:
         dtype = DTYPES_BY_NAME[dtype_name]
         size = n * (columns or 1) * dtype.itemsize
-        array = data[offset : offset + size].clone().view(dtype)
+        array = data[offset : offset + size].view(dtype)
         arrays[name] = array.view(n, columns) if columns else array
         offset += size
     return arrays

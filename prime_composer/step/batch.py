@@ -52,7 +52,9 @@ def with_scores(sample: Sample, scores: Scores) -> Sample | None:
 
     None where it has none of any.
     """
-    if scores.scored is None or bool(scores.scored.all()):
+    if scores.scored is None:
+        return replace(sample, scores=scores)
+    if bool(scores.scored.all()):
         return replace(sample, scores=replace(scores, scored=None))
     rollout = sample.rollout
     mask = rollout.loss_mask.clone()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from prime_composer.backends.alignment import (
     SequenceToScore,
+    all_checked,
     check_lengths,
     check_support_size,
-    checked,
     sequences_to_score,
 )
 from prime_composer.backends.protocols import Limits, Rollout
@@ -104,10 +105,21 @@ class VLLMScorer:
         ]
         outputs = engine._run([s.token_ids for s in sequences], requests)
         head = self._head() if hidden else None
-        return [
+        read = [
             self._read(sequence, output.prompt_logprobs[-1], kind, request, head)
             for sequence, output, request in zip(sequences, outputs, asked, strict=True)
         ]
+        scores: list[Scores] = []
+        for columns, indices in groupby(range(len(asked)), lambda index: asked[index].k):
+            alike = [*indices]
+            scores += all_checked(
+                [read[index] for index in alike],
+                [sequences[index] for index in alike],
+                k=columns,
+                origin=f"The engine of {engine.model}",
+                ranked=kind.ranked,
+            )
+        return scores
 
     def _head(self) -> TeacherHead:
         """Return the engine's output head, which shares its memory."""
@@ -137,18 +149,13 @@ class VLLMScorer:
         request: KindRequest,
         head: TeacherHead | None,
     ) -> Scores:
+        """Return the scores of one sequence, which are not checked."""
         description, data = payload[:2]
         arrays = read_payload(description, data, len(sequence.lacks))
         shares = () if head is None else (HiddenStates(arrays.pop(HIDDEN.name), head),)
         numbers = {name: array.numpy() for name, array in arrays.items()}
-        scores = checked(
-            kind.scores(numbers, request, sequence.start),
-            sequence,
-            k=request.k,
-            origin=f"The engine of {self._engine.model}",
-            ranked=kind.ranked,
-        )
-        return replace(scores, hidden=shares)
+        scores = kind.scores(numbers, request, sequence.start)
+        return replace(scores, hidden=shares) if shares else scores
 
     def close(self) -> None:
         """Close the engine. Closing twice is harmless."""

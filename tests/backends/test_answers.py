@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from prime_composer.backends.alignment import make_rollout
-from prime_composer.backends.answers import IMPOSSIBLE, InvalidAnswer, check_scores
+from prime_composer.backends.answers import IMPOSSIBLE, InvalidAnswer, check_batch, check_scores
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.contract import Scores
 from prime_composer.samplers.server import ServerSampler
@@ -61,14 +61,18 @@ def answer_of(seed, n, k, sampled="anywhere", masked=False):
     )
 
 
-def check(a, **changes):
+def scores_of(a, known=None, start=START):
+    """Return an answer as scores. Some have shapes that no ``Scores`` may have."""
+    scores = object.__new__(Scores)
+    arrays = {"ref_logprobs": a.own, "token_ids": a.ids, "teacher_logprobs": a.logprobs}
+    vars(scores).update(arrays, hidden=(), known=known, start=start, scored=None)
+    return scores
+
+
+def check(a, known=None, **changes):
     """Run the validator, as every scorer does."""
     asked = {"k": a.k, "vocab_size": VOCAB, "origin": "The engine of m", "sequence": 7}
-    scores = SimpleNamespace(
-        ref_logprobs=a.own, token_ids=a.ids, teacher_logprobs=a.logprobs, known=None, start=START
-    )  # some have shapes that no Scores may have
-    vars(scores).update({name: changes.pop(name) for name in {"known"} & changes.keys()})
-    check_scores.__wrapped__(scores, a.sampled, **asked | changes)
+    check_scores(scores_of(a, known), a.sampled, **asked | changes)
 
 
 seeds = st.integers(0, 10**6)
@@ -215,6 +219,36 @@ def test_blocks_of_rows_name_the_wrong_position(monkeypatch, k):
     answer.own[4] = 0.3
     with pytest.raises(InvalidAnswer, match=f"position {START + 4}: .* is 0.3, where"):
         check(answer)
+
+
+@pytest.mark.parametrize("k", [0, 3, VOCAB])
+@pytest.mark.parametrize("block", [1, 2, 5, 100])
+def test_batch_names_sequence_and_position(monkeypatch, block, k):
+    """Sequences are checked together, in blocks that begin and end anywhere."""
+    monkeypatch.setattr("prime_composer.backends.answers.BLOCK", block * max(k, 1))
+    answers = [answer_of(seed, n, k) for seed, n in enumerate((3, 1, 4))]
+    some = torch.ones(4, k, dtype=torch.bool)
+    some[0, 2:3] = False
+
+    def check_all():
+        known = [None, None, some if k == 3 else None]
+        batch = [
+            (scores_of(one, known[index], START + index), one.sampled, 7 + index)
+            for index, one in enumerate(answers)
+        ]
+        check_batch(batch, k=k, vocab_size=VOCAB, origin="server", ranked=False)
+
+    check_all()
+    for index, row in ((0, 2), (1, 0), (2, 3)):
+        right = float(answers[index].own[row])
+        answers[index].own[row] = 0.3
+        place = f"sequence {7 + index}, position {START + index + row}: .* is 0.3, where"
+        with pytest.raises(InvalidAnswer, match=place):
+            check_all()
+        answers[index].own[row] = right
+    answers[1].own = answers[1].own[:0]
+    with pytest.raises(InvalidAnswer, match="sequence 8, 1 tokens"):
+        check_all()
 
 
 @pytest.mark.parametrize("value", [-math.inf, IMPOSSIBLE])
