@@ -146,7 +146,7 @@ def _totals(plan: Plan, found: Sequence[tuple["Row", Support]]) -> Totals:
         "tokens": len(plan.positions),
         "teacher_tokens": len(plan.teacher_ids),
         "scored": len(found),
-        "aligned": sum(not row.position.rest for row, _ in found),
+        "aligned": sum(row.position.aligned for row, _ in found),
         "noncanonical": sum(not row.position.canonical for row, _ in found),
         "support_size": sum(len(support) for _, support in found),
         "unresolved_mass": sum(1 - sum(q for _, q in support) for _, support in found),
@@ -234,10 +234,10 @@ class Row:
         if position.row >= len(ids):
             return
         tables, token = pair.tables, ids[position.row]
-        entry = int(tables.start[token]) + len(position.rest)
+        entry = pair.entry(token, position.skip)
         if not tables.asks[entry]:
             return
-        content = (pair.teacher.of_id[token] or b"")[len(position.rest) :]
+        content = pair.written(token, position.skip)
         (mass,) = self.rows.of(position.row, [token])
         first = int(tables.first[entry])
         if first >= 0:
@@ -322,6 +322,9 @@ class Row:
             chosen = [i for i in begun if i is not None and i != own]
             return math.fsum(self.rows.of(position.row, chosen))
         path = pair.path(token)
+        if position.skip < 0:
+            whole = (pair.student.of_id[token] or b"").removeprefix(pair.before)
+            path = [*(pair.teacher.encode_bytes(whole) or ())]
         if len(path) < 2:
             return 0.0
         mass = 1.0

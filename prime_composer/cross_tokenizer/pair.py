@@ -25,9 +25,12 @@ class Tables:
     An *entry* is a teacher's token w from its byte d on: what w still writes where the student has
     written its first d bytes. Its index is ``start[w] + d``.
 
+    A pair whose student has a lead that the teacher does not have (``Pair``) has one entry more for
+    each token: ``start[w] - 1``, the lead and then all of w.
+
     Attributes:
         order: the teacher's ordinary ids, sorted by their bytes.
-        start: index of each teacher token's first entry, and of the end, [V_T + 1].
+        start: index of each teacher token's entry 0, and of the one after the last, [V_T + 1].
         first: first token of the student's encoding of each entry; -1 where the entry begins inside
             a character.
         open: whether what follows may change that first token.
@@ -49,12 +52,19 @@ class Tables:
 class Pair:
     """A teacher's and a student's tokenizer.
 
+    A *lead* is what a model writes in front of each answer and is no part of it: a space, with some
+    templates of sentencepiece tokenizers.
+
     Args:
         teacher: the teacher's tokenizer.
         student: the student's.
         teacher_ends: the teacher's ids that end its turn.
         student_end: the student's id that ends its turn.
         texts: texts as the teacher writes them. On these is counted which of its tokens are open.
+        leads: the teacher's lead and the student's. Each is empty, a space, or that of the other.
+
+    Raises:
+        ValueError: the leads are others.
     """
 
     def __init__(
@@ -64,15 +74,22 @@ class Pair:
         teacher_ends: Iterable[int],
         student_end: int,
         texts: Iterable[str],
+        leads: tuple[bytes, bytes] = (b"", b""),
     ):
+        if leads[0] != leads[1] and not {*leads} <= {b"", b" "}:
+            raise ValueError(f"leads {leads} that differ by more than a space")
         self.teacher, self.student = teacher, student
+        self.teacher_lead, self.student_lead = leads
+        self.before = b"" if leads[0] else leads[1]
+        """What the student writes in front of all that the teacher writes."""
         self.teacher_ends, self.student_end = sorted(teacher_ends), student_end
         self.prefixes = frozenset(
             content[:end] for content in student.of_id if content for end in range(1, len(content))
         )
         self.tables = self._build(texts)
         self.contents = [teacher.of_id[i] or b"" for i in self.tables.order.tolist()]
-        self.id_of = dict(zip(self.contents, self.tables.order.tolist(), strict=True))
+        self.longest = max(map(len, self.contents), default=0)
+        self.id_of = self._ids_of_contents()
         self.path_first = np.full(len(student.of_id), -1)
         long = np.flatnonzero(np.diff(self.tables.path_start) > 1)
         self.path_first[long] = self.tables.path_ids[self.tables.path_start[long]]
@@ -83,6 +100,15 @@ class Pair:
         begin, end = self.tables.path_start[student_id : student_id + 2]
         ids: list[int] = self.tables.path_ids[begin:end].tolist()
         return ids
+
+    def entry(self, teacher_id: int, skip: int) -> int:
+        """Return the index of a teacher token's entry from a byte on; -1: with the lead."""
+        return int(self.tables.start[teacher_id]) + skip
+
+    def written(self, teacher_id: int, skip: int) -> bytes:
+        """Return the bytes of that entry."""
+        content = self.teacher.of_id[teacher_id] or b""
+        return self.before + content if skip < 0 else content[skip:]
 
     def longer_than(self, prefix: bytes) -> slice:
         """Return where in ``order`` the tokens are that begin with some bytes and are longer."""
@@ -96,15 +122,30 @@ class Pair:
         """Return whether what follows may change the first student token of some bytes."""
         return content in self.prefixes or changes_with_a_digit(self.student, content, first)
 
+    def begins_with(self, before: int | None, token: int) -> bool:
+        """Return whether the student itself writes a token after another, or first (None)."""
+        if before is not None:
+            return self.canonical(before, token)
+        return (self.student.of_id[token] or b"").startswith(self.student_lead)
+
     def _canonical(self, left: int, right: int) -> bool:
         """Return whether the student itself writes two tokens next to each other."""
         of_id = self.student.of_id
         encoded = self.student.encode_bytes((of_id[left] or b"") + (of_id[right] or b""))
         return encoded is None or encoded == (left, right)
 
+    def _ids_of_contents(self) -> dict[bytes, int]:
+        """Return the id of each content. Of several, it is the one that the teacher writes."""
+        ids: dict[bytes, int] = {}
+        for content, index in zip(self.contents, self.tables.order.tolist(), strict=True):
+            if content not in ids or self.teacher.encode_bytes(content) == (index,):
+                ids[content] = index
+        return ids
+
     def _build(self, texts: Iterable[str]) -> Tables:
         teacher, student = self.teacher.of_id, self.student.of_id
-        start = np.cumsum([0, *(len(content or b"") for content in teacher)])
+        full = [self.before + content if content else b"" for content in teacher]
+        start = np.cumsum([0, *map(len, full)]) + len(self.before)
         order = sorted((i for i, c in enumerate(teacher) if c), key=lambda i: teacher[i] or b"")
         paths = encoded_bytes(self.teacher, [content or b"" for content in student])
         begun_by_longer = {path[0] for path in paths if path is not None and len(path) > 1}
@@ -113,8 +154,7 @@ class Pair:
         of_entry = np.array(
             [
                 index_of.setdefault(content[d:], len(index_of))
-                for content in teacher
-                if content
+                for content in full
                 for d in range(len(content))
             ]
         )
@@ -127,7 +167,7 @@ class Pair:
             ]
         )
         begins_longer = np.array([content in self.prefixes for content in remainders])
-        first_entries = start[order]
+        first_entries = start[order]  # of whole tokens
         is_open = (is_cut | digits | begins_longer)[of_entry]
         is_open[first_entries] = (is_cut | digits)[of_entry[first_entries]] | np.isin(
             order, [*begun_by_longer]

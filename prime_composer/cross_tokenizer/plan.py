@@ -35,6 +35,8 @@ class Position:
         off_path: by row, the teacher's tokens within ``rest`` that its own encoding does not have.
         filtered: only tokens count that the student writes after ``before``.
         canonical: the student itself writes this token after the one before.
+        skip: bytes of the teacher's next token that the student has written; -1 in front of the
+            student's lead.
     """
 
     token: int
@@ -45,6 +47,12 @@ class Position:
     off_path: tuple[tuple[int, tuple[int, ...]], ...]
     filtered: bool
     canonical: bool
+    skip: int
+
+    @property
+    def aligned(self) -> bool:
+        """Whether a token of the teacher begins at the same byte."""
+        return self.skip == 0
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,8 @@ class Plan:
     """How a rollout is read with the teacher's rows.
 
     Attributes:
-        teacher_ids: the teacher's encoding of the rollout's text. Row j of the teacher comes after
-            j of these.
+        teacher_ids: the teacher's encoding of its lead and the rollout's text. Row j of the teacher
+            comes after j of these.
         positions: one per token of the student. None: it has no score, because it begins inside a
             character or after a special token, or the teacher's encoding is of another text.
     """
@@ -73,48 +81,52 @@ def plan_of(pair: Pair, token_ids: Sequence[int]) -> Plan:
     length = next((at for at, i in enumerate(token_ids) if of_id[i] is None), len(token_ids))
     written = list(token_ids[:length])
     content = pair.student.bytes_of(written)
-    text, _ = whole_characters(content)
-    teacher_ids = tuple(pair.teacher.encode_all([text or ""])[0])
-    starts = pair.student.starts(written)
-    reader = _Reader(pair, (text or "").encode(), teacher_ids)
-    words = pair.student.word_starts(text or "")
-    whole = len(reader.content)
+    lead = pair.student_lead if content.startswith(pair.student_lead) else b""
+    text = whole_characters(content[len(lead) :])[0] or ""
+    starts, whole = pair.student.starts(written), len(lead) + len(text.encode())
+    reader = _Reader(pair, text)
+    words = pair.student.word_starts(lead.decode() + text)
     positions: list[Position | None] = []
     restarts = False
     for at, token in enumerate(token_ids[: length + 1]):
-        begin = starts[at]
+        begin = starts[at] + len(pair.teacher_lead) - len(lead if at else pair.student_lead)
         before = written[at - 1] if at else None
-        restarts = restarts and begin not in words
-        canonical = before is None or at == length or pair.canonical(before, token)
+        restarts = restarts and starts[at] not in words
+        canonical = at == length or pair.begins_with(before, token)
         is_cut = at < length and starts[at + 1] > whole
         positions.append(
             None if is_cut else reader.position(begin, token, before, not restarts, canonical)
         )
         restarts = restarts or not canonical
     positions += [None] * (len(token_ids) - len(positions))
-    return Plan(teacher_ids, tuple(positions))
+    return Plan(reader.teacher_ids, tuple(positions))
 
 
 class _Reader:
-    """Finds the teacher's rows at a byte of a text."""
+    """Finds the teacher's rows at a byte of what it writes for a text, its lead included."""
 
-    def __init__(self, pair: Pair, content: bytes, teacher_ids: Sequence[int]):
-        self.pair, self.content, self.teacher_ids = pair, content, teacher_ids
-        self.starts = pair.teacher.starts(teacher_ids)
-        self.words = sorted(pair.teacher.word_starts(content.decode()))
-        read = pair.teacher.bytes_of(teacher_ids)
-        same = next(
-            (i for i, (a, b) in enumerate(zip(read, content, strict=False)) if a != b), len(content)
-        )
-        self.readable = min(same, len(read))
+    def __init__(self, pair: Pair, text: str):
+        self.pair = pair
+        # Without any text nothing is known to follow the lead.
+        self.content = pair.teacher_lead + text.encode() if text else b""
+        self.teacher_ids = tuple(pair.teacher.encode_all([self.content.decode()])[0])
+        self.starts = pair.teacher.starts(self.teacher_ids)
+        self.words = sorted(pair.teacher.word_starts(self.content.decode()))
+        read = pair.teacher.bytes_of(self.teacher_ids)
+        both = enumerate(zip(read, self.content, strict=False))
+        same = next((i for i, (a, b) in both if a != b), len(self.content))
+        self.readable = max(min(same, len(read)), len(pair.teacher_lead))
 
     def position(
         self, begin: int, token: int, before: int | None, filtered: bool, canonical: bool
     ) -> Position | None:
-        content = self.content
-        inside_character = begin < len(content) and content[begin] & 0xC0 == 0x80
+        """Return where a token begins; None where it has no score."""
+        content = self.content or self.pair.teacher_lead
+        inside_character = 0 <= begin < len(content) and content[begin] & 0xC0 == 0x80
         if begin > self.readable or inside_character:
             return None
+        if begin < 0:
+            return Position(token, before, 0, b"", (), (), filtered, canonical, skip=begin)
         last = bisect_right(self.starts, begin) - 1
         word = self.words[bisect_left(self.words, begin) - 1] if begin else 0
         straddling, off_path = [], []
@@ -127,16 +139,19 @@ class _Reader:
             tokens = self.pair.longer_than(rest)
             if tokens.stop > tokens.start:
                 straddling.append(Straddling(row, tokens, len(rest)))
-            ids = (self.pair.id_of.get(rest[:end]) for end in range(1, len(rest) + 1))
+            ends = range(1, min(len(rest), self.pair.longest) + 1)
+            ids = (self.pair.id_of.get(rest[:end]) for end in ends)
             own = self.teacher_ids[row] if row < len(self.teacher_ids) else None
             off_path.append((row, tuple(i for i in ids if i is not None and i != own)))
+        rest = content[self.starts[last] : begin]
         return Position(
             token,
             before,
             last,
-            content[self.starts[last] : begin],
+            rest,
             tuple(straddling),
             tuple(off_path),
             filtered,
             canonical,
+            skip=len(rest),
         )

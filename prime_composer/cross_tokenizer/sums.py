@@ -26,7 +26,7 @@ class Candidates:
         closed: mass of teacher tokens after which the first student token is certain, [n, m].
         open: mass of those after which it is not, [n, m].
         total: both over the whole vocabulary, and tokens that write a part of a character, [n].
-        end: the teacher's mass on the end of its turn, [n]; 0 inside a token.
+        end: the teacher's mass on the end of its turn, [n]; 0 inside a token, but for a lead.
         nobody: the teacher's mass on tokens that write nothing, [n]; 0 inside a token.
         off_path: the teacher's mass on other tokenizations of the text before, [n]: a bound.
         unlisted: mass that the rows do not list, which may belong to any token here, [n]; 0 where
@@ -105,16 +105,21 @@ class Sums:
         closed = probabilities.new_zeros((n, width + 1))
         open_ = torch.zeros_like(closed)
         end, nobody = probabilities.new_zeros(n), probabilities.new_zeros(n)
-        aligned = [at for at, position in enumerate(positions) if not position.rest]
-        if aligned:
-            rows = probabilities[[positions[at].row for at in aligned]]
+        for skip in (-1, 0):
+            here = [at for at, position in enumerate(positions) if position.skip == skip]
+            if not here:
+                continue
+            rows = probabilities[[positions[at].row for at in here]]
             mass = rows[:, self._order]
-            entries = self._start[self._order]
+            entries = self._start[self._order] + skip
             first, is_open = self._first[entries], self._open[entries]
             for target, use in ((closed, ~is_open), (open_, is_open)):
-                target[aligned] = target[aligned].index_add(1, first[use], mass[:, use])
-            end[aligned] = rows[:, self._ends].sum(-1)
-            nobody[aligned] = (1 - mass.sum(-1) - end[aligned]).clamp_min(0)
+                target[here] = target[here].index_add(1, first[use], mass[:, use])
+            end[here] = rows[:, self._ends].sum(-1)
+            nobody[here] = (1 - mass.sum(-1) - end[here]).clamp_min(0)
+        for at, position in enumerate(positions):
+            if position.before is None and position.skip > 0:  # behind the teacher's lead
+                end[at] = probabilities[position.row, self._ends].sum()
         unlisted = self._straddle(probabilities, log_path, positions, closed, open_)
         both = closed + open_
         total = both.sum(-1)

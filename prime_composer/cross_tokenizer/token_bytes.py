@@ -1,12 +1,14 @@
 """What the tokens of a tokenizer write, and how it encodes what others wrote.
 
-Supported are byte-level BPE tokenizers, those with GPT-2's alphabet: Llama 3, Qwen, SmolLM, tekken.
-This room rests on a property of BPE: a sequence of tokens is what the tokenizer itself writes
-exactly where each pair of neighbors is.
+Supported are two families of BPE: byte-level ones, with GPT-2's alphabet (Llama 3, Qwen, SmolLM,
+tekken), and sentencepiece's, with a sign for the space and a token for every byte (Llama 2, Mistral
+before tekken, Gemma). This room rests on a property of BPE: a sequence of tokens is what the
+tokenizer itself writes exactly where each pair of neighbors is.
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -25,12 +27,22 @@ PROBES = (
 """Texts whose bytes a tokenizer must keep: numbers, white space, and what normalizers change."""
 
 
+SPACE = "\u2581"
+"""Sentencepiece's sign for a space."""
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""Sentencepiece's token for a byte of a character that has no token."""
+
+
 class UnsupportedTokenizer(ValueError):
     """The bytes that tokens write do not follow from the tokenizer. The message says why."""
 
 
 class TokenBytes:
-    """A byte-level BPE tokenizer as a code: every ordinary token writes bytes.
+    """A BPE tokenizer as a code: every ordinary token writes bytes.
+
+    Encodings are those of a text that goes on. Where a tokenizer writes a space in front of every
+    text, this is left out: whoever needs it puts it into the text.
 
     Args:
         tokenizer: of the ``tokenizers`` library.
@@ -40,27 +52,35 @@ class TokenBytes:
 
     Attributes:
         of_id: bytes of each id. None: a special token, which writes nothing.
-        digest: names the tokenizer by its content.
+        digest: names the tokenizer by what decides its encodings, the ids that write nothing
+            included.
 
     Raises:
-        UnsupportedTokenizer: it is no byte-level BPE, or its tokens do not write the text.
+        UnsupportedTokenizer: it is of no supported family, or its tokens do not write the text.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, who: str, size: int = 0, silent: Iterable[int | None] = ()
     ):
-        content = tokenizer.to_str()
-        _check_family(json.loads(content), who)
-        self._tokenizer = Tokenizer.from_str(content)
+        content = json.loads(tokenizer.to_str())
+        self._has_sign = _is_sentencepiece(content, who)
+        if self._has_sign:
+            _encode_what_goes_on(content)
+        self._tokenizer = Tokenizer.from_str(json.dumps(content))
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         # A text that spells a special token is text: its characters are encoded.
         self._tokenizer.encode_special_tokens = True
-        self.digest = hashlib.sha256(content.encode()).hexdigest()
-        of_id, quiet = _bytes_of_ids(self._tokenizer), {*silent}
+        of_id, quiet = _bytes_of_ids(self._tokenizer, self._has_sign), {*silent}
         self.of_id = tuple(
             None if index in quiet or index >= len(of_id) else of_id[index]
             for index in range(max(size, len(of_id)))
+        )
+        deciding = [content.get(key) for key in ("normalizer", "pre_tokenizer", "model")]
+        named = json.dumps([deciding, [i for i, of in enumerate(self.of_id) if of is None]])
+        self.digest = hashlib.sha256(named.encode()).hexdigest()
+        self._spaces_begin_words = self._has_sign and not any(
+            b" " in (of or b"").lstrip(b" ") for of in self.of_id
         )
         self.encode = lru_cache(CACHED_TEXTS)(lambda text: tuple(self.encode_all([text])[0]))
         for text in PROBES:
@@ -92,15 +112,22 @@ class TokenBytes:
 
     def word_starts(self, text: str) -> set[int]:
         """Return the bytes of a text at which the tokenizer begins anew: no token spans one."""
-        splitter = self._tokenizer.pre_tokenizer
-        if splitter is None:
-            return {0}
-        characters = {start for _, (start, _) in splitter.pre_tokenize_str(text)}
+        splitter, characters = self._tokenizer.pre_tokenizer, set[int]()
+        if splitter is not None:
+            signed = text.replace(" ", SPACE) if self._has_sign else text
+            characters = {start for _, (start, _) in splitter.pre_tokenize_str(signed)}
+        if self._spaces_begin_words:
+            characters |= {match.start() for match in re.finditer("(?<! ) ", text)}
         offsets = [0, *accumulate(len(character.encode()) for character in text)]
         return {0} | {offsets[start] for start in characters}
 
 
-def _check_family(content: dict[str, Any], who: str) -> None:
+def _is_sentencepiece(content: dict[str, Any], who: str) -> bool:
+    """Return whether a BPE has sentencepiece's form, and not GPT-2's.
+
+    Raises:
+        UnsupportedTokenizer: it has neither, or is no BPE.
+    """
     model = content["model"]
     kind = model.get("type")
     if kind != "BPE":
@@ -109,20 +136,40 @@ def _check_family(content: dict[str, Any], who: str) -> None:
             "pairs of tokens"
         )
     decoder = content["decoder"] or {}
-    if not any(part["type"] == "ByteLevel" for part in decoder.get("decoders", [decoder]) if part):
+    decoders = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
+    if "ByteLevel" in decoders:
+        return False
+    if not (model.get("byte_fallback") and "ByteFallback" in decoders):
         raise UnsupportedTokenizer(
-            f"{who}'s tokenizer is a BPE of characters (its decoder is not ByteLevel), and only "
-            "byte-level tokenizers are supported"
+            f"{who}'s tokenizer is a BPE of characters (neither ByteLevel nor with byte_fallback), "
+            "so that some texts have no encoding"
         )
+    return True
 
 
-def _bytes_of_ids(tokenizer: Tokenizer) -> tuple[bytes | None, ...]:
+def _encode_what_goes_on(content: dict[str, Any]) -> None:
+    """Remove from a tokenizer's description the space that it writes in front of every text."""
+    normalizer, splitter = content["normalizer"] or {}, content["pre_tokenizer"] or {}
+    if normalizer.get("type") == "Prepend":
+        content["normalizer"] = None
+    parts = normalizer.get("normalizers", [])
+    parts[:] = [part for part in parts if part["type"] != "Prepend"]
+    for part in splitter.get("pretokenizers", [splitter]):
+        if part.get("type") == "Metaspace":
+            part["prepend_scheme"] = "never"
+
+
+def _bytes_of_ids(tokenizer: Tokenizer, has_sign: bool) -> tuple[bytes | None, ...]:
     """Return the bytes of each id; None for special tokens and for ids that no token has."""
     byte_of = _byte_of_characters()
     added = tokenizer.get_added_tokens_decoder()
     found: list[bytes | None] = [None] * (1 + max(tokenizer.get_vocab().values()))
     for token, index in tokenizer.get_vocab().items():
-        if index not in added:
+        if index not in added and has_sign:
+            byte = BYTE_TOKEN.fullmatch(token)
+            text = token.replace(SPACE, " ").encode()
+            found[index] = bytes.fromhex(byte[1]) if byte else text
+        elif index not in added:
             found[index] = bytes(byte_of[character] for character in token)
         elif not added[index].special:
             found[index] = token.encode()

@@ -37,7 +37,13 @@ from prime_composer.teachers.compatibility import (
     TokenServer,
     check_served_tokenizer,
 )
-from prime_composer.teachers.tokenizer_pair import LONGER, Prompts, TeacherPrompts, make_pair
+from prime_composer.teachers.tokenizer_pair import (
+    LONGER,
+    Prompts,
+    TeacherPrompts,
+    lead_of,
+    make_pair,
+)
 from prime_composer.teachers.watch import COMPARED_IDS, KnownRequest, starts_of
 
 WHOLE_UP_TO = 4096
@@ -88,7 +94,10 @@ def with_own_tokenizer(
         )
     prompts = TeacherPrompts(problem_set, student, tokenizer, student_prompt)
     sizes = scorer.limits.vocab_size or 0, vocab_size
-    pair = make_pair(tokenizer, student, read_eos_token_ids(model), prompts.texts(), table, sizes)
+    leads = lead_of(tokenizer, problem_set, table), lead_of(student, problem_set, table)
+    pair = make_pair(
+        tokenizer, student, read_eos_token_ids(model), prompts.texts(), table, sizes, leads
+    )
     parts = [part for part, _ in loss.needs_by_section().values()]
     fixed = any(part.needs_fixed_support for part in parts)
     return OwnTokenizerScorer(scorer, pair, prompts, vocab_size, fixed=fixed, table=table)
@@ -369,10 +378,12 @@ class OwnTokenizerSampler:
         ]
 
     def _encoded(self, rollout: Rollout, prompt: Sequence[int], most: int) -> Rollout:
-        content = self._pair.teacher.bytes_of(rollout.completion_ids)
-        ids = list(self._pair.student.encode(content.decode(errors="ignore")))
+        pair = self._pair
+        content = pair.teacher.bytes_of(rollout.completion_ids).removeprefix(pair.teacher_lead)
+        text = content.decode(errors="ignore")
+        ids = list(pair.student.encode(pair.student_lead.decode() + text if text else ""))
         if rollout.finish_reason == "stop" or not ids:
-            ids.append(self._pair.student_end)
+            ids.append(pair.student_end)
         return Rollout.not_sampled(
             torch.tensor([*prompt, *ids[:most]]),
             len(prompt),

@@ -6,9 +6,14 @@ from typing import Any
 
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes, UnsupportedTokenizer
-from prime_composer.problems.config import Problem
+from prime_composer.problems.config import DataConfig, Problem
 from prime_composer.problems.loading import ProblemSet
-from prime_composer.problems.prompts import answer_text, prompt_text, render_prompt
+from prime_composer.problems.prompts import (
+    answer_text,
+    prompt_messages,
+    prompt_text,
+    render_prompt,
+)
 from prime_composer.teachers.compatibility import PreflightError, check_tokenizers
 
 COUNTED_PROBLEMS = 2000
@@ -114,6 +119,7 @@ def make_pair(
     texts: Iterable[str],
     table: str,
     sizes: tuple[int, int] = (0, 0),
+    leads: tuple[bytes, bytes] = (b"", b""),
 ) -> Pair:
     """Return the tables of two tokenizers of transformers.
 
@@ -124,6 +130,7 @@ def make_pair(
         texts: texts as the teacher writes them.
         table: the teacher's table in the recipe, for messages.
         sizes: entries of the teacher's and the student's heads.
+        leads: what the teacher and the student write in front of an answer (``lead_of``).
 
     Raises:
         PreflightError: both are the same, or one of them is none that can be compared.
@@ -142,7 +149,8 @@ def make_pair(
             codes.append(TokenBytes(backend, who, size, silent))
         except UnsupportedTokenizer as error:
             raise PreflightError(
-                f"{own}: {error}; choose {who.replace('the', 'a')} with a byte-level BPE tokenizer."
+                f"{own}: {error}; choose {who.replace('the', 'a')} with a byte-level BPE "
+                "tokenizer, or one of sentencepiece's with byte_fallback."
             ) from None
     if not ends[0]:
         raise PreflightError(
@@ -157,7 +165,36 @@ def make_pair(
             f"{own}, and both tokenizers are the same: leave it out, the comparison is exact and "
             "cheaper without it."
         )
-    return Pair(codes[0], codes[1], ends[0], student.eos_token_id, texts)
+    return Pair(codes[0], codes[1], ends[0], student.eos_token_id, texts, leads)
+
+
+def lead_of(tokenizer: Any, problem_set: ProblemSet, table: str) -> bytes:
+    """Return what a model writes in front of an answer, and is no part of it: a space, or nothing.
+
+    The chat template decides: some write a space between its prompt and the answer, so that the
+    first token begins with one. Without a template the answer has the space itself.
+
+    Raises:
+        PreflightError: the recipe's tables of data differ in it.
+    """
+    first = {problem.environment: problem for problem in reversed(problem_set.practice)}
+    leads = {_lead(tokenizer, one, problem_set.config_of(one)) for one in first.values()}
+    if len(leads) > 1:
+        raise PreflightError(
+            f'[{table}] tokenizer = "own": with a chat template an answer follows a space, and '
+            "without one it does not; set chat_template to one value in all tables of data."
+        )
+    return leads.pop() if leads else b""
+
+
+def _lead(tokenizer: Any, problem: Problem, config: DataConfig) -> bytes:
+    if not config.chat_template:
+        return b""
+    messages = prompt_messages(problem, config)
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    answered = [*messages, {"role": "assistant", "content": "72"}]
+    whole = tokenizer.apply_chat_template(answered, tokenize=False)
+    return b" " if whole.startswith(f"{prompt} 72") else b""
 
 
 def are_one(teacher: Any, student: Any, texts: Sequence[str]) -> bool:

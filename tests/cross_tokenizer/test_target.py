@@ -41,13 +41,28 @@ class Toy:
             yield ids
 
 
-def toy(seed: int, *, words: bool, noncanonical: float = 0.0) -> Toy:
-    """Return a toy pair. Which entries are open is found by trying all continuations."""
-    teacher_tokens = random_tokenizer(2 * seed, ALPHABET, 5, words=words)
-    student = random_tokenizer(2 * seed + 1, ALPHABET, 5, words=words)
-    teacher = ToyTeacher(teacher_tokens, ALPHABET, 5, noncanonical, seed)
+def toy(
+    seed: int,
+    *,
+    words: bool,
+    noncanonical: float = 0.0,
+    signs: tuple[bool, bool] = (False, False),
+    leads: tuple[str, str] = ("", ""),
+) -> Toy:
+    """Return a toy pair. Which entries are open is found by trying all continuations.
+
+    ``signs`` says of teacher and student whether it is sentencepiece's.
+    """
+    teacher_tokens, student = (
+        random_tokenizer(2 * seed + own, ALPHABET, 5, words=words, signs=signs[own])
+        for own in range(2)
+    )
+    teacher = ToyTeacher(teacher_tokens, ALPHABET, 5, noncanonical, seed, leads[0])
     end = len(student.of_id) - 1
-    pair = Pair(teacher_tokens, student, [teacher.end], end, [])
+    pair = Pair(
+        *(teacher_tokens, student, [teacher.end], end, []),
+        leads=(leads[0].encode(), leads[1].encode()),
+    )
     continuations = ["".join(c) for n in range(1, 5) for c in itertools.product(ALPHABET, repeat=n)]
 
     @cache
@@ -59,11 +74,11 @@ def toy(seed: int, *, words: bool, noncanonical: float = 0.0) -> Toy:
     tables = pair.tables
     found = np.zeros_like(tables.open)
     for token in teacher.ids:
-        for entry in range(tables.start[token], tables.start[token + 1]):
-            content = (teacher_tokens.of_id[token] or b"")[entry - tables.start[token] :]
-            found[entry] = is_open(content, int(tables.first[entry]))
+        for skip in range(-len(pair.before), len(teacher_tokens.of_id[token] or b"")):
+            entry = pair.entry(token, skip)
+            found[entry] = is_open(pair.written(token, skip), int(tables.first[entry]))
     pair.tables = replace(tables, open=found, asks=found)
-    return Toy(teacher, pair, pushed_forward(teacher, student, end))
+    return Toy(teacher, pair, pushed_forward(teacher, student, end, leads[1]))
 
 
 @pytest.mark.parametrize("words", [True, False])
@@ -73,12 +88,27 @@ def test_brute_force_lies_between_what_is_certain_and_what_is_open(
 ) -> None:
     # Where the teacher has one tokenization of the text before. Exact where nothing is open.
     monkeypatch.setattr("prime_composer.cross_tokenizer.finish.SMALLEST_BRANCH", 1e-12)
-    this = toy(seed, words=words)
+    assert bounded(toy(seed, words=words), seed) > 30
+
+
+@pytest.mark.parametrize("leads", [("", ""), (" ", ""), ("", " "), (" ", " ")])
+@pytest.mark.parametrize("signs", [(True, False), (False, True), (True, True)])
+def test_brute_force_bounds_sentencepiece_and_leads(
+    signs: tuple[bool, bool], leads: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The same for tokens with a sign for the space, and spaces in front of every text.
+    monkeypatch.setattr("prime_composer.cross_tokenizer.finish.SMALLEST_BRANCH", 1e-12)
+    toys = (toy(seed, words=seed == 0, signs=signs, leads=leads) for seed in range(2))
+    assert sum(bounded(one, seed) for seed, one in enumerate(toys)) > 60
+
+
+def bounded(this: Toy, seed: int) -> int:
+    """Compare masses with brute force; return how many of them are above 0."""
     pair, exact = this.pair, this.exact
-    bounded = 0
+    count = 0
     for ids in this.rollouts(10, seed):
         plan = plan_of(pair, ids)
-        rows = this.teacher.rows(pair.student.bytes_of(ids).decode())
+        rows = this.teacher.rows_of(plan.teacher_ids)
         found = Sums(pair).candidates(rows, plan, EVERY)
         steps = [float(rows[j, token]) for j, token in enumerate(plan.teacher_ids)]
         for at, position in enumerate(plan.positions):
@@ -94,12 +124,12 @@ def test_brute_force_lies_between_what_is_certain_and_what_is_open(
                 mass = exact.get((*ids[:at], token), 0.0) / path
                 certain = row.masses.closed.get(token, 0.0)
                 assert certain - 1e-9 <= mass <= certain + unsure + 1e-9
-                bounded += mass > 0
+                count += mass > 0
             if unsure == 0:
                 assert norm == pytest.approx(exact[ids[:at]] / path, rel=1e-9)
                 target = exact[ids[: at + 1]] / exact[ids[:at]]
                 assert own == pytest.approx(log_or_never(target), abs=1e-6)
-    assert bounded > 30
+    return count
 
 
 def log_or_never(probability: float) -> float:

@@ -1,6 +1,8 @@
 """The bytes of tokens, with tokenizers that packages ship, and what is refused."""
 
 import importlib.util
+import itertools
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from prime_composer.cross_tokenizer.pair import Pair, whole_characters
 from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes, UnsupportedTokenizer
 from prime_composer.tiny_models.cache import SHIPPED
-from tests.cross_tokenizer.toys import byte_level
+from tests.cross_tokenizer.toys import byte_level, sentencepiece
 
 TEXTS = (
     "Natalia sold 48/2 = 24 clips in May, and 1,350 in all.\nShe's got $12.50 left.\n\n#### 72",
@@ -40,10 +42,25 @@ def tekken() -> TokenBytes:
     return TokenBytes(convert_tekken_tokenizer(str(file)).backend_tokenizer, "tekken")
 
 
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> TokenBytes:
+    """Mistral's first one, of sentencepiece, which vLLM's mistral_common ships."""
+    hide_cuda_packages()
+    from transformers import AutoTokenizer
+
+    spec = importlib.util.find_spec("mistral_common")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("mistral_common is not installed (pip install mistral-common)")
+    folder = tmp_path_factory.mktemp("mistral")
+    data = Path(spec.submodule_search_locations[0]) / "data"
+    shutil.copy(data / "tokenizer.model.v1", folder / "tokenizer.model")
+    return TokenBytes(AutoTokenizer.from_pretrained(folder).backend_tokenizer, "mistral")
+
+
 def test_every_token_of_tekken_and_of_the_tiny_teacher_writes_its_bytes(
-    tekken: TokenBytes, tiny: TokenBytes
+    tekken: TokenBytes, tiny: TokenBytes, mistral: TokenBytes
 ) -> None:
-    for tokens in (tekken, tiny):
+    for tokens in (tekken, tiny, mistral):
         ordinary = [i for i, content in enumerate(tokens.of_id) if content]
         chosen = np.random.default_rng(0).choice(ordinary, 2000).tolist()
         for token in chosen:
@@ -53,9 +70,9 @@ def test_every_token_of_tekken_and_of_the_tiny_teacher_writes_its_bytes(
 
 
 def test_texts_keep_their_bytes_also_where_they_spell_special_tokens(
-    tekken: TokenBytes, tiny: TokenBytes
+    tekken: TokenBytes, tiny: TokenBytes, mistral: TokenBytes
 ) -> None:
-    for tokens in (tekken, tiny):
+    for tokens in (tekken, tiny, mistral):
         for text in TEXTS:
             ids = tokens.encode(text)
             assert tokens.bytes_of(ids) == text.encode()
@@ -64,13 +81,50 @@ def test_texts_keep_their_bytes_also_where_they_spell_special_tokens(
             assert tokens.word_starts(text) <= {*starts}
 
 
-def test_neighbors_decide_whether_tekken_writes_a_sequence(tekken: TokenBytes) -> None:
+def test_neighbors_decide_whether_a_sequence_is_canonical(
+    tekken: TokenBytes, mistral: TokenBytes
+) -> None:
     # What the seam filter rests on: pairs of a canonical text are canonical, each by itself.
-    for text in TEXTS:
-        ids = tekken.encode(text)
+    for tokens, text in itertools.product((tekken, mistral), TEXTS):
+        ids = tokens.encode(text)
         for left, right in zip(ids, ids[1:], strict=False):
-            content = (tekken.of_id[left] or b"") + (tekken.of_id[right] or b"")
-            assert tekken.encode_bytes(content) in (None, (left, right))
+            content = (tokens.of_id[left] or b"") + (tokens.of_id[right] or b"")
+            assert tokens.encode_bytes(content) in (None, (left, right))
+
+
+def test_tables_of_mistral_and_tekken_are_what_the_student_encodes(
+    tekken: TokenBytes, mistral: TokenBytes
+) -> None:
+    # Both ways, and the one with a lead: entries against the encoding of their bytes.
+    rng = np.random.default_rng(0)
+    for teacher, student, leads in (
+        (mistral, tekken, (b" ", b"")),
+        (tekken, mistral, (b"", b" ")),
+    ):
+        pair = Pair(teacher, student, [2], 2, [TEXTS[0]], leads)
+        checked = 0
+        for token in rng.choice(pair.tables.order, 1000).tolist():
+            skip = int(rng.integers(-len(pair.before), len(teacher.of_id[token] or b"")))
+            ids = student.encode_bytes(pair.written(token, skip))
+            if ids is not None:
+                assert pair.tables.first[pair.entry(token, skip)] == ids[0]
+                checked += 1
+        assert checked > 700
+        check_positions(pair, TEXTS[0])
+
+
+def check_positions(pair: Pair, text: str) -> None:
+    """Check where the tokens of a text stand between those of the teacher."""
+    student, leads = pair.student, (pair.teacher_lead.decode(), pair.student_lead.decode())
+    ids = [*student.encode(leads[1] + text), pair.student_end]
+    plan = plan_of(pair, ids)
+    assert None not in plan.positions and plan.teacher_ids == pair.teacher.encode(leads[0] + text)
+    starts = pair.teacher.starts(plan.teacher_ids)
+    shift = len(leads[0]) - len(leads[1])
+    for begin, position in zip(student.starts(ids), plan.positions, strict=False):
+        assert position is not None and position.canonical
+        assert starts[position.row] + position.skip == begin + shift
+    assert plan.positions[0] is not None and plan.positions[0].skip == shift
 
 
 def test_positions_of_tekken_in_the_tiny_teachers_text(
@@ -121,7 +175,24 @@ def test_other_families_are_refused_by_name() -> None:
     characters = Tokenizer(models.BPE({"▁": 0, "a": 1}, []))
     characters.pre_tokenizer = pre_tokenizers.Metaspace()
     characters.decoder = decoders.Metaspace()
-    assert "ByteLevel" in refusal(characters)
+    assert "byte_fallback" in refusal(characters)
+
+
+def test_a_space_in_front_of_every_text_is_left_out() -> None:
+    # As normalizer and as pre-tokenizer; whoever needs it asks for it (a pair's leads).
+    plain, first = (sentencepiece([(" ", "a")], "ab ", prefix=prefix) for prefix in (False, True))
+    assert first.encode("ab").tokens == ["\u2581a", "b"] and plain.encode("ab").tokens == ["a", "b"]
+    meta = sentencepiece([(" ", "a")], "ab ")
+    meta.normalizer, meta.pre_tokenizer = None, pre_tokenizers.Metaspace(prepend_scheme="first")
+    assert meta.encode("ab").tokens == ["\u2581a", "b"]
+    for tokenizer in (plain, first, meta):
+        tokens = TokenBytes(tokenizer, "a toy")
+        for text in ("ab", " ab", "a ab", "  a", "\u00e4b\n"):
+            ids = tokens.encode(text)
+            assert [tokens.of_id[i] for i in ids] == [
+                tokens.of_id[i] for i in plain.encode(text).ids
+            ]
+            assert tokens.bytes_of(ids) == text.encode()
 
 
 def test_a_normalizer_that_changes_bytes_is_refused_with_the_text() -> None:

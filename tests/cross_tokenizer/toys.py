@@ -8,9 +8,9 @@ from functools import cache
 
 import numpy as np
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from prime_composer.cross_tokenizer.token_bytes import TokenBytes
+from prime_composer.cross_tokenizer.token_bytes import SPACE, TokenBytes
 
 END = "<end>"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -29,8 +29,34 @@ def byte_level(merges: list[tuple[str, str]], *, words: bool) -> Tokenizer:
     return tokenizer
 
 
-def random_tokenizer(seed: int, alphabet: str, count: int, *, words: bool) -> TokenBytes:
-    """Return a tokenizer with random merges, frequent pairs of a random text among them."""
+def sentencepiece(
+    merges: list[tuple[str, str]], characters: str, *, prefix: bool = False
+) -> Tokenizer:
+    """Return a BPE of these characters, with tokens for the bytes of others, and an end.
+
+    With ``prefix`` it writes a space in front of every text.
+    """
+    pairs = [tuple(part.replace(" ", SPACE) for part in pair) for pair in merges]
+    signs = [character.replace(" ", SPACE) for character in characters]
+    named = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = list(dict.fromkeys([*named, *signs, *(a + b for a, b in pairs)]))
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, byte_fallback=True))
+    first = [normalizers.Prepend(SPACE)] * prefix
+    tokenizer.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
+    written = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*written, *[decoders.Strip(" ", 1, 0)] * prefix])
+    tokenizer.add_special_tokens([END])
+    return tokenizer
+
+
+def random_tokenizer(
+    seed: int, alphabet: str, count: int, *, words: bool, signs: bool = False
+) -> TokenBytes:
+    """Return a tokenizer with random merges, frequent pairs of a random text among them.
+
+    With ``signs`` it is sentencepiece's, otherwise byte-level.
+    """
     rng = random.Random(seed)
     pieces = [[*rng.choices(alphabet, k=8)] for _ in range(300)]
     merges: list[tuple[str, str]] = []
@@ -48,7 +74,8 @@ def random_tokenizer(seed: int, alphabet: str, count: int, *, words: bool) -> To
                 if (piece[at], piece[at + 1]) == best:
                     piece[at : at + 2] = ["".join(best)]
                 at += 1
-    return TokenBytes(byte_level(merges, words=words), "a toy")
+    made = sentencepiece(merges, alphabet) if signs else byte_level(merges, words=words)
+    return TokenBytes(made, "a toy")
 
 
 class ToyTeacher:
@@ -59,12 +86,20 @@ class ToyTeacher:
         alphabet: the characters of its texts.
         length: tokens of a text at most.
         noncanonical: factor of the probability of tokens that its tokenizer would not write next.
+        lead: what it writes in front of every text.
     """
 
     def __init__(
-        self, tokens: TokenBytes, alphabet: str, length: int, noncanonical: float, seed: int
+        self,
+        tokens: TokenBytes,
+        alphabet: str,
+        length: int,
+        noncanonical: float,
+        seed: int,
+        lead: str = "",
     ):
         self.tokens, self.length, self.noncanonical, self.seed = tokens, length, noncanonical, seed
+        self.lead = lead
         allowed = alphabet.encode()
         self.ids = [
             i for i, content in enumerate(tokens.of_id) if content and not content.strip(allowed)
@@ -81,19 +116,22 @@ class ToyTeacher:
         row[[*self.ids, self.end]] = np.exp(
             1.2 * np.random.default_rng(key).standard_normal(len(self.ids) + 1)
         )
-        row[self.end] *= 0.3 if context else 0
         before = self.tokens.bytes_of(context).decode()
+        row[self.end] *= 0.3 if len(before) > len(self.lead) else 0
         for i in self.ids:
-            written = self.tokens.encode(before + (self.tokens.of_id[i] or b"").decode())
-            if written != (*context, i):
+            text = before + (self.tokens.of_id[i] or b"").decode()
+            if self.tokens.encode(text) != (*context, i):
                 row[i] *= self.noncanonical
+            if not text.startswith(self.lead):
+                row[i] = 0
         return row / row.sum()
 
     def texts(self) -> dict[str, float]:
         """Return the probability of every text."""
         found: dict[str, float] = defaultdict(float)
         for context, mass in self._walk((), 1.0):
-            found[self.tokens.bytes_of(context).decode()] += mass * self.row(context)[self.end]
+            text = self.tokens.bytes_of(context).decode().removeprefix(self.lead)
+            found[text] += mass * self.row(context)[self.end]
         return found
 
     def _walk(
@@ -108,17 +146,20 @@ class ToyTeacher:
 
     def rows(self, text: str) -> torch.Tensor:
         """Return the rows of its own encoding of a text, [tokens + 1, V_T]."""
-        ids = self.tokens.encode(text)
+        return self.rows_of(self.tokens.encode(self.lead + text if text else ""))
+
+    def rows_of(self, ids: tuple[int, ...]) -> torch.Tensor:
+        """Return the rows of a text in its own tokens, [tokens + 1, V_T]."""
         return torch.from_numpy(np.stack([self.row(ids[:end]) for end in range(len(ids) + 1)]))
 
 
 def pushed_forward(
-    teacher: ToyTeacher, student: TokenBytes, end: int
+    teacher: ToyTeacher, student: TokenBytes, end: int, lead: str = ""
 ) -> dict[tuple[int, ...], float]:
     """Return the probability that the student's encoding of a text begins with each sequence."""
     found: dict[tuple[int, ...], float] = defaultdict(float)
     for text, mass in teacher.texts().items():
-        ids = (*student.encode(text), end)
+        ids = (*student.encode(lead + text if text else ""), end)
         for length in range(len(ids) + 1):
             found[ids[:length]] += mass
     return found

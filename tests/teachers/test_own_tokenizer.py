@@ -23,7 +23,7 @@ from prime_composer.step.batch import Sample, with_scores
 from prime_composer.teachers import own_tokenizer
 from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
-from prime_composer.teachers.tokenizer_pair import make_pair
+from prime_composer.teachers.tokenizer_pair import lead_of, make_pair
 from prime_composer.tiny_models.cache import prepare_models
 from tests.command import numbers
 from tests.local.helpers import Silent, run
@@ -246,6 +246,32 @@ def test_equal_vocabularies_with_other_merges_are_compared() -> None:
     pair = make_pair(teacher, same, [teacher.eos_token_id], ["abc"], "teacher")
     plan = plan_of(pair, same.encode("abc"))
     assert [pair.teacher.of_id[i] for i in plan.teacher_ids] == [b"abc"]
+
+
+@pytest.mark.parametrize("between, lead", [("", b""), (" ", b" "), ("<think>", b"")])
+def test_template_says_whether_a_space_leads(between: str, lead: bytes) -> None:
+    tokenizer = wrapped(STUDENT)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% else %}"
+        + between
+        + "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    data = {"source": "generated", "size": 60, "chat_template": True}
+    recipe = parse_recipe(
+        {
+            "student": {"model": "s"},
+            "teacher": {"model": "t"},
+            "loss": {"type": "sampled_reverse_kl"},
+            "data": data,
+            "trainer": {"steps": 1, "batch_size": 2},
+        }
+    )
+    problems = load_problem_set(recipe.problem_sources)
+    assert lead_of(tokenizer, problems, "teacher") == lead
+    recipe = recipe.model_copy(
+        update={"data": recipe.data.model_copy(update={"chat_template": False})}
+    )
+    assert lead_of(tokenizer, load_problem_set(recipe.problem_sources), "teacher") == b""
 
 
 def object_tokenizer() -> Any:
