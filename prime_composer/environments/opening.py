@@ -50,7 +50,13 @@ class Environment:
 
 
 def refuse_what_needs_problems(
-    name: str, loss: LossConfig, rollout: RolloutConfig, policy_teacher: bool, pairs_rollouts: bool
+    name: str,
+    loss: LossConfig,
+    rollout: RolloutConfig,
+    *,
+    policy_teacher: bool,
+    pairs_rollouts: bool,
+    own_tokenizer: bool,
 ) -> None:
     """Refuse what the engine does with problems, and cannot do with an environment's rollouts.
 
@@ -60,6 +66,7 @@ def refuse_what_needs_problems(
         rollout: ``[rollout]``.
         policy_teacher: the policy is its own teacher, given a hint.
         pairs_rollouts: preference pairs come from the rollouts.
+        own_tokenizer: a teacher has a tokenizer of its own.
 
     Raises:
         RecipeError: the message names the table and a remedy.
@@ -72,6 +79,8 @@ def refuse_what_needs_problems(
         "the loss compares the answers of a group, and a rollout may be several samples": (
             loss.answer_pairs or loss.credit is not None or (loss.reads_pairs and pairs_rollouts)
         ),
+        'tokenizer = "own" of a teacher: messages are rendered for the student; run the recipe '
+        "with --engine prime-rl": own_tokenizer,
     }
     for reason, applies in reasons.items():
         if applies:

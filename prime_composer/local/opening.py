@@ -25,7 +25,6 @@ from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, RolloutConfig, TeacherConfig
 from prime_composer.samplers.registry import BackendSpec, open_sampler
 from prime_composer.step.replay import read_pairs
-from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.own_tokenizer import with_own_tokenizer
 from prime_composer.teachers.policy import PolicyTeacher
@@ -228,19 +227,9 @@ def _wrap_own_tokenizers(
     scorers: dict[TeacherId, Scorer],
     status: Callable[[str], None],
 ) -> None:
-    """Let teachers with tokenizers of their own score the student's tokens.
-
-    Raises:
-        PreflightError: there are environments by id, whose turns are rendered for the student.
-    """
+    """Let teachers with tokenizers of their own score the student's tokens."""
     for teacher, config in routing.teachers.items():
         if config.tokenizer == "own":
-            if engine.environments is not None:
-                raise PreflightError(
-                    f'[{teacher.table}] tokenizer = "own": on one machine, environments by id '
-                    "render their messages for the student's tokenizer; use [data], or run the "
-                    "recipe with --engine prime-rl"
-                )
             status(f"comparing the tokenizers of student and {teacher.display}")
             scorers[teacher] = with_own_tokenizer(
                 scorers[teacher],

@@ -9,6 +9,7 @@ from prime_composer.environments.tasks import Task
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet, Rows, load_problem_set
 from prime_composer.recipe.environment import EnvironmentConfig
+from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import Recipe
 from prime_composer.tiny_models.cache import prepare_configs
 
@@ -67,6 +68,10 @@ def load_sources(recipe: Recipe, rows: Rows | None = None) -> ProblemSet:
             recipe.rollout,
             policy_teacher=recipe.policy_teacher is not None,
             pairs_rollouts=recipe.replay.source == "rollouts",
+            own_tokenizer=any(
+                teacher.tokenizer == "own"
+                for teacher in Routing.of_recipe(recipe).teachers.values()
+            ),
         )
     problems = open_sources(recipe, rows)
     if recipe.rollout.student_fraction < 1 and not recipe.rollout.teacher_samples:

@@ -7,6 +7,7 @@ import pytest
 
 from prime_composer.cli.commands import main
 from prime_composer.local.sources import load_sources
+from prime_composer.recipe import RecipeError
 from prime_composer.recipe.loading import parse_recipe
 from tests.command import toml
 
@@ -45,3 +46,11 @@ def test_environment_by_id_is_refused_by_name(
     assert REFUSAL in message
     assert "[env]'" in message or "pip install reverse-text" in message
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_environment_by_id_is_refused_beside_an_own_tokenizer() -> None:
+    """Its messages are rendered for the student, and prime-rl keeps the messages."""
+    recipe = raw(rev={"id": "reverse-text"})
+    recipe["teacher"]["tokenizer"] = "own"
+    with pytest.raises(RecipeError, match=r"environments.rev.*tokenizer = .own.*--engine prime-rl"):
+        load_sources(parse_recipe(recipe))
