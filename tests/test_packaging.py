@@ -1,5 +1,6 @@
 """What pip reads of pyproject.toml: offline, with empty packages in the place of the real ones."""
 
+import os
 import re
 import subprocess
 import sys
@@ -46,7 +47,9 @@ def opened(index: Path, *words: str) -> tuple[set[str], str]:
     """Return the versions of torch that pip opened, and its last line."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
     command += ["--isolated", "--no-build-isolation", "--no-index", "--find-links", str(index)]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, cwd=REPO)
+    # ``--isolated`` still reads the machine's own files, which may pin a torch.
+    env = dict(os.environ) | {"PIP_CONFIG_FILE": os.devnull}
+    done = subprocess.run([*command, *words], capture_output=True, text=True, cwd=REPO, env=env)
     assert done.returncode == 0, done.stderr
     found = re.findall(r"Processing \S*/torch-([0-9.]+)-py3", done.stdout)
     return set(found), done.stdout.splitlines()[-1]
