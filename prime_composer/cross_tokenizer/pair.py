@@ -1,5 +1,7 @@
 """What of a pair of tokenizers is the same for every text: the tables of teacher and student."""
 
+import hashlib
+import json
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -94,6 +96,17 @@ class Pair:
         long = np.flatnonzero(np.diff(self.tables.path_start) > 1)
         self.path_first[long] = self.tables.path_ids[self.tables.path_start[long]]
         self.canonical = lru_cache(CACHED_TEXTS)(self._canonical)
+
+    @property
+    def digest(self) -> str:
+        """Name of what decides its numbers: tokenizers, ends, leads, and what is open."""
+        named = json.dumps(
+            [
+                *(self.teacher.digest, self.student.digest, self.teacher_ends, self.student_end),
+                *(self.teacher_lead.hex(), self.student_lead.hex()),
+            ]
+        )
+        return hashlib.sha256(named.encode() + self.tables.open.tobytes()).hexdigest()
 
     def path(self, student_id: int) -> list[int]:
         """Return the teacher's encoding of a student token's bytes."""

@@ -19,6 +19,7 @@ from prime_composer.step.batch import Pair, Sample, trained_logprobs, with_score
 from prime_composer.step.overflow import Rule, fit
 from prime_composer.teachers.compatibility import alien_id
 from prime_composer.teachers.mixture import Teachers
+from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.teachers.policy import PolicyTeacher, students_choice
 from prime_composer.tiny_models.rounding import LatentWeights
 
@@ -255,6 +256,16 @@ class Engine:
         if self.policy_teacher is not None:
             self.policy_teacher.end_step(step)
         self.sampler.update_weights(self.model)
+
+    @property
+    def tokenizer_pairs(self) -> dict[str, str]:
+        """Digests of both tokenizers, by table of the teachers that have their own."""
+        scorers = {} if self.teachers is None else self.teachers.scorers
+        return {
+            teacher.table: scorer.pair.digest
+            for teacher, scorer in scorers.items()
+            if isinstance(scorer, OwnTokenizerScorer)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the student: the weights of a moving teacher."""

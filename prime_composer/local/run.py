@@ -35,6 +35,7 @@ from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import CheckpointConfig, Recipe
 from prime_composer.step.batch import Batch
 from prime_composer.step.mismatch import SamplerCheck
+from prime_composer.teachers.tokenizer_pair import check_pairs
 
 
 @runtime_checkable
@@ -244,6 +245,7 @@ class Run:
         step, keep = self.student.steps, self.recipe.checkpoint.keep
         state = self.student.state_dict()
         state |= {"teacher": self.engine.state_dict(), "watch": self.watch.state_dict()}
+        state["tokenizer_pairs"] = self.engine.tokenizer_pairs
         model, tokenizer = self.engine.model, self.engine.problems.tokenizer
         save_checkpoint(
             self.run_dir, step, model, tokenizer, state, keep, self.watch.verified(step)
@@ -332,6 +334,7 @@ def open_run(
         if resume is not None:
             student.load_state_dict(stored, resume.step)
             engine.load_state_dict(stored["teacher"])
+            check_pairs(stored.get("tokenizer_pairs", {}), engine.tokenizer_pairs)
         resumed = None if resume is None else resume.step
         check_room(
             run_dir,

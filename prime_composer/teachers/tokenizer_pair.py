@@ -1,6 +1,6 @@
 """What a teacher with another tokenizer reads, and the tables of both tokenizers."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -208,3 +208,21 @@ def are_one(teacher: Any, student: Any, texts: Sequence[str]) -> bool:
         == student.encode(text, add_special_tokens=False)
         for text in texts
     )
+
+
+def check_pairs(stored: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Refuse to resume under another pair of tokenizers: the teacher's numbers would be others.
+
+    Args:
+        stored: the checkpoint's digests by table (``Engine.tokenizer_pairs``).
+        now: those of the open models.
+
+    Raises:
+        PreflightError: they differ; the message names the table.
+    """
+    for table, digest in now.items():
+        if stored.get(table) != digest:
+            raise PreflightError(
+                f'[{table}] tokenizer = "own": the checkpoint was trained with other tokenizers, '
+                "or other texts to count on; bring those back, or start a new run."
+            )
