@@ -23,7 +23,7 @@ from prime_composer.backends.hf_model import (
 )
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.contract import Scores
-from prime_composer.cross_tokenizer.finish import Rows, means, token_scores
+from prime_composer.cross_tokenizer.finish import Rows, Totals, means, token_scores
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import Plan, plan_of
 from prime_composer.cross_tokenizer.sums import Sums
@@ -336,11 +336,30 @@ class OwnTokenizerScorer:
         return Rollout.not_sampled(ids, len(prompt), rollout.finish_reason, rollout.prompt_index)
 
     def _of_student(self, rollout: Rollout, plan: Plan, read: Scores, k: int) -> Scores:
-        rows = dense(read, plan, max(self._size, len(self.pair.teacher.of_id)))
-        candidates = self._sums.candidates(rows, plan, max(4 * k, FEWEST_CANDIDATES))
-        scores, totals = token_scores(self.pair, plan, candidates, Rows(rows), k, fixed=self._fixed)
+        scores, totals = of_rows(
+            self.pair, self._sums, plan, read, self._size, k, fixed=self._fixed
+        )
         self._totals.update(totals)
         return replace(scores, start=rollout.start)
+
+
+def of_rows(
+    pair: Pair, sums: Sums, plan: Plan, read: Scores, size: int, k: int, *, fixed: bool
+) -> tuple[Scores, Totals]:
+    """Return the scores of the student's tokens from what was read of the teacher's, and sums.
+
+    Args:
+        pair: both tokenizers.
+        sums: those of the pair.
+        plan: how the text is read.
+        read: the teacher's scores of its own tokens.
+        size: entries of its head, as far as known.
+        k: ids of a support.
+        fixed: supports must not depend on the sampled token.
+    """
+    rows = dense(read, plan, max(size, len(pair.teacher.of_id)))
+    candidates = sums.candidates(rows, plan, max(4 * k, FEWEST_CANDIDATES))
+    return token_scores(pair, plan, candidates, Rows(rows), k, fixed=fixed)
 
 
 def dense(read: Scores, plan: Plan, size: int) -> Float[Tensor, "rows vocab"]:

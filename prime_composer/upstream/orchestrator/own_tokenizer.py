@@ -23,13 +23,13 @@ from torch import Tensor
 
 from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer, read_eos_token_ids
 from prime_composer.contract import Scores
-from prime_composer.cross_tokenizer.finish import Rows, Totals, means, token_scores
+from prime_composer.cross_tokenizer.finish import Totals, means
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import Plan, plan_of
 from prime_composer.cross_tokenizer.sums import Sums
 from prime_composer.losses import parse_loss
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING
-from prime_composer.teachers.own_tokenizer import FEWEST_CANDIDATES, READ, WHOLE_UP_TO, dense
+from prime_composer.teachers.own_tokenizer import READ, WHOLE_UP_TO, of_rows
 from prime_composer.teachers.tokenizer_pair import make_pair
 from prime_composer.upstream import wire
 from prime_composer.upstream.settings import SWITCH, TOKENIZERS_KEY, AdapterSettings
@@ -112,10 +112,8 @@ class OwnTokenizer:
         return await compute(self._of_student, turn.plan, read)
 
     def _of_student(self, plan: Plan, read: Scores) -> tuple[Scores, Totals]:
-        size = max(len(self._pair.teacher.of_id), 1 + int(read.token_ids.max()))
-        rows = dense(read, plan, size)
-        candidates = self._sums.candidates(rows, plan, max(4 * self.k, FEWEST_CANDIDATES))
-        return token_scores(self._pair, plan, candidates, Rows(rows), self.k, fixed=self._fixed)
+        size = 1 + int(read.token_ids.max())
+        return of_rows(self._pair, self._sums, plan, read, size, self.k, fixed=self._fixed)
 
 
 def ids_read(size: int) -> int:
