@@ -110,7 +110,9 @@ def test_readme_table_of_losses_names_losses_of_ours() -> None:
     assert len(names) == 6 and set(names) <= set(LOSS_TYPES)
 
 
-def test_readme_picture_is_small() -> None:
-    (picture,) = (ROOT / path for path in paths() if path.endswith(".png"))
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert picture.stat().st_size < 150_000
+def test_readme_has_two_small_pictures() -> None:
+    pictures = [ROOT / path for path in paths() if path.endswith(".png")]
+    assert len(pictures) == 2
+    for picture in pictures:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert picture.stat().st_size < 150_000

@@ -356,7 +356,7 @@ def draw_report(runs: Sequence[str | Path], output: Path, log_kl: bool = False) 
     ):
         label(axes, title, "step", unit)
         if len(axes.get_legend_handles_labels()[0]) > 1:
-            axes.legend(fontsize="small")
+            axes.legend(fontsize="small", framealpha=0.5)  # a line may pass below it
     accuracy.set_ylim(0, 1.02)
     for axes in (speed, *of_counts.values()):
         axes.set_ylim(bottom=0)
