@@ -14,8 +14,12 @@ from prime_composer.divergences.base import (
     renormalized,
     unknown_normalization,
     upcast,
+    with_slope,
     with_tail,
 )
+
+LEAST = -1e30
+"""Stands for -inf where a probability of 0 is multiplied by its logarithm."""
 
 
 def reverse_kl(
@@ -135,12 +139,12 @@ def generalized_jsd(
     if beta == 1:
         return reverse_kl(student_logprobs, teacher_logprobs, normalization)
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization, choices)
-    # A token impossible for both has no mixture: logaddexp(-inf, -inf) has NaN in its backward.
-    absent = (p == -math.inf) & (q == -math.inf)
-    p, q = torch.where(absent, 0.0, p), torch.where(absent, 0.0, q)
-    m = torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))
-    terms = beta * kl_terms(q, m) + (1 - beta) * kl_terms(p, m)
-    return torch.where(absent, 0.0, terms).sum(-1)
+    # -inf is bounded, because 0 * -inf is NaN.
+    log_p, log_q = p.detach().clamp(min=LEAST), q.clamp(min=LEAST)
+    p_share, q_share = (1 - beta) * torch.exp(log_p), beta * torch.exp(log_q)
+    log_m = torch.log(p_share + q_share).clamp(min=LEAST)
+    slope = p_share * (log_p - log_m)  # the derivatives by way of m cancel
+    return with_slope(p, q_share * (log_q - log_m) + slope, slope).sum(-1)
 
 
 def taid_target(

@@ -143,25 +143,29 @@ MUTANTS: dict[str, Mutant] = {
     "raw allowed in silence": mutant(KL, "refuse_biased", ("not allow_biased", "False")),
     "jsd mixture fixed at one half": mutant(
         KL, "generalized_jsd",
-        ("torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))",
-         "torch.logaddexp(p + math.log(0.5), q + math.log(0.5))"),
+        ("torch.log(p_share + q_share)", "torch.log((log_p.exp() + log_q.exp()) / 2)"),
     ),
     "jsd beta swapped in the mixture": mutant(
         KL, "generalized_jsd",
-        ("torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))",
-         "torch.logaddexp(p + math.log(beta), q + math.log1p(-beta))"),
+        ("torch.log(p_share + q_share)",
+         "torch.log(beta * log_p.exp() + (1 - beta) * log_q.exp())"),
     ),
     "jsd coefficients swapped": mutant(
         KL, "generalized_jsd",
-        ("beta * kl_terms(q, m) + (1 - beta) * kl_terms(p, m)",
-         "(1 - beta) * kl_terms(q, m) + beta * kl_terms(p, m)"),
+        ("q_share * (log_q - log_m) + slope",
+         "(1 - beta) * log_q.exp() * (log_q - log_m) + beta * log_p.exp() * (log_p - log_m)"),
     ),
     "jsd labels of the ends swapped": mutant(
         KL, "generalized_jsd", ("beta == 0", "beta == 1"), ("beta == 1", "beta == 0")
     ),
     "jsd of two impossible tokens is NaN": mutant(
         KL, "generalized_jsd",
-        ("(p == -math.inf) & (q == -math.inf)", "torch.zeros_like(p, dtype=torch.bool)"),
+        ("torch.log(p_share + q_share).clamp(min=LEAST)", "torch.log(p_share + q_share)"),
+    ),
+    "jsd gradient without the student's share": mutant(
+        KL, "generalized_jsd",
+        ("with_slope(p, q_share * (log_q - log_m) + slope, slope)",
+         "with_slope(p, q_share * (log_q - log_m) + slope, slope / (1 - beta))"),
     ),
     "taid mixes probabilities": mutant(
         KL, "taid_target",
