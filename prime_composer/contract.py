@@ -272,6 +272,8 @@ class Scores:
         if isinstance(part, slice):
             first, _, step = part.indices(len(self))
             assert step == 1, "adjacent rows, in order"
+        elif part.all():
+            return self
         else:
             first = int(part.int().argmax()) if part.any() else 0
         return replace(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -39,7 +40,12 @@ class SequenceToScore:
     @property
     def sampled(self) -> Int[Tensor, " n"]:
         """The tokens that are scored."""
-        return torch.tensor(self.token_ids[self.start :])
+        return tensor_of(self.token_ids[self.start :])
+
+
+def tensor_of(token_ids: Sequence[int]) -> Int[Tensor, " n"]:
+    """Return ids as a tensor. NumPy reads a list five times as fast as torch."""
+    return torch.from_numpy(np.array(token_ids, np.int64))
 
 
 def sequences_to_score(
@@ -131,9 +137,9 @@ def make_rollout(
             f"{finish_reason!r}, where 'stop' or 'length' was expected."
         )
     start = len(prompt)
-    token_ids = torch.tensor([*prompt, *completion], dtype=torch.int64)
+    token_ids = tensor_of([*prompt, *completion])
     inference_logprobs = torch.full(token_ids.shape, torch.nan)
-    inference_logprobs[start:] = torch.tensor(logprobs, dtype=torch.float32)
+    inference_logprobs[start:] = torch.from_numpy(np.array(logprobs, np.float32))
     loss_mask = torch.arange(len(token_ids)) >= start
     reason = cast(Literal["stop", "length"], finish_reason)
     return Rollout(token_ids, loss_mask, inference_logprobs, reason, prompt_index)

@@ -217,7 +217,7 @@ def top_k_of(
                 f"{ordered[row_index, k - 1]:.6g} was expected."
             )
     return Scores(
-        torch.tensor(own_logprobs[start - 1 :], dtype=torch.float32),
+        torch.from_numpy(np.array(own_logprobs[start - 1 :], np.float32)),
         torch.from_numpy(ids[start - 1 :]).long(),
         torch.from_numpy(logprobs[start - 1 :]),
         start=start,

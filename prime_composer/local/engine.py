@@ -184,13 +184,14 @@ class Engine:
         return fitted
 
     def _check_ids(self, scores: Sequence[Scores]) -> None:
+        vocab_size = self.vocab_size
         for index, one in enumerate(scores):
-            wrong = alien_id(one, self.vocab_size)
+            wrong = alien_id(one, vocab_size)
             if wrong is not None:
                 tables = ", ".join(f"[{teacher.table}]" for teacher in self.teacher_specs)
                 raise InvalidAnswer(
                     f"{tables}: the scores of rollout {index} list id {wrong}, and the student's "
-                    f"head has {self.vocab_size} entries, of which padding explains at most "
+                    f"head has {vocab_size} entries, of which padding explains at most "
                     f"{MOST_PADDING} more; choose a teacher with the student's vocabulary"
                 )
 

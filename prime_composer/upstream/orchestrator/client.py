@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 import torch
 
-from prime_composer.backends.alignment import SequenceToScore
+from prime_composer.backends.alignment import SequenceToScore, tensor_of
 from prime_composer.backends.errors import Refused
 from prime_composer.contract import InvalidAnswer, Scores
 from prime_composer.cross_tokenizer.token_bytes import PROBES
@@ -53,7 +53,7 @@ def whole_sequence(
     Some of them may not train. The trainer refuses a token that trains and that the teacher masks,
     and ids beyond its own head.
     """
-    lacks = lacking(torch.tensor(token_ids[start:], dtype=torch.int64), vocab_size)
+    lacks = lacking(tensor_of(token_ids[start:]), vocab_size)
     read = readable(token_ids, vocab_size)
     return SequenceToScore(read, start, lacks, trained=False, vocab_size=vocab_size)
 

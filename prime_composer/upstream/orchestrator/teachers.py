@@ -7,8 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from prime_composer.backends.alignment import tensor_of
 from prime_composer.contract import InvalidAnswer, Scores
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
 from prime_composer.teachers.mixture import mix
@@ -79,4 +78,4 @@ async def score_by_each(
 
     scores = await asyncio.gather(*map(score, teachers))
     weights = [teacher.weight for teacher in teachers]
-    return await asyncio.to_thread(mix, torch.tensor(token_ids[1:]), scores, weights, trained=False)
+    return await asyncio.to_thread(mix, tensor_of(token_ids[1:]), scores, weights, trained=False)
