@@ -82,10 +82,10 @@ def test_readme_python_block_runs_and_its_comment_holds() -> None:
     names: dict[str, Any] = {}
     code = block_with("import torch")
     exec(compile(code, "README.md", "exec"), names)
-    printed = re.search(r"logprobs\.grad is (\[.*?\])", code)
+    printed = re.search(r"p\.grad is (\[.*?\])", code)
     assert printed is not None
     expected = [float(number) for number in printed[1].strip("[]").split(",")]
-    assert names["logprobs"].grad.tolist() == pytest.approx(expected)
+    assert names["p"].grad.tolist() == pytest.approx(expected)
 
 
 def test_readme_toml_lines_name_a_loss_of_ours() -> None:

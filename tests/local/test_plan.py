@@ -51,6 +51,13 @@ def test_plan_of_cached_models_checks_the_prompts() -> None:
     assert lines[-1].startswith("longest prompt: ")
 
 
+def test_plan_counts_no_more_problems_than_are_held_out(tiny_recipe: Raw) -> None:
+    lines = planned(tiny_recipe(eval__size=5, eval__kl_size=64))
+    assert "problems: 54 problems to train on, 6 held out" in lines
+    (line,) = (line for line in lines if line.startswith("evaluation: "))
+    assert line.endswith(", 5 problems, 6 for the reverse KL")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

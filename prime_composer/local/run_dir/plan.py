@@ -77,7 +77,7 @@ def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
             recipe.trainer, recipe.rollout.max_tokens, routing.teachers, folders
         )
     lines += describe_data(problems, routing if recipe.teachers and recipe.asks_teacher else None)
-    lines += describe_steps(recipe.trainer, recipe.rollout, recipe.eval)
+    lines += describe_steps(recipe.trainer, recipe.rollout, recipe.eval, len(problems.held_out))
     lines += check_sequences(recipe, problems, routing, folders)
     return lines + [f"warning: {warning}" for warning in sampling_warnings(recipe.rollout)]
 
@@ -193,9 +193,10 @@ def describe_data(problems: ProblemSet, routing: Routing | None) -> list[str]:
 
 
 def describe_steps(
-    trainer: TrainerConfig, rollout: RolloutConfig, evaluation: EvalConfig
+    trainer: TrainerConfig, rollout: RolloutConfig, evaluation: EvalConfig, held_out: int
 ) -> list[str]:
     """Return steps, batches, the token budget, and what happens between the steps."""
+    size, kl_size = (min(held_out, wanted) for wanted in (evaluation.size, evaluation.kl_size))
     prompts = trainer.batch_size // rollout.group_size
     rollouts = trainer.steps * trainer.batch_size
     every = f"every {evaluation.every} steps" if evaluation.every else "before and after training"
@@ -203,7 +204,7 @@ def describe_steps(
         f"rollouts: {rollout.backend}, at most {rollout.max_tokens} new tokens each",
         f"steps: {trainer.steps} of {prompts} prompts x {rollout.group_size} rollouts; "
         f"{rollouts:,} rollouts, at most {rollouts * rollout.max_tokens:,} new tokens",
-        f"evaluation: {every}, {evaluation.size} problems, {evaluation.kl_size} for the reverse KL",
+        f"evaluation: {every}, {size} problems, {kl_size} for the reverse KL",
     ]
     if evaluation.temperatures:
         values = ", ".join(f"{temperature:g}" for temperature in evaluation.temperatures)
