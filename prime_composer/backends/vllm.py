@@ -15,7 +15,7 @@ and were not run.
 import gc
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -236,6 +236,14 @@ class VLLMEngine:
         self.forget_prefixes()
         return_freed_memory(model)
 
+    def drop_weights(self) -> None:
+        """Free the packed weights of a CPU build, until ``update_weights`` brings the next ones.
+
+        The engine answers nothing meanwhile.
+        """
+        if self._packed is not None:
+            self.llm.collective_rpc(self._packed.drop)
+
     def forget_prefixes(self) -> None:
         """Drop vLLM's prefix cache.
 
@@ -320,16 +328,17 @@ class PackedWeights:
             weight.data = weight.data.new_empty(shape)
             layer.weight = weight
 
-    def free(self) -> None:
-        """Free the parameters' memory. The layers compute with the packed weights."""
-        for _, weight, _ in self.removed:
-            weight.data = weight.data.new_empty(0)
+    def drop(self, worker: Any) -> None:
+        """Free what the layers compute with, in vLLM's worker."""
+        layer: Any
+        for layer, _, _ in self.removed:
+            layer.cpu_linear = _without_weights
 
     def load(self, worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load weights in place, in vLLM's worker.
 
-        There is room for all weights once more while this runs: that of the gradients, which a
-        trainer does not have at this time.
+        Each parameter is freed once it is packed. So after ``drop`` the engine never takes more
+        than its weights and one layer's. Without it the old packed weights are there as well.
 
         Args:
             worker: vLLM's.
@@ -349,33 +358,51 @@ class PackedWeights:
             names = {name for name, _ in model.named_parameters()}
             if loaded is not None and (missing := names - loaded):
                 raise ValueError(f"vLLM got no weights for {', '.join(sorted(missing))}.")
-            process_weights_after_loading(model, worker.model_config, worker.device)
-        self.free()
+            with freed_once_packed(lambda *_: None):
+                process_weights_after_loading(model, worker.model_config, worker.device)
+
+
+def _without_weights(*_: Any) -> Tensor:
+    raise RuntimeError("The engine's weights were dropped; call update_weights before it computes.")
 
 
 @contextmanager
 def packed_weights() -> Iterator[PackedWeights]:
     """Collect the parameters that vLLM packs in this process within the block, if it packs any."""
+    packed = PackedWeights()
+    with freed_once_packed(lambda *removed: packed.removed.append(removed)):
+        yield packed
+
+
+@contextmanager
+def freed_once_packed(
+    take: Callable[[nn.Module, nn.Parameter, torch.Size], None],
+) -> Iterator[None]:
+    """Within the block, free each parameter that vLLM has packed and removed from its layer.
+
+    Args:
+        take: is given the layer, the parameter, and its shape before.
+    """
     from vllm.model_executor.layers import utils
 
     module: Any = utils
-    packed, pack = PackedWeights(), getattr(module, "dispatch_cpu_unquantized_gemm", None)
+    pack = getattr(module, "dispatch_cpu_unquantized_gemm", None)
     if pack is None:
-        yield packed
+        yield
         return
 
-    def pack_and_keep(layer: Any, remove_weight: bool) -> None:
+    def pack_and_free(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
         pack(layer, remove_weight)
         if layer.weight is not weight:
-            packed.removed.append((layer, weight, weight.shape))
+            take(layer, weight, weight.shape)
+            weight.data = weight.data.new_empty(0)
 
-    module.dispatch_cpu_unquantized_gemm = pack_and_keep
+    module.dispatch_cpu_unquantized_gemm = pack_and_free
     try:
-        yield packed
+        yield
     finally:
         module.dispatch_cpu_unquantized_gemm = pack
-    packed.free()
 
 
 def can_load_again(model: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
 from torch import nn
 
@@ -60,6 +60,15 @@ def overflow(samples: Sequence[Sample], fitted: Sequence[Sample | None]) -> Over
     dropped = sum(sample is None for sample in fitted)
     same = sum(after is before for before, after in zip(samples, fitted, strict=True))
     return {"cut": len(samples) - dropped - same, "dropped": dropped}
+
+
+@runtime_checkable
+class DropsWeights(Protocol):
+    """A sampler that can do without its weights until it gets the next ones."""
+
+    def drop_weights(self) -> None:
+        """Free the weights. Until ``update_weights`` nothing is sampled."""
+        ...
 
 
 @dataclass
@@ -248,6 +257,11 @@ class Engine:
             replace(sample, contrast=trained_logprobs(sample) if own is None else own)
             for sample, own in zip(samples, contrasts, strict=True)
         ]
+
+    def begin_update(self) -> None:
+        """Let the sampler free weights that ``end_step`` replaces: gradients take their room."""
+        if isinstance(self.sampler, DropsWeights):
+            self.sampler.drop_weights()
 
     def end_step(self, step: int) -> None:
         """Send the new weights to a teacher that follows the policy, and to the sampler.

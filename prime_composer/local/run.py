@@ -146,6 +146,7 @@ class Run:
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """Update the student, and return the step's metrics."""
         with self.collector.clock.phase("train"):
+            self.engine.begin_update()
             metrics = self.student.update(batch, step)
         # Kept by the student, so that ``leave`` logs a step whose end an error cuts off.
         self.student.metrics = self.collector.metrics | metrics

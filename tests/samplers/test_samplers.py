@@ -261,6 +261,23 @@ def test_packed_weights_are_those_of_reload_weights(
 
 
 @pytest.mark.vllm
+def test_dropped_weights_are_as_good_as_new_after_an_update(vllm_sampler, models):
+    """Without them the engine says so; with them again it samples the same bits."""
+    params = SamplingParams(max_tokens=9)
+    (before,) = vllm_sampler.generate(PROMPTS[:1], params, seed=0)
+    vllm_sampler.drop_weights()
+    layers = [layer for layer, _, _ in vllm_sampler._packed.removed]
+    assert layers and all(layer.weight.numel() == 0 for layer in layers)
+    with pytest.raises(RuntimeError, match="call update_weights before it computes"):
+        layers[0].cpu_linear(torch.zeros(1, 4), None, None)
+    vllm_sampler.update_weights(models.tied_model)
+    (after,) = vllm_sampler.generate(PROMPTS[:1], params, seed=0)
+    assert before.token_ids.equal(after.token_ids)
+    mask = before.loss_mask
+    assert before.inference_logprobs[mask].equal(after.inference_logprobs[mask])
+
+
+@pytest.mark.vllm
 def test_packed_weights_refuse_a_model_with_a_weight_left_out(vllm_sampler, models):
     weights = dict(models.tied_model.state_dict())
     del weights["model.layers.1.mlp.down_proj.weight"]
