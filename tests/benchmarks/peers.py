@@ -1,0 +1,303 @@
+"""Compare a run on one machine with what a user would take instead: TRL's ``DistillationTrainer``.
+
+    python -m tests.benchmarks.peers [--teacher DIR --student DIR] [--k full] [--rounds 2]
+    python -m tests.benchmarks.peers --set trainer.gradient_checkpointing=false --sides ours
+
+Both train on the same pair, prompts, lengths and number of steps, with the reverse KL, float32,
+AdamW and gradient checkpointing. TRL compares whole vocabularies; ``--k`` says what ours does. Each
+side runs in a process of its own, in turns, so that other load meets both. Without a pair the
+models are random, of SmolLM2-135M's size, and read single bytes.
+
+A row has the median step, without a process's first one: wall time and CPU time of all threads per
+trained token, the CPU time of the parts of our step, and the peak of the process's memory (PSS, as
+``memory`` has it) with the models' loading. "KL" is the steps' mean loss: both sides should agree.
+On a busy machine read the CPU time with ``--threads 1``: threads that wait for each other spin.
+Target: half of TRL's time, in no more memory.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prime_composer.cli.commands import set_environment, usable_cores
+from prime_composer.problems.generated import generate_problems
+from tests.benchmarks.memory import Meter
+
+LR = 1e-4
+CONTEXT = 384
+PARTS = ("sample", "score", "train", "sync")
+
+
+@dataclass
+class Times:
+    """What one process measured, without its first step.
+
+    Attributes:
+        wall: seconds of each step.
+        cpu: CPU seconds of each step, of all threads.
+        tokens: trained tokens of each step.
+        kl: loss of each step per token.
+        parts: CPU seconds of the parts of each step, where the side has them.
+    """
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=dict)
+
+    def per_token(self, values: Sequence[float]) -> float:
+        """Return the median of a step's milliseconds per trained token."""
+        return 1000 * statistics.median(
+            value / tokens for value, tokens in zip(values, self.tokens, strict=True)
+        )
+
+
+class Steps:
+    """Takes the time between the ends of steps."""
+
+    def __init__(self) -> None:
+        self.times = Times()
+        self.last: tuple[float, float] | None = None
+
+    def end(self, tokens: float, kl: float, parts: dict[str, float]) -> None:
+        """Take a step's time, unless it is the first one."""
+        now = time.perf_counter(), time.process_time()
+        if self.last is not None:
+            self.times.wall.append(now[0] - self.last[0])
+            self.times.cpu.append(now[1] - self.last[1])
+            self.times.tokens.append(tokens)
+            self.times.kl.append(kl)
+            for name, seconds in parts.items():
+                self.times.parts.setdefault(name, []).append(seconds)
+        self.last = now
+
+
+def train_ours(args: argparse.Namespace, folder: Path) -> Times:
+    """Train as ``prime-rl rl`` does. The last step is not counted: it ends with an evaluation."""
+    set_environment()
+    from prime_composer.local import run as run_module
+    from prime_composer.local.collect import Clock
+    from prime_composer.local.sources import load_sources
+    from prime_composer.local.train import train
+    from prime_composer.recipe.loading import load_recipe
+
+    class CpuClock(Clock):
+        """Measures the CPU time of the phases as well, as metrics ``cpu/PHASE``."""
+
+        @contextmanager
+        def phase(self, name: str) -> Iterator[None]:
+            began = time.process_time()
+            with super().phase(name):
+                yield
+            self.laps[f"cpu/{name}"] = time.process_time() - began
+
+    run_module.Clock = CpuClock
+
+    recipe_file = folder / "recipe.toml"
+    recipe_file.write_text(f"""
+student.model = "{args.student}"
+teacher.model = "{args.teacher}"
+loss = {{ type = "topk_reverse_kl", k = {json.dumps(args.k)} }}
+rollout = {{ max_tokens = {args.tokens}, max_model_len = {CONTEXT} }}
+eval = {{ every = 0, size = 1, kl_size = 0 }}
+checkpoint.every = 0
+[data]
+path = "{folder / "data"}"
+messages_key = "messages"
+metric = "none"
+[trainer]
+steps = {args.steps + 2}
+batch_size = {args.batch}
+micro_batch_tokens = {args.micro_batch_tokens}
+lr = {LR}
+gradient_checkpointing = true
+""")
+    recipe = load_recipe(recipe_file, args.overrides)
+    steps = Steps()
+
+    class Display:
+        def status(self, text: str) -> None: ...
+
+        def start(self, metrics: dict[str, float]) -> None: ...
+
+        def step(self, step: int, metrics: dict[str, float]) -> None:
+            if step < recipe.trainer.steps:
+                parts = {name: metrics[f"cpu/{name}"] for name in PARTS}
+                tokens = metrics["tokens_per_second"] * metrics["time/step"]
+                steps.end(tokens, metrics["loss"], parts)
+
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    train(recipe, load_sources(recipe), {}, run_dir, Display())
+    return steps.times
+
+
+def train_trl(args: argparse.Namespace, folder: Path) -> Times:
+    """Train with TRL's own trainer. It does not find vLLM: generation is transformers'."""
+    from prime_composer.backends.cpu_guard import hide_cuda_packages
+
+    hide_cuda_packages()
+    modules: dict[str, Any] = sys.modules
+    modules["vllm"] = None
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import DistillationConfig, DistillationTrainer
+
+    rows = [json.loads(line) for line in (folder / "data" / "train.jsonl").open()]
+    settings = DistillationConfig(
+        str(folder / "trl"),
+        max_steps=args.steps + 1,
+        per_device_train_batch_size=args.batch // args.accumulate,
+        gradient_accumulation_steps=args.accumulate,
+        learning_rate=LR,
+        max_completion_length=args.tokens,
+        beta=1.0,  # reverse KL
+        model_init_kwargs={"dtype": "float32"},
+        teacher_model_init_kwargs={"dtype": "float32"},
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=True,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    steps = Steps()
+
+    class Watcher(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "loss" in logs:
+                tokens = logs["completions/mean_length"] * len(rows)
+                steps.end(tokens, float(logs["loss"]), {})
+
+    trainer = DistillationTrainer(
+        args.student,
+        args.teacher,
+        settings,
+        train_dataset=Dataset.from_list([{"prompt": row["messages"]} for row in rows]),
+        callbacks=[Watcher()],
+    )
+    trainer.train()
+    return steps.times
+
+
+SIDES: dict[str, Callable[[argparse.Namespace, Path], Times]] = {
+    "trl": train_trl,
+    "ours": train_ours,
+}
+
+
+def write_data(folder: Path, batch: int) -> None:
+    """Write the prompts, which are one step's: every step asks all of them."""
+    folder.mkdir()
+    for name, count, seed in (("train", batch, 0), ("test", 1, 1)):
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            for problem in generate_problems(count, seed=seed):
+                message = {"role": "user", "content": problem.question}
+                file.write(json.dumps({"messages": [message]}) + "\n")
+
+
+def run(side: str, arguments: Sequence[str], args: argparse.Namespace) -> tuple[Times, float]:
+    """Run one side in a process of its own. Return its times, and its peak memory in MB."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_data(folder / "data", args.batch)
+        variable = "PRIME_COMPOSER_THREADS" if side == "ours" else "OMP_NUM_THREADS"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.benchmarks.peers", *arguments]
+            + ["--teacher", args.teacher, "--student", args.student, "--side", side, name],
+            stdout=sys.stderr,
+            env=os.environ | {variable: str(args.threads)},
+        )
+        meter = Meter(process.pid)
+        try:
+            status = process.wait()
+        finally:
+            process.kill()
+            meter.stop.set()
+            meter.thread.join()
+        if status:
+            raise SystemExit(f"{side} ended with status {status}")
+        return Times(**json.loads((folder / "times.json").read_text())), meter.peak
+
+
+def print_row(side: str, times: Times, peak: float) -> None:
+    """Print the numbers of one process."""
+    parts = "".join(f"  {name} {times.per_token(times.parts[name]):.1f}" for name in times.parts)
+    wall, cpu = times.per_token(times.wall), times.per_token(times.cpu)
+    print(
+        f"{side:>5}{wall:15.1f}{cpu:14.1f}{statistics.median(times.wall):10.2f}"
+        f"{statistics.median(times.tokens):9.0f}{statistics.mean(times.kl):8.3f}{peak:9,.0f}{parts}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--teacher")
+    parser.add_argument("--student")
+    parser.add_argument(
+        "--k", type=lambda text: text if text == "full" else int(text), default="full"
+    )
+    parser.add_argument("--batch", type=int, default=12, help="answers of a step")
+    parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
+    parser.add_argument("--accumulate", type=int, default=1, help="TRL's micro-batches of a step")
+    parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="ours, with padding")
+    parser.add_argument("--steps", type=int, default=3, help="steps that count")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES])
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side is not None:
+        side, folder = args.side[0], Path(args.side[1])
+        (folder / "times.json").write_text(json.dumps(asdict(SIDES[side](args, folder))))
+        return
+    with tempfile.TemporaryDirectory() as models:
+        if args.teacher is None:
+            from tests.benchmarks.environment import save_model
+
+            args.teacher = str(save_model(Path(models), "smollm2"))
+        args.student = args.student or args.teacher
+        compare(args)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Run the sides in turns, and print their rows and the ratio of the last ones."""
+    titles = "wall ms/token  CPU ms/token  s/step   tokens      KL  peak MB  parts, CPU ms/token"
+    print(f"      {titles}")
+    results: dict[str, list[tuple[Times, float]]] = {side: [] for side in args.sides}
+    for turn in range(args.rounds):
+        for side in args.sides if turn % 2 == 0 else args.sides[::-1]:
+            results[side].append(run(side, sys.argv[1:], args))
+            print_row(side, *results[side][-1])
+    if len(results) < 2:
+        return
+
+    def median(side: str, value: Callable[[Times, float], float]) -> float:
+        return statistics.median(value(*one) for one in results[side])
+
+    values: dict[str, Callable[[Times, float], float]] = {
+        "wall time": lambda times, _: times.per_token(times.wall),
+        "CPU time": lambda times, _: times.per_token(times.cpu),
+        "peak memory": lambda _, peak: peak,
+    }
+    for name, value in values.items():
+        theirs, ours = median("trl", value), median("ours", value)
+        print(f"TRL / ours, {name}: {theirs / ours:.2f}")
+
+
+if __name__ == "__main__":
+    main()
