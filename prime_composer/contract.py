@@ -14,6 +14,7 @@ https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``,
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -238,6 +239,7 @@ class Scores:
         start: position of the first row's token in the sequence.
         scored: which tokens the teacher has a score of, [n]. None: all. Another token does not
             train, and the numbers of its row may be anything.
+        beside: what else a server was asked of each row: name -> NumPy's [n] or [n, columns].
     """
 
     ref_logprobs: Float[Tensor, " n"]
@@ -247,6 +249,7 @@ class Scores:
     known: Bool[Tensor, "n k"] | None = None
     start: int = 0
     scored: Bool[Tensor, " n"] | None = None
+    beside: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -292,6 +295,9 @@ class Scores:
             known=None if self.known is None else self.known[part],
             start=self.start + first,
             scored=None if self.scored is None else self.scored[part],
+            beside=None
+            if self.beside is None
+            else {name: array[part] for name, array in self.beside.items()},
         )
 
     def top(self, k: int) -> "Scores":

@@ -5,8 +5,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from prime_composer.contract import Scores, given
@@ -60,6 +62,49 @@ class Rows:
         probabilities = self._probabilities[row]
         ids = (probabilities >= least).nonzero()[:, 0]
         return list(zip(ids.tolist(), probabilities[ids].tolist(), strict=True))
+
+
+class ListedRows(Rows):
+    """The same of which some entries are known; 0 for all others.
+
+    Args:
+        ids: the listed ids, [rows, m], the most probable one first.
+        probabilities: theirs.
+        own: row -> the text's own token, and its probability.
+    """
+
+    def __init__(
+        self,
+        ids: NDArray[np.int64],
+        probabilities: NDArray[np.float64],
+        own: Mapping[int, tuple[int, float]],
+    ):
+        self._ids, self._listed, self._own = ids, probabilities, own
+        self._entries: dict[int, dict[int, float]] = {}
+
+    def of(self, row: int, ids: Sequence[int]) -> list[float]:
+        """Return the probabilities of some ids of a row."""
+        entries = self._of_row(row)
+        return [entries.get(i, 0.0) for i in ids]
+
+    def at_most(self, row: int, ids: Sequence[int]) -> list[float]:
+        """Return a bound of these: an id that is not listed has the last one's at most."""
+        entries, last = self._of_row(row), float(self._listed[row, -1])
+        return [entries.get(i, last) for i in ids]
+
+    def largest(self, row: int, least: float) -> list[tuple[int, float]]:
+        """Return the listed ids of a row with at least a probability, and that."""
+        return [(i, p) for i, p in sorted(self._of_row(row).items()) if p >= least]
+
+    def _of_row(self, row: int) -> dict[int, float]:
+        entries = self._entries.get(row)
+        if entries is None:
+            pairs = zip(self._ids[row].tolist(), self._listed[row].tolist(), strict=True)
+            entries = self._entries[row] = dict(pairs)
+            if row in self._own:
+                token, probability = self._own[row]
+                entries[token] = probability
+        return entries
 
 
 @dataclass
@@ -187,12 +232,14 @@ class Row:
         rows: Rows,
     ):
         self.pair, self.plan, self.position, self.rows = pair, plan, position, rows
-        ids = candidates.ids[index].tolist()
+        ids = [i for i in candidates.ids[index].tolist() if i >= 0]
         self.masses = Masses(
-            dict(zip(ids, candidates.closed[index].tolist(), strict=True)),
-            dict(zip(ids, candidates.open[index].tolist(), strict=True)),
+            dict(zip(ids, candidates.closed[index].tolist(), strict=False)),
+            dict(zip(ids, candidates.open[index].tolist(), strict=False)),
             float(candidates.total[index]),
         )
+        begun = () if candidates.begun is None else candidates.begun[index].tolist()
+        self.begun = dict(zip(ids, begun, strict=False))
         self.end = float(candidates.end[index])
         self.nobody = float(candidates.nobody[index])
         bound = float(candidates.off_path[index])
@@ -314,8 +361,11 @@ class Row:
         pair, position = self.pair, self.position
         ids = () if fixed else self.plan.teacher_ids
         own = ids[position.row] if position.row < len(ids) else None
+        begun = self.begun.get(token, math.nan)
         if position.rest:
             content = position.rest + (pair.student.of_id[token] or b"")
+            if not math.isnan(begun):
+                return begun + self._own_begins(content) * fixed
             begun = (
                 pair.id_of.get(content[:end]) for end in range(len(position.rest) + 1, len(content))
             )
@@ -327,9 +377,21 @@ class Row:
             path = [*(pair.teacher.encode_bytes(whole) or ())]
         if len(path) < 2:
             return 0.0
+        if position.row < len(self.plan.teacher_ids) and not math.isnan(begun):
+            if path[0] != self.plan.teacher_ids[position.row]:
+                return begun
         mass = 1.0
         for row, step in enumerate(path[:-1], position.row):
             mass *= self.rows.of(row, [step])[0]
             if row >= len(ids) or step != ids[row]:
                 return mass
         return 0.0
+
+    def _own_begins(self, content: bytes) -> float:
+        """Return the mass of the text's own teacher token where it may begin some bytes."""
+        row, ids = self.position.row, self.plan.teacher_ids
+        if row >= len(ids):
+            return 0.0
+        own = self.pair.teacher.of_id[ids[row]] or b""
+        begins = len(self.position.rest) < len(own) < len(content) and content.startswith(own)
+        return self.rows.of(row, [ids[row]])[0] if begins else 0.0

@@ -22,7 +22,7 @@ class Candidates:
     """Masses of student tokens at n positions, as shares of the teacher's path to their row.
 
     Attributes:
-        ids: the sampled token, then those with most mass, [n, m].
+        ids: the sampled token, then those with most mass, [n, m]; -1 where there are no more.
         closed: mass of teacher tokens after which the first student token is certain, [n, m].
         open: mass of those after which it is not, [n, m].
         total: both over the whole vocabulary, and tokens that write a part of a character, [n].
@@ -31,6 +31,8 @@ class Candidates:
         off_path: the teacher's mass on other tokenizations of the text before, [n]: a bound.
         unlisted: mass that the rows do not list, which may belong to any token here, [n]; 0 where
             the position is on a row's begin, as ``nobody`` has it then.
+        begun: mass of teacher tokens that may begin a candidate and not end it, without the text's
+            own one, [n, m]; NaN where the rows have to say it. None: everywhere.
     """
 
     ids: Int[Tensor, "n m"]
@@ -41,6 +43,7 @@ class Candidates:
     nobody: Float[Tensor, " n"]
     off_path: Float[Tensor, " n"]
     unlisted: Float[Tensor, " n"]
+    begun: Float[Tensor, "n m"] | None = None
 
 
 class Sums:

@@ -14,6 +14,7 @@ from copy import copy
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
+from prime_composer.scoring.pair_tables import UnknownTables
 from prime_composer.scoring.wire import NAME, Field, Rows, ScoreRequest
 from prime_composer.scoring.worker import RowsRequest
 
@@ -35,6 +36,10 @@ LEAST_TOKENS = 64
 
 class NoRows(RuntimeError):
     """The engine's processes gave no rows. Another try would not change it."""
+
+
+class NoTables(NoRows):
+    """The worker does not have the tables of a request: the client has to send them (409)."""
 
 
 class Room:
@@ -175,6 +180,8 @@ def fields_of(description: bytes) -> list[Field]:
         NoRows: there are none, and the worker says why.
     """
     fields = json.loads(description)
+    if isinstance(fields, str) and fields.startswith(UnknownTables.__name__):
+        raise NoTables(f"The tables of this pair of tokenizers are not here: {fields}")
     if isinstance(fields, str):
         raise NoRows(f"vLLM's worker could not compute the rows: {fields}")
     return [Field(*one) for one in fields]

@@ -135,6 +135,11 @@ class Kind(ABC):
             facts: the server's.
         """
 
+    def scratch(self, request: KindRequest) -> int:
+        """Return the numbers of 4 bytes that a row takes while its arrays are computed, besides its
+        logits: values and ids of each column, in two widths."""
+        return 4 * request.k
+
     @abstractmethod
     def arrays(
         self, rows: Rows, request: KindRequest, numbers: Int[Tensor, "n m"] | None
@@ -424,15 +429,14 @@ def named_kind(name: str, what: str) -> SupportKind:
     return kind
 
 
-def row_bytes(kinds: Iterable[Kind], k: int, facts: Facts) -> int:
-    """Return how many bytes these kinds have in a response for each token of interest.
+def row_bytes(requests: Iterable[tuple[Kind, int]], facts: Facts) -> int:
+    """Return how many bytes kinds have in a response for each token of interest.
 
     Args:
-        kinds: the kinds.
-        k: K of the one that has one.
+        requests: kinds, and K of each.
         facts: the server's.
     """
-    return sum(field.row_bytes for kind in kinds for field in kind.fields(k, facts))
+    return sum(field.row_bytes for kind, k in requests for field in kind.fields(k, facts))
 
 
 def id_outside(lowest: int, highest: int, vocab_size: int) -> str:

@@ -19,11 +19,16 @@ from torch import Tensor
 
 from prime_composer.scoring.head import read_head
 from prime_composer.scoring.kinds import register_named
+from prime_composer.scoring.pair_tables import take_tables
+from prime_composer.scoring.student_candidates import register
 from prime_composer.scoring.wire import NAME
 from prime_composer.scoring.worker import Progress, RowsRequest, answer_prompts, uint8
 
 HEAD_METHOD = "prime_composer_head"
 """Name of ``head.read_head`` among the methods of vLLM's worker."""
+
+TABLES_METHOD = "prime_composer_tables"
+"""The same of ``pair_tables.take_tables``."""
 
 LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update", "wake_up")
 """Methods of vLLM's worker, where it has them, after which its weights may be others."""
@@ -141,8 +146,9 @@ def patch_processor(module: ModuleType) -> None:
 
 
 def patch_worker(module: ModuleType) -> None:
-    """Give vLLM's workers the method that reads the output head."""
+    """Give vLLM's workers the methods that read the output head, and keep tables."""
     setattr(module.WorkerBase, HEAD_METHOD, read_head)
+    setattr(module.WorkerBase, TABLES_METHOD, take_tables)
 
 
 LAYOUTS = (
@@ -178,6 +184,7 @@ def install() -> None:
         UnknownVllm: no layout fits a loaded module; for the others, their import raises it.
         ValueError: a kind of scores from outside cannot be loaded.
     """
+    register()
     register_named()
     for name in {name for layout in LAYOUTS for name in layout.patches}:
         if name in sys.modules:

@@ -4,6 +4,8 @@ A request is JSON, and no larger than the server's ``Limits`` say. What is refus
 loop a few milliseconds, whatever its size.
 """
 
+import base64
+import binascii
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 
 from prime_composer.scoring.kinds import KINDS, KindRequest, id_outside, row_bytes
+from prime_composer.scoring.pair_tables import VARIABLE, most_kept, name_of
 from prime_composer.scoring.wire import (
     VERSION,
     Facts,
@@ -18,6 +21,7 @@ from prime_composer.scoring.wire import (
     Limits,
     ScoreRequest,
     SequenceRequest,
+    TablesRequest,
 )
 from prime_composer.scoring.worker import RowsRequest
 
@@ -132,6 +136,23 @@ def read(body: bytes | bytearray, kind: type[Any]) -> Any:
     return decoded
 
 
+def tables_of(tables_request: TablesRequest) -> bytes:
+    """Return the bytes of tables; none where the request only asks.
+
+    Raises:
+        BadRequest: this server takes none, or they are damaged: their name is another one.
+    """
+    if not most_kept():
+        raise BadRequest(f"This server takes no tables of tokenizers ({VARIABLE}=0).")
+    try:
+        content = base64.b64decode(tables_request.content, validate=True)
+    except (binascii.Error, ValueError):
+        raise BadRequest("The tables are no base64.") from None
+    if content and name_of(content) != tables_request.name:
+        raise BadRequest("The tables are damaged: they do not have the SHA-256 of their name.")
+    return content
+
+
 def check_request(score_request: ScoreRequest, facts: Facts) -> None:
     """Check what the sequences of a request share.
 
@@ -221,7 +242,7 @@ def response_size(
     for sequence, rows_request in zip(score_request.sequences, rows_requests, strict=True):
         rows += sequence.rows
         size += sequence.rows * sum(
-            row_bytes([KINDS[one.kind]], one.k, facts) for one in rows_request.requests
+            row_bytes([(KINDS[one.kind], one.k)], facts) for one in rows_request.requests
         )
     if size > MOST_RESPONSE_BYTES:
         raise TooLarge(

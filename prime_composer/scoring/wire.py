@@ -23,6 +23,7 @@ NAME = "prime_composer"
 VERSION = 1
 SCORE_PATH = "/v1/prime_composer/score"
 HEAD_PATH = "/v1/prime_composer/head"
+TABLES_PATH = "/v1/prime_composer/tables"
 """Below /v1, so that the server's API key guards them."""
 
 DTYPES = {"int32": "<i4", "float32": "<f4", "bfloat16": "<u2", "float16": "<f2"}
@@ -268,6 +269,32 @@ class HeadResponse(msgspec.Struct):
     version: int
     facts: HeadFacts | None = None
     rows: Rows | None = None
+
+
+class TablesRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A request to ``TABLES_PATH``: keep tables, or say whether they are here (409: they are not).
+
+    Attributes:
+        version: the client's.
+        name: SHA-256 of the tables' bytes.
+        content: their bytes in base64; empty to ask.
+    """
+
+    version: int
+    name: str
+    content: str = ""
+
+
+class TablesResponse(msgspec.Struct):
+    """A response of ``TABLES_PATH``: all workers have the tables.
+
+    Attributes:
+        plugin: ``NAME``.
+        version: the server's.
+    """
+
+    plugin: str
+    version: int
 
 
 class _Greeting(msgspec.Struct):

@@ -6,6 +6,8 @@ the one-machine run and the trainer that of ``backends.server``, prime-rl's orch
 openai client.
 """
 
+import asyncio
+import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -30,9 +32,12 @@ from prime_composer.scoring.kinds import (
     SupportKind,
     row_bytes,
 )
+from prime_composer.scoring.pair_tables import VARIABLE as KEPT_VARIABLE
+from prime_composer.scoring.pair_tables import PairTables
 from prime_composer.scoring.wire import (
     ENVELOPE_BYTES,
     SCORE_PATH,
+    TABLES_PATH,
     VERSION,
     WITHOUT_PLUGIN,
     Bytes,
@@ -40,6 +45,7 @@ from prime_composer.scoring.wire import (
     ScoreRequest,
     ScoreResponse,
     SequenceRequest,
+    TablesRequest,
     WireError,
     decode_response,
 )
@@ -52,6 +58,24 @@ GREETING_BYTES = 2**20
 
 LOST = (404, 405)
 """Statuses of a server that had the plugin's route and has it no more."""
+
+NOT_HERE = 409
+"""Status of a server that does not have the tables of a request."""
+
+
+@dataclass(frozen=True, eq=False)
+class Beside:
+    """What a server is asked beside a support.
+
+    Attributes:
+        kind: which gives none.
+        request: what it is asked of each row.
+        tables: that the server needs for it.
+    """
+
+    kind: Kind
+    request: KindRequest
+    tables: PairTables
 
 
 @runtime_checkable
@@ -109,12 +133,20 @@ class Known:
         first: what it said at first, which later responses have to agree with.
         was_asked: whether the server was asked.
         fingerprints: of all its scores; None among them for those that have none.
+        given: names of tables that it has had.
+        giving: held while tables are sent.
     """
 
     facts: Facts | None = None
     first: Facts | None = None
     was_asked: bool = False
     fingerprints: set[str | None] = field(default_factory=set)
+    given: set[str] = field(default_factory=set)
+    giving: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def knows(self, kind: Kind) -> bool:
+        """Return whether the server's plugin has a kind."""
+        return self.facts is not None and kind.name in self.facts.kinds
 
     @property
     def vocab_size(self) -> int | None:
@@ -250,6 +282,7 @@ class TeacherClient:
         k: int,
         head: TeacherHead | None = None,
         binary: bool = True,
+        beside: Beside | None = None,
     ) -> Scores:
         """Return the scores of one sequence.
 
@@ -260,6 +293,7 @@ class TeacherClient:
             head: the teacher's output head, for hidden states too. They need the plugin, and are
                 in the teacher's dtype.
             binary: use the plugin where the server has it.
+            beside: what else to ask. It needs the plugin.
 
         Raises:
             InvalidAnswer: a response that no model can have given, or hidden states of another
@@ -274,19 +308,57 @@ class TeacherClient:
                 request = kind.request(sequence.token_ids, sequence.start, asked_for(k))
             else:
                 request = GIVEN.of(candidates)
+            asked = Asked(kind, request, head)
+            if beside is not None:
+                asked = replace(asked, beside=((beside.kind, beside.request),))
             try:
-                scores = await self._score_binary(sequence, kind, request, head, self.facts)
+                try:
+                    if beside is not None and beside.tables.name not in self.known.given:
+                        await self._give(beside.tables)
+                    scores = await self._score_binary(sequence, asked, self.facts)
+                except Refused as refusal:
+                    if refusal.status != NOT_HERE or beside is None:
+                        raise
+                    await self._give(beside.tables)  # it was started again, or had no more room
+                    scores = await self._score_binary(sequence, asked, self.facts)
                 return scores.top(k)
             except Refused as refusal:
+                if refusal.status == NOT_HERE and beside is not None:
+                    raise self._transport.error(
+                        f"{self._transport.origin} loses the tables of a pair of tokenizers as "
+                        "soon as they are sent: several servers behind one URL, or more pairs at "
+                        f"once than it keeps; give each a URL, or raise {KEPT_VARIABLE} there. Its "
+                        f"answer: {refusal.reason}"
+                    ) from refusal
                 if refusal.status not in LOST:
                     raise self._transport.refused(refusal, SCORE_PATH, k) from refusal
-                if head is not None or not kind.in_json:
+                if head is not None or beside is not None or not kind.in_json:
                     raise self._transport.error(
                         f"{self._transport.origin} lost its scoring plugin: it was started again "
                         "without it. Start it as it was, with `prime-rl teacher`."
                     ) from refusal
                 self.go_without_plugin()
         return await self._score_json(sequence, k)
+
+    async def _give(self, tables: PairTables) -> None:
+        """Send tables to the server, if it does not have them.
+
+        Raises:
+            Refused: it does not take them.
+        """
+        async with self.known.giving:  # many requests may miss them at once
+            try:
+                await self._send_tables(tables.name, b"")
+            except Refused as refusal:
+                if refusal.status != NOT_HERE:
+                    raise
+                await self._send_tables(tables.name, tables.content)
+            self.known.given.add(tables.name)
+
+    async def _send_tables(self, name: str, content: bytes) -> None:
+        text = base64.b64encode(content).decode("ascii")
+        body = msgspec.to_builtins(TablesRequest(VERSION, name, text))
+        await self._transport.receive(TABLES_PATH, body, GREETING_BYTES)
 
     async def _score_json(self, sequence: SequenceToScore, k: int) -> Scores:
         """Return the scores from the top ``asked_for(k)`` of a server without the plugin."""
@@ -303,43 +375,34 @@ class TeacherClient:
     async def _score_binary(
         self,
         sequence: SequenceToScore,
-        kind: SupportKind,
-        request: KindRequest,
-        head: TeacherHead | None,
+        asked: Asked,
         facts: Facts,
     ) -> Scores:
         """Return the plugin's scores, in several requests if the numbers per row need them."""
-        if head is not None and facts.dtype not in DTYPES_BY_NAME:
+        if asked.head is not None and facts.dtype not in DTYPES_BY_NAME:
             raise self._transport.error(
                 f"{self._transport.origin} computes in {facts.dtype}, and hidden states are read "
                 f"in {', '.join(DTYPES_BY_NAME)}; start it with --dtype bfloat16."
             )
         n, parts = len(sequence.lacks), []
-        for rows in self._rows_per_request(sequence, request, facts):
+        for rows in self._rows_per_request(sequence, asked, facts):
             part = replace(
                 sequence,
                 token_ids=sequence.token_ids[: sequence.start + rows.stop],
                 start=sequence.start + rows.start,
                 lacks=sequence.lacks[rows.start : rows.stop],
             )
-            parts.append(await self._score_rows(part, kind, request.of_rows(n, rows), head, facts))
+            parts.append(await self._score_rows(part, asked.of_rows(n, rows), facts))
         return joined(parts)
 
-    async def _score_rows(
-        self,
-        sequence: SequenceToScore,
-        kind: SupportKind,
-        request: KindRequest,
-        head: TeacherHead | None,
-        facts: Facts,
-    ) -> Scores:
-        n, asked = len(sequence.lacks), Asked(kind, request, head)
+    async def _score_rows(self, sequence: SequenceToScore, asked: Asked, facts: Facts) -> Scores:
+        n = len(sequence.lacks)
         one = SequenceRequest(sequence.token_ids, sequence.start)
         score_request = ScoreRequest(VERSION, [one], [], model=self._model)
         for each, its in asked.of_kinds:
             score_request.kinds.append(each.name)
             each.write(its, score_request, n)
-        size = self._checked_size(n, asked.kinds, request.k, facts)
+        size = self._checked_size(n, [(each, its.k) for each, its in asked.of_kinds], facts)
         content = await self._transport.receive(
             SCORE_PATH, msgspec.to_builtins(score_request), ENVELOPE_BYTES + size, tail=size
         )
@@ -361,13 +424,14 @@ class TeacherClient:
         """
         if self.facts is None:
             return 0
-        kinds = [SAMPLED, self.kind_of(k, by_student), *[HIDDEN] * hidden]
-        return self._checked_size(rows, kinds, k if by_student else asked_for(k), self.facts)
+        own = self.kind_of(k, by_student), k if by_student else asked_for(k)
+        kinds: list[tuple[Kind, int]] = [(SAMPLED, 0), own, *[(HIDDEN, 0)] * hidden]
+        return self._checked_size(rows, kinds, self.facts)
 
-    def _checked_size(self, rows: int, kinds: Sequence[Kind], k: int, facts: Facts) -> int:
-        per_row, limits = row_bytes(kinds, k, facts), facts.limits
+    def _checked_size(self, rows: int, kinds: Sequence[tuple[Kind, int]], facts: Facts) -> int:
+        per_row, limits = row_bytes(kinds, facts), facts.limits
         if limits is not None and rows * per_row > limits.answer_bytes:
-            hidden = HIDDEN in kinds
+            hidden = any(kind is HIDDEN for kind, _ in kinds)
             remedy = 'set k to a number instead of "full"' if hidden else "lower the loss's k"
             raise self._transport.error(
                 f"{self._transport.origin} answers at most {limits.answer_bytes:,} bytes at once. "
@@ -378,11 +442,11 @@ class TeacherClient:
         return rows * per_row
 
     def _rows_per_request(
-        self, sequence: SequenceToScore, request: KindRequest, facts: Facts
+        self, sequence: SequenceToScore, asked: Asked, facts: Facts
     ) -> Sequence[range]:
         """Return which rows of a sequence to ask for at once, in order."""
         n, tokens, limits = len(sequence.lacks), len(sequence.token_ids), facts.limits
-        m = len(request.numbers) // (4 * max(1, n))
+        m = sum(len(request.numbers) for _, request in asked.of_kinds) // (4 * max(1, n))
         if limits is None or m == 0:
             return [range(n)]
         others = ENVELOPE_BYTES + tokens * len(f"{facts.vocab_size}, ")

@@ -8,9 +8,10 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -30,13 +31,17 @@ from prime_composer.cross_tokenizer.sums import Sums
 from prime_composer.losses import LossConfig
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
+from prime_composer.scoring.kinds import Kind
+from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
 from prime_composer.step.overflow import Rule
+from prime_composer.teachers.client import Beside
 from prime_composer.teachers.compatibility import (
     LimitedServer,
     PreflightError,
     TokenServer,
     check_served_tokenizer,
 )
+from prime_composer.teachers.student_candidates import LISTED, Question, Questions, read_answer
 from prime_composer.teachers.tokenizer_pair import (
     LONGER,
     Prompts,
@@ -54,6 +59,25 @@ READ = 256
 
 FEWEST_CANDIDATES = 64
 """Student tokens at least among which a support is chosen."""
+
+
+@runtime_checkable
+class AskingScorer(Protocol):
+    """A scorer whose server may be asked for more than supports."""
+
+    def knows(self, kind: Kind) -> bool:
+        """Return whether the server has a kind of scores."""
+        ...
+
+    def score(
+        self,
+        rollouts: Sequence[Rollout],
+        support_size: int,
+        *,
+        beside: Sequence[Beside],
+    ) -> list[Scores]:
+        """Score as ``protocols.Scorer`` says, and ask for more about each rollout."""
+        ...
 
 
 def with_own_tokenizer(
@@ -175,12 +199,29 @@ class OwnTokenizerScorer:
         plans = [self._plan(rollout) for rollout in rollouts]
         readings = self.readings(rollouts, plans)
         self._check_fits(readings)
+        questions: list[Question | None] = [None] * len(plans)
+        if isinstance(self.scorer, AskingScorer) and self._is_summed:
+            asked = [self._questions.of(plan, support_size) for plan in plans]
+            beside = [question.beside for question in asked]
+            read = self.scorer.score(readings, self._read, beside=beside)
+            questions = [*asked]
+        else:
+            read = self.scorer.score(readings, self._read)
         return [
-            self._of_student(rollout, plan, given, support_size)
-            for rollout, plan, given in zip(
-                rollouts, plans, self.scorer.score(readings, self._read), strict=True
-            )
+            self._of_student(rollout, plan, given, support_size, question)
+            for rollout, plan, given, question in zip(rollouts, plans, read, questions, strict=True)
         ]
+
+    @property
+    def _is_summed(self) -> bool:
+        """Whether the server sums the rows by itself."""
+        scorer = self.scorer
+        has_kind = isinstance(scorer, AskingScorer) and scorer.knows(STUDENT_CANDIDATES)
+        return has_kind and is_summed(self.pair, self._size)
+
+    @cached_property
+    def _questions(self) -> Questions:
+        return Questions(self.pair)
 
     def readings(
         self, rollouts: Sequence[Rollout], plans: Sequence[Plan] | None = None
@@ -276,7 +317,7 @@ class OwnTokenizerScorer:
     @property
     def _read(self) -> int:
         """Ids that are read of each row."""
-        return self._size if self._size <= WHOLE_UP_TO else READ
+        return ids_read(self._size, summed=self._is_summed)
 
     def _plan(self, rollout: Rollout) -> Plan:
         return plan_of(self.pair, rollout.token_ids[rollout.start :].tolist())
@@ -335,16 +376,48 @@ class OwnTokenizerScorer:
         ids = torch.tensor([*prompt, *plan.teacher_ids, self.pair.teacher_ends[0]])
         return Rollout.not_sampled(ids, len(prompt), rollout.finish_reason, rollout.prompt_index)
 
-    def _of_student(self, rollout: Rollout, plan: Plan, read: Scores, k: int) -> Scores:
+    def _of_student(
+        self, rollout: Rollout, plan: Plan, read: Scores, k: int, question: Question | None
+    ) -> Scores:
         scores, totals = of_rows(
-            self.pair, self._sums, plan, read, self._size, k, fixed=self._fixed
+            self.pair, self._sums, plan, read, self._size, k, fixed=self._fixed, question=question
         )
         self._totals.update(totals)
         return replace(scores, start=rollout.start)
 
 
+def is_summed(pair: Pair, size: int) -> bool:
+    """Return whether a server that can sums a pair's rows by itself.
+
+    Args:
+        pair: both tokenizers.
+        size: entries of the teacher's head.
+    """
+    return READ < size and len(pair.teacher.of_id) <= size
+
+
+def ids_read(size: int, *, summed: bool) -> int:
+    """Return how many ids are read of each row of a teacher.
+
+    Args:
+        size: entries of its head.
+        summed: its server sums the rows, and what is read follows its own tokens alone.
+    """
+    if summed:
+        return LISTED
+    return size if size <= WHOLE_UP_TO else READ
+
+
 def of_rows(
-    pair: Pair, sums: Sums, plan: Plan, read: Scores, size: int, k: int, *, fixed: bool
+    pair: Pair,
+    sums: Sums,
+    plan: Plan,
+    read: Scores,
+    size: int,
+    k: int,
+    *,
+    fixed: bool,
+    question: Question | None = None,
 ) -> tuple[Scores, Totals]:
     """Return the scores of the student's tokens from what was read of the teacher's, and sums.
 
@@ -356,7 +429,11 @@ def of_rows(
         size: entries of its head, as far as known.
         k: ids of a support.
         fixed: supports must not depend on the sampled token.
+        question: what a server was asked that sums by itself; None: sum here.
     """
+    if question is not None:
+        candidates, listed = read_answer(pair, question, read)
+        return token_scores(pair, plan, candidates, listed, k, fixed=fixed)
     rows = dense(read, plan, max(size, len(pair.teacher.of_id)))
     candidates = sums.candidates(rows, plan, max(4 * k, FEWEST_CANDIDATES))
     return token_scores(pair, plan, candidates, Rows(rows), k, fixed=fixed)

@@ -37,22 +37,25 @@ class Asked:
         kind: of the support.
         request: what it was asked.
         head: the teacher's output head, where there are hidden states too.
+        beside: a kind that gives no support, and what it was asked.
     """
 
     kind: SupportKind
     request: KindRequest
     head: TeacherHead | None
+    beside: tuple[tuple[Kind, KindRequest], ...] = ()
 
     @property
     def of_kinds(self) -> list[tuple[Kind, KindRequest]]:
         """The kinds in order, and what each is asked."""
         hidden = [] if self.head is None else [(HIDDEN, KindRequest(HIDDEN.name))]
-        return [(SAMPLED, KindRequest(SAMPLED.name)), (self.kind, self.request), *hidden]
+        own = (SAMPLED, KindRequest(SAMPLED.name)), (self.kind, self.request)
+        return [*own, *hidden, *self.beside]
 
-    @property
-    def kinds(self) -> list[Kind]:
-        """The kinds in order."""
-        return [kind for kind, _ in self.of_kinds]
+    def of_rows(self, n: int, rows: range) -> "Asked":
+        """Return what is asked of some of n rows."""
+        beside = tuple((kind, request.of_rows(n, rows)) for kind, request in self.beside)
+        return replace(self, request=self.request.of_rows(n, rows), beside=beside)
 
 
 def read_json(content: Bytes, sequence: SequenceToScore, k: int, origin: str) -> Scores:
@@ -93,8 +96,8 @@ def read_binary(
         if len(response.sequences) != 1:
             raise WireError(f"{len(response.sequences)} sequences, where 1 was expected")
         arrays = unpack_arrays(response.sequences[0], n)
-        for kind in asked.kinds:
-            for field in kind.fields(k, facts):
+        for kind, request in asked.of_kinds:
+            for field in kind.fields(request.k, facts):
                 arrays[field.name] = expected(arrays, field, n)
     except WireError as error:
         raise wrong_response(origin, sequence, str(error)) from None
@@ -105,6 +108,11 @@ def read_binary(
         origin=origin,
         ranked=asked.kind.ranked,
     )
+    if asked.beside:
+        names = [
+            field.name for kind, request in asked.beside for field in kind.fields(request.k, facts)
+        ]
+        scores = replace(scores, beside={name: arrays[name] for name in names})
     if asked.head is None:
         return scores
     states = HIDDEN.states(arrays, DTYPES_BY_NAME[facts.dtype])
@@ -143,6 +151,12 @@ def joined(parts: Sequence[Scores]) -> Scores:
         )
         for index, share in enumerate(first.hidden)
     )
+    beside = None
+    if first.beside is not None:
+        beside = {
+            name: np.concatenate([(part.beside or {})[name] for part in parts])
+            for name in first.beside
+        }
     return Scores(
         own,
         torch.cat([part.token_ids for part in parts]),
@@ -150,6 +164,7 @@ def joined(parts: Sequence[Scores]) -> Scores:
         shares,
         known,
         first.start,
+        beside=beside,
     )
 
 

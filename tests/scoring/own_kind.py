@@ -10,6 +10,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from prime_composer.scoring.endpoint import ScoringEndpoint
+from prime_composer.scoring.pair_tables import take_tables
+from prime_composer.scoring.patches import TABLES_METHOD
 from prime_composer.scoring.worker import Piece, Progress, RowsRequest, answer_group, uint8
 from tests.scoring.conftest import Engine
 from tests.scoring.recent_ids import EMPTY, FLOOR, recent
@@ -37,6 +39,11 @@ class Rows(Engine):
     def logprobs(self, token_ids):
         """Return log q of the whole vocabulary in float64: row t is for token t + 1."""
         return (self.table.double()[token_ids] @ self.weight.double().T).log_softmax(-1)
+
+    async def collective_rpc(self, method, args=()):
+        """Answer as a worker of vLLM does that has our methods."""
+        assert method == TABLES_METHOD
+        return [take_tables(self, *args)]
 
     async def generate(self, prompt, params, request_id):
         """Answer in two pieces of the prompt."""

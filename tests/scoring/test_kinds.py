@@ -197,7 +197,7 @@ def test_kind_that_fails_costs_its_own_requests_alone(weight, monkeypatch):
         calls.append(rows.logits)
         raise torch.OutOfMemoryError("3 GiB")
 
-    monkeypatch.setitem(KINDS, "top_k", SimpleNamespace(arrays=failing))
+    monkeypatch.setitem(KINDS, "top_k", SimpleNamespace(arrays=failing, scratch=lambda _: 0))
     monkeypatch.setitem(worker.BLOCK_BYTES, "cpu", 1)
     tokens = list(range(10))
     rows_requests = {"r": RowsRequest(2, (top(4),)), "s": RowsRequest(2, (OWN,))}

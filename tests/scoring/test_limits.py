@@ -238,7 +238,7 @@ def test_size_of_an_answer_is_its_real_one(dtype, width):
     for kinds, k, size in (
         (["hidden"], 0, 8 * width),
         (["sampled", "top_k", "hidden"], 3, 4 + 24 + 8 * width),
-        ([*KINDS], 3, 4 + 24 + 8 + 8 * width),
+        (["sampled", "top_k", "given", "hidden"], 3, 4 + 24 + 8 + 8 * width),
     ):
         one = tokens if "given" in kinds else SequenceRequest(tokens.token_ids, 1)
         asked = ScoreRequest(VERSION, [one], kinds, k)

@@ -331,7 +331,7 @@ WRONG = {
     "k negative": ({"own": (-1, {"floor": -1.0}, IDS)}, "cannot be read"),
     "of another kind": (
         {"own": (2, {"floor": -1.0}, IDS), "others": {"top_k": {"k": 1}}},
-        r"parameters of \['top_k'\], where those of \['recent_ids'\] are known",
+        r"parameters of \['top_k'\], where those of \['recent_ids'.*\] are known",
     ),
 }  # fmt: skip
 

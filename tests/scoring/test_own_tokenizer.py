@@ -1,20 +1,29 @@
 """A served teacher with a tokenizer of its own: the same scores as one in this process."""
 
+import base64
 from contextlib import closing
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 
 pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 
+from prime_composer.backends.errors import ServerError  # noqa: E402
 from prime_composer.backends.protocols import Limits  # noqa: E402
 from prime_composer.contract import Scores  # noqa: E402
 from prime_composer.cross_tokenizer.finish import NEVER  # noqa: E402
+from prime_composer.scoring import pair_tables, student_candidates  # noqa: E402
+from prime_composer.scoring.kinds import KINDS  # noqa: E402
+from prime_composer.scoring.pair_tables import VARIABLE, Kept, name_of  # noqa: E402
+from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES  # noqa: E402
+from prime_composer.scoring.wire import TABLES_PATH, VERSION  # noqa: E402
 from prime_composer.teachers import own_tokenizer  # noqa: E402
 from prime_composer.teachers.compatibility import PreflightError  # noqa: E402
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
+from prime_composer.teachers.student_candidates import tables_of  # noqa: E402
 from prime_composer.teachers.tokenizer_pair import make_pair  # noqa: E402
 from prime_composer.teachers.transformers import TransformersScorer  # noqa: E402
 from tests.scoring.own_kind import Rows, Served  # noqa: E402
@@ -95,14 +104,87 @@ def read_of_rows(monkeypatch, read):
         monkeypatch.setattr(own_tokenizer, "READ", read)
 
 
+def kinds(rows):
+    """Return the names of the kinds that a stand-in was last asked for."""
+    return [request.kind for request in rows.asked[-1].requests]
+
+
 @pytest.mark.parametrize("read", [None, 256, 100])
 def test_served_own_tokenizer_scores_as_in_process(read, monkeypatch, vllm_without_its_libraries):
+    """A server of an older plugin, of whose rows some ids are read."""
     read_of_rows(monkeypatch, read)
+    monkeypatch.setenv(VARIABLE, "0")
+    monkeypatch.delitem(KINDS, STUDENT_CANDIDATES.name, raising=False)
     rows = Rows(3, len(wrapped(TEACHER)))
     with Served(rows) as one, closing(ServerScorer(one.url)) as scorer:
         served, student = over(scorer)
         check_equal(served, over(WholeRows(rows))[0], student)
-    assert [r.kind for r in rows.asked[0].requests] == ["sampled", "top_k"]
+    assert kinds(rows) == ["sampled", "top_k"]
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Return the tables that the workers of this process keep, of this test alone."""
+    monkeypatch.delitem(KINDS, STUDENT_CANDIDATES.name, raising=False)
+    made = Kept(4)
+    for module in (pair_tables, student_candidates):
+        monkeypatch.setattr(module, "KEPT_HERE", made)
+    return made
+
+
+def test_server_sums_for_two_pairs_side_by_side(kept, monkeypatch, vllm_without_its_libraries):
+    monkeypatch.setattr("prime_composer.teachers.student_candidates.LISTED", 200)
+    rows = Rows(3, len(wrapped(TEACHER)))
+    with Served(rows) as one, closing(ServerScorer(one.url)) as scorer:
+        for merges in (STUDENT, TEACHER[:3], STUDENT):
+            served, student = over(scorer, merges)
+            check_equal(served, over(WholeRows(rows), merges)[0], student)
+            assert kinds(rows) == ["sampled", "top_k", "student_candidates"]
+    assert len(kept) == 2
+
+
+def test_server_without_the_tables_gets_them_again(kept, vllm_without_its_libraries):
+    """After its start; a server that never has them ends the run by name."""
+    rows = Rows(3, len(wrapped(TEACHER)))
+    with Served(rows) as one, closing(ServerScorer(one.url)) as scorer:
+        served, student = over(scorer)
+        rollouts = [rollout_of(student, "ab", text) for text in TEXTS]
+        first = served.score(rollouts, K)
+        kept.clear()
+        again = served.score(rollouts, K)
+        for one_scores, two in zip(first, again, strict=True):
+            assert torch.equal(one_scores.ref_logprobs, two.ref_logprobs)
+        assert len(kept) == 1
+        kept.clear()
+        kept.keep = lambda tables: None
+        with pytest.raises(ServerError, match="loses the tables.*raise PRIME_COMPOSER_PAIRS"):
+            served.score(rollouts, K)
+
+
+def test_server_refuses_what_are_no_tables_by_name(kept, vllm_without_its_libraries):
+    rows = Rows(3, len(wrapped(TEACHER)))
+    tables = tables_of(over(WholeRows(rows))[0].pair)
+    with Served(rows) as one:
+
+        def sent(name, content):
+            text = base64.b64encode(content).decode()
+            body = {"version": VERSION, "name": name, "content": text}
+            reply = httpx.post(one.url + TABLES_PATH, json=body)
+            if reply.status_code == 200:
+                return 200, ""
+            return reply.status_code, reply.json()["error"]["message"]
+
+        assert sent(tables.name, b"")[0] == 409
+        status, words = sent(tables.name, tables.content[:-4] + b"abcd")
+        assert status == 400 and "damaged" in words
+        short = tables.content[:-4]
+        status, words = sent(name_of(short), short)
+        assert status == 400 and "bytes, where" in words
+        assert not len(kept)
+        large = b"x" * 2**25
+        assert sent(name_of(large), large)[0] == 413
+        assert sent(tables.name, tables.content) == (200, "")
+        assert sent(tables.name, b"") == (200, "") and len(kept) == 1
 
 
 def test_own_tokenizer_refuses_a_server_without_plugin():
@@ -123,8 +205,8 @@ def test_own_tokenizer_refuses_a_server_without_plugin():
 
 @pytest.mark.vllm
 def test_vllm_own_tokenizer_scores_as_in_process(monkeypatch, tmp_path):
-    """A real server of whose rows 256 ids are read, in pieces of 16 tokens."""
-    read_of_rows(monkeypatch, 256)
+    """A real server, in pieces of 16 tokens: it sums its rows, or 256 ids of them are read."""
+    monkeypatch.setattr("prime_composer.teachers.student_candidates.LISTED", 200)
     teacher = wrapped(TEACHER)
     model = make_model(True, 3, vocab_size=len(teacher), eos_token_id=teacher.eos_token_id)
     model.save_pretrained(tmp_path / "model")
@@ -135,6 +217,11 @@ def test_vllm_own_tokenizer_scores_as_in_process(monkeypatch, tmp_path):
         closing(ServerScorer(server.url)) as scorer,
     ):
         assert scorer.tokenize("ab c") == teacher.encode("ab c")
-        for merges in (STUDENT, TEACHER[:3]):  # words that are split elsewhere, and nowhere
-            served, student = over(scorer, merges)
-            check_equal(served, over(TransformersScorer(model), merges)[0], student)
+        for sums in (True, False):
+            for merges in (STUDENT, TEACHER[:3]):  # words that are split elsewhere, and nowhere
+                served, student = over(scorer, merges)
+                check_equal(served, over(TransformersScorer(model), merges)[0], student)
+            assert sums == scorer.knows(STUDENT_CANDIDATES)
+            monkeypatch.setattr(ServerScorer, "knows", lambda *_: False)
+            read_of_rows(monkeypatch, 256)
+        assert len(scorer.client.known.given) == 2

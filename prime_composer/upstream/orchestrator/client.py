@@ -17,7 +17,8 @@ from prime_composer.contract import InvalidAnswer, Scores
 from prime_composer.cross_tokenizer.token_bytes import PROBES
 from prime_composer.recipe.urls import has_credentials, public_url, two_credentials
 from prime_composer.scoring.shared_vocabulary import LOG_FLOOR, lacking, out_of_vocabulary, readable
-from prime_composer.teachers.client import Known, TeacherClient
+from prime_composer.scoring.wire import Facts
+from prime_composer.teachers.client import Beside, Known, TeacherClient
 from prime_composer.teachers.watch import (
     ASKED_EVERY,
     KNOWN_TOKENS,
@@ -232,6 +233,7 @@ class Requests:
         *,
         start: int = 1,
         frozen: bool = False,
+        beside: Beside | None = None,
     ) -> Scores:
         """Return the scores of ``token_ids`` from ``start`` on, with the top K of ``model``.
 
@@ -247,6 +249,7 @@ class Requests:
             k: size of the support, 0 for none.
             start: the first token that is scored; none predicts the first of all.
             frozen: its weights never change. The policy's own do.
+            beside: what else to ask of the scoring plugin.
 
         Raises:
             InvalidAnswer: the answer is not scores of these tokens, or too large for that, or of
@@ -261,13 +264,13 @@ class Requests:
                 )
             )
         asked = self._asked.setdefault((transport.base, model), Asked())
-        scores = await self._ask(transport, model, asked, token_ids, k, start)
+        scores = await self._ask(transport, model, asked, token_ids, k, start, beside)
         if frozen:
             await self._watch(transport, model, asked, token_ids, scores)
         return scores
 
-    async def meet(self, client: Any, model: str, tokenizer: Any) -> int:
-        """Return the size of the head of a teacher with a tokenizer of its own.
+    async def meet(self, client: Any, model: str, tokenizer: Any) -> Facts:
+        """Return what the server of a teacher with a tokenizer of its own says of itself.
 
         Once, its server is asked how it reads texts. One that cannot be asked passes.
 
@@ -288,7 +291,7 @@ class Requests:
         if asked.tokenizer is not tokenizer:
             asked.tokenizer = tokenizer  # others need not ask it as well
             await self._check_tokenizer(transport, model, tokenizer)
-        return asked.plugin.facts.vocab_size
+        return asked.plugin.facts
 
     async def _check_tokenizer(
         self, transport: OpenAITransport, model: str, tokenizer: Any
@@ -351,6 +354,7 @@ class Requests:
         token_ids: Sequence[int],
         k: int,
         start: int = 1,
+        beside: Beside | None = None,
     ) -> Scores:
         loop = asyncio.get_running_loop()
         # A semaphore belongs to one event loop.
@@ -365,7 +369,7 @@ class Requests:
             if sequence.lacks.any() or sequence.token_ids[0] != token_ids[0]:
                 self._say_of_padding(transport.origin, known)
             before = transport.retries
-            scores = await teacher.score(sequence, k=k)
+            scores = await teacher.score(sequence, k=k, beside=beside)
             asked.retried += transport.retries - before
             return scores
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from prime_composer.contract import Scores
 from prime_composer.recipe.urls import public_url
+from prime_composer.teachers.client import Beside
 from prime_composer.upstream import wire
 from prime_composer.upstream.log import log
 from prime_composer.upstream.orchestrator.client import Requests
@@ -174,19 +175,15 @@ async def by_turns(
         token_ids: of the branch.
         scoring: what is scored, with the branch's messages.
     """
-    from prime_composer.upstream.orchestrator.own_tokenizer import (
-        ids_read,
-        opened,
-        scored_branch,
-    )
+    from prime_composer.upstream.orchestrator.own_tokenizer import opened, scored_branch
 
     own = await REQUESTS.compute(opened, directory, _settings().student_tokenizer)
-    most = ids_read(await REQUESTS.meet(openai, model, own.tokenizer))
+    facts = await REQUESTS.meet(openai, model, own.tokenizer)
 
-    def ask(reading: list[int], start: int) -> Awaitable[Scores]:
-        return REQUESTS.score(openai, model, reading, most, start=start, frozen=True)
+    def ask(reading: list[int], start: int, k: int, beside: Beside | None) -> Awaitable[Scores]:
+        return REQUESTS.score(openai, model, reading, k, start=start, frozen=True, beside=beside)
 
-    return await scored_branch(own, scoring.traces, token_ids, ask, REQUESTS.compute)
+    return await scored_branch(own, facts, scoring.traces, token_ids, ask, REQUESTS.compute)
 
 
 def hook_algorithm(module: Any) -> None:

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -29,14 +29,18 @@ from prime_composer.cross_tokenizer.plan import Plan, plan_of
 from prime_composer.cross_tokenizer.sums import Sums
 from prime_composer.losses import parse_loss
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING
-from prime_composer.teachers.own_tokenizer import READ, WHOLE_UP_TO, of_rows
+from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
+from prime_composer.scoring.wire import Facts
+from prime_composer.teachers.client import Beside
+from prime_composer.teachers.own_tokenizer import ids_read, is_summed, of_rows
+from prime_composer.teachers.student_candidates import Question, Questions
 from prime_composer.teachers.tokenizer_pair import make_pair
 from prime_composer.upstream import wire
 from prime_composer.upstream.settings import SWITCH, TOKENIZERS_KEY, AdapterSettings
 from prime_composer.upstream.tally import DOCTOR
 
-Ask = Callable[[list[int], int], Awaitable[Scores]]
-"""Returns a teacher's scores of token ids, from a position on."""
+Ask = Callable[[list[int], int, int, Beside | None], Awaitable[Scores]]
+"""Returns a teacher's scores of token ids, from a position on: top K, and what else is asked."""
 
 METRICS = "xtok"
 """Begins the names of metrics."""
@@ -98,27 +102,39 @@ class OwnTokenizer:
         ids = self.tokenizer.encode(prompt, add_special_tokens=False)
         return Turn(token_ids, ids, plan)
 
-    async def scores(self, turn: Turn, ask: Ask, compute: Any) -> tuple[Scores, Totals]:
+    async def scores(
+        self, turn: Turn, facts: Facts, ask: Ask, compute: Any
+    ) -> tuple[Scores, Totals]:
         """Return the teacher's scores of a turn's tokens, and sums over them.
 
         Args:
             turn: the turn.
+            facts: the teacher's server's.
             ask: asks the teacher.
             compute: runs a function off the event loop.
         """
+        summed = STUDENT_CANDIDATES.name in facts.kinds and is_summed(self._pair, facts.vocab_size)
+        question = await compute(self._question, turn.plan) if summed else None
         # The end of the teacher's turn is scored as well.
         reading = [*turn.prompt, *turn.plan.teacher_ids, self._pair.teacher_ends[0]]
-        read = await ask(reading, len(turn.prompt))
-        return await compute(self._of_student, turn.plan, read)
+        most = ids_read(facts.vocab_size, summed=summed)
+        read = await ask(reading, len(turn.prompt), most, question and question.beside)
+        return await compute(self._of_student, turn.plan, read, question)
 
-    def _of_student(self, plan: Plan, read: Scores) -> tuple[Scores, Totals]:
+    @cached_property
+    def _questions(self) -> Questions:
+        return Questions(self._pair)
+
+    def _question(self, plan: Plan) -> Question:
+        return self._questions.of(plan, self.k)
+
+    def _of_student(
+        self, plan: Plan, read: Scores, question: Question | None
+    ) -> tuple[Scores, Totals]:
         size = 1 + int(read.token_ids.max())
-        return of_rows(self._pair, self._sums, plan, read, size, self.k, fixed=self._fixed)
-
-
-def ids_read(size: int) -> int:
-    """Return how many ids are read of each row of a teacher whose head has this size."""
-    return size if size <= WHOLE_UP_TO else READ
+        return of_rows(
+            self._pair, self._sums, plan, read, size, self.k, fixed=self._fixed, question=question
+        )
 
 
 def as_template_reads(message: Any) -> dict[str, Any] | None:
@@ -175,7 +191,12 @@ def opened(directory: str, student: str | None) -> OwnTokenizer:
 
 
 async def scored_branch(
-    own: OwnTokenizer, traces: Sequence[Any], token_ids: Sequence[int], ask: Ask, compute: Any
+    own: OwnTokenizer,
+    facts: Facts,
+    traces: Sequence[Any],
+    token_ids: Sequence[int],
+    ask: Ask,
+    compute: Any,
 ) -> wire.Sent:
     """Return what prime-rl gets for the token ids of a branch.
 
@@ -183,6 +204,7 @@ async def scored_branch(
 
     Args:
         own: the teacher's tokenizer.
+        facts: its server's.
         traces: the rollouts that are scored, one of which has the branch.
         token_ids: of the branch.
         ask: asks the teacher.
@@ -212,7 +234,7 @@ async def scored_branch(
             left_out.append(messages)
             totals["tokens"] += len(ids)
             return
-        scores, sums = await own.scores(turn, ask, compute)
+        scores, sums = await own.scores(turn, facts, ask, compute)
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value
         kept = torch.ones(len(ids), dtype=torch.bool) if scores.scored is None else scores.scored
