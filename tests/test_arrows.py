@@ -55,7 +55,10 @@ OF_UPSTREAM = {
         *("alignment", "answers", "errors", "hf_model", "model_files", "protocols"),
         "vllm_logprobs",
     },
-    "teachers": {"client", "mixture", "own_tokenizer", "server", "tokenizer_pair", "watch"},
+    "teachers": {
+        *("client", "mixture", "own_tokenizer", "server", "student_candidates"),
+        *("tokenizer_pair", "watch"),
+    },
     "step": {"states"},
 }
 """The modules of these rooms that upstream may import."""
