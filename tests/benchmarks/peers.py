@@ -9,15 +9,16 @@ side runs in a process of its own, in turns, so that other load meets both. With
 models are random, of SmolLM2-135M's size, and read single bytes.
 
 A row has the median step, without a process's first one: wall time and CPU time of all threads per
-trained token, the CPU time of the parts of our step, and the peak of the process's memory (PSS, as
-``memory`` has it) with the models' loading. "KL" is the steps' mean loss: both sides should agree.
-On a busy machine read the CPU time with ``--threads 1``: threads that wait for each other spin.
-Target: half of TRL's time, in no more memory.
+trained token, the CPU time of the parts of our step, and the most memory that the process had, its
+imports included (resident set). "KL" is the steps' mean loss: both sides should agree. On a busy
+machine read the CPU time with ``--threads 1``: threads that wait for each other spin. Target: half
+of TRL's time, in no more memory.
 """
 
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -31,7 +32,6 @@ from typing import Any
 
 from prime_composer.cli.commands import set_environment, usable_cores
 from prime_composer.problems.generated import generate_problems
-from tests.benchmarks.memory import Meter
 
 LR = 1e-4
 CONTEXT = 384
@@ -48,6 +48,7 @@ class Times:
         tokens: trained tokens of each step.
         kl: loss of each step per token.
         parts: CPU seconds of the parts of each step, where the side has them.
+        peak: MB of the process.
     """
 
     wall: list[float] = field(default_factory=list)
@@ -55,6 +56,7 @@ class Times:
     tokens: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=dict)
+    peak: float = 0.0
 
     def per_token(self, values: Sequence[float]) -> float:
         """Return the median of a step's milliseconds per trained token."""
@@ -208,37 +210,30 @@ def write_data(folder: Path, batch: int) -> None:
                 file.write(json.dumps({"messages": [message]}) + "\n")
 
 
-def run(side: str, arguments: Sequence[str], args: argparse.Namespace) -> tuple[Times, float]:
-    """Run one side in a process of its own. Return its times, and its peak memory in MB."""
+def run(side: str, args: argparse.Namespace) -> Times:
+    """Run one side in a process of its own."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_data(folder / "data", args.batch)
         variable = "PRIME_COMPOSER_THREADS" if side == "ours" else "OMP_NUM_THREADS"
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.benchmarks.peers", *arguments]
+        subprocess.run(
+            [sys.executable, "-m", "tests.benchmarks.peers", *sys.argv[1:]]
             + ["--teacher", args.teacher, "--student", args.student, "--side", side, name],
             stdout=sys.stderr,
             env=os.environ | {variable: str(args.threads)},
+            check=True,
         )
-        meter = Meter(process.pid)
-        try:
-            status = process.wait()
-        finally:
-            process.kill()
-            meter.stop.set()
-            meter.thread.join()
-        if status:
-            raise SystemExit(f"{side} ended with status {status}")
-        return Times(**json.loads((folder / "times.json").read_text())), meter.peak
+        return Times(**json.loads((folder / "times.json").read_text()))
 
 
-def print_row(side: str, times: Times, peak: float) -> None:
+def print_row(side: str, times: Times) -> None:
     """Print the numbers of one process."""
     parts = "".join(f"  {name} {times.per_token(times.parts[name]):.1f}" for name in times.parts)
     wall, cpu = times.per_token(times.wall), times.per_token(times.cpu)
     print(
         f"{side:>5}{wall:15.1f}{cpu:14.1f}{statistics.median(times.wall):10.2f}"
-        f"{statistics.median(times.tokens):9.0f}{statistics.mean(times.kl):8.3f}{peak:9,.0f}{parts}",
+        f"{statistics.median(times.tokens):9.0f}{statistics.mean(times.kl):8.3f}"
+        f"{times.peak:9,.0f}{parts}",
         flush=True,
     )
 
@@ -263,7 +258,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.side is not None:
         side, folder = args.side[0], Path(args.side[1])
-        (folder / "times.json").write_text(json.dumps(asdict(SIDES[side](args, folder))))
+        times = SIDES[side](args, folder)
+        times.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+        (folder / "times.json").write_text(json.dumps(asdict(times)))
         return
     with tempfile.TemporaryDirectory() as models:
         if args.teacher is None:
@@ -275,27 +272,23 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Run the sides in turns, and print their rows and the ratio of the last ones."""
+    """Run the sides in turns, and print their rows and the ratios of their medians."""
     titles = "wall ms/token  CPU ms/token  s/step   tokens      KL  peak MB  parts, CPU ms/token"
     print(f"      {titles}")
-    results: dict[str, list[tuple[Times, float]]] = {side: [] for side in args.sides}
+    results: dict[str, list[Times]] = {side: [] for side in args.sides}
     for turn in range(args.rounds):
         for side in args.sides if turn % 2 == 0 else args.sides[::-1]:
-            results[side].append(run(side, sys.argv[1:], args))
-            print_row(side, *results[side][-1])
+            results[side].append(run(side, args))
+            print_row(side, results[side][-1])
     if len(results) < 2:
         return
-
-    def median(side: str, value: Callable[[Times, float], float]) -> float:
-        return statistics.median(value(*one) for one in results[side])
-
-    values: dict[str, Callable[[Times, float], float]] = {
-        "wall time": lambda times, _: times.per_token(times.wall),
-        "CPU time": lambda times, _: times.per_token(times.cpu),
-        "peak memory": lambda _, peak: peak,
+    values: dict[str, Callable[[Times], float]] = {
+        "wall time": lambda times: times.per_token(times.wall),
+        "CPU time": lambda times: times.per_token(times.cpu),
+        "peak memory": lambda times: times.peak,
     }
     for name, value in values.items():
-        theirs, ours = median("trl", value), median("ours", value)
+        theirs, ours = (statistics.median(map(value, results[side])) for side in SIDES)
         print(f"TRL / ours, {name}: {theirs / ours:.2f}")
 
 
