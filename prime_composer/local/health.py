@@ -1,6 +1,7 @@
 """Check the student's weights after every optimizer step, before they are saved or sampled from.
 
-And what is measured at a run's start, for a teacher that seems to know nothing.
+And what is measured: at a run's start, for a teacher that seems to know nothing; at every step, for
+a student whose tokens a teacher with a tokenizer of its own cannot judge.
 """
 
 import math
@@ -27,6 +28,21 @@ SMALLEST_RMS_OF_FEW = 0.1
 entries beyond 1 by right; it may grow to 10."""
 
 FEW_ENTRIES = 1000
+
+LARGEST_SHARE = 0.05
+"""Share of the student's tokens from which on a word is due, by metric and remedy."""
+
+REMEDIES = {
+    "xtok/noncanonical": (
+        "of the student's tokens are none that its own tokenizer writes there, so that the teacher "
+        "gives them a floor; lower rollout.temperature"
+    ),
+    "xtok/unscored": (
+        "of the student's tokens have no score of the teacher, and do not train; compare the ends "
+        "of both prompts, which `prime-rl probe` shows, and lower rollout.temperature"
+    ),
+}
+"""What a teacher with a tokenizer of its own measures of a step, and what to do about it."""
 
 
 class ExplodedWeights(NonFiniteLoss):
@@ -95,6 +111,20 @@ def teachers_without_success(measured: Mapping[str, float]) -> list[str]:
         for name, teacher in scores.items()
         if name.startswith("teacher/") and measured[name] == 0
     ]
+
+
+def tokens_of_no_use(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return a warning for each metric by which many tokens of a step say little to the student.
+
+    Args:
+        metrics: of the step. With several teachers, a teacher's name is in front of each.
+    """
+    return {
+        name: f"{metrics[name]:.1%} {remedy} ({name})"
+        for metric, remedy in REMEDIES.items()
+        for name in metrics
+        if name.endswith(metric) and metrics[name] > LARGEST_SHARE
+    }
 
 
 @torch.no_grad()

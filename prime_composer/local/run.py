@@ -11,7 +11,7 @@ from prime_composer.local.answers import Answer, Answerer, write_answers
 from prime_composer.local.collect import Clock, Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator
-from prime_composer.local.health import teachers_without_success
+from prime_composer.local.health import teachers_without_success, tokens_of_no_use
 from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import check_routing, preflight
 from prime_composer.local.run_dir.checkpoint import (
@@ -111,6 +111,7 @@ class Run:
         evaluations: step -> what was measured after it.
         collector: collects the batch of the step under way.
         abandoned: a step was given up, because a signal came while it waited for a server.
+        warned: names of the metrics of steps of which the user was warned, each once.
     """
 
     recipe: Recipe
@@ -125,6 +126,7 @@ class Run:
     evaluations: dict[int, dict[str, float]]
     collector: Collector = field(init=False)
     abandoned: bool = False
+    warned: set[str] = field(default_factory=set)
 
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left, until a signal asks the run to stop."""
@@ -172,6 +174,10 @@ class Run:
                 self.watch.check(step, before_use=True)
         self.tracker.log(step, metrics)
         self.display.step(step, metrics)
+        for name, warning in tokens_of_no_use(metrics).items():
+            if name not in self.warned:
+                self.warned.add(name)
+                self.display.status(f"warning: step {step}: {warning}")
         if saves:
             self.save()
 

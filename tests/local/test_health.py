@@ -12,7 +12,12 @@ from torch import nn
 
 from prime_composer.contract import LossInputs
 from prime_composer.local import student as student_module
-from prime_composer.local.health import ExplodedWeights, WeightCheck, teachers_without_success
+from prime_composer.local.health import (
+    ExplodedWeights,
+    WeightCheck,
+    teachers_without_success,
+    tokens_of_no_use,
+)
 from prime_composer.local.opening import open_engine
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.student import Student
@@ -26,6 +31,7 @@ from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.step.batch import Batch, Sample
 from prime_composer.step.gradients import NonFiniteLoss, accumulate_gradients
 from prime_composer.step.mismatch import METRIC, Mismatch, SamplerCheck, SamplerMismatch
+from prime_composer.teachers.mixture import Teachers
 from prime_composer.tiny_models.cache import prepare_models
 from tests.local.helpers import Silent, random_samples, run, weights
 
@@ -346,3 +352,36 @@ def test_run_warns_of_a_teacher_without_a_right_answer(tiny_recipe: Raw, tmp_pat
     raw["teacher"]["prepare"]["sft_steps"] = 1
     run(raw, tmp_path / "run", display)
     assert [text for text in display.texts if text.startswith("warning: the teacher has 0.0%")]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "named"),
+    [
+        ({"xtok/noncanonical": 0.05, "xtok/unscored": 0.05}, {}),
+        (
+            {"xtok/noncanonical": 0.126, "xtok/unscored": 0.0},
+            {"xtok/noncanonical": ["12.6%", "rollout.temperature"]},
+        ),
+        ({"a/xtok/unscored": 0.06, "loss": 1.0}, {"a/xtok/unscored": ["6.0%", "both prompts"]}),
+        ({"xtok/aligned": 0.9, "reverse_kl": 0.4}, {}),
+    ],
+)
+def test_tokens_that_a_teacher_cannot_judge_are_a_warning(
+    metrics: dict[str, float], named: dict[str, list[str]]
+) -> None:
+    warnings = tokens_of_no_use(metrics)
+    assert warnings.keys() == named.keys()
+    assert all(word in warnings[name] for name, words in named.items() for word in words)
+
+
+def test_run_warns_once_of_tokens_that_have_no_score(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a teacher with a tokenizer of its own measures them, from the second step on."""
+    display = Silent()
+    monkeypatch.setattr(
+        Teachers, "take_metrics", lambda _: {"xtok/unscored": 0.3 if display.steps else 0.01}
+    )
+    run(tiny_recipe(trainer__steps=3), tmp_path / "run", display)
+    warnings = [text for text in display.texts if text.startswith("warning: step")]
+    assert len(warnings) == 1 and "step 2: 30.0%" in warnings[0]
