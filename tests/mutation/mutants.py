@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tests.mutation.tree import Edit
 
 LOSSES = "tests/losses/"
+OWN_TOKENIZER = ["tests/cross_tokenizer/test_supports.py", "tests/cross_tokenizer/test_target.py"]
 TESTS = {
     "divergences/base.py": ["tests/test_divergences.py"],
     "divergences/kl.py": ["tests/test_divergences.py"],
@@ -61,6 +62,9 @@ TESTS = {
     "losses/compose.py": [LOSSES + "test_compose.py"],
     "losses/config.py": [LOSSES + "test_compose.py"],
     "environments/episodes.py": ["tests/environments/test_episodes.py"],
+    "cross_tokenizer/plan.py": OWN_TOKENIZER,
+    "cross_tokenizer/sums.py": OWN_TOKENIZER,
+    "cross_tokenizer/finish.py": OWN_TOKENIZER,
     "upstream/tally.py": ["tests/upstream/test_silent_hooks.py"],
     "upstream/trainer/adapter.py": ["tests/upstream/test_silent_hooks.py"],
     "upstream/trainer/batches.py": [
@@ -114,6 +118,8 @@ REWEIGHTING = "losses/shared/reweighting.py"
 EPISODES = "environments/episodes.py"
 ADAPTER, ORCHESTRATOR = "upstream/trainer/adapter.py", "upstream/orchestrator/hooks.py"
 BINDING = "upstream/trainer/binding.py"
+FINISH, SUMS = "cross_tokenizer/finish.py", "cross_tokenizer/sums.py"
+PLAN = "cross_tokenizer/plan.py"
 RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
 
 MUTANTS: dict[str, Mutant] = {
@@ -824,5 +830,45 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "hooks: mark of no advantage trained on": mutant(
         BINDING, "RegisteredLoss.__call__", ("advantages == NO_ADVANTAGE", "advantages > 1"),
+    ),
+    # a teacher with a tokenizer of its own
+    "own tokenizer: rows not weighed by the path": mutant(
+        SUMS, "Sums._straddle",
+        ("(log_path[part.row] - log_path[position.row]).exp()", "log_path.new_ones(())"),
+    ),
+    "own tokenizer: open entries counted as closed": mutant(
+        SUMS, "Sums._block",
+        ("((closed, ~is_open), (open_, is_open))", "((closed, ~is_open), (closed, is_open))"),
+    ),
+    "own tokenizer: one of several ends": mutant(
+        SUMS, "Sums._block",
+        ("rows[:, self._ends].sum(-1)", "rows[:, self._ends[:1]].sum(-1)"),
+    ),
+    "own tokenizer: sampled token left to chance": mutant(
+        SUMS, "Sums._block", ("both.scatter(1, sampled[:, None], torch.inf)", "both"),
+    ),
+    "own tokenizer: last row off by one": mutant(
+        PLAN, "_Reader.position",
+        ("bisect_right(self.starts, begin) - 1", "max(bisect_right(self.starts, begin) - 2, 0)"),
+    ),
+    "own tokenizer: earlier rows left out": mutant(
+        PLAN, "_Reader.position", ("range(last, -1, -1)", "range(last, last - 1, -1)"),
+    ),
+    "own tokenizer: seam filter off": mutant(
+        FINISH, "Row.filter", ("self.pair.canonical(before, token)", "True"),
+    ),
+    "own tokenizer: sampled token not in its support": mutant(
+        FINISH, "Row.support", ("not fixed and own > NEVER", "False"),
+    ),
+    "own tokenizer: end mass to another end": mutant(
+        FINISH, "Row.support",
+        ("others.append((self.pair.student_end, self.end / norm))",
+         "others.append((self.pair.student_end - 1, self.end / norm))"),
+    ),
+    "own tokenizer: unresolved ids kept": mutant(
+        FINISH, "Row.is_resolved", ("unsure <= UNRESOLVED * (closed + unsure)", "True"),
+    ),
+    "own tokenizer: unresolved ids floored": mutant(
+        FINISH, "token_scores", ("known[at, :len(chosen)] = True", "known[at] = True"),
     ),
 }  # fmt: skip
