@@ -38,8 +38,8 @@ REMEDIES = {
         "gives them a floor; lower rollout.temperature"
     ),
     "xtok/unscored": (
-        "of the student's tokens have no score of the teacher, and do not train; compare the ends "
-        "of both prompts, which `prime-rl probe` shows, and lower rollout.temperature"
+        "of the student's tokens have no score of the teacher, and do not train; compare both "
+        "prompts, which each model's own chat template writes, and lower rollout.temperature"
     ),
 }
 """What a teacher with a tokenizer of its own measures of a step, and what to do about it."""

@@ -65,6 +65,8 @@ TESTS = {
     "cross_tokenizer/plan.py": OWN_TOKENIZER,
     "cross_tokenizer/sums.py": OWN_TOKENIZER,
     "cross_tokenizer/finish.py": OWN_TOKENIZER,
+    "teachers/own_tokenizer.py": ["tests/teachers/test_own_tokenizer.py"],
+    "upstream/orchestrator/own_tokenizer.py": ["tests/upstream/test_own_tokenizer.py"],
     "upstream/tally.py": ["tests/upstream/test_silent_hooks.py"],
     "upstream/trainer/adapter.py": ["tests/upstream/test_silent_hooks.py"],
     "upstream/trainer/batches.py": [
@@ -119,7 +121,7 @@ EPISODES = "environments/episodes.py"
 ADAPTER, ORCHESTRATOR = "upstream/trainer/adapter.py", "upstream/orchestrator/hooks.py"
 BINDING = "upstream/trainer/binding.py"
 FINISH, SUMS = "cross_tokenizer/finish.py", "cross_tokenizer/sums.py"
-PLAN = "cross_tokenizer/plan.py"
+PLAN, TURNS = "cross_tokenizer/plan.py", "upstream/orchestrator/own_tokenizer.py"
 RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
 
 MUTANTS: dict[str, Mutant] = {
@@ -870,5 +872,16 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "own tokenizer: unresolved ids floored": mutant(
         FINISH, "token_scores", ("known[at, :len(chosen)] = True", "known[at] = True"),
+    ),
+    "own tokenizer: turn that the teacher writes otherwise": mutant(
+        TURNS, "OwnTokenizer.turn",
+        ("text not in whole[len(os.path.commonprefix([prompt, whole])):]", "False"),
+    ),
+    "own tokenizer: turn read without the one before": mutant(
+        TURNS, "scored_branch", ("branch.nodes[:index + 1]", "branch.nodes[index:index + 1]"),
+    ),
+    "own tokenizer: metrics since the run's start": mutant(
+        "teachers/own_tokenizer.py", "OwnTokenizerScorer.take_metrics",
+        ("self._totals.clear()", "None"),
     ),
 }  # fmt: skip
