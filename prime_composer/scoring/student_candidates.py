@@ -178,19 +178,18 @@ class StudentCandidates(Kind):
             raise ValueError("the tables are of a teacher with more tokens")
         parts = Parts.of(numbers.cpu().numpy(), request.shared["parts"])
         probabilities = (rows.logits - rows.log_normalizer).exp()
-        others = probabilities.scatter(1, rows.next_ids[:, None], 0.0)
         answer = Answer(len(numbers), request.k, rows.logits)
         for skip, whole in tables.wholes.items():
             chosen = (parts.skip == skip).nonzero()[0]
             if len(chosen):
                 some = parts.some(chosen)
-                answer.put(some, *of_whole(tables, whole, probabilities, others, some, skip))
+                answer.put(some, *of_whole(tables, whole, probabilities, rows.next_ids, some, skip))
         ranges = (parts.skip > 0).nonzero()[0]
         sizes = (parts.high - parts.low)[ranges].cumsum()
         for group in np.split(ranges, np.flatnonzero(np.diff(sizes // AT_ONCE)) + 1):
             if len(group):
                 some = parts.some(group)
-                answer.put(some, *of_ranges(tables, probabilities, others, some))
+                answer.put(some, *of_ranges(tables, probabilities, rows.next_ids, some))
         end = probabilities[:, tables.ends].sum(-1)
         return answer.arrays() | {"candidate_end": end}
 
@@ -221,29 +220,32 @@ class Answer:
     """
 
     def __init__(self, n: int, k: int, like: Tensor):
-        self._ids = torch.full((n, k), -1, dtype=torch.int32, device=like.device)
-        self._masses = like.new_zeros((3, n, k))
+        self._n, self._k = n, k
+        # One entry more, for what has no column.
+        self._ids = torch.full((n * k + 1,), -1, dtype=torch.int32, device=like.device)
+        self._masses = like.new_zeros((3, n * k + 1))
 
     def put(self, parts: Parts, total: Float[Tensor, " p"], found: List) -> None:
         """Write the candidates of parts into their columns."""
-        device = total.device
-        row, offset, columns = (
-            torch.from_numpy(array).to(device) for array in (parts.row, parts.offset, parts.columns)
+        device, nowhere = total.device, self._n * self._k
+        first, columns = (
+            torch.from_numpy(array).to(device)
+            for array in (parts.row * self._k + parts.offset, parts.columns)
         )
-        self._masses[0, row, offset] = total
+        self._masses[0, first] = total
         place = torch.arange(1, found.ids.shape[1] + 1, device=device)
-        part, column = (place < columns[:, None]).nonzero(as_tuple=True)
-        to = row[part], offset[part] + place[column]
-        self._ids[to] = found.ids[part, column].int()
+        to = torch.where(place < columns[:, None], first[:, None] + place, nowhere).view(-1)
+        self._ids.scatter_(0, to, found.ids.reshape(-1).int())
         for target, mass in zip(self._masses, (found.closed, found.open, found.begun), strict=True):
-            target[to] = mass[part, column]
+            target.scatter_(0, to, mass.reshape(-1))
 
     def arrays(self) -> dict[str, Tensor]:
         """Return the arrays by name."""
-        closed, open_, begun = self._masses
+        shape = self._n, self._k
+        closed, open_, begun = (mass[:-1].view(shape) for mass in self._masses)
         share = begun / (closed + open_ + begun).clamp_min(torch.finfo(begun.dtype).tiny)
         return {
-            "candidate_ids": self._ids,
+            "candidate_ids": self._ids[:-1].view(shape),
             "candidate_closed": closed,
             "candidate_open": open_,
             "candidate_begun": share.half(),
@@ -254,7 +256,7 @@ def of_whole(
     tables: OnDevice,
     whole: Whole,
     probabilities: Float[Tensor, "n v"],
-    others: Float[Tensor, "n v"],
+    next_ids: Int[Tensor, " n"],
     parts: Parts,
     skip: int,
 ) -> tuple[Float[Tensor, " p"], List]:
@@ -264,7 +266,7 @@ def of_whole(
         tables: the pair's.
         whole: where each token's mass goes.
         probabilities: of all rows.
-        others: the same without the tokens that followed.
+        next_ids: the tokens that followed, which begin no other one.
         parts: of some rows.
         skip: -1 with the lead, 0 without.
     """
@@ -285,14 +287,15 @@ def of_whole(
     _, at = largest(both, min(max(1, int(parts.columns.max()) - 1), size))
     ids = whole.firsts[at]
     path = tables.path_first[ids] if skip == 0 else torch.full_like(ids, -1)
-    begun = torch.where(path < 0, 0.0, others[row[:, None], path.clamp_min(0)])
+    counts = (path >= 0) & (path != next_ids[row][:, None])
+    begun = rows.gather(1, path.clamp_min(0)) * counts
     return total, List(ids, closed.gather(1, at), open_.gather(1, at), begun)
 
 
 def of_ranges(
     tables: OnDevice,
     probabilities: Float[Tensor, "n v"],
-    others: Float[Tensor, "n v"],
+    next_ids: Int[Tensor, " n"],
     parts: Parts,
 ) -> tuple[Float[Tensor, " p"], List]:
     """Return the masses of parts that are ranges, and their candidates (``of_whole``)."""
@@ -317,7 +320,7 @@ def of_ranges(
     sums.view(-1).index_add_(0, 2 * of_key + code % 2, mass)
     first, owner = keys % base - 1, keys // base
     some = torch.zeros_like(keys).scatter_(0, of_key, token)  # any of those with this token
-    begun = mass_begun(tables, others, some, row[owner], skip[owner], first)
+    begun = mass_begun(tables, probabilities, next_ids, some, row[owner], skip[owner], first)
 
     ranking = torch.where(first < 0, -1.0, sums.sum(1))
     forced = torch.from_numpy(parts.forced_part * base + parts.forced_id + 1).to(device)
@@ -342,6 +345,7 @@ def of_ranges(
 def mass_begun(
     tables: OnDevice,
     probabilities: Float[Tensor, "n v"],
+    next_ids: Int[Tensor, " n"],
     token: Int[Tensor, " e"],
     row: Int[Tensor, " e"],
     skip: Int[Tensor, " e"],
@@ -352,6 +356,7 @@ def mass_begun(
     Args:
         tables: the pair's.
         probabilities: of all rows.
+        next_ids: the tokens that followed, which are left out.
         token: a teacher token that has the student's after its first bytes.
         row: where.
         skip: these bytes.
@@ -367,7 +372,7 @@ def mass_begun(
         inside = (token >= 0) & (length > skip)
         if not inside.any():
             return begun
-        counts = inside & (length < last)
+        counts = inside & (length < last) & (token != next_ids[row])
         begun += torch.where(counts, probabilities[row, token.clamp_min(0)], 0.0)
         token = torch.where(inside, tables.parent[token.clamp_min(0)], -1)
 
