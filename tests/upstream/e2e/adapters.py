@@ -7,14 +7,19 @@ import torch
 from safetensors.torch import load_file
 
 
+def scale_of(folder):
+    """Return the scale of what an adapter adds."""
+    config = json.loads((Path(folder) / "adapter_config.json").read_text())
+    return config["lora_alpha"] / config["r"]
+
+
 def pairs(folder):
     """Return by name of a weight the two factors of what its adapter adds, the scale in the left.
 
     They are [rows, rank] and [rank, columns], in float64.
     """
-    config = json.loads((Path(folder) / "adapter_config.json").read_text())
     tensors = load_file(Path(folder) / "adapter_model.safetensors")
-    scale, found = config["lora_alpha"] / config["r"], {}
+    scale, found = scale_of(folder), {}
     for name, right in tensors.items():
         module, is_right, _ = name.partition(".lora_A.")
         if is_right:

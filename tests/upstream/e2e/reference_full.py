@@ -8,7 +8,8 @@ folder of the student's weights in that step or null for its own, "rollouts": li
 
     steps       per step the mean of KL(p || sum of w q) over all completion tokens, and over those
                 of each rollout
-    norm        norm of the first step's gradient of the mean
+    norm        norm of the first step's gradient of the mean; of a student with adapters, that of
+                their left factors, as the right ones have none while the left ones are 0
     agreement   per matrix, the share of its entries that the first update moved against their
                 gradient, among the tenth with the largest gradients. Of a student with adapters,
                 these matrices are the adapters' left factors, which begin as 0
@@ -19,7 +20,7 @@ import sys
 from pathlib import Path
 
 import torch
-from adapters import pairs  # beside this program
+from adapters import pairs, scale_of  # beside this program
 from reference_model import load
 
 
@@ -39,9 +40,23 @@ def divergences(model, teachers, rollouts):
     return parts
 
 
+def has_adapters(weights):
+    return (Path(weights) / "adapter_config.json").exists()
+
+
+def gradients(before, weights):
+    """Return the first step's gradients of what is trained."""
+    if not has_adapters(weights):
+        return [parameter.grad for parameter in before.parameters()]
+    return [
+        scale_of(weights) * (before.get_parameter(name).grad @ right.T)
+        for name, (_, right) in pairs(weights).items()
+    ]
+
+
 def updates(before, student, weights):
     """Yield the name of each trained matrix, its gradient and the first update's change."""
-    if (Path(weights) / "adapter_config.json").exists():
+    if has_adapters(weights):
         for name, (left, right) in pairs(weights).items():
             yield name, before.get_parameter(name).grad @ right.T, left
         return
@@ -74,7 +89,7 @@ def main(student, steps):
         of_rollouts = [float(part.mean()) for part in parts]
         results.append({"mean": float(mean), "rollouts": of_rollouts})
     shares = agreement(first, student, steps[1]["weights"])
-    norm = torch.stack([p.grad.norm() for p in first.parameters()]).norm()
+    norm = torch.stack([grad.norm() for grad in gradients(first, steps[1]["weights"])]).norm()
     print(json.dumps({"steps": results, "norm": float(norm), "agreement": shares}))
 
 
