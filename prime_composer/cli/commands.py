@@ -177,7 +177,7 @@ def _probe(args: argparse.Namespace) -> int:
     set_environment()
     from prime_composer.cli.probe import run_probe
 
-    return run_probe(recipe_of(args), args.json)
+    return run_probe(recipe_of(args), args.json, args.reference)
 
 
 def _teacher(args: argparse.Namespace) -> int:
@@ -437,6 +437,8 @@ TEACHER = (
     option("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine"),
     option("options", nargs="*", metavar="-- OPTION", help="passed on to vLLM's own server"),
 )
+BRUTE_FORCE = "compare N numbers of a teacher with a tokenizer of its own with brute force"
+REFERENCE = option("--reference", type=int, default=0, metavar="N", help=BRUTE_FORCE)
 DOCTOR = (
     option(
         "--road",
@@ -460,7 +462,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Opt
         _probe,
         "Measure student and teachers before a run: the preflight's checks, tokenizers, limits, "
         "speed at several K, and the K to choose. Exits with 1 where a check fails.",
-        (RECIPE, JSON, OVERRIDES),
+        (RECIPE, JSON, REFERENCE, OVERRIDES),
     ),
     "export": (_export, "Write a recipe as a native prime-rl TOML file.", EXPORT),
     "prepare": (

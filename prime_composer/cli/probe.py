@@ -26,6 +26,7 @@ from prime_composer.local.probe.report import (
     StudentReport,
     TeacherReport,
     Throughput,
+    TokenizerPairFacts,
 )
 from prime_composer.local.probe.run import OPENING, probe
 from prime_composer.local.run_dir.model_check import check_models
@@ -40,8 +41,11 @@ PASSED = {"ok": True, "failed": False, "skipped": None}
 WORDS = {True: "passed", False: "FAILED", None: "not run"}
 
 
-def run_probe(recipe: Recipe, as_json: bool) -> int:
+def run_probe(recipe: Recipe, as_json: bool, references: int = 0) -> int:
     """Prepare a recipe's small models, measure, and print tables or one JSON object.
+
+    Of a teacher with a tokenizer of its own, ``references`` positions are compared with brute
+    force.
 
     Progress and failed checks go to standard error, the result to standard output. The exit status
     is 1 where a check failed, those of ``rl --dry-run`` included.
@@ -52,7 +56,7 @@ def run_probe(recipe: Recipe, as_json: bool) -> int:
         if refused is None:
             refused = refusal("what rl --dry-run checks", lambda: plan(recipe, problems))
             paths = prepare_models(recipe, problems, progress=screen.preparing)
-            report = probe(recipe, problems, paths, screen.status)
+            report = probe(recipe, problems, paths, screen.status, references=references)
             # A check of the open models has said it already, with the same words or better ones.
             if refused is not None and report.passed:
                 report = replace(report, findings=[*report.findings, refused])
@@ -108,6 +112,11 @@ def print_probe(report: ProbeReport) -> None:
     made = [checks_table(report.findings)]
     if report.student is not None and report.step is not None:
         made.append(models_table(report.student, report.teachers))
+        made += [
+            tokenizers_table(name, teacher.tokenizers)
+            for name, teacher in report.teachers.items()
+            if teacher.tokenizers is not None
+        ]
         made += teacher_tables(report.teachers)
         made.append(step_table(report.step, report.student))
         made.append(unmeasured_table(report.student, report.teachers))
@@ -195,6 +204,34 @@ def models_table(student: StudentReport, teachers: Mapping[str, TeacherReport]) 
         }
     rows_with_titles = ((title, *cells) for title, cells in rows.items())
     return table_of("models", ("", "student", *teachers), rows_with_titles)
+
+
+def tokenizers_table(name: str, pair: TokenizerPairFacts) -> Table:
+    """Return what a teacher with a tokenizer of its own says of the student's tokens."""
+    often = ", ".join(map(repr, pair.often_open))
+    found, error = pair.brute_force, "not measured"
+    if found is not None:
+        side = "high" if found.reverse_kl >= 0 else "low"
+        error = (
+            f"mean {found.mean:.2g} nat, largest {found.largest:.2g}; reverse KL "
+            f"{abs(found.reverse_kl):.2g} too {side} ({found.sequences:,} sequences)"
+        )
+    positions = "" if found is None else f", {found.positions} positions by brute force"
+    rows = {
+        "student's tokens": f"{pair.positions:,}",
+        "  that begin on a boundary of the teacher's": percent(pair.aligned),
+        "  non-canonical": percent(pair.noncanonical),
+        "  without a score": percent(pair.unscored),
+        "  with a bound of other tokenizations above 5% of the mass": percent(pair.off_path),
+        "teacher's tokens per student token": f"{pair.teacher_tokens:.2f}",
+        "teacher's mass on closed tokens": f"{percent(pair.closed_mass)} (open: "
+        f"{pair.open_tokens:,} tokens{often and f', most often {often}'})",
+        f"teacher's mass on the {pair.k} ids": f"{pair.support_mass:.3f} of {pair.best_mass:.3f}",
+        f"error of log Q{positions}": error,
+        "end of the student's prompt": repr(pair.student_prompt),
+        "end of the teacher's prompt": repr(pair.teacher_prompt),
+    }
+    return table_of(f"tokenizers of the student and {name}", ("", "value"), rows.items(), left=True)
 
 
 def teacher_tables(teachers: Mapping[str, TeacherReport]) -> list[Table]:

@@ -72,7 +72,7 @@ def test_json_has_stable_keys_and_numbers(cli: Cli, tiny_recipe: Raw) -> None:
     teacher = report["teachers"]["teacher"]
     assert {
         "facts", "same_tokenizer", "same_prompts", "head_bfloat16", "agreement", "special_tokens",
-        "share", "throughput", "plugin", "support", "wrong_answers", "unmeasured",
+        "share", "throughput", "plugin", "support", "tokenizers", "wrong_answers", "unmeasured",
     } == set(teacher)  # fmt: skip
     speeds = [entry["tokens_per_second"] for entry in teacher["throughput"]]
     assert len(speeds) == 7 and all(isinstance(speed, float) for speed in speeds)

@@ -182,6 +182,68 @@ class PluginReport:
 
 
 @dataclass(frozen=True)
+class BruteForce:
+    """Q against a search through the teacher's texts (``cross_tokenizer.reference``).
+
+    Attributes:
+        positions: tokens that were compared.
+        mean: mean absolute error of their log Q, in nats.
+        largest: the largest.
+        reverse_kl: by how much the reverse KL on their supports is above that of the exact Q.
+        pruned: share of the mass that the search has not followed to its end.
+        sequences: sequences that the teacher was asked for.
+    """
+
+    positions: int
+    mean: float
+    largest: float
+    reverse_kl: float
+    pruned: float
+    sequences: int
+
+
+@dataclass(frozen=True)
+class TokenizerPairFacts:
+    """What one pass of a teacher with a tokenizer of its own says of the student's rollouts.
+
+    Attributes:
+        positions: tokens of the rollouts.
+        aligned: share of them that begin where one of the teacher's does.
+        teacher_tokens: the teacher's tokens per token of the student.
+        closed_mass: the teacher's mass, at such positions, on tokens whose first student token is
+            certain.
+        open_tokens: its tokens of which that is not so.
+        often_open: those with most mass, as text.
+        k: ids of a support.
+        support_mass: the teacher's mass on the K ids.
+        best_mass: that on the K ids with most mass, resolved or not.
+        noncanonical: share of tokens that the student's tokenizer itself would not write.
+        unscored: share of tokens without a score.
+        off_path: share of tokens at which other tokenizations of the text before may have more than
+            5 % of the mass.
+        student_prompt: the end of a prompt as the student reads it.
+        teacher_prompt: as the teacher does.
+        brute_force: None where it was not asked for.
+    """
+
+    positions: int
+    aligned: float
+    teacher_tokens: float
+    closed_mass: float
+    open_tokens: int
+    often_open: Sequence[str]
+    k: int
+    support_mass: float
+    best_mass: float
+    noncanonical: float
+    unscored: float
+    off_path: float
+    student_prompt: str
+    teacher_prompt: str
+    brute_force: BruteForce | None = None
+
+
+@dataclass(frozen=True)
 class TeacherReport:
     """One teacher.
 
@@ -196,6 +258,7 @@ class TeacherReport:
         throughput: one entry per column.
         plugin: its server's scoring plugin; None for a teacher that is no server.
         support: what a top K hides.
+        tokenizers: what it says of the student's tokens; None with the student's tokenizer.
         wrong_answers: answers that no model can have given.
         unmeasured: reasons by measurement.
     """
@@ -210,6 +273,7 @@ class TeacherReport:
     throughput: Sequence[Throughput]
     plugin: PluginReport | None
     support: SupportFacts | None
+    tokenizers: TokenizerPairFacts | None
     wrong_answers: Sequence[str]
     unmeasured: Mapping[str, str]
 

@@ -18,6 +18,7 @@ from prime_composer.backends.protocols import Limits, Scorer
 from prime_composer.contract import Scores, given
 from prime_composer.local.collect import Clock, Collector
 from prime_composer.local.engine import Engine
+from prime_composer.local.health import tokens_of_no_use
 from prime_composer.local.opening import open_engine, student_spec
 from prime_composer.local.preflight import (
     TOLERANCES,
@@ -62,6 +63,7 @@ from prime_composer.recipe.urls import public_url
 from prime_composer.samplers.registry import BackendSpec
 from prime_composer.step.batch import Batch, Sample
 from prime_composer.step.gradients import accumulate_gradients
+from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.teachers.policy import PolicyTeacher
 
 SECONDS_PER_COLUMN = 2.0
@@ -96,6 +98,7 @@ def probe(
     paths: Mapping[str, Path],
     status: Callable[[str], None],
     seconds: float = SECONDS_PER_COLUMN,
+    references: int = 0,
 ) -> ProbeReport:
     """Open a recipe's models, run the preflight's checks, and measure.
 
@@ -105,6 +108,8 @@ def probe(
         paths: directories of its prepared models, by table ("student", "teacher", "teachers.NAME").
         status: callback for progress messages.
         seconds: time for the speed at one K of one teacher.
+        references: positions of a teacher with a tokenizer of its own that are compared with brute
+            force.
 
     Returns:
         What was found. A check that fails, and models that cannot be opened, are part of it.
@@ -116,18 +121,12 @@ def probe(
     if recipe.student.quantize is not None and recipe.rollout.url is not None:
         return ProbeReport([Finding(OPENING, "failed", TO_OTHERS)])
     try:
-        for table, teacher in recipe.teacher_tables.items():
-            if teacher.tokenizer == "own":
-                raise ValueError(
-                    f"[{table}] tokenizer = 'own': the probe measures teachers with the student's "
-                    "tokenizer; `prime-rl rl --dry-run` runs the checks"
-                )
         check_routing(Routing.of_recipe(recipe), problems)
         engine = open_engine(recipe, problems, paths, status)
     except (ValueError, RuntimeError, OSError) as error:
         return ProbeReport([Finding(OPENING, "failed", one_line(error))])
     with engine, all_cores(engine.model):
-        return probe_engine(engine, recipe, status, seconds)
+        return probe_engine(engine, recipe, status, seconds, references)
 
 
 def impatient(recipe: Recipe) -> Recipe:
@@ -147,7 +146,11 @@ def impatient(recipe: Recipe) -> Recipe:
 
 
 def probe_engine(
-    engine: Engine, recipe: Recipe, status: Callable[[str], None], seconds: float
+    engine: Engine,
+    recipe: Recipe,
+    status: Callable[[str], None],
+    seconds: float,
+    references: int = 0,
 ) -> ProbeReport:
     """Run the checks and measure open models; see ``probe``. Their weights stay as they are."""
     status("running the preflight's checks")
@@ -169,8 +172,10 @@ def probe_engine(
             step.tokens,
             recipe.trainer.micro_batch_tokens,
             seconds,
+            references,
         )
         findings.append(scoring_finding(table, teacher, own))
+        findings += tokenizer_findings(table, teacher)
         advice += [f"[{table}] {text}" for text in recommendations(own, loss, teacher)]
     findings.append(step.finding("training", "train"))
     forecast = step.forecast(recipe.trainer, str(own) if teachers else None)
@@ -263,6 +268,16 @@ def scoring_finding(table: str, teacher: TeacherReport, own: SupportSize) -> Fin
     return Finding(name, "ok") if teacher.throughput else Finding(name, "skipped", NO_ROLLOUT)
 
 
+def tokenizer_findings(table: str, teacher: TeacherReport) -> list[Finding]:
+    """Return whether a teacher with a tokenizer of its own can judge the student's tokens."""
+    pair, name = teacher.tokenizers, f"[{table}] tokenizers"
+    if pair is None:
+        return []
+    metrics = {"xtok/noncanonical": pair.noncanonical, "xtok/unscored": pair.unscored}
+    warnings = tokens_of_no_use(metrics).values()
+    return [Finding(name, "ok"), *(Finding(name, "warning", text) for text in warnings)]
+
+
 def recipe_column(engine: Engine) -> SupportSize:
     """Return what a step of the recipe asks its teachers for."""
     return "states" if engine.reads_hidden_states else engine.loss.asked_of_teacher[0]
@@ -278,16 +293,21 @@ def targets_of(engine: Engine, samples: Sequence[Sample], fitted: Sequence[Sampl
     targets = []
     for teacher, scorer in engine.teachers.scorers.items() if engine.teachers else ():
         spec, readers = engine.teacher_specs[teacher], given(engine.teachers).routing.readers
-        own = [sample for sample in fitted if teacher in readers(sample.problem)]
+        limits, read = scorer.limits, fitted
+        if isinstance(scorer, OwnTokenizerScorer):
+            limits = replace(scorer.scorer.limits, max_logprobs=limits.max_logprobs)
+            # It reads whole answers, and ``fitted`` has the tokens without a score masked.
+            read = [sample for sample in engine.fit(samples) if sample is not None]
+        own = [sample for sample in read if teacher in readers(sample.problem)]
         targets.append(
             Target(
                 table=teacher.table,
-                facts=facts_of(spec, scorer.limits),
+                facts=facts_of(spec, limits),
                 scorer=scorer,
                 score=partial(score, scorer),
                 # A teacher that the step has no rollout for can read those of the others.
-                samples=(own or fitted)[:ROLLOUTS],
-                share=len(own) / max(len(fitted), 1),
+                samples=(own or read)[:ROLLOUTS],
+                share=len(own) / max(len(read), 1),
                 load_tokenizer=partial(tokenizer_of, spec),
             )
         )

@@ -36,8 +36,9 @@ from prime_composer.local.probe.report import (
     Throughput,
     TokenizerFacts,
 )
+from prime_composer.local.probe.tokenizers import pair_facts
 from prime_composer.local.tokenized_problems import TokenizedProblems
-from prime_composer.step.batch import Batch, Sample
+from prime_composer.step.batch import Batch, Sample, with_scores
 from prime_composer.step.student_forward import student_inputs
 from prime_composer.teachers.compatibility import (
     PROBES,
@@ -48,6 +49,7 @@ from prime_composer.teachers.compatibility import (
     special_tokens,
     tokenizer_hash,
 )
+from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.teachers.server import ServerScorer
 from prime_composer.teachers.transformers import TransformersScorer
 
@@ -84,6 +86,16 @@ class Target:
     share: float
     load_tokenizer: Callable[[], Any]
 
+    @property
+    def has_own_tokenizer(self) -> bool:
+        """Whether its scores of the student's tokens are made of those of its own."""
+        return isinstance(self.scorer, OwnTokenizerScorer)
+
+    @property
+    def asked(self) -> Scorer | None:
+        """The scorer that asks the teacher, in the teacher's tokens."""
+        return self.scorer.scorer if isinstance(self.scorer, OwnTokenizerScorer) else self.scorer
+
 
 def probe_teacher(
     target: Target,
@@ -93,11 +105,13 @@ def probe_teacher(
     step_tokens: int,
     micro_batch_tokens: int,
     seconds: float,
+    references: int = 0,
 ) -> TeacherReport:
     """Measure a teacher on rollouts of the student, ``model``.
 
     ``own`` is what a step of the recipe asks its teachers for, about ``step_tokens`` rollout
-    tokens. Each column takes ``seconds``.
+    tokens. Each column takes ``seconds``. Of a teacher with a tokenizer of its own, ``references``
+    positions are compared with brute force.
     """
     found = Attempts()
     tokenizer, facts, same = found.attempt(
@@ -124,6 +138,17 @@ def probe_teacher(
     if target.scorer is not None and (sampler := target.scorer.sampler) is not None:
         prompt = tokenized.prompt(tokenized.problem_set.practice[0])
         mode = found.attempt("log-prob mode", lambda: logprob_mode(sampler, prompt))
+    pair, scorer = None, target.scorer
+    if isinstance(scorer, OwnTokenizerScorer) and target.samples:
+        k = own if isinstance(own, int) and own else widest
+        pair = found.attempt(
+            "tokenizers",
+            lambda: pair_facts(
+                *(scorer, target.samples, tokenized.tokenizer, tokenizer, model, k, references)
+            ),
+        )
+        if not references:
+            found.unmeasured["error of log Q"] = "brute force takes a while; ask with --reference N"
     return TeacherReport(
         facts=replace(
             target.facts,
@@ -133,16 +158,18 @@ def probe_teacher(
             tokenizer=facts,
         ),
         same_tokenizer=same,
-        same_prompts=found.attempt(
-            "prompts", lambda: equal_prompts(target.samples, tokenized, tokenizer)
-        ),
-        head_bfloat16=None if compared is None else is_bfloat16_like(compared.teacher_support),
+        same_prompts=found.attempt("prompts", lambda: equal_prompts(target, tokenized, tokenizer)),
+        # Sums over tokens of a teacher show no rounding of its logits.
+        head_bfloat16=None
+        if compared is None or target.has_own_tokenizer
+        else is_bfloat16_like(compared.teacher_support),
         agreement=found.attempt("agreement", lambda: checkpoint_agreement(target)),
         special_tokens=tokens,
         share=target.share,
         throughput=throughput,
         plugin=plugin_report(found, target, own, throughput, seconds),
         support=support,
+        tokenizers=pair,
         wrong_answers=found.wrong_answers,
         unmeasured=found.unmeasured,
     )
@@ -195,12 +222,15 @@ def hash_of(value: object) -> str:
     return hashlib.sha256(str(value).encode()).hexdigest()[:12]
 
 
-def equal_prompts(samples: Sequence[Sample], tokenized: TokenizedProblems, tokenizer: Any) -> bool:
+def equal_prompts(target: Target, tokenized: TokenizedProblems, tokenizer: Any) -> bool:
     """Return whether the teacher's own tokenizer and template write the rollouts' prompts alike."""
+    samples = target.samples
     if tokenizer is None:
         raise NotMeasured("its tokenizer is not on this machine")
     if not samples:
         raise NotMeasured(NO_ROLLOUT)
+    if target.has_own_tokenizer:
+        raise NotMeasured("it reads prompts of its own")
     own = TokenizedProblems(tokenized.problem_set, tokenizer)
     return all(own.prompt(sample.problem) == tokenized.prompt(sample.problem) for sample in samples)
 
@@ -250,7 +280,7 @@ def plugin_report(
     seconds: float,
 ) -> PluginReport | None:
     """Return what a teacher's server answers in binary; None where it is no server."""
-    scorer, column = target.scorer, str(own)
+    scorer, column = target.asked, str(own)
     if not isinstance(scorer, ServerScorer):
         return None
     speed = next((e.tokens_per_second for e in throughput if e.column == column), None)
@@ -270,7 +300,7 @@ def plugin_report(
         return scorer.score([sample.rollout for sample in samples], k, binary=False)
 
     json_speed = None
-    if target.samples and own != "states":
+    if target.samples and own != "states" and not target.has_own_tokenizer:
         plain = replace(target, score=in_json)
         json_speed = found.attempt("JSON", lambda: tokens_per_second(plain, own, seconds))
     return PluginReport(
@@ -309,10 +339,13 @@ class Compared:
 def compare(target: Target, model: nn.Module, k: int, micro_batch_tokens: int) -> Compared:
     """Score rollouts at K, and run the student over them."""
     scores = target.score(target.samples, k)
-    samples = [
-        Sample(sample.rollout, sample.problem, scores=own)
+    scored = [
+        with_scores(Sample(sample.rollout, sample.problem), own)
         for sample, own in zip(target.samples, scores, strict=True)
     ]
+    samples = [sample for sample in scored if sample is not None]
+    if not samples:
+        raise NotMeasured("the teacher has a score of no token of the rollouts")
     parts = []
     for indices in token_batches([sample.length for sample in samples], micro_batch_tokens):
         batch = [samples[index] for index in indices]
@@ -323,7 +356,8 @@ def compare(target: Target, model: nn.Module, k: int, micro_batch_tokens: int) -
         # The last trained token ends a rollout that was not cut off.
         counts = torch.tensor([int(sample.rollout.loss_mask.sum()) for sample in batch])
         endings = torch.zeros(len(own), dtype=torch.bool)
-        stopped = [sample.rollout.finish_reason == "stop" for sample in batch]
+        rollouts = [sample.rollout for sample in batch]
+        stopped = [one.finish_reason == "stop" and bool(one.loss_mask[-1]) for one in rollouts]
         endings[counts.cumsum(0) - 1] = torch.tensor(stopped)
         parts.append(
             (
@@ -430,6 +464,8 @@ def special_token_rows(
 
 def checkpoint_agreement(target: Target) -> Agreement:
     """Compare a server's numbers with a float32 forward pass of its checkpoint on this machine."""
+    if target.has_own_tokenizer:
+        raise NotMeasured("its tokens are not the student's")
     if target.facts.url is None:
         raise NotMeasured("it runs in this process, from its own checkpoint")
     folder = Path(target.facts.model)
