@@ -1,7 +1,8 @@
 """Measure what one pass of a teacher with a tokenizer of its own says of the student's tokens."""
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores, given
+from prime_composer.cross_tokenizer.finish import NEVER
 from prime_composer.cross_tokenizer.plan import Plan, plan_of
 from prime_composer.cross_tokenizer.reference import Reference
 from prime_composer.cross_tokenizer.sums import Candidates, Sums
@@ -194,8 +196,8 @@ def brute_force(
         sequences += asked.count
         if exact is None:
             continue
-        own = max(exact.q.get(ids[at], 0.0), 1e-12)
-        errors.append(abs(float(reading.scores.ref_logprobs[at]) - float(np.log(own))))
+        own = log_q(exact.q, ids[at])
+        errors.append(abs(float(reading.scores.ref_logprobs[at]) - own))
         differences.append(kl_difference(reading, at, exact.q, model))
         pruned.append(exact.pruned)
     if not errors:
@@ -208,6 +210,11 @@ def brute_force(
         pruned=float(np.mean(pruned)),
         sequences=sequences,
     )
+
+
+def log_q(exact: Mapping[int, float], token: int) -> float:
+    """Return log Q of a token by brute force, floored as one pass of the teacher floors it."""
+    return max(math.log(exact.get(token) or 1e-300), NEVER)
 
 
 def is_scored(scores: Scores, at: int) -> bool:
@@ -263,6 +270,6 @@ def kl_difference(reading: Reading, at: int, exact: dict[int, float], model: nn.
     ids = reading.scores.token_ids[at][known].tolist()
     p = support.student_logprobs[row][known].double()[None]
     q = support.teacher_logprobs[row][known].double()[None]
-    true = torch.tensor([[max(exact.get(token, 0.0), 1e-12) for token in ids]]).double().log()
+    true = torch.tensor([[log_q(exact, token) for token in ids]], dtype=torch.float64)
     one, other = (float(reverse_kl(p, logs, normalization="tail")) for logs in (q, true))
     return one - other
