@@ -27,6 +27,7 @@ import inspect, torch
 from prime_rl.trainer.models.layers.lm_head import FusedOutputLinear, VanillaOutputLinear
 from prime_rl.trainer.rl import loss as losses
 from prime_composer.upstream.trainer.adapter import LOSS, adapter
+from prime_composer.contract import Scores
 from prime_composer.upstream.wire import pack
 
 V, D, N, K = 23, 8, 12, 3
@@ -37,7 +38,7 @@ teacher = torch.randn(N, V).log_softmax(-1)
 log_q, top = teacher.topk(K)
 batch = {
     "input_ids": ids, "loss_mask": mask, "temperatures": torch.ones(1, N),
-    "routed_experts": torch.from_numpy(pack(top.numpy(), log_q.numpy()))[None],
+    "routed_experts": torch.from_numpy(pack(Scores(torch.zeros(N), top, log_q)))[None],
     "ref_kl_weights": mask.float(), "rl_weights": torch.zeros(1, N),
     "sequence_lengths": [5, 7], "env_names": ["sums"] * N,
 }
@@ -103,6 +104,7 @@ KEPT = """
 import json, torch
 from prime_rl.trainer.models.layers.lm_head import FusedOutputLinear, VanillaOutputLinear
 from prime_composer.upstream.trainer.adapter import adapter
+from prime_composer.contract import Scores
 from prime_composer.upstream.wire import pack
 
 V, D, N, K = 23, 8, 12, 3
@@ -111,7 +113,7 @@ state = adapter()
 state.k = k
 ids = torch.randint(0, V, (1, N))
 log_q, top = torch.randn(N, V).log_softmax(-1).topk(K)
-packed = torch.from_numpy(pack(top.numpy(), log_q.numpy()))
+packed = torch.from_numpy(pack(Scores(torch.zeros(N), top, log_q)))
 batch = {"input_ids": ids, "loss_mask": torch.ones(1, N, dtype=torch.bool),
          "temperatures": torch.ones(1, N), "routed_experts": packed[None],
          "ref_kl_weights": torch.ones(1, N), "rl_weights": None}
