@@ -239,7 +239,8 @@ class Row:
             float(candidates.total[index]),
         )
         begun = () if candidates.begun is None else candidates.begun[index].tolist()
-        self.begun = dict(zip(ids, begun, strict=False))
+        known = (entry for entry in zip(ids, begun, strict=False) if not math.isnan(entry[1]))
+        self.begun = dict(known)
         self.end = float(candidates.end[index])
         self.nobody = float(candidates.nobody[index])
         bound = float(candidates.off_path[index])
@@ -361,15 +362,15 @@ class Row:
         pair, position = self.pair, self.position
         ids = () if fixed else self.plan.teacher_ids
         own = ids[position.row] if position.row < len(ids) else None
-        begun = self.begun.get(token, math.nan)
+        begun = self.begun.get(token)
         if position.rest:
             content = position.rest + (pair.student.of_id[token] or b"")
-            if not math.isnan(begun):
+            if begun is not None:
                 return begun + self._own_begins(content) * fixed
-            begun = (
+            shorter = (
                 pair.id_of.get(content[:end]) for end in range(len(position.rest) + 1, len(content))
             )
-            chosen = [i for i in begun if i is not None and i != own]
+            chosen = [i for i in shorter if i is not None and i != own]
             return math.fsum(self.rows.of(position.row, chosen))
         path = pair.path(token)
         if position.skip < 0:
@@ -377,7 +378,7 @@ class Row:
             path = [*(pair.teacher.encode_bytes(whole) or ())]
         if len(path) < 2:
             return 0.0
-        if position.row < len(self.plan.teacher_ids) and not math.isnan(begun):
+        if position.row < len(self.plan.teacher_ids) and begun is not None:
             if path[0] != self.plan.teacher_ids[position.row]:
                 return begun
         mass = 1.0

@@ -241,9 +241,8 @@ def response_size(
     rows = size = 0
     for sequence, rows_request in zip(score_request.sequences, rows_requests, strict=True):
         rows += sequence.rows
-        size += sequence.rows * sum(
-            row_bytes([(KINDS[one.kind], one.k)], facts) for one in rows_request.requests
-        )
+        asked = ((KINDS[one.kind], one.k) for one in rows_request.requests)
+        size += sequence.rows * row_bytes(asked, facts)
     if size > MOST_RESPONSE_BYTES:
         raise TooLarge(
             f"The response would have {size:,} bytes, {size // rows:,} for each token of interest, "
