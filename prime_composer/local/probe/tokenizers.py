@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from prime_composer.backends.protocols import Rollout
-from prime_composer.contract import Scores, given
+from prime_composer.contract import Scores, Support, given
 from prime_composer.cross_tokenizer.finish import NEVER
 from prime_composer.cross_tokenizer.plan import Plan, plan_of
 from prime_composer.cross_tokenizer.reference import Reference
@@ -187,6 +187,7 @@ def brute_force(
         if position is not None and position.canonical and is_scored(reading.scores, at)
     ]
     errors, differences, sequences, pruned = [], [], 0, []
+    supports: dict[Reading, Support | None] = {}
     for reading, at in random.Random(SEED).sample(places, min(count, len(places))):
         rollout = reading.sample.rollout
         ids = rollout.token_ids[rollout.start :].tolist()
@@ -198,7 +199,9 @@ def brute_force(
             continue
         own = log_q(exact.q, ids[at])
         errors.append(abs(float(reading.scores.ref_logprobs[at]) - own))
-        differences.append(kl_difference(reading, at, exact.q, model))
+        if reading not in supports:
+            supports[reading] = support_of(reading, model)
+        differences.append(kl_difference(reading, at, exact.q, supports[reading]))
         pruned.append(exact.pruned)
     if not errors:
         raise NotMeasured("no text of the teacher leads to a position of the rollouts")
@@ -258,13 +261,21 @@ class AskedRows:
 
 
 @torch.no_grad()
-def kl_difference(reading: Reading, at: int, exact: dict[int, float], model: nn.Module) -> float:
+def support_of(reading: Reading, model: nn.Module) -> Support | None:
+    """Return student and teacher on the supports of a rollout's tokens with a score, None at k = 0.
+
+    One pass of the student.
+    """
+    inputs = student_inputs(model, [given(with_scores(reading.sample, reading.scores))])
+    return None if inputs.support is None else inputs.support.masked(inputs.loss_mask)
+
+
+def kl_difference(
+    reading: Reading, at: int, exact: dict[int, float], support: Support | None
+) -> float:
     """Return by how much the reverse KL on a support is above that with the exact Q, in nats."""
-    sample = given(with_scores(reading.sample, reading.scores))
-    inputs = student_inputs(model, [sample])
-    if inputs.support is None:
+    if support is None:
         return 0.0
-    support = inputs.support.masked(inputs.loss_mask)
     row = sum(is_scored(reading.scores, before) for before in range(at))
     known = reading.scores.all_known[at]
     ids = reading.scores.token_ids[at][known].tolist()
