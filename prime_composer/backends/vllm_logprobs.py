@@ -30,7 +30,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from prime_composer.backends.answers import LOGPROB_TOLERANCE
 from prime_composer.contract import InvalidAnswer, Scores
@@ -207,7 +207,7 @@ def top_k_of(
     ids, logprobs = np.empty((n - 1, k), np.int32), np.empty((n - 1, k), np.float32)
     if k and n > 1:
         ordered_ids, ordered = _by_rank([row for row in rows[1:] if row])
-        ids, logprobs = ordered_ids[:, :k], ordered[:, :k].astype(np.float32)
+        ids, logprobs = ordered_ids[:, :k], _float32(ordered[:, :k])
         wrong = (ordered[:, k:] > ordered[:, k - 1 : k] + LOGPROB_TOLERANCE).any(axis=1)
         if wrong.any():
             row_index = int(wrong.argmax())
@@ -217,11 +217,17 @@ def top_k_of(
                 f"{ordered[row_index, k - 1]:.6g} was expected."
             )
     return Scores(
-        torch.from_numpy(np.array(own_logprobs[start - 1 :], np.float32)),
+        torch.from_numpy(_float32(own_logprobs[start - 1 :])),
         torch.from_numpy(ids[start - 1 :]).long(),
         torch.from_numpy(logprobs[start - 1 :]),
         start=start,
     )
+
+
+def _float32(values: ArrayLike) -> NDArray[np.float32]:
+    """Return log-probs in float32. One beyond its range, which no model gives, is infinite."""
+    with np.errstate(over="ignore"):
+        return np.asarray(values, np.float64).astype(np.float32)
 
 
 def _by_rank(

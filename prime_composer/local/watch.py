@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from prime_composer.backends.protocols import SamplingParams, Scorer
-from prime_composer.contract import Scores
+from prime_composer.contract import InvalidAnswer, Scores
 from prime_composer.local.engine import Engine
 from prime_composer.local.preflight import PROBE_TOKENS, TOLERANCES
 from prime_composer.recipe.routing import TeacherId
@@ -186,7 +186,14 @@ class Watch:
     def _check_teacher(self, teacher: TeacherId) -> None:
         probe, scorer = self.probes[teacher], self._scorers()[teacher]
         starts = starts_of(scorer)
-        (scores,) = scorer.score([probe.rollout], compared_ids(probe))
+        try:
+            (scores,) = scorer.score([probe.rollout], compared_ids(probe))
+        except InvalidAnswer as error:  # what it scored since it was asked last may be wrong too
+            raise WatchFailed(
+                f"[{teacher.table}] cannot score the tokens of the run's start any more: "
+                f"{str(error).rstrip('.')}; {self._doubt()}Start it as it was, or start a new run",
+                self.safe_step,
+            ) from error
         if change := probe.change(scores, starts):
             spec = self.engine.teacher_specs[teacher]
             half = spec.serves and probe.limit < TOLERANCES["bfloat16"]

@@ -29,6 +29,7 @@ import torch  # noqa: E402
 
 from prime_composer.backends import cpu_guard  # noqa: E402
 from prime_composer.backends.vllm import VLLMEngine  # noqa: E402
+from prime_composer.local import student as student_module  # noqa: E402
 from prime_composer.local import train as train_module  # noqa: E402
 from prime_composer.local.health import WeightCheck  # noqa: E402
 from prime_composer.local.watch import Watch  # noqa: E402
@@ -86,7 +87,7 @@ class Turns:
         self.threads = list(threads)
         self.spent: dict[int, dict[str, float]] = {n: defaultdict(float) for n in threads}
         self.tokens: dict[int, float] = defaultdict(float)
-        train_module.accumulate_gradients = self.twice(train_module.accumulate_gradients)
+        student_module.accumulate_gradients = self.twice(student_module.accumulate_gradients)
 
     def twice(self, gradients_of: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(model: torch.nn.Module, *args: Any) -> Any:

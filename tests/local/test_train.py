@@ -99,7 +99,7 @@ def test_train_interrupted_run_resumes_to_the_same_numbers(
 KILLED = """
 import os, signal, sys, json
 from pathlib import Path
-from prime_composer.local import train as module
+from prime_composer.local import student as module
 from prime_composer.local.run_dir import checkpoint as saving
 from tests.local.helpers import run
 
