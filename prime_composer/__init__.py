@@ -14,7 +14,7 @@ A map, in the order of the imports. No room imports one below it:
 - ``backends``: what runs a model: transformers, vLLM in this process, a vLLM server.
 - ``step``: what every host does with a batch: micro-batches, the student's forward, gradients.
 - ``samplers``: who writes rollouts.
-- ``teachers``: who scores them: models of their own, mixtures, the policy itself.
+- ``teachers``: who scores them: models of their own, mixtures, the policy itself; their tapes.
 - ``tiny_models``: small models that are trained on the spot, and their cache.
 - ``environments``: tasks by id, played through verifiers.
 - ``local``: the one-machine run.

@@ -59,12 +59,14 @@ def interrupt_after(
 
 
 def numbers(run_dir: Path) -> list[dict[str, float]]:
-    """Return the records of a run without what a clock measured."""
+    """Return the records of a run without what a clock measured, or what a tape had already."""
     return [
         {
             key: value
             for key, value in record.items()
-            if not key.startswith("time/") and key != "tokens_per_second"
+            if not key.startswith("time/")
+            and key != "tokens_per_second"
+            and not key.endswith("tape/read")
         }
         for record in read_metrics(run_dir)
     ]

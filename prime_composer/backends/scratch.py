@@ -28,7 +28,7 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         with suppress(FileNotFoundError):  # taken for a left one before it was locked
             descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-            _lock(descriptor, wait=True)
+            lock(descriptor, wait=True)
             if folder.exists():
                 break
             os.close(descriptor)
@@ -45,13 +45,13 @@ def remove_left(prefix: str, parent: Path | None = None) -> None:
         with suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                if _lock(descriptor, wait=False):
+                if lock(descriptor, wait=False):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(descriptor)
 
 
-def _lock(descriptor: int, wait: bool) -> bool:
+def lock(descriptor: int, wait: bool) -> bool:
     """Return whether the open folder is now ours; False where another process has it."""
     import fcntl
 

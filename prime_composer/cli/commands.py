@@ -4,7 +4,6 @@ Each command imports what it needs when it runs, so that ``--help`` does not wai
 """
 
 import argparse
-import os
 import shlex
 import signal
 import sys
@@ -13,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prime_composer.cli.machine import has_nvidia_gpu, set_environment
 from prime_composer.cli.program import Program, in_short, program, version
 
 if TYPE_CHECKING:
@@ -254,6 +254,15 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _tape(args: argparse.Namespace) -> int:
+    from prime_composer.cli.tape import check_tapes, make_tapes
+
+    if args.action == "check":
+        return check_tapes(args.folder, args.config, args.overrides)
+    set_environment()
+    return make_tapes(args.folder, args.config, args.overrides)
+
+
 def _completion(args: argparse.Namespace) -> int:
     from prime_composer.cli.completion import script
 
@@ -298,46 +307,6 @@ def choose_engine(engine: str) -> tuple[str, str]:
             "prime-rl is installed, but this machine has no NVIDIA GPU, which its trainer needs",
         )
     return "prime-rl", "prime-rl is installed and there is a GPU; --engine local for one process"
-
-
-def has_nvidia_gpu() -> bool:
-    """Check for the driver; asking torch would import it."""
-    return Path("/proc/driver/nvidia/version").exists()
-
-
-SPINS = "100000"
-"""How often a thread of GNU's OpenMP looks for work before it falls asleep, about 2 ms. To wake it
-takes 0.2 ms here, longer than most operations of a model; one that never sleeps takes a core from
-whatever else is running."""
-
-
-def set_environment() -> None:
-    """Set what torch reads from the environment when it is imported; the user's own values stay.
-
-    On a CPU, torch and vLLM keep to one OpenMP thread. Two engines and a trainer share the cores of
-    one process, and with several spinning threads each, generation was up to twelve times slower.
-    Where a large model gets all cores (``cpu_guard.all_cores``), its threads soon fall asleep when
-    there is no work. torch's warning about NUMA binding appears once per engine and would break the
-    progress bar.
-    """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if not has_nvidia_gpu() and "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        if "OMP_WAIT_POLICY" not in os.environ:
-            os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-        os.environ.setdefault("PRIME_COMPOSER_THREADS", str(usable_cores()))
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use: its affinity, and its container's limit."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such file, or "max"
-        return cores
 
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -437,6 +406,12 @@ TEACHER = (
     option("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine"),
     option("options", nargs="*", metavar="-- OPTION", help="passed on to vLLM's own server"),
 )
+TAPE = (
+    option("action", choices=["make", "check"], help="what to do"),
+    option("folder", nargs="?", metavar="DIR", help="check: a tape; default: those of --config"),
+    option("--config", metavar="FILE", help="the recipe, whose teachers name their tapes"),
+    OVERRIDES,
+)
 BRUTE_FORCE = "compare N numbers of a teacher with a tokenizer of its own with brute force"
 REFERENCE = option("--reference", type=int, default=0, metavar="N", help=BRUTE_FORCE)
 DOCTOR = (
@@ -481,6 +456,12 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Opt
         "Serve a teacher by vLLM with the scoring plugin: scores in binary, several times faster "
         "than its JSON.",
         TEACHER,
+    ),
+    "tape": (
+        _tape,
+        "Score the data's own answers onto a teacher's tape, or check a tape. check exits with 1 "
+        "where an answer is damaged.",
+        TAPE,
     ),
     "doctor": (
         _doctor,

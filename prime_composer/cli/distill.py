@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_composer.cli.commands import set_environment
+from prime_composer.cli.machine import set_environment
 from prime_composer.problems.loading import Rows
 from prime_composer.recipe.loading import parse_recipe, read_tables
 from prime_composer.recipe.routing import Routing

@@ -12,7 +12,7 @@ NAMES = ("prime-rl", "prime-composer")
 TASKS = {
     "Before a run": ("check", "probe", "prepare"),
     "Runs": ("rl", "study", "report"),
-    "Servers": ("teacher",),
+    "Teachers": ("teacher", "tape"),
     "Inside prime-rl": ("doctor", "export"),
     "Shell": ("completion",),
 }

@@ -9,7 +9,7 @@ from torch import nn
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import lm_head_weight
 from prime_composer.backends.protocols import Sampler
-from prime_composer.contract import Scores
+from prime_composer.contract import Scores, given
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.losses import LossConfig
 from prime_composer.recipe.routing import TeacherId
@@ -197,7 +197,7 @@ class Engine:
         for index, one in enumerate(scores):
             wrong = alien_id(one, vocab_size)
             if wrong is not None:
-                tables = ", ".join(f"[{teacher.table}]" for teacher in self.teacher_specs)
+                tables = ", ".join(f"[{teacher.table}]" for teacher in given(self.teachers).scorers)
                 raise InvalidAnswer(
                     f"{tables}: the scores of rollout {index} list id {wrong}, and the student's "
                     f"head has {vocab_size} entries, of which padding explains at most "

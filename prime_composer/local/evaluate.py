@@ -29,6 +29,7 @@ from prime_composer.samplers.registry import open_sampler
 from prime_composer.step.batch import Sample, with_scores
 from prime_composer.step.student_forward import student_inputs
 from prime_composer.teachers.mixture import Teachers
+from prime_composer.teachers.tape.scorer import NotOnTape
 
 FULL_VOCABULARY_UP_TO = 8192
 """Largest vocabulary whose reverse KL is measured in full with ``kl_support = "auto"``."""
@@ -102,6 +103,7 @@ class Evaluator:
         micro_batch_tokens: padded tokens per forward of the student.
         answers: the student's answers to the first problems, at its latest evaluation.
         teacher_answers: the teacher's own, of problems that have a single teacher.
+        not_measured: what a tape that answers alone lacks.
     """
 
     engine: Engine
@@ -110,6 +112,7 @@ class Evaluator:
     micro_batch_tokens: int
     answers: list[Answer] = field(default_factory=list)
     teacher_answers: list[Answer] = field(default_factory=list)
+    not_measured: set[str] = field(default_factory=set)
 
     @classmethod
     def of_recipe(cls, engine: Engine, recipe: Recipe) -> "Evaluator":
@@ -163,8 +166,8 @@ class Evaluator:
         if self.engine.teachers is not None and self.config.kl_size:
             problems = self.problems.problem_set.held_out[: self.config.kl_size]
             sums = self._divergence_sums(self.engine.teachers, problems)
-            tokens = sums.tokens
-            if any(tokens):  # a teacher's window may hold none of them
+            tokens = [] if sums is None else sums.tokens
+            if sums is not None and any(tokens):  # a teacher's window may hold none of them
                 measured["eval/reverse_kl"] = sum(sums.reverse_kl) / sum(tokens)
                 measured["eval/forward_kl"] = sum(sums.forward_kl) / sum(tokens)
                 if sums.entropy is not None:
@@ -223,7 +226,11 @@ class Evaluator:
             ]
             if not indices:
                 continue
-            graded = self._greedy_answers(sampler, [problems[index] for index in indices])
+            try:
+                graded = self._greedy_answers(sampler, [problems[index] for index in indices])
+            except NotOnTape:
+                self.not_measured.add(f"the {teacher.display}'s own answers")
+                continue
             answered |= zip(indices, graded, strict=True)
             if teacher.name is not None:
                 measured |= self._overall(f"teacher/{teacher.name}", graded)
@@ -382,8 +389,11 @@ class Evaluator:
         return graded
 
     @torch.no_grad()
-    def _divergence_sums(self, teachers: Teachers, problems: Sequence[Problem]) -> DivergenceSums:
-        """Compare student and teacher over one rollout of each problem."""
+    def _divergence_sums(
+        self, teachers: Teachers, problems: Sequence[Problem]
+    ) -> DivergenceSums | None:
+        """Compare student and teacher over one rollout of each problem; None where a tape that
+        answers alone lacks one."""
         params = SamplingParams(max_tokens=self.max_tokens)
         answers = self._answers(self.engine.sampler, problems, params)
         sampled = [
@@ -405,12 +415,16 @@ class Evaluator:
         full = support == "full"
         unequal = len(self.engine.head_sizes) > 1
         hidden = full and (unequal or self.engine.vocab_size > FULL_VOCABULARY_UP_TO)
-        scores = teachers.score(
-            [sample.rollout for sample in kept],
-            [sample.problem for sample in kept],
-            0 if hidden else support,
-            hidden=hidden,
-        )
+        try:
+            scores = teachers.score(
+                [sample.rollout for sample in kept],
+                [sample.problem for sample in kept],
+                0 if hidden else support,
+                hidden=hidden,
+            )
+        except NotOnTape:
+            self.not_measured.add("the KL")
+            return None
         with_own = [with_scores(sample, own) for sample, own in zip(kept, scores, strict=True)]
         places = [place for place, one in zip(places, with_own, strict=True) if one is not None]
         samples = [one for one in with_own if one is not None]

@@ -1,23 +1,28 @@
 """Open the models of a recipe: the student and its sampler, the teachers and their scorers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from prime_composer.backends.hf_model import (
     ModelUnavailable,
     checkpoint_layers,
+    import_transformers,
     load_student,
+    load_tokenizer,
+    read_config,
 )
-from prime_composer.backends.protocols import Scorer
+from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.local.engine import Engine
 from prime_composer.local.run_dir.model_check import in_table, local_models
 from prime_composer.local.sources import Sources
 from prime_composer.local.tokenized_problems import TokenizedProblems, context_of
+from prime_composer.local.weight_sync import TOLERANCES
 from prime_composer.losses import LossConfig
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.model import StudentConfig
@@ -25,10 +30,12 @@ from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, RolloutConfig, TeacherConfig
 from prime_composer.samplers.registry import BackendSpec, open_sampler
 from prime_composer.step.replay import read_pairs
+from prime_composer.teachers.compatibility import tokenizer_hash
 from prime_composer.teachers.mixture import Teachers
 from prime_composer.teachers.own_tokenizer import with_own_tokenizer
 from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.teachers.registry import open_scorer
+from prime_composer.teachers.tape.opening import tape_alone, with_tape
 from prime_composer.tiny_models.rounding import LatentWeights
 
 if TYPE_CHECKING:
@@ -100,6 +107,8 @@ def open_engine(
     paths: Mapping[str, Path],
     status: Callable[[str], None],
     student_dir: Path | None = None,
+    *,
+    teachers_alone: bool = False,
 ) -> Engine:
     """Load the student for training, and open its sampler and the teachers' scorers.
 
@@ -112,6 +121,7 @@ def open_engine(
         status: callback for progress messages.
         student_dir: the student's weights in a checkpoint; None for the recipe's own. With them a
             server is waited for in full, because it may have been restarted together with the run.
+        teachers_alone: the engine only scores. Its student has no weights, and samples nothing.
 
     Raises:
         ImportError: a backend's library is missing; the message names the pip line.
@@ -120,8 +130,9 @@ def open_engine(
     origin = model_origin(recipe.student, "student", paths)
     resumes = student_dir is not None
     with ExitStack() as opened:
-        model, tokenizer = _load_student(student_dir or origin, status)
-        latent = _round(model, recipe.student)
+        load = _student_without_weights if teachers_alone else load_student
+        model, tokenizer = _load_student(load, student_dir or origin, status)
+        latent = None if teachers_alone else _round(model, recipe.student)
         if recipe.trainer.gradient_checkpointing:
             checkpoint_layers(model)
         tokenized = TokenizedProblems(problems, tokenizer)
@@ -135,9 +146,12 @@ def open_engine(
                 problems, str(origin), recipe.rollout.renderer, status
             )
             opened.callback(environments.close)
-        status(f"opening the {rollout.backend} sampler")
         spec = student_spec(rollout, origin, recipe.trainer.dtype, recipe.side_by_side)
-        sampler = open_sampler(replace(spec, starting=spec.starting or resumes), status)
+        if teachers_alone:
+            sampler: Sampler = NoSampler()
+        else:
+            status(f"opening the {rollout.backend} sampler")
+            sampler = open_sampler(replace(spec, starting=spec.starting or resumes), status)
         opened.callback(sampler.close)
         if resumes or latent is not None:
             sampler.update_weights(model)
@@ -160,6 +174,7 @@ def open_engine(
             routing, samples = Routing.of_recipe(recipe), recipe.rollout.teacher_samples
             _set_specs(engine, routing, spec, paths, samples)
             scorers = _open_scorers(engine.teacher_specs, resumes, status, opened)
+            _open_tapes(engine, routing, scorers, recipe.checks.tolerance, status, opened)
             _wrap_own_tokenizers(engine, routing, scorers, status)
             engine.teachers = Teachers(scorers, routing)
             if recipe.reference is not None:
@@ -176,11 +191,41 @@ def open_engine(
     return engine
 
 
-def _load_student(model: str | Path, status: Callable[[str], None]) -> tuple[nn.Module, Any]:
+class NoSampler:
+    """The sampler of an engine that only scores."""
+
+    limits = Limits()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
+    ) -> list[Rollout]:
+        """Refuse."""
+        raise NotImplementedError("this engine only scores")
+
+    def update_weights(self, model: nn.Module) -> None:
+        """Refuse."""
+        raise NotImplementedError("this engine only scores")
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _student_without_weights(model: str | Path) -> tuple[nn.Module, Any]:
+    """Return a student's shapes, and its tokenizer."""
+    with torch.device("meta"):
+        shapes = import_transformers().AutoModelForCausalLM.from_config(read_config(model))
+    return shapes, load_tokenizer(model)
+
+
+def _load_student(
+    load: Callable[[str | Path], tuple[nn.Module, Any]],
+    model: str | Path,
+    status: Callable[[str], None],
+) -> tuple[nn.Module, Any]:
     """Return the student for training, and its tokenizer."""
     status(f"loading the student from {model}")
     with in_table("student"):
-        student, tokenizer = load_student(model)
+        student, tokenizer = load(model)
     if tokenizer is None:
         raise ModelUnavailable(f"[student] {model} has no tokenizer; add its files")
     return student, tokenizer
@@ -217,8 +262,36 @@ def _set_specs(
         teacher: teacher_spec(
             config, student, model_origin(config, teacher.table, paths), samples, teacher.table
         )
-        for teacher, config in routing.teachers.items()
+        for teacher, config in routing.opened.items()
     }
+
+
+def _open_tapes(
+    engine: Engine,
+    routing: Routing,
+    scorers: dict[TeacherId, Scorer],
+    tolerance: float | None,
+    status: Callable[[str], None],
+    opened: ExitStack,
+) -> None:
+    """Let teachers keep their answers on tapes, and tapes answer where no teacher is opened."""
+    student = tokenizer_hash(engine.problems.tokenizer)
+    for teacher, config in routing.teachers.items():
+        if config.tape is None:
+            continue
+        status(f"opening the {teacher.display}'s tape {config.tape}")
+        if config.tape_only:
+            taped = tape_alone(config, teacher.table, student, engine.context, status)
+        else:
+            scorer, spec = scorers[teacher], engine.teacher_specs[teacher]
+            dtype = scorer.dtype if isinstance(scorer, Served) else spec.dtype
+            limit = tolerance or TOLERANCES[dtype or "bfloat16"]
+            taped = with_tape(scorer, config, spec, student, limit, status)
+        scorers[teacher] = taped
+        opened.callback(taped.close)
+    in_order = {teacher: scorers[teacher] for teacher in routing.teachers}
+    scorers.clear()
+    scorers.update(in_order)  # mixtures add up in this order
 
 
 def _wrap_own_tokenizers(
@@ -233,7 +306,7 @@ def _wrap_own_tokenizers(
             status(f"comparing the tokenizers of student and {teacher.display}")
             scorers[teacher] = with_own_tokenizer(
                 scorers[teacher],
-                engine.teacher_specs[teacher].model,
+                tokenizer_origin(engine, teacher, config),
                 engine.problems.problem_set,
                 engine.problems.tokenizer,
                 engine.problems.prompt,
@@ -241,6 +314,24 @@ def _wrap_own_tokenizers(
                 engine.vocab_size,
                 teacher.table,
             )
+
+
+def tokenizer_origin(engine: Engine, teacher: TeacherId, config: TeacherConfig) -> str | Path:
+    """Return where a teacher's tokenizer is, also where its tape alone answers."""
+    if teacher in engine.teacher_specs:
+        return engine.teacher_specs[teacher].model
+    assert config.model is not None, "the recipe names it"
+    return config.model
+
+
+def tokenizer_of(spec: BackendSpec) -> Any | None:
+    """Return a teacher's tokenizer; None where neither it nor a server's model is here."""
+    try:
+        return load_tokenizer(spec.model)
+    except ModelUnavailable:
+        if not spec.serves:
+            raise
+        return None  # the server's name for a model that is on another machine
 
 
 def _open_scorers(

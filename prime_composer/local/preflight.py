@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer
 from prime_composer.backends.protocols import Limits, SamplingParams, Scorer
+from prime_composer.contract import given
 from prime_composer.local.engine import Engine
+from prime_composer.local.opening import tokenizer_of
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.weight_sync import (
     PROBE_TOKENS,
@@ -26,7 +27,6 @@ from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
 from prime_composer.recipe.schema import Recipe, RolloutConfig
-from prime_composer.samplers.registry import BackendSpec
 from prime_composer.step.overflow import Rule
 from prime_composer.teachers.compatibility import (
     LimitedServer,
@@ -39,6 +39,7 @@ from prime_composer.teachers.compatibility import (
 )
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
 from prime_composer.teachers.policy import PolicyTeacher
+from prime_composer.teachers.tape.scorer import live_of
 from prime_composer.teachers.watch import KnownRequest, starts_of
 
 WEIGHT_SYNC = "weight sync"
@@ -164,18 +165,22 @@ class Checks:
         return {
             "objective": self._objective,
             "context": self._context,
-            **{
-                f"[{teacher.table}] tokenizer, vocabulary, context": partial(
-                    self._vocabulary, teacher, scorer
-                )
-                for teacher, scorer in self._scorers.items()
-            },
+            **self.vocabularies(),
             "sampling": self._sampling,
             WEIGHT_SYNC: self._weight_sync,
             **{
                 f"[{teacher.table}] scores": partial(self._scores, teacher, scorer)
                 for teacher, scorer in self._scorers.items()
             },
+        }
+
+    def vocabularies(self) -> dict[str, Callable[[str], list[Finding]]]:
+        """Return the checks of each teacher's tokenizer, vocabulary and context."""
+        return {
+            f"[{teacher.table}] tokenizer, vocabulary, context": partial(
+                self._vocabulary, teacher, scorer
+            )
+            for teacher, scorer in self._scorers.items()
         }
 
     @property
@@ -242,10 +247,13 @@ class Checks:
 
     def _tokenizer_warnings(self, teacher: TeacherId, scorer: Scorer) -> list[str]:
         tokenizer, warnings = self.engine.problems.tokenizer, []
+        live = live_of(scorer)
+        if live is None:  # the tape is for this tokenizer, or was refused
+            return []
         teacher_tokenizer = tokenizer_of(self.engine.teacher_specs[teacher])
         if teacher_tokenizer is not None:
             warnings = check_tokenizers(tokenizer, teacher_tokenizer)
-        was_asked = check_served_tokenizer(tokenizer, scorer)
+        was_asked = check_served_tokenizer(tokenizer, live)
         if teacher_tokenizer is None and not was_asked:
             not_compared = (
                 "The teacher's tokenizer could not be loaded, so its token ids were not "
@@ -277,20 +285,24 @@ class Checks:
 
     def _scores(self, teacher: TeacherId, scorer: Scorer, name: str) -> list[Finding]:
         engine, max_tokens = self.engine, self.recipe.rollout.max_tokens
+        live = given(engine.teachers).watched.get(teacher)
+        if live is None:
+            return [Finding(name, "skipped", "its tape alone answers")]
         # Within the run's own budget, which check_context has compared with the teachers' contexts.
         params = SamplingParams(max_tokens=min(PROBE_TOKENS, max_tokens))
         with naming(teacher, among=self._scorers):
-            if isinstance(scorer, LimitedServer):
+            if isinstance(live, LimitedServer) and not isinstance(scorer, OwnTokenizerScorer):
                 size, by_student = engine.loss.asked_of_teacher
-                scorer.check_room(max_tokens, size, by_student, engine.reads_hidden_states)
+                live.check_room(max_tokens, size, by_student, engine.reads_hidden_states)
             for problem in self._scored_by(teacher)[:1]:
                 prompt = engine.problems.prompt(problem)
                 (rollout,) = engine.sampler.generate([prompt], params, seed=0)
-                (scores,) = scorer.score(
+                asked = scorer if isinstance(scorer, OwnTokenizerScorer) else live
+                (scores,) = asked.score(
                     [rollout], self.recipe.loss.support_size, hidden=engine.reads_hidden_states
                 )
                 check_ids(scores, engine.vocab_size)
-                known = KnownRequest(rollout, scores, sign=starts_of(scorer))
+                known = KnownRequest(rollout, scores, sign=starts_of(live))
                 if isinstance(scorer, OwnTokenizerScorer):
                     known = scorer.known_request(rollout)
                 self.probes[teacher] = known
@@ -423,16 +435,6 @@ def check_prompts(
         if asked or not (problems or held_out):
             prompts = [tokenized.prompt(problem) for problem in asked]
             check_context(prompts, config.max_tokens, sampler, scorer, raisable, kind)
-
-
-def tokenizer_of(spec: BackendSpec) -> Any | None:
-    """Return a teacher's tokenizer; None where neither it nor a server's model is here."""
-    try:
-        return load_tokenizer(spec.model)
-    except ModelUnavailable:
-        if not spec.serves:
-            raise
-        return None  # the server's name for a model that is on another machine
 
 
 def check_context(

@@ -216,6 +216,11 @@ class Run:
             self.display.start(self.evaluations[0])
             for warning in teachers_without_success(self.evaluations[0]):
                 self.display.status(f"warning: {warning}")
+            if lacking := " and ".join(sorted(self.evaluator.not_measured)):
+                self.display.status(
+                    f"warning: {lacking} cannot be measured without a teacher: its tape has no "
+                    "scores of these rollouts"
+                )
         elif self.is_measured(done) and done not in self.evaluations:
             self.tracker.amend(done, self.measure(done))
 

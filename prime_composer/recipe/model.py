@@ -21,6 +21,8 @@ class ModelConfig(Table):
         origins = [
             name for name in ("model", "prepare", "policy") if getattr(self, name, None) is not None
         ]
+        if not origins and self.needs_no_model:
+            return self
         if len(origins) != 1:
             choices = (
                 "`model` and the table `prepare`"
@@ -32,6 +34,11 @@ class ModelConfig(Table):
                 + (f", not {' and '.join(origins)}" if origins else "")
             )
         return self
+
+    @property
+    def needs_no_model(self) -> bool:
+        """Whether the table may leave the model's origin out."""
+        return False
 
 
 class StudentConfig(ModelConfig):

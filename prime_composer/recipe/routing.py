@@ -80,6 +80,13 @@ class Routing:
             }
         return cls(scorers, shares)
 
+    @property
+    def opened(self) -> dict[TeacherId, TeacherConfig]:
+        """The teachers that a run opens: all but those whose tape alone answers."""
+        return {
+            teacher: config for teacher, config in self.teachers.items() if not config.tape_only
+        }
+
     def of(self, problem: Problem) -> dict[TeacherId, float]:
         """Return the teachers that score a problem's rollouts, with weights that add up to 1.
 

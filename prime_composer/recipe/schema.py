@@ -42,6 +42,7 @@ from prime_composer.recipe.teacher import (
     check_own_tokenizers,
     check_reference_model,
     check_sampling_teachers,
+    check_tapes,
 )
 from prime_composer.recipe.teacher import PolicyTeacherConfig as PolicyTeacherConfig
 from prime_composer.recipe.watchers import (
@@ -378,6 +379,8 @@ class Recipe(Table):
             has_reference=self.reference is not None,
             kl_support=self.eval.kl_support,
         )
+        reference = {} if self.reference is None else {"reference": self.reference}
+        check_tapes({**self.teacher_tables, **reference})
         if self.reference is None:
             return self
         check_reference_model(self.reference, self.student, self.teacher_tables)

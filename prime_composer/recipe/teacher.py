@@ -24,6 +24,10 @@ HINT_TEMPLATES = {
 """The hint-conditioned teacher's question, by the kind of hint."""
 
 
+ON_ONE_MACHINE = not_carried("prime-rl's processes ask the teacher's server for every rollout")
+"""Mark of a tape's keys."""
+
+
 class PolicyTeacherConfig(Table):
     """Self-distillation: the teacher is the policy, and its prompt contains a hint.
 
@@ -137,6 +141,17 @@ class TeacherConfig(ModelConfig):
     end the run; `score_head`: train on what fits and mask the rest; `drop`: leave the rollout out.
     `rollout/teacher_cut` and `rollout/teacher_dropped` are their shares of a step."""
 
+    tape: Path | None = Field(default=None, json_schema_extra=ON_ONE_MACHINE)
+    """Folder in which every answer of the teacher is kept, by what it was asked. A later run asks
+    only for what is not there. Made by the first run, or by `prime-rl tape make`."""
+
+    tape_only: bool = Field(default=False, json_schema_extra=CARRIED)
+    """Open no teacher: the tape alone answers, and the run ends at the first rollout that it lacks.
+    `model` and `prepare` may be left out."""
+
+    tape_gb: float = Field(default=100.0, gt=0, json_schema_extra=ON_ONE_MACHINE)
+    """Largest size of the tape in GB. Beyond it, nothing more is kept."""
+
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
         json_schema_extra=not_carried("the teacher's server is yours to start"),
@@ -168,6 +183,27 @@ class TeacherConfig(ModelConfig):
                 "of them out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_tape(self) -> "TeacherConfig":
+        if self.tape is not None and self.policy is not None:
+            raise ValueError(
+                "`tape` keeps the answers of a fixed teacher, and [teacher.policy] is the student "
+                "itself, whose answers change with each step and hint: leave `tape` out"
+            )
+        if self.tape is None and self.tape_only:
+            raise ValueError("`tape_only` lets a tape answer: name its folder in `tape`")
+        if self.tape_only and self.tokenizer == "own" and self.model is None:
+            raise ValueError(
+                'tokenizer = "own" with `tape_only`: the tape has the teacher\'s answers, not its '
+                "tokenizer; name a directory or hub id that has it in `model`"
+            )
+        return self
+
+    @property
+    def needs_no_model(self) -> bool:
+        """Whether the table may leave the model's origin out."""
+        return self.tape_only
 
     def runs_on(self, student_backend: str) -> str:
         """Return the teacher's backend: its own, "server" where it has a URL, or the student's.
@@ -257,6 +293,20 @@ class ReferenceConfig(TeacherConfig):
         if (self.model, self.prepare) != (teacher.model, teacher.prepare):
             return False
         return None in (self.url, teacher.url) or self.url == teacher.url
+
+
+def check_tapes(teachers: Mapping[str, TeacherConfig]) -> None:
+    """Refuse two teachers, given by table, with one tape."""
+    tables: dict[Path, str] = {}
+    for table, teacher in teachers.items():
+        if teacher.tape is None:
+            continue
+        other = tables.setdefault(teacher.tape, table)
+        if other != table:
+            raise ValueError(
+                f"[{other}] and [{table}] have the same tape, and a tape has one teacher: name a "
+                "folder for each"
+            )
 
 
 def check_choice_of_teachers(

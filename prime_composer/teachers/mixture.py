@@ -1,7 +1,8 @@
 """Several teachers: a rollout is scored by one of them, or by a mixture of their probabilities."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,6 +16,7 @@ from prime_composer.contract import Scores
 from prime_composer.problems.config import Problem
 from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
 from prime_composer.teachers.own_tokenizer import OwnTokenizerScorer
+from prime_composer.teachers.tape.scorer import NotOnTape, TapedScorer, live_of
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,13 @@ class Teachers:
 
     @property
     def watched(self) -> Mapping[TeacherId, Scorer]:
-        """The scorers as the known requests are put to them: in the teachers' own tokens."""
-        return {
-            teacher: scorer.scorer if isinstance(scorer, OwnTokenizerScorer) else scorer
+        """The scorers as the known requests are put to them: in the teachers' own tokens, past
+        their tapes. A tape that alone answers is left out."""
+        live = {
+            teacher: live_of(scorer.scorer if isinstance(scorer, OwnTokenizerScorer) else scorer)
             for teacher, scorer in self.scorers.items()
         }
+        return {teacher: scorer for teacher, scorer in live.items() if scorer is not None}
 
     def room(self, teacher: TeacherId, rollout: Rollout) -> int | None:
         """Return how many tokens of a rollout, with its prompt, a teacher can read; None: all."""
@@ -71,12 +75,13 @@ class Teachers:
         for teacher, scorer in self.scorers.items():
             indices = [index for index, shares in enumerate(weights) if teacher in shares]
             if indices:
-                teacher_scores = scorer.score(
-                    [rollouts[index] for index in indices],
-                    support_size,
-                    candidate_ids=candidate_ids and [candidate_ids[index] for index in indices],
-                    hidden=hidden,
-                )
+                with _naming_question([problems[index] for index in indices]):
+                    teacher_scores = scorer.score(
+                        [rollouts[index] for index in indices],
+                        support_size,
+                        candidate_ids=candidate_ids and [candidate_ids[index] for index in indices],
+                        hidden=hidden,
+                    )
                 for index, rollout_scores in zip(indices, teacher_scores, strict=True):
                     scores[index][teacher] = rollout_scores
         return [
@@ -108,17 +113,19 @@ class Teachers:
         ]
 
     def take_metrics(self) -> dict[str, float]:
-        """Return what teachers with a tokenizer of their own measured since the last call.
+        """Return what teachers measured since the last call: tapes, and those with a tokenizer of
+        their own.
 
         Of several, each has its name in front.
         """
-        own = {
-            teacher: scorer.take_metrics()
-            for teacher, scorer in self.scorers.items()
-            if isinstance(scorer, OwnTokenizerScorer)
-        }
+        own: dict[TeacherId, dict[str, float]] = {}
+        for teacher, scorer in self.scorers.items():
+            behind = scorer.scorer if isinstance(scorer, OwnTokenizerScorer) else None
+            for part in (scorer, behind):
+                if isinstance(part, OwnTokenizerScorer | TapedScorer):
+                    own.setdefault(teacher, {}).update(part.take_metrics())
         return {
-            name if len(own) == 1 else f"{teacher.name}/{name}": value
+            name if len(own) == 1 else f"{teacher.name or teacher.table}/{name}": value
             for teacher, metrics in own.items()
             for name, value in metrics.items()
         }
@@ -127,6 +134,19 @@ class Teachers:
         """Close every scorer."""
         for scorer in self.scorers.values():
             scorer.close()
+
+
+@contextmanager
+def _naming_question(problems: Sequence[Problem]) -> Iterator[None]:
+    """Within the block, add the question to the error of a rollout that a tape lacks."""
+    try:
+        yield
+    except NotOnTape as error:
+        asked = problems[error.index].question[:60]
+        remedy = (
+            "run it once with its teacher, or let `prime-rl tape make` score the data's answers"
+        )
+        raise NotOnTape(f"{error}, an answer to {asked!r}; {remedy}", error.index) from None
 
 
 def extrapolate(scores: Scores, reference: Scores, scale: float) -> Scores:

@@ -42,6 +42,7 @@ from prime_composer.teachers.compatibility import (
     check_served_tokenizer,
 )
 from prime_composer.teachers.student_candidates import LISTED, Question, Questions, read_answer
+from prime_composer.teachers.tape.scorer import live_of
 from prime_composer.teachers.tokenizer_pair import (
     LONGER,
     Prompts,
@@ -237,7 +238,9 @@ class OwnTokenizerScorer:
         id across the limit of what is resolved, and with it a whole log-prob.
         """
         (reading,) = self.readings([rollout])
-        (scores,) = self.scorer.score([reading], min(COMPARED_IDS, self._read))
+        # Not from a tape: it says whether the teacher is the same one.
+        asked = live_of(self.scorer) or self.scorer
+        (scores,) = asked.score([reading], min(COMPARED_IDS, self._read))
         return KnownRequest(reading, scores, sign=self.starts)
 
     def room(self, rollout: Rollout) -> int | None:
@@ -279,7 +282,8 @@ class OwnTokenizerScorer:
                 does not fit.
             ServerError: its server does not answer for so long a text at once.
         """
-        if isinstance(self.scorer, TokenServer) and not self.scorer.gives_any_ids:
+        live = live_of(self.scorer)
+        if isinstance(live, TokenServer) and not live.gives_any_ids:
             raise PreflightError(
                 f'The teacher\'s server has no scoring plugin, and tokenizer = "own" reads {READ} '
                 "ids of each row, which cost a server about 4 ms per token in JSON: start it with "
@@ -289,13 +293,13 @@ class OwnTokenizerScorer:
         assert isinstance(prompts, TeacherPrompts)
         warnings = self._check_window(prompts, problems, max_tokens, rule) if problems else []
         try:
-            was_asked = check_served_tokenizer(prompts.teacher, self.scorer)
+            was_asked = live is None or check_served_tokenizer(prompts.teacher, live)
         except PreflightError as error:
             raise PreflightError(
                 f"The teacher's server and the tokenizer of its `model` differ: {error} With "
                 'tokenizer = "own", `model` names what the server serves.'
             ) from None
-        if not was_asked and isinstance(self.scorer, TokenServer):
+        if not was_asked and isinstance(live, TokenServer):
             warnings.append("The teacher's server could not be asked how it reads a text.")
         return warnings
 
@@ -339,8 +343,8 @@ class OwnTokenizerScorer:
         """Check that prompts and answers fit; return a warning where an unusual one may not."""
         prompt, ratio = prompts.longest(problems), prompts.tokens_per_student_token(problems)
         answer = ceil(max_tokens * ratio)
-        if isinstance(self.scorer, LimitedServer):
-            self.scorer.check_room(answer, self._read, False, False)
+        if isinstance(live := live_of(self.scorer), LimitedServer):
+            live.check_room(answer, self._read, False, False)
         limit = self.scorer.limits.max_model_len
         if limit is None or rule != "error":
             return []

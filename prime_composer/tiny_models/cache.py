@@ -174,7 +174,7 @@ def prepare_configs(recipe: Recipe) -> dict[str, tuple[str, AnyPrepare]]:
     """Return table -> display name and description of every model under a ``[*.prepare]``."""
     models: list[tuple[str, str, ModelConfig]] = [
         (teacher.table, teacher.display, config)
-        for teacher, config in Routing.of_recipe(recipe).teachers.items()
+        for teacher, config in Routing.of_recipe(recipe).opened.items()
     ]
     models.append(("student", "student", recipe.student))
     return {

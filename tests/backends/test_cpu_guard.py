@@ -13,7 +13,7 @@ from prime_composer.backends import cpu_guard
 from prime_composer.backends.cpu_guard import THREADS_VARIABLE, all_cores
 from prime_composer.backends.protocols import SamplingParams
 from prime_composer.backends.vllm import default_kv_cache_bytes
-from prime_composer.cli import commands
+from prime_composer.cli import machine
 
 LARGE = nn.Linear(3200, 3200, bias=False)
 """10.2 million parameters."""
@@ -102,10 +102,10 @@ def test_command_line_allows_the_usable_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever set one of the variables has decided already."""
-    monkeypatch.setattr(commands, "has_nvidia_gpu", lambda: False)
-    monkeypatch.setattr(commands, "usable_cores", lambda: 5)
+    monkeypatch.setattr(machine, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 5)
     monkeypatch.setattr(os, "environ", dict(given))
-    commands.set_environment()
+    machine.set_environment()
     assert os.environ["OMP_NUM_THREADS"] == engines
     assert os.environ.get(THREADS_VARIABLE) == threads
     assert os.environ.get("GOMP_SPINCOUNT") == spins
@@ -128,7 +128,7 @@ def test_usable_cores_are_those_of_the_container(
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setattr(Path, "read_text", read_text)
-    assert commands.usable_cores() == cores
+    assert machine.usable_cores() == cores
 
 
 @pytest.mark.parametrize(

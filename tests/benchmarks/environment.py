@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prime_composer.cli.commands import set_environment
+from prime_composer.cli.machine import set_environment
 
 set_environment()
 

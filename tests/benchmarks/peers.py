@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prime_composer.cli.commands import set_environment, usable_cores
+from prime_composer.cli.machine import set_environment, usable_cores
 from prime_composer.problems.generated import generate_problems
 
 LR = 1e-4

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from prime_composer.cli.commands import choose_engine, main, set_environment
+from prime_composer.cli.commands import choose_engine, main
+from prime_composer.cli.machine import set_environment
 from prime_composer.local.run_dir.claim import Claim, Wish, claim_run_dir
 from prime_composer.local.run_dir.lock import InUse
 from prime_composer.recipe.loading import parse_recipe

@@ -3,7 +3,7 @@
     python -m tests.faults.points [--road served|in_process] [--sample 40 --seed 1] [--list]
 
 A run of three steps is recorded once, and each point gets a name. ``served`` has a teacher with
-the scoring plugin and a sampler, both of them servers (``tests.faults.wire``). ``in_process``
+the scoring plugin and a tape, and a sampler, both servers (``tests.faults.wire``). ``in_process``
 prepares both models and runs them with transformers. Each point is then disturbed once per fault:
 
     EIO              a change of a file fails once
@@ -125,7 +125,7 @@ class Place:
         self._watched = {str(self.run_dir): "run", str(self.cache): "cache"}
         for name in ("tmp", "home", "work"):
             (folder / name).mkdir(parents=True)
-        self._watched[str(folder / "tmp")] = "tmp"
+        self._watched |= {str(folder / name): name for name in ("tmp", "tape")}
 
     def environment(self, plan: Plan) -> dict[str, str]:
         """Return the variables of a process that runs here."""
@@ -140,7 +140,7 @@ class Place:
 
     def _names(self) -> set[str]:
         paths = (path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*"))
-        names = (re.sub(r"tfevents\..*", "tfevents", path) for path in paths)
+        names = (re.sub(r"(tfevents\.|answers-).*", r"\1", path) for path in paths)
         return {name for name in names if not name.startswith(("points", "recipe"))}
 
 
@@ -188,7 +188,10 @@ class Road:
         """Return an empty place, with the recipe."""
         self.count += 1
         place = Place(self.folder / f"place_{self.count}")
-        (place.folder / "recipe.toml").write_text(toml(self.recipe()))
+        raw = self.recipe()
+        if self.wire is not None:
+            raw["teacher"]["tape"] = str(place.folder / "tape")
+        (place.folder / "recipe.toml").write_text(toml(raw))
         return place
 
     def run(self, place: Place, *words: str, plan: Plan | None = None) -> child.Done:

@@ -42,6 +42,7 @@ BUFFER = 2**16
 
 RANDOM_NAMES = (
     (re.compile(r"(prime_composer_weights_|unfinished_)\w+"), r"\1*"),
+    (re.compile(r"\banswers-[0-9a-f]{12}\b"), "answers-*"),
     (re.compile(r"events\.out\.tfevents\.[^/]*"), "events.out.tfevents.*"),
     (re.compile(r"\.tmp[A-Za-z0-9]{6}\b"), ".tmp*"),
 )

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from prime_composer.cli.commands import set_environment
+from prime_composer.cli.machine import set_environment
 
 set_environment()
 

@@ -32,7 +32,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from prime_composer.cli.commands import set_environment
+from prime_composer.cli.machine import set_environment
 
 set_environment()
 

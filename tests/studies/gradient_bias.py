@@ -16,7 +16,7 @@ full KL on it. Printed:
 import argparse
 from pathlib import Path
 
-from prime_composer.cli.commands import set_environment
+from prime_composer.cli.machine import set_environment
 
 set_environment()
 

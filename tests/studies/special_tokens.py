@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from prime_composer.cli.commands import set_environment
+from prime_composer.cli.machine import set_environment
 
 set_environment()
 

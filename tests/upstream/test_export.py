@@ -711,6 +711,8 @@ COMMON_VALUES = (
 COMPANIONS = {
     "rollout.url": {"rollout": {"backend": "server", "url": "http://other:1"}},
     "rollout.api_key_var": {"rollout": {"backend": "server", "url": "http://other:1"}},
+    "teacher.tape_only": {"teacher": {"tape": "tape"}},
+    "teacher.tape_gb": {"teacher": {"tape": "tape"}},
     "data.path": {"data": {"path": "other.jsonl"}},
     "data.messages_key": {"data": {"path": "other.jsonl"}},
     "data.system_key": {"data": {"path": "other.jsonl"}},

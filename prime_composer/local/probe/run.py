@@ -19,7 +19,7 @@ from prime_composer.contract import Scores, given
 from prime_composer.local.collect import Clock, Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.health import tokens_of_no_use
-from prime_composer.local.opening import open_engine, student_spec
+from prime_composer.local.opening import open_engine, student_spec, tokenizer_of
 from prime_composer.local.preflight import (
     TOLERANCES,
     Finding,
@@ -27,7 +27,6 @@ from prime_composer.local.preflight import (
     check_routing,
     examine,
     one_line,
-    tokenizer_of,
 )
 from prime_composer.local.probe.report import (
     NO_ROLLOUT,
@@ -55,6 +54,7 @@ from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import (
     OneOfSeveralConfig,
     Recipe,
+    ReferenceConfig,
     RolloutConfig,
     TeacherConfig,
     TrainerConfig,
@@ -84,12 +84,17 @@ LONGEST_WAIT = 10.0
 
 OPENING = "opening the models"
 
+NO_TEACHER = (
+    "[{table}] tape_only = true opens no teacher, and a probe measures it: add "
+    "--set {table}.tape_only=false"
+)
+
 TO_OTHERS = (
     "student.quantize would send the server of [rollout] rounded weights, which everybody who uses "
     "it would get; probe with another rollout.backend, or start the run"
 )
 
-C = TypeVar("C", RolloutConfig, TeacherConfig, OneOfSeveralConfig)
+C = TypeVar("C", RolloutConfig, TeacherConfig, OneOfSeveralConfig, ReferenceConfig)
 
 
 def probe(
@@ -117,6 +122,9 @@ def probe(
     Raises:
         ImportError: a backend's library is missing; the message names the pip line.
     """
+    for table, teacher in Routing.of_recipe(recipe).teachers.items():
+        if teacher.tape_only:
+            return ProbeReport([Finding(OPENING, "failed", NO_TEACHER.format(table=table.table))])
     recipe = impatient(recipe)
     if recipe.student.quantize is not None and recipe.rollout.url is not None:
         return ProbeReport([Finding(OPENING, "failed", TO_OTHERS)])
@@ -130,10 +138,14 @@ def probe(
 
 
 def impatient(recipe: Recipe) -> Recipe:
-    """Return the recipe with short waits for servers: each measurement would wait anew."""
+    """Return the recipe with short waits for servers: each measurement would wait anew.
+
+    Tapes are left out: their speed is not the teachers'.
+    """
 
     def shortened(config: C) -> C:
         values = dict(config) | {"wait": min(config.wait, LONGEST_WAIT)}
+        values |= {"tape": None} if "tape" in values else {}
         return config.model_construct(config.model_fields_set, **values)
 
     return recipe.model_copy(
@@ -141,6 +153,7 @@ def impatient(recipe: Recipe) -> Recipe:
             "rollout": shortened(recipe.rollout),
             "teacher": None if recipe.teacher is None else shortened(recipe.teacher),
             "teachers": {name: shortened(teacher) for name, teacher in recipe.teachers.items()},
+            "reference": None if recipe.reference is None else shortened(recipe.reference),
         }
     )
 

@@ -135,7 +135,7 @@ def local_models(recipe: Recipe) -> Iterator[tuple[str, ModelConfig, str]]:
     yield "student", recipe.student, recipe.rollout.backend
     if not recipe.asks_teacher:
         return
-    for teacher, config in Routing.of_recipe(recipe).teachers.items():
+    for teacher, config in Routing.of_recipe(recipe).opened.items():
         backend = config.backend or recipe.rollout.backend
         if config.url is None and not backend_of(backend).serves:
             yield teacher.table, config, backend

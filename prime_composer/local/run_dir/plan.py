@@ -61,10 +61,11 @@ def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
     check_routing(routing, problems)
     check_objective(recipe.loss, recipe.rollout)
     require_libraries(recipe, routing)
-    teachers = {teacher.table: config for teacher, config in routing.teachers.items()}
+    teachers = {teacher.table: config for teacher, config in routing.opened.items()}
     models: dict[str, ModelConfig] = {"student": recipe.student, **teachers}
     folders = {table: local_folder(model, problems) for table, model in models.items()}
     lines = [f"{table}: {describe_model(model, folders[table])}" for table, model in models.items()]
+    lines += describe_tapes(routing)
     if (quantize := recipe.student.quantize) is not None:
         lines.insert(1, f"student: {quantize.work} while it learns")
     if (policy := recipe.policy_teacher) is not None:
@@ -74,7 +75,7 @@ def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
     lines += describe_loss(recipe.loss)
     if recipe.loss.reads_hidden_states:
         lines += describe_hidden_states(
-            recipe.trainer, recipe.rollout.max_tokens, routing.teachers, folders
+            recipe.trainer, recipe.rollout.max_tokens, routing.opened, folders
         )
     lines += describe_data(problems, routing if recipe.teachers and recipe.asks_teacher else None)
     lines += describe_steps(recipe.trainer, recipe.rollout, recipe.eval, len(problems.held_out))
@@ -92,7 +93,7 @@ def require_libraries(recipe: Recipe, routing: Routing) -> None:
     student = recipe.rollout.backend
     backends = {student}
     if recipe.asks_teacher:
-        backends |= {teacher.runs_on(student) for teacher in routing.teachers.values()}
+        backends |= {teacher.runs_on(student) for teacher in routing.opened.values()}
     libraries = {"transformers", "rich", "matplotlib"}
     libraries |= {library for name in backends for library in backend_of(name).libraries}
     libraries |= {"tensorboard"} if recipe.logging.tensorboard else set()
@@ -123,6 +124,16 @@ def describe_model(model: ModelConfig, folder: Path | None) -> str:
         origin = "comes with the package:" if is_shipped(folder) else "cached in"
         return f"prepared, {origin} {folder}"
     return f"to be prepared now: {model.prepare.work}"
+
+
+def describe_tapes(routing: Routing) -> list[str]:
+    """Return a line for each teacher with a tape."""
+    words = {True: "alone answers, and no teacher is opened", False: "keeps its answers"}
+    return [
+        f"{teacher.table}: the tape {config.tape} {words[config.tape_only]}"
+        for teacher, config in routing.teachers.items()
+        if config.tape is not None
+    ]
 
 
 def describe_loss(loss: LossConfig) -> list[str]:
@@ -248,7 +259,7 @@ def check_sequences(
         f"the context is {rollout.max_model_len}"
     ]
     scored_problems, evaluated = route(routing, problems.practice), route(routing, held_out)
-    for scorer, config in routing.teachers.items() if recipe.asks_teacher else ():
+    for scorer, config in routing.opened.items() if recipe.asks_teacher else ():
         limits = context(config.runs_on(rollout.backend), rollout)
         limits = binding(limits, config.on_overflow)
         support_size, _ = recipe.loss.asked_of_teacher

@@ -44,6 +44,13 @@ def refuse(recipe: Recipe, version: Version) -> None:
             "[reference]: prime-rl's orchestrator asks the teacher alone, and has no second model "
             f"to extrapolate it from. Leave the table out, {RUN_LOCALLY}"
         )
+    for table, teacher in recipe.teacher_tables.items():
+        if teacher.tape_only:
+            raise RecipeError(
+                f"{table}.tape_only = true: prime-rl's rollouts are new ones, and its orchestrator "
+                "or trainer asks a teacher's server for their scores. Set it to false and name the "
+                f"teacher, {RUN_LOCALLY}"
+            )
     usual, longest = recipe.rollout.context(), recipe.rollout.max_tokens
     if recipe.rollout.max_model_len is None and longest >= usual:
         raise RecipeError(

@@ -1,0 +1,146 @@
+"""``prime-rl tape``: score the data's own answers onto the tapes of a recipe, or check tapes."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_composer.cli.program import program
+from prime_composer.teachers.tape.store import Inspection, inspect
+
+if TYPE_CHECKING:
+    from prime_composer.local.engine import Engine
+    from prime_composer.problems.config import Problem
+
+MADE_EVERY = 16
+"""Batches between two lines of progress."""
+
+
+def check_tapes(folder: str | None, config: str | None, overrides: Sequence[str]) -> int:
+    """Compare every answer of a tape, or of a recipe's tapes, with its checksum.
+
+    Returns:
+        The exit status: 1 where an answer is damaged.
+
+    Raises:
+        ValueError: a folder is no tape, or the recipe has none.
+    """
+    if (folder is None) == (config is None):
+        raise ValueError("tape check takes a folder or a recipe (--config), one of them")
+    if config is None:  # which needs no recipe, and no torch
+        folders = [Path(str(folder))]
+    else:
+        from prime_composer.recipe.loading import load_recipe
+        from prime_composer.recipe.routing import Routing
+
+        teachers = Routing.of_recipe(load_recipe(config, overrides)).teachers.values()
+        folders = [teacher.tape for teacher in teachers if teacher.tape is not None]
+        if not folders:
+            raise ValueError(f"no teacher of {config} has a tape")
+    found = [(path, inspect(path)) for path in folders]
+    for path, inspection in found:
+        print_inspection(path, inspection)
+    return int(any(inspection.damage for _, inspection in found))
+
+
+def print_inspection(folder: Path, found: Inspection) -> None:
+    """Print what is on a tape; what is damaged goes to standard error."""
+    from prime_composer.local.run_dir.disk import readable
+
+    header = found.header
+    model = header.get("model")
+    words = model if isinstance(model, str) else "a prepared model"
+    print(f"{folder}: {words} in {header.get('dtype')}, by {header.get('backend')}")
+    print(f"  fingerprint {header.get('fingerprint')}")
+    print(f"  tokenizer   {header.get('student_tokenizer')}, the student's")
+    for (kind, k, hidden), totals in sorted(found.kinds.items()):
+        rows, size = totals["rows"], totals["bytes"]
+        name = f"{kind}, K = {k}" if k else kind
+        name += ", hidden states" if hidden else ""
+        each = f", {size / rows:.0f} bytes per token" if rows else ""
+        print(f"  {name}: {totals['answers']} answers, {rows} tokens, {readable(size)}{each}")
+    for path, size in found.torn.items():
+        print(f"  {path}: its writer was stopped within an answer; {size} bytes are left out")
+    for sentence in found.damage:
+        print(f"{program()} tape: {sentence}", file=sys.stderr)
+
+
+def make_tapes(folder: str | None, config: str | None, overrides: Sequence[str]) -> int:
+    """Score the data's own answers with a recipe's teachers, each onto its tape.
+
+    What is there already is not asked again. The teachers' own answers to the held-out questions
+    are kept too, so that a run without teachers reports them.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ValueError: the recipe has no tape, no fixed teacher, or no answers in its data; or its
+            parts do not fit together.
+    """
+    from prime_composer.recipe.loading import load_recipe
+    from prime_composer.recipe.routing import Routing
+    from prime_composer.recipe.schema import RecipeError
+
+    if config is None or folder is not None:
+        raise ValueError("tape make takes a recipe (--config), which names teachers and tapes")
+    recipe = load_recipe(config, overrides)
+    routing = Routing.of_recipe(recipe)
+    if not recipe.asks_teacher or not routing.teachers:
+        raise RecipeError(f"{config}: no teacher scores anything; there is nothing to keep")
+    for teacher, table in routing.teachers.items():
+        if table.tape is None or table.tape_only:
+            key = "tape_only = true opens no teacher" if table.tape_only else "it names no `tape`"
+            raise RecipeError(f"[{teacher.table}] {key}, and tape make asks the teacher for scores")
+    size, by_student = recipe.loss.asked_of_teacher
+    if by_student:
+        raise RecipeError(
+            f'[loss] type = {recipe.loss.type!r}, chosen_by = "student": the ids depend on the '
+            "student's weights of each step, so that no tape can have them before; set chosen_by = "
+            '"teacher"'
+        )
+    if recipe.environments_by_id:
+        name = next(iter(recipe.environments_by_id))
+        raise RecipeError(
+            f"[environments.{name}] has no answers of its own: let a run make the tape"
+        )
+    # From here on, as a run that trains on the data's answers alone.
+    own = recipe.rollout.model_copy(update={"student_fraction": 0.0, "other_source": "data"})
+    recipe = recipe.model_copy(update={"rollout": own})
+
+    from prime_composer.cli.progress import Screen
+    from prime_composer.local.evaluate import Evaluator
+    from prime_composer.local.opening import open_engine
+    from prime_composer.local.preflight import Checks
+    from prime_composer.local.run_dir.model_check import check_models
+    from prime_composer.local.run_dir.plan import require_libraries
+    from prime_composer.local.sources import load_sources
+    from prime_composer.tiny_models.cache import prepare_models
+
+    check_models(recipe)
+    require_libraries(recipe, routing)
+    problems = load_sources(recipe)
+    batch, count = recipe.trainer.batch_size, len(problems.practice)
+    with Screen(total=count) as screen:
+        paths = prepare_models(recipe, problems, progress=screen.preparing)
+        with open_engine(recipe, problems, paths, screen.status, teachers_alone=True) as engine:
+            checks = Checks(engine, recipe, {}).vocabularies()
+            for finding in (one for name, check in checks.items() for one in check(name)):
+                if finding.state == "warning":
+                    screen.status(f"warning: {finding.text}")
+            Evaluator.of_recipe(engine, recipe).teachers()
+            _score_answers(engine, problems.practice, batch, screen.status)
+    return check_tapes(None, config, overrides)
+
+
+def _score_answers(
+    engine: "Engine", problems: Sequence["Problem"], batch: int, status: Callable[[str], None]
+) -> None:
+    """Let the teachers score the data's answers, ``batch`` at a time."""
+    from prime_composer.step.batch import Sample
+
+    for first in range(0, len(problems), batch):
+        asked = problems[first : first + batch]
+        engine.score([Sample(engine.problems.solution(problem), problem) for problem in asked])
+        if first // batch % MADE_EVERY == 0:
+            status(f"{first + len(asked)} of {len(problems)} answers")

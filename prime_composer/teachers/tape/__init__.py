@@ -1,0 +1,1 @@
+"""A tape of a teacher: its answers, kept in a folder and read again."""

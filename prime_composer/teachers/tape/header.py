@@ -1,0 +1,120 @@
+"""Whose answers a tape has: what is said of a teacher when it is begun, and who may read it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from prime_composer.backends.model_files import fingerprint
+from prime_composer.backends.protocols import Limits, Scorer
+from prime_composer.recipe.teacher import TeacherConfig
+from prime_composer.samplers.registry import BackendSpec
+from prime_composer.scoring.kinds import Kind
+from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
+from prime_composer.teachers.tape.store import TapeError
+
+FORMAT = 1
+"""Raise it when answers of the same key are others."""
+
+Header = Mapping[str, Any]
+
+SAME = ("format", "tokenizer", "student_tokenizer")
+"""What has to be the same, also where no teacher is open."""
+
+SAME_TEACHER = ("dtype", "backend", "vocab_size")
+"""What has to be the same where one is."""
+
+
+def header_of(
+    scorer: Scorer, config: TeacherConfig, spec: BackendSpec, student_tokenizer: str
+) -> dict[str, Any]:
+    """Return what a tape says of an open teacher.
+
+    Args:
+        scorer: the teacher's.
+        config: its table.
+        spec: how it was opened.
+        student_tokenizer: the hash of the student's tokenizer.
+    """
+    served = getattr(scorer, "dtype", None)
+    limits = scorer.limits
+    return {
+        "format": FORMAT,
+        **named(config),
+        "fingerprint": fingerprint(str(spec.model)),
+        "backend": spec.backend,
+        "dtype": served if spec.serves and served else spec.dtype,
+        "tokenizer": config.tokenizer,
+        "student_tokenizer": student_tokenizer,
+        "vocab_size": limits.vocab_size,
+        "max_logprobs": limits.max_logprobs,
+        "window": limits.max_model_len if spec.serves else None,
+        "gives_any_ids": scorer.gives_any_ids,
+        "sums": knows(scorer, STUDENT_CANDIDATES),
+    }
+
+
+def knows(scorer: Scorer, kind: Kind) -> bool:
+    """Return whether a scorer's server has a kind of scores."""
+    asked = getattr(scorer, "knows", None)
+    return asked is not None and bool(asked(kind))
+
+
+def named(config: TeacherConfig) -> dict[str, Any]:
+    """Return how a recipe names a teacher's model."""
+    if config.prepare is None:
+        return {"model": config.model}
+    return {"model": config.prepare.model_dump(mode="json", exclude_none=True)}
+
+
+def check_same(header: Header, now: Header, folder: object, table: str) -> None:
+    """Check that an open teacher is that of a tape.
+
+    Raises:
+        TapeError: it is another one, or the student has another tokenizer.
+    """
+    _refuse(header, now, (*SAME, *_model_keys(header, now), *SAME_TEACHER), folder, table)
+
+
+def check_readable(
+    header: Header, config: TeacherConfig, student_tokenizer: str, folder: object, table: str
+) -> None:
+    """Check that a recipe without an open teacher reads its tape.
+
+    Its model need not be named. Where it is, it has to be that of the tape.
+
+    Raises:
+        TapeError: the tape is of another teacher, or for another tokenizer.
+    """
+    now = {
+        "format": FORMAT,
+        **named(config),
+        "fingerprint": None if config.model is None else fingerprint(config.model),
+        "tokenizer": config.tokenizer,
+        "student_tokenizer": student_tokenizer,
+    }
+    model = () if now["model"] is None else _model_keys(header, now)
+    _refuse(header, now, (*SAME, *model), folder, table)
+
+
+def _model_keys(header: Header, now: Header) -> tuple[str, ...]:
+    """Return what tells models apart: their content, or their names where a content is unknown."""
+    known = header.get("fingerprint") is not None and now["fingerprint"] is not None
+    return ("fingerprint",) if known else ("model",)
+
+
+def _refuse(header: Header, now: Header, keys: tuple[str, ...], folder: object, table: str) -> None:
+    others = [
+        f"{key} was {header.get(key)!r} and is {now[key]!r}"
+        for key in keys
+        if header.get(key) != now[key]
+    ]
+    if others:
+        raise TapeError(
+            f"[{table}] the tape {folder} has the answers of another set-up: {', '.join(others)}. "
+            "Name another folder in `tape`, or run with the teacher and the student's tokenizer "
+            "that it was made with"
+        )
+
+
+def limits_of(header: Header, context: int) -> Limits:
+    """Return the sizes of a tape's teacher, which a run of this context does not open."""
+    return Limits(header["window"] or context, header["vocab_size"], header["max_logprobs"])

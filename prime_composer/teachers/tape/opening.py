@@ -1,0 +1,68 @@
+"""Open a teacher's tape, with the teacher or without it."""
+
+from collections.abc import Callable
+
+from prime_composer.backends.protocols import Scorer
+from prime_composer.recipe.teacher import TeacherConfig
+from prime_composer.samplers.registry import BackendSpec
+from prime_composer.teachers.tape.header import check_readable, check_same, header_of
+from prime_composer.teachers.tape.scorer import TapedScorer
+from prime_composer.teachers.tape.store import Store
+
+Tell = Callable[[str], None]
+"""Shows a text to the user."""
+
+
+def with_tape(
+    scorer: Scorer,
+    config: TeacherConfig,
+    spec: BackendSpec,
+    student_tokenizer: str,
+    tolerance: float,
+    tell: Tell,
+) -> TapedScorer:
+    """Return a teacher that keeps its answers on the tape of its table, if it has made that tape.
+
+    Args:
+        scorer: the teacher's.
+        config: its table, which has a tape.
+        spec: how it was opened.
+        student_tokenizer: the hash of the student's tokenizer.
+        tolerance: nats by which two of its answers to one request may differ.
+        tell: shows warnings.
+
+    Raises:
+        TapeError: the tape is of another teacher or for another tokenizer.
+        OSError: the folder cannot be written.
+    """
+    assert config.tape is not None
+    table = spec.section.strip("[]")
+    store = Store(config.tape, tell, int(config.tape_gb * 1e9))
+    now = header_of(scorer, config, spec, student_tokenizer)
+    header = store.begin(now)
+    check_same(header, now, config.tape, table)
+    taped = TapedScorer(scorer, store, header, table, spec.max_model_len)
+    taped.check_teacher(tolerance)
+    return taped
+
+
+def tape_alone(
+    config: TeacherConfig, table: str, student_tokenizer: str, context: int, tell: Tell
+) -> TapedScorer:
+    """Return a tape that answers in the place of its teacher, which is not opened.
+
+    Args:
+        config: the teacher's table, which has a tape.
+        table: its name.
+        student_tokenizer: the hash of the student's tokenizer.
+        context: longest sequence of the run.
+        tell: shows warnings.
+
+    Raises:
+        TapeError: there is no tape, or it is of another teacher or for another tokenizer.
+    """
+    assert config.tape is not None
+    store = Store(config.tape, tell, limit=0)
+    header = store.header() or {}
+    check_readable(header, config, student_tokenizer, config.tape, table)
+    return TapedScorer(None, store, header, table, context)

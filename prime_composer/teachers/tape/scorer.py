@@ -1,0 +1,352 @@
+"""A teacher with a tape: what it was asked before is read, and what it answers is kept.
+
+First run and second run see the same numbers: an answer goes through the tape's bytes before its
+first use too.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
+from prime_composer.contract import Scores, TeacherHead
+from prime_composer.scoring.kinds import Kind
+from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
+from prime_composer.teachers.client import Beside
+from prime_composer.teachers.tape.answers import (
+    HEAD_KEY,
+    KNOWN_KEY,
+    Question,
+    digest,
+    head_of_bytes,
+    head_record,
+    ids_as_bytes,
+    known_of_bytes,
+    known_record,
+    question,
+    scores_as_bytes,
+    scores_of_bytes,
+    text_key,
+    text_record,
+    texts_of_bytes,
+)
+from prime_composer.teachers.tape.header import Header, knows, limits_of
+from prime_composer.teachers.tape.store import Record, Store, TapeError
+from prime_composer.teachers.watch import (
+    COMPARED_IDS,
+    KNOWN_TOKENS,
+    known_rollout,
+    largest_difference,
+    starts_of,
+)
+
+
+class NotOnTape(TapeError):
+    """No teacher is open, and its tape lacks an answer.
+
+    Attributes:
+        index: of the rollout or prompt that was asked about, in its call.
+    """
+
+    def __init__(self, message: str, index: int):
+        super().__init__(message)
+        self.index = index
+
+
+class TapedScorer:
+    """Scores of a teacher, each of which is kept on a tape (``protocols.Scorer``).
+
+    An answer with K ids has the answers with fewer ids in it, and one with hidden states has the
+    one without. Ids of the caller's choice are part of what is asked.
+
+    Args:
+        scorer: the teacher's; None: the tape alone answers.
+        store: the tape.
+        header: of the tape.
+        table: the teacher's table, for messages.
+        context: longest sequence of the run, where no teacher is open.
+    """
+
+    def __init__(
+        self, scorer: Scorer | None, store: Store, header: Header, table: str, context: int
+    ):
+        self.live, self._store, self._header, self._table = scorer, store, header, table
+        self._context = context
+        self._head: TeacherHead | None = None
+        self._counts = Counter[str]()
+
+    @property
+    def folder(self) -> Path:
+        """The tape's folder."""
+        return self._store.folder
+
+    @property
+    def limits(self) -> Limits:
+        """The teacher's sizes."""
+        return limits_of(self._header, self._context) if self.live is None else self.live.limits
+
+    @property
+    def gives_any_ids(self) -> bool:
+        """Whether the teacher gives any K, chosen ids and hidden states."""
+        own = self._header["gives_any_ids"]
+        return bool(own if self.live is None else self.live.gives_any_ids)
+
+    @property
+    def starts(self) -> int | None:
+        """Starts that the teacher's server has named."""
+        return starts_of(self.live)
+
+    @property
+    def sampler(self) -> "TapedSampler | None":
+        """The teacher's sampler, with the same tape; None where the teacher has none."""
+        sampler = None if self.live is None else self.live.sampler
+        if self.live is not None and sampler is None:
+            return None
+        return TapedSampler(sampler, self._store, self.limits, self._table)
+
+    def knows(self, kind: Kind) -> bool:
+        """Return whether the teacher's server has a kind of scores."""
+        if self.live is None:
+            return kind is STUDENT_CANDIDATES and bool(self._header["sums"])
+        return knows(self.live, kind)
+
+    def score(
+        self,
+        rollouts: Sequence[Rollout],
+        support_size: int | Literal["full"],
+        prompts: Sequence[Sequence[int]] | None = None,
+        *,
+        candidate_ids: Sequence[Int[Tensor, "_ _k"]] | None = None,
+        hidden: bool = False,
+        beside: Sequence[Beside] | None = None,
+    ) -> list[Scores]:
+        """Score as ``protocols.Scorer`` says. The teacher is asked once for what is not there.
+
+        Raises:
+            NotOnTape: no teacher is open, and the tape lacks an answer.
+        """
+        vocab_size = self.limits.vocab_size
+        k = vocab_size if support_size == "full" else support_size
+        if k is None and self.live is not None:
+            return self.live.score(rollouts, support_size)  # which refuses it
+        if k is None:
+            raise TapeError(
+                f"[{self._table}] the tape {self.folder} is of a server that did not say the size "
+                "of its vocabulary: set k to a number"
+            )
+        questions = [
+            question(
+                rollout,
+                k,
+                None if prompts is None else prompts[index],
+                None if candidate_ids is None else candidate_ids[index],
+                None if beside is None else beside[index],
+                hidden,
+            )
+            for index, rollout in enumerate(rollouts)
+        ]
+        if hidden and self._head is None and (content := self._store.get(HEAD_KEY)) is not None:
+            self._head = head_of_bytes(content, f"The tape {self.folder}")
+        self._store.refresh()
+        found = {one.key: content for one in questions if (content := self._get(one)) is not None}
+        missing: dict[str, int] = {}
+        for index, one in enumerate(questions):
+            if one.key not in found:
+                missing.setdefault(one.key, index)
+        self._counts.update(asked=len(questions), missing=len(missing))
+        if missing:
+            chosen = [*missing.values()]
+            arguments: dict[str, Any] = {"hidden": True} if hidden else {}
+            for name, values in (
+                ("prompts", prompts),
+                ("candidate_ids", candidate_ids),
+                ("beside", beside),
+            ):
+                if values is not None:
+                    arguments[name] = [values[index] for index in chosen]
+            asked = [questions[index] for index in chosen]
+            found |= self._ask(rollouts, chosen, asked, support_size, arguments)
+        return [
+            scores_of_bytes(found[one.key], one.start, self._head if hidden else None).top(k)
+            for one in questions
+        ]
+
+    def _get(self, one: Question) -> bytes | None:
+        content = self._store.get(one.key, one.k, one.hidden, one.is_exact)
+        # Without the head no loss reads hidden states, as where the disk was full for it.
+        return None if one.hidden and self._head is None else content
+
+    def _ask(
+        self,
+        rollouts: Sequence[Rollout],
+        chosen: Sequence[int],
+        questions: Sequence[Question],
+        support_size: int | Literal["full"],
+        arguments: Mapping[str, Any],
+    ) -> dict[str, bytes]:
+        """Ask the teacher about some rollouts, keep its answers, and return them by their keys."""
+        if self.live is None:
+            first = rollouts[chosen[0]]
+            ids = " ".join(map(str, first.completion_ids[:8]))
+            raise NotOnTape(
+                f"[{self._table}] the tape {self.folder} lacks {len(chosen)} of "
+                f"{len(rollouts)} answers, and tape_only = true opens no teacher. The first one is "
+                f"about rollout {chosen[0]}, of {len(first.token_ids) - first.start} tokens that "
+                f"begin with {ids} (K = {questions[0].k}{', hidden states' * questions[0].hidden})",
+                chosen[0],
+            )
+        asked = [rollouts[index] for index in chosen]
+        self._remember(asked[0], questions[0].k)
+        answers = self.live.score(asked, support_size, **arguments)
+        if self._head is None and answers[0].hidden:
+            self._head = answers[0].hidden[0].head
+            self._store.add([head_record(self._head)])
+        records = [
+            Record(one.note, scores_as_bytes(scores))
+            for one, scores in zip(questions, answers, strict=True)
+        ]
+        self._store.add(records)
+        # Another process may have been first. Then its numbers are those of all.
+        return {record.note.key: self._kept(record) for record in records}
+
+    def _kept(self, record: Record) -> bytes:
+        note = record.note
+        kept = self._store.get(note.key, note.k, note.hidden, exact=True)
+        return record.content if kept is None else kept
+
+    def _remember(self, rollout: Rollout, k: int) -> None:
+        """Keep one request with its answer, by which the teacher is known when it is opened."""
+        if self.live is None or self._store.get(KNOWN_KEY) is not None:
+            return
+        end = rollout.start + KNOWN_TOKENS.stop - 1
+        known = known_rollout(rollout.token_ids[:end], rollout.start)
+        (scores,) = self.live.score([known], min(k, COMPARED_IDS))
+        self._store.add([known_record(known, scores)])
+
+    def check_teacher(self, limit: float) -> None:
+        """Ask the open teacher what the tape knows, and compare.
+
+        Args:
+            limit: nats by which a log-prob may differ.
+
+        Raises:
+            TapeError: the answer is another one.
+        """
+        content = self._store.get(KNOWN_KEY)
+        if self.live is None or content is None:
+            return
+        rollout, scores = known_of_bytes(content)
+        (again,) = self.live.score([rollout], scores.k)
+        apart = largest_difference(scores, again)
+        if not apart <= limit:
+            raise TapeError(
+                f"[{self._table}] the tape {self.folder} has the answers of another teacher: the "
+                f"one that is open scores its first tokens {apart:.2g} nat apart (at most "
+                f"{limit:g}). Name another folder in `tape`, or run with the tape's teacher"
+            )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the share of the answers since the last call that the tape had."""
+        asked, missing = self._counts["asked"], self._counts["missing"]
+        self._counts.clear()
+        return {"tape/read": 1 - missing / asked} if asked else {}
+
+    def close(self) -> None:
+        """Close tape and teacher."""
+        self._store.close()
+        if self.live is not None:
+            self.live.close()
+
+
+class TapedSampler:
+    """Answers that a teacher samples, each of which is kept on its tape (``protocols.Sampler``).
+
+    A greedy answer is one to its prompt. Another one is one of its call: of all its prompts, in
+    their order, and of the seed.
+    """
+
+    def __init__(self, sampler: Sampler | None, store: Store, limits: Limits, table: str):
+        self._sampler, self._store, self._table = sampler, store, table
+        self._limits = limits if sampler is None else sampler.limits
+
+    @property
+    def limits(self) -> Limits:
+        """The teacher's sizes."""
+        return self._limits
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int
+    ) -> list[Rollout]:
+        """Sample as ``protocols.Sampler`` says. The teacher is asked for what is not there.
+
+        Raises:
+            NotOnTape: no teacher is open, and the tape lacks an answer.
+        """
+        of_call: list[tuple[bytes, ...]] = [()] * len(prompts)
+        if params.temperature > 0:
+            call = digest(*map(ids_as_bytes, prompts)).encode()
+            of_call = [(f"{seed} {place}".encode(), call) for place in range(len(prompts))]
+        keys = [
+            text_key(prompt, params, *more) for prompt, more in zip(prompts, of_call, strict=True)
+        ]
+        self._store.refresh()
+        found = {key: content for key in keys if (content := self._store.get(key)) is not None}
+        missing: dict[str, int] = {}
+        for place, key in enumerate(keys):
+            if key not in found:
+                missing.setdefault(key, place)
+        if missing:
+            # The draws of a call belong together.
+            places = [*missing.values()] if params.temperature == 0 else [*range(len(prompts))]
+            found |= self._ask(prompts, keys, places, params, seed)
+        return [
+            rollout
+            for place, (prompt, key) in enumerate(zip(prompts, keys, strict=True))
+            for rollout in texts_of_bytes(found[key], prompt, place)
+        ]
+
+    def _ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        keys: Sequence[str],
+        places: Sequence[int],
+        params: SamplingParams,
+        seed: int,
+    ) -> dict[str, bytes]:
+        if self._sampler is None:
+            raise NotOnTape(
+                f"[{self._table}] the tape {self._store.folder} lacks the teacher's own answers "
+                f"to {len(places)} of {len(prompts)} prompts, and tape_only = true opens no "
+                "teacher",
+                places[0],
+            )
+        rollouts = self._sampler.generate([prompts[place] for place in places], params, seed)
+        records = [
+            text_record(
+                keys[place],
+                prompts[place],
+                [one for one in rollouts if one.prompt_index == index],
+            )
+            for index, place in enumerate(places)
+        ]
+        self._store.add(records)
+        return {
+            record.note.key: self._store.get(record.note.key) or record.content
+            for record in records
+        }
+
+    def update_weights(self, model: nn.Module) -> None:
+        """Refuse: a teacher's weights are fixed."""
+        raise NotImplementedError("the weights of a teacher are fixed")
+
+    def close(self) -> None:
+        """Do nothing: the scorer closes its sampler."""
+
+
+def live_of(scorer: Scorer) -> Scorer | None:
+    """Return the teacher behind a tape, or the scorer itself; None where no teacher is open."""
+    return scorer.live if isinstance(scorer, TapedScorer) else scorer

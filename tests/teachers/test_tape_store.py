@@ -1,0 +1,207 @@
+"""The files of a tape: torn, damaged, full, and written by several processes at once."""
+
+import errno
+import random
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from prime_composer.teachers.tape import store as store_module
+from prime_composer.teachers.tape.store import FILES, HEADER_FILE, Note, Record, Store, inspect
+from tests.fork_server import ForkServer
+
+HEADER = {"format": 1, "model": "a/model"}
+
+
+def record(key: str, content: bytes = b"", k: int = 4) -> Record:
+    return Record(Note(key, "top K", k, False, 3), content or f"answer {key} {k}".encode())
+
+
+@contextmanager
+def opened(
+    folder: Path, told: list[str] | None = None, limit: int | None = None
+) -> Iterator[Store]:
+    store = Store(folder, (lambda text: None) if told is None else told.append, limit)
+    store.begin(HEADER)
+    yield store
+    store.close()
+
+
+def file_of(folder: Path) -> Path:
+    (path,) = folder.glob(FILES)
+    return path
+
+
+def test_store_gives_back_what_was_kept(tmp_path: Path) -> None:
+    """The smallest answer that has enough ids; without a copy of one that is there."""
+    with opened(tmp_path) as store:
+        store.add([record("a", b"four"), record("a", b"sixteen ids", 16), record("b", b"")])
+        store.add([record("a", b"other bytes, same question")])
+        assert store.get("a") == store.get("a", 4) == b"four"
+        assert store.get("a", 5) == b"sixteen ids" and store.get("a", 17) is None
+        assert store.get("a", 5, exact=True) is None and store.get("a", hidden=True) is None
+    with opened(tmp_path) as again:
+        assert again.get("a", 4) == b"four" and len(list(again.places)) == 3
+        assert again.size == file_of(tmp_path).stat().st_size
+    assert inspect(tmp_path).kinds[("top K", 4, False)]["answers"] == 2
+
+
+def test_store_torn_end_is_left_out(tmp_path: Path) -> None:
+    """Wherever a writer was killed: whole calls are there, the last one is not, and a line says so.
+
+    The next writer has a file of its own.
+    """
+    with opened(tmp_path) as store:
+        store.add([record("a"), record("b")])
+        first = store.size
+        store.add([record("c"), record("d")])
+        whole = file_of(tmp_path).read_bytes()
+    for cut in range(len(whole) + 1):
+        folder = tmp_path / f"cut {cut}"
+        folder.mkdir()
+        (folder / "answers-0.tape").write_bytes(whole[:cut])
+        told: list[str] = []
+        with opened(folder, told) as store:
+            kept = {place.note.key for place in store.places}
+            calls = (cut >= first) + (cut == len(whole))
+            assert kept == set("abcd"[: 2 * calls])
+            torn = cut - (0, first, len(whole))[calls]
+            assert [f"last {torn} bytes" in text for text in told] == [True] * (torn > 0)
+            store.add([record("c", b"new")])
+            assert store.get("c") == (b"answer c 4" if calls == 2 else b"new")
+        found = inspect(folder)
+        assert found.damage == [] and list(found.torn.values()) == [torn] * (torn > 0)
+
+
+def test_store_damaged_answer_is_never_read(tmp_path: Path) -> None:
+    """Any byte of a file changed: an answer is right or left out, and ``check`` sees it."""
+    with opened(tmp_path) as store:
+        store.add([record("a", b"x" * 40), record("b", b"y" * 40)])
+        store.add([record("c", b"z" * 40)])
+        whole = file_of(tmp_path).read_bytes()
+    right = {"a": b"x" * 40, "b": b"y" * 40, "c": b"z" * 40}
+    draw = random.Random(5)
+    for place in range(len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << draw.randrange(8)
+        file_of(tmp_path).write_bytes(changed)
+        told: list[str] = []
+        with opened(tmp_path, told) as store:
+            read = {key: store.get(key) for key in right}
+        lost = {key for key, content in read.items() if content is None}
+        assert lost and told
+        assert {key: content for key, content in read.items() if key not in lost}.items() <= (
+            right.items()
+        )
+        found = inspect(tmp_path)
+        assert found.damage or found.torn
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from prime_composer.teachers.tape.store import Note, Record, Store
+folder, own = Path(sys.argv[1]), sys.argv[2]
+store = Store(folder, print)
+store.begin({"format": 1})
+for number in range(60):
+    for key in (f"both {number}", f"{own} {number}"):
+        store.add([Record(Note(key, "top K", 4, False, 1), f"{own} says {key}".encode() * 50)])
+print(" ".join(store.get(f"both {number}").decode()[0] for number in range(60)))
+store.close()
+"""
+
+
+def test_two_writers_keep_each_answer_once(torch_forks: ForkServer, tmp_path: Path) -> None:
+    """At the same time: nothing is torn, nothing is there twice, and both read the same."""
+    writers = [torch_forks.start("-c", WRITER, tmp_path, own) for own in "AB"]
+    said = [writer.communicate(timeout=120)[0] for writer in writers]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert said[0] == said[1] and "says" not in said[0]
+    found = inspect(tmp_path)
+    assert found.kinds[("top K", 4, False)]["answers"] == 180
+    assert found.damage == [] and found.torn == {} and len(list(tmp_path.glob(FILES))) == 2
+
+
+def test_store_without_locks_reads_two_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system without them two writers may keep one answer twice, and no more happens."""
+    monkeypatch.setattr(store_module, "lock", lambda descriptor, wait: False)
+    with opened(tmp_path) as first, opened(tmp_path) as second:
+        monkeypatch.setattr(second, "_look", lambda: {})  # it looked a moment too early
+        first.add([record("a")])
+        second.add([record("a")])
+    with opened(tmp_path) as store:
+        assert len(list(store.places)) == 2 and store.get("a") == b"answer a 4"
+
+
+def test_store_on_a_full_disk_keeps_what_it_has(tmp_path: Path) -> None:
+    """The limit on a file's size stops a write in its middle: one line, and it is undone."""
+    told: list[str] = []
+    with opened(tmp_path, told) as store:
+        store.add([record("a")])
+        before = store.size
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before + 500, hard))
+        try:
+            store.add([record("b", b"b" * 2000)])
+            store.add([record("c")])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        store.add([record("d")])
+        assert store.get("a") == b"answer a 4" and store.get("b") is store.get("d") is None
+    assert len(told) == 1 and "nothing more is kept" in told[0] and "File too large" in told[0]
+    assert file_of(tmp_path).stat().st_size == before
+    assert inspect(tmp_path).damage == [] and inspect(tmp_path).torn == {}
+
+
+def test_store_stops_at_its_limit(tmp_path: Path) -> None:
+    """Of all files together; what is there is read."""
+    with opened(tmp_path) as store:
+        store.add([record("a", b"a" * 500)])
+        size = store.size
+    told: list[str] = []
+    with opened(tmp_path, told, limit=size + 400) as store:
+        store.add([record("b", b"b" * 100)])
+        store.add([record("c", b"c" * 500)])
+        store.add([record("d", b"d")])
+        assert store.get("a") and store.get("b") and not store.get("c") and not store.get("d")
+    assert len(told) == 1 and "tape_gb" in told[0]
+
+
+def test_store_that_cannot_be_begun_names_its_folder(tmp_path: Path) -> None:
+    """A file in the folder's place is the system's error, with the path."""
+    (tmp_path / "tape").write_text("")
+    with pytest.raises(OSError) as error:
+        Store(tmp_path / "tape", print)
+    assert error.value.errno == errno.EEXIST and str(tmp_path) in str(error.value)
+
+
+def test_store_header_is_the_first_ones(tmp_path: Path) -> None:
+    """Two that begin one tape have one header."""
+    store = Store(tmp_path, print)
+    assert store.begin(HEADER) == HEADER and store.begin({"format": 9}) == HEADER
+    assert [path.name for path in tmp_path.glob("*")] in (
+        [HEADER_FILE, "lock"],
+        ["lock", HEADER_FILE],
+    )
+
+
+def test_store_is_read_without_torch(tmp_path: Path) -> None:
+    """``prime-rl tape check`` takes no time."""
+    with opened(tmp_path) as store:
+        store.add([record("a")])
+    program = (
+        "import sys; from prime_composer.cli.commands import main; "
+        f"status = main(['tape', 'check', {str(tmp_path)!r}]); "
+        "sys.exit(status or int('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "top K, K = 4: 1 answers, 3 tokens" in done.stdout
