@@ -459,7 +459,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Sequence[Opt
     ),
     "tape": (
         _tape,
-        "Score the data's own answers onto a teacher's tape, or check a tape. check exits with 1 "
+        "Score the data's own answers onto a teacher's tape, or check one. check exits with 1 "
         "where an answer is damaged.",
         TAPE,
     ),

@@ -61,6 +61,11 @@ def print_inspection(folder: Path, found: Inspection) -> None:
         print(f"  {name}: {totals['answers']} answers, {rows} tokens, {readable(size)}{each}")
     for path, size in found.torn.items():
         print(f"  {path}: its writer was stopped within an answer; {size} bytes are left out")
+    for path, count in found.unmarked.items():
+        print(
+            f"  {path}: {count} answers are left out: their writer has not asked its teacher since "
+            "whether it is still the same"
+        )
     for sentence in found.damage:
         print(f"{program()} tape: {sentence}", file=sys.stderr)
 
@@ -137,10 +142,14 @@ def _score_answers(
     engine: "Engine", problems: Sequence["Problem"], batch: int, status: Callable[[str], None]
 ) -> None:
     """Let the teachers score the data's answers, ``batch`` at a time."""
+    from prime_composer.contract import given
     from prime_composer.step.batch import Sample
 
     for first in range(0, len(problems), batch):
         asked = problems[first : first + batch]
         engine.score([Sample(engine.problems.solution(problem), problem) for problem in asked])
-        if first // batch % MADE_EVERY == 0:
+        last = first + batch >= len(problems)
+        if last or first // batch % MADE_EVERY == 0:
+            for taped in given(engine.teachers).tapes.values():
+                taped.verify()
             status(f"{first + len(asked)} of {len(problems)} answers")

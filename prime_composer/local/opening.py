@@ -28,6 +28,7 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.model import StudentConfig
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import ModelConfig, Recipe, RolloutConfig, TeacherConfig
+from prime_composer.recipe.watchers import ChecksConfig
 from prime_composer.samplers.registry import BackendSpec, open_sampler
 from prime_composer.step.replay import read_pairs
 from prime_composer.teachers.compatibility import tokenizer_hash
@@ -174,7 +175,7 @@ def open_engine(
             routing, samples = Routing.of_recipe(recipe), recipe.rollout.teacher_samples
             _set_specs(engine, routing, spec, paths, samples)
             scorers = _open_scorers(engine.teacher_specs, resumes, status, opened)
-            _open_tapes(engine, routing, scorers, recipe.checks.tolerance, status, opened)
+            _open_tapes(engine, routing, scorers, recipe.checks, status, opened)
             _wrap_own_tokenizers(engine, routing, scorers, status)
             engine.teachers = Teachers(scorers, routing)
             if recipe.reference is not None:
@@ -270,7 +271,7 @@ def _open_tapes(
     engine: Engine,
     routing: Routing,
     scorers: dict[TeacherId, Scorer],
-    tolerance: float | None,
+    checks: ChecksConfig,
     status: Callable[[str], None],
     opened: ExitStack,
 ) -> None:
@@ -285,8 +286,8 @@ def _open_tapes(
         else:
             scorer, spec = scorers[teacher], engine.teacher_specs[teacher]
             dtype = scorer.dtype if isinstance(scorer, Served) else spec.dtype
-            limit = tolerance or TOLERANCES[dtype or "bfloat16"]
-            taped = with_tape(scorer, config, spec, student, limit, status)
+            limit = checks.tolerance or TOLERANCES[dtype or "bfloat16"]
+            taped = with_tape(scorer, config, spec, student, limit, checks.every > 0, status)
         scorers[teacher] = taped
         opened.callback(taped.close)
     in_order = {teacher: scorers[teacher] for teacher in routing.teachers}

@@ -205,6 +205,9 @@ class Watch:
                 "above that difference",
                 self.safe_step,
             )
+        tapes = {} if self.engine.teachers is None else self.engine.teachers.tapes
+        if teacher in tapes:
+            tapes[teacher].mark()
 
     def _check_sampler(self) -> None:
         kl, limit = self._sampler_mismatch(), self.sampler_check.limit

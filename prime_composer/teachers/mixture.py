@@ -46,6 +46,17 @@ class Teachers:
         }
         return {teacher: scorer for teacher, scorer in live.items() if scorer is not None}
 
+    @property
+    def tapes(self) -> dict[TeacherId, TapedScorer]:
+        """The teachers that have a tape."""
+        behind = {
+            teacher: scorer.scorer if isinstance(scorer, OwnTokenizerScorer) else scorer
+            for teacher, scorer in self.scorers.items()
+        }
+        return {
+            teacher: scorer for teacher, scorer in behind.items() if isinstance(scorer, TapedScorer)
+        }
+
     def room(self, teacher: TeacherId, rollout: Rollout) -> int | None:
         """Return how many tokens of a rollout, with its prompt, a teacher can read; None: all."""
         scorer = self.scorers[teacher]
@@ -118,12 +129,10 @@ class Teachers:
 
         Of several, each has its name in front.
         """
-        own: dict[TeacherId, dict[str, float]] = {}
+        own = {teacher: taped.take_metrics() for teacher, taped in self.tapes.items()}
         for teacher, scorer in self.scorers.items():
-            behind = scorer.scorer if isinstance(scorer, OwnTokenizerScorer) else None
-            for part in (scorer, behind):
-                if isinstance(part, OwnTokenizerScorer | TapedScorer):
-                    own.setdefault(teacher, {}).update(part.take_metrics())
+            if isinstance(scorer, OwnTokenizerScorer):
+                own[teacher] = scorer.take_metrics() | own.get(teacher, {})
         return {
             name if len(own) == 1 else f"{teacher.name or teacher.table}/{name}": value
             for teacher, metrics in own.items()

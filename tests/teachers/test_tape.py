@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def config(folder: Path, **changes: Any) -> TeacherConfig:
 
 def opened(folder: Path, scorer: Any, told: list[str] | None = None, **changes: Any) -> TapedScorer:
     tell = (lambda text: None) if told is None else told.append
-    OPEN.append(with_tape(scorer, config(folder, **changes), SPEC, "hash", 1e-4, tell))
+    OPEN.append(with_tape(scorer, config(folder, **changes), SPEC, "hash", 1e-4, True, tell))
     return OPEN[-1]
 
 
@@ -239,7 +240,7 @@ def test_tape_of_another_recipe_is_refused(
     opened(tmp_path, Drawn())
     own = config(tmp_path, **changes)
     with pytest.raises(TapeError, match=named):
-        with_tape(Drawn(), own, SPEC, hash_now, 1e-4, print)
+        with_tape(Drawn(), own, SPEC, hash_now, 1e-4, True, print)
     with pytest.raises(TapeError, match=named):
         tape_alone(own, "teacher", hash_now, 48, print)
     assert alone(tmp_path, model=None).live is None
@@ -248,9 +249,9 @@ def test_tape_of_another_recipe_is_refused(
 def test_tape_of_another_precision_is_refused(tmp_path: Path) -> None:
     """An open teacher in bfloat16 adds nothing to a tape in float32."""
     opened(tmp_path, Drawn())
-    half = BackendSpec(**{**vars(SPEC), "dtype": "bfloat16"})
+    half = replace(SPEC, dtype="bfloat16")
     with pytest.raises(TapeError, match="dtype was 'float32' and is 'bfloat16'"):
-        with_tape(Drawn(), config(tmp_path), half, "hash", 1e-4, print)
+        with_tape(Drawn(), config(tmp_path), half, "hash", 1e-4, True, print)
 
 
 def test_tape_of_another_teacher_is_seen_by_its_scores(tmp_path: Path) -> None:
@@ -258,6 +259,25 @@ def test_tape_of_another_teacher_is_seen_by_its_scores(tmp_path: Path) -> None:
     opened(tmp_path, Drawn()).score([ONE], 4)
     with pytest.raises(TapeError, match=r"answers of another teacher.* nat apart"):
         opened(tmp_path, Drawn(seed=1))
+
+
+def test_tape_of_a_served_teacher_waits_for_its_proof(tmp_path: Path) -> None:
+    """Others read its answers once it has answered a known request rightly after them."""
+    served = replace(SPEC, backend="server", url="http://host:1")
+    scorer = Drawn()
+    taped = with_tape(scorer, config(tmp_path), served, "hash", 1e-4, True, print)
+    OPEN.append(taped)
+    taped.score([ONE], 4)
+    with pytest.raises(NotOnTape):
+        alone(tmp_path).score([ONE], 4)
+    taped.verify()
+    assert equal(alone(tmp_path).score([ONE], 4)[0], Drawn().score([ONE], 4)[0])
+    taped.score([TWO], 4)
+    scorer.seed = 1  # it is another one now, or was when it scored the last rollout
+    with pytest.raises(TapeError, match="another teacher"):
+        taped.verify()
+    with pytest.raises(NotOnTape):
+        alone(tmp_path).score([TWO], 4)
 
 
 def test_tape_that_is_none_is_refused(tmp_path: Path) -> None:

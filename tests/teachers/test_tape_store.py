@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from prime_composer.teachers.tape import store as store_module
-from prime_composer.teachers.tape.store import FILES, HEADER_FILE, Note, Record, Store, inspect
+from prime_composer.teachers.tape.store import (
+    FILES,
+    HEAD,
+    HEADER_FILE,
+    Note,
+    Record,
+    Store,
+    inspect,
+)
 from tests.fork_server import ForkServer
 
 HEADER = {"format": 1, "model": "a/model"}
@@ -61,6 +69,8 @@ def test_store_torn_end_is_left_out(tmp_path: Path) -> None:
         first = store.size
         store.add([record("c"), record("d")])
         whole = file_of(tmp_path).read_bytes()
+    mark = HEAD.size + len("[]")
+    ends = [0, first - mark, first, len(whole) - mark, len(whole)]
     for cut in range(len(whole) + 1):
         folder = tmp_path / f"cut {cut}"
         folder.mkdir()
@@ -70,12 +80,35 @@ def test_store_torn_end_is_left_out(tmp_path: Path) -> None:
             kept = {place.note.key for place in store.places}
             calls = (cut >= first) + (cut == len(whole))
             assert kept == set("abcd"[: 2 * calls])
-            torn = cut - (0, first, len(whole))[calls]
+            torn = cut - max(end for end in ends if end <= cut)
             assert [f"last {torn} bytes" in text for text in told] == [True] * (torn > 0)
             store.add([record("c", b"new")])
             assert store.get("c") == (b"answer c 4" if calls == 2 else b"new")
         found = inspect(folder)
         assert found.damage == [] and list(found.torn.values()) == [torn] * (torn > 0)
+        without_mark = 2 * (cut >= ends[1]) + 2 * (cut >= ends[3]) - 2 * calls
+        assert sum(found.unmarked.values()) == without_mark
+
+
+def test_store_answers_without_a_mark_are_not_read(tmp_path: Path) -> None:
+    """By others: the teacher may have been another one. The mark is that of all before it."""
+    with opened(tmp_path) as writer, opened(tmp_path) as reader:
+        writer.add([record("a")], marked=False)
+        writer.add([record("b")], marked=False)
+        reader.refresh()
+        assert writer.get("a") == b"answer a 4" and reader.get("a") is reader.get("b") is None
+        (count,) = inspect(tmp_path).unmarked.values()
+        assert count == 2 and inspect(tmp_path).kinds == {}
+        writer.mark()
+        writer.add([record("c")], marked=False)
+        reader.refresh()
+        assert reader.get("a") and reader.get("b") and reader.get("c") is None
+        size = writer.size
+        writer.mark()
+        writer.mark()
+        assert writer.size == size + HEAD.size + len("[]")
+    with opened(tmp_path) as store:
+        assert {place.note.key for place in store.places} == set("abc")
 
 
 def test_store_damaged_answer_is_never_read(tmp_path: Path) -> None:

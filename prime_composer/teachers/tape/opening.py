@@ -19,6 +19,7 @@ def with_tape(
     spec: BackendSpec,
     student_tokenizer: str,
     tolerance: float,
+    is_watched: bool,
     tell: Tell,
 ) -> TapedScorer:
     """Return a teacher that keeps its answers on the tape of its table, if it has made that tape.
@@ -29,6 +30,7 @@ def with_tape(
         spec: how it was opened.
         student_tokenizer: the hash of the student's tokenizer.
         tolerance: nats by which two of its answers to one request may differ.
+        is_watched: the run asks it a known request now and then.
         tell: shows warnings.
 
     Raises:
@@ -41,8 +43,12 @@ def with_tape(
     now = header_of(scorer, config, spec, student_tokenizer)
     header = store.begin(now)
     check_same(header, now, config.tape, table)
-    taped = TapedScorer(scorer, store, header, table, spec.max_model_len)
-    taped.check_teacher(tolerance)
+    taped = TapedScorer(
+        *(scorer, store, header, table, spec.max_model_len),
+        limit=tolerance,
+        is_fixed=not (spec.serves and is_watched),
+    )
+    taped.verify()
     return taped
 
 

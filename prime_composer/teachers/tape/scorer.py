@@ -69,13 +69,24 @@ class TapedScorer:
         header: of the tape.
         table: the teacher's table, for messages.
         context: longest sequence of the run, where no teacher is open.
+        limit: nats by which two of its answers to one request may differ.
+        is_fixed: it cannot become another one. Otherwise its answers are others' to read once it
+            has answered a known request after them as before (``mark``).
     """
 
     def __init__(
-        self, scorer: Scorer | None, store: Store, header: Header, table: str, context: int
+        self,
+        scorer: Scorer | None,
+        store: Store,
+        header: Header,
+        table: str,
+        context: int,
+        *,
+        limit: float = 0.0,
+        is_fixed: bool = True,
     ):
         self.live, self._store, self._header, self._table = scorer, store, header, table
-        self._context = context
+        self._context, self._limit, self._is_fixed = context, limit, is_fixed
         self._head: TeacherHead | None = None
         self._counts = Counter[str]()
 
@@ -106,7 +117,7 @@ class TapedScorer:
         sampler = None if self.live is None else self.live.sampler
         if self.live is not None and sampler is None:
             return None
-        return TapedSampler(sampler, self._store, self.limits, self._table)
+        return TapedSampler(sampler, self._store, self.limits, self._table, self._is_fixed)
 
     def knows(self, kind: Kind) -> bool:
         """Return whether the teacher's server has a kind of scores."""
@@ -204,12 +215,12 @@ class TapedScorer:
         answers = self.live.score(asked, support_size, **arguments)
         if self._head is None and answers[0].hidden:
             self._head = answers[0].hidden[0].head
-            self._store.add([head_record(self._head)])
+            self._store.add([head_record(self._head)], self._is_fixed)
         records = [
             Record(one.note, scores_as_bytes(scores))
             for one, scores in zip(questions, answers, strict=True)
         ]
-        self._store.add(records)
+        self._store.add(records, self._is_fixed)
         # Another process may have been first. Then its numbers are those of all.
         return {record.note.key: self._kept(record) for record in records}
 
@@ -225,17 +236,19 @@ class TapedScorer:
         end = rollout.start + KNOWN_TOKENS.stop - 1
         known = known_rollout(rollout.token_ids[:end], rollout.start)
         (scores,) = self.live.score([known], min(k, COMPARED_IDS))
-        self._store.add([known_record(known, scores)])
+        self._store.add([known_record(known, scores)], self._is_fixed)
 
-    def check_teacher(self, limit: float) -> None:
-        """Ask the open teacher what the tape knows, and compare.
+    def mark(self) -> None:
+        """Let others read what was kept: the teacher has just answered a known request rightly."""
+        self._store.mark()
 
-        Args:
-            limit: nats by which a log-prob may differ.
+    def verify(self) -> None:
+        """Ask the open teacher what the tape knows, compare, and let others read what was kept.
 
         Raises:
             TapeError: the answer is another one.
         """
+        limit = self._limit
         content = self._store.get(KNOWN_KEY)
         if self.live is None or content is None:
             return
@@ -248,6 +261,7 @@ class TapedScorer:
                 f"one that is open scores its first tokens {apart:.2g} nat apart (at most "
                 f"{limit:g}). Name another folder in `tape`, or run with the tape's teacher"
             )
+        self.mark()
 
     def take_metrics(self) -> dict[str, float]:
         """Return the share of the answers since the last call that the tape had."""
@@ -269,8 +283,16 @@ class TapedSampler:
     their order, and of the seed.
     """
 
-    def __init__(self, sampler: Sampler | None, store: Store, limits: Limits, table: str):
+    def __init__(
+        self,
+        sampler: Sampler | None,
+        store: Store,
+        limits: Limits,
+        table: str,
+        is_fixed: bool,
+    ):
         self._sampler, self._store, self._table = sampler, store, table
+        self._is_fixed = is_fixed
         self._limits = limits if sampler is None else sampler.limits
 
     @property
@@ -333,7 +355,7 @@ class TapedSampler:
             )
             for index, place in enumerate(places)
         ]
-        self._store.add(records)
+        self._store.add(records, self._is_fixed)
         return {
             record.note.key: self._store.get(record.note.key) or record.content
             for record in records

@@ -6,8 +6,9 @@ file is a sequence of frames. A frame has the answers of one call, all or none o
     magic, size of the index, size of the rest, CRC-32 | index | answers
 
 The index is JSON: key, kind, K, whether there are hidden states, rows, bytes and CRC-32 of each
-answer. A frame that a killed process left unfinished is the last one of its file, and is left out.
-Folders are joined by copying their files together.
+answer. A frame without answers is a mark: the teacher was still the right one when it was written.
+Other processes read what is before a mark. What a killed one left behind its last mark is left out,
+and so is an unfinished frame. Folders are joined by copying their files together.
 
 This file imports no torch, so that ``prime-rl tape check`` takes no time.
 """
@@ -100,25 +101,47 @@ class Rest(NamedTuple):
     is_torn: bool
 
 
-def read_frames(path: Path, start: int = 0) -> tuple[list[Place], int, Rest]:
-    """Return the answers of a file from a byte on, the end of its last whole frame, and the rest.
+class Part(NamedTuple):
+    """A part of a file.
 
-    Args:
-        path: the file.
-        start: where a frame begins.
+    Attributes:
+        places: the answers before its last mark.
+        end: where that mark ends.
+        unmarked: the answers behind it.
+        rest: what follows these.
     """
-    places: list[Place] = []
+
+    places: list[Place]
+    end: int
+    unmarked: list[Place]
+    rest: Rest
+
+
+def read_frames(path: Path, start: int = 0) -> Part:
+    """Return what a file has from a byte on, at which a frame begins."""
+    marked: list[Place] = []
+    unmarked: list[Place] = []
+    end = start
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         while True:
             frame = _read_index(file, start, size)
             if isinstance(frame, Rest):
-                return places, start, frame
-            offset = start + HEAD.size + frame.index_size
-            for note in frame.notes:
-                places.append(Place(note, path, offset))
-                offset += note.size
-            start = offset
+                return Part(marked, end, unmarked, frame)
+            own = _places(frame.notes, path, start + HEAD.size + frame.index_size)
+            start += HEAD.size + frame.index_size + sum(note.size for note in frame.notes)
+            unmarked += own
+            if not own:
+                marked, unmarked, end = marked + unmarked, [], start
+
+
+def _places(notes: Iterable[Note], path: Path, offset: int) -> list[Place]:
+    """Return the places of a frame's answers, the first of which is at an offset."""
+    places = []
+    for note in notes:
+        places.append(Place(note, path, offset))
+        offset += note.size
+    return places
 
 
 class _Frame(NamedTuple):
@@ -167,7 +190,9 @@ class Store:
         self._places: dict[str, list[Place]] = {}
         self._ends: dict[Path, int] = {}
         self._file: Any = None
+        self._path: Path | None = None
         self._end = 0
+        self._is_unmarked = False
         self._is_written = limit != 0
         if self._is_written:
             folder.mkdir(parents=True, exist_ok=True)
@@ -185,8 +210,8 @@ class Store:
 
     @property
     def size(self) -> int:
-        """Bytes of all whole frames."""
-        return sum(self._ends.values())
+        """Bytes of all files."""
+        return sum(path.stat().st_size for path in self.folder.glob(FILES))
 
     @property
     def places(self) -> Iterator[Place]:
@@ -271,17 +296,29 @@ class Store:
         rests = {}
         for path in sorted(self.folder.glob(FILES)):
             start = self._ends.get(path, 0)
-            if path.stat().st_size <= start:
+            if path == self._path or path.stat().st_size <= start:
                 continue
-            places, self._ends[path], rest = read_frames(path, start)
-            for place in places:
-                self._places.setdefault(place.note.key, []).append(place)
-            if rest.size:
-                rests[path] = rest
+            part = read_frames(path, start)
+            self._ends[path] = part.end
+            self._register(part.places)
+            if part.rest.size:
+                rests[path] = part.rest
         return rests
 
-    def add(self, records: Sequence[Record]) -> None:
+    def _register(self, places: Iterable[Place]) -> None:
+        for place in places:
+            self._places.setdefault(place.note.key, []).append(place)
+
+    def mark(self) -> None:
+        """Say that the teacher is the right one still: what was kept may be read by others."""
+        if self._is_unmarked:
+            self._write([*_frame([])], [])
+            self._is_unmarked = False
+
+    def add(self, records: Sequence[Record], marked: bool = True) -> None:
         """Keep the answers of one call, all or none, without those that are there already.
+
+        Unless they are ``marked``, others read them after the next mark.
 
         Where the disk is full or the limit is reached, a warning says so once, and nothing more is
         written. No answer that is there is harmed.
@@ -295,23 +332,30 @@ class Store:
             }
             if not new:
                 return
-            parts = list(_frame(new.values()))
-            size = sum(map(len, parts))
-            if self._limit is not None and self.size + size > self._limit:
+            parts = [*_frame(new.values())]
+            notes = [record.full_note for record in new.values()]
+            if self._limit is not None and self.size + sum(map(len, parts)) > self._limit:
                 self._stop(f"it would be larger than {self._limit / 1e9:g} GB (tape_gb)")
-                return
-            try:
-                self._append(parts)
-            except OSError as error:
-                self._undo()
-                self._stop(error.strerror or str(error))
-                return
-            self._look()
+            elif self._write(parts + [*_frame([])] * marked, notes):
+                self._is_unmarked |= not marked
+
+    def _write(self, parts: Sequence[bytes], notes: Sequence[Note]) -> bool:
+        """Write the parts of frames, of which the first one's answers have these notes."""
+        start = self._end
+        try:
+            self._append(parts)
+        except OSError as error:
+            self._undo()
+            self._stop(error.strerror or str(error))
+            return False
+        assert self._path is not None
+        self._register(_places(notes, self._path, start + len(parts[0])))
+        return True
 
     def _append(self, parts: Iterable[bytes]) -> None:
         if self._file is None:
-            path = self.folder / FILES.replace("*", uuid.uuid4().hex[:12])
-            self._file = path.open("xb", buffering=0)
+            self._path = self.folder / FILES.replace("*", uuid.uuid4().hex[:12])
+            self._file = self._path.open("xb", buffering=0)
         end = self._end
         for part in parts:
             rest = memoryview(part)
@@ -377,12 +421,14 @@ class Inspection(NamedTuple):
         header: of the tape.
         kinds: kind, K and whether there are hidden states -> answers, rows, bytes.
         torn: bytes that writers left unfinished, by file.
+        unmarked: answers that writers left before they asked their teacher again, by file.
         damage: a sentence for each damaged answer or file.
     """
 
     header: dict[str, Any]
     kinds: dict[tuple[str, int, bool], Counter[str]]
     torn: dict[Path, int]
+    unmarked: dict[Path, int]
     damage: list[str]
 
 
@@ -395,17 +441,19 @@ def inspect(folder: Path) -> Inspection:
     store = Store(folder, lambda text: None, limit=0)
     header = store.header()
     assert header is not None
-    found = Inspection(header, {}, {}, [])
+    found = Inspection(header, {}, {}, {}, [])
     for path in sorted(folder.glob(FILES)):
-        places, end, rest = read_frames(path)
-        for place in places:
+        part = read_frames(path)
+        for place in part.places:
             note = place.note
             totals = found.kinds.setdefault((note.kind, note.k, note.hidden), Counter())
             totals.update(answers=1, rows=note.rows, bytes=note.size)
             if place.read() is None:
                 found.damage.append(f"{path}: the answer at byte {place.offset} is not as written")
-        if rest.size and rest.is_torn:
-            found.torn[path] = rest.size
-        elif rest.size:
-            found.damage.append(f"{path}: {rest.size} bytes from byte {end} on are no answers")
+        if part.unmarked:
+            found.unmarked[path] = len(part.unmarked)
+        if part.rest.size and part.rest.is_torn:
+            found.torn[path] = part.rest.size
+        elif part.rest.size:
+            found.damage.append(f"{path}: its last {part.rest.size} bytes are no answers")
     return found
