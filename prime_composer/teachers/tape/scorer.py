@@ -238,6 +238,11 @@ class TapedScorer:
         (scores,) = self.live.score([known], min(k, COMPARED_IDS))
         self._store.add([known_record(known, scores)], self._is_fixed)
 
+    @property
+    def needs_proof(self) -> bool:
+        """Whether answers were kept that others do not read yet."""
+        return self._store.is_unmarked
+
     def mark(self) -> None:
         """Let others read what was kept: the teacher has just answered a known request rightly."""
         self._store.mark()

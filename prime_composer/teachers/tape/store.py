@@ -180,6 +180,9 @@ class Store:
         tell: shows a warning.
         limit: most bytes of all files together; None for no limit. 0: nothing is written.
 
+    Attributes:
+        is_unmarked: some of what was kept has no mark behind it.
+
     Raises:
         TapeError: the folder is only read, and there is no tape in it.
     """
@@ -192,7 +195,7 @@ class Store:
         self._file: Any = None
         self._path: Path | None = None
         self._end = 0
-        self._is_unmarked = False
+        self.is_unmarked = False
         self._is_written = limit != 0
         if self._is_written:
             folder.mkdir(parents=True, exist_ok=True)
@@ -311,9 +314,9 @@ class Store:
 
     def mark(self) -> None:
         """Say that the teacher is the right one still: what was kept may be read by others."""
-        if self._is_unmarked:
+        if self.is_unmarked:
             self._write([*_frame([])], [])
-            self._is_unmarked = False
+            self.is_unmarked = False
 
     def add(self, records: Sequence[Record], marked: bool = True) -> None:
         """Keep the answers of one call, all or none, without those that are there already.
@@ -337,7 +340,7 @@ class Store:
             if self._limit is not None and self.size + sum(map(len, parts)) > self._limit:
                 self._stop(f"it would be larger than {self._limit / 1e9:g} GB (tape_gb)")
             elif self._write(parts + [*_frame([])] * marked, notes):
-                self._is_unmarked |= not marked
+                self.is_unmarked |= not marked
 
     def _write(self, parts: Sequence[bytes], notes: Sequence[Note]) -> bool:
         """Write the parts of frames, of which the first one's answers have these notes."""
