@@ -63,6 +63,13 @@ def _leaves(annotation: Any) -> set[Any]:
     return {annotation} if not parts else {leaf for part in parts for leaf in _leaves(part)}
 
 
+def refuse_above(table: Table, low: str, high: str, remedy: str) -> None:
+    """Refuse a table whose key ``low`` exceeds its key ``high``."""
+    lower, upper = getattr(table, low), getattr(table, high)
+    if lower > upper:
+        raise ValueError(f"{low} = {lower:g} is above {high} = {upper:g}: {remedy}")
+
+
 def named_module(name: str, what: str, form: str) -> tuple[ModuleType, str]:
     """Import the module of ``"module:function"``, and return it with the name behind the colon.
 

@@ -24,6 +24,7 @@ from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import ReplayConfig, RolloutConfig, TrainerConfig
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.step.batch import Batch, Pair, Sample, trained_logprobs
+from prime_composer.step.collapse import collapse_metrics, end_metrics
 from prime_composer.step.replay import pairs_of_rollouts
 
 
@@ -83,6 +84,7 @@ class Collector:
                 *sampled.played.samples,
             ]
             self.metrics |= rollout_metrics(samples, problem_set) | sampled.played.metrics
+            self.metrics |= collapse_metrics(samples)
         if any(source.metric == "math_verify" for source in problem_set.sources.values()):
             self.metrics["rollout/answer_timeouts"] = float(budget.timeouts)
         return samples
@@ -100,6 +102,7 @@ class Collector:
         if scored.padding_ids is not None:
             self.metrics["rollout/padding_ids"] = float(scored.padding_ids)
         self.metrics |= scored.metrics
+        self.metrics |= end_metrics(scored.samples)
         if scored.without_hint:
             self.metrics["rollout/without_hint"] = scored.without_hint / len(samples)
         if self.engine.may_overflow:

@@ -1,16 +1,19 @@
 """Check the student's weights after every optimizer step, before they are saved or sampled from.
 
-And what is measured: at a run's start, for a teacher that seems to know nothing; at every step, for
-a student whose tokens a teacher with a tokenizer of its own cannot judge.
+And what is measured: at a run's start, for a teacher that seems to know nothing; at every step,
+for a student whose answers collapse, or whose tokens a teacher with a tokenizer of its own cannot
+judge.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from prime_composer.recipe.watchers import CollapseConfig
 from prime_composer.step.gradients import NonFiniteLoss
 
 LARGEST_GROWTH = 100.0
@@ -43,6 +46,136 @@ REMEDIES = {
     ),
 }
 """What a teacher with a tokenizer of its own measures of a step, and what to do about it."""
+
+
+GROWTH = "rollout/growth"
+"""Mean length of a step's rollouts, as a multiple of the first step's."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a limit of ``[checks.collapse]`` is about.
+
+    Attributes:
+        metric: of a step.
+        largest: whether the limit is the largest value; otherwise it is the smallest.
+        words: the value in a sentence.
+        remedy: what helps.
+    """
+
+    metric: str
+    largest: bool
+    words: str
+    remedy: str
+
+
+SIGNS = {
+    "repeated": Sign(
+        "rollout/repeated",
+        True,
+        "{:.1%} of the rollouts end in a repetition",
+        "leave it out of the loss with [loss.repetition], or lower trainer.lr",
+    ),
+    "truncated": Sign(
+        "rollout/truncated",
+        True,
+        "{:.1%} of the rollouts are cut",
+        "raise rollout.max_tokens, or lower trainer.lr if answers were shorter before",
+    ),
+    "longer": Sign(
+        GROWTH,
+        True,
+        "the rollouts are {:.3g} times as long as in the first step",
+        "lower trainer.lr, or leave repetitions out of the loss with [loss.repetition]",
+    ),
+    "shorter": Sign(
+        GROWTH,
+        False,
+        "the rollouts are {:.3g} times as long as in the first step",
+        "lower trainer.lr, or compare by what token student and teacher end an answer",
+    ),
+    "entropy": Sign(
+        "rollout/entropy",
+        False,
+        "the student's entropy is {:.3g} nats per token",
+        "use a loss that covers the teacher, such as topk_forward_kl or generalized_jsd, or lower "
+        "trainer.lr",
+    ),
+    "end": Sign(
+        "rollout/end_teacher",
+        False,
+        "the teacher gives the tokens that end the student's answers a probability of {:.2g}",
+        "one of the models ends its answers by another token: train the student on answers in the "
+        "teacher's format first, or leave that token out of the loss with [loss.special_tokens]",
+    ),
+}
+"""Each limit of ``[checks.collapse]``."""
+
+
+class Collapsed(ValueError):
+    """The student's answers were beyond a limit of ``[checks.collapse]``."""
+
+
+@dataclass
+class CollapseCheck:
+    """Whether the student's answers are beyond a limit, and since when.
+
+    Attributes:
+        config: the recipe's ``[checks.collapse]``.
+        first_length: mean length of the first step's rollouts; None where it is not known.
+        since: limit -> first of the steps in a row that are beyond it.
+    """
+
+    config: CollapseConfig
+    first_length: float | None = None
+    since: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_records(
+        cls, config: CollapseConfig, records: Iterable[Mapping[str, Any]]
+    ) -> "CollapseCheck":
+        """Return the check of a run that has logged these steps."""
+        check = cls(config)
+        for record in records:
+            if record["step"] > 0:
+                check.add(record["step"], record)
+        return check
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Take a step's metrics, and return those that need the first step's."""
+        length = metrics.get("rollout/tokens")
+        if step == 1:
+            self.first_length = length
+        grown: dict[str, float] = {}
+        if length is not None and self.first_length:
+            grown[GROWTH] = length / self.first_length
+        for name, sign in SIGNS.items():
+            limit, value = getattr(self.config, name), (grown | dict(metrics)).get(sign.metric)
+            beyond = (
+                limit is not None
+                and value is not None
+                and (value > limit if sign.largest else value < limit)
+            )
+            if beyond:
+                self.since.setdefault(name, step)
+            else:
+                self.since.pop(name, None)
+        return grown
+
+    @property
+    def healthy(self) -> int | None:
+        """The last step before the first one that is beyond a limit; None where none is."""
+        return min(self.since.values()) - 1 if self.since else None
+
+    def warnings(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Return a sentence for each limit that has been passed for long enough, once each."""
+        return [
+            f"{SIGNS[name].words.format(metrics[SIGNS[name].metric])}, beyond checks.collapse."
+            f"{name} = {getattr(self.config, name):g} since step {since}; {SIGNS[name].remedy}"
+            for name, since in self.since.items()
+            if step - since + 1 == self.config.steps
+            or (self.config.action == "stop" and step - since + 1 > self.config.steps)
+        ]
 
 
 class ExplodedWeights(NonFiniteLoss):

@@ -11,7 +11,12 @@ from prime_composer.local.answers import Answer, Answerer, write_answers
 from prime_composer.local.collect import Clock, Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator
-from prime_composer.local.health import teachers_without_success, tokens_of_no_use
+from prime_composer.local.health import (
+    CollapseCheck,
+    Collapsed,
+    teachers_without_success,
+    tokens_of_no_use,
+)
 from prime_composer.local.opening import open_engine
 from prime_composer.local.preflight import check_routing, preflight
 from prime_composer.local.run_dir.checkpoint import (
@@ -105,6 +110,7 @@ class Run:
         engine: the open models.
         student: what trains.
         watch: whether teachers and sampler are still right.
+        collapse: whether the student's answers are beyond a limit.
         evaluator: measures the student.
         tracker: logs the steps.
         stop: whether a signal asked the run to stop.
@@ -120,6 +126,7 @@ class Run:
     engine: Engine
     student: Student
     watch: Watch
+    collapse: CollapseCheck
     evaluator: Evaluator
     tracker: Tracker
     stop: StopRequest
@@ -164,6 +171,7 @@ class Run:
         seconds = self.collector.clock.laps
         metrics |= seconds
         metrics["tokens_per_second"] = batch.tokens / seconds["time/step"]
+        metrics |= self.collapse.add(step, metrics)
         is_last = step == self.recipe.trainer.steps
         saves = is_last or is_due(step, self.recipe.checkpoint.every)
         measures = self.is_measured(step)
@@ -178,8 +186,18 @@ class Run:
             if name not in self.warned:
                 self.warned.add(name)
                 self.display.status(f"warning: step {step}: {warning}")
+        for warning in self.collapse.warnings(step, metrics):
+            if self.recipe.checks.collapse.action == "stop":
+                raise Collapsed(f"step {step}: {warning}{self.healthy_checkpoint()}")
+            self.display.status(f"warning: step {step}: {warning}")
         if saves:
             self.save()
+
+    def healthy_checkpoint(self) -> str:
+        """Return what is saved from before the student's answers were beyond a limit."""
+        healthy = self.collapse.healthy or 0
+        saved = [one.step for one in list_checkpoints(self.run_dir) if one.step <= healthy]
+        return f" (saved before it: step {saved[-1]}, --step {saved[-1]})" if saved else ""
 
     def is_measured(self, step: int) -> bool:
         """Return whether a step ends with an evaluation."""
@@ -259,9 +277,8 @@ class Run:
         state |= {"teacher": self.engine.state_dict(), "watch": self.watch.state_dict()}
         state["tokenizer_pairs"] = self.engine.tokenizer_pairs
         model, tokenizer = self.engine.model, self.engine.problems.tokenizer
-        save_checkpoint(
-            self.run_dir, step, model, tokenizer, state, keep, self.watch.verified(step)
-        )
+        kept = kept_step(self.watch, self.collapse, step)
+        save_checkpoint(self.run_dir, step, model, tokenizer, state, keep, kept)
 
     def leave(self, error: Exception) -> RunStopped:
         """Save the last finished step after an error, unless it is saved, in doubt, or cannot be.
@@ -369,14 +386,15 @@ def open_run(
                 f"warning: a checkpoint after step {resumed} is now {path}; no run deletes it: "
                 "delete it when you do not need it"
             )
-        if resumed is not None:
-            tidy(run_dir, recipe.checkpoint.keep, watch.verified(resumed))
         evaluator = Evaluator.of_recipe(engine, recipe)
         with Tracker(run_dir, recipe.logging, resumed, status) as tracker, all_cores(engine.model):
             evaluations = past_evaluations(run_dir)
+            collapse = CollapseCheck.of_records(recipe.checks.collapse, read_metrics(run_dir))
+            if resumed is not None:
+                tidy(run_dir, recipe.checkpoint.keep, kept_step(watch, collapse, resumed))
             run = Run(
-                *(recipe, run_dir, display, engine, student, watch, evaluator, tracker, stop),
-                evaluations,
+                *(recipe, run_dir, display, engine, student, watch, collapse, evaluator, tracker),
+                *(stop, evaluations),
             )
             run.measure_at_start()
             yield run
@@ -401,6 +419,15 @@ def open_watch(
         compares_each_step=compares_samples and recipe.rollout.student_fraction > 0,
         max_tokens=recipe.rollout.max_tokens,
     )
+
+
+def kept_step(watch: Watch, collapse: CollapseCheck, step: int) -> int | None:
+    """Return the step up to which the newest checkpoint is kept beside the newest ones.
+
+    That is where later steps are in doubt, or have answers beyond a limit. None: there is no need.
+    """
+    known = [one for one in (watch.verified(step), collapse.healthy) if one is not None]
+    return min(known) if known else None
 
 
 def in_words(error: Exception) -> str:

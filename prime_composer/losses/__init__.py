@@ -10,8 +10,8 @@ RL on rewards: default, ipo, icepop, cispo, ppo; with credit that a teacher shar
     rlcsd.
 Preference pairs: dpo, simpo. Weighted sum of channels: compose.
 
-Modifiers work with all of them: ``[loss.special_tokens]``, ``[loss.position_weights]``,
-``[loss.rl_mix]``.
+Modifiers work with all of them: ``[loss.repetition]``, ``[loss.special_tokens]``,
+``[loss.position_weights]``, ``[loss.rl_mix]``.
 
 A new loss is one new file that registers itself, and one import below. A loss outside the package
 needs neither: name it as ``type = "my_package.my_module:my_loss"``.

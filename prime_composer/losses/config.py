@@ -18,7 +18,12 @@ from torch import Tensor
 from prime_composer.divergences import Normalization, refuse_biased
 from prime_composer.losses import registry
 from prime_composer.losses.needs import OF_TEACHER, unknown
-from prime_composer.losses.shared.modifiers import Modifier, PositionWeights, SpecialTokenMask
+from prime_composer.losses.shared.modifiers import (
+    Modifier,
+    PositionWeights,
+    RepetitionMask,
+    SpecialTokenMask,
+)
 from prime_composer.tables import Table
 
 ChannelName = Literal["rl", "distillation", "replay"]
@@ -123,6 +128,9 @@ class LossConfig(Table):
     type: str
     """Name of the loss."""
 
+    repetition: RepetitionMask | None = None
+    """Removes the repeated end of a response from the loss."""
+
     special_tokens: SpecialTokenMask | None = None
     """Removes the tokens of a chat template from the loss."""
 
@@ -194,7 +202,8 @@ class LossConfig(Table):
         """
         if self.rl_mix is not None:
             return ()
-        return tuple(m for m in (self.special_tokens, self.position_weights) if m is not None)
+        chosen = (self.repetition, self.special_tokens, self.position_weights)
+        return tuple(modifier for modifier in chosen if modifier is not None)
 
     @property
     @final
@@ -409,13 +418,6 @@ def require_channel(config: LossConfig, channel: ChannelName, key: str) -> None:
             f"{key}: type = {config.type!r} is not a loss of the {channel} channel; "
             f"choose one of {names}."
         )
-
-
-def refuse_above(config: LossConfig, low: str, high: str, remedy: str) -> None:
-    """Refuse a config whose knob ``low`` exceeds its knob ``high``."""
-    lower, upper = getattr(config, low), getattr(config, high)
-    if lower > upper:
-        raise ValueError(f"{low} = {lower:g} is above {high} = {upper:g}: {remedy}")
 
 
 class TopKLossConfig(LossConfig):

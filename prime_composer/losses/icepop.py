@@ -23,7 +23,6 @@ import torch
 from pydantic import PositiveFloat, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs, given
-from prime_composer.losses.config import refuse_above
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import top_share
 from prime_composer.losses.shared.trust_region import (
@@ -32,6 +31,7 @@ from prime_composer.losses.shared.trust_region import (
     importance_ratios,
     policy_gradient_sum,
 )
+from prime_composer.tables import refuse_above
 
 
 class IcePopLossConfig(RewardLossConfig):

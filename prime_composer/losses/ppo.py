@@ -24,7 +24,6 @@ import torch
 from pydantic import Field, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs, given
-from prime_composer.losses.config import refuse_above
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.dialect import MAX_RATIO
 from prime_composer.losses.shared.metrics import token_mean, top_share
@@ -34,6 +33,7 @@ from prime_composer.losses.shared.trust_region import (
     importance_ratios,
     weighted_sum,
 )
+from prime_composer.tables import refuse_above
 
 
 class PPOLossConfig(RewardLossConfig):

@@ -27,7 +27,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from prime_composer.contract import LossInputs, LossOutputs
 from prime_composer.divergences import taid
-from prime_composer.losses.config import SupportLossConfig, refuse_above
+from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
@@ -35,6 +35,7 @@ from prime_composer.losses.shared.support_divergence import (
     comparison_metrics,
     divergence_per_token,
 )
+from prime_composer.tables import refuse_above
 
 
 class TAIDLossConfig(SupportLossConfig):

@@ -97,6 +97,45 @@ class CheckpointConfig(Table):
     """Number of the newest checkpoints to keep."""
 
 
+LOGS_ALONE = not_carried(
+    "prime-rl logs lengths and entropy, and has a filter of its own: set [[prime_rl.orchestrator."
+    'filters]] type = "repetition"'
+)
+
+
+class CollapseConfig(Table):
+    """Limits of how a healthy student's answers end, and what happens beyond one.
+
+    The numbers are metrics of every step, whether they have a limit or not.
+    """
+
+    action: Literal["warn", "stop"] = Field(default="warn", json_schema_extra=LOGS_ALONE)
+    """``warn`` once, or ``stop`` with a checkpoint. Either way the newest checkpoint from before
+    the first step beyond a limit is kept."""
+
+    steps: int = Field(default=3, ge=1, le=MOST_STEPS, json_schema_extra=LOGS_ALONE)
+    """Steps in a row that have to be beyond a limit."""
+
+    repeated: float | None = Field(default=0.5, gt=0, lt=1, json_schema_extra=LOGS_ALONE)
+    """Largest share of rollouts that end in a repetition (`rollout/repeated`)."""
+
+    truncated: float | None = Field(default=None, gt=0, lt=1, json_schema_extra=LOGS_ALONE)
+    """Largest share of rollouts that are cut (`rollout/truncated`)."""
+
+    longer: float | None = Field(default=None, gt=1, json_schema_extra=LOGS_ALONE)
+    """Largest mean length, as a multiple of the first step's (`rollout/growth`)."""
+
+    shorter: float | None = Field(default=None, gt=0, lt=1, json_schema_extra=LOGS_ALONE)
+    """Smallest mean length, as a share of the first step's (`rollout/growth`)."""
+
+    entropy: float | None = Field(default=None, gt=0, json_schema_extra=LOGS_ALONE)
+    """Smallest entropy of the sampling policy in nats per token (`rollout/entropy`)."""
+
+    end: float | None = Field(default=None, gt=0, lt=1, json_schema_extra=LOGS_ALONE)
+    """Smallest mean probability that the teacher gives the tokens by which the student ends its
+    answers (`rollout/end_teacher`)."""
+
+
 class ChecksConfig(Table):
     """Checks during a run that teachers and sampler still compute what they did at its start."""
 
@@ -135,3 +174,6 @@ class ChecksConfig(Table):
     )
     """Largest KL between sampler and trainer in nats per token, where a token's log-ratio counts as
     2 nats at most. Unset: 1e-6 if trainer.dtype is float32, 0.05 if it is bfloat16."""
+
+    collapse: CollapseConfig = Field(default_factory=CollapseConfig)
+    """When the student's answers are no healthy ones any more."""

@@ -11,14 +11,17 @@ import torch
 from torch import nn
 
 from prime_composer.contract import LossInputs
+from prime_composer.local import collect
 from prime_composer.local import student as student_module
 from prime_composer.local.health import (
+    CollapseCheck,
     ExplodedWeights,
     WeightCheck,
     teachers_without_success,
     tokens_of_no_use,
 )
 from prime_composer.local.opening import open_engine
+from prime_composer.local.run import RunStopped
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.student import Student
 from prime_composer.local.tracker import read_metrics
@@ -27,6 +30,7 @@ from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import TrainerConfig
+from prime_composer.recipe.watchers import CollapseConfig
 from prime_composer.samplers.transformers import TransformersSampler
 from prime_composer.step.batch import Batch, Sample
 from prime_composer.step.gradients import NonFiniteLoss, accumulate_gradients
@@ -385,3 +389,81 @@ def test_run_warns_once_of_tokens_that_have_no_score(
     run(tiny_recipe(trainer__steps=3), tmp_path / "run", display)
     warnings = [text for text in display.texts if text.startswith("warning: step")]
     assert len(warnings) == 1 and "step 2: 30.0%" in warnings[0]
+
+
+def record(step: int, **values: float) -> dict[str, float]:
+    return {"step": step} | {f"rollout/{name}": value for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("limit", "metric", "right", "wrong"),
+    [
+        ({"repeated": 0.5}, "repeated", 0.5, 0.51),
+        ({"truncated": 0.2}, "truncated", 0.2, 0.3),
+        ({"entropy": 0.1}, "entropy", 0.1, 0.09),
+        ({"end": 0.01}, "end_teacher", 0.01, 0.009),
+        ({"longer": 2.0}, "tokens", 20.0, 21.0),
+        ({"shorter": 0.5}, "tokens", 5.0, 4.0),
+    ],
+)
+def test_collapse_is_a_limit_that_is_passed_in_a_row(
+    limit: dict[str, float], metric: str, right: float, wrong: float
+) -> None:
+    """A step within the limit, and one without the number, begin the count anew."""
+    check = CollapseCheck(CollapseConfig(**limit, steps=2))
+    values = [10.0 if metric == "tokens" else right, wrong, right, wrong, None, wrong, wrong, wrong]
+    warned = []
+    for step, value in enumerate(values, 1):
+        metrics = {} if value is None else {f"rollout/{metric}": value}
+        metrics |= check.add(step, metrics)
+        warned += [(step, text, check.healthy) for text in check.warnings(step, metrics)]
+    ((step, text, healthy),) = warned
+    assert (step, healthy) == (7, 5) and "since step 6" in text
+    assert f"checks.collapse.{next(iter(limit))} = " in text
+
+
+def test_collapse_of_a_resumed_run_goes_on_counting() -> None:
+    config = CollapseConfig(longer=2.0, steps=3, action="stop")
+    logged = [record(0), record(1, tokens=10), record(2, tokens=25), record(3, tokens=30)]
+    check = CollapseCheck.of_records(config, logged)
+    assert check.since == {"longer": 2} and check.healthy == 1
+    assert check.add(4, record(4, tokens=40)) == {"rollout/growth": 4.0}
+    assert check.warnings(4, {"rollout/growth": 4.0})[0].startswith(
+        "the rollouts are 4 times as long"
+    )
+    # Without the first step's record there is nothing to compare with.
+    assert CollapseCheck.of_records(config, logged[2:]).add(4, record(4, tokens=40)) == {}
+
+
+ENTROPY = {"entropy": 100.0, "steps": 3, "action": "stop"}
+"""A limit that every model is beyond."""
+
+
+def test_collapse_stops_a_run_and_keeps_what_was_before(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """It stops at the third step, and so does the run that goes on from there."""
+    raw = tiny_recipe(trainer__steps=9)
+    raw |= {"checkpoint": {"every": 1, "keep": 1}, "checks": {"collapse": ENTROPY}}
+    with pytest.raises(RunStopped, match=r"step 3: .* since step 1;") as stopped:
+        run(raw, tmp_path / "run")
+    assert "nats per token" in str(stopped.value) and "--resume" in str(stopped.value)
+    assert [one.step for one in list_checkpoints(tmp_path / "run")] == [3]
+    # Continued, it has still collapsed.
+    with pytest.raises(RunStopped, match=r"step 4: .* since step 1;"):
+        run(raw, tmp_path / "run", resume=True)
+
+
+def test_collapse_keeps_a_checkpoint_from_before(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With keep = 1 the saves of collapsed steps would push out the last healthy one."""
+    step = iter(range(1, 9))
+    monkeypatch.setattr(
+        collect, "collapse_metrics", lambda _: {"rollout/repeated": 0.9 * (next(step) > 2)}
+    )
+    raw = tiny_recipe(trainer__steps=5)
+    raw |= {"checkpoint": {"every": 1, "keep": 1}, "checks": {"collapse": {"steps": 2}}}
+    display = Silent()
+    run(raw, tmp_path / "run", display)
+    assert [one.step for one in list_checkpoints(tmp_path / "run")] == [2, 5]
+    warnings = [text for text in display.texts if text.startswith("warning: step")]
+    assert len(warnings) == 1 and "step 4: 90.0% of the rollouts end in a repetition" in warnings[0]

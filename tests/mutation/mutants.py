@@ -37,7 +37,10 @@ TESTS = {
     "losses/shared/support_divergence.py": [LOSSES + "test_support_losses.py"],
     "losses/shared/metrics.py": [LOSSES + "test_support_losses.py"],
     "losses/shared/pairs.py": [LOSSES + "test_preferences.py"],
-    "losses/shared/modifiers.py": [LOSSES + "test_modifiers.py"],
+    "losses/shared/modifiers.py": [LOSSES + "test_modifiers.py", LOSSES + "test_repetition.py"],
+    "losses/shared/repetition.py": [LOSSES + "test_repetition.py"],
+    "step/collapse.py": ["tests/step/test_collapse.py"],
+    "local/health.py": ["tests/local/test_health.py"],
     "losses/sampled_reverse_kl.py": [
         LOSSES + "test_sampled_reverse_kl.py", "tests/parity/test_recorded.py"
     ],
@@ -112,6 +115,7 @@ TAIL = ("p, q = with_tail(p), with_tail(q)", "pass")
 REDUCTIONS = "losses/shared/reductions.py"
 REGION = "losses/shared/trust_region.py"
 MODIFIERS = "losses/shared/modifiers.py"
+REPETITION, COLLAPSE = "losses/shared/repetition.py", "step/collapse.py"
 SAMPLED = "losses/sampled_reverse_kl.py"
 DISTILLM2 = "losses/distillm2.py"
 HEAD_TAIL = "losses/head_tail_reverse_kl.py"
@@ -537,6 +541,37 @@ MUTANTS: dict[str, Mutant] = {
     "position weights total over the pack": mutant(
         MODIFIERS, "PositionWeights.apply",
         ("segment_totals(gap.double(), inputs.segment_ids)", "segment_totals(gap.double(), None)"),
+    ),
+    # a student that collapses
+    "repetition across sequences": mutant(
+        REPETITION, "repeated_end", (
+            "(token_ids == token_ids[earlier]) & (segment_ids == segment_ids[earlier])",
+            "token_ids == token_ids[earlier]",
+        ),
+    ),
+    "repetition across what does not train": mutant(
+        REPETITION, "repeated_end", ("mask & mask[earlier] & (places >= p)", "mask & (places >= p)")
+    ),
+    "repetition with its first copy": mutant(
+        REPETITION, "repeated_end", ("left + places - before - 1 + p", "left + places - before - 1")
+    ),
+    "repetition in the middle": mutant(
+        REPETITION, "repeated_end", ("equal & (_next_place(differs) > end)", "equal")
+    ),
+    "repetition measured and kept": mutant(
+        MODIFIERS, "RepetitionMask.apply", ("mask & ~repeated", "mask")
+    ),
+    "ends of cut answers": mutant(
+        COLLAPSE, "end_metrics", ('sample.rollout.finish_reason == "stop"', "True")
+    ),
+    "entropy of given answers": mutant(
+        COLLAPSE, "collapse_metrics", ("is_own(sample)", "True")
+    ),
+    "collapse that recovered goes on": mutant(
+        "local/health.py", "CollapseCheck.add", ("self.since.pop(name, None)", "pass")
+    ),
+    "growth over the last step": mutant(
+        "local/health.py", "CollapseCheck.add", ("step == 1", "True")
     ),
     # rewards and a teacher
     "weight clipped above only": mutant(

@@ -2,6 +2,11 @@
 
     python -m tests.studies.special_tokens [--seeds 0 1 2] [--steps 60] [--set KEY=VALUE ...]
 
+"mask" says what leaves the loss: nothing, the first end of text of an answer, or its repeated end.
+"end" is the teacher's mean probability of the end of text where the student wrote it in the first
+step, "growth" and "loops" are `rollout/growth` and `rollout/repeated` of the last one, and "warned"
+is the step of the first warning by `LIMITS`.
+
 Student and teacher share a tokenizer and use it differently. The planted teacher gives the
 student's end-of-text token probability e^-20 everywhere, as a chat model does that ends its turns
 with another token. The rest of its distribution keeps its proportions. The planted teacher scores
@@ -64,7 +69,14 @@ LOSSES = {
     "sampled": '{type = "sampled_reverse_kl"MASK}',
     "tail K = 16": '{type = "topk_reverse_kl", k = 16MASK}',
 }
-MASK = f', special_tokens = {{strings = ["{END}"]}}'
+MASKS = {
+    "no": "",
+    "end": f', special_tokens = {{strings = ["{END}"]}}',
+    "loops": ", repetition = {}",
+}
+"""What is left out of the loss: the end of text, or the repeated end of an answer."""
+
+LIMITS = "checks.collapse={end = 0.01, truncated = 0.5, repeated = 0.25, steps = 3}"
 
 
 def plant(scores: Scores, sampled: torch.Tensor, token: int, k: int) -> Scores:
@@ -128,14 +140,15 @@ class PlantedScorer:
 
 def run(
     loss: str, planted: bool, seed: int, steps: int, more: Sequence[str] = ()
-) -> list[dict[str, float]]:
-    """Return the records of one run."""
+) -> tuple[list[dict[str, float]], list[int]]:
+    """Return the records of one run, and the steps in which it warned of a collapse."""
     overrides = [
         *MODELS,
         f"loss={loss}",
         f"trainer.seed={seed}",
         f"trainer.steps={steps}",
         "rollout.backend=transformers",
+        LIMITS,
     ]
     recipe = load_recipe(
         RECIPE,
@@ -152,8 +165,14 @@ def run(
     opening.open_scorer = open_planted if planted else true_scorer
     try:
         with tempfile.TemporaryDirectory() as folder:
-            train(recipe, problems, paths, Path(folder), Silent())
-            return read_metrics(folder)
+            display = Silent()
+            train(recipe, problems, paths, Path(folder), display)
+            warned = [
+                int(text.split("step ")[1].split(":")[0])
+                for text in display.texts
+                if "checks.collapse" in text
+            ]
+            return read_metrics(folder), warned
     finally:
         opening.open_scorer = true_scorer
 
@@ -166,45 +185,46 @@ def main() -> None:
     args = parser.parse_args()
     print(
         f"{'loss':12} {'teacher':8} {'mask':5} {'accuracy':>21} {'cut off':>8} {'true KL':>8} "
-        f"{'top 1%':>8} {'removed':>8}"
+        f"{'top 1%':>8} {'removed':>8} {'end':>8} {'growth':>6} {'loops':>6} {'warned':>7}"
     )
     for name, loss in LOSSES.items():
-        for planted, masked in ((False, False), (True, False), (True, True)):
-            runs = [
-                run(
-                    loss.replace("MASK", MASK if masked else ""),
-                    planted,
-                    s,
-                    args.steps,
-                    args.overrides,
-                )
-                for s in args.seeds
-            ]
-            ends = [records[-1] for records in runs]
-            accuracy = [end["eval/accuracy"] for end in ends]
-            # The first quarter of the run: later an unmasked student may have no end of text left
-            # to be punished for.
-            early = [
-                record
-                for records in runs
-                for record in records
-                if 1 <= record["step"] <= max(1, args.steps // 4)
-            ]
-            top_share = [
-                value
-                for record in early
-                for key, value in record.items()
-                if key.endswith("signal_top1pct")
-            ]
-            removed = [r.get("special_tokens/removed_signal_share", 0.0) for r in early]
+        for planted, mask in ((False, "no"), *((True, mask) for mask in MASKS)):
+            knobs = loss.replace("MASK", MASKS[mask])
+            runs = [run(knobs, planted, s, args.steps, args.overrides) for s in args.seeds]
             print(
-                f"{name:12} {'planted' if planted else 'true':8} {'yes' if masked else 'no':5} "
-                f"{f'{mean(accuracy):.1%} ({min(accuracy):.1%}-{max(accuracy):.1%})':>21} "
-                f"{mean([end['eval/truncated'] for end in ends]):8.1%} "
-                f"{mean([end['eval/reverse_kl'] for end in ends]):8.3f} "
-                f"{mean(top_share):8.1%} {mean(removed):8.1%}",
+                f"{name:12} {'planted' if planted else 'true':8} {mask:5} {row(runs, args.steps)}",
                 flush=True,
             )
+
+
+def row(runs: Sequence[tuple[list[dict[str, float]], list[int]]], steps: int) -> str:
+    """Return the columns of one table row."""
+    every = [records for records, _ in runs]
+    ends = [records[-1] for records in every]
+    accuracy = [end["eval/accuracy"] for end in ends]
+    # The first quarter of the run: later an unmasked student may have no end of text left to be
+    # punished for.
+    early = [
+        record
+        for records in every
+        for record in records
+        if 1 <= record["step"] <= max(1, steps // 4)
+    ]
+    top_share = [
+        value for record in early for key, value in record.items() if key.endswith("top1pct")
+    ]
+    removed = [record.get("special_tokens/removed_signal_share", 0.0) for record in early]
+    first = [min(warned) for _, warned in runs if warned]
+    return (
+        f"{f'{mean(accuracy):.1%} ({min(accuracy):.1%}-{max(accuracy):.1%})':>21} "
+        f"{mean([end['eval/truncated'] for end in ends]):8.1%} "
+        f"{mean([end['eval/reverse_kl'] for end in ends]):8.3f} "
+        f"{mean(top_share):8.1%} {mean(removed):8.1%} "
+        f"{mean([records[1]['rollout/end_teacher'] for records in every]):8.1e} "
+        f"{mean([end['rollout/growth'] for end in ends]):6.2f} "
+        f"{mean([end['rollout/repeated'] for end in ends]):6.1%} "
+        f"{f'{min(first)} to {max(first)}' if first else '-':>7}"
+    )
 
 
 def mean(values: Sequence[float]) -> float:

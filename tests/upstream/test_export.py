@@ -835,10 +835,12 @@ def test_key_that_is_not_carried_is_in_head_and_on_stderr(key, capsys):
     raw = tables()
     if key != "teacher.head":
         del raw["teacher"]["url"]  # a recipe with `url` has no other backend
-    section, name = key.split(".")
-    raw.setdefault(section, {})
+    *path, name = key.split(".")
+    table = raw
+    for part in path:
+        table = table.setdefault(part, {})
     without = export_recipe(parse_recipe(raw), "head").table
-    raw[section][name] = another_value(key)
+    table[name] = another_value(key)
     export = export_recipe(parse_recipe(raw), "head")
     export.warn()
     inference = export.table.pop("inference"), without.pop("inference")

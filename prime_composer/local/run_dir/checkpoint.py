@@ -130,7 +130,7 @@ def save_checkpoint(
         tokenizer: its tokenizer.
         state: the trainer's state, as tensors and plain values.
         keep: checkpoints that remain, at least 1.
-        verified: the newest checkpoint up to this step remains too; None where all are verified.
+        verified: the newest checkpoint up to this step remains too; None where none has to.
 
     Raises:
         CheckpointNotSaved: the disk is full, or cannot be written.

@@ -1,0 +1,83 @@
+"""What a step says of how answers end, against counts by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from prime_composer.backends.protocols import Rollout
+from prime_composer.contract import Scores
+from prime_composer.problems.config import Problem
+from prime_composer.step.batch import Sample
+from prime_composer.step.collapse import collapse_metrics, end_metrics
+
+NAN = math.nan
+
+
+def sample(ids, log_mu, finish="stop", log_q=None):
+    """Return a sample with two tokens of prompt."""
+    n = len(ids)
+    rollout = Rollout(
+        torch.tensor([50, 51, *ids]),
+        torch.tensor([False, False] + [True] * n),
+        torch.tensor([NAN, NAN, *log_mu]),
+        finish,
+        0,
+    )
+    none = torch.empty(n, 0)
+    scores = None if log_q is None else Scores(torch.tensor(log_q), none.long(), none)
+    return Sample(rollout, Problem("q", "a"), scores=scores)
+
+
+LOOP = [9, *[1, 2] * 10]
+
+
+def test_collapse_counts_rollouts_and_tokens_that_repeat():
+    samples = [sample([1, 2, 3], [-1.0, -2.0, -3.0]), sample(LOOP, [-0.5] * 21, "length")]
+    assert collapse_metrics(samples) == pytest.approx(
+        {
+            "rollout/repeated": 1 / 2,
+            "rollout/repeated_tokens": 18 / 24,
+            "rollout/entropy": (6 + 10.5) / 24,
+        }
+    )
+
+
+def test_collapse_of_a_prompt_that_repeats_is_none():
+    """The prompts 50, 51 of equal rollouts, and what came before an answer, are no answers."""
+    one = sample([51] * 3, [-1.0] * 3)
+    assert collapse_metrics([one, one, one])["rollout/repeated"] == 0
+
+
+def test_collapse_leaves_out_what_the_student_did_not_sample():
+    given = sample(LOOP, [NAN] * 21)
+    assert collapse_metrics([given]) == end_metrics([given]) == {}
+    both = collapse_metrics([given, sample([1], [-1.0])])
+    assert both["rollout/repeated"] == 0 and both["rollout/entropy"] == 1.0
+
+
+def test_ends_are_the_probabilities_of_the_last_tokens():
+    cut = sample([4, 5], [-1.0, -0.1], "length", [-1.0, -0.1])
+    stopped = [
+        sample([4, 5], [-1.0, math.log(0.5)], log_q=[-9.0, math.log(0.2)]),
+        sample([4], [math.log(0.3)], log_q=[math.log(0.4)]),
+    ]
+    assert end_metrics([cut, *stopped]) == pytest.approx(
+        {"rollout/end_student": 0.4, "rollout/end_teacher": 0.3}, rel=1e-6
+    )
+    assert end_metrics([cut]) == {}
+
+
+def test_ends_without_a_teacher_are_the_students_alone():
+    assert end_metrics([sample([4], [math.log(0.5)])]) == pytest.approx(
+        {"rollout/end_student": 0.5}
+    )
+
+
+def test_ends_that_do_not_train_are_not_read():
+    """A teacher had no score of the last token, so that its row is another's."""
+    one = sample([4, 5], [-1.0, -2.0], log_q=[-1.0, -2.0])
+    mask = one.rollout.loss_mask.clone()
+    mask[-1] = False
+    assert end_metrics([replace(one, rollout=replace(one.rollout, loss_mask=mask))]) == {}
