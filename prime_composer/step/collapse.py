@@ -4,13 +4,20 @@ Every number is of rollouts that the student sampled, and of what sampling and s
 anyway. One that nothing was asked for is absent.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from prime_composer.backends.protocols import Rollout
 from prime_composer.losses.shared.modifiers import RepetitionMask
 from prime_composer.losses.shared.repetition import repeated_end
 from prime_composer.step.batch import Sample
+
+LIMITS = RepetitionMask()
+
+SHORTEST = min(max(LIMITS.tokens, LIMITS.copies * p) - p for p in range(1, LIMITS.period + 1))
+"""Fewest tokens after the first copy of a repetition."""
 
 
 def collapse_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -25,21 +32,32 @@ def collapse_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     own = [sample.rollout for sample in samples if is_own(sample)]
     if not own:
         return {}
-    masks = [rollout.loss_mask for rollout in own]
-    of_token = torch.arange(len(own)).repeat_interleave(torch.tensor([len(one) for one in masks]))
-    mask, limits = torch.cat(masks), RepetitionMask()
-    repeated = repeated_end(
-        torch.cat([rollout.token_ids for rollout in own]),
-        mask,
-        of_token,
-        *(limits.period, limits.copies, limits.tokens),
-    )
-    log_mu = torch.cat([rollout.inference_logprobs[rollout.loss_mask] for rollout in own])
+    masks = torch.cat([rollout.loss_mask for rollout in own])
+    log_mu = torch.cat([rollout.inference_logprobs for rollout in own])[masks]
+    repeated = [count for count in map(repeated_tokens, own) if count]
     return {
-        "rollout/repeated": len(of_token[repeated].unique()) / len(own),
-        "rollout/repeated_tokens": float(repeated.sum() / mask.sum()),
+        "rollout/repeated": len(repeated) / len(own),
+        "rollout/repeated_tokens": sum(repeated) / len(log_mu),
         "rollout/entropy": -float(log_mu.mean()),
     }
+
+
+def repeated_tokens(rollout: Rollout) -> int:
+    """Return how many tokens at the end of a rollout only repeat."""
+    ids = rollout.token_ids.numpy()
+    if not rollout.loss_mask[-1]:  # what came after its last answer
+        ids = ids[: int(rollout.loss_mask.nonzero()[-1]) + 1]
+    # Its last tokens stand at least once in the text before them: that is asked at once.
+    end, place = ids[-SHORTEST:].tobytes(), ids[-SHORTEST - LIMITS.period : -1].tobytes()
+    if end not in place:
+        return 0
+    found = repeated_end(
+        rollout.token_ids,
+        rollout.loss_mask,
+        None,
+        *(LIMITS.period, LIMITS.copies, LIMITS.tokens),
+    )
+    return int(found.sum())
 
 
 def end_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -66,6 +84,6 @@ def end_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def is_own(sample: Sample) -> bool:
-    """Return whether the student sampled a rollout, which then has log-probs of its own."""
+    """Return whether the student sampled a rollout, whose tokens then all have a log mu."""
     rollout = sample.rollout
-    return bool(rollout.inference_logprobs[rollout.loss_mask].isfinite().all())
+    return math.isfinite(float(rollout.inference_logprobs[rollout.start]))

@@ -50,6 +50,19 @@ def test_collapse_of_a_prompt_that_repeats_is_none():
     assert collapse_metrics([one, one, one])["rollout/repeated"] == 0
 
 
+def test_collapse_reads_the_last_answer_of_a_conversation():
+    one = sample(LOOP, [-0.5] * 21, "length")
+    longer = Rollout(
+        torch.cat([one.rollout.token_ids, torch.tensor([7, 8])]),
+        torch.cat([one.rollout.loss_mask, torch.tensor([False, False])]),
+        torch.cat([one.rollout.inference_logprobs, torch.tensor([NAN, NAN])]),
+        "length",
+        0,
+    )
+    metrics = collapse_metrics([replace(one, rollout=longer)])
+    assert metrics["rollout/repeated_tokens"] == 18 / 21 and metrics["rollout/entropy"] == 0.5
+
+
 def test_collapse_leaves_out_what_the_student_did_not_sample():
     given = sample(LOOP, [NAN] * 21)
     assert collapse_metrics([given]) == end_metrics([given]) == {}

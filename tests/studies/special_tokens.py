@@ -34,7 +34,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from prime_composer.cli.machine import set_environment
 
@@ -125,10 +125,11 @@ class PlantedScorer:
         rollouts: Sequence[Rollout],
         support_size: int | Literal["full"],
         prompts: Sequence[Sequence[int]] | None = None,
+        **asked: Any,
     ) -> list[Scores]:
         if support_size == "full":
-            return self.inner.score(rollouts, "full")
-        true = self.inner.score(rollouts, support_size + 1)
+            return self.inner.score(rollouts, "full", prompts, **asked)
+        true = self.inner.score(rollouts, support_size + 1, prompts, **asked)
         return [
             plant(one, r.token_ids[r.start :], self.token, support_size)
             for one, r in zip(true, rollouts, strict=True)
