@@ -14,7 +14,8 @@ import torch
 from prime_composer.backends.hf_model import import_transformers
 from prime_composer.backends.protocols import Rollout, SamplingParams
 from prime_composer.environments.episodes import Episode
-from prime_composer.local.probe.teacher import equal_prompts
+from prime_composer.local.probe.report import ModelFacts
+from prime_composer.local.probe.teacher import Target, equal_prompts
 from prime_composer.local.sources import load_sources, problems_to_prepare
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.problems.loading import ProblemSet
@@ -189,9 +190,11 @@ def test_probe_compares_the_prompts_of_tasks(problems: ProblemSet) -> None:
     tokenized = TokenizedProblems(problems, own)
     rollout = Rollout(torch.tensor([0]), torch.tensor([True]), torch.tensor([0.0]), "stop", 0)
     samples = [Sample(rollout, task, "", 0.0) for task in problems.held_out[:3]]
-    assert equal_prompts(samples, tokenized, own)
+    facts = ModelFacts("t", "transformers", "float32")
+    target = Target("teacher", facts, None, lambda *_: [], samples, 1.0, lambda: own)
+    assert equal_prompts(target, tokenized, own)
     other.chat_template = "{{ messages[0].content }}"
-    assert not equal_prompts(samples, tokenized, other)
+    assert not equal_prompts(target, tokenized, other)
 
 
 def prepared(**environments: Any) -> dict[str, Any]:
