@@ -7,7 +7,7 @@ first use too.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ from prime_composer.teachers.watch import (
     largest_difference,
     starts_of,
 )
+
+S = TypeVar("S")
+"""What scores: a ``Scorer``, or the parts of one that are asked for."""
 
 
 class NotOnTape(TapeError):
@@ -374,6 +377,6 @@ class TapedSampler:
         """Do nothing: the scorer closes its sampler."""
 
 
-def live_of(scorer: Scorer) -> Scorer | None:
+def live_of(scorer: S) -> S | Scorer | None:
     """Return the teacher behind a tape, or the scorer itself; None where no teacher is open."""
     return scorer.live if isinstance(scorer, TapedScorer) else scorer
