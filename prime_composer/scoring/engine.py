@@ -177,11 +177,14 @@ def fields_of(description: bytes) -> list[Field]:
     """Return the arrays of a response (``worker.Progress.payload``).
 
     Raises:
-        NoRows: there are none, and the worker says why.
+        NoTables: the worker does not have the tables that a request names.
+        NoRows: there are no rows for another reason, which the worker says.
     """
     fields = json.loads(description)
-    if isinstance(fields, str) and fields.startswith(UnknownTables.__name__):
-        raise NoTables(f"The tables of this pair of tokenizers are not here: {fields}")
-    if isinstance(fields, str):
-        raise NoRows(f"vLLM's worker could not compute the rows: {fields}")
+    if isinstance(fields, dict):
+        if fields["type"] == UnknownTables.__name__:
+            raise NoTables(f"The tables of this pair of tokenizers are not here: {fields['text']}")
+        raise NoRows(
+            f"vLLM's worker could not compute the rows: {fields['type']}: {fields['text']}"
+        )
     return [Field(*one) for one in fields]

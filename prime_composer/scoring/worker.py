@@ -67,7 +67,8 @@ class Progress:
         data: the arrays' bytes, one array after the other, of which they are views.
         next_row: rows before this one are there.
         has_gap: some rows were never computed, because a prefix cache had them.
-        error: why the rows cannot be had; empty where nothing went wrong.
+        error: why the rows cannot be had: the "type" of an exception and its "text"; empty where
+            nothing went wrong.
     """
 
     rows_request: RowsRequest
@@ -77,7 +78,7 @@ class Progress:
     data: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     next_row: int = 0
     has_gap: bool = False
-    error: str = ""
+    error: dict[str, str] = field(default_factory=dict)
 
     def write(self, row: int, pieces: dict[str, Tensor]) -> None:
         """Store rows.
@@ -111,7 +112,7 @@ class Progress:
     def payload(self) -> tuple[Tensor, Tensor]:
         """Return the description and the bytes of all arrays, as uint8.
 
-        Both are empty where rows are missing. A description that is a text is an error.
+        Both are empty where rows are missing. A description that is an object is an error.
         """
         if self.error:
             return uint8(json.dumps(self.error).encode()), uint8(b"")
@@ -175,8 +176,9 @@ def read_payload(description: Tensor, data: Tensor, n: int) -> dict[str, Tensor]
     if not len(description):
         raise ValueError("vLLM left rows of the prompt out")
     fields = json.loads(description.numpy().tobytes())
-    if isinstance(fields, str):
-        raise ValueError(f"vLLM's worker could not compute the rows: {fields}")
+    if isinstance(fields, dict):
+        said = f"{fields['type']}: {fields['text']}"
+        raise ValueError(f"vLLM's worker could not compute the rows: {said}")
     arrays: dict[str, Tensor] = {}
     offset = 0
     for name, dtype_name, columns in fields:
@@ -260,7 +262,7 @@ def answer_group(
     numbers = [None if each is None else each.to(device) for each in numbers]
     entries = vocab_size + sum(KINDS[request.kind].scratch(request) for request in requests)
     size = max(1, BLOCK_BYTES.get(device.type, 2**28) // (4 * entries))
-    error = ""
+    error: dict[str, str] = {}
     for first in range(0, len(rows), size):
         block = slice(first, first + size)
         these = Rows(rows[block], next_ids[block], head)
@@ -275,7 +277,7 @@ def answer_group(
         except HeadFailed:
             raise
         except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
+            error = {"type": type(failure).__name__, "text": str(failure)}
         else:
             write(group, first, arrays)
     if error:

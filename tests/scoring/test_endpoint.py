@@ -143,7 +143,8 @@ def test_question_for_an_adapter_is_not_found(app, engine):
 
 def test_reason_of_the_worker_is_answered_and_not_asked_again(app, engine):
     async def generate(prompt, params, request_id):
-        progress = Progress(RowsRequest.of(params), 0, 2, error="OutOfMemoryError: 3 GiB")
+        error = {"type": "OutOfMemoryError", "text": "3 GiB"}
+        progress = Progress(RowsRequest.of(params), 0, 2, error=error)
         yield SimpleNamespace(prompt_logprobs=[(*progress.payload(), uint8(b"start"))])
 
     engine.generate = generate

@@ -161,6 +161,40 @@ def test_server_without_the_tables_gets_them_again(kept, vllm_without_its_librar
             served.score(rollouts, K)
 
 
+def test_api_servers_of_one_engine_share_its_tables(kept, vllm_without_its_libraries):
+    """As with vLLM's api_server_count: a request may reach another server than its tables did."""
+    rows, sent = Rows(3, len(wrapped(TEACHER))), []
+    take = rows.collective_rpc
+
+    async def counted(method, args=()):
+        sent.append(len(args[1]) > 0)
+        return await take(method, args)
+
+    rows.collective_rpc = counted
+    with (
+        Served(rows) as one,
+        Served(rows) as two,
+        closing(ServerScorer(one.url)) as first,
+        closing(ServerScorer(two.url)) as second,
+    ):
+        served, student = over(first)
+        other, _ = over(second)
+        rollouts = [rollout_of(student, "ab", text) for text in TEXTS]
+        scores = served.score(rollouts, K)
+        assert sent.count(True) == 1  # the others were asked for by their name
+        second.client.known.given.add(tables_of(served.pair).name)
+        again = other.score(rollouts, K)  # as a balanced port sends it, without a word before
+        assert sent.count(True) == 1
+        kept.clear()  # the engine was started again: whichever server is asked says so
+        last = other.score(rollouts, K)
+        assert sent.count(True) == 2 and len(kept) == 1
+        for each in (again, last, served.score(rollouts, K)):
+            for one_scores, two_scores in zip(scores, each, strict=True):
+                assert torch.equal(one_scores.ref_logprobs, two_scores.ref_logprobs)
+                assert torch.equal(one_scores.token_ids, two_scores.token_ids)
+        assert sent.count(True) == 2
+
+
 def test_server_refuses_what_are_no_tables_by_name(kept, vllm_without_its_libraries):
     rows = Rows(3, len(wrapped(TEACHER)))
     tables = tables_of(over(WholeRows(rows))[0].pair)
