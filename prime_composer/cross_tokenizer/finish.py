@@ -1,20 +1,20 @@
 """From masses to a teacher's scores: refinement, seams, and which ids are resolved."""
 
-import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from numpy.typing import NDArray
-from torch import Tensor
 
-from prime_composer.contract import Scores, given
+from prime_composer.contract import Scores
+from prime_composer.cross_tokenizer.masses import Masses, added
 from prime_composer.cross_tokenizer.pair import Pair
-from prime_composer.cross_tokenizer.plan import Plan, Position
+from prime_composer.cross_tokenizer.plan import Plan
 from prime_composer.cross_tokenizer.sums import Candidates
+from prime_composer.cross_tokenizer.teacher_rows import Floats, Ints, Rows
 
 NEVER = math.log(1e-6)
 """Log-prob of a token that the teacher's text never leads to; a finite one, as losses need."""
@@ -42,102 +42,7 @@ Totals = dict[str, float]
 """Sums over the tokens of completions, by name: "tokens" and "teacher_tokens" of both encodings,
 "scored" tokens, and what is counted or added up over these. ``means`` divides them."""
 
-Support = list[tuple[int, float]]
-"""Ids with their Q, the most probable first, after the sampled token."""
-
-
-class Rows:
-    """A teacher's probabilities after each of its tokens, [rows, V_T]; 0 for ids not listed."""
-
-    def __init__(self, probabilities: Float[Tensor, "rows vocab"]):
-        self._probabilities = probabilities.cpu()
-
-    def of(self, row: int, ids: Sequence[int]) -> list[float]:
-        """Return the probabilities of some ids of a row."""
-        found: list[float] = self._probabilities[row, list(ids)].tolist()
-        return found
-
-    def largest(self, row: int, least: float) -> list[tuple[int, float]]:
-        """Return the ids of a row with at least a probability, and that."""
-        probabilities = self._probabilities[row]
-        ids = (probabilities >= least).nonzero()[:, 0]
-        return list(zip(ids.tolist(), probabilities[ids].tolist(), strict=True))
-
-
-class ListedRows(Rows):
-    """The same of which some entries are known; 0 for all others.
-
-    Args:
-        ids: the listed ids, [rows, m], the most probable one first.
-        probabilities: theirs.
-        own: row -> the text's own token, and its probability.
-    """
-
-    def __init__(
-        self,
-        ids: NDArray[np.int64],
-        probabilities: NDArray[np.float64],
-        own: Mapping[int, tuple[int, float]],
-    ):
-        self._ids, self._listed, self._own = ids, probabilities, own
-        self._entries: dict[int, dict[int, float]] = {}
-
-    def of(self, row: int, ids: Sequence[int]) -> list[float]:
-        """Return the probabilities of some ids of a row."""
-        entries = self._of_row(row)
-        return [entries.get(i, 0.0) for i in ids]
-
-    def at_most(self, row: int, ids: Sequence[int]) -> list[float]:
-        """Return a bound of these: an id that is not listed has the last one's at most."""
-        entries, last = self._of_row(row), float(self._listed[row, -1])
-        return [entries.get(i, last) for i in ids]
-
-    def largest(self, row: int, least: float) -> list[tuple[int, float]]:
-        """Return the listed ids of a row with at least a probability, and that."""
-        return [(i, p) for i, p in sorted(self._of_row(row).items()) if p >= least]
-
-    def _of_row(self, row: int) -> dict[int, float]:
-        entries = self._entries.get(row)
-        if entries is None:
-            pairs = zip(self._ids[row].tolist(), self._listed[row].tolist(), strict=True)
-            entries = self._entries[row] = dict(pairs)
-            if row in self._own:
-                token, probability = self._own[row]
-                entries[token] = probability
-        return entries
-
-
-@dataclass
-class Masses:
-    """Masses of student tokens at one position, changed step by step.
-
-    Attributes:
-        closed: mass of each token that is certain.
-        open: mass that may turn out to be another token's.
-        total: both, with the tokens that are not listed.
-        doubtful: open mass of dropped tokens: it belongs to another token, or to another text.
-    """
-
-    closed: dict[int, float]
-    open: dict[int, float]
-    total: float
-    doubtful: float = 0.0
-
-    def move(self, token: int, mass: float, *, is_open: bool) -> None:
-        """Add mass to a token."""
-        target = self.open if is_open else self.closed
-        target[token] = target.get(token, 0.0) + mass
-
-    def take(self, token: int, mass: float, *, is_open: bool) -> None:
-        """Remove mass from a token."""
-        target = self.open if is_open else self.closed
-        target[token] = max(target.get(token, 0.0) - mass, 0.0)
-
-    def drop(self, token: int) -> None:
-        """Remove a token that the student does not write here."""
-        unsure = self.open.pop(token, 0.0)
-        self.total -= self.closed.pop(token, 0.0) + unsure
-        self.doubtful += unsure
+Bools = NDArray[np.bool_]
 
 
 def token_scores(
@@ -163,41 +68,32 @@ def token_scores(
         fixed: the support must not depend on the sampled token, as estimators with a fixed support
             need: it has no column of its own, and what follows it changes its own log-prob alone.
     """
-    n = len(plan.positions)
-    own = torch.full((n,), NEVER)
-    ids = torch.arange(k).repeat(n, 1)
-    logprobs = torch.full((n, k), NEVER)
-    known = torch.zeros((n, k), dtype=torch.bool)
-    scored = torch.zeros(n, dtype=torch.bool)
-    found: list[tuple[Row, Support]] = []
-    places = [at for at, position in enumerate(plan.positions) if position is not None]
-    for index, at in enumerate(places):
-        row = Row(pair, plan, given(plan.positions[at]), candidates, index, rows)
-        if not row.is_listed:
-            continue
-        own[at], support = row.result(k, fixed=fixed)
-        scored[at] = True
-        found.append((row, support))
-        if support:
-            chosen, shares = zip(*support, strict=True)
-            ids[at] = torch.tensor([*chosen, *unused(chosen, k - len(chosen))])
-            logprobs[at, : len(chosen)] = torch.tensor(shares).log()
-            known[at, : len(chosen)] = True
-    return Scores(own, ids, logprobs, known=known, scored=scored), _totals(plan, found)
-
-
-def _totals(plan: Plan, found: Sequence[tuple["Row", Support]]) -> Totals:
-    totals: Mapping[str, float] = {
-        "tokens": len(plan.positions),
-        "teacher_tokens": len(plan.teacher_ids),
-        "scored": len(found),
-        "aligned": sum(row.position.aligned for row, _ in found),
-        "noncanonical": sum(not row.position.canonical for row, _ in found),
-        "support_size": sum(len(support) for _, support in found),
-        "unresolved_mass": sum(1 - sum(q for _, q in support) for _, support in found),
-        "off_path_bound": sum(row.off_path for row, _ in found),
-    }
-    return {name: float(value) for name, value in totals.items()}
+    positions = Positions(pair, plan, candidates, rows)
+    plain = positions.masses
+    masses = positions.filtered(positions.refined(plain))
+    own = positions.own(masses)
+    if fixed:
+        # Before refinement: what is dropped here may be refined to another token.
+        support = positions.support(positions.filtered(plain), k, None)
+    else:
+        support = positions.support(masses, k, own)
+    listed = positions.is_listed
+    at, n = positions.at[listed], len(plan.positions)
+    scores = Scores(
+        torch.full((n,), NEVER),
+        torch.arange(k).repeat(n, 1),
+        torch.full((n, k), NEVER),
+        known=torch.zeros((n, k), dtype=torch.bool),
+        scored=torch.zeros(n, dtype=torch.bool),
+    )
+    assert scores.known is not None and scores.scored is not None
+    scores.ref_logprobs[at] = torch.from_numpy(own[listed]).float()
+    scores.token_ids[at] = torch.from_numpy(support.ids[listed])
+    known = torch.from_numpy(support.known[listed])
+    logprobs = torch.from_numpy(support.q[listed]).float().log()
+    scores.teacher_logprobs[at] = torch.where(known, logprobs, NEVER)
+    scores.known[at], scores.scored[at] = known, True
+    return scores, positions.totals(support)
 
 
 def means(totals: Mapping[str, float]) -> dict[str, float]:
@@ -213,186 +109,287 @@ def means(totals: Mapping[str, float]) -> dict[str, float]:
     return whole | {name: value / scored for name, value in counts.items() if scored}
 
 
-def unused(ids: Sequence[int], count: int) -> list[int]:
-    """Return the smallest ids that are not among some."""
-    taken = {*ids}
-    return [i for i in range(len(ids) + count) if i not in taken][:count]
+@dataclass(frozen=True)
+class Supports:
+    """The supports of n positions.
+
+    Attributes:
+        ids: different ones in each row, the known ones first, [n, k].
+        q: Q of each, [n, k]; 1 where it is not known.
+        known: whether a column is one of the support, [n, k].
+    """
+
+    ids: Ints
+    q: Floats
+    known: Bools
 
 
-class Row:
-    """One position: its masses as they are refined, filtered, normalized and resolved."""
+@dataclass(frozen=True)
+class Paths:
+    """Where the rollout's own text is followed row by row, from some positions.
 
-    def __init__(
-        self,
-        pair: Pair,
-        plan: Plan,
-        position: Position,
-        candidates: Candidates,
-        index: int,
-        rows: Rows,
-    ):
-        self.pair, self.plan, self.position, self.rows = pair, plan, position, rows
-        ids = [i for i in candidates.ids[index].tolist() if i >= 0]
-        self.masses = Masses(
-            dict(zip(ids, candidates.closed[index].tolist(), strict=False)),
-            dict(zip(ids, candidates.open[index].tolist(), strict=False)),
-            float(candidates.total[index]),
+    Attributes:
+        at: the position of each.
+        row: the teacher's next row.
+        contents: what the teacher wrote so far, from the position's begin on.
+        mass: its probability.
+        first: the student's first token of that; -1 where that is unknown.
+    """
+
+    at: Ints
+    row: Ints
+    contents: list[bytes]
+    mass: Floats
+    first: Ints
+
+
+class Positions:
+    """The positions of a completion that have a score.
+
+    Args:
+        pair: the tokenizers.
+        plan: of the completion.
+        candidates: at these positions.
+        rows: the teacher's.
+
+    Attributes:
+        at: the place of each in the completion, [n].
+        masses: before refinement.
+        is_listed: whether what the rows do not list is little, [n].
+    """
+
+    def __init__(self, pair: Pair, plan: Plan, candidates: Candidates, rows: Rows):
+        self.pair, self.rows = pair, rows
+        self.at = np.array(
+            [at for at, position in enumerate(plan.positions) if position is not None], dtype=int
         )
-        begun = () if candidates.begun is None else candidates.begun[index].tolist()
-        known = (entry for entry in zip(ids, begun, strict=False) if not math.isnan(entry[1]))
-        self.begun = dict(known)
-        self.end = float(candidates.end[index])
-        self.nobody = float(candidates.nobody[index])
-        bound = float(candidates.off_path[index])
+        self.positions = [position for position in plan.positions if position is not None]
+        self.plan = plan
+        self.masses = Masses.of(candidates, len(pair.student.of_id))
+        self.token, self.before, self.row, self.skip = (
+            np.array(numbers, dtype=np.int64)
+            for numbers in (
+                [one.token for one in self.positions],
+                [-1 if one.before is None else one.before for one in self.positions],
+                [one.row for one in self.positions],
+                [one.skip for one in self.positions],
+            )
+        )
+        self.canonical = np.array([one.canonical for one in self.positions], dtype=bool)
+        self.filters = np.array([one.filtered for one in self.positions], dtype=bool)
+        self.filters &= self.before >= 0
+        self.teacher_ids = np.array([*plan.teacher_ids, -1])
+        """The text's own tokens; -1 after the last row."""
+        self.end, self.nobody, bound, unlisted = (
+            part.cpu().numpy().astype(np.float64)
+            for part in (
+                candidates.end,
+                candidates.nobody,
+                candidates.off_path,
+                candidates.unlisted,
+            )
+        )
         whole = self.masses.total + self.end + self.nobody
-        self.is_listed = float(candidates.unlisted[index]) <= UNLISTED * whole
-        self.off_path = min(1.0, bound / whole) if whole > 0 else 1.0
+        self.is_listed = unlisted <= UNLISTED * whole
+        share = bound / np.where(whole > 0, whole, 1.0)
+        self.off_path = np.where(whole > 0, share.clip(max=1.0), 1.0)
 
-    def result(self, k: int, *, fixed: bool) -> tuple[float, Support]:
-        """Return log Q of the sampled token, and the support: ids with their Q."""
-        support: Support = []
-        if fixed:
-            before = copy.deepcopy(self.masses)
-            self.filter()
-            support = self.support(k, *self.own_and_norm(), fixed=True)
-            self.masses = before  # what is dropped here may be refined to another token
-        self.refine()
-        self.filter()
-        own, norm = self.own_and_norm()
-        return own, support if fixed else self.support(k, own, norm)
+    def norm(self, masses: Masses) -> Floats:
+        """Return the mass that Q is normalized by at each position."""
+        return masses.total + self.end + self.nobody
 
-    def own_and_norm(self) -> tuple[float, float]:
-        """Return log Q of the sampled token, and the mass that Q is normalized by."""
-        norm = self.masses.total + self.end + self.nobody
-        token = self.position.token
-        if token == self.pair.student_end:
-            mass = self.end
-        else:
-            mass = self.masses.closed.get(token, 0.0) + self.masses.open.get(token, 0.0)
-        if norm <= 0 or not self.position.canonical or mass <= norm * math.exp(NEVER):
-            return NEVER, norm
-        return math.log(mass / norm), norm
+    def own(self, masses: Masses) -> Floats:
+        """Return log Q of each sampled token."""
+        norm = self.norm(masses)
+        place, has = masses.find(np.arange(len(self.at)), self.token)
+        mass = np.zeros(len(self.at))
+        mass[has] = (masses.closed + masses.open)[place[has]]
+        mass = np.where(self.token == self.pair.student_end, self.end, mass)
+        possible = (norm > 0) & self.canonical & (mass > norm * math.exp(NEVER))
+        own = np.full(len(mass), NEVER)
+        own[possible] = np.log(mass[possible] / norm[possible])
+        return own
 
-    def refine(self) -> None:
+    def refined(self, masses: Masses) -> Masses:
         """Let the rows after it say what follows the rollout's own teacher token.
 
         Its mass goes from the first student token of its own bytes to those of each continuation.
         """
-        pair, position, ids = self.pair, self.position, self.plan.teacher_ids
-        if position.row >= len(ids):
-            return
-        tables, token = pair.tables, ids[position.row]
-        entry = pair.entry(token, position.skip)
-        if not tables.asks[entry]:
-            return
-        content = pair.written(token, position.skip)
-        (mass,) = self.rows.of(position.row, [token])
-        first = int(tables.first[entry])
-        if first >= 0:
-            self.masses.take(first, mass, is_open=bool(tables.open[entry]))
-        for row in range(position.row + 1, position.row + 1 + MOST_ROWS):
-            on_path = ids[row] if row < len(ids) else None
-            left, follows = mass, None
-            branches = dict(self.rows.largest(row, SMALLEST_BRANCH / max(mass, 1e-300)))
-            if on_path is not None and on_path not in branches:
-                (branches[on_path],) = self.rows.of(row, [on_path])
-            for token, share in branches.items():
-                longer = content + (pair.teacher.of_id[token] or b"")
-                encoded = pair.student.encode_bytes(longer) if longer != content else None
-                if encoded is None:  # a special token, or a part of a character
-                    if token == on_path and longer != content and first < 0:
-                        left -= share * mass
-                        follows = longer, share * mass, -1
-                    continue
-                left -= share * mass
-                is_open = pair.is_open(longer, encoded[0])
-                if is_open and token == on_path:
-                    follows = longer, share * mass, encoded[0]
-                else:
-                    self.masses.move(encoded[0], share * mass, is_open=is_open)
-            if first >= 0:
-                self.masses.move(first, max(left, 0.0), is_open=False)
-            if follows is None:
-                return
-            content, mass, first = follows
-        if first >= 0:
-            self.masses.move(first, mass, is_open=True)
+        tables, own = self.pair.tables, self.teacher_ids[self.row]
+        entry = tables.start[own] + self.skip
+        at = np.flatnonzero((own >= 0) & tables.asks[np.where(own >= 0, entry, 0)])
+        own, entry = own[at], entry[at]
+        first, mass = tables.first[entry], self.rows.at(self.row[at], own)
+        has = first >= 0
+        masses = masses.less(at[has], first[has], mass[has], tables.open[entry[has]])
+        written = zip(own.tolist(), self.skip[at].tolist(), strict=True)
+        contents = [self.pair.written(*each) for each in written]
+        paths = Paths(at, self.row[at] + 1, contents, mass, first)
+        moved: list[tuple[Ints, Ints, Floats, Bools]] = []
+        for _ in range(MOST_ROWS):
+            if not len(paths.at):
+                break
+            paths = self._followed(paths, moved)
+        has = paths.first >= 0
+        moved.append((paths.at[has], paths.first[has], paths.mass[has], np.ones(has.sum(), bool)))
+        return masses.more(*map(np.concatenate, zip(*moved, strict=True)))
 
-    def filter(self) -> None:
-        """Drop tokens that the student does not write after the one before."""
-        before = self.position.before
-        if before is None or not self.position.filtered:
-            return
-        for token in {*self.masses.closed} | {*self.masses.open}:
-            if not self.pair.canonical(before, token):
-                self.masses.drop(token)
+    def _followed(self, paths: Paths, moved: list[tuple[Ints, Ints, Floats, Bools]]) -> Paths:
+        """Read one row more of each path; return those that another one has to be read of.
 
-    def support(self, k: int, own: float, norm: float, *, fixed: bool = False) -> Support:
-        """Return the sampled token, unless ``fixed``, and the most probable resolved ids."""
-        if norm <= 0 or k == 0:
-            return []
-        chosen: list[tuple[int, float]] = []
-        if not fixed and own > NEVER:
-            chosen.append((self.position.token, math.exp(own)))
-        others = [
-            (token, mass / norm)
-            for token, mass in self.masses.closed.items()
-            if fixed or token != self.position.token
-            if mass > IMPROBABLE * norm and self.is_resolved(token, mass, fixed=fixed)
-        ]
-        if self.end > IMPROBABLE * norm and self.pair.student_end not in dict(chosen):
-            others.append((self.pair.student_end, self.end / norm))
-        others.sort(key=lambda entry: (-entry[1], entry[0]))
-        chosen += others[: k - len(chosen)]
-        total = sum(q for _, q in chosen)
-        if total > FULL:
-            chosen = [(token, q * FULL / total) for token, q in chosen]
-        return chosen
-
-    def is_resolved(self, token: int, closed: float, *, fixed: bool) -> bool:
-        """Return whether little of a token's mass is uncertain."""
-        unsure = self.masses.open.get(token, 0.0) + self.potential(token, fixed=fixed)
-        return unsure <= UNRESOLVED * (closed + unsure)
-
-    def potential(self, token: int, *, fixed: bool = False) -> float:
-        """Return the mass of teacher tokens that may begin a student token and not end it.
-
-        The rollout's own teacher token has been refined, unless the support is ``fixed``.
+        Args:
+            paths: the paths.
+            moved: takes what was found: positions, tokens, masses, and whether these are open.
         """
-        pair, position = self.pair, self.position
-        ids = () if fixed else self.plan.teacher_ids
-        own = ids[position.row] if position.row < len(ids) else None
-        begun = self.begun.get(token)
-        if position.rest:
-            content = position.rest + (pair.student.of_id[token] or b"")
-            if begun is not None:
-                return begun + self._own_begins(content) * fixed
-            shorter = (
-                pair.id_of.get(content[:end]) for end in range(len(position.rest) + 1, len(content))
-            )
-            chosen = [i for i in shorter if i is not None and i != own]
-            return math.fsum(self.rows.of(position.row, chosen))
+        least = SMALLEST_BRANCH / np.maximum(paths.mass, 1e-300)
+        path, ids, shares = self.rows.largest(paths.row, least)
+        next_id = self.teacher_ids[paths.row]
+        is_missing = next_id >= 0
+        is_missing[path[ids == next_id[path]]] = False
+        missing = np.flatnonzero(is_missing)
+        path, ids = np.append(path, missing), np.append(ids, next_id[missing])
+        shares = np.append(shares, self.rows.at(paths.row[missing], next_id[missing]))
+
+        asked = zip(path.tolist(), ids.tolist(), strict=True)
+        codes = self.pair.continuations([(paths.contents[p], i) for p, i in asked])
+        first, is_open, mass = codes // 2 - 1, codes % 2 == 1, shares * paths.mass[path]
+        is_known = first >= 0  # no special token, and no part of a character
+        goes_on = (ids == next_id[path]) & np.where(is_known, is_open, paths.first[path] < 0)
+        used, here = is_known | goes_on, is_known & ~goes_on
+        moved.append((paths.at[path[here]], first[here], mass[here], is_open[here]))
+        left = paths.mass - added(path[used], mass[used], len(paths.at))
+        has = paths.first >= 0
+        none = np.zeros(has.sum(), dtype=bool)
+        moved.append((paths.at[has], paths.first[has], left[has].clip(min=0.0), none))
+        after = path[goes_on]
+        of_id, on_path = self.pair.teacher.of_id, zip(after, ids[goes_on].tolist(), strict=True)
+        contents = [paths.contents[p] + (of_id[i] or b"") for p, i in on_path]
+        return Paths(paths.at[after], paths.row[after] + 1, contents, mass[goes_on], first[goes_on])
+
+    def filtered(self, masses: Masses) -> Masses:
+        """Drop tokens that the student does not write after the one before."""
+        positions = masses.positions
+        asked = np.flatnonzero(self.filters[positions] & (masses.closed + masses.open > 0))
+        kept = np.ones(len(positions), dtype=bool)
+        kept[asked] = self.pair.are_canonical(self.before[positions[asked]], masses.tokens[asked])
+        return masses.only(kept)
+
+    def support(self, masses: Masses, k: int, own: Floats | None) -> Supports:
+        """Return each sampled token, and the most probable resolved ids.
+
+        Args:
+            masses: at the positions.
+            k: ids of a support.
+            own: log Q of the sampled tokens. None: supports do not depend on these.
+        """
+        n, end, norm = len(self.at), self.pair.student_end, self.norm(masses)
+        every, positions, tokens = np.arange(n), masses.positions, masses.tokens
+        sampled = np.zeros(n, bool) if own is None else (norm > 0) & (own > NEVER)
+        probable = (masses.closed > IMPROBABLE * norm[positions]) & (norm > 0)[positions]
+        if own is not None:
+            probable &= tokens != self.token[positions]
+        asked = np.flatnonzero(probable)
+        unsure = masses.open[asked] + self.potential(masses, asked, fixed=own is None)
+        asked = asked[unsure <= UNRESOLVED * (masses.closed[asked] + unsure)]
+        ends = (norm > 0) & (self.end > IMPROBABLE * norm) & ~(sampled & (self.token == end))
+        at = np.concatenate([every[sampled], positions[asked], every[ends]])
+        ids = np.concatenate([self.token[sampled], tokens[asked], np.full(ends.sum(), end)])
+        of_own = np.zeros(0) if own is None else np.exp(own[sampled])
+        others = np.concatenate([masses.closed[asked], self.end[ends]])
+        q = np.concatenate([of_own, others / norm[at[len(of_own) :]]])
+        is_other = np.arange(len(at)) >= len(of_own)
+        # A position, then its sampled token, then the others by their Q, which is 1 at most.
+        order = (4 * at + 2 * is_other - q).argsort(kind="stable")
+        at, ids, q = at[order], ids[order], q[order]
+        counts = np.bincount(at, minlength=n)
+        column = np.arange(len(at)) - (counts.cumsum() - counts)[at]
+        kept = column < k
+        return supports_of(at[kept], column[kept], ids[kept], q[kept], (n, k))
+
+    def potential(self, masses: Masses, entries: Ints, *, fixed: bool) -> Floats:
+        """Return the mass of teacher tokens that may begin a student token and not end it, [e].
+
+        The rollout's own teacher token has been refined, unless supports are ``fixed``.
+
+        Args:
+            masses: at the positions.
+            entries: which of its entries, [e].
+            fixed: supports do not depend on the sampled token.
+        """
+        at, tokens = masses.positions[entries], masses.tokens[entries]
+        row, skip, own = self.row[at], self.skip[at], self.teacher_ids[self.row[at]]
+        begun = masses.begun[entries]
+        first = np.where(skip == 0, self.pair.path_first[tokens], -1)
+        found = np.zeros(len(entries))
+        aligned = (skip == 0) & (first >= 0)
+        ask = aligned & np.isnan(begun) & (first != own)
+        found[ask] = self.rows.at(row[ask], first[ask])
+        ask = aligned & ~np.isnan(begun) & (first != own)
+        found[ask] = begun[ask]
+        for e in np.flatnonzero((aligned & (first == own)) | (skip < 0)).tolist():
+            found[e] = self._along_path(int(at[e]), int(tokens[e]), fixed=fixed)
+        inside = np.flatnonzero((skip > 0) & (np.isnan(begun) | fixed))
+        ask = skip > 0
+        found[ask] = np.where(np.isnan(begun[ask]), 0.0, begun[ask])
+        ids = [self._within(int(at[e]), int(tokens[e])) for e in inside.tolist()]
+        counts = [len(each) for each in ids]
+        entry, id_ = np.repeat(inside, counts), np.array([*chain(*ids)], dtype=np.int64)
+        # What was begun is without the text's own token.
+        is_own = id_ == own[entry]
+        use = np.where(is_own, fixed, np.isnan(begun[entry]))
+        mass = self.rows.at(row[entry[use]], id_[use])
+        return found + added(entry[use], mass, len(entries))
+
+    def _within(self, at: int, token: int) -> tuple[int, ...]:
+        """Return the teacher's tokens that end inside a student token, from the row's begin on."""
+        return self.pair.within(self.positions[at].rest, token)
+
+    def _along_path(self, at: int, token: int, *, fixed: bool) -> float:
+        """Return the mass of the teacher's path to a student token that leaves the text's own."""
+        pair, row = self.pair, int(self.row[at])
         path = pair.path(token)
-        if position.skip < 0:
+        if self.skip[at] < 0:
             whole = (pair.student.of_id[token] or b"").removeprefix(pair.before)
             path = [*(pair.teacher.encode_bytes(whole) or ())]
-        if len(path) < 2:
-            return 0.0
-        if position.row < len(self.plan.teacher_ids) and begun is not None:
-            if path[0] != self.plan.teacher_ids[position.row]:
-                return begun
         mass = 1.0
-        for row, step in enumerate(path[:-1], position.row):
-            mass *= self.rows.of(row, [step])[0]
-            if row >= len(ids) or step != ids[row]:
+        for later, step in enumerate(path[:-1]):
+            mass *= float(self.rows.at(np.array([row + later]), np.array([step]))[0])
+            if fixed or step != self.teacher_ids[row + later]:
                 return mass
         return 0.0
 
-    def _own_begins(self, content: bytes) -> float:
-        """Return the mass of the text's own teacher token where it may begin some bytes."""
-        row, ids = self.position.row, self.plan.teacher_ids
-        if row >= len(ids):
-            return 0.0
-        own = self.pair.teacher.of_id[ids[row]] or b""
-        begins = len(self.position.rest) < len(own) < len(content) and content.startswith(own)
-        return self.rows.of(row, [ids[row]])[0] if begins else 0.0
+    def totals(self, support: Supports) -> Totals:
+        """Return sums over the positions."""
+        listed = self.is_listed
+        mass = np.where(support.known, support.q, 0.0).sum(-1)
+        values: Mapping[str, float] = {
+            "tokens": len(self.plan.positions),
+            "teacher_tokens": len(self.plan.teacher_ids),
+            "scored": listed.sum(),
+            "aligned": (self.skip == 0)[listed].sum(),
+            "noncanonical": (~self.canonical)[listed].sum(),
+            "support_size": support.known[listed].sum(),
+            "unresolved_mass": (1 - mass)[listed].sum(),
+            "off_path_bound": self.off_path[listed].sum(),
+        }
+        return {name: float(value) for name, value in values.items()}
+
+
+def supports_of(at: Ints, column: Ints, ids: Ints, q: Floats, shape: tuple[int, int]) -> Supports:
+    """Return supports from their entries; other columns have the smallest ids that are unused."""
+    n, k = shape
+    known = np.zeros(shape, dtype=bool)
+    known[at, column] = True
+    all_ids, all_q = np.zeros(shape, dtype=np.int64), np.ones(shape)
+    all_ids[at, column], all_q[at, column] = ids, q
+    total = added(at, q, n)[:, None]
+    all_q = np.where(known & (total > FULL), all_q * FULL / np.maximum(total, FULL), all_q)
+    # Of the first 2K ids, K at most are taken.
+    free = np.ones((n, 2 * k), dtype=bool)
+    small = ids < 2 * k
+    free[at[small], ids[small]] = False
+    row, unused = free.nonzero()
+    column = (free.cumsum(1) - 1)[row, unused] + known.sum(1)[row]
+    fits = column < k
+    all_ids[row[fits], column[fits]] = unused[fits]
+    return Supports(all_ids, all_q, known)

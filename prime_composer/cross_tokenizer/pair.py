@@ -4,9 +4,11 @@ import hashlib
 import json
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,36 @@ SEEN = 20
 
 OPEN_SHARE = 0.02
 """Share of its occurrences at which an open token's first student token is another one."""
+
+SPACE_BYTE = 32
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Memo(Generic[Key]):
+    """Whole numbers of keys, computed for many keys at once and kept.
+
+    Args:
+        compute: returns those of some keys.
+        most: keys that are kept.
+    """
+
+    def __init__(self, compute: Callable[[list[Key]], Sequence[int]], most: int):
+        self._compute, self._most = compute, most
+        self._known: dict[Key, int] = {}
+
+    def __call__(self, keys: Sequence[Key]) -> NDArray[np.int64]:
+        """Return the number of each key."""
+        known = self._known
+        found = list(map(known.get, keys))
+        if None in found:
+            if len(known) > self._most:
+                # A new one: another thread may read the old one.
+                known = self._known = {}
+            missing = [key for key in dict.fromkeys(keys) if key not in known]
+            known.update(zip(missing, self._compute(missing), strict=True))
+            found = [known[key] for key in keys]
+        return np.array(found, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +127,11 @@ class Pair:
         self.path_first = np.full(len(student.of_id), -1)
         long = np.flatnonzero(np.diff(self.tables.path_start) > 1)
         self.path_first[long] = self.tables.path_ids[self.tables.path_start[long]]
-        self.canonical = lru_cache(CACHED_TEXTS)(self._canonical)
+        self.within = lru_cache(CACHED_TEXTS)(self._within)
+        self._canonical = Memo(self._which_are_canonical, CACHED_TEXTS)
+        self.continuations = Memo(self._continuations, CACHED_TEXTS)
+        """Of some bytes and a teacher token after them: twice the first student token plus 2, 0
+        where that is unknown, and plus 1 where what follows may change it."""
 
     @property
     def digest(self) -> str:
@@ -141,11 +177,64 @@ class Pair:
             return self.canonical(before, token)
         return (self.student.of_id[token] or b"").startswith(self.student_lead)
 
-    def _canonical(self, left: int, right: int) -> bool:
+    def canonical(self, left: int, right: int) -> bool:
         """Return whether the student itself writes two tokens next to each other."""
+        return bool(self._canonical([left * len(self.student.of_id) + right])[0])
+
+    def are_canonical(self, left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return ``canonical`` of each pair of tokens, [e]."""
+        before_space, with_space = self._alone
+        known = before_space[left] & with_space[right]
+        asked = np.flatnonzero(~known)
+        keys = left[asked] * len(self.student.of_id) + right[asked]
+        known[asked] = self._canonical(keys.tolist()) > 0
+        return known
+
+    @cached_property
+    def _alone(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Whether a student token is followed by a space as if by nothing, and whether another one
+        is such a space's: what has no merge across it is encoded on either side by itself.
+
+        White space before it is no such token: expressions that split words look ahead of it.
+        """
+        contents = [content or b"" for content in self.student.of_id]
+        joined = {left for c in contents for left, right in pairwise(c) if right == SPACE_BYTE}
+        encoded = encoded_bytes(self.student, contents)
+        by_itself = np.array([ids == [i] for i, ids in enumerate(encoded)])
+        free = {*range(33, 127)} - joined
+        left = [bool(content) and content[-1] in free for content in contents]
+        right = [content[:1] == b" " for content in contents]
+        return by_itself & np.array(left), by_itself & np.array(right)
+
+    def _which_are_canonical(self, keys: list[int]) -> list[bool]:
         of_id = self.student.of_id
-        encoded = self.student.encode_bytes((of_id[left] or b"") + (of_id[right] or b""))
-        return encoded is None or encoded == (left, right)
+        pairs = [divmod(key, len(of_id)) for key in keys]
+        written = [(of_id[left] or b"") + (of_id[right] or b"") for left, right in pairs]
+        encoded = encoded_bytes(self.student, written)
+        return [ids is None or ids == [*p] for ids, p in zip(encoded, pairs, strict=True)]
+
+    def _continuations(self, keys: list[tuple[bytes, int]]) -> list[int]:
+        longer = [content + (self.teacher.of_id[token] or b"") for content, token in keys]
+        codes = []
+        for whole, ids, (content, _) in zip(
+            longer, encoded_bytes(self.student, longer), keys, strict=True
+        ):
+            if not ids or whole == content:  # a part of a character, or a special token
+                codes.append(0)
+            else:
+                codes.append(2 * (ids[0] + 1) + self.is_open(whole, ids[0]))
+        return codes
+
+    def _within(self, rest: bytes, token: int) -> tuple[int, ...]:
+        """Return the teacher's tokens that begin with some bytes and end inside a student token.
+
+        Args:
+            rest: the bytes, after which the student's token begins.
+            token: the student's.
+        """
+        content = rest + (self.student.of_id[token] or b"")
+        shorter = (self.id_of.get(content[:end]) for end in range(len(rest) + 1, len(content)))
+        return tuple(i for i in shorter if i is not None)
 
     def _ids_of_contents(self) -> dict[bytes, int]:
         """Return the id of each content. Of several, it is the one that the teacher writes."""

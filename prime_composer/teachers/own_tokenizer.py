@@ -24,10 +24,11 @@ from prime_composer.backends.hf_model import (
 )
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.contract import Scores
-from prime_composer.cross_tokenizer.finish import Rows, Totals, means, token_scores
+from prime_composer.cross_tokenizer.finish import Totals, means, token_scores
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import Plan, plan_of
 from prime_composer.cross_tokenizer.sums import Sums
+from prime_composer.cross_tokenizer.teacher_rows import Rows
 from prime_composer.losses import LossConfig
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet

@@ -25,10 +25,11 @@ import torch
 from numpy.typing import NDArray
 
 from prime_composer.contract import InvalidAnswer, Scores
-from prime_composer.cross_tokenizer.finish import ListedRows
+from prime_composer.cross_tokenizer.masses import added
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import Plan, Position
 from prime_composer.cross_tokenizer.sums import Candidates
+from prime_composer.cross_tokenizer.teacher_rows import ListedRows
 from prime_composer.scoring.kinds import KindRequest
 from prime_composer.scoring.pair_tables import PairTables
 from prime_composer.scoring.student_candidates import (
@@ -59,9 +60,6 @@ CACHED_RANGES = 2**16
 
 
 Arrays = Mapping[str, NDArray[Any]]
-
-List = tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
-"""Ids and their masses: certain, open, and of what may begin them."""
 
 
 @dataclass(eq=False)
@@ -256,105 +254,205 @@ def read_answer(
         InvalidAnswer: the arrays cannot be what was asked for.
     """
     assert read.beside is not None
-    arrays = read.beside
-    check_arrays(arrays, len(pair.student.of_id), origin)
+    arrays, student = read.beside, len(pair.student.of_id)
+    check_arrays(arrays, student, origin)
     log_path = np.concatenate([[0.0], read.ref_logprobs.double().cumsum(0).numpy()])
     positions = [one for one in question.plan.positions if one is not None]
-    n, most = len(positions), question.most
-    ids = np.full((n, most + 1), -1)
-    masses = np.zeros((3, n, most + 1))
-    numbers = np.zeros((4, n))  # total, end, nobody, unlisted
-    for at, (position, parts) in enumerate(zip(positions, question.parts, strict=True)):
-        shares = [np.exp(log_path[part.row] - log_path[position.row]) for part in parts]
-        if not all(part.columns for part in parts):
-            numbers[3, at] = np.inf
-        if not parts or numbers[3, at]:
-            continue
-        lists = [listed(part, arrays) for part in parts]
-        found = of_position(position, parts, shares, lists, most)
-        count = len(found[0])
-        ids[at, :count] = found[0]
-        masses[:, at, :count] = found[1:]
-        totals = [total_of(*one, arrays) for one in zip(parts, lists, strict=True)]
-        numbers[0, at] = np.dot(shares, totals)
-        behind_lead = position.before is None and position.skip > 0
-        if position.skip <= 0 or behind_lead:
-            numbers[1, at] = arrays["candidate_end"][position.row]
-        if position.skip <= 0:
-            numbers[2, at] = max(0.0, 1 - totals[0] - numbers[1, at])
+    n, own_row = len(positions), np.array([one.row for one in positions], dtype=int)
+    parts = Flat.of(question.parts, positions, log_path)
+    listed = Listed.of(parts, arrays)
+    at, place, ids, masses = of_positions(positions, parts, listed, student, question.most)
+    whole = np.full((n, question.most), -1)
+    dense = np.zeros((3, n, question.most))
+    whole[at, place], dense[:, at, place] = ids, masses
+
+    totals = parts.share * listed.totals(parts, arrays)
+    total = added(parts.at, totals, n)
+    skip = np.array([one.skip for one in positions], dtype=int)
+    first = np.array([one.before is None for one in positions], dtype=bool)
+    ends = ((skip <= 0) | first) & ~parts.lacks
+    end = np.where(ends, arrays["candidate_end"][own_row].astype(np.float64), 0.0)
+    nobody = np.where((skip <= 0) & ~parts.lacks, (1 - total - end).clip(min=0.0), 0.0)
     rows = listed_rows(read, question.plan)
-    bounds = [bound_of(position, rows, log_path) for position in positions]
-    total, end, nobody, unlisted = torch.from_numpy(numbers)
-    closed, open_, begun = torch.from_numpy(masses)
-    return (
-        Candidates(
-            torch.from_numpy(ids), closed, open_, total, end, nobody,
-            torch.tensor(bounds, dtype=torch.float64), unlisted, begun,
-        ),
-        rows,
-    )  # fmt: skip
-
-
-def listed(part: Part, arrays: Arrays) -> List:
-    """Return what the answer lists of a part."""
-    place = slice(part.offset + 1, part.offset + part.columns)
-    ids = arrays["candidate_ids"][part.row, place].astype(np.int64)
-    closed, open_, begun = (
-        arrays[f"candidate_{name}"][part.row, place].astype(np.float64)
-        for name in ("closed", "open", "begun")
+    bounds = off_path(positions, own_row, rows, log_path)
+    unlisted = np.where(parts.lacks, np.inf, 0.0)
+    closed, open_, begun = torch.from_numpy(dense)
+    candidates = Candidates(
+        ids=torch.from_numpy(whole),
+        closed=closed,
+        open=open_,
+        total=torch.from_numpy(total),
+        end=torch.from_numpy(end),
+        nobody=torch.from_numpy(nobody),
+        off_path=torch.from_numpy(bounds),
+        unlisted=torch.from_numpy(unlisted),
+        begun=begun,
     )
-    kept = ids >= 0
-    return ids[kept], closed[kept], open_[kept], begun[kept]
+    return candidates, rows
 
 
-def total_of(part: Part, its: List, arrays: Arrays) -> float:
-    """Return the mass of a part: what is listed, and what is not.
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """The parts of all positions, one after the other; none of a position that lacks one.
 
-    Where nearly all tokens of a position are dropped later, a total that was rounded by itself
-    would leave a difference in the place of the others.
+    Attributes:
+        parts: the parts, [p].
+        at: the position of each.
+        row, offset, columns: of each.
+        share: the teacher's path from its row to the position's, as a factor.
+        is_own: it is that of its position's own row, and begins no lead.
+        lacks: whether the row of one of a position's parts has no room for it, [n].
     """
-    total, sums = (
-        float(arrays["candidate_closed"][part.row, part.offset]),
-        its[1].sum() + its[2].sum(),
+
+    parts: list[Part]
+    at: NDArray[np.int64]
+    row: NDArray[np.int64]
+    offset: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    share: NDArray[np.float64]
+    is_own: NDArray[np.bool_]
+    lacks: NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls,
+        asked: Sequence[Sequence[Part]],
+        positions: Sequence[Position],
+        log_path: NDArray[np.float64],
+    ) -> "Flat":
+        """Return the parts that were asked of positions."""
+        lacks = np.array([0 in [one.columns for one in parts] for parts in asked], dtype=bool)
+        kept = [(at, parts) for at, parts in enumerate(asked) if not lacks[at]]
+        flat = [part for _, parts in kept for part in parts]
+        at = np.array([at for at, parts in kept for _ in parts], dtype=int)
+        is_own = [
+            index == 0 and part.row == positions[at].row and part.skip >= 0
+            for at, parts in kept
+            for index, part in enumerate(parts)
+        ]
+        row, offset, columns = (
+            np.array([getattr(part, name) for part in flat], dtype=int)
+            for name in ("row", "offset", "columns")
+        )
+        own_row = np.array([one.row for one in positions], dtype=int)[at]
+        share = np.exp(log_path[row] - log_path[own_row])
+        return cls(flat, at, row, offset, columns, share, np.array(is_own, dtype=bool), lacks)
+
+
+@dataclass(frozen=True, eq=False)
+class Listed:
+    """What an answer lists of parts, part after part.
+
+    Attributes:
+        part: index of each entry's part, in order, [e].
+        ids: the student's tokens.
+        closed, open: masses.
+        begun: share of what may begin them.
+    """
+
+    part: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    closed: NDArray[np.float64]
+    open: NDArray[np.float64]
+    begun: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, parts: Flat, arrays: Arrays) -> "Listed":
+        """Return the entries of an answer's arrays."""
+        counts = parts.columns - 1
+        part = np.repeat(np.arange(len(counts)), counts)
+        column = np.arange(len(part)) + np.repeat(
+            parts.offset + 1 - (counts.cumsum() - counts), counts
+        )
+        row = parts.row[part]
+        ids = arrays["candidate_ids"][row, column].astype(np.int64)
+        kept = ids >= 0
+        place = row[kept], column[kept]
+        masses = (
+            arrays[f"candidate_{name}"][place].astype(np.float64)
+            for name in ("closed", "open", "begun")
+        )
+        return cls(part[kept], ids[kept], *masses)
+
+    def totals(self, parts: Flat, arrays: Arrays) -> NDArray[np.float64]:
+        """Return the mass of each part: what is listed, and what is not.
+
+        Where nearly all tokens of a position are dropped later, a total that was rounded by itself
+        would leave a difference in the place of the others.
+        """
+        total = arrays["candidate_closed"][parts.row, parts.offset].astype(np.float64)
+        sums = added(self.part, self.closed + self.open, len(total))
+        return np.where(total - sums > ROUNDING * total, total, sums)
+
+
+def of_positions(
+    positions: Sequence[Position], parts: Flat, listed: Listed, student: int, most: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Return the ids with most mass at each position, the sampled one first, and their masses.
+
+    Args:
+        positions: those with a score.
+        parts: of all of them.
+        listed: what the answer has of these.
+        student: entries of its vocabulary.
+        most: ids per position.
+
+    Returns:
+        Positions, places among a position's ids, ids, and three masses: certain, open, and of what
+        may begin them and not end them; NaN where the answer does not say it.
+    """
+    share, of_part = parts.share[listed.part], parts.at[listed.part]
+    keys, of_key = np.unique(of_part * student + listed.ids, return_inverse=True)
+    closed, open_ = (
+        added(of_key, share * mass, len(keys)) for mass in (listed.closed, listed.open)
     )
-    return sums + (total - sums) * (total - sums > ROUNDING * total)
-
-
-def of_position(
-    position: Position,
-    parts: Sequence[Part],
-    shares: Sequence[float],
-    lists: Sequence[List],
-    most: int,
-) -> List:
-    """Return the ids with most mass at a position, the sampled one first, and their masses.
-
-    The third mass is what may begin them and not end them; NaN where the answer does not say it.
-    """
-    ids = np.unique(np.concatenate([its for its, *_ in lists]))
-    closed, open_, missing = np.zeros((3, len(ids)))
-    begun = np.full(len(ids), np.nan)
-    for part, share, (its, its_closed, its_open, its_begun) in zip(
-        parts, shares, lists, strict=True
-    ):
-        at = ids.searchsorted(its)
-        closed[at] += share * its_closed
-        open_[at] += share * its_open
-        if part is parts[0] and part.row == position.row and position.skip >= 0:
-            both = its_closed + its_open
-            begun[at] = both * its_begun / np.maximum(1 - its_begun, 1e-9)
-        if len(parts) > 1 and len(its) < len(part.firsts):
-            unforced = ~np.isin(its, part.forced)
-            smallest = (its_closed + its_open)[unforced].min(initial=np.inf)
-            near = part.firsts.searchsorted(ids).clip(max=len(part.firsts) - 1)
-            unlisted = part.firsts[near] == ids
-            unlisted[at] = False
-            missing[unlisted] += share * smallest
-    own = ids == position.token
+    begun = np.full(len(keys), np.nan)
+    own = parts.is_own[listed.part]
+    both = (listed.closed + listed.open)[own]
+    begun[of_key[own]] = both * listed.begun[own] / np.maximum(1 - listed.begun[own], 1e-9)
     both = closed + open_
-    order = np.lexsort((-both, ~own))
-    order = order[(own | (missing <= MISSING * both))[order]][:most]
-    return ids[order], closed[order], open_[order], begun[order]
+    at, ids = keys // student, keys % student
+    sampled = np.array([one.token for one in positions], dtype=int)
+    is_sampled = ids == sampled[at]
+    kept = is_sampled | (missing_of(parts, listed, keys, student) <= MISSING * both)
+    order = np.lexsort((-both, ~is_sampled, at))
+    order = order[kept[order]]
+    counts = np.bincount(at[order], minlength=len(positions))
+    place = np.arange(len(order)) - (counts.cumsum() - counts)[at[order]]
+    fits = place < most
+    order = order[fits]
+    masses = np.stack([closed[order], open_[order], begun[order]])
+    return at[order], place[fits], ids[order], masses
+
+
+def missing_of(
+    parts: Flat, listed: Listed, keys: NDArray[np.int64], student: int
+) -> NDArray[np.float64]:
+    """Return the mass that each id may have more of, at most, in parts that do not list it.
+
+    Args:
+        parts: of all positions.
+        listed: what the answer has of these.
+        keys: positions times ``student`` plus ids, in order.
+        student: entries of its vocabulary.
+    """
+    missing = np.zeros(len(keys))
+    forced = [at * student + i for at, part in enumerate(parts.parts) for i in part.forced]
+    unforced = ~np.isin(listed.part * student + listed.ids, forced)
+    begins = listed.part.searchsorted(np.arange(len(parts.parts) + 1)).tolist()
+    several = np.bincount(parts.at, minlength=len(parts.lacks))[parts.at] > 1
+    sizes = np.array([len(part.firsts) for part in parts.parts], dtype=int)
+    mass = listed.closed + listed.open
+    for index in np.flatnonzero(several & (np.diff(begins) < sizes)).tolist():
+        here = slice(*begins[index : index + 2])
+        smallest = mass[here][unforced[here]].min(initial=np.inf)
+        first = int(parts.at[index]) * student
+        place = slice(*keys.searchsorted([first, first + student]).tolist())
+        ids, firsts = keys[place] - first, parts.parts[index].firsts
+        unlisted = firsts[firsts.searchsorted(ids).clip(max=len(firsts) - 1)] == ids
+        unlisted[ids.searchsorted(listed.ids[here])] = False
+        missing[place][unlisted] += parts.share[index] * smallest
+    return missing
 
 
 def check_arrays(arrays: Arrays, student_size: int, origin: str) -> None:
@@ -379,15 +477,24 @@ def check_arrays(arrays: Arrays, student_size: int, origin: str) -> None:
 
 def listed_rows(read: Scores, plan: Plan) -> ListedRows:
     """Return what was read of the teacher's rows, with its own tokens."""
-    own = read.ref_logprobs[: len(plan.teacher_ids)].double().exp().tolist()
-    sampled = dict(enumerate(zip(plan.teacher_ids, own, strict=True)))
-    return ListedRows(read.token_ids.numpy(), read.teacher_logprobs.double().exp().numpy(), sampled)
+    own = read.ref_logprobs[: len(plan.teacher_ids)].double().exp().numpy()
+    probabilities = read.teacher_logprobs.double().exp().numpy()
+    return ListedRows(read.token_ids.numpy(), probabilities, plan.teacher_ids, own)
 
 
-def bound_of(position: Position, rows: ListedRows, log_path: NDArray[np.float64]) -> float:
-    """Return a bound of the teacher's mass on other tokenizations of the text before."""
-    bound = 0.0
-    for row, ids in position.off_path:
-        share = float(np.exp(log_path[row] - log_path[position.row]))
-        bound += share * sum(rows.at_most(row, ids))
-    return bound
+def off_path(
+    positions: Sequence[Position],
+    own_row: NDArray[np.int64],
+    rows: ListedRows,
+    log_path: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Return bounds of the teacher's mass on other tokenizations of the text before, [n]."""
+    places = [
+        (at, row, i)
+        for at, position in enumerate(positions)
+        for row, ids in position.off_path
+        for i in ids
+    ]
+    at, row, id_ = np.array(places, dtype=int).reshape(-1, 3).T
+    share = np.exp(log_path[row] - log_path[own_row[at]])
+    return added(at, share * rows.at_most(row, id_), len(positions))

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from prime_composer.cross_tokenizer.finish import UNRESOLVED, Row, Rows
+from prime_composer.cross_tokenizer.finish import UNRESOLVED
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.cross_tokenizer.sums import Sums
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes
-from tests.cross_tokenizer.test_target import EVERY, scores_of, toy
+from tests.cross_tokenizer.test_target import EVERY, finished, scores_of, toy
 from tests.cross_tokenizer.toys import byte_level
 
 
@@ -32,13 +32,11 @@ def test_support_has_the_ids_that_are_certain_and_no_others(
         found = Sums(this.pair).candidates(rows, plan, EVERY)
         scores, _ = scores_of(this.pair, rows, ids, vocabulary)
         steps = [float(rows[j, token]) for j, token in enumerate(plan.teacher_ids)]
+        closed, _, _, norms = finished(this.pair, plan, found, rows)
         for at, position in enumerate(plan.positions):
             if position is None or float(found.off_path[at]) > 1e-12:
                 continue
-            row = Row(this.pair, plan, position, found, at, Rows(rows))
-            row.refine()
-            row.filter()
-            _, norm = row.own_and_norm()
+            norm = norms[at]
             path, known = math.prod(steps[: position.row]), scores.all_known[at]
             pairs = scores.token_ids[at][known], norm * scores.teacher_logprobs[at][known].exp()
             support = dict(zip(*(part.tolist() for part in pairs), strict=True))
@@ -46,7 +44,7 @@ def test_support_has_the_ids_that_are_certain_and_no_others(
             assert (position.token in support) == (own > 1e-6)
             for token in {*range(vocabulary)} - {position.token}:
                 exact = this.exact.get((*ids[:at], token), 0.0) / path
-                least = support.get(token, row.masses.closed.get(token, 0.0)) * (1 - 1e-4)
+                least = support.get(token, closed[at, token]) * (1 - 1e-4)
                 is_certain = least <= exact <= least * (1 + 3e-4) / (1 - UNRESOLVED)
                 if token == end:
                     assert support.get(end, 0.0) == pytest.approx(exact, rel=1e-4)

@@ -5,15 +5,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from prime_composer.cross_tokenizer.finish import NEVER, Row, Rows, token_scores
+from prime_composer.cross_tokenizer.finish import NEVER, Positions, token_scores
 from prime_composer.cross_tokenizer.pair import Pair
-from prime_composer.cross_tokenizer.plan import plan_of
-from prime_composer.cross_tokenizer.sums import Sums
+from prime_composer.cross_tokenizer.plan import Plan, plan_of
+from prime_composer.cross_tokenizer.sums import Candidates, Sums
+from prime_composer.cross_tokenizer.teacher_rows import Rows
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes
 from tests.cross_tokenizer.toys import ToyTeacher, byte_level, pushed_forward, random_tokenizer
 
@@ -111,18 +113,16 @@ def bounded(this: Toy, seed: int) -> int:
         rows = this.teacher.rows_of(plan.teacher_ids)
         found = Sums(pair).candidates(rows, plan, EVERY)
         steps = [float(rows[j, token]) for j, token in enumerate(plan.teacher_ids)]
+        closed, open_, own_of, norm_of = finished(pair, plan, found, rows)
         for at, position in enumerate(plan.positions):
             if position is None or float(found.off_path[at]) > 1e-12:
                 continue
-            row = Row(pair, plan, position, found, at, Rows(rows))
-            row.refine()
-            row.filter()
-            own, norm = row.own_and_norm()
+            own, norm = own_of[at], norm_of[at]
             path = math.prod(steps[: position.row])
-            unsure = sum(row.masses.open.values()) + row.masses.doubtful
+            unsure = open_[at]
             for token in range(pair.student_end):
                 mass = exact.get((*ids[:at], token), 0.0) / path
-                certain = row.masses.closed.get(token, 0.0)
+                certain = closed[at, token]
                 assert certain - 1e-9 <= mass <= certain + unsure + 1e-9
                 count += mass > 0
             if unsure == 0:
@@ -130,6 +130,18 @@ def bounded(this: Toy, seed: int) -> int:
                 target = exact[ids[: at + 1]] / exact[ids[:at]]
                 assert own == pytest.approx(log_or_never(target), abs=1e-6)
     return count
+
+
+def finished(pair: Pair, plan: Plan, found: Candidates, rows: torch.Tensor) -> tuple[Any, ...]:
+    """Return the certain mass of each token, all that is unsure, log Q of what was sampled, and
+    the norm, of each position. All of them have a score."""
+    positions = Positions(pair, plan, found, Rows(rows))
+    masses = positions.filtered(positions.refined(positions.masses))
+    assert len(masses.total) == len(plan.positions)
+    closed = np.zeros((len(masses.total), masses.width))
+    closed[masses.positions, masses.tokens] = masses.closed
+    unsure = np.bincount(masses.positions, masses.open, len(closed)) + masses.doubtful
+    return closed, unsure, positions.own(masses), positions.norm(masses)
 
 
 def log_or_never(probability: float) -> float:
@@ -269,6 +281,29 @@ def test_a_fixed_support_does_not_depend_on_the_sampled_token() -> None:
             assert all(support == supports[0] for support in supports)
             compared += len(supports) - 1
     assert compared > 10
+
+
+@pytest.mark.parametrize("words", [True, False])
+def test_pairs_of_tokens_are_canonical_where_the_student_writes_them(words: bool) -> None:
+    """Those across a space are known without encoding them, unless a merge spans it."""
+    known = 0
+    for seed in range(3):
+        teacher, student = (
+            random_tokenizer(2 * seed + at, ALPHABET, 12, words=words) for at in (0, 1)
+        )
+        pair = Pair(teacher, student, [0], 0, [])
+        ids = [
+            i for i, content in enumerate(student.of_id) if content and not content.strip(b"ab ")
+        ]
+        left, right = np.array([*itertools.product(ids, ids)]).T
+        written = [
+            student.encode(student.bytes_of(each).decode()) == each
+            for each in itertools.product(ids, ids)
+        ]
+        assert pair.are_canonical(left, right).tolist() == written
+        before_space, with_space = pair._alone
+        known += int((before_space[left] & with_space[right]).sum())
+    assert known > 50
 
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -892,21 +892,24 @@ MUTANTS: dict[str, Mutant] = {
         PLAN, "_Reader.position", ("range(last, -1, -1)", "range(last, last - 1, -1)"),
     ),
     "own tokenizer: seam filter off": mutant(
-        FINISH, "Row.filter", ("self.pair.canonical(before, token)", "True"),
+        FINISH, "Positions.filtered",
+        ("self.pair.are_canonical(self.before[positions[asked]], masses.tokens[asked])", "True"),
     ),
     "own tokenizer: sampled token not in its support": mutant(
-        FINISH, "Row.support", ("not fixed and own > NEVER", "False"),
+        FINISH, "Positions.support",
+        ("np.zeros(n, bool) if own is None else (norm > 0) & (own > NEVER)", "np.zeros(n, bool)"),
     ),
     "own tokenizer: end mass to another end": mutant(
-        FINISH, "Row.support",
-        ("others.append((self.pair.student_end, self.end / norm))",
-         "others.append((self.pair.student_end - 1, self.end / norm))"),
+        FINISH, "Positions.support",
+        ("np.full(ends.sum(), end)", "np.full(ends.sum(), end - 1)"),
     ),
     "own tokenizer: unresolved ids kept": mutant(
-        FINISH, "Row.is_resolved", ("unsure <= UNRESOLVED * (closed + unsure)", "True"),
+        FINISH, "Positions.support",
+        ("asked[unsure <= UNRESOLVED * (masses.closed[asked] + unsure)]", "asked"),
     ),
     "own tokenizer: unresolved ids floored": mutant(
-        FINISH, "token_scores", ("known[at, :len(chosen)] = True", "known[at] = True"),
+        FINISH, "token_scores",
+        ("torch.from_numpy(support.known[listed])", "torch.ones(len(at), k, dtype=torch.bool)"),
     ),
     "own tokenizer: turn that the teacher writes otherwise": mutant(
         TURNS, "OwnTokenizer.turn",

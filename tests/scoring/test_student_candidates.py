@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from prime_composer.contract import InvalidAnswer, Scores
-from prime_composer.cross_tokenizer.finish import Rows, token_scores
+from prime_composer.cross_tokenizer.finish import token_scores
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.cross_tokenizer.sums import Sums
+from prime_composer.cross_tokenizer.teacher_rows import Rows
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes
 from prime_composer.scoring import kinds, pair_tables, worker
 from prime_composer.scoring.kinds import KindRequest

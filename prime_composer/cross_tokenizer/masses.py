@@ -1,0 +1,113 @@
+"""Masses of student tokens at many positions, changed at all of these at once."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prime_composer.cross_tokenizer.sums import Candidates
+from prime_composer.cross_tokenizer.teacher_rows import Floats, Ints
+
+
+def added(places: Ints, values: Floats, size: int) -> Floats:
+    """Return the sum of the values of each place, [size]."""
+    # Of nothing, NumPy's sums are whole numbers.
+    return np.bincount(places, values, size).astype(np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Masses:
+    """Masses of student tokens at n positions, an entry for each token of a position.
+
+    Attributes:
+        width: entries of the student's vocabulary.
+        keys: position times ``width``, plus the token, in order, [e].
+        closed: mass that is certain, [e].
+        open: mass that may turn out to be another token's, [e].
+        begun: mass of teacher tokens that may begin it and not end it (``Candidates``), [e]; NaN
+            where the rows have to say it.
+        total: of each position, with the tokens that have no entry, [n].
+        doubtful: open mass of dropped tokens: it belongs to another token, or to another text, [n].
+    """
+
+    width: int
+    keys: Ints
+    closed: Floats
+    open: Floats
+    begun: Floats
+    total: Floats
+    doubtful: Floats
+
+    @classmethod
+    def of(cls, candidates: Candidates, width: int) -> "Masses":
+        """Return those of candidates."""
+        ids = candidates.ids.cpu().numpy()
+        n = len(ids)
+        kept = ids >= 0
+        keys = (np.arange(n)[:, None] * width + ids)[kept]
+        order = keys.argsort()
+        closed, open_ = (
+            part.cpu().numpy()[kept][order].astype(np.float64)
+            for part in (candidates.closed, candidates.open)
+        )
+        begun = np.full(len(keys), np.nan)
+        if candidates.begun is not None:
+            begun = candidates.begun.cpu().numpy()[kept][order].astype(np.float64)
+        total = candidates.total.cpu().numpy().astype(np.float64)
+        return cls(width, keys[order], closed, open_, begun, total, np.zeros(n))
+
+    @property
+    def positions(self) -> Ints:
+        """The position of each entry."""
+        return self.keys // self.width
+
+    @property
+    def tokens(self) -> Ints:
+        """The token of each entry."""
+        return self.keys % self.width
+
+    def find(self, positions: Ints, tokens: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+        """Return the entry of a token at each position, and whether it has one."""
+        keys = positions * self.width + tokens
+        at = self.keys.searchsorted(keys)
+        has = at < len(self.keys)
+        has[has] = self.keys[at[has]] == keys[has]
+        return at, has
+
+    def less(
+        self, positions: Ints, tokens: Ints, mass: Floats, is_open: NDArray[np.bool_]
+    ) -> "Masses":
+        """Return these without mass of a token at each of some positions, which are different."""
+        at, has = self.find(positions, tokens)
+        closed, open_ = self.closed.copy(), self.open.copy()
+        for target, use in ((closed, has & ~is_open), (open_, has & is_open)):
+            target[at[use]] = np.maximum(target[at[use]] - mass[use], 0.0)
+        return replace(self, closed=closed, open=open_)
+
+    def more(
+        self, positions: Ints, tokens: Ints, mass: Floats, is_open: NDArray[np.bool_]
+    ) -> "Masses":
+        """Return these with more mass of some tokens. The totals have it already."""
+        every = np.concatenate([self.keys, positions * self.width + tokens])
+        keys, of_key = np.unique(every, return_inverse=True)
+        closed, open_ = (
+            added(of_key, np.concatenate([own, mass * use]), len(keys))
+            for own, use in ((self.closed, ~is_open), (self.open, is_open))
+        )
+        begun = np.full(len(keys), np.nan)
+        begun[of_key[: len(self.keys)]] = self.begun
+        return replace(self, keys=keys, closed=closed, open=open_, begun=begun)
+
+    def only(self, kept: NDArray[np.bool_]) -> "Masses":
+        """Return these without the entries that are not kept, and without their mass."""
+        n, at = len(self.total), self.positions[~kept]
+        unsure = added(at, self.open[~kept], n)
+        return replace(
+            self,
+            keys=self.keys[kept],
+            closed=self.closed[kept],
+            open=self.open[kept],
+            begun=self.begun[kept],
+            total=self.total - added(at, self.closed[~kept], n) - unsure,
+            doubtful=self.doubtful + unsure,
+        )
