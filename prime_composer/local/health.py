@@ -74,7 +74,9 @@ SIGNS = {
         "rollout/repeated",
         True,
         "{:.1%} of the rollouts end in a repetition",
-        "leave it out of the loss with [loss.repetition], or lower trainer.lr",
+        "if rollout/end_teacher is near 0, leave the token that ends an answer out of the loss "
+        "with [loss.special_tokens]; otherwise lower trainer.lr, or leave the repetition out with "
+        "[loss.repetition]",
     ),
     "truncated": Sign(
         "rollout/truncated",
@@ -86,7 +88,7 @@ SIGNS = {
         GROWTH,
         True,
         "the rollouts are {:.3g} times as long as in the first step",
-        "lower trainer.lr, or leave repetitions out of the loss with [loss.repetition]",
+        "lower trainer.lr, and see whether rollout/end_teacher is near 0",
     ),
     "shorter": Sign(
         GROWTH,

@@ -24,6 +24,21 @@ Results for recipes/gsm8k_opd.toml with models of 900 SFT steps, one seed, 40 st
     tail K = 16  planted  no         80.0%    35.0%    0.754    18.0%     0.0%
     tail K = 16  planted  yes        84.5%     0.0%    0.112    21.0%    63.8%
 
+Answers that may be longer collapse for good (``--seeds 0 --steps 40 --set rollout.max_tokens=94``):
+
+    loss         teacher  mask   accuracy  cut off  true KL      end growth  loops  warned
+    sampled      true     no        69.0%     0.0%    0.116  9.3e-01   0.81   0.0%       -
+    sampled      planted  no         7.5%   100.0%    0.531  2.1e-09   4.80  73.4%  step 3
+    sampled      planted  end       66.5%     0.5%    0.132  2.1e-09   0.86   1.6%  step 3
+    sampled      planted  loops      5.5%   100.0%    0.533  2.1e-09   4.80  78.1%  step 3
+    tail K = 16  true     no        80.0%     0.0%    0.059  9.3e-01   0.81   0.0%       -
+    tail K = 16  planted  no        47.0%    30.5%    0.386  2.1e-09   2.62  37.5%  step 3
+    tail K = 16  planted  end       81.5%     0.5%    0.075  2.1e-09   0.94   3.1%  step 3
+    tail K = 16  planted  loops     47.0%    31.5%    0.363  2.1e-09   2.58  35.9%  step 3
+
+The teacher's probability of the end of text says so from the first step on. To leave repeated ends
+out does not help: the student writes them because it does not end.
+
 One token in about 16 has three fifths of |A|, and trains the sampled token's student never to stop.
 The tail loss is less sensitive. The token is not among the teacher's 16, so the mass of the bucket
 is compared, not e^-20. The mask restores the accuracy of both, and part of the KL.
