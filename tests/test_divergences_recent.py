@@ -385,6 +385,11 @@ def test_adaptive_head_always_has_the_first_and_no_tail():
     w = 2 / 3
     expected = w * D.forward_kl(p, q).item() + (1 - w) * D.reverse_kl(p, q).item()
     assert D.adaptive_kl(p, q, head_mass=0.95).item() == pytest.approx(expected, rel=1e-12)
+    # Less than the mean mass of 1/6 may still be in the head. Head {0, 1}: w = (.4 + .2)/.8.
+    p, q = double([0.1, 0.3, *[0.15] * 4]).log(), double([0.5, *[0.1] * 5]).log()
+    kl = [f(p, q, "full").item() for f in (D.forward_kl, D.reverse_kl)]
+    found = D.adaptive_kl(p, q, head_mass=0.69, normalization="full").item()
+    assert found == pytest.approx(0.75 * kl[0] + 0.25 * kl[1], rel=1e-12)
 
 
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)

@@ -38,16 +38,14 @@ def adaptive_kl(
     *,
     head_mass: float,
     normalization: Normalization = "tail",
-    last_is_tail: bool = False,
 ) -> Float[Tensor, "*pos"]:
     """Return AKL per position: forward KL as far as the gap is in the teacher's head.
 
         w KL(q || p) + (1 - w) KL(p || q),    w = sg (sum_head |q - p| / sum |q - p|)
 
     The head is the teacher's most probable outcomes, as long as their cumulated mass is at most
-    ``head_mass``. The first one always belongs to it, and a tail bucket never does. With
-    ``last_is_tail`` that is the last outcome. The order of equally probable ones is that of the
-    support. w = 1/2 at p = q, which is stationary.
+    ``head_mass``. The first one always belongs to it, and a tail bucket never does. The order of
+    equally probable ones is that of the support. w = 1/2 at p = q, which is stationary.
 
     Source: "Rethinking Kullback-Leibler Divergence in Knowledge Distillation for Large Language
     Models" (2024), https://arxiv.org/abs/2404.02657, and wutaiqiang/LLM_KD_AKL ff278be, AKL.py,
@@ -56,27 +54,35 @@ def adaptive_kl(
     Raises:
         ValueError: head_mass outside (0, 1), or ``outcomes`` refuses the normalization.
     """
+    p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
+    weight = head_share(p.detach(), q, head_mass, normalization == "tail")
+    forward, reverse = kl_terms(q, p).sum(-1), kl_terms(p, q).sum(-1)
+    return weight * forward + (1 - weight) * reverse
+
+
+def head_share(
+    p: Float[Tensor, "*pos n"], q: Float[Tensor, "*pos n"], head_mass: float, has_tail: bool
+) -> Float[Tensor, "*pos"]:
+    """Return the share of sum |q - p| that is in the teacher's head, 1/2 where the sum is 0.
+
+    Raises:
+        ValueError: head_mass outside (0, 1).
+    """
     if not 0 < head_mass < 1:
         raise ValueError(
             f"head_mass = {head_mass} is the teacher's mass in the head: it has to be between 0 "
             "and 1."
         )
-    p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
-    weight = _head_share(p.detach(), q, head_mass, last_is_tail or normalization == "tail")
-    forward, reverse = kl_terms(q, p).sum(-1), kl_terms(p, q).sum(-1)
-    return weight * forward + (1 - weight) * reverse
-
-
-def _head_share(
-    p: Float[Tensor, "*pos n"], q: Float[Tensor, "*pos n"], head_mass: float, has_tail: bool
-) -> Float[Tensor, "*pos"]:
-    """Return the share of sum |q - p| that is in the teacher's head, 1/2 where the sum is 0."""
-    gaps = (torch.exp(q) - torch.exp(p)).abs()
+    masses = torch.exp(q)
+    gaps = (masses - torch.exp(p)).abs()
     total = gaps.sum(-1)
     if has_tail:
-        q, gaps = q[..., :-1], gaps[..., :-1]
-    ranked, order = q.sort(dim=-1, descending=True, stable=True)
-    in_head = torch.exp(ranked).cumsum(-1) <= head_mass
-    in_head[..., 0] = True
-    head = torch.where(in_head, gaps.gather(-1, order), 0.0).sum(-1)
+        masses, gaps = masses[..., :-1], gaps[..., :-1]
+    # All masses below this sum to less than what lies outside of the head: they need no order.
+    least = (masses.sum(-1, keepdim=True) - head_mass) / masses.shape[-1]
+    candidates = (masses >= least).reshape(-1, masses.shape[-1]).any(0)
+    masses, order = masses[..., candidates].sort(dim=-1, descending=True, stable=True)
+    in_head = masses.cumsum(-1) <= head_mass
+    in_head[..., :1] = True
+    head = torch.where(in_head, gaps[..., candidates].gather(-1, order), 0.0).sum(-1)
     return torch.where(total == 0, 0.5, head / torch.where(total == 0, 1.0, total))

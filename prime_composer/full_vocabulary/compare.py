@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from prime_composer.divergences import (
     reverse_kl,
     taid,
 )
+from prime_composer.divergences.adaptive import head_share
 from prime_composer.full_vocabulary.heads import by_teachers, check
 from prime_composer.full_vocabulary.kernel import kls
 from prime_composer.full_vocabulary.token_blocks import by_token_blocks
@@ -52,11 +53,13 @@ def compare(
         if index is not None:
             own = {k: v[index] if isinstance(v, Tensor) else v for k, v in knobs.items()}
             rows.append(index)
-        kernel = KERNELS.get(divergence)
-        if kernel is not None and group.teacher_weights is None:
-            values.append(kernel(group, **own))
+        way = IN_PARTS.get(divergence)
+        if group.teacher_weights is None:
+            way = KERNELS.get(divergence, way)
+        if way is not None:
+            values.append(way(group, **own))
         else:
-            values.append(by_token_blocks(group, _called(group, divergence, own)))
+            values.append(by_token_blocks(group, _called(divergence, own)))
     if not rows:
         return values[0]
     joined = torch.cat(values)
@@ -64,11 +67,9 @@ def compare(
 
 
 def _called(
-    heads: TwoHeads, divergence: Callable[..., Tensor], knobs: dict[str, Any]
+    divergence: Callable[..., Tensor], knobs: dict[str, Any]
 ) -> Callable[[slice, Tensor, Tensor], Tensor]:
     """Return a divergence with the knobs of its rows."""
-    if len({side.size for side in heads.sides}) > 1:
-        divergence = WITH_BUCKET.get(divergence, divergence)
 
     def call(rows: slice, log_p: Tensor, log_q: Tensor) -> Tensor:
         own = {k: v[rows] if isinstance(v, Tensor) else v for k, v in knobs.items()}
@@ -99,6 +100,21 @@ def _kls_and_entropy(heads: TwoHeads, with_reverse: bool = True) -> Tensor:
     return torch.stack([x for x in values if x is not None], dim=-1)
 
 
+def _adaptive_kl(heads: TwoHeads, head_mass: float) -> Tensor:
+    has_bucket = len({side.size for side in heads.sides}) > 1
+
+    def parts(_: slice, log_p: Tensor, log_q: Tensor) -> Tensor:
+        kl = [f(log_p, log_q, normalization="full") for f in (forward_kl, reverse_kl)]
+        # The backward has the share in its gradient, and need not sort again.
+        backward = torch.is_grad_enabled()
+        share = kl[0] if backward else head_share(log_p, log_q, head_mass, has_bucket)
+        return torch.stack([*kl, share], -1)
+
+    forward, reverse, share = by_token_blocks(heads, parts).unbind(-1)
+    share = share.detach()
+    return share * forward + (1 - share) * reverse
+
+
 KERNELS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
     reverse_kl: _reverse_kl,
     forward_kl: _forward_kl,
@@ -107,10 +123,8 @@ KERNELS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
 }
 """What is faster than token blocks, by the function of ``divergences`` that it computes."""
 
-WITH_BUCKET: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
-    adaptive_kl: partial(adaptive_kl, last_is_tail=True)
-}
-"""What treats the bucket of padding ids apart, by the function of ``divergences``."""
+IN_PARTS: dict[Callable[..., Tensor], Callable[..., Tensor]] = {adaptive_kl: _adaptive_kl}
+"""What joins several numbers of token blocks, by the function of ``divergences``."""
 
 
 @torch.no_grad()

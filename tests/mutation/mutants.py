@@ -326,18 +326,18 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "adaptive weight keeps its gradient": mutant(
         ADAPTIVE, "adaptive_kl",
-        ("_head_share(p.detach(), q, head_mass, _T)",
-         "_head_share(p, q, head_mass, _T)"),
+        ("head_share(p.detach(), q, head_mass, _T)", "head_share(p, q, head_mass, _T)"),
     ),
     "adaptive head may be empty": mutant(
-        ADAPTIVE, "_head_share", ("in_head[..., 0] = True", "pass")
+        ADAPTIVE, "head_share", ("in_head[..., :1] = True", "pass")
     ),
     "adaptive head may have the tail": mutant(
-        ADAPTIVE, "_head_share", ("q, gaps = q[..., :-1], gaps[..., :-1]", "pass")
+        ADAPTIVE, "head_share", ("masses, gaps = masses[..., :-1], gaps[..., :-1]", "pass")
     ),
     "adaptive head of the least probable": mutant(
-        ADAPTIVE, "_head_share",
-        ("q.sort(dim=-1, descending=True, stable=True)", "q.sort(dim=-1, stable=True)"),
+        ADAPTIVE, "head_share",
+        ("masses[..., candidates].sort(dim=-1, descending=True, stable=True)",
+         "masses[..., candidates].sort(dim=-1, stable=True)"),
     ),
     # reductions and the contract
     "mean for sum": mutant(
@@ -742,8 +742,9 @@ MUTANTS: dict[str, Mutant] = {
         "full_vocabulary/token_blocks.py", "_floored", ("not plan.has_bucket", "True")
     ),
     "top of adaptive kl has the bucket": mutant(
-        "full_vocabulary/compare.py", "_called",
-        ("WITH_BUCKET.get(divergence, divergence)", "divergence"),
+        "full_vocabulary/compare.py", "_adaptive_kl",
+        ("head_share(log_p, log_q, head_mass, has_bucket)",
+         "head_share(log_p, log_q, head_mass, False)"),
     ),
     "teachers without a weight take part": mutant(
         "full_vocabulary/heads.py", "by_teachers", ("weights > 0", "weights >= 0")
