@@ -59,12 +59,9 @@ def skewed_forward_kl(
         ValueError: skew outside [0, 1), or ``outcomes`` refuses the normalization.
     """
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
-    if isinstance(skew, Tensor):
-        skew = skew.unsqueeze(-1)
-    else:
-        _refuse_skew(skew)
-        if skew == 0:
-            return forward_kl(student_logprobs, teacher_logprobs, normalization)
+    skew = _per_outcome(skew)
+    if not isinstance(skew, Tensor) and skew == 0:
+        return forward_kl(student_logprobs, teacher_logprobs, normalization)
     log_p, absent = p.detach(), (p == -math.inf) & (q == -math.inf)
     m = _mixture(log_p, q, skew)
     difference = torch.exp(log_p) - torch.exp(q)
@@ -108,12 +105,9 @@ def skewed_reverse_kl(
         ValueError: skew outside [0, 1), or ``outcomes`` refuses the normalization.
     """
     p, q = outcomes(student_logprobs, teacher_logprobs, normalization)
-    if isinstance(skew, Tensor):
-        skew = skew.unsqueeze(-1)
-    else:
-        _refuse_skew(skew)
-        if skew == 0:
-            return reverse_kl(student_logprobs, teacher_logprobs, normalization)
+    skew = _per_outcome(skew)
+    if not isinstance(skew, Tensor) and skew == 0:
+        return reverse_kl(student_logprobs, teacher_logprobs, normalization)
     log_p, impossible = p.detach(), p == -math.inf
     m = _mixture(q, log_p, skew)
     probs = torch.exp(log_p)
@@ -135,12 +129,15 @@ def skewed_reverse_kl(
     return with_slope(p, values, slope).sum(-1)
 
 
-def _refuse_skew(skew: float) -> None:
+def _per_outcome(skew: float | Tensor) -> float | Tensor:
+    if isinstance(skew, Tensor):
+        return skew.unsqueeze(-1)
     if not 0 <= skew < 1:
         raise ValueError(
             f"skew = {skew} is the share of the left distribution in the mixture: it has to be in "
             "[0, 1). At 1 the divergence is identically 0."
         )
+    return skew
 
 
 def _mixture(

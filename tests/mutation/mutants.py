@@ -286,7 +286,7 @@ MUTANTS: dict[str, Mutant] = {
         SKEWED, "skewed_reverse_kl",
         ("kl_terms(log_p, m) + (1 - skew) * difference", "kl_terms(log_p, m)"),
     ),
-    "skew of one allowed": mutant(SKEWED, "_refuse_skew", ("0 <= skew < 1", "0 <= skew <= 1")),
+    "skew of one allowed": mutant(SKEWED, "_per_outcome", ("0 <= skew < 1", "0 <= skew <= 1")),
     "amid shares swapped": mutant(
         SKEWED, "unnormalized_assistant",
         ("p + step / g", "q + step / g"),
