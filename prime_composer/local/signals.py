@@ -1,7 +1,7 @@
 """Stop on Ctrl-C, SIGTERM and SIGHUP: at once outside the steps, after the step in training."""
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,7 @@ def ending_at_once() -> Iterator[None]:
 
     For the import of torch: an exception in the middle of it aborts the process in C++.
     """
-    with _handling(SIGNALS, signal.SIG_DFL):
+    with _handling(signal.SIG_DFL):
         yield
 
 
@@ -91,7 +91,7 @@ def stopping_at_once() -> Iterator[None]:
         came.append(signum)
         raise Stopped(signum)
 
-    with _handling(SIGNALS, stop):
+    with _handling(stop):
         try:
             yield
         except Exception as error:
@@ -114,18 +114,16 @@ def finishing_the_step(stop: StopRequest) -> Iterator[None]:
         if stop.waiting:
             raise StepAbandoned
 
-    with _handling(SIGNALS, note):
+    with _handling(note):
         yield
 
 
 @contextmanager
-def _handling(
-    signums: Sequence[int], handler: Callable[[int, Any], None] | signal.Handlers
-) -> Iterator[None]:
-    """Handle signals, except those that whoever started the process ignores (``nohup``)."""
+def _handling(handler: Callable[[int, Any], None] | signal.Handlers) -> Iterator[None]:
+    """Handle ``SIGNALS``, except those that whoever started the process ignores (``nohup``)."""
     previous: dict[int, Any] = {}
     try:
-        for signum in signums:
+        for signum in SIGNALS:
             if signal.getsignal(signum) not in (signal.SIG_IGN, None):
                 previous[signum] = signal.signal(signum, handler)
     except ValueError:  # not in the main thread: the caller keeps its own handling
@@ -133,5 +131,5 @@ def _handling(
     try:
         yield
     finally:
-        for signum, before in previous.items():
-            signal.signal(signum, before)
+        for number, before in previous.items():
+            signal.signal(number, before)
