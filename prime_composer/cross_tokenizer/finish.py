@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -93,7 +93,7 @@ def token_scores(
     logprobs = torch.from_numpy(support.q[listed]).float().log()
     scores.teacher_logprobs[at] = torch.where(known, logprobs, NEVER)
     scores.known[at], scores.scored[at] = known, True
-    return scores, positions.totals(support)
+    return scores, positions.totals(support, masses)
 
 
 def means(totals: Mapping[str, float]) -> dict[str, float]:
@@ -226,13 +226,16 @@ class Positions:
         contents = [self.pair.written(*each) for each in written]
         paths = Paths(at, self.row[at] + 1, contents, mass, first)
         moved: list[tuple[Ints, Ints, Floats, Bools]] = []
+        unlisted = np.zeros(len(self.at))
         for _ in range(MOST_ROWS):
             if not len(paths.at):
                 break
+            unlisted[paths.at] += paths.mass * self.rows.unlisted(paths.row)
             paths = self._followed(paths, moved)
         has = paths.first >= 0
         moved.append((paths.at[has], paths.first[has], paths.mass[has], np.ones(has.sum(), bool)))
-        return masses.more(*map(np.concatenate, zip(*moved, strict=True)))
+        masses = masses.more(*map(np.concatenate, zip(*moved, strict=True)))
+        return replace(masses, unlisted=unlisted)
 
     def _followed(self, paths: Paths, moved: list[tuple[Ints, Ints, Floats, Bools]]) -> Paths:
         """Read one row more of each path; return those that another one has to be read of.
@@ -358,9 +361,10 @@ class Positions:
                 return mass
         return 0.0
 
-    def totals(self, support: Supports) -> Totals:
+    def totals(self, support: Supports, masses: Masses) -> Totals:
         """Return sums over the positions."""
-        listed = self.is_listed
+        listed, norm = self.is_listed, self.norm(masses)
+        unlisted = np.minimum(masses.unlisted / np.where(norm > 0, norm, 1.0), 1.0)
         mass = np.where(support.known, support.q, 0.0).sum(-1)
         values: Mapping[str, float] = {
             "tokens": len(self.plan.positions),
@@ -371,6 +375,7 @@ class Positions:
             "support_size": support.known[listed].sum(),
             "unresolved_mass": (1 - mass)[listed].sum(),
             "off_path_bound": self.off_path[listed].sum(),
+            "unlisted": unlisted[listed].sum(),
         }
         return {name: float(value) for name, value in values.items()}
 

@@ -28,6 +28,8 @@ class Masses:
             where the rows have to say it.
         total: of each position, with the tokens that have no entry, [n].
         doubtful: open mass of dropped tokens: it belongs to another token, or to another text, [n].
+        unlisted: mass of what follows the rollout's own tokens and is in no list of theirs, [n]: it
+            counts as if nothing followed, and may be another token's.
     """
 
     width: int
@@ -37,6 +39,7 @@ class Masses:
     begun: Floats
     total: Floats
     doubtful: Floats
+    unlisted: Floats
 
     @classmethod
     def of(cls, candidates: Candidates, width: int) -> "Masses":
@@ -54,7 +57,7 @@ class Masses:
         if candidates.begun is not None:
             begun = candidates.begun.cpu().numpy()[kept][order].astype(np.float64)
         total = candidates.total.cpu().numpy().astype(np.float64)
-        return cls(width, keys[order], closed, open_, begun, total, np.zeros(n))
+        return cls(width, keys[order], closed, open_, begun, total, np.zeros(n), np.zeros(n))
 
     @property
     def positions(self) -> Ints:

@@ -21,6 +21,10 @@ class Rows:
         """Return the probability of an id of each row, [e]."""
         return self._probabilities[rows, ids].astype(np.float64)
 
+    def unlisted(self, rows: Ints) -> Floats:
+        """Return the mass of the ids that are not listed, [e]."""
+        return (1 - self._probabilities[rows].sum(1, dtype=np.float64)).clip(min=0.0)
+
     def largest(self, rows: Ints, least: Floats) -> tuple[Ints, Ints, Floats]:
         """Return the ids with at least some probability.
 
@@ -65,6 +69,10 @@ class ListedRows(Rows):
     def at_most(self, rows: Ints, ids: Ints) -> Floats:
         """Return a bound of these: an id that is not listed has the last one's at most."""
         return self._found(rows, ids, self._last[rows])
+
+    def unlisted(self, rows: Ints) -> Floats:
+        """Return the mass of the ids that are not listed, [e]."""
+        return (1 - self._listed[rows].clip(min=0.0).sum(1)).clip(min=0.0)
 
     def largest(self, rows: Ints, least: Floats) -> tuple[Ints, Ints, Floats]:
         """Return the listed ids with at least some probability, as ``Rows`` does."""

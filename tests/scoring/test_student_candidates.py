@@ -230,6 +230,22 @@ def test_cut_lists_have_exact_totals_and_sampled_tokens(monkeypatch):
     assert listed > 200 and left_out > 100
 
 
+@pytest.mark.parametrize("listed", [1, 12, 400])
+def test_what_no_list_has_is_counted(listed):
+    """Mass that follows the rollout's own tokens and is not listed may be another id's."""
+    unlisted = 0.0
+    for seed in range(3):
+        pair = pair_of(seed, words=False, counts=(4, 40))
+        plan = plan_of(pair, written(pair, 2 * seed))
+        logits = logits_of(pair, plan, seed)
+        question, read = asked(pair, plan, logits, 8, listed=listed)
+        _, totals = of_rows(
+            pair, Sums(pair), plan, read, logits.shape[1], 8, fixed=False, question=question
+        )
+        unlisted += totals["unlisted"]
+    assert (unlisted > 0.1) == (listed < 400)
+
+
 def test_first_token_of_a_path_makes_a_student_token_unsure():
     """The teacher writes "ab" as "a", "b", and has "abc": what follows "a" may be "b"."""
     merges = [("b", "c"), ("a", "bc")], [("a", "b")]
