@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.compare import differences
 from tests.faults.points import ROADS, WRONG, Point, Road, models, opened, pairs_of, sample_of, walk
 from tests.faults.watched import BROKEN, FULL, KILL, SIZE, UNWATCHED, Plan, read_log
 from tests.fork_server import ForkServer
@@ -111,6 +112,27 @@ def test_points_are_those_of_another_recording(recorded: tuple[Road, list[Point]
     """Names know no folder, process or order of requests that are sent at once."""
     road, points = recorded
     assert road.record() == points
+
+
+def test_second_run_with_a_tape_asks_its_teacher_nothing(
+    recorded: tuple[Road, list[Point]],
+) -> None:
+    """What its server still gets: who it is, the preflight's probe, and two known requests."""
+    road, _ = recorded
+    if road.wire is None:
+        pytest.skip("a road without a server has no requests to count")
+    road.record()
+    assert road.whole is not None
+    first, place = road.wire.asked("teacher"), road.new_place()
+    recipe = place.folder / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace(str(place.folder), str(road.whole.folder)))
+    road.wire.begin()
+    done = road.run(place)
+    assert done.status == 0, done.output
+    second = road.wire.asked("teacher")
+    assert first["completions"] == 2 and second["completions"] == 0
+    assert first["score"] > 8 and second["score"] == 4
+    assert differences(place.run_dir, road.whole.run_dir) == []
 
 
 def test_points_miss_no_write(recorded: tuple[Road, list[Point]]) -> None:

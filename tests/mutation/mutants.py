@@ -81,6 +81,10 @@ TESTS = {
     "upstream/trainer/hooks.py": ["tests/upstream/test_silent_hooks.py"],
     "upstream/plain_launcher.py": ["tests/upstream/test_silent_hooks.py"],
     "upstream/orchestrator/hooks.py": ["tests/upstream/test_orchestrator.py"],
+    **dict.fromkeys(
+        ("teachers/tape/answers.py", "teachers/tape/scorer.py"), ["tests/teachers/test_tape.py"]
+    ),
+    "teachers/tape/store.py": ["tests/teachers/test_tape_store.py", "tests/teachers/test_tape.py"],
     "losses/bound.py": [
         LOSSES + "test_compose.py", LOSSES + "test_taid.py", LOSSES + "test_support_losses.py"
     ],
@@ -108,6 +112,8 @@ def mutant(file: str, function: str, *edits: tuple[str, str]) -> Mutant:
     return Mutant(file, function, tuple(Edit(*edit) for edit in edits))
 
 
+TAPE_ANSWERS, TAPE_SCORER = "teachers/tape/answers.py", "teachers/tape/scorer.py"
+TAPE_STORE = "teachers/tape/store.py"
 BASE, KL = "divergences/base.py", "divergences/kl.py"
 ESTIMATORS, AB = "divergences/estimators.py", "divergences/alpha_beta.py"
 SKEWED, ADAPTIVE = "divergences/skewed.py", "divergences/adaptive.py"
@@ -922,5 +928,53 @@ MUTANTS: dict[str, Mutant] = {
     "own tokenizer: metrics since the run's start": mutant(
         "teachers/own_tokenizer.py", "OwnTokenizerScorer.take_metrics",
         ("self._totals.clear()", "None"),
+    ),
+    # the tape of a teacher
+    "tape: prompt left out of the key": mutant(
+        TAPE_ANSWERS, "question",
+        ("[ids_as_bytes(read), ids_as_bytes(own)]", "[ids_as_bytes(own)]"),
+    ),
+    "tape: chosen ids left out of the key": mutant(
+        TAPE_ANSWERS, "question", ("parts.append(ids_as_bytes(candidates))", "None"),
+    ),
+    "tape: parts of a key run together": mutant(
+        TAPE_ANSWERS, "digest", ("len(part).to_bytes(8, 'little') + part", "part"),
+    ),
+    "tape: known ids forgotten": mutant(
+        TAPE_ANSWERS, "scores_of_bytes", ("tensors.get('known')", "None"),
+    ),
+    "tape: larger K not read": mutant(
+        TAPE_STORE, "Store._fitting", ("place.note.k >= k", "place.note.k == k"),
+    ),
+    "tape: smaller K read for a larger": mutant(
+        TAPE_STORE, "Store._fitting", ("place.note.k >= k", "place.note.k <= k"),
+    ),
+    "tape: hidden states not needed": mutant(
+        TAPE_STORE, "Store._fitting", ("place.note.hidden or not hidden", "True"),
+    ),
+    "tape: damaged answer read": mutant(
+        TAPE_STORE, "Place.read",
+        ("len(content) == self.note.size and zlib.crc32(content) == self.note.crc", "True"),
+    ),
+    "tape: damaged index read": mutant(
+        TAPE_STORE, "_read_index", ("_crc(index, body_size) != crc", "False"),
+    ),
+    "tape: answers without a mark read": mutant(
+        TAPE_STORE, "read_frames", ("not own", "True"),
+    ),
+    "tape: half a frame stays": mutant(
+        TAPE_STORE, "Store._undo", ("self._file.truncate(self._end)", "None"),
+    ),
+    "tape: another's answer kept twice": mutant(
+        TAPE_STORE, "Store.add", ("self._look()", "None"),
+    ),
+    "tape: draws kept by prompt": mutant(
+        TAPE_SCORER, "TapedSampler.generate", ("params.temperature > 0", "False"),
+    ),
+    "tape: another teacher accepted": mutant(
+        TAPE_SCORER, "TapedScorer.verify", ("not apart <= limit", "False"),
+    ),
+    "tape: more ids than were asked for": mutant(
+        TAPE_SCORER, "TapedScorer.score", ("_A.top(k)", "_A"),
     ),
 }  # fmt: skip

@@ -135,13 +135,25 @@ def test_store_damaged_answer_is_never_read(tmp_path: Path) -> None:
         assert found.damage or found.torn
 
 
+def test_store_leaves_out_what_another_has_added(tmp_path: Path) -> None:
+    """Between two looks at the folder. The answer that was first is that of both."""
+    with opened(tmp_path) as first, opened(tmp_path) as second:
+        first.add([record("a")])
+        second.add([record("a", b"later"), record("b")])
+        assert second.get("a") == b"answer a 4"
+    assert inspect(tmp_path).kinds[("top K", 4, False)]["answers"] == 2
+
+
 WRITER = """
-import sys
+import sys, time
 from pathlib import Path
 from prime_composer.teachers.tape.store import Note, Record, Store
 folder, own = Path(sys.argv[1]), sys.argv[2]
 store = Store(folder, print)
 store.begin({"format": 1})
+(folder / f"ready {own}").touch()
+while len(list(folder.glob("ready *"))) < 2:  # both have looked at the empty folder
+    time.sleep(0.01)
 for number in range(60):
     for key in (f"both {number}", f"{own} {number}"):
         store.add([Record(Note(key, "top K", 4, False, 1), f"{own} says {key}".encode() * 50)])
