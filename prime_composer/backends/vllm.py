@@ -64,13 +64,9 @@ class VLLMEngine:
         max_model_len: longest sequence, prompt and completion together, plus one. None reads the
             model's limit.
         max_logprobs: largest K of a request; "full" for the whole vocabulary.
-        sequences: how many run side by side; on a CPU build the key-value cache has room for them,
-            and further ones of a call wait for their turn.
-        kv_cache_memory_bytes: size of the key-value cache. None: on a CPU build room for
-            ``sequences`` within 1 GiB, on a GPU what ``gpu_memory_utilization`` leaves.
+        sequences: how many run side by side; on a CPU build the key-value cache has room for them
+            within 1 GiB, and further ones of a call wait for their turn.
         gpu_memory_utilization: share of the GPU's memory for this engine; unused on a CPU build.
-        enforce_eager: None is True on a CPU build and False (compiled, CUDA graphs) on a GPU.
-        seed: seed of the engine's start. Sampling is seeded per call.
         eos_token_ids: ids that end a completion, in addition to ``SamplingParams.stop_token_ids``.
             None reads them from the model's generation config, config and tokenizer.
         engine_args: any other argument of ``vllm.LLM``, for example ``{"max_num_seqs": 64}``.
@@ -91,10 +87,7 @@ class VLLMEngine:
         max_model_len: int | None = None,
         max_logprobs: int | Literal["full"] = 20,
         sequences: int = MOST_SEQUENCES,
-        kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = GPU_MEMORY_SHARE,
-        enforce_eager: bool | None = None,
-        seed: int = 0,
         eos_token_ids: Sequence[int] | None = None,
         engine_args: dict[str, Any] | None = None,
     ):
@@ -112,8 +105,8 @@ class VLLMEngine:
             "max_model_len": max_model_len,
             "max_logprobs": -1 if max_logprobs == "full" else max_logprobs,
             "logprobs_mode": self.logprobs_mode,
-            "enforce_eager": cpu if enforce_eager is None else enforce_eager,
-            "seed": seed,
+            "enforce_eager": cpu,  # a GPU's engine is compiled, with CUDA graphs
+            "seed": 0,  # of the engine's start: sampling is seeded per call
             # Token ids go in and come out: no tokenizer, no default sampling settings.
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
@@ -121,14 +114,11 @@ class VLLMEngine:
             "use_tqdm_on_load": False,
         }
         if cpu:
-            if kv_cache_memory_bytes is None:
-                kv_cache_memory_bytes = default_kv_cache_bytes(
-                    self.model, dtype, max_model_len, sequences
-                )
+            arguments["kv_cache_memory_bytes"] = default_kv_cache_bytes(
+                self.model, dtype, max_model_len, sequences
+            )
         else:
             arguments["gpu_memory_utilization"] = gpu_memory_utilization
-        if kv_cache_memory_bytes is not None:
-            arguments["kv_cache_memory_bytes"] = kv_cache_memory_bytes
         arguments |= engine_args or {}
         self._threads = torch.get_num_threads()
         with preserved_rng(), warnings.catch_warnings():
