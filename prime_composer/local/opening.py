@@ -276,10 +276,9 @@ def _open_tapes(
     opened: ExitStack,
 ) -> None:
     """Let teachers keep their answers on tapes, and tapes answer where no teacher is opened."""
-    student = tokenizer_hash(engine.problems.tokenizer)
-    for teacher, config in routing.teachers.items():
-        if config.tape is None:
-            continue
+    taping = {one: config for one, config in routing.teachers.items() if config.tape is not None}
+    student = tokenizer_hash(engine.problems.tokenizer) if taping else ""
+    for teacher, config in taping.items():
         status(f"opening the {teacher.display}'s tape {config.tape}")
         if config.tape_only:
             taped = tape_alone(config, teacher.table, student, engine.context, status)
