@@ -11,11 +11,8 @@ from prime_composer.divergences.base import (
     Normalization,
     kl_terms,
     outcomes,
-    renormalized,
     unknown_normalization,
-    upcast,
     with_slope,
-    with_tail,
 )
 
 LEAST = -1e30
@@ -33,25 +30,15 @@ def reverse_kl(
     Raises:
         ValueError: 'raw' without ``allow_biased``, or 'renorm' with K = 1.
     """
-    p, q = upcast(student_logprobs), upcast(teacher_logprobs).detach()
+    choices = "full, tail, renorm, generalized, stop_gradient, raw"
+    p, q = outcomes(student_logprobs, teacher_logprobs, normalization, choices)
     match normalization:
-        case "full":
-            return kl_terms(p, q).sum(-1)
-        case "tail":
-            p, q = with_tail(p), with_tail(q)
-            return kl_terms(p, q).sum(-1)
-        case "renorm":
-            return kl_terms(renormalized(p), renormalized(q)).sum(-1)
         case "generalized":
             return (kl_terms(p, q) - torch.exp(p) + torch.exp(q)).sum(-1)
         case "stop_gradient":
             return (torch.exp(p) * torch.where(p == -math.inf, 0.0, p - q).detach()).sum(-1)
-        case "raw":
-            refuse_biased(normalization, allow_biased)
-            return kl_terms(p, q).sum(-1)
-    raise ValueError(
-        unknown_normalization(normalization, "full, tail, renorm, generalized, stop_gradient, raw")
-    )
+    refuse_biased(normalization, allow_biased)
+    return kl_terms(p, q).sum(-1)
 
 
 def forward_kl(
@@ -74,21 +61,12 @@ def forward_kl(
         ValueError: 'stop_gradient' (the gradient would be 0), 'raw' without ``allow_biased``, or
             'renorm' with K = 1.
     """
-    p, q = upcast(student_logprobs), upcast(teacher_logprobs).detach()
-    match normalization:
-        case "full":
-            return kl_terms(q, p).sum(-1)
-        case "tail":
-            p, q = with_tail(p), with_tail(q)
-            return kl_terms(q, p).sum(-1)
-        case "renorm":
-            return kl_terms(renormalized(q), renormalized(p)).sum(-1)
-        case "generalized":
-            return (kl_terms(q, p) - torch.exp(q) + torch.exp(p)).sum(-1)
-        case "raw":
-            refuse_biased(normalization, allow_biased)
-            return kl_terms(q, p).sum(-1)
-    raise ValueError(unknown_normalization(normalization, "full, tail, renorm, generalized, raw"))
+    choices = "full, tail, renorm, generalized, raw"
+    p, q = outcomes(student_logprobs, teacher_logprobs, normalization, choices)
+    if normalization == "generalized":
+        return (kl_terms(q, p) - torch.exp(q) + torch.exp(p)).sum(-1)
+    refuse_biased(normalization, allow_biased)
+    return kl_terms(q, p).sum(-1)
 
 
 def refuse_biased(normalization: Normalization, allow_biased: bool) -> None:

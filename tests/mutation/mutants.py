@@ -117,7 +117,6 @@ TAPE_STORE = "teachers/tape/store.py"
 BASE, KL = "divergences/base.py", "divergences/kl.py"
 ESTIMATORS, AB = "divergences/estimators.py", "divergences/alpha_beta.py"
 SKEWED, ADAPTIVE = "divergences/skewed.py", "divergences/adaptive.py"
-TAIL = ("p, q = with_tail(p), with_tail(q)", "pass")
 REDUCTIONS = "losses/shared/reductions.py"
 REGION = "losses/shared/trust_region.py"
 MODIFIERS = "losses/shared/modifiers.py"
@@ -136,16 +135,12 @@ RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
 
 MUTANTS: dict[str, Mutant] = {
     # divergences
-    "reverse tail dropped": mutant(KL, "reverse_kl", TAIL),
-    "forward tail dropped": mutant(KL, "forward_kl", TAIL),
-    "reverse renorm is forward": mutant(
-        KL, "reverse_kl",
-        ("kl_terms(renormalized(p), renormalized(q))",
-         "kl_terms(renormalized(q), renormalized(p))"),
+    "tail dropped": mutant(BASE, "outcomes", ("with_tail(p), with_tail(q)", "p, q")),
+    "reverse kl is forward": mutant(
+        KL, "reverse_kl", ("kl_terms(p, q).sum(-1)", "kl_terms(q, p).sum(-1)")
     ),
     "renorm renormalizes the student only": mutant(
-        KL, "reverse_kl",
-        ("kl_terms(renormalized(p), renormalized(q))", "kl_terms(renormalized(p), q)"),
+        BASE, "outcomes", ("renormalized(p), renormalized(q)", "renormalized(p), q")
     ),
     "generalised correction has the wrong sign": mutant(
         KL, "reverse_kl",
@@ -216,7 +211,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "0 log 0 is NaN": mutant(BASE, "kl_terms", ("a == -math.inf", "a == math.inf")),
     "teacher keeps its gradient": mutant(
-        KL, "reverse_kl", ("upcast(teacher_logprobs).detach()", "upcast(teacher_logprobs)")
+        BASE, "outcomes", ("upcast(teacher_logprobs).detach()", "upcast(teacher_logprobs)")
     ),
     "bf16 computed in bf16": mutant(BASE, "upcast", ("logprobs.float()", "logprobs")),
     # recent divergences
