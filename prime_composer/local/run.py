@@ -1,10 +1,10 @@
 """A run on this machine: what is open, what happens around its steps, and how it ends."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from prime_composer.backends.cpu_guard import all_cores
 from prime_composer.local.answers import Answer, Answerer, write_answers
@@ -388,8 +388,9 @@ def open_run(
             )
         evaluator = Evaluator.of_recipe(engine, recipe)
         with Tracker(run_dir, recipe.logging, resumed, status) as tracker, all_cores(engine.model):
-            evaluations = past_evaluations(run_dir)
-            collapse = CollapseCheck.of_records(recipe.checks.collapse, read_metrics(run_dir))
+            logged = read_metrics(run_dir)
+            evaluations = past_evaluations(logged)
+            collapse = CollapseCheck.of_records(recipe.checks.collapse, logged)
             if resumed is not None:
                 tidy(run_dir, recipe.checkpoint.keep, kept_step(watch, collapse, resumed))
             run = Run(
@@ -453,10 +454,10 @@ def checkpoints_at_once(config: CheckpointConfig, done: int, last: int) -> int:
     return min(config.keep + 1, written + (done > 0))
 
 
-def past_evaluations(run_dir: Path) -> dict[int, dict[str, float]]:
-    """Return what a resumed run has measured before, by step."""
+def past_evaluations(logged: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+    """Return what a resumed run has measured before, by step, from its records."""
     evaluations = {}
-    for record in read_metrics(run_dir):
+    for record in logged:
         measured = {
             name: value for name, value in record.items() if name.startswith(("eval/", "teacher/"))
         }

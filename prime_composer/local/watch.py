@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from prime_composer.backends.protocols import SamplingParams, Scorer
-from prime_composer.contract import InvalidAnswer, Scores
+from prime_composer.contract import InvalidAnswer, Scores, given
 from prime_composer.local.engine import Engine
 from prime_composer.local.preflight import PROBE_TOKENS, TOLERANCES
 from prime_composer.recipe.routing import TeacherId
@@ -205,9 +205,8 @@ class Watch:
                 "above that difference",
                 self.safe_step,
             )
-        tapes = {} if self.engine.teachers is None else self.engine.teachers.tapes
-        if teacher in tapes:
-            tapes[teacher].mark()
+        if (taped := given(self.engine.teachers).tapes.get(teacher)) is not None:
+            taped.mark()
 
     def _check_sampler(self) -> None:
         kl, limit = self._sampler_mismatch(), self.sampler_check.limit

@@ -162,6 +162,12 @@ class Known:
         return None if None in self.fingerprints else len(self.fingerprints)
 
 
+def knows(scorer: object, kind: Kind) -> bool:
+    """Return whether a scorer has a server, and that has a kind of scores."""
+    asked = getattr(scorer, "knows", None)
+    return asked is not None and bool(asked(kind))
+
+
 class TeacherClient:
     """Asks one served teacher for scores.
 

@@ -35,7 +35,7 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.scoring.kinds import Kind
 from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
 from prime_composer.step.overflow import Rule
-from prime_composer.teachers.client import Beside
+from prime_composer.teachers.client import Beside, knows
 from prime_composer.teachers.compatibility import (
     LimitedServer,
     PreflightError,
@@ -217,9 +217,7 @@ class OwnTokenizerScorer:
     @property
     def _is_summed(self) -> bool:
         """Whether the server sums the rows by itself."""
-        scorer = self.scorer
-        has_kind = isinstance(scorer, AskingScorer) and scorer.knows(STUDENT_CANDIDATES)
-        return has_kind and is_summed(self.pair, self._size)
+        return knows(self.scorer, STUDENT_CANDIDATES) and is_summed(self.pair, self._size)
 
     @cached_property
     def _questions(self) -> Questions:

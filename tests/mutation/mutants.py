@@ -936,7 +936,7 @@ MUTANTS: dict[str, Mutant] = {
         TAPE_ANSWERS, "digest", ("len(part).to_bytes(8, 'little') + part", "part"),
     ),
     "tape: known ids forgotten": mutant(
-        TAPE_ANSWERS, "scores_of_bytes", ("tensors.get('known')", "None"),
+        TAPE_ANSWERS, "_scores_of", ("tensors.get('known')", "None"),
     ),
     "tape: larger K not read": mutant(
         TAPE_STORE, "Store._fitting", ("place.note.k >= k", "place.note.k == k"),

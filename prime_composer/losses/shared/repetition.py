@@ -37,11 +37,9 @@ def repeated_end(
     if segment_ids is None:
         segment_ids = torch.zeros_like(token_ids)
     places = torch.arange(seq, device=device)
-    is_end = torch.ones_like(mask)
-    is_end[:-1] = segment_ids[1:] != segment_ids[:-1]
-    end = _next_place(is_end)
+    end = torch.searchsorted(segment_ids, segment_ids, right=True) - 1  # of its sequence
     counted = mask.long().cumsum(0)
-    left = counted[end.clamp(max=seq - 1)] - counted + mask.long()  # trained tokens from t on
+    left = counted[end] - counted + mask.long()  # trained tokens from t on
     result = torch.zeros_like(mask)
     for first in range(1, min(period, seq - 1) + 1, PERIODS_AT_ONCE):
         last = min(first + PERIODS_AT_ONCE - 1, period, seq - 1)

@@ -118,6 +118,10 @@ def scores_as_bytes(scores: Scores) -> bytes:
 
     The output head is not among them, nor is a share's weight: one teacher has all of it.
     """
+    return save(_tensors_of(scores))
+
+
+def _tensors_of(scores: Scores) -> dict[str, Tensor]:
     tensors = {"own": scores.ref_logprobs}
     if scores.k:
         tensors |= {"ids": scores.token_ids.int(), "logprobs": scores.teacher_logprobs}
@@ -131,7 +135,7 @@ def scores_as_bytes(scores: Scores) -> bytes:
             tensors["own_of_states"] = share.ref_logprobs.clone()  # no two share memory
     for name, array in (scores.beside or {}).items():
         tensors[f"{BESIDE}{name}"] = torch.from_numpy(np.ascontiguousarray(array))
-    return save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def scores_of_bytes(content: bytes, start: int, head: TeacherHead | None) -> Scores:
@@ -142,7 +146,10 @@ def scores_of_bytes(content: bytes, start: int, head: TeacherHead | None) -> Sco
         start: position of the first row's token.
         head: the teacher's, for hidden states. None leaves these out.
     """
-    tensors = load(content)
+    return _scores_of(load(content), start, head)
+
+
+def _scores_of(tensors: Mapping[str, Tensor], start: int, head: TeacherHead | None) -> Scores:
     own = tensors["own"]
     shares: tuple[HiddenStates, ...] = ()
     if head is not None and "states" in tensors:
@@ -188,7 +195,7 @@ def head_of_bytes(content: bytes, origin: str) -> TeacherHead:
 
 def known_record(rollout: Rollout, scores: Scores) -> Record:
     """Return a request with its answer, by which a teacher is known again."""
-    tensors = load(scores_as_bytes(scores))
+    tensors = _tensors_of(scores)
     tensors |= {"tokens": rollout.token_ids.int(), "start": torch.tensor(rollout.start)}
     return Record(Note(KNOWN_KEY, KNOWN, scores.k, False, len(scores)), save(tensors))
 
@@ -196,9 +203,8 @@ def known_record(rollout: Rollout, scores: Scores) -> Record:
 def known_of_bytes(content: bytes) -> tuple[Rollout, Scores]:
     """Return a request and its answer of their bytes."""
     tensors = load(content)
-    start = int(tensors.pop("start"))
-    rollout = known_rollout(tensors.pop("tokens").long(), start)
-    return rollout, scores_of_bytes(save(tensors), start, None)
+    start = int(tensors["start"])
+    return known_rollout(tensors["tokens"].long(), start), _scores_of(tensors, start, None)
 
 
 def text_record(key: str, prompt: Sequence[int], rollouts: Sequence[Rollout]) -> Record:

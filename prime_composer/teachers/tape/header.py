@@ -7,8 +7,8 @@ from prime_composer.backends.model_files import fingerprint
 from prime_composer.backends.protocols import Limits, Scorer
 from prime_composer.recipe.teacher import TeacherConfig
 from prime_composer.samplers.registry import BackendSpec
-from prime_composer.scoring.kinds import Kind
 from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
+from prime_composer.teachers.client import knows
 from prime_composer.teachers.tape.store import TapeError
 
 FORMAT = 1
@@ -50,12 +50,6 @@ def header_of(
         "gives_any_ids": scorer.gives_any_ids,
         "sums": knows(scorer, STUDENT_CANDIDATES),
     }
-
-
-def knows(scorer: Scorer, kind: Kind) -> bool:
-    """Return whether a scorer's server has a kind of scores."""
-    asked = getattr(scorer, "knows", None)
-    return asked is not None and bool(asked(kind))
 
 
 def named(config: TeacherConfig) -> dict[str, Any]:

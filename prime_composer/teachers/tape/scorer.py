@@ -16,7 +16,7 @@ from prime_composer.backends.protocols import Limits, Rollout, Sampler, Sampling
 from prime_composer.contract import Scores, TeacherHead
 from prime_composer.scoring.kinds import Kind
 from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
-from prime_composer.teachers.client import Beside
+from prime_composer.teachers.client import Beside, knows
 from prime_composer.teachers.tape.answers import (
     HEAD_KEY,
     KNOWN_KEY,
@@ -34,7 +34,7 @@ from prime_composer.teachers.tape.answers import (
     text_record,
     texts_of_bytes,
 )
-from prime_composer.teachers.tape.header import Header, knows, limits_of
+from prime_composer.teachers.tape.header import Header, limits_of
 from prime_composer.teachers.tape.store import Record, Store, TapeError
 from prime_composer.teachers.watch import (
     COMPARED_IDS,
@@ -167,13 +167,9 @@ class TapedScorer:
             self._head = head_of_bytes(content, f"The tape {self.folder}")
         self._store.refresh()
         found = {one.key: content for one in questions if (content := self._get(one)) is not None}
-        missing: dict[str, int] = {}
-        for index, one in enumerate(questions):
-            if one.key not in found:
-                missing.setdefault(one.key, index)
-        self._counts.update(asked=len(questions), missing=len(missing))
-        if missing:
-            chosen = [*missing.values()]
+        chosen = first_missing([one.key for one in questions], found)
+        self._counts.update(asked=len(questions), missing=len(chosen))
+        if chosen:
             arguments: dict[str, Any] = {"hidden": True} if hidden else {}
             for name, values in (
                 ("prompts", prompts),
@@ -317,7 +313,7 @@ class TapedSampler:
             NotOnTape: no teacher is open, and the tape lacks an answer.
         """
         of_call: list[tuple[bytes, ...]] = [()] * len(prompts)
-        if params.temperature > 0:
+        if draws := params.temperature > 0:
             call = digest(*map(ids_as_bytes, prompts)).encode()
             of_call = [(f"{seed} {place}".encode(), call) for place in range(len(prompts))]
         keys = [
@@ -325,13 +321,10 @@ class TapedSampler:
         ]
         self._store.refresh()
         found = {key: content for key in keys if (content := self._store.get(key)) is not None}
-        missing: dict[str, int] = {}
-        for place, key in enumerate(keys):
-            if key not in found:
-                missing.setdefault(key, place)
-        if missing:
-            # The draws of a call belong together.
-            places = [*missing.values()] if params.temperature == 0 else [*range(len(prompts))]
+        places = first_missing(keys, found)
+        if places:
+            if draws:  # those of a call belong together
+                places = [*range(len(prompts))]
             found |= self._ask(prompts, keys, places, params, seed)
         return [
             rollout
@@ -375,6 +368,15 @@ class TapedSampler:
 
     def close(self) -> None:
         """Do nothing: the scorer closes its sampler."""
+
+
+def first_missing(keys: Sequence[str], found: Mapping[str, bytes]) -> list[int]:
+    """Return the places of the keys that were not found, of equal ones the first."""
+    missing: dict[str, int] = {}
+    for place, key in enumerate(keys):
+        if key not in found:
+            missing.setdefault(key, place)
+    return [*missing.values()]
 
 
 def live_of(scorer: S) -> S | Scorer | None:
