@@ -6,11 +6,9 @@ PRIME_RL_CHECKOUT, and ``prime_composer/prime-rl`` in the per-user cache directo
 ``git clone https://github.com/PrimeIntellect-ai/prime-rl``).
 """
 
-import io
 import os
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 from prime_composer.upstream.versions import records
@@ -92,8 +90,8 @@ def extract(checkout: Path, version: str, target: Path) -> Path:
         command += [commit_of(checkout, version), *paths]
         data = subprocess.run(command, check=True, capture_output=True).stdout
         partial = target / f".{version}.{os.getpid()}"
-        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            archive.extractall(partial, filter="data")
+        partial.mkdir()
+        subprocess.run(["tar", "-x", "-C", str(partial)], input=data, check=True)
         (partial / "tests" / "__init__.py").touch()
         partial.rename(tree)
     return tree
