@@ -353,27 +353,26 @@ def grade(
     ``Rollout.prompt_index`` is an index into the problems. The budget counts the answers that
     Math-Verify does not finish.
     """
-    samples = []
-    for rollout in rollouts:
-        problem = problems[rollout.prompt_index]
-        text = tokenized.decode(rollout.completion_ids)
-        samples.append(Sample(rollout, problem, text, tokenized.reward(text, problem, budget)))
-    return with_advantages(samples)
+    of_rollout = [problems[rollout.prompt_index] for rollout in rollouts]
+    texts = [tokenized.decode(rollout.completion_ids) for rollout in rollouts]
+    rewards = [
+        tokenized.reward(text, problem, budget)
+        for text, problem in zip(texts, of_rollout, strict=True)
+    ]
+    advantages = group_advantages([rollout.prompt_index for rollout in rollouts], rewards)
+    return list(map(Sample, rollouts, of_rollout, texts, rewards, advantages))
 
 
-def with_advantages(samples: Sequence[Sample]) -> list[Sample]:
-    """Set each advantage to the reward minus the mean reward of the group.
+def group_advantages(groups: Sequence[int], rewards: Sequence[float]) -> list[float]:
+    """Return each reward minus the mean reward of its group.
 
     This is prime-rl's default: GRPO without the division by the standard deviation.
     """
     rewards_of_group: dict[int, list[float]] = {}
-    for sample in samples:
-        rewards_of_group.setdefault(sample.rollout.prompt_index, []).append(sample.reward)
-    means = {group: sum(rewards) / len(rewards) for group, rewards in rewards_of_group.items()}
-    return [
-        replace(sample, advantage=sample.reward - means[sample.rollout.prompt_index])
-        for sample in samples
-    ]
+    for group, reward in zip(groups, rewards, strict=True):
+        rewards_of_group.setdefault(group, []).append(reward)
+    means = {group: sum(own) / len(own) for group, own in rewards_of_group.items()}
+    return [reward - means[group] for group, reward in zip(groups, rewards, strict=True)]
 
 
 def with_credit(samples: Sequence[Sample], credit: GroupCredit) -> list[Sample]:

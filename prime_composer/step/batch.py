@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -96,7 +98,8 @@ class Batch:
     samples: Sequence[Sample]
     pairs: Sequence[Pair] = ()
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Trained tokens of the samples: the divisor of the step's loss."""
-        return sum(int(sample.rollout.loss_mask.sum()) for sample in self.samples)
+        masks = [sample.rollout.loss_mask for sample in self.samples]
+        return int(torch.cat(masks).sum()) if masks else 0

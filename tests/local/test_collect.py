@@ -17,9 +17,9 @@ from prime_composer.local import collect as collecting
 from prime_composer.local import tokenized_problems
 from prime_composer.local.collect import (
     Clock,
+    group_advantages,
     mean_by_environment,
     problems_of_step,
-    with_advantages,
     with_credit,
 )
 from prime_composer.local.engine import Engine
@@ -37,9 +37,7 @@ Raw = Callable[..., dict[str, Any]]
 
 def test_advantage_is_reward_minus_the_groups_mean() -> None:
     """A group of equal rewards has no advantage."""
-    rewards = ((0, 1.0), (0, 0.0), (1, 1.0), (1, 1.0))
-    samples = with_advantages([sample(group, reward) for group, reward in rewards])
-    assert [one.advantage for one in samples] == [0.5, -0.5, 0.0, 0.0]
+    assert group_advantages([0, 1, 0, 1], [1.0, 1.0, 0.0, 1.0]) == [0.5, 0.0, -0.5, 0.0]
 
 
 def test_credit_is_computed_within_each_group() -> None:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prime_composer.local.collect import with_advantages
+from prime_composer.local.collect import group_advantages
 from prime_composer.local.tokenized_problems import TokenizedProblems
 from prime_composer.local.tracker import read_metrics
 from prime_composer.losses import LOSS_TYPES
@@ -220,7 +221,12 @@ def test_sibling_hint_is_refused_beside_an_rl_term(
     tiny_recipe: Raw, student: tuple[Any, Any]
 ) -> None:
     """Of a group with one correct rollout, those with a hint are the wrong ones."""
-    samples = with_advantages([sample(0, reward) for reward in (0.0, 1.0, 0.0, 0.0)])
+    rewards = [0.0, 1.0, 0.0, 0.0]
+    advantages = group_advantages([0] * 4, rewards)
+    samples = [
+        replace(sample(0, reward), advantage=advantage)
+        for reward, advantage in zip(rewards, advantages, strict=True)
+    ]
     teacher = PolicyTeacher(PolicyTeacherConfig(hint="sibling"), SOURCES, *student)
     hinted = [
         one for one, hint in zip(samples, teacher.hints(samples), strict=True) if hint is not None
