@@ -239,7 +239,8 @@ class Scores:
         start: position of the first row's token in the sequence.
         scored: which tokens the teacher has a score of, [n]. None: all. Another token does not
             train, and the numbers of its row may be anything.
-        beside: what else a server was asked of each row: name -> NumPy's [n] or [n, columns].
+        beside: arrays of a kind that gives no support (``scoring.kinds.Kind``), for whoever asked a
+            server for it: name -> NumPy's [n] or [n, columns]. None: no such kind was asked for.
     """
 
     ref_logprobs: Float[Tensor, " n"]

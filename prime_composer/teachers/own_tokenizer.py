@@ -158,8 +158,8 @@ class OwnTokenizerScorer:
         table: str = "teacher",
     ):
         self.scorer, self.pair, self.prompts = scorer, pair, prompts
-        self._vocab_size, self._fixed, self._table = vocab_size, fixed, table
-        self._sums = Sums(pair)
+        self._vocab_size, self._table = vocab_size, table
+        self._by_rows = ByRows(pair, fixed=fixed)
         self._totals = Counter[str]()
 
     @property
@@ -201,27 +201,26 @@ class OwnTokenizerScorer:
         plans = [self._plan(rollout) for rollout in rollouts]
         readings = self.readings(rollouts, plans)
         self._check_fits(readings)
-        questions: list[Question | None] = [None] * len(plans)
-        if isinstance(self.scorer, AskingScorer) and self._is_summed:
-            asked = [self._questions.of(plan, support_size) for plan in plans]
-            beside = [question.beside for question in asked]
+        questions = [
+            self._by_rows.question(plan, support_size, self._size, can_sum=self._can_sum)
+            for plan in plans
+        ]
+        beside = [question.beside for question in questions if question is not None]
+        if beside:
+            assert isinstance(self.scorer, AskingScorer)
             read = self.scorer.score(readings, self._read, beside=beside)
-            questions = [*asked]
         else:
             read = self.scorer.score(readings, self._read)
-        return [
-            self._of_student(rollout, plan, given, support_size, question)
-            for rollout, plan, given, question in zip(rollouts, plans, read, questions, strict=True)
-        ]
+        found = []
+        for rollout, plan, given, question in zip(rollouts, plans, read, questions, strict=True):
+            scores, totals = self._by_rows.scores(plan, given, support_size, self._size, question)
+            self._totals.update(totals)
+            found.append(replace(scores, start=rollout.start))
+        return found
 
     @property
-    def _is_summed(self) -> bool:
-        """Whether the server sums the rows by itself."""
-        return knows(self.scorer, STUDENT_CANDIDATES) and is_summed(self.pair, self._size)
-
-    @cached_property
-    def _questions(self) -> Questions:
-        return Questions(self.pair)
+    def _can_sum(self) -> bool:
+        return knows(self.scorer, STUDENT_CANDIDATES)
 
     def readings(
         self, rollouts: Sequence[Rollout], plans: Sequence[Plan] | None = None
@@ -320,7 +319,7 @@ class OwnTokenizerScorer:
     @property
     def _read(self) -> int:
         """Ids that are read of each row."""
-        return ids_read(self._size, summed=self._is_summed)
+        return self._by_rows.ids_read(self._size, can_sum=self._can_sum)
 
     def _plan(self, rollout: Rollout) -> Plan:
         return plan_of(self.pair, rollout.token_ids[rollout.start :].tolist())
@@ -379,67 +378,65 @@ class OwnTokenizerScorer:
         ids = torch.tensor([*prompt, *plan.teacher_ids, self.pair.teacher_ends[0]])
         return Rollout.not_sampled(ids, len(prompt), rollout.finish_reason, rollout.prompt_index)
 
-    def _of_student(
-        self, rollout: Rollout, plan: Plan, read: Scores, k: int, question: Question | None
-    ) -> Scores:
-        scores, totals = of_rows(
-            self.pair, self._sums, plan, read, self._size, k, fixed=self._fixed, question=question
-        )
-        self._totals.update(totals)
-        return replace(scores, start=rollout.start)
 
-
-def is_summed(pair: Pair, size: int) -> bool:
-    """Return whether a server that can sums a pair's rows by itself.
+class ByRows:
+    """Scores of a student's tokens from a teacher's rows, which are summed here or by its server.
 
     Args:
         pair: both tokenizers.
-        size: entries of the teacher's head.
-    """
-    return READ < size and len(pair.teacher.of_id) <= size
-
-
-def ids_read(size: int, *, summed: bool) -> int:
-    """Return how many ids are read of each row of a teacher.
-
-    Args:
-        size: entries of its head.
-        summed: its server sums the rows, and what is read follows its own tokens alone.
-    """
-    if summed:
-        return LISTED
-    return size if size <= WHOLE_UP_TO else READ
-
-
-def of_rows(
-    pair: Pair,
-    sums: Sums,
-    plan: Plan,
-    read: Scores,
-    size: int,
-    k: int,
-    *,
-    fixed: bool,
-    question: Question | None = None,
-) -> tuple[Scores, Totals]:
-    """Return the scores of the student's tokens from what was read of the teacher's, and sums.
-
-    Args:
-        pair: both tokenizers.
-        sums: those of the pair.
-        plan: how the text is read.
-        read: the teacher's scores of its own tokens.
-        size: entries of its head, as far as known.
-        k: ids of a support.
         fixed: supports must not depend on the sampled token.
-        question: what a server was asked that sums by itself; None: sum here.
     """
-    if question is not None:
-        candidates, listed = read_answer(pair, question, read)
-        return token_scores(pair, plan, candidates, listed, k, fixed=fixed)
-    rows = dense(read, plan, max(size, len(pair.teacher.of_id)))
-    candidates = sums.candidates(rows, plan, max(4 * k, FEWEST_CANDIDATES))
-    return token_scores(pair, plan, candidates, Rows(rows), k, fixed=fixed)
+
+    def __init__(self, pair: Pair, *, fixed: bool = False):
+        self.pair, self._fixed, self._sums = pair, fixed, Sums(pair)
+
+    @cached_property
+    def _questions(self) -> Questions:
+        return Questions(self.pair)
+
+    def _is_summed(self, size: int, *, can_sum: bool) -> bool:
+        """Return whether the server sums rows: only those of which some ids would not be read.
+
+        Arguments are those of ``ids_read``.
+        """
+        return can_sum and READ < size and len(self.pair.teacher.of_id) <= size
+
+    def ids_read(self, size: int, *, can_sum: bool) -> int:
+        """Return how many ids are read of each row.
+
+        Args:
+            size: entries of the teacher's head.
+            can_sum: its server has the kind ``student_candidates``.
+        """
+        if self._is_summed(size, can_sum=can_sum):
+            return LISTED  # of what follows its own tokens
+        return size if size <= WHOLE_UP_TO else READ
+
+    def question(self, plan: Plan, k: int, size: int, *, can_sum: bool) -> Question | None:
+        """Return what the server is asked to sum for supports of K ids; None: it sums nothing.
+
+        Other arguments are those of ``ids_read``.
+        """
+        return self._questions.of(plan, k) if self._is_summed(size, can_sum=can_sum) else None
+
+    def scores(
+        self, plan: Plan, read: Scores, k: int, size: int, question: Question | None = None
+    ) -> tuple[Scores, Totals]:
+        """Return the scores of the student's tokens, and sums over them.
+
+        Args:
+            plan: how the text is read.
+            read: the teacher's scores of its own tokens.
+            k: ids of a support.
+            size: entries of the teacher's head.
+            question: what its server was asked; None: sum here.
+        """
+        if question is not None:
+            candidates, listed = read_answer(self.pair, question, read)
+            return token_scores(self.pair, plan, candidates, listed, k, fixed=self._fixed)
+        rows = dense(read, plan, max(size, len(self.pair.teacher.of_id)))
+        candidates = self._sums.candidates(rows, plan, max(4 * k, FEWEST_CANDIDATES))
+        return token_scores(self.pair, plan, candidates, Rows(rows), k, fixed=self._fixed)
 
 
 def dense(read: Scores, plan: Plan, size: int) -> Float[Tensor, "rows vocab"]:

@@ -55,7 +55,7 @@ from prime_composer.scoring.worker import (  # noqa: E402
     answer_group,
 )
 from prime_composer.teachers import student_candidates  # noqa: E402
-from prime_composer.teachers.own_tokenizer import of_rows  # noqa: E402
+from prime_composer.teachers.own_tokenizer import ByRows  # noqa: E402
 from prime_composer.teachers.student_candidates import LISTED, Question, Questions  # noqa: E402
 from tests.studies.cross_tokenizer import problems_of, student_of  # noqa: E402
 
@@ -154,7 +154,7 @@ def main() -> None:
 
 def compare(pair: Pair, rollouts: list[list[int]], logits: list[torch.Tensor], k: int) -> None:
     """Print the table, and the client's time."""
-    sums, plans = Sums(pair), [plan_of(pair, ids) for ids in rollouts]
+    by_rows, sums, plans = ByRows(pair), Sums(pair), [plan_of(pair, ids) for ids in rollouts]
     size, wholes = logits[0].shape[1], []
     for plan, row in zip(plans, logits, strict=True):
         rows = row.softmax(-1)
@@ -167,7 +167,7 @@ def compare(pair: Pair, rollouts: list[list[int]], logits: list[torch.Tensor], k
         for ids, plan, row, whole in zip(rollouts, plans, logits, wholes, strict=True):
             question = asked.of(plan, min(k, length // 2))
             read = answered(pair, plan, row, question, listed)
-            scores, _ = of_rows(pair, sums, plan, read, size, k, fixed=False, question=question)
+            scores, _ = by_rows.scores(plan, read, k, size, question)
             found.add(whole, scores, ids)
         size_of_row = 14 * question.beside.request.k + 4 + 8 * listed + 4
         print(f"{length:4d} {listed:4d} {size_of_row:6d} | {found.line()}", flush=True)
@@ -178,7 +178,7 @@ def compare(pair: Pair, rollouts: list[list[int]], logits: list[torch.Tensor], k
 def measure(pair: Pair, rollouts: list[list[int]], logits: list[torch.Tensor], k: int) -> None:
     """Print the client's time."""
     fresh = Pair(pair.teacher, pair.student, pair.teacher_ends, pair.student_end, [])
-    sums, asked, half = Sums(fresh), Questions(fresh), len(rollouts) // 2
+    by_rows, asked, half = ByRows(fresh), Questions(fresh), len(rollouts) // 2
     # Only the tables' texts differ from the pair's.
     state: dict[int, list[Any]] = {at: [] for at in range(len(rollouts))}
 
@@ -190,7 +190,7 @@ def measure(pair: Pair, rollouts: list[list[int]], logits: list[torch.Tensor], k
 
     def finish(at: int) -> None:
         its, question, read = state[at]
-        of_rows(fresh, sums, its, read, logits[at].shape[1], k, fixed=False, question=question)
+        by_rows.scores(its, read, k, logits[at].shape[1], question)
 
     def timed(step: Callable[[int], None], places: Sequence[int]) -> float:
         begin = time.process_time()

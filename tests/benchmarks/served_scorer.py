@@ -45,9 +45,8 @@ from prime_composer.backends.hf_model import (  # noqa: E402
 )
 from prime_composer.cross_tokenizer.pair import Pair  # noqa: E402
 from prime_composer.cross_tokenizer.plan import Plan, plan_of  # noqa: E402
-from prime_composer.cross_tokenizer.sums import Sums  # noqa: E402
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes  # noqa: E402
-from prime_composer.teachers.own_tokenizer import of_rows  # noqa: E402
+from prime_composer.teachers.own_tokenizer import ByRows  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
 from prime_composer.teachers.student_candidates import LISTED, Questions  # noqa: E402
 from tests.vllm_process import TeacherProcess, VllmProcess, save_tokenizer  # noqa: E402
@@ -210,7 +209,7 @@ def made_pair(teacher_size: int, student_size: int) -> tuple[Pair, list[str]]:
 def compare_kinds(server: VllmProcess, options: argparse.Namespace) -> None:
     """Print a row per way to ask about the texts of a student with another tokenizer."""
     scorer, pair = ServerScorer(server.url), options.pair
-    questions, sums = Questions(pair), Sums(pair)
+    questions, by_rows = Questions(pair), ByRows(pair)
     rng, sent = random.Random(0), [0, 0]
     receive = scorer.receive
 
@@ -252,7 +251,7 @@ def compare_kinds(server: VllmProcess, options: argparse.Namespace) -> None:
             got, used = time.perf_counter(), cpu_seconds(server.process.pid) - used
             for (plan, _), one, ask in zip(work, read, asks, strict=True):
                 if k != 32:
-                    of_rows(pair, sums, plan, one, options.vocab, 32, fixed=False, question=ask)
+                    by_rows.scores(plan, one, 32, options.vocab, ask)
             ready = time.perf_counter()
             if turn:  # the first one sends the tables
                 seconds = [prepared - begin, got - prepared, ready - got, used]

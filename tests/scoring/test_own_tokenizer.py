@@ -133,7 +133,6 @@ def kept(monkeypatch):
 
 
 def test_server_sums_for_two_pairs_side_by_side(kept, monkeypatch, vllm_without_its_libraries):
-    monkeypatch.setattr("prime_composer.teachers.student_candidates.LISTED", 200)
     rows = Rows(3, len(wrapped(TEACHER)))
     with Served(rows) as one, closing(ServerScorer(one.url)) as scorer:
         for merges in (STUDENT, TEACHER[:3], STUDENT):
@@ -240,7 +239,6 @@ def test_own_tokenizer_refuses_a_server_without_plugin():
 @pytest.mark.vllm
 def test_vllm_own_tokenizer_scores_as_in_process(monkeypatch, tmp_path):
     """A real server, in pieces of 16 tokens: it sums its rows, or 256 ids of them are read."""
-    monkeypatch.setattr("prime_composer.teachers.student_candidates.LISTED", 200)
     teacher = wrapped(TEACHER)
     model = make_model(True, 3, vocab_size=len(teacher), eos_token_id=teacher.eos_token_id)
     model.save_pretrained(tmp_path / "model")

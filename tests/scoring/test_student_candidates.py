@@ -21,7 +21,7 @@ from prime_composer.scoring.pair_tables import Kept, PairTables, UnknownTables, 
 from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES, register
 from prime_composer.scoring.wire import VERSION, Facts, ScoreRequest, SequenceRequest
 from prime_composer.scoring.worker import Piece, Progress, RowsRequest, answer_group
-from prime_composer.teachers.own_tokenizer import of_rows
+from prime_composer.teachers.own_tokenizer import ByRows
 from prime_composer.teachers.student_candidates import (
     MISSING,
     Part,
@@ -162,9 +162,7 @@ def test_sums_of_a_server_equal_those_of_whole_rows(kind, fixed):
         plan = plan_of(pair, written(pair, seed))
         logits = logits_of(pair, plan, seed)
         question, read = asked(pair, plan, logits, 8, listed=len(pair.teacher.of_id))
-        found = of_rows(
-            pair, Sums(pair), plan, read, logits.shape[1], 8, fixed=fixed, question=question
-        )
+        found = ByRows(pair, fixed=fixed).scores(plan, read, 8, logits.shape[1], question)
         known += check_same(pair, plan, logits, found, 8, fixed=fixed)
     assert known > 50
 
@@ -239,9 +237,7 @@ def test_what_no_list_has_is_counted(listed):
         plan = plan_of(pair, written(pair, 2 * seed))
         logits = logits_of(pair, plan, seed)
         question, read = asked(pair, plan, logits, 8, listed=listed)
-        _, totals = of_rows(
-            pair, Sums(pair), plan, read, logits.shape[1], 8, fixed=False, question=question
-        )
+        _, totals = ByRows(pair).scores(plan, read, 8, logits.shape[1], question)
         unlisted += totals["unlisted"]
     assert (unlisted > 0.1) == (listed < 400)
 
@@ -258,9 +254,7 @@ def test_first_token_of_a_path_makes_a_student_token_unsure():
         for content, share in ((b"abc", 0.2), (b"c", 0.4), (b"a", mass)):
             rows[:, teacher.of_id.index(content)] = share
         question, read = asked(pair, plan, rows.log(), 8, listed=1)
-        found, _ = of_rows(
-            pair, Sums(pair), plan, read, rows.shape[1], 8, fixed=False, question=question
-        )
+        found, _ = ByRows(pair).scores(plan, read, 8, rows.shape[1], question)
         assert (student.encode("ab")[0] in support(found, 1)) == is_known
 
 

@@ -50,9 +50,8 @@ from prime_composer.contract import Scores  # noqa: E402
 from prime_composer.cross_tokenizer.pair import Pair  # noqa: E402
 from prime_composer.cross_tokenizer.plan import plan_of  # noqa: E402
 from prime_composer.cross_tokenizer.reference import Exact, Reference  # noqa: E402
-from prime_composer.cross_tokenizer.sums import Sums  # noqa: E402
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes  # noqa: E402
-from prime_composer.teachers.own_tokenizer import READ, of_rows  # noqa: E402
+from prime_composer.teachers.own_tokenizer import READ, ByRows  # noqa: E402
 
 K = 16
 END = "<|eos|>"
@@ -262,7 +261,10 @@ class Student:
         tokens, end = student_of(name, texts)
         counted = texts[:COUNTED]
         self.pair = Pair(teacher, tokens, ends, end, [text for pair in counted for text in pair])
-        self.sums, self.grams = Sums(self.pair), NGrams(tokens, [answer for _, answer in counted])
+        self.by_rows, self.grams = (
+            ByRows(self.pair),
+            NGrams(tokens, [answer for _, answer in counted]),
+        )
         self.rng = random.Random(seed)
         self.found = {"whole": Errors(), str(READ): Errors()}
 
@@ -273,10 +275,7 @@ class Student:
         plan, size = plan_of(self.pair, ids), rows.rows.shape[1]
         assert plan.teacher_ids == rows.ids
         scores = {
-            name: of_rows(
-                *(self.pair, self.sums, plan, listed(rows.rows, rows.ids, limit), size, K),
-                fixed=False,
-            )[0]
+            name: self.by_rows.scores(plan, listed(rows.rows, rows.ids, limit), K, size)[0]
             for name, limit in (("whole", size), (str(READ), READ))
         }
         reference = Reference(self.pair, rows.of, threshold)

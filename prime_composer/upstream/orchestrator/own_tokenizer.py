@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,14 +26,12 @@ from prime_composer.contract import Scores
 from prime_composer.cross_tokenizer.finish import Totals, means
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import Plan, plan_of
-from prime_composer.cross_tokenizer.sums import Sums
 from prime_composer.losses import parse_loss
 from prime_composer.scoring.shared_vocabulary import MOST_PADDING
 from prime_composer.scoring.student_candidates import STUDENT_CANDIDATES
 from prime_composer.scoring.wire import Facts
 from prime_composer.teachers.client import Beside
-from prime_composer.teachers.own_tokenizer import ids_read, is_summed, of_rows
-from prime_composer.teachers.student_candidates import Question, Questions
+from prime_composer.teachers.own_tokenizer import ByRows
 from prime_composer.teachers.tokenizer_pair import make_pair
 from prime_composer.upstream import wire
 from prime_composer.upstream.settings import SWITCH, TOKENIZERS_KEY, AdapterSettings
@@ -77,8 +75,7 @@ class OwnTokenizer:
 
     def __init__(self, tokenizer: Any, pair: Pair, k: int, *, fixed: bool = False):
         self.tokenizer, self.k = tokenizer, k
-        self._pair, self._fixed = pair, fixed
-        self._sums = Sums(pair)
+        self._pair, self._by_rows = pair, ByRows(pair, fixed=fixed)
 
     def turn(self, messages: Sequence[Any], token_ids: list[int]) -> Turn | None:
         """Return a turn of the student; None where the teacher would write it in another way.
@@ -113,28 +110,14 @@ class OwnTokenizer:
             ask: asks the teacher.
             compute: runs a function off the event loop.
         """
-        summed = STUDENT_CANDIDATES.name in facts.kinds and is_summed(self._pair, facts.vocab_size)
-        question = await compute(self._question, turn.plan) if summed else None
+        size, can_sum = facts.vocab_size, STUDENT_CANDIDATES.name in facts.kinds
+        asks = partial(self._by_rows.question, turn.plan, self.k, size, can_sum=can_sum)
+        question = await compute(asks)
         # The end of the teacher's turn is scored as well.
         reading = [*turn.prompt, *turn.plan.teacher_ids, self._pair.teacher_ends[0]]
-        most = ids_read(facts.vocab_size, summed=summed)
+        most = self._by_rows.ids_read(size, can_sum=can_sum)
         read = await ask(reading, len(turn.prompt), most, question and question.beside)
-        return await compute(self._of_student, turn.plan, read, question)
-
-    @cached_property
-    def _questions(self) -> Questions:
-        return Questions(self._pair)
-
-    def _question(self, plan: Plan) -> Question:
-        return self._questions.of(plan, self.k)
-
-    def _of_student(
-        self, plan: Plan, read: Scores, question: Question | None
-    ) -> tuple[Scores, Totals]:
-        size = 1 + int(read.token_ids.max())
-        return of_rows(
-            self._pair, self._sums, plan, read, size, self.k, fixed=self._fixed, question=question
-        )
+        return await compute(self._by_rows.scores, turn.plan, read, self.k, size, question)
 
 
 def as_template_reads(message: Any) -> dict[str, Any] | None:
