@@ -10,13 +10,13 @@ token_ids[:t])``.
 Source: ``LossInputs`` and ``LossOutputs`` of prime_rl/trainer/rl/loss.py,
 https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``,
 ``hidden_states``, ``credit``, ``contrast_logprobs``, ``token_ids``, ``segment_ids``,
-``by_teacher``, ``replay`` and the metric types are additions.
+``sampled``, ``by_teacher``, ``replay`` and the metric types are additions.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,7 +31,6 @@ Its exponential is 0 in every dtype, so that a tail bucket, 1 minus the support'
 of the id. Unlike -inf it can be subtracted from itself: each divergence and each gradient has the
 term 0.
 """
-
 
 SIGN_BIT = -(2**31)
 """Of an id in int32."""
@@ -166,15 +165,7 @@ class TeacherHead:
             self.refuse_non_finite("bias", self.bias)
 
     def refuse_non_finite(self, name: str, rows: Float[Tensor, "v ..."]) -> None:
-        """Refuse NaN and infinite numbers in a part of the head.
-
-        Args:
-            name: of the part.
-            rows: its rows.
-
-        Raises:
-            InvalidAnswer: there is one.
-        """
+        """Raise ``InvalidAnswer`` where rows of the head's part ``name`` are NaN or infinite."""
         if torch.stack(rows.aminmax()).isfinite().all():
             return
         wrong = ~rows.isfinite().reshape(len(rows), -1).all(1)
@@ -191,15 +182,8 @@ class TeacherHead:
         A head in half precision rounds each logit to its dtype, as vLLM's does.
         """
         dtype = self.weight.dtype
-        half = dtype in (torch.bfloat16, torch.float16)
-        return Logits(
-            hidden.to(dtype),
-            self.weight,
-            self.bias,
-            self.softcap,
-            self.scale,
-            dtype if half else None,
-        )
+        rounded = dtype if dtype in (torch.bfloat16, torch.float16) else None
+        return Logits(hidden.to(dtype), self.weight, self.bias, self.softcap, self.scale, rounded)
 
 
 @dataclass(frozen=True, eq=False)
@@ -412,6 +396,16 @@ class Support:
         return Support(self.token_ids, log_q, log_p)
 
 
+class SampledText(NamedTuple):
+    """All tokens of some sequences, [n], and which ones were sampled. ``places`` has the index of
+    each token of the inputs among them, [seq]."""
+
+    token_ids: Int[Tensor, " n"]
+    mask: Bool[Tensor, " n"]
+    segment_ids: Int[Tensor, " n"] | None
+    places: Int[Tensor, " seq"]
+
+
 @dataclass(eq=False)
 class LossInputs:
     """Inputs of a loss, for one sequence or for several that are packed one after the other.
@@ -437,6 +431,8 @@ class LossInputs:
             before t. None without them.
         token_ids: the tokens themselves, [seq]. Token-wise modifiers read them.
         segment_ids: index of each token's sequence, [seq], non-decreasing. None means one sequence.
+        sampled: the text that the tokens are of, with those between them, and with sampled tokens
+            that do not train for want of a score. None: the mask has all sampled tokens.
         by_teacher: True at the tokens of sequences that the teacher sampled, [seq]. None where the
             trainer does not say.
         replay: inputs of the replay channel, a pack of preference pairs. Segment 2i is the chosen
@@ -455,6 +451,7 @@ class LossInputs:
     contrast_logprobs: Float[Tensor, " seq"] | None = None
     token_ids: Int[Tensor, " seq"] | None = None
     segment_ids: Int[Tensor, " seq"] | None = None
+    sampled: SampledText | None = None
     by_teacher: Bool[Tensor, " seq"] | None = None
     replay: "LossInputs | None" = None
 

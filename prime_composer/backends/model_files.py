@@ -20,7 +20,8 @@ HUB_SECONDS = 1.5
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
-CONTENT = {".json", ".txt", ".model", ".jinja", ".safetensors", ".bin"}
+WEIGHTS = {".safetensors", ".bin"}
+CONTENT = {".json", ".txt", ".model", ".jinja", *WEIGHTS}
 """Endings of the files that make a model: config, tokenizer, chat template, weights."""
 
 SAMPLES, SAMPLE_BYTES = 1024, 4096
@@ -177,6 +178,12 @@ def fingerprint(model: str) -> str | None:
                 file.seek(offset)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def is_without_weights(model: str) -> bool:
+    """Return whether a model is a folder without a file of weights, as of a tokenizer alone."""
+    folder = Path(model)
+    return folder.is_dir() and not any(one.suffix in WEIGHTS for one in folder.iterdir())
 
 
 def unusable(folder: Path, reason: str) -> ValueError:

@@ -92,7 +92,10 @@ def make_tapes(folder: str | None, config: str | None, overrides: Sequence[str])
     recipe = load_recipe(config, overrides)
     routing = Routing.of_recipe(recipe)
     if not recipe.asks_teacher or not routing.teachers:
-        raise RecipeError(f"{config}: no teacher scores anything; there is nothing to keep")
+        raise RecipeError(
+            f"{config}: [loss] type = {recipe.loss.type!r}, and no teacher scores anything; there "
+            "is nothing to keep"
+        )
     for teacher, table in routing.teachers.items():
         if table.tape is None or table.tape_only:
             key = "tape_only = true opens no teacher" if table.tape_only else "it names no `tape`"
@@ -109,8 +112,16 @@ def make_tapes(folder: str | None, config: str | None, overrides: Sequence[str])
         raise RecipeError(
             f"[environments.{name}] has no answers of its own: let a run make the tape"
         )
+    rollout = recipe.rollout
+    if rollout.student_fraction == 1 or rollout.teacher_samples:
+        raise RecipeError(
+            f"rollout.student_fraction = {rollout.student_fraction:g}, other_source = "
+            f'"{rollout.other_source}": a run of this recipe trains on no answer of the data, and '
+            "never reads what is made here. Set student_fraction below 1 (0: the data's answers "
+            'alone) and other_source = "data", or let a run make the tape'
+        )
     # From here on, as a run that trains on the data's answers alone.
-    own = recipe.rollout.model_copy(update={"student_fraction": 0.0, "other_source": "data"})
+    own = rollout.model_copy(update={"student_fraction": 0.0, "other_source": "data"})
     recipe = recipe.model_copy(update={"rollout": own})
 
     from prime_composer.cli.progress import Screen

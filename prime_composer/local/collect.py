@@ -102,7 +102,7 @@ class Collector:
         if scored.padding_ids is not None:
             self.metrics["rollout/padding_ids"] = float(scored.padding_ids)
         self.metrics |= scored.metrics
-        self.metrics |= end_metrics(scored.samples)
+        self.metrics |= end_metrics(scored.samples, self.engine.reward_scale is None)
         if scored.without_hint:
             self.metrics["rollout/without_hint"] = scored.without_hint / len(samples)
         if self.engine.may_overflow:

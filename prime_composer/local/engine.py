@@ -149,6 +149,7 @@ class Engine:
             fitted = self.fit(samples)
             kept = [sample for sample in fitted if sample is not None]
             rollouts = [sample.rollout for sample in kept]
+            problems = [sample.problem for sample in kept]
             size, by_student = self.loss.asked_of_teacher
             shared, padding_ids = min(self.head_sizes), None
             if shared < self.vocab_size:
@@ -156,14 +157,14 @@ class Engine:
             self.teachers.take_metrics()  # of checks and evaluations, which are no part of a step
             scores = self.teachers.score(
                 rollouts,
-                [sample.problem for sample in kept],
+                problems,
                 size,
                 students_choice(self.model, rollouts, size, shared) if by_student else None,
                 self.reads_hidden_states,
             )
             self._check_ids(scores)
             if self.reward_scale is not None:
-                scores = self.teachers.extrapolate(rollouts, scores, self.reward_scale)
+                scores = self.teachers.extrapolate(rollouts, problems, scores, self.reward_scale)
             scored = [with_scores(sample, own) for sample, own in zip(kept, scores, strict=True)]
             return Scored(
                 [sample for sample in scored if sample is not None],

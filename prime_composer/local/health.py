@@ -6,6 +6,7 @@ judge.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +50,7 @@ REMEDIES = {
 
 
 GROWTH = "rollout/growth"
-"""Mean length of a step's rollouts, as a multiple of the first step's."""
+"""Mean length of the rollouts that the student sampled, as a multiple of the first step's."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,9 @@ SIGNS = {
         "[loss.repetition]",
     ),
     "truncated": Sign(
-        "rollout/truncated",
+        "rollout/student_truncated",
         True,
-        "{:.1%} of the rollouts are cut",
+        "{:.1%} of the student's rollouts are cut",
         "raise rollout.max_tokens, or lower trainer.lr if answers were shorter before",
     ),
     "longer": Sign(
@@ -124,13 +125,19 @@ class CollapseCheck:
 
     Attributes:
         config: the recipe's ``[checks.collapse]``.
-        first_length: mean length of the first step's rollouts; None where it is not known.
-        since: limit -> first of the steps in a row that are beyond it.
+        knows_start: the first step was taken.
+        first_length: mean length of the run's first rollouts; None where it is not known.
+        since: limit -> first step beyond it, until ``steps`` in a row are within it again.
+        beyond: limit -> steps in a row that are beyond it.
+        within: limit -> steps in a row that are within it.
     """
 
     config: CollapseConfig
+    knows_start: bool = False
     first_length: float | None = None
     since: dict[str, int] = field(default_factory=dict)
+    beyond: Counter[str] = field(default_factory=Counter)
+    within: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of_records(
@@ -144,39 +151,47 @@ class CollapseCheck:
         return check
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Take a step's metrics, and return those that need the first step's."""
-        length = metrics.get("rollout/tokens")
-        if step == 1:
+        """Take a step's metrics, and return those that need the first step's.
+
+        A step without a limit's number, as one without a rollout of the student, is none of those
+        in a row.
+        """
+        length = metrics.get("rollout/student_tokens")
+        self.knows_start |= step == 1
+        if self.knows_start and self.first_length is None:
             self.first_length = length
         grown: dict[str, float] = {}
         if length is not None and self.first_length:
             grown[GROWTH] = length / self.first_length
         for name, sign in SIGNS.items():
             limit, value = getattr(self.config, name), (grown | dict(metrics)).get(sign.metric)
-            beyond = (
-                limit is not None
-                and value is not None
-                and (value > limit if sign.largest else value < limit)
-            )
-            if beyond:
+            if limit is None or value is None:
+                continue
+            if value > limit if sign.largest else value < limit:
                 self.since.setdefault(name, step)
+                self.beyond[name], self.within[name] = self.beyond[name] + 1, 0
             else:
-                self.since.pop(name, None)
+                self.beyond[name], self.within[name] = 0, self.within[name] + 1
+                if self.within[name] >= self.config.steps:
+                    self.since.pop(name, None)
         return grown
 
     @property
     def healthy(self) -> int | None:
-        """The last step before the first one that is beyond a limit; None where none is."""
+        """The last step before the first one that is beyond a limit; None where all are within."""
         return min(self.since.values()) - 1 if self.since else None
 
-    def warnings(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+    def warnings(self, metrics: Mapping[str, float]) -> list[str]:
         """Return a sentence for each limit that has been passed for long enough, once each."""
         return [
-            f"{SIGNS[name].words.format(metrics[SIGNS[name].metric])}, beyond checks.collapse."
-            f"{name} = {getattr(self.config, name):g} since step {since}; {SIGNS[name].remedy}"
-            for name, since in self.since.items()
-            if step - since + 1 == self.config.steps
-            or (self.config.action == "stop" and step - since + 1 > self.config.steps)
+            f"{sign.words.format(metrics[sign.metric])}, beyond checks.collapse.{name} = "
+            f"{getattr(self.config, name):g} (steps in a row: {self.beyond[name]}); {sign.remedy}"
+            for name, sign in SIGNS.items()
+            if sign.metric in metrics
+            and (
+                self.beyond[name] == self.config.steps
+                or (self.config.action == "stop" and self.beyond[name] > self.config.steps)
+            )
         ]
 
 

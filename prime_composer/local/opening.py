@@ -37,6 +37,7 @@ from prime_composer.teachers.own_tokenizer import with_own_tokenizer
 from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.teachers.registry import open_scorer
 from prime_composer.teachers.tape.opening import tape_alone, with_tape
+from prime_composer.teachers.tokenizer_pair import own_tokenizer_of
 from prime_composer.tiny_models.rounding import LatentWeights
 
 if TYPE_CHECKING:
@@ -280,13 +281,18 @@ def _open_tapes(
     student = tokenizer_hash(engine.problems.tokenizer) if taping else ""
     for teacher, config in taping.items():
         status(f"opening the {teacher.display}'s tape {config.tape}")
+        own = None
+        if config.tokenizer == "own":
+            origin = tokenizer_origin(engine, teacher, config)
+            own = tokenizer_hash(own_tokenizer_of(origin, teacher.table))
+        tokenizers = (student, own)
         if config.tape_only:
-            taped = tape_alone(config, teacher.table, student, engine.context, status)
+            taped = tape_alone(config, teacher.table, tokenizers, engine.context, status)
         else:
             scorer, spec = scorers[teacher], engine.teacher_specs[teacher]
             dtype = scorer.dtype if isinstance(scorer, Served) else spec.dtype
             limit = checks.tolerance or TOLERANCES[dtype or "bfloat16"]
-            taped = with_tape(scorer, config, spec, student, limit, checks.every > 0, status)
+            taped = with_tape(scorer, config, spec, tokenizers, limit, checks.every > 0, status)
         scorers[teacher] = taped
         opened.callback(taped.close)
     in_order = {teacher: scorers[teacher] for teacher in routing.teachers}

@@ -117,7 +117,7 @@ class Run:
         evaluations: step -> what was measured after it.
         collector: collects the batch of the step under way.
         abandoned: a step was given up, because a signal came while it waited for a server.
-        warned: names of the metrics of steps of which the user was warned, each once.
+        warned: metrics of steps, and what is not measured, of which the user was warned, each once.
     """
 
     recipe: Recipe
@@ -186,7 +186,7 @@ class Run:
             if name not in self.warned:
                 self.warned.add(name)
                 self.display.status(f"warning: step {step}: {warning}")
-        for warning in self.collapse.warnings(step, metrics):
+        for warning in self.collapse.warnings(metrics):
             if self.recipe.checks.collapse.action == "stop":
                 raise Collapsed(f"step {step}: {warning}{self.healthy_checkpoint()}")
             self.display.status(f"warning: step {step}: {warning}")
@@ -206,6 +206,7 @@ class Run:
     def measure(self, step: int) -> dict[str, float]:
         """Evaluate the student, and keep its first answers for the report."""
         measured = self.evaluator.student()
+        self.warn_unmeasured()
         # A teacher that was exchanged meanwhile has measured another distance.
         self.watch.check(step, before_use=True)
         self.keep(step, self.evaluator.answers)
@@ -228,19 +229,26 @@ class Run:
         if done == 0:
             self.display.status("measuring the teacher and the student before training")
             self.evaluations[0] = self.measure(0) | self.evaluator.teachers()
+            self.warn_unmeasured()
             if self.evaluator.teacher_answers:
                 self.keep(0, self.evaluator.teacher_answers, of="teacher")
             self.tracker.log(0, self.evaluations[0] | self.student.sizes())
             self.display.start(self.evaluations[0])
             for warning in teachers_without_success(self.evaluations[0]):
                 self.display.status(f"warning: {warning}")
-            if lacking := " and ".join(sorted(self.evaluator.not_measured)):
-                self.display.status(
-                    f"warning: {lacking} cannot be measured without a teacher: its tape has no "
-                    "scores of these rollouts"
-                )
         elif self.is_measured(done) and done not in self.evaluations:
             self.tracker.amend(done, self.measure(done))
+
+    def warn_unmeasured(self) -> None:
+        """Say once what an evaluation has left out, because a tape that answers alone lacks it."""
+        lacking = sorted(self.evaluator.not_measured - self.warned)
+        self.warned |= {*lacking}
+        if lacking:
+            self.display.status(
+                f"warning: step {self.student.steps}: {' and '.join(lacking)} cannot be measured "
+                "without a teacher, and is left out from here on wherever its tape has no scores "
+                "of the rollouts; with the teacher (tape_only = false) it is"
+            )
 
     @contextmanager
     def until_stopped(self) -> Iterator[StopRequest]:
@@ -277,7 +285,7 @@ class Run:
         state |= {"teacher": self.engine.state_dict(), "watch": self.watch.state_dict()}
         state["tokenizer_pairs"] = self.engine.tokenizer_pairs
         model, tokenizer = self.engine.model, self.engine.problems.tokenizer
-        kept = kept_step(self.watch, self.collapse, step)
+        kept = kept_steps(self.watch, self.collapse, step)
         save_checkpoint(self.run_dir, step, model, tokenizer, state, keep, kept)
 
     def leave(self, error: Exception) -> RunStopped:
@@ -392,7 +400,7 @@ def open_run(
             evaluations = past_evaluations(logged)
             collapse = CollapseCheck.of_records(recipe.checks.collapse, logged)
             if resumed is not None:
-                tidy(run_dir, recipe.checkpoint.keep, kept_step(watch, collapse, resumed))
+                tidy(run_dir, recipe.checkpoint.keep, kept_steps(watch, collapse, resumed))
             run = Run(
                 *(recipe, run_dir, display, engine, student, watch, collapse, evaluator, tracker),
                 *(stop, evaluations),
@@ -422,13 +430,12 @@ def open_watch(
     )
 
 
-def kept_step(watch: Watch, collapse: CollapseCheck, step: int) -> int | None:
-    """Return the step up to which the newest checkpoint is kept beside the newest ones.
+def kept_steps(watch: Watch, collapse: CollapseCheck, step: int) -> list[int]:
+    """Return the steps up to each of which the newest checkpoint is kept beside the newest ones.
 
-    That is where later steps are in doubt, or have answers beyond a limit. None: there is no need.
+    Steps after one are in doubt, steps after another have answers beyond a limit.
     """
-    known = [one for one in (watch.verified(step), collapse.healthy) if one is not None]
-    return min(known) if known else None
+    return [one for one in (watch.verified(step), collapse.healthy) if one is not None]
 
 
 def in_words(error: Exception) -> str:

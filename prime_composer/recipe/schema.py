@@ -50,6 +50,7 @@ from prime_composer.recipe.watchers import (
     ChecksConfig,
     EvalConfig,
     LoggingConfig,
+    check_end,
 )
 from prime_composer.tables import Table
 
@@ -381,6 +382,7 @@ class Recipe(Table):
         )
         reference = {} if self.reference is None else {"reference": self.reference}
         check_tapes({**self.teacher_tables, **reference})
+        check_end(self.checks.collapse, self.loss, has_reference=self.reference is not None)
         if self.reference is None:
             return self
         check_reference_model(self.reference, self.student, self.teacher_tables)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 from pydantic import Field, PositiveInt, model_validator
 
+from prime_composer.losses import LossConfig
 from prime_composer.recipe.bounds import LARGEST_BATCH, MOST_STEPS
 from prime_composer.recipe.carried import CARRIED, not_carried
 from prime_composer.tables import Table
@@ -111,16 +112,17 @@ class CollapseConfig(Table):
 
     action: Literal["warn", "stop"] = Field(default="warn", json_schema_extra=LOGS_ALONE)
     """``warn`` once, or ``stop`` with a checkpoint. Either way the newest checkpoint from before
-    the first step beyond a limit is kept."""
+    the first step beyond a limit is kept, until ``steps`` steps in a row are within it again."""
 
     steps: int = Field(default=3, ge=1, le=MOST_STEPS, json_schema_extra=LOGS_ALONE)
-    """Steps in a row that have to be beyond a limit."""
+    """Steps in a row that have to be beyond a limit, or within it again. A step without a rollout
+    of the student is none of them."""
 
     repeated: float | None = Field(default=0.5, gt=0, lt=1, json_schema_extra=LOGS_ALONE)
-    """Largest share of rollouts that end in a repetition (`rollout/repeated`)."""
+    """Largest share of the student's rollouts that end in a repetition (`rollout/repeated`)."""
 
     truncated: float | None = Field(default=None, gt=0, lt=1, json_schema_extra=LOGS_ALONE)
-    """Largest share of rollouts that are cut (`rollout/truncated`)."""
+    """Largest share of the student's rollouts that are cut (`rollout/student_truncated`)."""
 
     longer: float | None = Field(default=None, gt=1, json_schema_extra=LOGS_ALONE)
     """Largest mean length, as a multiple of the first step's (`rollout/growth`)."""
@@ -133,7 +135,24 @@ class CollapseConfig(Table):
 
     end: float | None = Field(default=None, gt=0, lt=1, json_schema_extra=LOGS_ALONE)
     """Smallest mean probability that the teacher gives the tokens by which the student ends its
-    answers (`rollout/end_teacher`)."""
+    answers (`rollout/end_teacher`). With a [reference] there is no such number, and no limit."""
+
+
+def check_end(config: CollapseConfig, loss: LossConfig, has_reference: bool) -> None:
+    """Refuse a limit of ``end`` where no step has a teacher's probability of an end."""
+    if config.end is None:
+        return
+    without = None
+    if has_reference:
+        without = "the scores of a [reference] are extrapolated, and none of a distribution"
+    elif not loss.compares_with_teacher:
+        without = f"[loss] type = {loss.type!r} has no teacher score anything"
+    if without is not None:
+        raise ValueError(
+            f"checks.collapse.end = {config.end:g} limits the teacher's probability of the tokens "
+            f"that end the student's answers, and {without}: leave it out, or limit "
+            "checks.collapse.repeated or checks.collapse.truncated"
+        )
 
 
 class ChecksConfig(Table):

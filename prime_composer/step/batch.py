@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from prime_composer.backends.protocols import Rollout
@@ -29,6 +29,8 @@ class Sample:
         credit: credit of each trained token within the group; None where no loss reads it.
         contrast: log of each trained token's mean probability under the teacher with wrong hints;
             None where no loss reads it.
+        sampled: its rollout's ``loss_mask`` before tokens without a score left it; None where none
+            did.
         first: it is its rollout's first sample. A conversation of an environment that branched has
             several, with the same reward and advantage.
     """
@@ -41,6 +43,7 @@ class Sample:
     scores: Scores | None = None
     credit: Float[Tensor, " n"] | None = None
     contrast: Float[Tensor, " n"] | None = None
+    sampled: Bool[Tensor, " seq"] | None = None
     first: bool = True
 
     @property
@@ -65,7 +68,7 @@ def with_scores(sample: Sample, scores: Scores) -> Sample | None:
         return None
     left = replace(rollout, loss_mask=mask)
     own = replace(scores, scored=None).rows(slice(left.start - rollout.start, None))
-    return replace(sample, rollout=left, scores=own)
+    return replace(sample, rollout=left, scores=own, sampled=rollout.loss_mask)
 
 
 def trained_logprobs(sample: Sample) -> Float[Tensor, " n"]:

@@ -28,10 +28,14 @@ def collapse_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     - ``rollout/repeated_tokens``: share of the tokens that repeat, without the first copy.
     - ``rollout/entropy``: mean of -log mu in nats per token. Its expectation is the entropy of the
       policy that samples, at its temperature and top-p.
+    - ``rollout/student_truncated``: share of the rollouts that are cut.
+    - ``rollout/student_tokens``: mean length of a rollout.
     """
-    own = [sample.rollout for sample in samples if is_own(sample)]
-    if not own:
+    sampled = [sample for sample in samples if is_own(sample)]
+    if not sampled:
         return {}
+    own = [sample.rollout for sample in sampled]
+    firsts = [sample.rollout for sample in sampled if sample.first]
     masks = torch.cat([rollout.loss_mask for rollout in own])
     log_mu = torch.cat([rollout.inference_logprobs for rollout in own])[masks]
     repeated = [count for count in map(repeated_tokens, own) if count]
@@ -39,6 +43,9 @@ def collapse_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/repeated": len(repeated) / len(own),
         "rollout/repeated_tokens": sum(repeated) / len(log_mu),
         "rollout/entropy": -float(log_mu.mean()),
+        "rollout/student_truncated": sum(one.finish_reason == "length" for one in firsts)
+        / len(firsts),
+        "rollout/student_tokens": len(log_mu) / len(firsts),
     }
 
 
@@ -60,11 +67,15 @@ def repeated_tokens(rollout: Rollout) -> int:
     return int(found.sum())
 
 
-def end_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+def end_metrics(samples: Sequence[Sample], of_teacher: bool = True) -> dict[str, float]:
     """Return the mean probability of the token that ended an answer, over scored rollouts.
 
     ``rollout/end_student`` is that of the policy that sampled it, ``rollout/end_teacher`` the
     teacher's at the same place. A teacher that ends its answers by another token has nearly 0.
+
+    Args:
+        samples: a rollout whose end was cut off ended nowhere.
+        of_teacher: the scores are a teacher's log-probs, and not extrapolated ones.
     """
     own = [
         sample
@@ -78,7 +89,7 @@ def end_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         log_mu = torch.stack([sample.rollout.inference_logprobs[-1] for sample in own])
         means["rollout/end_student"] = float(log_mu.exp().mean())
     ends = [sample.scores.ref_logprobs[-1] for sample in own if sample.scores is not None]
-    if ends:
+    if ends and of_teacher:
         means["rollout/end_teacher"] = float(torch.stack(ends).exp().mean())
     return means
 

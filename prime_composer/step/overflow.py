@@ -33,5 +33,6 @@ def fit(sample: Sample, before: int, room: int, rule: Rule) -> Sample | None:
         token_ids=rollout.token_ids[:end],
         loss_mask=rollout.loss_mask[:end],
         inference_logprobs=rollout.inference_logprobs[:end],
+        finish_reason="length",
     )
     return replace(sample, rollout=head)

@@ -15,6 +15,7 @@ from prime_composer.contract import (
     HiddenStates,
     Logits,
     LossInputs,
+    SampledText,
     Scores,
     Support,
     TeacherHead,
@@ -117,8 +118,28 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
         hidden_states=both,
         token_ids=labels.to(device),
         segment_ids=per_token(torch.arange(len(samples))),
+        sampled=_sampled_text(samples, ids, trained, device),
         by_teacher=per_token(torch.tensor([rollout.by_teacher for rollout in rollouts])),
     )
+
+
+def _sampled_text(
+    samples: Sequence[Sample],
+    ids: Int[Tensor, "batch length"],
+    trained: Bool[Tensor, "batch length"],
+    device: torch.device,
+) -> SampledText:
+    """Return the text of padded samples."""
+    masks = [
+        sample.rollout.loss_mask if sample.sampled is None else sample.sampled for sample in samples
+    ]
+    columns = (
+        ids.flatten(),
+        pad_sequence(masks, batch_first=True).flatten(),
+        torch.arange(len(samples)).repeat_interleave(ids.shape[1]),
+        trained.flatten().nonzero()[:, 0],
+    )
+    return SampledText(*(column.to(device) for column in columns))
 
 
 def _by_hidden_states(

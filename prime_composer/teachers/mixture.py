@@ -109,16 +109,22 @@ class Teachers:
         ]
 
     def extrapolate(
-        self, rollouts: Sequence[Rollout], scores: Sequence[Scores], scale: float
+        self,
+        rollouts: Sequence[Rollout],
+        problems: Sequence[Problem],
+        scores: Sequence[Scores],
+        scale: float,
     ) -> list[Scores]:
         """Return the scores with the sampled token's log q extrapolated from the reference's log r.
 
         Args:
             rollouts: what was scored.
+            problems: the problem of each.
             scores: the teachers' scores of these rollouts.
             scale: lambda.
         """
-        own = self.scorers[REFERENCE].score(rollouts, 0)
+        with _naming_question(problems):
+            own = self.scorers[REFERENCE].score(rollouts, 0)
         return [
             extrapolate(one, reference, scale) for one, reference in zip(scores, own, strict=True)
         ]
@@ -152,10 +158,8 @@ def _naming_question(problems: Sequence[Problem]) -> Iterator[None]:
         yield
     except NotOnTape as error:
         asked = problems[error.index].question[:60]
-        remedy = (
-            "run it once with its teacher, or let `prime-rl tape make` score the data's answers"
-        )
-        raise NotOnTape(f"{error}, an answer to {asked!r}; {remedy}", error.index) from None
+        what = f"{error.what}, an answer to {asked!r}"
+        raise NotOnTape(what, error.index, error.remedy) from None
 
 
 def extrapolate(scores: Scores, reference: Scores, scale: float) -> Scores:

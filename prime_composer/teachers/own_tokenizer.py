@@ -17,11 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from prime_composer.backends.hf_model import (
-    ModelUnavailable,
-    load_tokenizer,
-    read_eos_token_ids,
-)
+from prime_composer.backends.hf_model import read_eos_token_ids
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.contract import Scores
 from prime_composer.cross_tokenizer.finish import Totals, means, token_scores
@@ -50,6 +46,7 @@ from prime_composer.teachers.tokenizer_pair import (
     TeacherPrompts,
     lead_of,
     make_pair,
+    own_tokenizer_of,
 )
 from prime_composer.teachers.watch import COMPARED_IDS, KnownRequest, starts_of
 
@@ -107,17 +104,7 @@ def with_own_tokenizer(
     Raises:
         PreflightError: the tokenizers cannot be compared.
     """
-    try:
-        tokenizer = load_tokenizer(model)
-    except ModelUnavailable as error:
-        raise PreflightError(
-            f'[{table}] tokenizer = "own" needs the teacher\'s tokenizer: give `model` its '
-            f"directory or hub id. {error}"
-        ) from None
-    if tokenizer is None:
-        raise PreflightError(
-            f'[{table}] tokenizer = "own": {model} has no tokenizer; add its files.'
-        )
+    tokenizer = own_tokenizer_of(model, table)
     prompts = TeacherPrompts(problem_set, student, tokenizer, student_prompt)
     sizes = scorer.limits.vocab_size or 0, vocab_size
     leads = lead_of(tokenizer, problem_set, table), lead_of(student, problem_set, table)

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+from prime_composer.backends.hf_model import ModelUnavailable, load_tokenizer
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes, UnsupportedTokenizer
 from prime_composer.problems.config import DataConfig, Problem
@@ -226,3 +228,27 @@ def check_pairs(stored: Mapping[str, str], now: Mapping[str, str]) -> None:
                 f'[{table}] tokenizer = "own": the checkpoint was trained with other tokenizers, '
                 "or other texts to count on; bring those back, or start a new run."
             )
+
+
+def own_tokenizer_of(model: str | Path, table: str) -> Any:
+    """Return the tokenizer of a teacher that has its own.
+
+    Args:
+        model: the teacher's directory or hub id.
+        table: the teacher's table, for messages.
+
+    Raises:
+        PreflightError: there is none.
+    """
+    try:
+        tokenizer = load_tokenizer(model)
+    except ModelUnavailable as error:
+        raise PreflightError(
+            f'[{table}] tokenizer = "own" needs the teacher\'s tokenizer: give `model` its '
+            f"directory or hub id. {error}"
+        ) from None
+    if tokenizer is None:
+        raise PreflightError(
+            f'[{table}] tokenizer = "own": {model} has no tokenizer; add its files.'
+        )
+    return tokenizer

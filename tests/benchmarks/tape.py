@@ -66,7 +66,7 @@ def measure(name: str, asked: dict[str, Any], turns: int, folder: Path) -> list[
             "[teacher]",
         )
         config = TeacherConfig(model=str(model), tape=tape)
-        taped = with_tape(scorer, config, spec, "hash", 0.5, True, print)
+        taped = with_tape(scorer, config, spec, ("hash", None), 0.5, True, print)
         taped.score(rollouts[:1], **asked)  # the known request and the head, once per tape
         ways = (scorer.score, taped.score, taped.score)
         for times, way in zip(found, ways, strict=True):

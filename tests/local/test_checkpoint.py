@@ -208,10 +208,18 @@ def test_save_checkpoint_keeps_the_newest_verified_one(tmp_path: Path) -> None:
     """One step at least can be continued from without doubt, whatever ``keep`` is."""
     save(tmp_path, 1, 2, keep=9)
     for step in (3, 4):
-        save_checkpoint(tmp_path, step, Model(step), Tokenizer(), {}, 1, verified=2)
+        save_checkpoint(tmp_path, step, Model(step), Tokenizer(), {}, 1, kept=[2])
     assert steps_of(tmp_path) == [2, 4]
     save(tmp_path, 5, keep=1)
     assert steps_of(tmp_path) == [5]
+
+
+def test_save_checkpoint_keeps_one_of_each_demand(tmp_path: Path) -> None:
+    """The last verified step and the last healthy one may be two; a third is in nobody's way."""
+    save(tmp_path, 1, 2, 3, keep=9)
+    for step in (4, 5):
+        save_checkpoint(tmp_path, step, Model(step), Tokenizer(), {}, 1, kept=[3, 1, 0])
+    assert steps_of(tmp_path) == [1, 3, 5]
 
 
 def test_step_that_is_not_there_lists_those_that_are(tmp_path: Path) -> None:
@@ -411,7 +419,7 @@ def test_tidy_deletes_what_a_killed_save_left(tmp_path: Path) -> None:
 def test_tidy_keeps_the_newest_verified_one(tmp_path: Path) -> None:
     """As a save does."""
     save(tmp_path, 1, 2, 3, keep=3)
-    module.tidy(tmp_path, keep=1, verified=1)
+    module.tidy(tmp_path, keep=1, kept=[1])
     assert steps_of(tmp_path) == [1, 3]
     module.tidy(tmp_path / "none", keep=1)
 

@@ -21,11 +21,12 @@ from prime_composer.local.health import (
     tokens_of_no_use,
 )
 from prime_composer.local.opening import open_engine
-from prime_composer.local.run import RunStopped
+from prime_composer.local.run import RunStopped, kept_steps
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.student import Student
 from prime_composer.local.tracker import read_metrics
 from prime_composer.local.train import train
+from prime_composer.local.watch import Watch
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
@@ -399,40 +400,56 @@ def record(step: int, **values: float) -> dict[str, float]:
     ("limit", "metric", "right", "wrong"),
     [
         ({"repeated": 0.5}, "repeated", 0.5, 0.51),
-        ({"truncated": 0.2}, "truncated", 0.2, 0.3),
+        ({"truncated": 0.2}, "student_truncated", 0.2, 0.3),
         ({"entropy": 0.1}, "entropy", 0.1, 0.09),
         ({"end": 0.01}, "end_teacher", 0.01, 0.009),
-        ({"longer": 2.0}, "tokens", 20.0, 21.0),
-        ({"shorter": 0.5}, "tokens", 5.0, 4.0),
+        ({"longer": 2.0}, "student_tokens", 20.0, 21.0),
+        ({"shorter": 0.5}, "student_tokens", 5.0, 4.0),
     ],
 )
 def test_collapse_is_a_limit_that_is_passed_in_a_row(
     limit: dict[str, float], metric: str, right: float, wrong: float
 ) -> None:
-    """A step within the limit, and one without the number, begin the count anew."""
+    """One step within the limit begins the count anew, and as many as the limit's patience end it.
+
+    A step without the number is none of either, as where the student sampled nothing.
+    """
     check = CollapseCheck(CollapseConfig(**limit, steps=2))
-    values = [10.0 if metric == "tokens" else right, wrong, right, wrong, None, wrong, wrong, wrong]
-    warned = []
+    values = [10.0 if metric == "student_tokens" else right, wrong, right, wrong, None, wrong]
+    values += [wrong, right, None, right, right]
+    warned, healthy = [], []
     for step, value in enumerate(values, 1):
         metrics = {} if value is None else {f"rollout/{metric}": value}
         metrics |= check.add(step, metrics)
-        warned += [(step, text, check.healthy) for text in check.warnings(step, metrics)]
-    ((step, text, healthy),) = warned
-    assert (step, healthy) == (7, 5) and "since step 6" in text
+        warned += [(step, text) for text in check.warnings(metrics)]
+        healthy.append(check.healthy)
+    ((step, text),) = warned
+    assert step == 6 and "(steps in a row: 2)" in text
+    assert healthy == [None, *[1] * 8, None, None]
     assert f"checks.collapse.{next(iter(limit))} = " in text
 
 
 def test_collapse_of_a_resumed_run_goes_on_counting() -> None:
     config = CollapseConfig(longer=2.0, steps=3, action="stop")
-    logged = [record(0), record(1, tokens=10), record(2, tokens=25), record(3, tokens=30)]
+    lengths = {1: 10, 2: 25, 3: 30}
+    logged = [record(0), *(record(step, student_tokens=n) for step, n in lengths.items())]
     check = CollapseCheck.of_records(config, logged)
     assert check.since == {"longer": 2} and check.healthy == 1
-    assert check.add(4, record(4, tokens=40)) == {"rollout/growth": 4.0}
-    assert check.warnings(4, {"rollout/growth": 4.0})[0].startswith(
-        "the rollouts are 4 times as long"
-    )
+    assert check.add(4, record(4, student_tokens=40)) == {"rollout/growth": 4.0}
+    assert check.warnings({"rollout/growth": 4.0})[0].startswith("the rollouts are 4 times as long")
     # Without the first step's record there is nothing to compare with.
-    assert CollapseCheck.of_records(config, logged[2:]).add(4, record(4, tokens=40)) == {}
+    assert CollapseCheck.of_records(config, logged[2:]).add(4, record(4, student_tokens=40)) == {}
+
+
+def test_collapse_growth_begins_with_the_first_rollouts() -> None:
+    """The first step may have answers of the data alone."""
+    check = CollapseCheck(CollapseConfig())
+    lengths = [None, 10.0, 15.0]
+    grown = [
+        check.add(step, {} if n is None else record(step, student_tokens=n))
+        for step, n in enumerate(lengths, 1)
+    ]
+    assert grown == [{}, {"rollout/growth": 1.0}, {"rollout/growth": 1.5}]
 
 
 ENTROPY = {"entropy": 100.0, "steps": 3, "action": "stop"}
@@ -443,13 +460,22 @@ def test_collapse_stops_a_run_and_keeps_what_was_before(tiny_recipe: Raw, tmp_pa
     """It stops at the third step, and so does the run that goes on from there."""
     raw = tiny_recipe(trainer__steps=9)
     raw |= {"checkpoint": {"every": 1, "keep": 1}, "checks": {"collapse": ENTROPY}}
-    with pytest.raises(RunStopped, match=r"step 3: .* since step 1;") as stopped:
+    with pytest.raises(RunStopped, match=r"step 3: .* in a row: 3\)") as stopped:
         run(raw, tmp_path / "run")
     assert "nats per token" in str(stopped.value) and "--resume" in str(stopped.value)
     assert [one.step for one in list_checkpoints(tmp_path / "run")] == [3]
     # Continued, it has still collapsed.
-    with pytest.raises(RunStopped, match=r"step 4: .* since step 1;"):
+    with pytest.raises(RunStopped, match=r"step 4: .* in a row: 4\)"):
         run(raw, tmp_path / "run", resume=True)
+
+
+def test_kept_steps_are_the_verified_and_the_healthy_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both, whichever is older."""
+    check, watch = CollapseCheck(CollapseConfig(repeated=0.5)), Watch.__new__(Watch)
+    monkeypatch.setattr(Watch, "verified", lambda self, step: 2)
+    assert kept_steps(watch, check, 9) == [2]
+    check.add(8, {"rollout/repeated": 0.6})
+    assert kept_steps(watch, check, 9) == [2, 7]
 
 
 def test_collapse_keeps_a_checkpoint_from_before(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from prime_composer.local import collect
 from prime_composer.local.opening import open_engine
 from prime_composer.local.run_dir.plan import plan
 from prime_composer.local.tracker import read_metrics
@@ -40,8 +41,14 @@ def test_scores_are_extrapolated_from_the_reference(tiny_recipe: Raw) -> None:
     assert not torch.equal(q, r)
 
 
-def test_reference_is_the_start_also_after_a_resume(tiny_recipe: Raw, tmp_path: Path) -> None:
+def test_reference_is_the_start_also_after_a_resume(
+    tiny_recipe: Raw, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the first step p = r, so that A is lambda (log q - log p). A resumed run is the same."""
+    of_teacher: list[bool] = []
+    monkeypatch.setattr(
+        collect, "end_metrics", lambda samples, own=True: of_teacher.append(own) or {}
+    )
     changes: dict[str, Any] = dict(
         loss={"type": "sampled_reverse_kl"},
         trainer={"steps": 4, "batch_size": 6, "lr": 1e-2},
@@ -57,6 +64,7 @@ def test_reference_is_the_start_also_after_a_resume(tiny_recipe: Raw, tmp_path: 
         runs[name] = read_metrics(tmp_path / name)
     key = "sampled_reverse_kl/ref_kl"
     assert runs["g_opd"][1][key] == pytest.approx(1.25 * runs["plain"][1][key], rel=1e-4)
+    assert of_teacher == [True, *[False] * 4]  # extrapolated scores are no probability of an end
     copy_first_half(tmp_path / "g_opd", tmp_path / "cut")
     run(tiny_recipe(**changes, reference={"start": True}), tmp_path / "cut", resume=True)
     resumed = read_metrics(tmp_path / "cut")

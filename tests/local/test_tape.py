@@ -24,7 +24,8 @@ from prime_composer.teachers.transformers import TransformersScorer
 from prime_composer.tiny_models.cache import prepare_configs
 from tests.command import numbers, toml
 from tests.conftest import TINY_MODEL
-from tests.local.helpers import copy_first_half, run, tiny_models, weights
+from tests.local.helpers import Silent, copy_first_half, run, tiny_models, weights
+from tests.teachers.own import own_recipe
 
 Raw = Callable[..., dict[str, Any]]
 
@@ -172,6 +173,44 @@ def test_tape_make_scores_the_datas_answers(
     assert "eval/reverse_kl" not in ours[0] and "eval/reverse_kl" in theirs[0]
 
 
+def test_run_without_teacher_says_once_what_it_lacks(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """The KL of the trained student, whose rollouts are new ones, and not of the first evaluation.
+
+    The start's are on the tape, as a run of one step with the teacher has left them.
+    """
+    raw = tiny_recipe(
+        rollout__student_fraction=0.0, data__size=20, teacher__tape=str(tmp_path / "tape"),
+        trainer__steps=2,
+    )  # fmt: skip
+    raw["eval"]["every"] = 1
+    run(raw, tmp_path / "first")
+    other = without_teacher(raw)
+    other["trainer"]["lr"] = 20 * raw["trainer"]["lr"]
+    display = Silent()
+    run(other, tmp_path / "alone", display)
+    measured = ["eval/reverse_kl" in one for one in numbers(tmp_path / "alone")]
+    assert measured == [True, False, False]
+    (warning,) = (text for text in display.texts if "cannot be measured" in text)
+    assert "warning: step 1: the KL" in warning and "tape_only = false" in warning
+
+
+def test_run_without_teacher_reads_its_tokenizer_alone(tiny_recipe: Raw, tmp_path: Path) -> None:
+    """From a folder without weights; another tokenizer is refused by the tape's header."""
+    raw = own_recipe(tiny_recipe, trainer__steps=1, teacher__tape=str(tmp_path / "tape"))
+    run(raw, tmp_path / "first")
+    folder = tmp_path / "tokenizer"
+    origin = tiny_models(raw)["teacher"]
+    shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    alone = without_teacher(raw, tokenizer="own", model=str(folder))
+    run(alone, tmp_path / "alone")
+    assert numbers(tmp_path / "alone") == numbers(tmp_path / "first")
+    other = tiny_models(raw)["student"]
+    named = without_teacher(raw, tokenizer="own", model=str(tmp_path / "other"))
+    shutil.copytree(other, tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(TapeError, match="teacher_tokenizer was"):
+        run(named, tmp_path / "refused")
+
+
 def test_tape_make_with_several_teachers_fills_each(tiny_recipe: Raw, tmp_path: Path) -> None:
     """Each has its own tape, of its own problems; a run reads all of them."""
     raw = tiny_recipe(
@@ -221,8 +260,11 @@ def test_recipe_with_an_impossible_tape_is_refused(
         ({"teacher__tape": "t", "teacher__tape_only": True}, "tape_only = true opens no teacher"),
         ({"teacher__tape": "t", "loss__chosen_by": "student"}, "the ids depend on the student's"),
         ({"teacher__tape": "t", "loss": {"type": "sft"}}, "no teacher scores anything"),
+        ({"teacher__tape": "t"}, r"student_fraction = 1, .*never reads.*Set student_fraction"),
+        ({"teacher__tape": "t", "rollout__student_fraction": 0.5,
+          "rollout__other_source": "teacher"}, 'other_source = "teacher".*or let a run'),
     ],
-)
+)  # fmt: skip
 def test_tape_make_refuses_what_it_cannot_score(
     changes: Any, named: str, tiny_recipe: Raw, tmp_path: Path, capsys: Any
 ) -> None:

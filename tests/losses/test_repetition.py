@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from prime_composer.contract import LossInputs
+from prime_composer.contract import LossInputs, SampledText
 from prime_composer.losses import parse_loss, setup_loss_fn
 from prime_composer.losses.shared.modifiers import RepetitionMask
 from prime_composer.losses.shared.repetition import repeated_end
@@ -103,6 +103,26 @@ def test_repetition_leaves_the_loss_as_masked_tokens_do():
     assert torch.equal(outputs.loss, expected)
     assert torch.equal(torch.autograd.grad(outputs.loss, inputs.trainer_logprobs)[0], gradient)
     assert outputs.metrics["repetition/tokens"].item() == pytest.approx(18 / 28)
+
+
+def test_repetition_goes_on_over_tokens_without_a_score():
+    """Every ninth sampled token does not train, and the search reads it all the same."""
+    ids = torch.tensor([3, 4, 5, 6] + [1, 2] * 100)
+    trained = torch.arange(204) % 9 != 8
+    places = trained.nonzero()[:, 0]
+    n = len(places)
+    inputs = LossInputs(
+        trainer_logprobs=torch.zeros(n),
+        inference_logprobs=torch.zeros(n),
+        ref_logprobs=None,
+        advantages=None,
+        loss_mask=torch.ones(n, dtype=torch.bool),
+        token_ids=ids[trained],
+        sampled=SampledText(ids, torch.ones(204, dtype=torch.bool), None, places),
+    )
+    kept, metrics = RepetitionMask().apply(inputs)
+    assert places[kept.loss_mask].tolist() == [0, 1, 2, 3, 4, 5]
+    assert metrics["repetition/tokens"].item() == pytest.approx((n - 6) / n)
 
 
 def test_repetition_without_a_mask_measures_alone():

@@ -39,7 +39,7 @@ TESTS = {
     "losses/shared/pairs.py": [LOSSES + "test_preferences.py"],
     "losses/shared/modifiers.py": [LOSSES + "test_modifiers.py", LOSSES + "test_repetition.py"],
     "losses/shared/repetition.py": [LOSSES + "test_repetition.py"],
-    "step/collapse.py": ["tests/step/test_collapse.py"],
+    **dict.fromkeys(("step/collapse.py", "step/overflow.py"), ["tests/step/test_collapse.py"]),
     "local/health.py": ["tests/local/test_health.py"],
     "losses/sampled_reverse_kl.py": [
         LOSSES + "test_sampled_reverse_kl.py", "tests/parity/test_recorded.py"
@@ -571,8 +571,21 @@ MUTANTS: dict[str, Mutant] = {
     "collapse that recovered goes on": mutant(
         "local/health.py", "CollapseCheck.add", ("self.since.pop(name, None)", "pass")
     ),
+    "collapse ended by one good step": mutant(
+        "local/health.py", "CollapseCheck.add",
+        ("self.within[name] >= self.config.steps", "True"),
+    ),
     "growth over the last step": mutant(
-        "local/health.py", "CollapseCheck.add", ("step == 1", "True")
+        "local/health.py", "CollapseCheck.add", ("self.first_length is None", "True")
+    ),
+    "repetition ends at a token without a score": mutant(
+        MODIFIERS, "RepetitionMask.apply", ("text is None", "True")
+    ),
+    "cut answers with an end": mutant(
+        "step/overflow.py", "fit", ("'length'", "rollout.finish_reason")
+    ),
+    "end by extrapolated scores": mutant(
+        COLLAPSE, "end_metrics", ("ends and of_teacher", "ends")
     ),
     # rewards and a teacher
     "weight clipped above only": mutant(
@@ -958,7 +971,14 @@ MUTANTS: dict[str, Mutant] = {
         TAPE_STORE, "read_frames", ("not own", "True"),
     ),
     "tape: half a frame stays": mutant(
-        TAPE_STORE, "Store._undo", ("self._file.truncate(self._end)", "None"),
+        TAPE_STORE, "Store._undo", ("self._file.truncate()", "None"),
+    ),
+    "tape: mark behind a hole": mutant(
+        TAPE_STORE, "Store._undo", ("self._file.seek(self._end)", "self._end"),
+    ),
+    "tape: mark forgotten": mutant(
+        TAPE_STORE, "Store.mark",
+        ("self._write([*_frame([])], [])", "(self._write([*_frame([])], []) or True)"),
     ),
     "tape: another's answer kept twice": mutant(
         TAPE_STORE, "Store.add", ("self._look()", "None"),

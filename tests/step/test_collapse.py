@@ -11,6 +11,7 @@ from prime_composer.contract import Scores
 from prime_composer.problems.config import Problem
 from prime_composer.step.batch import Sample
 from prime_composer.step.collapse import collapse_metrics, end_metrics
+from prime_composer.step.overflow import fit
 
 NAN = math.nan
 
@@ -40,6 +41,8 @@ def test_collapse_counts_rollouts_and_tokens_that_repeat():
             "rollout/repeated": 1 / 2,
             "rollout/repeated_tokens": 18 / 24,
             "rollout/entropy": (6 + 10.5) / 24,
+            "rollout/student_truncated": 1 / 2,
+            "rollout/student_tokens": 12,
         }
     )
 
@@ -66,8 +69,15 @@ def test_collapse_reads_the_last_answer_of_a_conversation():
 def test_collapse_leaves_out_what_the_student_did_not_sample():
     given = sample(LOOP, [NAN] * 21)
     assert collapse_metrics([given]) == end_metrics([given]) == {}
-    both = collapse_metrics([given, sample([1], [-1.0])])
-    assert both["rollout/repeated"] == 0 and both["rollout/entropy"] == 1.0
+    given = replace(given, rollout=replace(given.rollout, finish_reason="length"))
+    branch = replace(sample([1, 2], [-1.0, -1.0], "length"), first=False)
+    assert collapse_metrics([given, sample([1], [-1.0]), branch]) == {
+        "rollout/repeated": 0,
+        "rollout/repeated_tokens": 0,
+        "rollout/entropy": 1.0,
+        "rollout/student_truncated": 0,
+        "rollout/student_tokens": 3,
+    }
 
 
 def test_ends_are_the_probabilities_of_the_last_tokens():
@@ -86,6 +96,22 @@ def test_ends_without_a_teacher_are_the_students_alone():
     assert end_metrics([sample([4], [math.log(0.5)])]) == pytest.approx(
         {"rollout/end_student": 0.5}
     )
+
+
+def test_ends_of_a_rollout_that_is_cut_are_none():
+    """For a teacher's window, its last token is one of the middle."""
+    one = sample([4, 5, 6], [-1.0, -2.0, -3.0], log_q=[-1.0, -2.0, -3.0])
+    head = fit(one, 2, 4, "score_head")
+    assert head is not None and head.rollout.token_ids.tolist() == [50, 51, 4, 5]
+    assert end_metrics([head]) == {}
+
+
+def test_ends_by_extrapolated_scores_are_the_students_alone():
+    """lambda log q + (1 - lambda) log r may be above 0: q = 0.9, r = 0.016 and lambda = 1.25."""
+    log_q = 1.25 * math.log(0.9) - 0.25 * math.log(0.016)
+    one = sample([4], [math.log(0.5)], log_q=[log_q])
+    assert end_metrics([one])["rollout/end_teacher"] == pytest.approx(2.465, abs=1e-3)
+    assert end_metrics([one], of_teacher=False) == pytest.approx({"rollout/end_student": 0.5})
 
 
 def test_ends_that_do_not_train_are_not_read():

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from prime_composer.contract import IN_TAIL
-from prime_composer.step.batch import Sample
+from prime_composer.backends.protocols import Rollout
+from prime_composer.contract import IN_TAIL, Scores
+from prime_composer.losses.shared.modifiers import RepetitionMask
+from prime_composer.step.batch import Sample, with_scores
 from prime_composer.step.student_forward import empty_inputs, student_inputs
 from tests.local.helpers import PROBLEM, random_samples, sample
 
@@ -49,6 +51,46 @@ def test_student_inputs_pack_the_trained_tokens(student: tuple[Any, Any]) -> Non
         logprobs = student[0](second.rollout.token_ids[None]).logits[0].log_softmax(-1)
     expected = logprobs[1:-1].gather(-1, second.rollout.token_ids[2:, None])[:, 0]
     torch.testing.assert_close(inputs.trainer_logprobs[2:], expected, rtol=0, atol=2e-5)
+
+
+LOOP = [5, 6, 7, *[8, 9] * 20]
+
+
+def looping(scored: list[bool]) -> Sample | None:
+    """Return a sample of three tokens of prompt and a loop, as its teacher's scores leave it."""
+    n = len(LOOP)
+    mask = torch.arange(3 + n) >= 3
+    mu = torch.where(mask, -1.0, torch.nan)
+    rollout = Rollout(torch.tensor([1, 2, 3, *LOOP]), mask, mu, "length", 0)
+    none = torch.empty(n, 0)
+    scores = Scores(-torch.ones(n), none.long(), none, start=3, scored=torch.tensor(scored))
+    return with_scores(Sample(rollout, PROBLEM), scores)
+
+
+def test_repetition_reads_tokens_that_no_teacher_scored(student: tuple[Any, Any]) -> None:
+    """Beside a sample without gaps: all but the loop's first copy is left out, as far as it trains.
+
+    One without a score ends no search, wherever it is: in the loop, at its end, at the start.
+    """
+    gaps = [place % 7 != 0 and place < len(LOOP) - 1 for place in range(len(LOOP))]
+    samples = [looping(gaps), looping([True] * len(LOOP))]
+    assert samples[0] is not None and samples[0].rollout.start == 4
+    inputs = student_inputs(student[0], samples)
+    kept, _ = RepetitionMask().apply(inputs)
+    assert kept.token_ids[kept.loss_mask].tolist() == [6, 7, 8, 9, 5, 6, 7, 8, 9]
+
+
+def test_repetition_ends_where_another_speaks(student: tuple[Any, Any]) -> None:
+    """Between two answers of one conversation, as inside prime-rl: only the last one's is found."""
+    one = looping([True] * len(LOOP))
+    assert one is not None
+    mask = one.rollout.loss_mask.clone()
+    mask[24:26] = False
+    scores = one.scores
+    assert scores is not None
+    turns = replace(one, rollout=replace(one.rollout, loss_mask=mask))
+    kept, _ = RepetitionMask().apply(student_inputs(student[0], [turns]))
+    assert int((~kept.loss_mask).sum()) == len(LOOP) + 3 - 26 - 2
 
 
 def test_ids_that_a_teacher_does_not_know_are_not_known_to_the_loss(

@@ -11,7 +11,8 @@ import torch
 
 from prime_composer.backends.protocols import Limits, Rollout, SamplingParams
 from prime_composer.contract import HiddenStates, Scores, TeacherHead
-from prime_composer.recipe.routing import Routing, TeacherId
+from prime_composer.problems.config import Problem
+from prime_composer.recipe.routing import REFERENCE, Routing, TeacherId
 from prime_composer.recipe.teacher import TeacherConfig
 from prime_composer.samplers.registry import BackendSpec
 from prime_composer.teachers.mixture import Teachers
@@ -103,13 +104,15 @@ def config(folder: Path, **changes: Any) -> TeacherConfig:
 
 def opened(folder: Path, scorer: Any, told: list[str] | None = None, **changes: Any) -> TapedScorer:
     tell = (lambda text: None) if told is None else told.append
-    OPEN.append(with_tape(scorer, config(folder, **changes), SPEC, "hash", 1e-4, True, tell))
+    OPEN.append(
+        with_tape(scorer, config(folder, **changes), SPEC, ("hash", None), 1e-4, True, tell)
+    )
     return OPEN[-1]
 
 
 def alone(folder: Path, **changes: Any) -> TapedScorer:
     own = config(folder, tape_only=True, **changes)
-    return tape_alone(own, "teacher", "hash", 48, lambda text: None)
+    return tape_alone(own, "teacher", ("hash", None), 48, lambda text: None)
 
 
 def rollout(*ids: int, start: int = 2) -> Rollout:
@@ -222,7 +225,8 @@ def test_tape_alone_names_the_first_missing_rollout(tmp_path: Path) -> None:
     with pytest.raises(NotOnTape, match=r"lacks 1 of 2 .* rollout 1, of 2 tokens .* 8 9") as error:
         alone(tmp_path).score([ONE, TWO], 4)
     assert error.value.index == 1
-    assert alone(tmp_path).limits == Limits(48, VOCAB, VOCAB)
+    assert error.value.remedy in str(error.value) and "tape make" in error.value.remedy
+    assert alone(tmp_path).limits == Limits(48, VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -240,10 +244,55 @@ def test_tape_of_another_recipe_is_refused(
     opened(tmp_path, Drawn())
     own = config(tmp_path, **changes)
     with pytest.raises(TapeError, match=named):
-        with_tape(Drawn(), own, SPEC, hash_now, 1e-4, True, print)
+        with_tape(Drawn(), own, SPEC, (hash_now, None), 1e-4, True, print)
     with pytest.raises(TapeError, match=named):
-        tape_alone(own, "teacher", hash_now, 48, print)
+        tape_alone(own, "teacher", (hash_now, None), 48, print)
     assert alone(tmp_path, model=None).live is None
+
+
+def test_tape_of_a_tokenizer_alone_is_read_by_its_hash(tmp_path: Path) -> None:
+    """A folder without weights has no content of the teacher's to compare."""
+    folder, named = tmp_path / "tape", {"tokenizer": "own", "model": str(tmp_path)}
+    with_tape(
+        *(Drawn(), config(folder, tokenizer="own"), SPEC, ("hash", "own"), 1e-4, True, print)
+    ).close()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    own = config(folder, tape_only=True, **named)
+    assert tape_alone(own, "teacher", ("hash", "own"), 48, print).live is None
+    with pytest.raises(TapeError, match="teacher_tokenizer was 'own' and is 'other'"):
+        tape_alone(own, "teacher", ("hash", "other"), 48, print)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(TapeError, match="model was 'a/model' and is"):
+        tape_alone(own, "teacher", ("hash", "own"), 48, print)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"limits": Limits(32, VOCAB, 20)}, "server_max_model_len was 64 and is 32"),
+        ({"gives_any_ids": False}, "any_ids was True and is False"),
+        ({"knows": lambda kind: True}, "sums was False and is True"),
+        ({"limits": Limits(64, VOCAB, 7)}, None),
+    ],
+)
+def test_tape_of_another_server_is_refused(
+    changes: dict[str, Any], named: str | None, tmp_path: Path
+) -> None:
+    """A second writer that is cut elsewhere, or can give another kind of scores, is not the first.
+
+    The largest K of a request is none of this: a K that is too large is not on the tape.
+    """
+    served = replace(SPEC, backend="server", url="http://host:1")
+    first, second = Drawn(), Drawn()
+    for name, value in changes.items():
+        setattr(second, name, value)
+    arguments = (config(tmp_path), served, ("hash", None), 1e-4, True, print)
+    OPEN.append(with_tape(first, *arguments))
+    if named is None:
+        OPEN.append(with_tape(second, *arguments))
+        return
+    with pytest.raises(TapeError, match=f"{named}.*its server's settings"):
+        with_tape(second, *arguments)
 
 
 def test_tape_of_another_precision_is_refused(tmp_path: Path) -> None:
@@ -251,13 +300,13 @@ def test_tape_of_another_precision_is_refused(tmp_path: Path) -> None:
     opened(tmp_path, Drawn())
     half = replace(SPEC, dtype="bfloat16")
     with pytest.raises(TapeError, match="dtype was 'float32' and is 'bfloat16'"):
-        with_tape(Drawn(), config(tmp_path), half, "hash", 1e-4, True, print)
+        with_tape(Drawn(), config(tmp_path), half, ("hash", None), 1e-4, True, print)
 
 
 def test_tape_of_another_teacher_is_seen_by_its_scores(tmp_path: Path) -> None:
     """The header may be the same, as of a server that serves another model by one name."""
     opened(tmp_path, Drawn()).score([ONE], 4)
-    with pytest.raises(TapeError, match=r"answers of another teacher.* nat apart"):
+    with pytest.raises(TapeError, match=r"another teacher.* nat apart.*checks\.tolerance"):
         opened(tmp_path, Drawn(seed=1))
 
 
@@ -265,7 +314,7 @@ def test_tape_of_a_served_teacher_waits_for_its_proof(tmp_path: Path) -> None:
     """Others read its answers once it has answered a known request rightly after them."""
     served = replace(SPEC, backend="server", url="http://host:1")
     scorer = Drawn()
-    taped = with_tape(scorer, config(tmp_path), served, "hash", 1e-4, True, print)
+    taped = with_tape(scorer, config(tmp_path), served, ("hash", None), 1e-4, True, print)
     OPEN.append(taped)
     taped.score([ONE], 4)
     with pytest.raises(NotOnTape):
@@ -325,7 +374,8 @@ def test_tape_greedy_answers_are_kept_by_prompt(tmp_path: Path) -> None:
     assert scorer.prompts == 7 + 2 + 3
     silent = alone(tmp_path).sampler
     assert silent is not None and len(silent.generate([[4, 5]], greedy, 0)) == 1
-    with pytest.raises(NotOnTape, match="lacks the teacher's own answers to 1 of 2 prompts"):
+    lacks = r"lacks the teacher's own answers to 1 of 2 prompts.*tape_only = false"
+    with pytest.raises(NotOnTape, match=lacks):
         silent.generate([[4, 5], [6]], greedy, 0)
 
 
@@ -369,6 +419,16 @@ def test_teachers_known_requests_go_past_their_tapes(tmp_path: Path) -> None:
     first, second = TeacherId("a"), TeacherId("b")
     teachers = Teachers({first: taped, second: silent}, Routing({}, {}))
     assert dict(teachers.watched) == {first: scorer}
+
+
+def test_tape_of_a_reference_names_question_and_remedy(tmp_path: Path) -> None:
+    """As that of a teacher does."""
+    opened(tmp_path, Drawn()).score([ONE], 4)
+    teachers = Teachers({REFERENCE: alone(tmp_path)}, Routing({}, {}))
+    problems = [Problem("first question", "1"), Problem("second question", "2")]
+    scores = Drawn().score([ONE, TWO], 0)
+    with pytest.raises(NotOnTape, match=r"rollout 1, .*'second question'; run it once with"):
+        teachers.extrapolate([ONE, TWO], problems, scores, 1.25)
 
 
 def test_store_keeps_an_answer_once(tmp_path: Path) -> None:

@@ -186,24 +186,61 @@ def test_store_without_locks_reads_two_copies(
         assert len(list(store.places)) == 2 and store.get("a") == b"answer a 4"
 
 
+@contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """Within the block a write that would make a file larger stops in its middle."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_store_on_a_full_disk_keeps_what_it_has(tmp_path: Path) -> None:
     """The limit on a file's size stops a write in its middle: one line, and it is undone."""
     told: list[str] = []
     with opened(tmp_path, told) as store:
         store.add([record("a")])
         before = store.size
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before + 500, hard))
-        try:
+        with no_file_beyond(before + 500):
             store.add([record("b", b"b" * 2000)])
             store.add([record("c")])
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         store.add([record("d")])
         assert store.get("a") == b"answer a 4" and store.get("b") is store.get("d") is None
     assert len(told) == 1 and "nothing more is kept" in told[0] and "File too large" in told[0]
     assert file_of(tmp_path).stat().st_size == before
     assert inspect(tmp_path).damage == [] and inspect(tmp_path).torn == {}
+
+
+def test_store_marks_where_half_a_frame_was_undone(tmp_path: Path) -> None:
+    """What was kept before the disk was full is others' to read, and nothing is torn."""
+    with opened(tmp_path) as store:
+        store.add([record("a")], marked=False)
+        before = store.size
+        with no_file_beyond(before + 500):
+            store.add([record("b", b"b" * 2000)], marked=False)
+        store.mark()
+    assert file_of(tmp_path).stat().st_size == before + HEAD.size + len("[]")
+    told: list[str] = []
+    with opened(tmp_path, told) as again:
+        assert again.get("a") == b"answer a 4" and told == []
+    assert inspect(tmp_path).damage == [] and inspect(tmp_path).unmarked == {}
+
+
+def test_store_mark_that_cannot_be_written_is_due(tmp_path: Path) -> None:
+    """Until one is written. The user is told once."""
+    told: list[str] = []
+    with opened(tmp_path, told) as store:
+        store.add([record("a")], marked=False)
+        with no_file_beyond(store.size):
+            store.mark()
+            store.mark()
+            assert store.is_unmarked and len(told) == 1
+        store.mark()
+        assert not store.is_unmarked
+    with opened(tmp_path) as again:
+        assert again.get("a") == b"answer a 4"
 
 
 def test_store_stops_at_its_limit(tmp_path: Path) -> None:

@@ -7,14 +7,16 @@ import math
 import types
 
 import pytest
+import torch
 
 numpy = pytest.importorskip("numpy")
 msgspec = pytest.importorskip("msgspec")
 pytest.importorskip("fastapi", reason="vLLM's server is not installed")
 pytest.importorskip("openai")
 
-from prime_composer.contract import InvalidAnswer, Scores  # noqa: E402
+from prime_composer.contract import InvalidAnswer, LossInputs, Scores  # noqa: E402
 from prime_composer.losses import parse_loss  # noqa: E402
+from prime_composer.losses.shared.modifiers import RepetitionMask  # noqa: E402
 from prime_composer.recipe.schema import RecipeError  # noqa: E402
 from prime_composer.scoring.wire import (  # noqa: E402
     NAME,
@@ -30,6 +32,7 @@ from prime_composer.upstream.orchestrator.client import Requests  # noqa: E402
 from prime_composer.upstream.orchestrator.teachers import HEADER, client_of  # noqa: E402
 from prime_composer.upstream.settings import AdapterSettings  # noqa: E402
 from prime_composer.upstream.tally import Tally  # noqa: E402
+from prime_composer.upstream.trainer.batches import MicroBatch  # noqa: E402
 from prime_composer.upstream.versions.toml_shapes import API_KEY_VAR  # noqa: E402
 from tests.scoring.conftest import vllm_without_its_libraries  # noqa: E402, F401
 from tests.scoring.own_kind import Rows, Served  # noqa: E402
@@ -529,3 +532,20 @@ def test_launcher_names_the_students_tokenizer(v0_6, monkeypatch):  # noqa: F811
     monkeypatch.setenv("PRIME_COMPOSER", "1")
     with pytest.raises(ValueError, match="use v0.7 or later"):
         launcher_hook.resolve(launcher_config(table))
+
+
+def test_repetition_reads_what_no_teacher_scored():
+    """From v0.7 on such a token has the weight 0, and prime-rl takes it out of the loss's mask."""
+    ids = torch.tensor([1, 2, 3, 5, 6, 7, *[8, 9] * 20])
+    sampled = torch.arange(len(ids)) >= 3
+    weights = torch.where(sampled & (torch.arange(len(ids)) % 7 != 4), 1.0, 0.0)
+    batch = MicroBatch(
+        {"input_ids": ids[None], "loss_mask": sampled[None], "ref_kl_weights": weights[None]}, 0
+    )
+    logprobs = torch.zeros(len(ids))
+    batch.place([logprobs])
+    inputs = LossInputs(
+        logprobs, logprobs, None, None, sampled & (weights != 0), **batch.aligned(logprobs)
+    )
+    kept, _ = RepetitionMask().apply(inputs)
+    assert ids[kept.loss_mask].tolist() == [5, 7, 8, 9]

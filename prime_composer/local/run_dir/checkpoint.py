@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def save_checkpoint(
     tokenizer: Any,
     state: dict[str, Any],
     keep: int,
-    verified: int | None = None,
+    kept: Iterable[int] = (),
 ) -> Checkpoint:
     """Write the checkpoint of ``step`` atomically, and delete all but the newest ``keep``.
 
@@ -130,7 +131,7 @@ def save_checkpoint(
         tokenizer: its tokenizer.
         state: the trainer's state, as tensors and plain values.
         keep: checkpoints that remain, at least 1.
-        verified: the newest checkpoint up to this step remains too; None where none has to.
+        kept: the newest checkpoint up to each of these steps remains too.
 
     Raises:
         CheckpointNotSaved: the disk is full, or cannot be written.
@@ -166,11 +167,11 @@ def save_checkpoint(
         raise CheckpointNotSaved(
             f"the checkpoint of step {step} could not be saved in {folder}{room}: {describe(cause)}"
         ) from error
-    _delete_old(run_dir, keep, verified)
+    _delete_old(run_dir, keep, kept)
     return Checkpoint(target, step)
 
 
-def tidy(run_dir: Path, keep: int, verified: int | None = None) -> None:
+def tidy(run_dir: Path, keep: int, kept: Iterable[int] = ()) -> None:
     """Delete what a run left that was killed while it saved: half a checkpoint, or one too many.
 
     Arguments are those of ``save_checkpoint``, which does the same. Without this, what the last
@@ -178,7 +179,7 @@ def tidy(run_dir: Path, keep: int, verified: int | None = None) -> None:
     """
     with contextlib.suppress(OSError):
         _remove_unfinished(run_dir / CHECKPOINTS)
-    _delete_old(run_dir, keep, verified)
+    _delete_old(run_dir, keep, kept)
 
 
 def _remove_unfinished(folder: Path) -> None:
@@ -189,11 +190,11 @@ def _remove_unfinished(folder: Path) -> None:
                 remove(leftover)
 
 
-def _delete_old(run_dir: Path, keep: int, verified: int | None) -> None:
+def _delete_old(run_dir: Path, keep: int, kept: Iterable[int]) -> None:
     checkpoints = list_checkpoints(run_dir)
-    right = [one for one in checkpoints if verified is not None and one.step <= verified]
+    right = {max((one.step for one in checkpoints if one.step <= step), default=0) for step in kept}
     for old in checkpoints[:-keep]:
-        if old in right[-1:]:
+        if old.step in right:
             continue
         with contextlib.suppress(OSError):
             # Renamed first, so that a half-deleted checkpoint does not look complete.

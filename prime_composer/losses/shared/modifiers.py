@@ -140,15 +140,14 @@ class RepetitionMask(Modifier):
 
     def apply(self, inputs: LossInputs) -> tuple[LossInputs, dict[str, Tensor]]:
         """Return the inputs without these tokens, and ``repetition/tokens``, their share."""
-        mask = inputs.loss_mask
-        repeated = repeated_end(
-            given(inputs.token_ids),
-            mask,
-            inputs.segment_ids,
-            self.period,
-            self.copies,
-            self.tokens,
-        )
+        mask, text = inputs.loss_mask, inputs.sampled
+        ids = given(inputs.token_ids)
+        limits = (self.period, self.copies, self.tokens)
+        if text is None:
+            repeated = repeated_end(ids, mask, inputs.segment_ids, *limits)
+        else:  # a token without a score is one of the text still
+            found = repeated_end(text.token_ids, text.mask, text.segment_ids, *limits)
+            repeated = found[text.places] & mask
         metrics = {"repetition/tokens": token_mean(repeated, mask)}
         if self.mask:
             inputs = dataclasses.replace(inputs, loss_mask=mask & ~repeated)

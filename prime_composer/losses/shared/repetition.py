@@ -17,7 +17,7 @@ def repeated_end(
     copies: int,
     tokens: int,
 ) -> Bool[Tensor, " seq"]:
-    """Return the trained tokens that repeat those before them, up to the end of their sequence.
+    """Return the sampled tokens that repeat those before them, up to the end of their sequence.
 
     A sequence x_1 ... x_n ends in a repetition of period p if x_t = x_{t-p} for all of its last m
     tokens, where m is as large as possible. The repetition is m + p tokens long. It counts from
@@ -27,7 +27,7 @@ def repeated_end(
 
     Args:
         token_ids: the tokens.
-        mask: which of them train. What follows the last one in a sequence is not looked at.
+        mask: which of them were sampled. What follows the last one in a sequence is not looked at.
         segment_ids: index of each token's sequence, non-decreasing. None means one sequence.
         period: longest period.
         copies: fewest copies of the repeated tokens, the first one included.
@@ -39,7 +39,7 @@ def repeated_end(
     places = torch.arange(seq, device=device)
     end = torch.searchsorted(segment_ids, segment_ids, right=True) - 1  # of its sequence
     counted = mask.long().cumsum(0)
-    left = counted[end] - counted + mask.long()  # trained tokens from t on
+    left = counted[end] - counted + mask.long()  # sampled tokens from t on
     result = torch.zeros_like(mask)
     for first in range(1, min(period, seq - 1) + 1, PERIODS_AT_ONCE):
         last = min(first + PERIODS_AT_ONCE - 1, period, seq - 1)

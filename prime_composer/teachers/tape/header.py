@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from prime_composer.backends.model_files import fingerprint
+from prime_composer.backends.model_files import fingerprint, is_without_weights
 from prime_composer.backends.protocols import Limits, Scorer
 from prime_composer.recipe.teacher import TeacherConfig
 from prime_composer.samplers.registry import BackendSpec
@@ -16,15 +16,20 @@ FORMAT = 1
 
 Header = Mapping[str, Any]
 
-SAME = ("format", "tokenizer", "student_tokenizer")
+SAME = ("format", "tokenizer", "student_tokenizer", "teacher_tokenizer")
 """What has to be the same, also where no teacher is open."""
 
-SAME_TEACHER = ("dtype", "backend", "vocab_size")
-"""What has to be the same where one is."""
+SAME_TEACHER = ("dtype", "backend", "vocab_size", "server_max_model_len", "any_ids", "sums")
+"""What has to be the same where one is. A run of the tape alone asks what its writers asked, and a
+server's window and what it can give decide that."""
 
 
 def header_of(
-    scorer: Scorer, config: TeacherConfig, spec: BackendSpec, student_tokenizer: str
+    scorer: Scorer,
+    config: TeacherConfig,
+    spec: BackendSpec,
+    student_tokenizer: str,
+    teacher_tokenizer: str | None,
 ) -> dict[str, Any]:
     """Return what a tape says of an open teacher.
 
@@ -33,6 +38,7 @@ def header_of(
         config: its table.
         spec: how it was opened.
         student_tokenizer: the hash of the student's tokenizer.
+        teacher_tokenizer: that of the teacher's own; None where it has the student's.
     """
     served = getattr(scorer, "dtype", None)
     limits = scorer.limits
@@ -44,10 +50,10 @@ def header_of(
         "dtype": served if spec.serves and served else spec.dtype,
         "tokenizer": config.tokenizer,
         "student_tokenizer": student_tokenizer,
+        "teacher_tokenizer": teacher_tokenizer,
         "vocab_size": limits.vocab_size,
-        "max_logprobs": limits.max_logprobs,
-        "window": limits.max_model_len if spec.serves else None,
-        "gives_any_ids": scorer.gives_any_ids,
+        "server_max_model_len": limits.max_model_len if spec.serves else None,
+        "any_ids": scorer.gives_any_ids,
         "sums": knows(scorer, STUDENT_CANDIDATES),
     }
 
@@ -69,11 +75,17 @@ def check_same(header: Header, now: Header, folder: object, table: str) -> None:
 
 
 def check_readable(
-    header: Header, config: TeacherConfig, student_tokenizer: str, folder: object, table: str
+    header: Header,
+    config: TeacherConfig,
+    student_tokenizer: str,
+    teacher_tokenizer: str | None,
+    folder: object,
+    table: str,
 ) -> None:
     """Check that a recipe without an open teacher reads its tape.
 
-    Its model need not be named. Where it is, it has to be that of the tape.
+    Its model need not be named. Where it is, it has to be that of the tape; of a folder with a
+    tokenizer and no weights, the tokenizer has to be.
 
     Raises:
         TapeError: the tape is of another teacher, or for another tokenizer.
@@ -84,8 +96,10 @@ def check_readable(
         "fingerprint": None if config.model is None else fingerprint(config.model),
         "tokenizer": config.tokenizer,
         "student_tokenizer": student_tokenizer,
+        "teacher_tokenizer": teacher_tokenizer,
     }
-    model = () if now["model"] is None else _model_keys(header, now)
+    unknown = now["model"] is None or (config.model and is_without_weights(config.model))
+    model = () if unknown else _model_keys(header, now)
     _refuse(header, now, (*SAME, *model), folder, table)
 
 
@@ -104,11 +118,11 @@ def _refuse(header: Header, now: Header, keys: tuple[str, ...], folder: object, 
     if others:
         raise TapeError(
             f"[{table}] the tape {folder} has the answers of another set-up: {', '.join(others)}. "
-            "Name another folder in `tape`, or run with the teacher and the student's tokenizer "
-            "that it was made with"
+            "Name another folder in `tape`, or run with the teacher, its server's settings and the "
+            "student's tokenizer that it was made with"
         )
 
 
 def limits_of(header: Header, context: int) -> Limits:
     """Return the sizes of a tape's teacher, which a run of this context does not open."""
-    return Limits(header["window"] or context, header["vocab_size"], header["max_logprobs"])
+    return Limits(header["server_max_model_len"] or context, header["vocab_size"])

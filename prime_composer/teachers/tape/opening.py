@@ -17,7 +17,7 @@ def with_tape(
     scorer: Scorer,
     config: TeacherConfig,
     spec: BackendSpec,
-    student_tokenizer: str,
+    tokenizers: tuple[str, str | None],
     tolerance: float,
     is_watched: bool,
     tell: Tell,
@@ -28,7 +28,7 @@ def with_tape(
         scorer: the teacher's.
         config: its table, which has a tape.
         spec: how it was opened.
-        student_tokenizer: the hash of the student's tokenizer.
+        tokenizers: hashes of the student's tokenizer and of the teacher's own, if it has one.
         tolerance: nats by which two of its answers to one request may differ.
         is_watched: the run asks it a known request now and then.
         tell: shows warnings.
@@ -40,7 +40,7 @@ def with_tape(
     assert config.tape is not None
     table = spec.section.strip("[]")
     store = Store(config.tape, tell, int(config.tape_gb * 1e9))
-    now = header_of(scorer, config, spec, student_tokenizer)
+    now = header_of(scorer, config, spec, *tokenizers)
     header = store.begin(now)
     check_same(header, now, config.tape, table)
     taped = TapedScorer(
@@ -53,14 +53,18 @@ def with_tape(
 
 
 def tape_alone(
-    config: TeacherConfig, table: str, student_tokenizer: str, context: int, tell: Tell
+    config: TeacherConfig,
+    table: str,
+    tokenizers: tuple[str, str | None],
+    context: int,
+    tell: Tell,
 ) -> TapedScorer:
     """Return a tape that answers in the place of its teacher, which is not opened.
 
     Args:
         config: the teacher's table, which has a tape.
         table: its name.
-        student_tokenizer: the hash of the student's tokenizer.
+        tokenizers: as of ``with_tape``.
         context: longest sequence of the run.
         tell: shows warnings.
 
@@ -70,5 +74,5 @@ def tape_alone(
     assert config.tape is not None
     store = Store(config.tape, tell, limit=0)
     header = store.header() or {}
-    check_readable(header, config, student_tokenizer, config.tape, table)
+    check_readable(header, config, *tokenizers, config.tape, table)
     return TapedScorer(None, store, header, table, context)

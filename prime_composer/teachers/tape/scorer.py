@@ -48,16 +48,22 @@ S = TypeVar("S")
 """What scores: a ``Scorer``, or the parts of one that are asked for."""
 
 
+ONCE = "run it once with its teacher (tape_only = false)"
+"""How a tape gets what it lacks."""
+
+
 class NotOnTape(TapeError):
     """No teacher is open, and its tape lacks an answer.
 
     Attributes:
+        what: the tape, and the answer that it lacks.
         index: of the rollout or prompt that was asked about, in its call.
+        remedy: how the tape gets it.
     """
 
-    def __init__(self, message: str, index: int):
-        super().__init__(message)
-        self.index = index
+    def __init__(self, what: str, index: int, remedy: str):
+        super().__init__(f"{what}; {remedy}")
+        self.what, self.index, self.remedy = what, index, remedy
 
 
 class TapedScorer:
@@ -106,7 +112,7 @@ class TapedScorer:
     @property
     def gives_any_ids(self) -> bool:
         """Whether the teacher gives any K, chosen ids and hidden states."""
-        own = self._header["gives_any_ids"]
+        own = self._header["any_ids"]
         return bool(own if self.live is None else self.live.gives_any_ids)
 
     @property
@@ -208,6 +214,7 @@ class TapedScorer:
                 f"about rollout {chosen[0]}, of {len(first.token_ids) - first.start} tokens that "
                 f"begin with {ids} (K = {questions[0].k}{', hidden states' * questions[0].hidden})",
                 chosen[0],
+                f"{ONCE}, or let `prime-rl tape make` score the data's answers",
             )
         asked = [rollouts[index] for index in chosen]
         self._remember(asked[0], questions[0].k)
@@ -263,7 +270,9 @@ class TapedScorer:
             raise TapeError(
                 f"[{self._table}] the tape {self.folder} has the answers of another teacher: the "
                 f"one that is open scores its first tokens {apart:.2g} nat apart (at most "
-                f"{limit:g}). Name another folder in `tape`, or run with the tape's teacher"
+                f"{limit:g}). Name another folder in `tape`, or run with the tape's teacher. Where "
+                "it is the same model on another machine or build, set checks.tolerance above that "
+                "difference"
             )
         self.mark()
 
@@ -346,6 +355,7 @@ class TapedSampler:
                 f"to {len(places)} of {len(prompts)} prompts, and tape_only = true opens no "
                 "teacher",
                 places[0],
+                ONCE,
             )
         rollouts = self._sampler.generate([prompts[place] for place in places], params, seed)
         records = [

@@ -314,8 +314,7 @@ class Store:
 
     def mark(self) -> None:
         """Say that the teacher is the right one still: what was kept may be read by others."""
-        if self.is_unmarked:
-            self._write([*_frame([])], [])
+        if self.is_unmarked and self._write([*_frame([])], []):
             self.is_unmarked = False
 
     def add(self, records: Sequence[Record], marked: bool = True) -> None:
@@ -371,10 +370,13 @@ class Store:
     def _undo(self) -> None:
         """Remove half a frame. Where that fails too, readers leave it out."""
         if self._file is not None:
+            self._file.seek(self._end)  # a mark may follow, and begins where the half frame did
             with suppress(OSError):
-                self._file.truncate(self._end)
+                self._file.truncate()
 
     def _stop(self, reason: str) -> None:
+        if not self._is_written:
+            return
         self._is_written = False
         self._tell(
             f"warning: nothing more is kept on the tape {self.folder}: {reason}; the teacher is "

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from prime_composer.contract import Logits, Scores, Support, TwoHeads
+from prime_composer.contract import Logits, SampledText, Scores, Support, TwoHeads
 from prime_composer.scoring.shared_vocabulary import lacking
 from prime_composer.upstream.settings import SET_SWITCH
 from prime_composer.upstream.tally import DOCTOR, SilentHook
@@ -214,8 +214,13 @@ class MicroBatch:
                 f"did not get, so nothing tells which tokens they are of. {DOCTOR}"
             )
         device = trainer_logprobs.device
+        ids, mask = self.input_ids[part], self._tensors["loss_mask"][0][part]
+        places = torch.arange(len(ids))
+        columns = (ids, mask, torch.zeros_like(places), places)
         fields = {
-            "token_ids": self.input_ids[part].to(device),
+            "token_ids": ids.to(device),
+            # From v0.7 on, a token without a score has the weight 0, and is in this mask still.
+            "sampled": SampledText(*(column.to(device) for column in columns)),
             "support": self._support(part, trainer_logprobs, model),
             "hidden_states": self._two_heads(part, model),
         }

@@ -1,0 +1,127 @@
+"""The guide's table of what tapes and the collapse checks do not go with, row by row."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_composer.cli.tape import make_tapes
+from prime_composer.local.probe.run import probe
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.schema import RecipeError
+from prime_composer.upstream.export import export_recipe
+from tests.command import toml
+from tests.upstream.export_recipes import tables
+
+GUIDE = Path(__file__).parents[2] / "recipes" / "README.md"
+COMMANDS = {"tape make", "prime-rl export", "prime-rl probe"}
+TAPED = {"model": "t", "tape": "a folder"}
+ALONE = {"tape": "a folder", "tape_only": True}
+SAMPLED = {"type": "sampled_reverse_kl"}
+SFT = {"loss": {"type": "sft"}, "rollout": {"student_fraction": 0.0}}
+END = {"checks": {"collapse": {"end": 0.01}}}
+BY_ID = {"environments": {"rev": {"id": "reverse-text"}}, "data": None}
+
+
+def parsed(raw: dict[str, Any], folder: Path) -> str:
+    with pytest.raises(RecipeError) as error:
+        parse_recipe(raw)
+    return str(error.value)
+
+
+def made(raw: dict[str, Any], folder: Path) -> str:
+    (folder / "r.toml").write_text(toml(raw))
+    with pytest.raises(RecipeError) as error:
+        make_tapes(None, str(folder / "r.toml"), [])
+    return str(error.value)
+
+
+def exported(raw: dict[str, Any], folder: Path) -> str:
+    with pytest.raises(RecipeError) as error:
+        export_recipe(parse_recipe(raw), "head")
+    return str(error.value)
+
+
+def probed(raw: dict[str, Any], folder: Path) -> str:
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    (finding,) = probe(recipe, problems, {}, lambda text: None).findings
+    assert finding.state == "failed"
+    return finding.text
+
+
+Refusal = Callable[[dict[str, Any], Path], str]
+
+ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
+    "`tape`, `[teacher.policy]`": (parsed, {"teacher": {"policy": {}, "tape": "a folder"}}),
+    "`tape` in two tables": (
+        parsed, {"teacher": TAPED, "reference": {"start": True, "tape": "a folder"},
+                 "loss": SAMPLED},
+    ),
+    "`tape_only` without `tape`": (parsed, {"teacher": {"model": "t", "tape_only": True}}),
+    '`tape_only`, `tokenizer = "own"`': (parsed, {"teacher": {**ALONE, "tokenizer": "own"}}),
+    "`checks.collapse.end`, `[reference]`": (
+        parsed, {"reference": {"start": True}, "loss": SAMPLED, **END}
+    ),
+    "`checks.collapse.end`, `sft`": (parsed, {**SFT, **END}),
+    "`tape make` without `tape`": (made, {}),
+    "`tape make`, `tape_only`": (made, {"teacher": ALONE}),
+    "`tape make`, `sft`": (made, {"teacher": TAPED, **SFT}),
+    '`tape make`, `chosen_by = "student"`': (
+        made, {"teacher": TAPED, "loss": {"type": "topk_reverse_kl", "k": 4,
+                                          "chosen_by": "student"}},
+    ),
+    "`tape make`, `environments` by id": (made, {"teacher": TAPED, **BY_ID}),
+    "`tape make`, `student_fraction = 1`": (made, {"teacher": TAPED}),
+    '`tape make`, `other_source = "teacher"`': (
+        made, {"teacher": TAPED, "rollout": {"student_fraction": 0.5, "other_source": "teacher"}}
+    ),
+    "`tape_only`, `prime-rl export`": (exported, {"teacher": ALONE}),
+    "`tape_only`, `prime-rl probe`": (probed, {"teacher": ALONE}),
+}  # fmt: skip
+
+
+def rows() -> list[list[str]]:
+    """Return the cells of the guide's table."""
+    section = GUIDE.read_text().split("### Tapes and collapse: what is refused")[1]
+    lines = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_table_of_refused_pairs_has_the_tested_ones() -> None:
+    assert [row[0] for row in rows()] == [*ROWS]
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: str(row[0]))
+def test_refused_pair_names_keys_and_remedy(row: list[str], tmp_path: Path) -> None:
+    """Whatever the table has in code is in the message, except for the command itself."""
+    refused, changes = ROWS[row[0]]
+    raw = {name: table for name, table in (tables() | changes).items() if table is not None}
+    message = refused(raw, tmp_path)
+    words = {word for cell in (row[0], row[2]) for word in re.findall("`(.+?)`", cell)}
+    missing = {word for word in words - COMMANDS if word not in message}
+    assert not missing, message
+
+
+TOGETHER: dict[str, dict[str, Any]] = {
+    "reference": {"teacher": TAPED, "reference": {"start": True, "tape": "another"},
+                  "loss": {**SAMPLED, "repetition": {}}},
+    "own": {"teacher": {**ALONE, "model": "t", "tokenizer": "own"},
+            "loss": {"type": "topk_reverse_kl", "k": 4, "repetition": {}}, **END},
+    "several": {"teacher": None, "teachers": {"a": {**ALONE}, "b": {"model": "t"}}, **END},
+    "quantized": {"teacher": ALONE, **END,
+                  "student": {"model": "s", "quantize": {"bits": 4, "group": 32}}},
+    "replay": {"teacher": TAPED, **END, "loss": {
+        "type": "compose", "distillation": {"teacher": {"weight": 1.0, "loss": SAMPLED}},
+        "replay": {"weight": 1.0, "loss": {"type": "dpo", "repetition": {}}},
+    }},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_other_pairs_are_a_recipe(name: str) -> None:
+    raw = tables() | TOGETHER[name]
+    parse_recipe({key: table for key, table in raw.items() if table is not None})
