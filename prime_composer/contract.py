@@ -10,7 +10,7 @@ token_ids[:t])``.
 Source: ``LossInputs`` and ``LossOutputs`` of prime_rl/trainer/rl/loss.py,
 https://github.com/PrimeIntellect-ai/prime-rl (read at 559b4477). ``support``,
 ``hidden_states``, ``credit``, ``contrast_logprobs``, ``token_ids``, ``segment_ids``,
-``sampled``, ``by_teacher``, ``replay`` and the metric types are additions.
+``sampled``, ``by_teacher``, ``balance``, ``replay`` and the metric types are additions.
 """
 
 import math
@@ -433,8 +433,8 @@ class LossInputs:
         segment_ids: index of each token's sequence, [seq], non-decreasing. None means one sequence.
         sampled: the text that the tokens are of, with those between them, and with sampled tokens
             that do not train for want of a score. None: the mask has all sampled tokens.
-        by_teacher: True at the tokens of sequences that the teacher sampled, [seq]. None where the
-            trainer does not say.
+        by_teacher: True at the tokens that the teacher sampled, [seq]. None where nobody says.
+        balance: weight of each token by the loss's ``Balance``, [seq]. None without one.
         replay: inputs of the replay channel, a pack of preference pairs. Segment 2i is the chosen
             and 2i + 1 the rejected response of pair i. None without pairs.
     """
@@ -453,6 +453,7 @@ class LossInputs:
     segment_ids: Int[Tensor, " seq"] | None = None
     sampled: SampledText | None = None
     by_teacher: Bool[Tensor, " seq"] | None = None
+    balance: Float[Tensor, " seq"] | None = None
     replay: "LossInputs | None" = None
 
 

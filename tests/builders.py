@@ -69,6 +69,7 @@ def packed_inputs(
         token_ids=tokens,
         segment_ids=first_segment + torch.arange(seq) * 4 // seq,
         by_teacher=torch.arange(seq) * 4 // seq % 2 == 0,
+        balance=torch.rand(seq, generator=g, dtype=torch.float64).to(dtype) + 0.5,
         replay=packed_inputs(LOSS_TYPES["dpo"](), seq, seed + 50, dtype, first_segment, mask)
         if "replay" in config.needs
         else None,
@@ -192,6 +193,7 @@ def with_garbage(inputs: LossInputs, *garbage: float) -> LossInputs:
         loss_weights=spoiled(inputs.loss_weights),
         token_ids=inputs.token_ids.masked_fill(outside, 1),
         by_teacher=inputs.by_teacher ^ outside,
+        balance=spoiled(inputs.balance),
         support=Support(
             inputs.support.token_ids.masked_fill(outside.unsqueeze(-1), -1),
             spoiled(inputs.support.teacher_logprobs),

@@ -15,7 +15,7 @@ from prime_composer.environments.episodes import EnvironmentFailed, Episode, Fai
 from prime_composer.environments.tasks import Task, parts_of
 from prime_composer.local.engine import Engine
 from prime_composer.local.tokenized_problems import TokenizedProblems
-from prime_composer.losses.config import GroupCredit
+from prime_composer.losses.shared.protocols import GroupCredit
 from prime_composer.problems.config import Problem
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.math_verifier import TimeBudget
@@ -23,6 +23,7 @@ from prime_composer.problems.order import environment_batches, prompt_batches
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import ReplayConfig, RolloutConfig, TrainerConfig
 from prime_composer.scoring.shared_vocabulary import lacking
+from prime_composer.step.balance import balanced, share_metrics
 from prime_composer.step.batch import Batch, Pair, Sample, trained_logprobs
 from prime_composer.step.collapse import collapse_metrics, end_metrics
 from prime_composer.step.replay import pairs_of_rollouts
@@ -99,10 +100,13 @@ class Collector:
             scored = self.engine.score(samples)
             if loss.credit is not None:
                 scored = replace(scored, samples=with_credit(scored.samples, loss.credit))
+            if loss.balance is not None:
+                scored = replace(scored, samples=balanced(scored.samples, loss.balance))
         if scored.padding_ids is not None:
             self.metrics["rollout/padding_ids"] = float(scored.padding_ids)
         self.metrics |= scored.metrics
         self.metrics |= end_metrics(scored.samples, self.engine.reward_scale is None)
+        self.metrics |= share_metrics(scored.samples)
         if scored.without_hint:
             self.metrics["rollout/without_hint"] = scored.without_hint / len(samples)
         if self.engine.may_overflow:

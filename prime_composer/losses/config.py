@@ -1,8 +1,7 @@
 """Configs of losses: the knobs, what a loss needs, and which part of a recipe it belongs to."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol, final, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, final
 
 from pydantic import (
     BeforeValidator,
@@ -13,17 +12,18 @@ from pydantic import (
     SerializeAsAny,
     model_validator,
 )
-from torch import Tensor
 
 from prime_composer.divergences import Normalization, refuse_biased
 from prime_composer.losses import registry
 from prime_composer.losses.needs import OF_TEACHER, unknown
+from prime_composer.losses.shared.balance import Balance
 from prime_composer.losses.shared.modifiers import (
     Modifier,
     PositionWeights,
     RepetitionMask,
     SpecialTokenMask,
 )
+from prime_composer.losses.shared.protocols import GroupCredit, LossState
 from prime_composer.tables import Table
 
 ChannelName = Literal["rl", "distillation", "replay"]
@@ -69,34 +69,6 @@ class Part:
         return f"{of_sum}.{self.key}" if self.key else of_sum
 
 
-@runtime_checkable
-class GroupCredit(Protocol):
-    """Credit of each token of a group's rollouts, from the log-probs of all of them.
-
-    A loss reads it in ``LossInputs.credit``. A micro-batch does not contain whole groups, so that
-    no loss function can compute it. Two of them with the same knobs are equal.
-    """
-
-    def __call__(
-        self, ref_logprobs: Sequence[Tensor], inference_logprobs: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Return the credit of each rollout's trained tokens, from their log q and log mu."""
-
-
-@runtime_checkable
-class LossState(Protocol):
-    """State that a loss reads in each step, advanced once per optimizer step and checkpointed."""
-
-    def end_step(self, mean_loss: float) -> None:
-        """Advance by the step's loss per token."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned."""
-
-
 class LossConfig(Table):
     """Knobs of one loss.
 
@@ -136,6 +108,9 @@ class LossConfig(Table):
 
     position_weights: PositionWeights | None = None
     """Weights the tokens of a response by their position (IW-OPD)."""
+
+    balance: Balance | None = None
+    """Weights the sequences of a step."""
 
     rl_mix: "RLMix | None" = None
     """Adds the RL loss of the same rollouts."""
@@ -202,7 +177,7 @@ class LossConfig(Table):
         """
         if self.rl_mix is not None:
             return ()
-        chosen = (self.repetition, self.special_tokens, self.position_weights)
+        chosen = (self.repetition, self.special_tokens, self.position_weights, self.balance)
         return tuple(modifier for modifier in chosen if modifier is not None)
 
     @property

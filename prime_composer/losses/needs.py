@@ -86,6 +86,12 @@ NEEDS: dict[str, dict[Host, str]] = {
         "prime_rl": f"Its rollouts are all the student's: choose another loss, {_RUN_LOCALLY}",
         "trl": f"The student samples every answer. {_ONE_MACHINE_HAS_IT}",
     },
+    "balance": {
+        "call": "Pass LossInputs.balance: Balance.of_sequences of the whole step, for each token.",
+        "prime_rl": "Its trainer gets a step's sequences one by one, and their environments not at "
+        f"all: leave the table out, {_RUN_LOCALLY}",
+        "trl": f"It has no environments: leave the table out. {_ONE_MACHINE_HAS_IT}",
+    },
     "replay": {
         "call": "Configure a source of preference pairs, or set the weight of the replay channel "
         "to 0.",

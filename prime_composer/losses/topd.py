@@ -36,9 +36,9 @@ from pydantic import Field
 from torch import Tensor
 
 from prime_composer.contract import LossInputs, LossOutputs, given
-from prime_composer.losses.config import GroupCredit
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import token_mean, top_share
+from prime_composer.losses.shared.protocols import GroupCredit
 from prime_composer.losses.shared.signed_rl import SignedRLLossConfig, signed_policy_gradient
 
 SMALLEST_SPREAD = 1e-6

@@ -326,6 +326,7 @@ class Recipe(Table):
                 "channel of a compose loss, [loss.replay] weight and [loss.replay.loss]"
             )
         require(self.loss, self.provided_inputs, "recipe")
+        self._check_balance()
         _ = self.loss.credit  # raises where two losses want different ones
         if self.rollout.student_fraction < 1 and self.loss.reads_sampler:
             others = "teacher's answers" if self.rollout.teacher_samples else "data's solutions"
@@ -346,10 +347,38 @@ class Recipe(Table):
             )
         return self
 
+    def _check_balance(self) -> None:
+        """Refuse a balance that is not of the whole loss, or that names what does not train."""
+        for section, (loss, needs) in self.loss.needs_by_section().items():
+            if "balance" in needs and section != "loss":
+                raise ValueError(
+                    f"[{section}.balance]: a step has one balance for all of its losses: move it "
+                    "to [loss.balance]"
+                )
+            if "balance" in needs and loss.answer_pairs:
+                raise ValueError(
+                    f"[loss.balance]: type = {loss.type!r} is a mean over pairs of answers, each "
+                    "of which counts alike already: leave the table out"
+                )
+        balance = self.loss.balance
+        if balance is None:
+            return
+        trained = [name for name, source in self.sources.items() if source.trains]
+        if others := sorted(balance.weights.keys() - set(trained)):
+            raise ValueError(
+                f"loss.balance.weights names {', '.join(others)}, and the environments that train "
+                f"are {', '.join(trained)}: name one of these"
+            )
+        if len(trained) == 1 and balance.by != "sequence":
+            raise ValueError(
+                f"loss.balance.by = {balance.by!r} changes nothing with a single environment: add "
+                "a second [environments.*], or set by = 'sequence'"
+            )
+
     @property
     def provided_inputs(self) -> set[str]:
         """The inputs that the one-machine engine gives a loss under this recipe."""
-        provided = {"token_ids", "segment_ids"}
+        provided = {"token_ids", "segment_ids", "balance"}
         if self.has_teacher:
             provided |= {"ref_logprobs", "support", "hidden_states", "credit"}
         if self.rollout.group_size > 1:

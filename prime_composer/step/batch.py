@@ -31,6 +31,7 @@ class Sample:
             None where no loss reads it.
         sampled: its rollout's ``loss_mask`` before tokens without a score left it; None where none
             did.
+        weight: factor of each of its tokens, by the loss's ``balance``; None without one.
         first: it is its rollout's first sample. A conversation of an environment that branched has
             several, with the same reward and advantage.
     """
@@ -44,6 +45,7 @@ class Sample:
     credit: Float[Tensor, " n"] | None = None
     contrast: Float[Tensor, " n"] | None = None
     sampled: Bool[Tensor, " seq"] | None = None
+    weight: float | None = None
     first: bool = True
 
     @property

@@ -1,9 +1,9 @@
 """Run the student over padded micro-batches and pack its log-probs into ``LossInputs``."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -96,31 +96,48 @@ def student_inputs(model: nn.Module, samples: Sequence[Sample]) -> LossInputs:
             known=None if known.all() else known.to(device),
         )
 
-    counts = trained.sum(dim=1)
-
-    def per_token(values: Tensor) -> Tensor:
-        return values.repeat_interleave(counts).to(device)
-
-    advantages = [sample.advantage for sample in samples if sample.advantage is not None]
-    contrasts = [sample.contrast for sample in samples if sample.contrast is not None]
-    credits = [sample.credit for sample in samples if sample.credit is not None]
     return LossInputs(
         trainer_logprobs=logprobs[:, 0],
         inference_logprobs=torch.cat(
             [rollout.inference_logprobs[rollout.loss_mask] for rollout in rollouts]
         ).to(device),
         ref_logprobs=None if ref_logprobs is None else ref_logprobs.to(device),
-        advantages=per_token(torch.tensor(advantages, dtype=torch.float32)) if advantages else None,
-        credit=torch.cat(credits).to(device) if credits else None,
-        contrast_logprobs=torch.cat(contrasts).to(device) if contrasts else None,
         loss_mask=torch.ones(labels.shape[0], dtype=torch.bool, device=device),
         support=support,
         hidden_states=both,
         token_ids=labels.to(device),
-        segment_ids=per_token(torch.arange(len(samples))),
         sampled=_sampled_text(samples, ids, trained, device),
-        by_teacher=per_token(torch.tensor([rollout.by_teacher for rollout in rollouts])),
+        **_of_sequences(samples, trained.sum(dim=1), device),
     )
+
+
+def _of_sequences(
+    samples: Sequence[Sample], counts: Int[Tensor, " b"], device: torch.device
+) -> dict[str, Any]:
+    """Return what the samples say of their tokens, by its name in ``LossInputs``.
+
+    Args:
+        samples: the rollouts.
+        counts: trained tokens of each.
+        device: of the results.
+    """
+
+    def per_token(values: Iterable[Any]) -> Tensor | None:
+        known = [value for value in values if value is not None]
+        return torch.tensor(known).repeat_interleave(counts).to(device) if known else None
+
+    def packed(values: Iterable[Tensor | None]) -> Tensor | None:
+        known = [value for value in values if value is not None]
+        return torch.cat(known).to(device) if known else None
+
+    return {
+        "advantages": per_token(sample.advantage for sample in samples),
+        "credit": packed(sample.credit for sample in samples),
+        "contrast_logprobs": packed(sample.contrast for sample in samples),
+        "segment_ids": per_token(range(len(samples))),
+        "by_teacher": per_token(sample.rollout.by_teacher for sample in samples),
+        "balance": per_token(sample.weight for sample in samples),
+    }
 
 
 def _sampled_text(
@@ -230,4 +247,5 @@ def empty_inputs(like: LossInputs, support_size: int | Literal["full"]) -> LossI
         token_ids=given(like.token_ids)[:0],
         segment_ids=given(like.segment_ids)[:0],
         by_teacher=given(like.by_teacher)[:0],
+        balance=detached,
     )

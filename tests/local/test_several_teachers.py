@@ -134,6 +134,26 @@ def test_teacher_accuracy_is_over_the_problems_of_its_share(
     }
 
 
+def test_balanced_step_weights_its_environments_alike(tmp_path: Path) -> None:
+    """Whatever their tokens. The other losses of the step stay those of the same rollouts."""
+    small = {"trainer__steps": 1, "eval__every": 0, "environments__sums__ratio": 2.0}
+    records = {}
+    for name, balance in (("plain", None), ("balanced", {"weights": {"chains": 3.0}})):
+        table = raw(**small)
+        if balance is not None:
+            table["loss"]["balance"] = balance
+        (tmp_path / name).mkdir()
+        run(table, tmp_path / name)
+        records[name] = read_metrics(tmp_path / name)[1]
+    plain, balanced = records["plain"], records["balanced"]
+    shares = {name: plain[f"rollout/token_share/{name}"] for name in ("sums", "chains")}
+    assert sum(shares.values()) == pytest.approx(1) and shares["sums"] > 0.4
+    assert balanced["rollout/weight_share/chains"] == pytest.approx(0.75)
+    assert "rollout/weight_share/chains" not in plain
+    assert balanced["rollout/kl/sums"] == plain["rollout/kl/sums"]
+    assert balanced["loss"] != plain["loss"]
+
+
 def test_reverse_kl_is_to_each_environments_own_teacher(tmp_path: Path) -> None:
     """One environment's KL under routing is that of a run whose only teacher is its own."""
     routed = run(raw(trainer__steps=1), tmp_path / "routed").evaluations[0]

@@ -40,6 +40,8 @@ TESTS = {
     "losses/shared/modifiers.py": [LOSSES + "test_modifiers.py", LOSSES + "test_repetition.py"],
     "losses/shared/repetition.py": [LOSSES + "test_repetition.py"],
     **dict.fromkeys(("step/collapse.py", "step/overflow.py"), ["tests/step/test_collapse.py"]),
+    "losses/shared/balance.py": [LOSSES + "test_balance.py"],
+    "step/balance.py": ["tests/step/test_balance.py"],
     "local/health.py": ["tests/local/test_health.py"],
     "losses/sampled_reverse_kl.py": [
         LOSSES + "test_sampled_reverse_kl.py", "tests/parity/test_recorded.py"
@@ -121,6 +123,7 @@ REDUCTIONS = "losses/shared/reductions.py"
 REGION = "losses/shared/trust_region.py"
 MODIFIERS = "losses/shared/modifiers.py"
 REPETITION, COLLAPSE = "losses/shared/repetition.py", "step/collapse.py"
+BALANCE = "losses/shared/balance.py"
 SAMPLED = "losses/sampled_reverse_kl.py"
 DISTILLM2 = "losses/distillm2.py"
 HEAD_TAIL = "losses/head_tail_reverse_kl.py"
@@ -542,6 +545,25 @@ MUTANTS: dict[str, Mutant] = {
     "position weights total over the pack": mutant(
         MODIFIERS, "PositionWeights.apply",
         ("segment_totals(gap.double(), inputs.segment_ids)", "segment_totals(gap.double(), None)"),
+    ),
+    "balance by environment divides by sequences": mutant(
+        BALANCE, "Balance._divisor", (
+            '{"token": 1, "sequence": of_sequence, "environment": of_environment}',
+            '{"token": 1, "sequence": of_sequence, "environment": of_sequence}',
+        ),
+    ),
+    "balance without the environments' weights": mutant(
+        BALANCE, "Balance.of_sequences", ("self.weights.get(name, 1.0)", "1.0")
+    ),
+    "balance whose weights do not add up": mutant(
+        BALANCE, "Balance.of_sequences", ("weight * sum(tokens) / total", "weight")
+    ),
+    "balance in place of other weights": mutant(
+        BALANCE, "Balance.apply", ("weights * inputs.loss_weights", "weights")
+    ),
+    "KL of an environment with given answers": mutant(
+        "step/balance.py", "share_metrics",
+        ("sample.scores is not None and is_own(sample)", "sample.scores is not None"),
     ),
     # a student that collapses
     "repetition across sequences": mutant(

@@ -8,6 +8,8 @@ import pytest
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
 
+ON_SUPPORT = {"type": "generalized_jsd", "k": 4}
+PAIRED = {"group_size": 2, "student_fraction": 0.5, "other_source": "teacher"}
 SMALL_MODEL = {"layers": 1, "hidden_size": 16, "sft_steps": 1}
 
 
@@ -81,3 +83,42 @@ def test_table_that_does_not_fit_is_named_with_its_key(
     """The message names the key, and what to write."""
     with pytest.raises(RecipeError, match=message):
         parse_recipe(raw(**changes))
+
+
+@pytest.mark.parametrize(
+    "balance,changes,message",
+    [
+        ({"weights": {"sum": 2.0}}, {}, r"loss\.balance\.weights names sum.*sums, chains"),
+        (
+            {"weights": {"chains": 2.0}},
+            {"environments__chains__use": "eval"},
+            "names chains, and the environments that train are sums",
+        ),
+        ({}, {"environments__chains": None}, "by = 'sequence'"),
+    ],
+)
+def test_balance_of_environments_that_do_not_train_is_refused(
+    balance: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe(raw(loss__balance=balance, **changes))
+    parse_recipe(raw(loss__balance={"by": "sequence"}, **changes))
+    parse_recipe(raw(loss__balance={"weights": {"chains": 2.0}}))
+
+
+@pytest.mark.parametrize(
+    "loss,message",
+    [
+        (
+            {
+                "type": "compose",
+                "distillation": {"a": {"weight": 1, "loss": {**ON_SUPPORT, "balance": {}}}},
+            },
+            r"\[loss\.distillation\.a\.loss\.balance\].*move it to \[loss\.balance\]",
+        ),
+        ({"type": "distillm2", "k": 4, "beta_steps": 9, "balance": {}}, "leave the table out"),
+    ],
+)
+def test_balance_of_a_part_of_the_loss_is_refused(loss: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe(raw(loss=loss, rollout=PAIRED))

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences.base import upcast
-from prime_composer.losses.config import ChannelName, LossState
+from prime_composer.losses.config import ChannelName
 from prime_composer.losses.shared.metrics import token_mean, top_share
 from prime_composer.losses.shared.modifiers import segment_totals
+from prime_composer.losses.shared.protocols import LossState
 from prime_composer.losses.shared.signed_rl import SignedRLLossConfig, signed_policy_gradient
 
 LARGEST_GAP = 80.0

@@ -1,0 +1,64 @@
+"""Weights of a step's samples by the loss's balance, and what each environment is of the step."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from prime_composer.contract import given
+from prime_composer.losses.shared.balance import Balance
+from prime_composer.step.batch import Sample, trained_logprobs
+from prime_composer.step.collapse import is_own
+
+
+def balanced(samples: Sequence[Sample], balance: Balance) -> list[Sample]:
+    """Return the samples of a step with the weight of their tokens.
+
+    Of a conversation that branched, each sample counts as a sequence.
+    """
+    weights = balance.of_sequences(list(map(trained_tokens, samples)), environments_of(samples))
+    return [replace(sample, weight=weight) for sample, weight in zip(samples, weights, strict=True)]
+
+
+def share_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return what each environment is of a step; nothing where the step has only one.
+
+    - ``rollout/token_share/ENVIRONMENT``: its share of the trained tokens.
+    - ``rollout/weight_share/ENVIRONMENT``: the same of the weights by the loss's ``balance``.
+    - ``rollout/kl/ENVIRONMENT``: mean of log mu - log q over the student's own tokens, in nats. Its
+      expectation is the reverse KL to the teacher of the policy that samples.
+    """
+    names = environments_of(samples)
+    if len(set(names)) < 2:
+        return {}
+    tokens = list(map(trained_tokens, samples))
+    metrics = _shares("rollout/token_share", names, list(map(float, tokens)))
+    if samples[0].weight is not None:
+        weights = [
+            given(sample.weight) * count for sample, count in zip(samples, tokens, strict=True)
+        ]
+        metrics |= _shares("rollout/weight_share", names, weights)
+    gaps = dict.fromkeys(names, 0.0)
+    counts = Counter[str]()
+    for sample, name, count in zip(samples, names, tokens, strict=True):
+        if sample.scores is not None and is_own(sample):
+            log_mu = sample.rollout.inference_logprobs[sample.rollout.loss_mask]
+            gaps[name] += float((log_mu - trained_logprobs(sample)).sum())
+            counts[name] += count
+    return metrics | {f"rollout/kl/{name}": gaps[name] / count for name, count in counts.items()}
+
+
+def environments_of(samples: Sequence[Sample]) -> list[str]:
+    """Return the name of each sample's environment."""
+    return [sample.problem.environment for sample in samples]
+
+
+def trained_tokens(sample: Sample) -> int:
+    """Return how many tokens of a sample train."""
+    return int(sample.rollout.loss_mask.sum())
+
+
+def _shares(name: str, environments: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+    sums = dict.fromkeys(environments, 0.0)
+    for environment, value in zip(environments, values, strict=True):
+        sums[environment] += value
+    return {f"{name}/{environment}": part / sum(values) for environment, part in sums.items()}
