@@ -105,8 +105,9 @@ class Collector:
         if scored.padding_ids is not None:
             self.metrics["rollout/padding_ids"] = float(scored.padding_ids)
         self.metrics |= scored.metrics
-        self.metrics |= end_metrics(scored.samples, self.engine.reward_scale is None)
-        self.metrics |= share_metrics(scored.samples)
+        of_teacher = self.engine.reward_scale is None
+        self.metrics |= end_metrics(scored.samples, of_teacher)
+        self.metrics |= share_metrics(scored.samples, of_teacher)
         if scored.without_hint:
             self.metrics["rollout/without_hint"] = scored.without_hint / len(samples)
         if self.engine.may_overflow:

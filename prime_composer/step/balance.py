@@ -19,13 +19,17 @@ def balanced(samples: Sequence[Sample], balance: Balance) -> list[Sample]:
     return [replace(sample, weight=weight) for sample, weight in zip(samples, weights, strict=True)]
 
 
-def share_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+def share_metrics(samples: Sequence[Sample], of_teacher: bool = True) -> dict[str, float]:
     """Return what each environment is of a step; nothing where the step has only one.
 
     - ``rollout/token_share/ENVIRONMENT``: its share of the trained tokens.
     - ``rollout/weight_share/ENVIRONMENT``: the same of the weights by the loss's ``balance``.
     - ``rollout/kl/ENVIRONMENT``: mean of log mu - log q over the student's own tokens, in nats. Its
       expectation is the reverse KL to the teacher of the policy that samples.
+
+    Args:
+        samples: all of the step.
+        of_teacher: the scores are a teacher's log-probs, and not extrapolated ones.
     """
     names = environments_of(samples)
     if len(set(names)) < 2:
@@ -40,7 +44,7 @@ def share_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     gaps = dict.fromkeys(names, 0.0)
     counts = Counter[str]()
     for sample, name, count in zip(samples, names, tokens, strict=True):
-        if sample.scores is not None and is_own(sample):
+        if of_teacher and sample.scores is not None and is_own(sample):
             log_mu = sample.rollout.inference_logprobs[sample.rollout.loss_mask]
             gaps[name] += float((log_mu - trained_logprobs(sample)).sum())
             counts[name] += count

@@ -58,7 +58,6 @@ ROUNDING = 2e-6
 CACHED_RANGES = 2**16
 """Ranges of the teacher's tokens whose student tokens are kept."""
 
-
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -148,10 +147,8 @@ class Questions:
             parts.append(Part(one.row, one.tokens, one.skip, firsts))
         short = [part for part in parts if len(part.firsts) <= MOST_FORCED]
         for part in parts:
-            wanted = [
-                position.token,
-                *(i for o in short if o is not part for i in o.firsts.tolist()),
-            ]
+            others = (i for o in short if o is not part for i in o.firsts.tolist())
+            wanted = [position.token, *others]
             part.forced = [i for i in dict.fromkeys(wanted) if has(part.firsts, i)]
         return parts
 
@@ -272,7 +269,10 @@ def read_answer(
     first = np.array([one.before is None for one in positions], dtype=bool)
     ends = ((skip <= 0) | first) & ~parts.lacks
     end = np.where(ends, arrays["candidate_end"][own_row].astype(np.float64), 0.0)
-    nobody = np.where((skip <= 0) & ~parts.lacks, (1 - total - end).clip(min=0.0), 0.0)
+    # Of the own row alone: what straddles the position is mass of another one.
+    whole_rows = np.array([part.tokens is None for part in parts.parts], dtype=bool)
+    ordinary = added(parts.at[whole_rows], totals[whole_rows], n)
+    nobody = np.where((skip <= 0) & ~parts.lacks, (1 - ordinary - end).clip(min=0.0), 0.0)
     rows = listed_rows(read, question.plan)
     bounds = off_path(positions, own_row, rows, log_path)
     unlisted = np.where(parts.lacks, np.inf, 0.0)

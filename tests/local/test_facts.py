@@ -12,7 +12,7 @@ from prime_composer.local.answers import read_answers
 from prime_composer.local.tracker import read_metrics
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import load_recipe
-from prime_composer.recipe.schema import Recipe
+from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream.environment import load_split
 from prime_composer.upstream.export.exporter import export_recipe
 from prime_composer.upstream.versions.records import VERSIONS
@@ -48,7 +48,7 @@ def overrides(model: Path) -> list[str]:
     small = ["trainer.steps=2", "trainer.batch_size=4", "eval.size=9", "eval.kl_size=6"]
     return [
         f"teacher.model={model}",
-        f"student.prepare.from={model}",
+        f"student.model={model}",
         "rollout.backend=transformers",
         "rollout.max_tokens=6",
         "rollout.max_model_len=256",
@@ -56,10 +56,6 @@ def overrides(model: Path) -> list[str]:
         *(f"environments.{name}.size=40" for name in ("ages", "towns", "capitals")),
         *small,
     ]
-
-
-def recipe_of(model: Path) -> Recipe:
-    return load_recipe(RECIPE, overrides(model))
 
 
 def test_recipe_trains_on_one_task_and_measures_three(
@@ -93,9 +89,8 @@ def test_copy_without_layers_is_trained(
     chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A student of one layer and its teacher of two; the checkpoint has one."""
-    prepare = f'{{from="{chat_model}", drop_layers=[0]}}'
-    items = [*overrides(chat_model)[:1], *overrides(chat_model)[2:]]
-    words = [word for item in (*items, f"student.prepare={prepare}") for word in ("--set", item)]
+    student = f'student={{prepare={{from="{chat_model}", drop_layers=[0]}}}}'
+    words = [word for item in (*overrides(chat_model), student) for word in ("--set", item)]
     run_dir = tmp_path / "run"
     assert main(["rl", "--config", str(RECIPE), *words, "--output-dir", str(run_dir)]) == 0
     model: Any = load_student(run_dir / "checkpoints" / "step_000002")[0]
@@ -104,8 +99,13 @@ def test_copy_without_layers_is_trained(
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_export_evaluates_what_trains_nothing(version: str, chat_model: Path) -> None:
-    """prime-rl trains on the first environment, evaluates all, and loads the same problems."""
-    recipe = recipe_of(chat_model)
+    """prime-rl trains on the first environment, evaluates all, and loads the same problems.
+
+    It has no student that stays rounded.
+    """
+    with pytest.raises(RecipeError, match=r"student\.quantize"):
+        export_recipe(load_recipe(RECIPE, overrides(chat_model)), version)
+    recipe = load_recipe(RECIPE, [*overrides(chat_model), f'student={{model="{chat_model}"}}'])
     models = {"student": "student"}
     table = export_recipe(recipe, version, models).table["orchestrator"]
     key = VERSIONS[version].environment_key

@@ -562,8 +562,10 @@ MUTANTS: dict[str, Mutant] = {
         BALANCE, "Balance.apply", ("weights * inputs.loss_weights", "weights")
     ),
     "KL of an environment with given answers": mutant(
-        "step/balance.py", "share_metrics",
-        ("sample.scores is not None and is_own(sample)", "sample.scores is not None"),
+        "step/balance.py", "share_metrics", (
+            "of_teacher and sample.scores is not None and is_own(sample)",
+            "sample.scores is not None",
+        ),
     ),
     # a student that collapses
     "repetition across sequences": mutant(

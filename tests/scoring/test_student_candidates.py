@@ -167,6 +167,21 @@ def test_sums_of_a_server_equal_those_of_whole_rows(kind, fixed):
     assert known > 50
 
 
+def test_mass_of_a_heads_padding_belongs_to_nobody():
+    """Also where a token of the teacher straddles the position: its mass is of another row."""
+    straddled = 0
+    for seed in range(3):
+        pair = pair_of(seed, words=False, counts=(24, 10))
+        plan = plan_of(pair, written(pair, seed))
+        straddled += sum(one is not None and len(one.straddling) > 0 for one in plan.positions)
+        logits = logits_of(pair, plan, seed)
+        logits[:, len(pair.teacher.of_id) :] = 2.0
+        question, read = asked(pair, plan, logits, 8, listed=len(pair.teacher.of_id))
+        found = ByRows(pair).scores(plan, read, 8, logits.shape[1], question)
+        check_same(pair, plan, logits, found, 8, fixed=False)
+    assert straddled > 10
+
+
 def test_blocks_and_pieces_of_a_prefill_change_nothing(monkeypatch):
     pair = pair_of(1, words=True)
     plan = plan_of(pair, written(pair, 3))

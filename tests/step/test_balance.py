@@ -85,3 +85,4 @@ def test_shares_of_a_single_environment_are_absent() -> None:
     assert share_metrics(samples[1:3]) == {} == share_metrics([])
     unscored = share_metrics([replace(one, scores=None) for one in samples])
     assert unscored.keys() == {"rollout/token_share/a", "rollout/token_share/b"}
+    assert share_metrics(samples, of_teacher=False) == unscored
