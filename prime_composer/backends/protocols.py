@@ -60,8 +60,8 @@ class Rollout:
     @cached_property
     def start(self) -> int:
         """Index of the first trained token; ``len(token_ids)`` where no token is trained."""
-        trained = self.loss_mask.nonzero()
-        return int(trained[0]) if len(trained) else len(self.token_ids)
+        mask = self.loss_mask.numpy()
+        return int(mask.argmax()) if mask.any() else len(mask)
 
     @property
     def trained(self) -> Bool[Tensor, " n"]:

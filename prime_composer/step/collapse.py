@@ -7,6 +7,7 @@ anyway. One that nothing was asked for is absent.
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from prime_composer.backends.protocols import Rollout
@@ -52,7 +53,7 @@ def collapse_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 def repeated_tokens(rollout: Rollout) -> int:
     """Return how many tokens at the end of a rollout only repeat."""
     ids = rollout.token_ids.numpy()
-    if not rollout.loss_mask[-1]:  # what came after its last answer
+    if not rollout.loss_mask.numpy()[-1]:  # what came after its last answer
         ids = ids[: int(rollout.loss_mask.nonzero()[-1]) + 1]
     # Its last tokens stand at least once in the text before them: that is asked at once.
     end, place = ids[-SHORTEST:].tobytes(), ids[-SHORTEST - LIMITS.period : -1].tobytes()
@@ -82,12 +83,12 @@ def end_metrics(samples: Sequence[Sample], of_teacher: bool = True) -> dict[str,
         for sample in samples
         if is_own(sample)
         and sample.rollout.finish_reason == "stop"
-        and bool(sample.rollout.loss_mask[-1])
+        and sample.rollout.loss_mask.numpy()[-1]
     ]
     means = {}
     if own:
-        log_mu = torch.stack([sample.rollout.inference_logprobs[-1] for sample in own])
-        means["rollout/end_student"] = float(log_mu.exp().mean())
+        log_mu = [sample.rollout.inference_logprobs.numpy()[-1] for sample in own]
+        means["rollout/end_student"] = float(np.exp(log_mu).mean())
     ends = [sample.scores.ref_logprobs[-1] for sample in own if sample.scores is not None]
     if ends and of_teacher:
         means["rollout/end_teacher"] = float(torch.stack(ends).exp().mean())
@@ -97,4 +98,4 @@ def end_metrics(samples: Sequence[Sample], of_teacher: bool = True) -> dict[str,
 def is_own(sample: Sample) -> bool:
     """Return whether the student sampled a rollout, whose tokens then all have a log mu."""
     rollout = sample.rollout
-    return math.isfinite(float(rollout.inference_logprobs[rollout.start]))
+    return math.isfinite(rollout.inference_logprobs.numpy()[rollout.start])
