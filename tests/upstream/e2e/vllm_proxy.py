@@ -21,9 +21,11 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-    def send(self, status, data, kind="application/json"):
+    def send(self, status, data):
         self.send_response(status)
-        self.send_header("content-type", kind)
+        self.send_header("content-type", "application/json")
+        if status == 409:  # as the plugin says, whose headers are not passed on
+            self.send_header("x-should-retry", "false")
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -74,7 +76,7 @@ class Handler(BaseHTTPRequestHandler):
                 }
             elif path == "/v1/prime_composer/score" and status == 200:
                 for sequence in body["sequences"]:
-                    note |= {"in": sequence["token_ids"], "bytes": len(reply)}
+                    note |= {"in": sequence["token_ids"], "start": sequence["start"]}
                 note["kinds"] = body.get("kinds", [])
             elif status != 200:
                 note |= {"status": status, "said": reply.decode()[:2000], "body": str(body)[:500]}
