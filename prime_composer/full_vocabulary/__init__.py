@@ -18,6 +18,11 @@ distribution, set ``Logits.rounded_to``. Elementwise work has float32, or float6
 student. The kernel's sums over chunks have float64.
 """
 
-from prime_composer.full_vocabulary.compare import WholeVocabulary, compare, teacher_logprobs
+from prime_composer.full_vocabulary.compare import (
+    WholeVocabulary,
+    compare,
+    on_support,
+    teacher_logprobs,
+)
 
-__all__ = ["WholeVocabulary", "compare", "teacher_logprobs"]
+__all__ = ["WholeVocabulary", "compare", "on_support", "teacher_logprobs"]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from prime_composer.contract import Support, TwoHeads, given
 from prime_composer.divergences import (
+    Normalization,
     adaptive_kl,
     forward_kl,
     kls_and_entropy,
@@ -201,3 +202,27 @@ class WholeVocabulary(Support):
     def student_logprobs(self) -> Float[Tensor, "seq k"]:
         """Log p, [seq, V], with the gradient."""
         return self._tensors.student_logprobs
+
+
+def on_support(
+    support: Support,
+    divergence: Callable[..., Tensor],
+    normalization: Normalization = "tail",
+    /,
+    **knobs: Any,
+) -> Float[Tensor, "seq ..."]:
+    """Return D(p, q) per position. Over whole vocabularies it is computed a few tokens at a time.
+
+    Args:
+        support: masked, at the temperature of the comparison.
+        divergence: D of student's and teacher's log-probs [rows, k], per row, with the arguments
+            ``normalization`` and the knobs. It sees each position alone. Over whole vocabularies
+            with padding, the last column is all ids that only one side has.
+        normalization: how the vocabulary outside K ids enters. Whole vocabularies have their own.
+        knobs: further arguments. A tensor has one entry per position, [seq, ...], and no gradient.
+    """
+    if isinstance(support, WholeVocabulary):
+        return compare(support.heads, divergence, **knobs)
+    return divergence(
+        support.student_logprobs, support.teacher_logprobs, normalization=normalization, **knobs
+    )

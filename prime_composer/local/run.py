@@ -156,9 +156,9 @@ class Run:
         """Update the student, and return the step's metrics."""
         with self.collector.clock.phase("train"):
             self.engine.begin_update()
-            metrics = self.student.update(batch, step)
+            metrics = self.collector.metrics | self.student.update(batch, step)
         # Kept by the student, so that ``leave`` logs a step whose end an error cuts off.
-        self.student.metrics = self.collector.metrics | metrics
+        self.student.metrics = metrics | self.collapse.add(step, metrics)
         return self.student.metrics
 
     def load_weights(self, step: int) -> None:
@@ -171,7 +171,6 @@ class Run:
         seconds = self.collector.clock.laps
         metrics |= seconds
         metrics["tokens_per_second"] = batch.tokens / seconds["time/step"]
-        metrics |= self.collapse.add(step, metrics)
         is_last = step == self.recipe.trainer.steps
         saves = is_last or is_due(step, self.recipe.checkpoint.every)
         measures = self.is_measured(step)

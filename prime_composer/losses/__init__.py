@@ -11,7 +11,8 @@ RL on rewards: default, ipo, icepop, cispo, ppo; with credit that a teacher shar
 Preference pairs: dpo, simpo. Weighted sum of channels: compose.
 
 Modifiers work with all of them: ``[loss.repetition]``, ``[loss.special_tokens]``,
-``[loss.position_weights]``, ``[loss.rl_mix]``.
+``[loss.position_weights]``, ``[loss.rl_mix]``. Those that compare with a teacher take
+``[loss.clamp]`` too.
 
 A new loss is one new file that registers itself, and one import below. A loss outside the package
 needs neither: name it as ``type = "my_package.my_module:my_loss"``.

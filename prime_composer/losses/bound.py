@@ -273,7 +273,9 @@ def _requested(inputs: LossInputs, config: LossConfig) -> Support | None:
     support, request = inputs.support, config.support
     if inputs.hidden_states is not None and "hidden_states" in config.own_needs:
         return WholeVocabulary(inputs.hidden_states)
-    if support is None or request is None or request.k == "full":
+    if support is None or request is None:
+        return None
+    if request.k == "full":
         return support
     if support.token_ids.shape[-1] <= request.k:
         return support

@@ -17,6 +17,7 @@ from prime_composer.divergences import Normalization, refuse_biased
 from prime_composer.losses import registry
 from prime_composer.losses.needs import OF_TEACHER, unknown
 from prime_composer.losses.shared.balance import Balance
+from prime_composer.losses.shared.clamp import SoftClamp
 from prime_composer.losses.shared.modifiers import (
     Modifier,
     PositionWeights,
@@ -106,6 +107,9 @@ class LossConfig(Table):
     special_tokens: SpecialTokenMask | None = None
     """Removes the tokens of a chat template from the loss."""
 
+    clamp: SoftClamp | None = None
+    """Weights tokens that are far from the teacher less."""
+
     position_weights: PositionWeights | None = None
     """Weights the tokens of a response by their position (IW-OPD)."""
 
@@ -147,6 +151,15 @@ class LossConfig(Table):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _clamp_has_a_divergence(self) -> "LossConfig":
+        if self.clamp is not None and (self.is_sum() or not self.compares_with_teacher):
+            remedy = "set clamp in the tables of its terms" if self.is_sum() else "leave it out"
+            raise ValueError(
+                f"clamp: type = {self.type!r} has no divergence per token from a teacher: {remedy}."
+            )
+        return self
+
     @property
     def own_needs(self) -> frozenset[str]:
         """Inputs that the loss function itself needs. Override it where a knob decides."""
@@ -177,7 +190,13 @@ class LossConfig(Table):
         """
         if self.rl_mix is not None:
             return ()
-        chosen = (self.repetition, self.special_tokens, self.position_weights, self.balance)
+        chosen = (
+            self.repetition,
+            self.special_tokens,
+            self.clamp,
+            self.position_weights,
+            self.balance,
+        )
         return tuple(modifier for modifier in chosen if modifier is not None)
 
     @property

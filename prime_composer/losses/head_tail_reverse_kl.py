@@ -30,12 +30,11 @@ from pydantic import PositiveFloat
 
 from prime_composer.contract import LossInputs, LossOutputs, Support, given
 from prime_composer.divergences import reverse_kl, upcast, weighted_k1
-from prime_composer.full_vocabulary import WholeVocabulary
+from prime_composer.full_vocabulary import WholeVocabulary, on_support
 from prime_composer.losses.config import SupportSize, TopKLossConfig
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
-from prime_composer.losses.shared.support_divergence import on_support
 
 
 class HeadTailReverseKLLossConfig(TopKLossConfig):

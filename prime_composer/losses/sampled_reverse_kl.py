@@ -47,12 +47,12 @@ from torch import Tensor
 
 from prime_composer.contract import LossInputs, LossOutputs, given
 from prime_composer.divergences import reverse_kl
+from prime_composer.full_vocabulary import on_support
 from prime_composer.losses.config import LossConfig, SupportRequest, SupportSize
 from prime_composer.losses.registry import register
 from prime_composer.losses.shared.dialect import MAX_RATIO, Dialect, with_defaults_of_main
 from prime_composer.losses.shared.metrics import token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_mean
-from prime_composer.losses.shared.support_divergence import on_support
 from prime_composer.losses.shared.trust_region import (
     Region,
     drift_metrics,
@@ -74,6 +74,7 @@ class SampledReverseKLLossConfig(LossConfig):
         {"mode": "signed", "delta_low": 0.02, "delta_high": 0.02},
         {"mode": "signed", "clip": 1.0, "top_d": 0.9, "baseline": "topk_kl", "k": 8},
         {"mode": "signed", "baseline": "topk_kl", "k": "full"},
+        {"mode": "signed", "clamp": {"limit": 1.0}},
         {"rl_mix": {"form": "add", "kd": 2.0, "loss": {"type": "ipo"}}},
     )
     surrogate: ClassVar[bool] = True

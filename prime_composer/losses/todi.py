@@ -28,6 +28,8 @@ class ToDiLossConfig(SupportDivergenceConfig):
         {},
         {"normalization": "renorm", "k": 8},
         {"normalization": "full", "k": "full"},
+        {"clamp": {"limit": 0.2}},
+        {"normalization": "full", "k": "full", "clamp": {"limit": 0.2}},
     )
     surrogate: ClassVar[bool] = True
 

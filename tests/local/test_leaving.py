@@ -119,8 +119,7 @@ def test_train_error_before_the_update_saves_the_step_before(
     assert_same_run(tmp_path / "run", whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("owner", ["sync", "evaluation"])
+@pytest.mark.parametrize("owner", ["sync", pytest.param("evaluation", marks=pytest.mark.slow)])
 def test_train_error_after_the_update_saves_that_step(
     owner: str,
     whole: Path,  # noqa: F811

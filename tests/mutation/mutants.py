@@ -41,6 +41,7 @@ TESTS = {
     "losses/shared/repetition.py": [LOSSES + "test_repetition.py"],
     **dict.fromkeys(("step/collapse.py", "step/overflow.py"), ["tests/step/test_collapse.py"]),
     "losses/shared/balance.py": [LOSSES + "test_balance.py"],
+    "losses/shared/clamp.py": [LOSSES + "test_clamp.py"],
     "step/balance.py": ["tests/step/test_balance.py"],
     "local/health.py": ["tests/local/test_health.py"],
     "losses/sampled_reverse_kl.py": [
@@ -88,6 +89,7 @@ TESTS = {
     ),
     "teachers/tape/store.py": ["tests/teachers/test_tape_store.py", "tests/teachers/test_tape.py"],
     "losses/bound.py": [
+        LOSSES + "test_clamp.py",
         LOSSES + "test_compose.py", LOSSES + "test_taid.py", LOSSES + "test_support_losses.py"
     ],
 }  # fmt: skip
@@ -123,7 +125,7 @@ REDUCTIONS = "losses/shared/reductions.py"
 REGION = "losses/shared/trust_region.py"
 MODIFIERS = "losses/shared/modifiers.py"
 REPETITION, COLLAPSE = "losses/shared/repetition.py", "step/collapse.py"
-BALANCE = "losses/shared/balance.py"
+BALANCE, CLAMP = "losses/shared/balance.py", "losses/shared/clamp.py"
 SAMPLED = "losses/sampled_reverse_kl.py"
 DISTILLM2 = "losses/distillm2.py"
 HEAD_TAIL = "losses/head_tail_reverse_kl.py"
@@ -545,6 +547,20 @@ MUTANTS: dict[str, Mutant] = {
     "position weights total over the pack": mutant(
         MODIFIERS, "PositionWeights.apply",
         ("segment_totals(gap.double(), inputs.segment_ids)", "segment_totals(gap.double(), None)"),
+    ),
+    "clamp that cuts the gradient": mutant(
+        CLAMP, "SoftClamp.apply", (
+            "self.limit / distance.clamp(min=self.limit)", "(distance <= self.limit).to(distance)"
+        ),
+    ),
+    "clamp in place of other weights": mutant(
+        CLAMP, "SoftClamp.apply", ("weights * inputs.loss_weights", "weights")
+    ),
+    "clamp by the sampled token alone": mutant(
+        CLAMP, "_divergence", ("inputs.support is not None", "False")
+    ),
+    "loss that sees another one's support": mutant(
+        "losses/bound.py", "_requested", ("support is None or request is None", "support is None")
     ),
     "balance by environment divides by sequences": mutant(
         BALANCE, "Balance._divisor", (

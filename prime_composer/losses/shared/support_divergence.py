@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from prime_composer.contract import LossInputs, LossOutputs, Support, given
-from prime_composer.divergences import Normalization
-from prime_composer.full_vocabulary import WholeVocabulary, compare
+from prime_composer.contract import LossInputs, LossOutputs, given
+from prime_composer.full_vocabulary import WholeVocabulary, on_support
 from prime_composer.losses.config import SupportLossConfig
 from prime_composer.losses.shared.metrics import support_metrics, token_mean, top_share
 from prime_composer.losses.shared.reductions import masked_sum
@@ -83,27 +82,3 @@ def divergence_per_token(
     """
     support = given(inputs.support).masked(mask).tempered(config.temperature)
     return on_support(support, divergence, config.normalization, **knobs)
-
-
-def on_support(
-    support: Support,
-    divergence: Callable[..., Tensor],
-    normalization: Normalization = "tail",
-    /,
-    **knobs: Any,
-) -> Float[Tensor, "seq ..."]:
-    """Return D(p, q) per position. Over whole vocabularies it is computed a few tokens at a time.
-
-    Args:
-        support: masked, at the temperature of the comparison.
-        divergence: D of student's and teacher's log-probs [rows, k], per row, with the arguments
-            ``normalization`` and the knobs. It sees each position alone. Over whole vocabularies
-            with padding, the last column is all ids that only one side has.
-        normalization: how the vocabulary outside K ids enters. Whole vocabularies have their own.
-        knobs: further arguments. A tensor has one entry per position, [seq, ...], and no gradient.
-    """
-    if isinstance(support, WholeVocabulary):
-        return compare(support.heads, divergence, **knobs)
-    return divergence(
-        support.student_logprobs, support.teacher_logprobs, normalization=normalization, **knobs
-    )
