@@ -317,9 +317,9 @@ def _read(value: str) -> AdapterSettings:
     except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, or too deep
         given = None
     if not isinstance(given, dict):
-        raise ValueError(
-            f"{SWITCH}={value!r}: write {SWITCH}=1, or a JSON object such as {EXAMPLE}"
-        )
+        # Of a URL in damaged text nobody knows where its password ends.
+        shown = "... (not shown: it may have a password)" if "@" in value else repr(value)
+        raise ValueError(f"{SWITCH}={shown}: write {SWITCH}=1, or a JSON object such as {EXAMPLE}")
     known = AdapterSettings.model_fields
     for key in given:
         if key not in known:

@@ -77,7 +77,8 @@ TEACHER = {"url": "http://me:secret@host:1/v1", "model": "m", "weight": 1.5}
     [
         ('{"loss": ' + 100_000 * "[", "write PRIME_COMPOSER=1"),
         ('{"k": ' + 5000 * "9" + "}", "write PRIME_COMPOSER=1"),
-        (json.dumps({"teachers": [TEACHER]})[:-1], r"http://\*\*\*@host"),
+        (json.dumps({"teachers": [TEACHER]})[:-1], "not shown: it may have a password"),
+        ('{"teachers": [{"url": "http://me:"secret@host"}]}', "not shown: it may have a password"),
         ('{"k": true}', "k: true and false are no numbers"),
         ('{"loss": {"type": "topk_reverse_kl", "k": true}}', "k: true and false are no numbers"),
         ('{"k": 1, "teachers": [{}]}', "teachers.url: Field required"),
@@ -89,7 +90,7 @@ TEACHER = {"url": "http://me:secret@host:1/v1", "model": "m", "weight": 1.5}
             "unknown key 'distillation.loss.loss.kk'; did you mean 'k'",
         ),
     ],
-    ids=["deep", "digits", "password", "k", "knob", "key", "none", "weight", "name"],
+    ids=["deep", "digits", "password", "quote", "k", "knob", "key", "none", "weight", "name"],
 )
 def test_from_env_refuses_in_one_sentence(monkeypatch, value, message):
     """Without the password of a teacher's URL."""
