@@ -120,7 +120,7 @@ def test_full_disk_ends_tensorboard_and_not_the_run(
         def full(*args: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(tracker._tensorboard, "add_scalar", full)
+        monkeypatch.setattr(tracker._tensorboard.file_writer, "add_summary", full)
         tracker.log(1, {"loss": 0.5})
         tracker.log(2, {"loss": 0.5})
     (text,) = texts
