@@ -18,6 +18,7 @@ from prime_composer.cli.formatting import (
     is_evaluated,
     kl_title,
     number,
+    percent,
     score,
     scores_in,
 )
@@ -34,6 +35,14 @@ REVERSE_KL = "eval/reverse_kl"
 
 PER_ROLLOUT = {"turns": "turns per rollout", "tool_calls": "tool calls per rollout"}
 """What is counted in environments by id -> its name for people."""
+
+SHARES = {
+    "of the tokens": ("rollout/token_share", percent),
+    "of the weights": ("rollout/weight_share", percent),
+    "of the gradient": ("rollout/gradient_share", percent),
+    "KL to the teacher, nats": ("rollout/kl", number),
+}
+"""Column of a report -> what a step measures of each environment, and how it is shown."""
 
 FOLDED_NAME = 10
 """Letters of a name in a row, where a terminal has no room for more."""
@@ -267,7 +276,27 @@ def print_report(runs: Sequence[str | Path]) -> None:
         environments = environments_of(runs[0])
         if len(environments) > 1 and evaluated:
             console().print(outcome_table("by environment", before, after, environments))
+            print_shares(evaluated, list(environments))
         print_answers(Path(runs[0]), [record["step"] for record in evaluated])
+
+
+def print_shares(evaluated: Sequence[Mapping[str, Any]], environments: Sequence[str]) -> None:
+    """Print what each environment was of the first and of the last evaluated step of a run."""
+    trained = [record for record in evaluated if record["step"] > 0]
+    columns = {
+        title: (metric, shown)
+        for title, (metric, shown) in SHARES.items()
+        if any(f"{metric}/{name}" in record for record in trained for name in environments)
+    }
+    rows = []
+    for name in environments if columns else ():
+        pairs = [
+            [shown(record.get(f"{metric}/{name}")) for record in (trained[0], trained[-1])]
+            for metric, shown in columns.values()
+        ]
+        rows.append([name, *(" → ".join(pair) for pair in pairs)])
+    if rows:
+        print_table(console(), ["environment", *columns], rows)
 
 
 def print_table(

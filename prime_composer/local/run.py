@@ -39,6 +39,7 @@ from prime_composer.problems.metrics import signatures_of
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import CheckpointConfig, Recipe
 from prime_composer.step.batch import Batch
+from prime_composer.step.gradients import gradient_shares
 from prime_composer.step.mismatch import SamplerCheck
 from prime_composer.teachers.tokenizer_pair import check_pairs
 
@@ -154,12 +155,17 @@ class Run:
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """Update the student, and return the step's metrics."""
-        with self.collector.clock.phase("train"):
+        student, metrics, clock = self.student, self.collector.metrics, self.collector.clock
+        with clock.phase("train"):
             self.engine.begin_update()
-            metrics = self.collector.metrics | self.student.update(batch, step)
+        if self.is_measured(step):
+            with clock.phase("checks"):
+                metrics |= gradient_shares(student.model, student.loss, batch, student.config, step)
+        with clock.phase("train"):
+            metrics |= student.update(batch, step)
         # Kept by the student, so that ``leave`` logs a step whose end an error cuts off.
-        self.student.metrics = metrics | self.collapse.add(step, metrics)
-        return self.student.metrics
+        student.metrics = metrics | self.collapse.add(step, metrics)
+        return student.metrics
 
     def load_weights(self, step: int) -> None:
         """Send the new weights to whoever follows the student."""

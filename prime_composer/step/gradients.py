@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from prime_composer.backends.hf_model import token_batches
 from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, given
-from prime_composer.losses.bound import Objective
+from prime_composer.losses.bound import Objective, setup_loss_fn
 from prime_composer.recipe.schema import TrainerConfig
+from prime_composer.step.balance import environments_of
 from prime_composer.step.batch import Batch
 from prime_composer.step.mismatch import Mismatch
 from prime_composer.step.replay import empty_pack, pair_inputs
@@ -69,7 +70,7 @@ def accumulate_gradients(
     Raises:
         NonFiniteLoss: raised before the backward pass of that micro-batch.
     """
-    divisor = (len(batch.samples) / 2 if loss.config.answer_pairs else batch.tokens) or 1
+    divisor = divisor_of(loss, batch)
     loss_sum = torch.zeros(())
     averages = MetricAverages()
     for micro_batch in prepare_micro_batches(model, loss, batch, config, reference):
@@ -84,6 +85,38 @@ def accumulate_gradients(
     if averages.empty:
         return {}
     return {"loss": float(loss_sum) / divisor} | averages.result()
+
+
+def divisor_of(loss: Objective, batch: Batch) -> float:
+    """Return N, what a step's loss is divided by; 1 where there is nothing to train on."""
+    return float(len(batch.samples) / 2 if loss.config.answer_pairs else batch.tokens) or 1.0
+
+
+def gradient_shares(
+    model: nn.Module, loss: Objective, batch: Batch, config: TrainerConfig, step: int
+) -> dict[str, float]:
+    """Return ``rollout/gradient_share/ENVIRONMENT``; nothing where the step has only one.
+
+    The gradient of a step is the sum of its environments' parts, g = sum_e g_e. The share of an
+    environment is |g_e| / sum_r |g_r|. It takes another forward and backward pass, and leaves model
+    and loss as they are.
+    """
+    names = environments_of(batch.samples)
+    if len(set(names)) < 2:
+        return {}
+    same = setup_loss_fn(loss.config, loss.section)  # a schedule must not see the step twice
+    same.load_state_dict(loss.state_dict())
+    norms = {}
+    for name in dict.fromkeys(names):
+        own = [one for one, of in zip(batch.samples, names, strict=True) if of == name]
+        part = dataclasses.replace(batch, samples=own, pairs=[])
+        accumulate_gradients(model, same, part, config, step)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        norms[name] = norm * divisor_of(loss, part) / divisor_of(loss, batch)
+        model.zero_grad(set_to_none=True)
+    total = sum(norms.values())
+    return {f"rollout/gradient_share/{name}": norm / total for name, norm in norms.items() if total}
 
 
 class MetricAverages:

@@ -337,3 +337,26 @@ def test_kl_on_some_ids_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     out = " ".join(capsys.readouterr().out.split())
     assert "4.230 (reverse KL)" in out and "3.950 (KL on 32 ids + tail)" in out
     draw_report(folders, tmp_path / "report.png")
+
+
+def test_report_shows_what_an_environment_was_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the first and the last evaluated step; what was never measured has no column."""
+    environments = {"sums": {"source": "generated"}, "chains": {"source": "generated"}}
+    (tmp_path / "recipe.json").write_text(json.dumps({"environments": environments}))
+    shares = [("sums", 0.25, 0.125, 1.5), ("chains", 0.75, 0.875, 0.5)]
+    records = [
+        {"step": step, "eval/accuracy": 0.5}
+        | {f"rollout/token_share/{name}": tokens for name, tokens, _, _ in shares}
+        | {f"rollout/gradient_share/{name}": part for name, _, part, _ in shares if step == 4}
+        | {f"rollout/kl/{name}": kl / step for name, _, _, kl in shares}
+        for step in (2, 4)
+    ]
+    records.insert(0, {"step": 0, "eval/accuracy": 0.25})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    print_report([tmp_path])
+    out = capsys.readouterr().out
+    for text in ("25.0% → 25.0%", "75.0% → 75.0%", "– → 12.5%", "– → 87.5%", "0.750 → 0.375"):
+        assert text in out
+    assert "of the weights" not in out

@@ -148,6 +148,9 @@ def test_balanced_step_weights_its_environments_alike(tmp_path: Path) -> None:
     plain, balanced = records["plain"], records["balanced"]
     shares = {name: plain[f"rollout/token_share/{name}"] for name in ("sums", "chains")}
     assert sum(shares.values()) == pytest.approx(1) and shares["sums"] > 0.4
+    # Step 1 is the last one, which is evaluated.
+    gradients = [plain[f"rollout/gradient_share/{name}"] for name in ("sums", "chains")]
+    assert sum(gradients) == pytest.approx(1) and min(gradients) > 0
     assert balanced["rollout/weight_share/chains"] == pytest.approx(0.75)
     assert "rollout/weight_share/chains" not in plain
     assert balanced["rollout/kl/sums"] == plain["rollout/kl/sums"]

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from prime_composer.contract import given
 from prime_composer.losses import LOSS_TYPES, setup_loss_fn
 from prime_composer.losses.shared.balance import Balance
 from prime_composer.problems.config import Problem
 from prime_composer.recipe.schema import TrainerConfig
 from prime_composer.step.balance import balanced, share_metrics
 from prime_composer.step.batch import Batch, Sample
-from prime_composer.step.gradients import accumulate_gradients
+from prime_composer.step.gradients import accumulate_gradients, gradient_shares
 from prime_composer.step.student_forward import student_inputs
 from tests.local.helpers import random_samples
 
@@ -86,3 +87,31 @@ def test_shares_of_a_single_environment_are_absent() -> None:
     unscored = share_metrics([replace(one, scores=None) for one in samples])
     assert unscored.keys() == {"rollout/token_share/a", "rollout/token_share/b"}
     assert share_metrics(samples, of_teacher=False) == unscored
+
+
+@pytest.mark.parametrize("knobs", [{}, {"balance": {"weights": {"a": 3.0}}}], ids=["", "balance"])
+def test_gradient_shares_are_norms_of_the_parts(student: tuple[Any, Any], knobs: Any) -> None:
+    """Of the gradient of one environment's tokens alone; a schedule sees the step once."""
+    model, _ = student
+    config = LOSS_TYPES["taid"](k=3, total_steps=9, **knobs)
+    loss, trainer = setup_loss_fn(config), TrainerConfig(steps=1, micro_batch_tokens=24)
+    samples = samples_of()
+    if config.balance is not None:
+        samples = balanced(samples, config.balance)
+    before = loss.state_dict()
+    shares = gradient_shares(model, loss, Batch(samples), trainer, 1)
+    assert loss.state_dict() == before and loss._step_total is None
+    assert all(p.grad is None for p in model.parameters())
+    norms = {}
+    for name in ("a", "b"):
+        own = [0.0 if one.problem.environment != name else given(one.weight) if knobs else 1.0
+               for one in samples]  # fmt: skip
+        inputs = student_inputs(model, samples)
+        weights = torch.tensor(own)[given(inputs.segment_ids)]
+        inputs = replace(inputs, balance=None, loss_weights=weights)
+        setup_loss_fn(config.model_copy(update={"balance": None}))(inputs).loss.backward()
+        norms[name] = float(gradient(model).norm())
+        model.zero_grad()
+    expected = {f"rollout/gradient_share/{n}": norms[n] / sum(norms.values()) for n in norms}
+    assert shares == pytest.approx(expected, rel=1e-5)
+    assert gradient_shares(model, loss, Batch(samples[1:3]), trainer, 1) == {}
