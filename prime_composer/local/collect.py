@@ -73,8 +73,11 @@ class Collector:
 
     def sample(self, problems: Sequence[Problem], step: int) -> "Sampled":
         """Sample answers to the problems, and play tasks of environments by id."""
+        rollout = self.rollout.at_step(step)
+        if rollout.growth is not None:
+            self.metrics["rollout/max_tokens"] = float(rollout.max_tokens)
         with self.clock.phase("sample"):
-            return sample_step(self.engine, self.rollout, problems, self.trainer.seed, step)
+            return sample_step(self.engine, rollout, problems, self.trainer.seed, step)
 
     def grade(self, sampled: "Sampled") -> list[Sample]:
         """Return the rollouts with text, reward and advantage."""
@@ -85,7 +88,8 @@ class Collector:
                 *sampled.played.samples,
             ]
             self.metrics |= rollout_metrics(samples, problem_set) | sampled.played.metrics
-            self.metrics |= collapse_metrics(samples)
+            limit = self.metrics.get("rollout/max_tokens", self.rollout.max_tokens)
+            self.metrics |= collapse_metrics(samples, limit < self.rollout.max_tokens)
         if any(source.metric == "math_verify" for source in problem_set.sources.values()):
             self.metrics["rollout/answer_timeouts"] = float(budget.timeouts)
         return samples

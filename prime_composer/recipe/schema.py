@@ -32,7 +32,7 @@ from prime_composer.recipe.environment import (
 from prime_composer.recipe.model import ModelConfig as ModelConfig
 from prime_composer.recipe.model import StudentConfig
 from prime_composer.recipe.prepare import LARGEST_SEED, PrepareConfig
-from prime_composer.recipe.rollout import RolloutConfig, check_sizes
+from prime_composer.recipe.rollout import RolloutConfig, check_growth, check_sizes
 from prime_composer.recipe.teacher import (
     OneOfSeveralConfig,
     ReferenceConfig,
@@ -433,7 +433,20 @@ class Recipe(Table):
         if self.policy_teacher is not None:
             check_hint(self.policy_teacher, self.rollout.group_size, self.loss)
         check_sizes(self.rollout, self.trainer.batch_size)
+        check_growth(self.rollout, self.trainer.steps, self._reader_of_rewards)
         return self
+
+    @property
+    def _reader_of_rewards(self) -> str | None:
+        """The setting by which a run trains on rewards; None where it does not."""
+        policy = self.policy_teacher
+        if policy is not None and policy.hint != "reference":
+            return f'teacher.policy.hint = "{policy.hint}"'
+        if "advantages" in self.loss.needs:
+            return f'[loss] type = "{self.loss.type}"'
+        if self.loss.reads_pairs and self.replay.source == "rollouts":
+            return 'replay.source = "rollouts"'
+        return None
 
     @model_validator(mode="after")
     def _check_right_and_wrong(self) -> "Recipe":
@@ -460,13 +473,9 @@ class Recipe(Table):
     @model_validator(mode="after")
     def _check_graded_at_all(self) -> "Recipe":
         """Refuse what reads rewards where answers are not graded."""
-        policy, reader = self.policy_teacher, None
+        policy, reader = self.policy_teacher, self._reader_of_rewards
         if policy is not None:
             reader = f'teacher.policy.hint = "{policy.hint}"'
-        elif "advantages" in self.loss.needs:
-            reader = f'[loss] type = "{self.loss.type}"'
-        elif self.loss.reads_pairs and self.replay.source == "rollouts":
-            reader = 'replay.source = "rollouts"'
         ungraded = [
             name for name, data in self.problem_sources.items() if data.trains and not data.scored
         ]

@@ -484,7 +484,7 @@ def test_collapse_keeps_a_checkpoint_from_before(
     """With keep = 1 the saves of collapsed steps would push out the last healthy one."""
     step = iter(range(1, 9))
     monkeypatch.setattr(
-        collect, "collapse_metrics", lambda _: {"rollout/repeated": 0.9 * (next(step) > 2)}
+        collect, "collapse_metrics", lambda *_: {"rollout/repeated": 0.9 * (next(step) > 2)}
     )
     raw = tiny_recipe(trainer__steps=5)
     raw |= {"checkpoint": {"every": 1, "keep": 1}, "checks": {"collapse": {"steps": 2}}}

@@ -44,6 +44,7 @@ TESTS = {
     "losses/shared/clamp.py": [LOSSES + "test_clamp.py"],
     "step/balance.py": ["tests/step/test_balance.py"],
     "local/health.py": ["tests/local/test_health.py"],
+    "recipe/rollout.py": ["tests/local/test_growth.py"],
     "losses/sampled_reverse_kl.py": [
         LOSSES + "test_sampled_reverse_kl.py", "tests/parity/test_recorded.py"
     ],
@@ -614,6 +615,13 @@ MUTANTS: dict[str, Mutant] = {
     "collapse ended by one good step": mutant(
         "local/health.py", "CollapseCheck.add",
         ("self.within[name] >= self.config.steps", "True"),
+    ),
+    "cut answers have a length": mutant(COLLAPSE, "collapse_metrics", ("grows", "False")),
+    "growth from the second step": mutant(
+        "recipe/rollout.py", "GrowthConfig.limit", ("step - 1", "step")
+    ),
+    "growth that jumps at its end": mutant(
+        "recipe/rollout.py", "GrowthConfig.limit", ("self.steps - 1", "self.steps")
     ),
     "growth over the last step": mutant(
         "local/health.py", "CollapseCheck.add", ("self.first_length is None", "True")

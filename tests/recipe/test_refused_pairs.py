@@ -1,4 +1,4 @@
-"""The guide's table of what tapes and the collapse checks do not go with, row by row."""
+"""The guide's table of what tapes, collapse checks and growing answers do not go with, row by row."""
 
 import re
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.upstream.export import export_recipe
+from prime_composer.trl.objective import read_loss
 from tests.command import toml
 from tests.upstream.export_recipes import tables
 
@@ -23,6 +24,9 @@ ALONE = {"tape": "a folder", "tape_only": True}
 SAMPLED = {"type": "sampled_reverse_kl"}
 SFT = {"loss": {"type": "sft"}, "rollout": {"student_fraction": 0.0}}
 END = {"checks": {"collapse": {"end": 0.01}}}
+GROWTH = {"max_tokens": 64, "growth": {"start": 8, "steps": 7}}
+GROWING = {"rollout": {**GROWTH, "group_size": 2}}
+DPO = {"weight": 1.0, "loss": {"type": "dpo"}}
 BY_ID = {"environments": {"rev": {"id": "reverse-text"}}, "data": None}
 
 
@@ -53,6 +57,13 @@ def probed(raw: dict[str, Any], folder: Path) -> str:
     return finding.text
 
 
+def for_trl(raw: dict[str, Any], folder: Path) -> str:
+    (folder / "r.toml").write_text(toml(raw))
+    with pytest.raises(RecipeError) as error:
+        read_loss(folder / "r.toml")
+    return str(error.value)
+
+
 Refusal = Callable[[dict[str, Any], Path], str]
 
 ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
@@ -81,12 +92,26 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
     ),
     "`tape_only`, `prime-rl export`": (exported, {"teacher": ALONE}),
     "`tape_only`, `prime-rl probe`": (probed, {"teacher": ALONE}),
+    "`[rollout.growth]`, `[loss]` that reads rewards": (
+        parsed, {"loss": {"type": "default"}, **GROWING}
+    ),
+    '`[rollout.growth]`, `replay.source = "rollouts"`': (
+        parsed, {"loss": {"type": "compose", "rl": {"weight": 0.0}, "replay": DPO,
+                          "distillation": {"teacher": {"weight": 1.0, "loss": SAMPLED}}}, **GROWING}
+    ),
+    "`[rollout.growth]`, `teacher.policy.hint` by rewards": (
+        parsed, {"teacher": {"policy": {"hint": "feedback"}}, **GROWING}
+    ),
+    "`[rollout.growth]`, `rollout.student_fraction = 0`": (
+        parsed, {"loss": {"type": "sft"}, "rollout": {**GROWTH, "student_fraction": 0.0}}
+    ),
+    "`[rollout.growth]`, a recipe for TRL": (for_trl, GROWING),
 }  # fmt: skip
 
 
 def rows() -> list[list[str]]:
     """Return the cells of the guide's table."""
-    section = GUIDE.read_text().split("### Tapes and collapse: what is refused")[1]
+    section = GUIDE.read_text().split("### Which pairs are refused")[1]
     lines = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -118,6 +143,10 @@ TOGETHER: dict[str, dict[str, Any]] = {
         "type": "compose", "distillation": {"teacher": {"weight": 1.0, "loss": SAMPLED}},
         "replay": {"weight": 1.0, "loss": {"type": "dpo", "repetition": {}}},
     }},
+    "growth": {"teacher": TAPED, **GROWING, "reference": {"start": True},
+               "checks": {"collapse": {"truncated": 0.5, "longer": 2.0}},
+               "loss": {**SAMPLED, "repetition": {}}},
+    "growth and own": {"teacher": {"model": "t", "tokenizer": "own"}, **GROWING},
 }  # fmt: skip
 
 

@@ -699,6 +699,7 @@ OTHER_VALUES = {
     "environment.teacher": "b",
     "environment.use": "eval",
     "rollout.group_size": 4,
+    "rollout.growth": {"start": 8, "steps": 3},
     "rollout.max_model_len": 257,
     "trainer.batch_size": 16,
     "trainer.warmup_steps": 2,
