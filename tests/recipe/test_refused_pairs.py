@@ -1,4 +1,4 @@
-"""The guide's table of what tapes, collapse checks and growing answers do not go with, row by row."""
+"""The guide's table of pairs that are refused, row by row."""
 
 import re
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from prime_composer.local.probe.run import probe
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
-from prime_composer.upstream.export import export_recipe
 from prime_composer.trl.objective import read_loss
+from prime_composer.upstream.export import export_recipe
 from tests.command import toml
 from tests.upstream.export_recipes import tables
 
