@@ -167,6 +167,8 @@ class Sums:
         bound = probabilities.new_zeros(len(positions))
         for at, position in enumerate(positions):
             for row, ids in position.off_path:
-                share = (log_path[row] - log_path[position.row]).exp()
-                bound[at] += share * probabilities[row, list(ids)].sum()
+                # In log space: one over an improbable path is more than a float32 holds, and 0 of
+                # that would be NaN.
+                log_mass = probabilities[row, list(ids)].sum().log()
+                bound[at] += (log_mass + log_path[row] - log_path[position.row]).exp()
         return bound

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from prime_composer.cross_tokenizer.finish import UNRESOLVED
+from prime_composer.cross_tokenizer.finish import UNRESOLVED, Positions
 from prime_composer.cross_tokenizer.pair import Pair
 from prime_composer.cross_tokenizer.plan import plan_of
 from prime_composer.cross_tokenizer.sums import Sums
+from prime_composer.cross_tokenizer.teacher_rows import Rows
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes
 from tests.cross_tokenizer.test_target import EVERY, finished, scores_of, toy
 from tests.cross_tokenizer.toys import byte_level
@@ -88,3 +89,25 @@ def test_every_end_of_the_teacher_counts_for_the_students_end() -> None:
     pairs = scores.token_ids[0][known], scores.teacher_logprobs[0][known].exp()
     support = dict(zip(*(part.tolist() for part in pairs), strict=True))
     assert support == pytest.approx({256: 0.5, letter: 0.5}, abs=1e-5)
+
+
+@pytest.mark.parametrize(("other", "expected"), [(0.0, 0.0), (1e-30, 1.0)])
+def test_off_path_bound_of_a_word_that_the_teacher_would_never_write(
+    other: float, expected: float
+) -> None:
+    """24 letters without a space, of pairs with probability 1e-8: one over their product is more
+    than a float32 holds. A single letter, which begins another tokenization, has ``other``."""
+    tokenizer = byte_level([("a", "a")], words=False)
+    teacher = TokenBytes(tokenizer, "the teacher", 258)
+    student = TokenBytes(byte_level([], words=False), "the student", 257)
+    pair = Pair(teacher, student, [257], 256, [])
+    one, two = tokenizer.token_to_id("a"), tokenizer.token_to_id("aa")
+    ids = [student.encode("a")[0]] * 24
+    plan = plan_of(pair, ids)
+    assert plan.teacher_ids == (two,) * 12
+    rows = torch.zeros(13, 258)
+    rows[:, two], rows[:, one], rows[:, 257] = 1e-8, other, 1.0
+    candidates = Sums(pair).candidates(rows, plan, EVERY)
+    positions = Positions(pair, plan, candidates, Rows(rows))
+    assert positions.off_path[-1] == pytest.approx(expected)
+    assert positions.off_path[:7] == pytest.approx(0.0, abs=1e-4)
