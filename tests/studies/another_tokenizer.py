@@ -17,7 +17,36 @@ to DIR/VARIANT-seedN, and is kept where it is finished.
     shared   reverse KL from a teacher that was trained alike with the student's tokenizer
 
 ``uld``, ``uld-ce`` and ``bpm`` are crude (``another_tokenizer_baselines``): they say nothing of
-their authors' versions where those differ.
+their authors' versions where those differ. Those were made for pairs of tokenizers that nearly
+always begin together, and here 48% to 51% of the student's tokens begin where one of the teacher's
+does.
+
+What came out, 100 steps of 64 sequences, seeds 0 to 4, 200 held-out problems, one processor: mean
+(least to greatest). Before training 39.0% and 1.161; the teacher has 99.5%, that of ``shared``
+99.0%. KL is that from the student to the package's Q on 16 ids and the tail, in nats per token, on
+64 rollouts. For ``shared`` it is that to another teacher, 0.716 before.
+
+    accuracy  20 steps             100 steps              reverse KL              forward KL
+    own          85.4%  96.8% (93.5 to 98.5)  0.064 (0.050 to 0.076)  0.051 (0.025 to 0.080)
+    sft          88.6%  97.6% (97.0 to 99.0)  0.080 (0.065 to 0.103)  0.039 (0.027 to 0.065)
+    uld-ce       88.3%  97.7% (97.0 to 98.5)  0.076 (0.065 to 0.082)  0.033 (0.028 to 0.040)
+    shared       88.6%  98.5% (98.0 to 99.0)  0.008 (0.008 to 0.009)  0.004 (0.004 to 0.005)
+    uld          31.0%    5.6% (0.0 to 12.0)  3.434 (2.813 to 4.247)   5.490 (3.44 to 11.33)
+    bpm           0.2%     0.0% (0.0 to 0.0)  4.472 (4.240 to 4.595)  5.559 (5.075 to 6.072)
+
+  - Fine-tuning on the teacher's answers is as good here, and cheaper: 0.19 s a step against 0.45.
+    By accuracy ``own`` is ahead of ``sft`` in two seeds, behind in two, and level in one. It ends
+    nearer in reverse KL in five of five, which is what it minimizes; ``sft`` ends nearer in forward
+    KL in three.
+  - ``own`` comes within 4.5 points of ``shared`` in every seed, and within 1.7 in the mean.
+  - The distance of ranks alone does not say which token is meant, and the student forgets. Beside
+    cross-entropy it is a twentieth of the loss in the first step, and changes nothing that is seen.
+  - Here a token of the student is often longer than the teacher's: the teacher begins " = " with
+    " ". ``bpm`` gives the mass to " ", which the student's tokenizer does not write there. Its
+    numbers are 0.56 off in total variation in the mean, against those of ``own`` (537 places of the
+    first step, seed 0). After 100 steps no answer ends.
+  - Not seen: real pairs, long answers, a teacher whose answers are costly or not to be had, a
+    learning rate other than 1e-3.
 """
 
 import argparse
