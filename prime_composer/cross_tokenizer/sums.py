@@ -91,9 +91,12 @@ class Sums:
     def _log_path(
         self, probabilities: Float[Tensor, "rows vocab"], plan: Plan
     ) -> Float[Tensor, " rows"]:
-        """Return the log-prob of the teacher's tokens before each row."""
+        """Return the log-prob of the teacher's tokens before each row, in float64.
+
+        One over the probability of an improbable path is more than a float32 holds.
+        """
         ids = torch.tensor(plan.teacher_ids, dtype=torch.long, device=probabilities.device)
-        steps = probabilities[: len(ids)].gather(-1, ids[:, None])[:, 0].log()
+        steps = probabilities[: len(ids)].gather(-1, ids[:, None])[:, 0].double().log()
         return torch.cat([steps.new_zeros(1), steps.cumsum(0)])
 
     def _block(
@@ -151,7 +154,7 @@ class Sums:
                 share = (log_path[part.row] - log_path[position.row]).exp()
                 if part.row == position.row:
                     unlisted[at] += missing[part.row] * share
-                mass = probabilities[part.row, ids] * share
+                mass = (probabilities[part.row, ids].double() * share).to(closed.dtype)
                 entries = self._start[ids] + part.skip
                 first, is_open = self._first[entries], self._open[entries]
                 for target, use in ((closed, ~is_open), (open_, is_open)):
@@ -167,8 +170,6 @@ class Sums:
         bound = probabilities.new_zeros(len(positions))
         for at, position in enumerate(positions):
             for row, ids in position.off_path:
-                # In log space: one over an improbable path is more than a float32 holds, and 0 of
-                # that would be NaN.
-                log_mass = probabilities[row, list(ids)].sum().log()
-                bound[at] += (log_mass + log_path[row] - log_path[position.row]).exp()
+                share = (log_path[row] - log_path[position.row]).exp()
+                bound[at] += share * probabilities[row, list(ids)].sum().double()
         return bound

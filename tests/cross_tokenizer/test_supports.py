@@ -111,3 +111,20 @@ def test_off_path_bound_of_a_word_that_the_teacher_would_never_write(
     positions = Positions(pair, plan, candidates, Rows(rows))
     assert positions.off_path[-1] == pytest.approx(expected)
     assert positions.off_path[:7] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_tokens_across_an_improbable_word_that_are_impossible_have_no_mass() -> None:
+    """12 letters of probability 1e-8 each; tokens of some of them and a "b" have probability 0."""
+    tokenizer = byte_level([("a", "a" * i + "b") for i in range(12)], words=False)
+    teacher = TokenBytes(tokenizer, "the teacher", 269)
+    student = TokenBytes(byte_level([], words=False), "the student", 257)
+    pair = Pair(teacher, student, [268], 256, [])
+    letter = student.encode("a")[0]
+    plan = plan_of(pair, [letter] * 12)
+    rows = torch.zeros(13, 269)
+    rows[:, tokenizer.token_to_id("a")], rows[:, 268] = 1e-8, 1.0
+    found = Sums(pair).candidates(rows, plan, EVERY)
+    masses = torch.zeros(12, 257).scatter_add(1, found.ids, found.closed + found.open)
+    expected = torch.zeros(12, 257)
+    expected[:, letter] = 1e-8
+    torch.testing.assert_close(masses, expected, rtol=1e-5, atol=0.0)
