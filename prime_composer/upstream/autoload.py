@@ -87,9 +87,11 @@ def install() -> Hooks:
     """
     value = os.environ.get("PRIME_COMPOSER", "").strip()
     if value != "1" and not value.startswith("{"):
-        shown = value if len(value) <= 60 else f"{value[:60]}..."
+        shown = repr(value if len(value) <= 60 else f"{value[:60]}...")
+        if "@" in value:
+            shown = "... (not shown: it may have a password)"
         raise SystemExit(
-            f"PRIME_COMPOSER={shown!r}: write PRIME_COMPOSER=1, or a JSON object with a loss; "
+            f"PRIME_COMPOSER={shown}: write PRIME_COMPOSER=1, or a JSON object with a loss; "
             "0, false, no, off or nothing is off"
         )
     # Some environments process their .pth files twice, which gives this file two classes Hooks.
