@@ -288,15 +288,16 @@ def print_shares(evaluated: Sequence[Mapping[str, Any]], environments: Sequence[
         for title, (metric, shown) in SHARES.items()
         if any(f"{metric}/{name}" in record for record in trained for name in environments)
     }
+    if not columns:
+        return
     rows = []
-    for name in environments if columns else ():
+    for name in environments:
         pairs = [
             [shown(record.get(f"{metric}/{name}")) for record in (trained[0], trained[-1])]
             for metric, shown in columns.values()
         ]
         rows.append([name, *(" → ".join(pair) for pair in pairs)])
-    if rows:
-        print_table(console(), ["environment", *columns], rows)
+    print_table(console(), ["environment", *columns], rows)
 
 
 def print_table(

@@ -155,14 +155,15 @@ class Run:
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """Update the student, and return the step's metrics."""
-        student, metrics, clock = self.student, self.collector.metrics, self.collector.clock
+        student, clock = self.student, self.collector.clock
+        shares: dict[str, float] = {}
         with clock.phase("train"):
             self.engine.begin_update()
         if self.is_measured(step):
             with clock.phase("checks"):
-                metrics |= gradient_shares(student.model, student.loss, batch, student.config, step)
+                shares = gradient_shares(student.model, student.loss, batch, student.config, step)
         with clock.phase("train"):
-            metrics |= student.update(batch, step)
+            metrics = self.collector.metrics | shares | student.update(batch, step)
         # Kept by the student, so that ``leave`` logs a step whose end an error cuts off.
         student.metrics = metrics | self.collapse.add(step, metrics)
         return student.metrics

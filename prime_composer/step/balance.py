@@ -35,12 +35,12 @@ def share_metrics(samples: Sequence[Sample], of_teacher: bool = True) -> dict[st
     if len(set(names)) < 2:
         return {}
     tokens = list(map(trained_tokens, samples))
-    metrics = _shares("rollout/token_share", names, list(map(float, tokens)))
+    metrics = shares("rollout/token_share", names, list(map(float, tokens)))
     if samples[0].weight is not None:
         weights = [
             given(sample.weight) * count for sample, count in zip(samples, tokens, strict=True)
         ]
-        metrics |= _shares("rollout/weight_share", names, weights)
+        metrics |= shares("rollout/weight_share", names, weights)
     gaps = dict.fromkeys(names, 0.0)
     counts = Counter[str]()
     for sample, name, count in zip(samples, names, tokens, strict=True):
@@ -61,8 +61,15 @@ def trained_tokens(sample: Sample) -> int:
     return int(sample.rollout.loss_mask.sum())
 
 
-def _shares(name: str, environments: Sequence[str], values: Sequence[float]) -> dict[str, float]:
-    sums = dict.fromkeys(environments, 0.0)
+def shares(name: str, environments: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+    """Return each environment's share of the values' sum; nothing where the sum is 0.
+
+    Args:
+        name: of the metric, in front of the environment's.
+        environments: of each value.
+        values: not negative.
+    """
+    sums, total = dict.fromkeys(environments, 0.0), sum(values)
     for environment, value in zip(environments, values, strict=True):
         sums[environment] += value
-    return {f"{name}/{environment}": part / sum(values) for environment, part in sums.items()}
+    return {f"{name}/{environment}": part / total for environment, part in sums.items() if total}

@@ -11,7 +11,7 @@ from prime_composer.backends.hf_model import token_batches
 from prime_composer.contract import Count, LossInputs, LossOutputs, PairMean, given
 from prime_composer.losses.bound import Objective, setup_loss_fn
 from prime_composer.recipe.schema import TrainerConfig
-from prime_composer.step.balance import environments_of
+from prime_composer.step.balance import environments_of, shares
 from prime_composer.step.batch import Batch
 from prime_composer.step.mismatch import Mismatch
 from prime_composer.step.replay import empty_pack, pair_inputs
@@ -97,26 +97,25 @@ def gradient_shares(
 ) -> dict[str, float]:
     """Return ``rollout/gradient_share/ENVIRONMENT``; nothing where the step has only one.
 
-    The gradient of a step is the sum of its environments' parts, g = sum_e g_e. The share of an
-    environment is |g_e| / sum_r |g_r|. It takes another forward and backward pass, and leaves model
-    and loss as they are.
+    The gradient of a step's rollouts is the sum of its environments' parts, g = sum_e g_e. The
+    share of an environment is |g_e| / sum_r |g_r|. It takes another forward and backward pass, and
+    leaves model and loss as they are.
     """
     names = environments_of(batch.samples)
     if len(set(names)) < 2:
         return {}
     same = setup_loss_fn(loss.config, loss.section)  # a schedule must not see the step twice
     same.load_state_dict(loss.state_dict())
-    norms = {}
+    norms = []
     for name in dict.fromkeys(names):
         own = [one for one, of in zip(batch.samples, names, strict=True) if of == name]
-        part = dataclasses.replace(batch, samples=own, pairs=[])
+        part = Batch(own)
         accumulate_gradients(model, same, part, config, step)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        norms[name] = norm * divisor_of(loss, part) / divisor_of(loss, batch)
+        # The step's own divisor would be a factor of all.
+        norms.append(divisor_of(loss, part) * float(torch.nn.utils.get_total_norm(gradients)))
         model.zero_grad(set_to_none=True)
-    total = sum(norms.values())
-    return {f"rollout/gradient_share/{name}": norm / total for name, norm in norms.items() if total}
+    return shares("rollout/gradient_share", [*dict.fromkeys(names)], norms)
 
 
 class MetricAverages:
