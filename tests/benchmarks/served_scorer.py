@@ -36,7 +36,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 from prime_composer.backends.alignment import make_rollout  # noqa: E402
 from prime_composer.backends.hf_model import (  # noqa: E402
@@ -49,6 +48,7 @@ from prime_composer.cross_tokenizer.token_bytes import TokenBytes  # noqa: E402
 from prime_composer.teachers.own_tokenizer import ByRows  # noqa: E402
 from prime_composer.teachers.server import ServerScorer  # noqa: E402
 from prime_composer.teachers.student_candidates import LISTED, Questions  # noqa: E402
+from tests.cross_tokenizer.toys import END, trained  # noqa: E402
 from tests.vllm_process import TeacherProcess, VllmProcess, save_tokenizer  # noqa: E402
 
 Work = Callable[[list[Any]], object]
@@ -189,21 +189,9 @@ def made_pair(teacher_size: int, student_size: int) -> tuple[Pair, list[str]]:
         return " ".join(rng.choices(vocabulary, weights, k=400)) + f" {rng.randrange(10**6)}."
 
     seen = [text() for _ in range(400)]
-    made = []
-    for who, size in (("the teacher", teacher_size), ("the student", student_size)):
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(
-            vocab_size=size,
-            special_tokens=["<end>"],
-            initial_alphabet=alphabet,
-            show_progress=False,
-        )
-        tokenizer.train_from_iterator(seen, trainer)
-        made.append(TokenBytes(tokenizer, who))
-    return Pair(made[0], made[1], [0], 0, seen[:40]), [text() for _ in range(64)]
+    sizes = (("the teacher", teacher_size), ("the student", student_size))
+    teacher, student = (TokenBytes(trained(seen, size, [END]), who) for who, size in sizes)
+    return Pair(teacher, student, [0], 0, seen[:40]), [text() for _ in range(64)]
 
 
 def compare_kinds(server: VllmProcess, options: argparse.Namespace) -> None:

@@ -3,12 +3,21 @@
 import random
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 import numpy as np
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from prime_composer.cross_tokenizer.token_bytes import SPACE, TokenBytes
 
@@ -26,6 +35,21 @@ def byte_level(merges: list[tuple[str, str]], *, words: bool) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_]) if words else bytes_
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([END])
+    return tokenizer
+
+
+def trained(texts: Iterable[str], size: int, special: Sequence[str]) -> Tokenizer:
+    """Return a byte-level BPE of texts, with ``size`` tokens, the special ones among them."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[AddedToken(token, special=True) for token in special],
+        initial_alphabet=BYTES,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 

@@ -67,7 +67,7 @@ from prime_composer.recipe.loading import load_recipe  # noqa: E402
 from prime_composer.step.batch import Sample  # noqa: E402
 from prime_composer.teachers.own_tokenizer import ByRows, OwnTokenizerScorer  # noqa: E402
 from prime_composer.tiny_models.cache import prepare_models  # noqa: E402
-from tests.local.helpers import Silent  # noqa: E402
+from tests.local.helpers import Lines  # noqa: E402
 from tests.studies.another_tokenizer_baselines import ByLongestPrefix, ByRank  # noqa: E402
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "methods" / "gsm8k_cross_tokenizer.toml"
@@ -129,20 +129,6 @@ def scores_in_training(kind: type[ByRows] | None) -> Iterator[None]:
         Engine.score = as_it_is  # type: ignore[method-assign]
 
 
-class Lines(Silent):
-    """A display that prints a line per evaluation."""
-
-    def start(self, metrics: dict[str, float]) -> None:
-        self.step(0, metrics)
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        if COLUMNS[0] in metrics:
-            measured = "  ".join(
-                f"{name} {metrics.get(name, float('nan')):.3f}" for name in COLUMNS
-            )
-            print(f"  step {step}: {measured}", flush=True)
-
-
 def run(variant: str, seed: int, folder: Path, more: Sequence[str] = ()) -> None:
     """Train one variant in a new folder."""
     overrides = [*COMMON, *VARIANTS[variant], f"trainer.seed={seed}", *more]
@@ -154,7 +140,7 @@ def run(variant: str, seed: int, folder: Path, more: Sequence[str] = ()) -> None
     recipe = load_recipe(RECIPE, [item.replace("VOCABULARY", size) for item in overrides])
     folder.mkdir(parents=True)
     with scores_in_training(SCORES.get(variant)):
-        train(recipe, problems, paths, folder, Lines())
+        train(recipe, problems, paths, folder, Lines(*COLUMNS))
 
 
 def is_finished(folder: Path, steps: int) -> bool:

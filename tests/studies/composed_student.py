@@ -14,7 +14,7 @@ invented people are trained, their towns and the capitals of countries are only 
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,15 @@ set_environment()
 
 import torch  # noqa: E402
 from jaxtyping import Float  # noqa: E402
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from prime_composer.backends.hf_model import import_transformers, load_tokenizer  # noqa: E402
 from prime_composer.local.train import train  # noqa: E402
 from prime_composer.problems.loading import load_problem_set  # noqa: E402
 from prime_composer.recipe.loading import load_recipe  # noqa: E402
-from tests.local.helpers import Silent  # noqa: E402
+from tests.cross_tokenizer.toys import trained  # noqa: E402
+from tests.local.helpers import Lines  # noqa: E402
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2.toml"
 
@@ -40,21 +41,6 @@ def texts_of(file: Path) -> list[str]:
     """Return questions and answers of GSM8K's JSONL."""
     rows = (json.loads(line) for line in file.read_text().splitlines())
     return [f"{row['question']}\n{row['answer']}" for row in rows]
-
-
-def train_tokenizer(texts: Iterable[str], size: int, special: Sequence[str]) -> Tokenizer:
-    """Return a byte-level BPE of texts, with ``size`` tokens, the special ones among them."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[AddedToken(token, special=True) for token in special],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
 
 
 def composed(
@@ -87,7 +73,7 @@ def build(teacher: Path, texts: Sequence[str], size: int, folder: Path) -> None:
     transformers: Any = import_transformers()
     tokenizer = load_tokenizer(teacher)
     special = [*dict.fromkeys([tokenizer.unk_token, tokenizer.bos_token, tokenizer.eos_token])]
-    own = train_tokenizer(texts, size, [token for token in special if token is not None])
+    own = trained(texts, size, [token for token in special if token is not None])
     model = transformers.AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
     if not model.config.tie_word_embeddings:
         raise ValueError(f"{teacher} has a head of its own; choose a model whose head is tied")
@@ -118,22 +104,6 @@ def build(teacher: Path, texts: Sequence[str], size: int, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-class Lines(Silent):
-    """A display that prints what is measured on held-out problems, and each step's loss."""
-
-    def status(self, text: str) -> None:
-        print(f"  {text}", flush=True)
-
-    def start(self, metrics: dict[str, float]) -> None:
-        self.step(0, metrics)
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        shown = ("eval/", "teacher/", "xtok/") if any("eval/" in k for k in metrics) else ("loss",)
-        for name, value in sorted(metrics.items()):
-            if name.startswith(shown):
-                print(f"  step {step}: {name} {value:.4f}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--teacher", type=Path, required=True)
@@ -160,7 +130,13 @@ def main() -> None:
         ],
     )
     folder.mkdir(parents=True)
-    train(recipe, load_problem_set(recipe.sources), {}, folder, Lines())
+    train(
+        recipe,
+        load_problem_set(recipe.sources),
+        {},
+        folder,
+        Lines("eval/", "teacher/", "xtok/", "loss"),
+    )
 
 
 if __name__ == "__main__":

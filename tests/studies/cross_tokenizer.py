@@ -39,7 +39,6 @@ set_environment()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from numpy.typing import NDArray  # noqa: E402
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 from prime_composer.backends.hf_model import (  # noqa: E402
     load_model,
@@ -52,6 +51,7 @@ from prime_composer.cross_tokenizer.plan import plan_of  # noqa: E402
 from prime_composer.cross_tokenizer.reference import Exact, Reference  # noqa: E402
 from prime_composer.cross_tokenizer.token_bytes import TokenBytes  # noqa: E402
 from prime_composer.teachers.own_tokenizer import READ, ByRows  # noqa: E402
+from tests.cross_tokenizer.toys import trained  # noqa: E402
 
 K = 16
 END = "<|eos|>"
@@ -83,16 +83,7 @@ def student_of(name: str, texts: Sequence[tuple[str, str]]) -> tuple[TokenBytes,
         file = Path(spec.submodule_search_locations[0]) / "data" / "tekken_240718.json"
         tokenizer = convert_tekken_tokenizer(str(file)).backend_tokenizer
         return TokenBytes(tokenizer, "tekken"), int(tokenizer.token_to_id("</s>"))
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=int(name),
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((f"{q}\n{a}" for q, a in texts), trainer)
+    tokenizer = trained((f"{q}\n{a}" for q, a in texts), int(name), [END])
     return TokenBytes(tokenizer, "the student"), int(tokenizer.token_to_id(END))
 
 

@@ -12,8 +12,8 @@ from prime_composer.backends.hf_model import (
     load_tokenizer,
     read_eos_token_ids,
 )
-from tests.cross_tokenizer.toys import byte_level
-from tests.studies.composed_student import build, composed, train_tokenizer
+from tests.cross_tokenizer.toys import byte_level, trained
+from tests.studies.composed_student import build, composed
 from tests.tiny_qwen import make_model
 
 TEXTS = ["Ada has 12 apples and 3 pears.\n12 + 3 = 15\n#### 15"] * 3
@@ -45,7 +45,7 @@ def test_byte_that_the_teacher_lacks_gets_the_mean_of_all():
 
 
 def save_teacher(folder: Path, *, tied: bool = True) -> torch.nn.Module:
-    tokenizer = train_tokenizer(["once upon a time"] * 3, 280, ["<start>", "<end>"])
+    tokenizer = trained(["once upon a time"] * 3, 280, ["<start>", "<end>"])
     model = make_model(tied, 0, vocab_size=tokenizer.get_vocab_size())
     model.save_pretrained(folder)
     import_transformers().PreTrainedTokenizerFast(
