@@ -41,7 +41,9 @@ def readable(token_ids: Sequence[int], size: int | None) -> list[int]:
         token_ids: the sequence.
         size: entries of the head; None where it is unknown, and taken to have every id.
     """
-    return list(token_ids) if size is None else [min(token, size - 1) for token in token_ids]
+    if size is None or max(token_ids, default=0) < size:
+        return list(token_ids)
+    return [min(token, size - 1) for token in token_ids]
 
 
 def alien(lowest: int, highest: int, size: int) -> int | None:

@@ -91,8 +91,9 @@ class VLLMScorer:
             else kind.request(sequence.token_ids, sequence.start, k)
             for index, sequence in enumerate(sequences)
         ]
+        new_params = engine._vllm.SamplingParams  # which looks the name up at each access
         requests = [
-            engine._vllm.SamplingParams(
+            new_params(
                 max_tokens=1,
                 temperature=0.0,
                 prompt_logprobs=0,
