@@ -3,10 +3,12 @@
     python -m tests.benchmarks.peers [--teacher DIR --student DIR] [--k full] [--rounds 2]
     python -m tests.benchmarks.peers --set trainer.gradient_checkpointing=false --sides ours
 
-Both train on the same pair, prompts, lengths and number of steps, with the reverse KL, float32,
-AdamW and gradient checkpointing. TRL compares whole vocabularies; ``--k`` says what ours does. Each
-side runs in a process of its own, in turns, so that other load meets both. Without a pair the
-models are random, of SmolLM2-135M's size, and read single bytes.
+Both train on the same pair, prompts, lengths and number of steps, with the reverse KL, AdamW and
+gradient checkpointing. With ``--dtype bfloat16`` both keep the student's weights in float32 and
+compute its products in bfloat16 (TRL's default); our engines compute in it altogether. TRL compares
+whole vocabularies; ``--k`` says what ours does. Each side runs in a process of its own, in turns,
+so that other load meets both. Without a pair the models are random, of SmolLM2-135M's size, and
+read single bytes.
 
 A row has the median step, without a process's first one: wall time and CPU time of all threads per
 trained token, the CPU time of the parts of our step, and the most memory that the process had, its
@@ -123,6 +125,7 @@ steps = {args.steps + 2}
 batch_size = {args.batch}
 micro_batch_tokens = {args.micro_batch_tokens}
 lr = {LR}
+dtype = "{args.dtype}"
 gradient_checkpointing = true
 """)
     recipe = load_recipe(recipe_file, args.overrides)
@@ -167,7 +170,7 @@ def train_trl(args: argparse.Namespace, folder: Path) -> Times:
         beta=1.0,  # reverse KL
         model_init_kwargs={"dtype": "float32"},
         teacher_model_init_kwargs={"dtype": "float32"},
-        bf16=False,
+        bf16=args.dtype == "bfloat16",
         use_cpu=True,
         gradient_checkpointing=True,
         logging_steps=1,
@@ -247,6 +250,7 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, default=12, help="answers of a step")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--accumulate", type=int, default=1, help="TRL's micro-batches of a step")
     parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="ours, with padding")
     parser.add_argument("--steps", type=int, default=3, help="steps that count")

@@ -936,6 +936,9 @@ MUTANTS: dict[str, Mutant] = {
         SUMS, "Sums._straddle",
         ("(log_path[part.row] - log_path[position.row]).exp()", "log_path.new_ones(())"),
     ),
+    "own tokenizer: paths in the rows' own precision": mutant(
+        SUMS, "Sums._log_path", ("steps.new_zeros(1)", "(steps := steps.float()).new_zeros(1)"),
+    ),
     "own tokenizer: open entries counted as closed": mutant(
         SUMS, "Sums._block",
         ("((closed, ~is_open), (open_, is_open))", "((closed, ~is_open), (closed, is_open))"),
