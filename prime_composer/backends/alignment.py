@@ -137,7 +137,7 @@ def make_rollout(
             f"{finish_reason!r}, where 'stop' or 'length' was expected."
         )
     start, length = len(prompt), len(prompt) + len(completion)
-    # In NumPy: a step makes hundreds of these short arrays, and torch takes four times as long.
+    # In NumPy: a step makes many of these short arrays, and torch takes longer for each.
     inference_logprobs = np.full(length, np.nan, np.float32)
     inference_logprobs[start:] = logprobs
     reason = cast(Literal["stop", "length"], finish_reason)

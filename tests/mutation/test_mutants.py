@@ -4,6 +4,7 @@ import ast
 
 import pytest
 
+from tests.mutation import run
 from tests.mutation.mutants import MUTANTS, TESTS
 from tests.mutation.run import RESULTS, ROOT, read_results
 from tests.mutation.tree import Edit, mutated
@@ -38,6 +39,14 @@ def test_the_recorded_results_name_a_killer_for_every_mutant():
     assert results.keys() == MUTANTS.keys(), f"python -m tests.mutation.run writes {RESULTS.name}"
     survivors = {name for name, result in results.items() if result == "SURVIVED"}
     assert survivors == {name for name, mutant in MUTANTS.items() if mutant.survives_because}
+
+
+def test_the_recorded_results_are_as_the_program_writes_them(tmp_path, monkeypatch):
+    """A row by hand is neither there twice nor in another place, and the last line counts them."""
+    results = read_results()
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "results.md")
+    run.write_results(results)
+    assert run.RESULTS.read_text() == RESULTS.read_text()
 
 
 @pytest.mark.parametrize(
