@@ -1,15 +1,20 @@
-"""Runs against a real `prime-rl teacher` that is killed, and started again in several ways.
+"""Runs against a real `prime-rl teacher` that is killed or stopped, or comes back otherwise.
 
 ``tests/faults`` has the same without vLLM.
 """
 
 import contextlib
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
 
 from prime_composer.local.run import RunStopped
-from tests.local.helpers import run, tiny_models
+from prime_composer.local.tracker import read_metrics
+from prime_composer.teachers.tape.store import inspect
+from tests.command import numbers
+from tests.local.helpers import run, tiny_models, weights
 from tests.local.killed_teacher import KILLED_AFTER, KillAt, expect_wait_for_killed, recipe_of
 from tests.vllm_process import QUICK, TeacherProcess, VllmProcess
 
@@ -75,3 +80,23 @@ def test_prime_rl_teacher_that_comes_back_otherwise(
     assert display.steps == [1, 2, 3, 4]
     (line,) = {text for text in display.texts if "scoring plugin" in text}
     assert "lost its scoring plugin and answers in JSON" in line and server.url in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [TeacherProcess, VllmProcess], ids=["plugin", "json"])
+def test_tape_of_a_real_server_lets_it_stop(process, teacher, tiny_recipe, vllm_forks, tmp_path):
+    """The second run reads every answer, and the third has no server: all end alike to the bit."""
+    log, tape = tmp_path / "server.log", str(tmp_path / "tape")
+    options = (*OPTIONS, *(["--max-logprobs", 64] if process is VllmProcess else []))
+    with process(teacher, log, *options, forks=vllm_forks) as server:
+        raw = recipe_of(server, tiny_recipe, tape=tape)
+        run(raw, tmp_path / "first")
+        run(raw, tmp_path / "second")
+    run(tiny_recipe(teacher={"tape": tape, "tape_only": True}), tmp_path / "alone")
+    read = [record.get("tape/read") for record in read_metrics(tmp_path / "second")]
+    assert read == [None, 1.0, 1.0, 1.0, 1.0]
+    for name in ("second", "alone"):
+        assert numbers(tmp_path / name) == numbers(tmp_path / "first")
+        ours, theirs = weights(tmp_path / name), weights(tmp_path / "first")
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert inspect(Path(tape)).damage == []

@@ -259,6 +259,15 @@ def mean(values):
     return sum(values) / len(values)
 
 
+def check_kl(actual, expected, error=5e-3):
+    """Compare a run's mean divergence with float64's, of transformers' own forward in bfloat16.
+
+    Rounding in the models' forward alone moves such a mean by 2 to 7 % of float64's, where a few of
+    some hundred positions make most of it: the two models without prime-rl show the same.
+    """
+    assert actual == pytest.approx(mean(expected["tail_kl_bfloat16"]), abs=error)
+
+
 def check_update(expected, update):
     """Check that the weights moved, reached the inference server whole, and that it took them."""
     assert expected["moved"] > 1e-3
@@ -279,7 +288,7 @@ RUNS = [
     "version,how", RUNS, ids=lambda value: value if isinstance(value, str) else "-".join(value)
 )
 def test_whole_run_distils_on_the_teachers_top_k(trees, models, tmp_path, version, how):
-    """The divergence of the first step is the one that float64 gives."""
+    """The divergence of the first step is the one of the models alone."""
     check_top_k(run(version, trees, models, tmp_path, TOP_K, **how), version)
 
 
@@ -289,12 +298,9 @@ def check_top_k(result, version):
     assert "topk_reverse_kl was called" in result["trainer"]
     rows = metric_rows(result, version)
     expected, update = reference(result)
-    # bfloat16 models: the logits of both sides are rounded to 8 bits.
-    assert first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(
-        mean(expected["tail_kl"]), abs=5e-3
-    )
+    check_kl(first_value(rows, "topk_reverse_kl/kl/mean"), expected)
     assert first_value(rows, "topk_reverse_kl/kl/max") == pytest.approx(
-        max(expected["tail_kl"]), abs=1e-2
+        max(expected["tail_kl_bfloat16"]), abs=1e-2
     )
     assert first_value(rows, "topk_reverse_kl/kl_in_support/mean") > 0
     assert 0 < first_value(rows, "loss/mean") < 10
@@ -320,8 +326,8 @@ def test_whole_run_mixes_teachers_by_environment(trees, models, tmp_path, versio
     rows = metric_rows(result, version)
     expected, update = reference(result, mixture)
     unmixed, _ = reference(result)
+    check_kl(first_value(rows, "topk_reverse_kl/kl/mean"), expected)
     mixed_kl, unmixed_kl = mean(expected["tail_kl"]), mean(unmixed["tail_kl"])
-    assert first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(mixed_kl, abs=5e-3)
     assert abs(mixed_kl - unmixed_kl) > 2e-2  # prime-rl's one teacher would differ by this
     assert expected["moved"] > 1e-3 and not update["missing"]
 
@@ -393,7 +399,7 @@ def test_whole_run_beside_rl_keeps_prime_rls_rl_loss(trees, models, tmp_path):
     expected, update = reference(result)
     actual = first_value(rows, "topk_reverse_kl/kl/mean")
     assert any(
-        actual == pytest.approx(mean(expected["tail_kl"][:n]), abs=5e-3)
+        actual == pytest.approx(mean(expected["tail_kl_bfloat16"][:n]), abs=5e-3)
         for n in (4, cpu_recipe.BATCH)
     )
     assert first_value(rows, "mismatch_kl/dice/mean") >= 0
@@ -616,9 +622,7 @@ def test_whole_run_has_a_top_k_that_the_trainer_asks_for(trees, models, tmp_path
     assert all(r["kinds"] == ["sampled", "top_k"] and r["k"] == K for r in requests)
     expected, update = reference(result)
     rows = metric_rows(result, version)
-    assert first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(
-        mean(expected["tail_kl"]), abs=5e-3
-    )
+    check_kl(first_value(rows, "topk_reverse_kl/kl/mean"), expected)
     for file in (result["folder"] / "outputs").rglob("step_*/rank_0.bin"):
         (micro_batch,) = msgspec.msgpack.decode(file.read_bytes())
         payloads = [field for field in micro_batch if isinstance(field, list) and is_packed(field)]
@@ -875,9 +879,7 @@ def test_whole_run_with_vllm_servers(trees, models, tmp_path, version, plugin):
     assert roads == {SCORE_PATH if plugin else "/inference/v1/generate"}
     rows = metric_rows(result, version)
     expected, update = reference(result)
-    assert first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(
-        mean(expected["tail_kl"]), abs=5e-3
-    )
+    check_kl(first_value(rows, "topk_reverse_kl/kl/mean"), expected)
     assert expected["moved"] > 1e-3 and not update["missing"]
     # Both compute the same policy: vLLM's log mu is the trainer's log p, to bfloat16.
     mismatch = [row["mismatch_kl/all/mean"] for row in rows if "mismatch_kl/all/mean" in row]
@@ -908,9 +910,7 @@ def test_whole_run_survives_a_killed_teacher(trees, models, tmp_path):
     once = {json.dumps(request["in"]): request for request in scored}
     rows = metric_rows(result, "head")
     expected, update = reference({**result, "teacher": list(once.values())})
-    assert first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(
-        mean(expected["tail_kl"]), abs=5e-3
-    )
+    check_kl(first_value(rows, "topk_reverse_kl/kl/mean"), expected)
     steps = {row["step"] for row in rows if "optim/grad_norm" in row}
     assert len(steps) == cpu_recipe.STEPS
     check_update(expected, update)

@@ -8,6 +8,7 @@ places in several turns. Prints JSON, from the initial weights:
 
     tail_kl    reverse KL of student against teacher on the teacher's top-K plus one bucket for the
                rest: per sequence the mean over its completion tokens
+    tail_kl_bfloat16  the same from models in bfloat16, as the servers and the trainer have them
     log_ratio  log q - log p of each completion token, per sequence
     moved      largest difference between the broadcast weights and the initial ones
 
@@ -24,11 +25,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 
-def probabilities(path, rows):
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+def probabilities(path, rows, dtype):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     with torch.no_grad():
         return [
-            torch.softmax(model(torch.tensor([tokens])).logits[0], dim=-1) for tokens, *_ in rows
+            torch.softmax(model(torch.tensor([tokens])).logits[0].double(), dim=-1)
+            for tokens, *_ in rows
         ]
 
 
@@ -47,11 +49,11 @@ def mixed(teachers, k, sampled):
     return dict(sorted(mass.items(), key=lambda item: -item[1])[:k]), sampled_mass
 
 
-def main(student, k, sequences, broadcast=None):
-    rows = json.loads(Path(sequences).read_text())
-    p_all = probabilities(student, rows)
+def compare(student, k, rows, dtype=torch.float64):
+    """Return ``tail_kl`` and ``log_ratio`` of models in ``dtype``; the rest is in float64."""
+    p_all = probabilities(student, rows, dtype)
     q_all = {
-        folder: probabilities(folder, rows)
+        folder: probabilities(folder, rows, dtype)
         for folder in {f for *_, weights in rows for f in weights}
     }
     tail_kl, log_ratio = [], []
@@ -68,7 +70,14 @@ def main(student, k, sequences, broadcast=None):
             ratios.append(math.log(sampled_mass) - float(p[tokens[t]].log()))
         tail_kl.append(sum(divergences) / len(divergences))
         log_ratio.append(ratios)
-    out = {"tail_kl": tail_kl, "log_ratio": log_ratio}
+    return tail_kl, log_ratio
+
+
+def main(student, k, sequences, broadcast=None):
+    rows = json.loads(Path(sequences).read_text())
+    tail_kl, log_ratio = compare(student, k, rows)
+    rounded, _ = compare(student, k, rows, torch.bfloat16)
+    out = {"tail_kl": tail_kl, "tail_kl_bfloat16": rounded, "log_ratio": log_ratio}
     if broadcast is not None:
         start, moved = load_file(Path(student) / "model.safetensors"), 0.0
         files = list(Path(broadcast).glob("*.safetensors"))
