@@ -107,6 +107,7 @@ def run(
     switch="1",
     several=False,
     words=False,
+    loops=False,
     modules=(),
     unhooked=(),
     meanwhile=None,
@@ -125,6 +126,7 @@ def run(
         switch: value of PRIME_COMPOSER, None for the plain launcher.
         several: two teachers, and two environments with mixtures of them.
         words: the student's answers are of letters, of different lengths.
+        loops: the student's answers end in a repetition.
         modules: folders for PYTHONPATH.
         unhooked: processes that start without PRIME_COMPOSER.
         meanwhile: called with the servers by role, beside the run.
@@ -150,6 +152,7 @@ def run(
             forks(python),
             *files,
             *(["--words"] if words and role == "student" else []),
+            *(["--loops"] if loops and role == "student" else []),
             *(["--experts"] if replay and role == "student" else []),
             *(["--plugin"] if plugin and role != "student" else []),
         )
@@ -220,11 +223,14 @@ def step_of(folder):
     return int(Path(folder).name.removeprefix("step_"))
 
 
-def reference(result, mixture=lambda tokens: {"teacher": 1.0}):
+def reference(
+    result, mixture=lambda tokens: {"teacher": 1.0}, places=lambda tokens, prompt: prompt
+):
     """Return the float64 numbers of the first batch that the teacher scored, and the last update.
 
     Args:
         mixture: weights of the teachers by role, of a sequence.
+        places: those of a sequence's tokens that count, of it and the length of its prompt.
     """
     sampled = generate_requests(result, "student")
     prompts = {json.dumps(r["in"] + r["out"]): len(r["in"]) for r in sampled}
@@ -234,7 +240,7 @@ def reference(result, mixture=lambda tokens: {"teacher": 1.0}):
     sequences = [
         [
             tokens,
-            prompts[json.dumps(tokens)],
+            places(tokens, prompts[json.dumps(tokens)]),
             {str(result["models"] / role): w for role, w in mixture(tokens).items()},
         ]
         for tokens in scored

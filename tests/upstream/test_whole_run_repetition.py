@@ -1,0 +1,64 @@
+"""Whole runs of an unmodified prime-rl whose student repeats itself, with ``[loss.repetition]``.
+
+As in test_whole_run.py, whose functions and stand-ins these are.
+"""
+
+import pytest
+
+from tests.upstream import test_whole_run as whole_run
+from tests.upstream.test_whole_run import TOP_K, mean, other
+
+models = whole_run.models
+
+COPIES, TOKENS, PERIOD = 5, 16, 64
+"""``copies`` is the recipe's own, the others are the defaults."""
+MASKED = {**TOP_K, "repetition": {"copies": COPIES}}
+LENGTH = 28
+"""Tokens of an answer, eight of them before its end repeats: four come five times, five do not."""
+
+
+def new_tokens(tokens, prompt):
+    """Return the places of an answer without those that repeat its end, by the definition."""
+    answer, repeated = tokens[prompt:], 0
+    for period in range(1, PERIOD + 1):
+        length = period
+        while length < len(answer) and answer[-length - 1] == answer[-length - 1 + period]:
+            length += 1
+        if length >= max(TOKENS, COPIES * period):
+            repeated = max(repeated, length - period)
+    return list(range(prompt, len(tokens) - repeated))
+
+
+@other
+@pytest.mark.parametrize("version", ["v0.8", "head"])
+def test_whole_run_leaves_repetitions_out(trees, models, tmp_path, version):
+    """The divergence of the first step is float64's over the tokens before a repetition.
+
+    prime-rl divides the sum by all tokens that it trains on, the repeated ones included.
+    """
+    result = whole_run.run(
+        version,
+        trees,
+        models,
+        tmp_path,
+        MASKED,
+        loops=True,
+        rollout={"max_tokens": LENGTH},
+        seq_len=512,  # the whole batch fits one micro-batch, so that loss/mean is the step's
+    )
+    rows = whole_run.metric_rows(result, version)
+    kept, update = whole_run.reference(result, places=new_tokens)
+    every, _ = whole_run.reference(result)
+    tokens, all_tokens = ([len(one) for one in numbers["log_ratio"]] for numbers in (kept, every))
+    shares = [1 - n / of for n, of in zip(tokens, all_tokens, strict=True)]
+    assert 0 in shares and max(shares) > 0.5, shares
+    share = whole_run.first_value(rows, "repetition/tokens/mean")
+    assert share == pytest.approx(mean(shares), abs=1e-6)
+    # bfloat16 models: the logits of both sides are rounded to 8 bits.
+    kl = mean(kept["tail_kl"])
+    assert whole_run.first_value(rows, "topk_reverse_kl/kl/mean") == pytest.approx(kl, abs=5e-3)
+    assert mean(every["tail_kl"]) - kl > 1e-2  # with repetitions it would differ by this
+    total = sum(n * mean_kl for n, mean_kl in zip(tokens, kept["tail_kl"], strict=True))
+    loss = whole_run.first_value(rows, "loss/mean")
+    assert loss == pytest.approx(total / sum(all_tokens), abs=5e-3)
+    whole_run.check_update(kept, update)
