@@ -99,8 +99,8 @@ class CheckpointConfig(Table):
 
 
 LOGS_ALONE = not_carried(
-    "prime-rl logs lengths and entropy, and has a filter of its own: set [[prime_rl.orchestrator."
-    'filters]] type = "repetition"'
+    "prime-rl logs lengths and entropy; up to v0.8 it can drop answers that are too sure for too "
+    'long: [[prime_rl.orchestrator.pre_batch_filters]] type = "repetition", enforce = true'
 )
 
 
