@@ -19,6 +19,7 @@ from prime_composer.problems.config import DataConfig, TeacherWeights, Used
 from prime_composer.recipe.carried import CARRIED
 from prime_composer.recipe.prepare import PrepareConfig
 from prime_composer.recipe.urls import without_passwords
+from prime_composer.recipe.watchers import EvalConfig
 from prime_composer.tables import Table
 
 MOST_TURNS = 1_000_000
@@ -178,3 +179,29 @@ def check_environments_of_models(
                 f"[environments.{by_id[0]}] has an id, and tasks of its own: name others in "
                 "prepare.environments"
             )
+
+
+def comparable_metrics(
+    sources: Mapping[str, DataConfig | EnvironmentConfig], evaluation: EvalConfig, has_kl: bool
+) -> list[str]:
+    """Return what an evaluation measures of which more or less is better: scores, KLs, cuts.
+
+    Args:
+        sources: the recipe's ``[data]`` or ``[environments]``.
+        evaluation: its ``[eval]``.
+        has_kl: whether a run has a teacher whose KL is measured.
+    """
+    metrics: dict[str, None] = {}
+    for name, source in sources.items():
+        if not source.evaluates:
+            continue
+        own, sampled = ["eval/accuracy"], []
+        if isinstance(source, DataConfig):
+            own = [f"eval/{source.score_name}"] if source.scored else []
+            sampled = [f"{score}/T={one:g}" for score in own for one in evaluation.temperatures]
+        own += ["eval/reverse_kl"] if has_kl and evaluation.kl_size else []
+        metrics |= dict.fromkeys([*own, *sampled])
+        if len(sources) > 1:
+            metrics |= dict.fromkeys(f"{metric}/{name}" for metric in own)
+    more = ["eval/forward_kl"] if "eval/reverse_kl" in metrics else []
+    return [*metrics, *more, "eval/truncated"]

@@ -28,6 +28,7 @@ from prime_composer.recipe.environment import (
     check_environments_of_models,
     check_uses,
     check_without_solutions,
+    comparable_metrics,
 )
 from prime_composer.recipe.model import ModelConfig as ModelConfig
 from prime_composer.recipe.model import StudentConfig
@@ -50,7 +51,9 @@ from prime_composer.recipe.watchers import (
     ChecksConfig,
     EvalConfig,
     LoggingConfig,
+    UntilConfig,
     check_end,
+    check_until,
 )
 from prime_composer.tables import Table
 
@@ -93,6 +96,9 @@ class TrainerConfig(Table):
 
     steps: int = Field(ge=1, le=MOST_STEPS, json_schema_extra=CARRIED)
     """Optimizer steps."""
+
+    until: UntilConfig | None = None
+    """End earlier."""
 
     batch_size: int = Field(default=64, ge=1, le=LARGEST_BATCH, json_schema_extra=CARRIED)
     """Rollouts per step, a multiple of rollout.group_size."""
@@ -433,7 +439,10 @@ class Recipe(Table):
         if self.policy_teacher is not None:
             check_hint(self.policy_teacher, self.rollout.group_size, self.loss)
         check_sizes(self.rollout, self.trainer.batch_size)
-        check_growth(self.rollout, self.trainer.steps, self._reader_of_rewards)
+        steps, has_kl = self.trainer.steps, self.asks_teacher and self.policy_teacher is None
+        check_growth(self.rollout, steps, self._reader_of_rewards)
+        measured = comparable_metrics(self.sources, self.eval, has_kl)
+        check_until(self.trainer.until, self.eval, steps, measured)
         return self
 
     @property

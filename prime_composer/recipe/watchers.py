@@ -1,5 +1,7 @@
 """Define the tables of what watches a run: evaluation, logging, checkpoints and checks."""
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
@@ -9,6 +11,8 @@ from prime_composer.losses import LossConfig
 from prime_composer.recipe.bounds import LARGEST_BATCH, MOST_STEPS
 from prime_composer.recipe.carried import CARRIED, not_carried
 from prime_composer.tables import Table
+
+ALL_STEPS = not_carried("prime-rl trains all steps of a run")
 
 
 class EvalConfig(Table):
@@ -63,6 +67,76 @@ class EvalConfig(Table):
                 f"temperatures = [{', '.join(shown)}] has one twice, up to six digits: leave it out"
             )
         return self
+
+
+class UntilConfig(Table):
+    """End before the last step, once a metric of the evaluations is no longer better than before.
+
+    The evaluation before the first step counts, and so does every later one that has the metric as
+    a number. A run ends after the first evaluation whose best value is ``plateau`` evaluations old.
+    """
+
+    metric: str = Field(json_schema_extra=ALL_STEPS)
+    """A score such as `eval/accuracy`, of which more is better, or `eval/reverse_kl`,
+    `eval/forward_kl` or `eval/truncated`, of which less is. A score may be that of an environment
+    or of a temperature, and the reverse KL that of an environment: `eval/accuracy/NAME`."""
+
+    plateau: int = Field(ge=1, le=MOST_STEPS, json_schema_extra=ALL_STEPS)
+    """Evaluations in a row that are not better than the best one before them."""
+
+    @property
+    def less_is_better(self) -> bool:
+        """Whether a lower value of the metric is a better one."""
+        return self.metric.split("/")[1:2] in (["reverse_kl"], ["forward_kl"], ["truncated"])
+
+    def best(self, evaluations: Mapping[int, Mapping[str, float]]) -> int | None:
+        """Return the step of the best value where that is ``plateau`` evaluations old, else None.
+
+        Of equal values the first is the best. NaN is no value.
+
+        Args:
+            evaluations: step -> what was measured after it.
+        """
+        sign = -1.0 if self.less_is_better else 1.0
+        values = [
+            (step, sign * evaluations[step][self.metric])
+            for step in sorted(evaluations)
+            if not math.isnan(evaluations[step].get(self.metric, math.nan))
+        ]
+        if not values:
+            return None
+        place = max(range(len(values)), key=lambda index: (values[index][1], -index))
+        return values[place][0] if len(values) - 1 - place >= self.plateau else None
+
+
+def check_until(
+    until: UntilConfig | None, evaluation: EvalConfig, steps: int, measured: Sequence[str]
+) -> None:
+    """Refuse an end that no evaluation could bring.
+
+    Args:
+        until: the table.
+        evaluation: the recipe's ``[eval]``.
+        steps: steps of the run.
+        measured: metrics that an evaluation of the recipe measures, and that have a better side.
+    """
+    if until is None:
+        return
+    if evaluation.every == 0:
+        raise ValueError(
+            "trainer.until is decided by evaluations, and eval.every = 0 has none between the "
+            "first step and the last: set eval.every"
+        )
+    if until.metric not in measured:
+        raise ValueError(
+            f"trainer.until.metric = {until.metric!r} is not what evaluations of this recipe "
+            f"measure: choose one of {', '.join(measured)}"
+        )
+    if until.plateau * evaluation.every >= steps:
+        raise ValueError(
+            f"trainer.until.plateau = {until.plateau}, with eval.every = {evaluation.every}, "
+            f"would end nothing before trainer.steps = {steps}: lower plateau or eval.every"
+        )
 
 
 class WandbConfig(Table):
