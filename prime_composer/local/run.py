@@ -38,6 +38,7 @@ from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import signatures_of
 from prime_composer.recipe.routing import Routing
 from prime_composer.recipe.schema import CheckpointConfig, Recipe
+from prime_composer.recipe.watchers import check_measured
 from prime_composer.step.batch import Batch
 from prime_composer.step.gradients import gradient_shares
 from prime_composer.step.mismatch import SamplerCheck
@@ -85,6 +86,7 @@ class Outcome:
         interrupted: whether a signal ended the run before its last step.
         evaluations: step -> what was measured after it; step 0 is before training.
         signum: number of the signal that came; None without one.
+        best: step of the evaluation by which ``trainer.until`` ended the run; None if it did not.
     """
 
     run_dir: Path
@@ -92,6 +94,7 @@ class Outcome:
     interrupted: bool
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     signum: int | None = None
+    best: int | None = None
 
     @property
     def student(self) -> Path | None:
@@ -137,13 +140,24 @@ class Run:
     warned: set[str] = field(default_factory=set)
 
     def steps(self) -> Iterator[int]:
-        """Yield the steps that are left, until a signal asks the run to stop."""
-        recipe = self.recipe
-        while self.student.steps < recipe.trainer.steps and not self.stop.requested:
+        """Yield the steps that are left, until a signal or ``trainer.until`` ends the run."""
+        recipe, last = self.recipe, self.recipe.trainer.steps
+        while self.student.steps < last and not self.stop.requested and self.best is None:
             self.collector = Collector(
                 self.engine, recipe.trainer, recipe.rollout, recipe.replay, Clock()
             )
             yield self.student.steps + 1
+        if recipe.trainer.until is not None and self.best is not None:
+            words = recipe.trainer.until.describe(self.best, self.evaluations)
+            self.display.status(
+                f"step {self.student.steps}: the run ends by trainer.until: {words}"
+            )
+
+    @property
+    def best(self) -> int | None:
+        """The step of the evaluation by which ``trainer.until`` ends the run; None before it."""
+        until = self.recipe.trainer.until
+        return None if until is None else until.best(self.evaluations)
 
     def watch_teachers(self) -> None:
         """Check who is due or was lost, after the batch is scored and before it trains.
@@ -235,6 +249,7 @@ class Run:
         if done == 0:
             self.display.status("measuring the teacher and the student before training")
             self.evaluations[0] = self.measure(0) | self.evaluator.teachers()
+            check_measured(self.recipe.trainer.until, self.evaluations[0])
             self.warn_unmeasured()
             if self.evaluator.teacher_answers:
                 self.keep(0, self.evaluator.teacher_answers, of="teacher")
@@ -343,8 +358,9 @@ class Run:
     def outcome(self) -> Outcome:
         """Return how the run ended."""
         steps = self.student.steps
-        interrupted = self.abandoned or steps < self.recipe.trainer.steps
-        return Outcome(self.run_dir, steps, interrupted, self.evaluations, self.stop.signum)
+        over = steps >= self.recipe.trainer.steps or self.best is not None
+        interrupted, signum = self.abandoned or not over, self.stop.signum
+        return Outcome(self.run_dir, steps, interrupted, self.evaluations, signum, self.best)
 
 
 @contextmanager

@@ -192,9 +192,8 @@ def comparable_metrics(
         has_kl: whether a run has a teacher whose KL is measured.
     """
     metrics: dict[str, None] = {}
-    for name, source in sources.items():
-        if not source.evaluates:
-            continue
+    evaluated = {name: source for name, source in sources.items() if source.evaluates}
+    for name, source in evaluated.items():
         own, sampled = ["eval/accuracy"], []
         if isinstance(source, DataConfig):
             own = [f"eval/{source.score_name}"] if source.scored else []
@@ -204,4 +203,4 @@ def comparable_metrics(
         if len(sources) > 1:
             metrics |= dict.fromkeys(f"{metric}/{name}" for metric in own)
     more = ["eval/forward_kl"] if "eval/reverse_kl" in metrics else []
-    return [*metrics, *more, "eval/truncated"]
+    return [*metrics, *more, "eval/truncated"] if evaluated else []

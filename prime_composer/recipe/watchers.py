@@ -1,7 +1,7 @@
 """Define the tables of what watches a run: evaluation, logging, checkpoints and checks."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
@@ -108,6 +108,14 @@ class UntilConfig(Table):
         place = max(range(len(values)), key=lambda index: (values[index][1], -index))
         return values[place][0] if len(values) - 1 - place >= self.plateau else None
 
+    def describe(self, best: int, evaluations: Mapping[int, Mapping[str, float]]) -> str:
+        """Return which evaluation decides, the one after step ``best``."""
+        value = evaluations[best][self.metric]
+        return (
+            f"no {self.metric} was better than {value:.4g}, of step {best}, at {self.plateau} "
+            "evaluations"
+        )
+
 
 def check_until(
     until: UntilConfig | None, evaluation: EvalConfig, steps: int, measured: Sequence[str]
@@ -127,6 +135,11 @@ def check_until(
             "trainer.until is decided by evaluations, and eval.every = 0 has none between the "
             "first step and the last: set eval.every"
         )
+    if not measured:
+        raise ValueError(
+            "trainer.until is decided by evaluations, and with use = 'train' there are none: set "
+            "use = 'both', or leave until out"
+        )
     if until.metric not in measured:
         raise ValueError(
             f"trainer.until.metric = {until.metric!r} is not what evaluations of this recipe "
@@ -136,6 +149,17 @@ def check_until(
         raise ValueError(
             f"trainer.until.plateau = {until.plateau}, with eval.every = {evaluation.every}, "
             f"would end nothing before trainer.steps = {steps}: lower plateau or eval.every"
+        )
+
+
+def check_measured(until: UntilConfig | None, measured: Collection[str]) -> None:
+    """Refuse an end by a metric that the first evaluation lacks, as the KL where a tape that
+    answers alone has no scores of the rollouts."""
+    if until is not None and until.metric not in measured:
+        found = ", ".join(name for name in measured if name.startswith("eval/")) or "nothing"
+        raise ValueError(
+            f"trainer.until.metric = {until.metric!r} would never end the run: the evaluation "
+            f"before the first step has measured {found}; choose another metric"
         )
 
 

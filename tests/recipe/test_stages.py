@@ -153,6 +153,13 @@ def test_later_stage_that_lacks_a_teacher_is_refused() -> None:
         parse_stages(raw)
 
 
+def test_end_by_evaluations_needs_something_to_evaluate() -> None:
+    raw = staged({**OPD, "until": UNTIL}, RL, data__use="train")
+    del raw["eval"]
+    with pytest.raises(RecipeError, match=r"stages.1.until is .*use = 'train'.*set use = 'both'"):
+        parse_stages(raw)
+
+
 def test_what_takes_one_run_refuses_stages() -> None:
     with pytest.raises(RecipeError, match=r"r: \[\[stages]] are several runs.*\[loss].*\[trainer]"):
         parse_recipe(staged(OPD, RL), "r")

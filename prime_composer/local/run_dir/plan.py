@@ -222,6 +222,10 @@ def describe_steps(
         f"{rollouts:,} rollouts, at most {most:,} new tokens",
         f"evaluation: {every}, {size} problems, {kl_size} for the reverse KL",
     ]
+    if (until := trainer.until) is not None:
+        lines.append(
+            f"ends earlier where {until.metric} is no better at {until.plateau} evaluations"
+        )
     if evaluation.temperatures:
         values = ", ".join(f"{temperature:g}" for temperature in evaluation.temperatures)
         lines.append(f"diversity: {evaluation.samples} answers to each of them at T = {values}")

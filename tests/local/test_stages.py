@@ -1,0 +1,120 @@
+"""Runs that end by a plateau, and chains of runs: bit for bit what one does by hand."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_composer.local.evaluate import Evaluator
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.run_dir.plan import plan
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from tests.local.helpers import Silent, run
+
+Raw = Callable[..., dict[str, Any]]
+METRIC = "eval/accuracy"
+
+
+@pytest.fixture
+def accuracies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Let evaluations measure these accuracies, one after the other, of step 0 first."""
+    values: list[float] = []
+    monkeypatch.setattr(Evaluator, "student", lambda self: {METRIC: values.pop(0)})
+    return values
+
+
+def until(plateau: int = 2) -> dict[str, Any]:
+    return {"metric": METRIC, "plateau": plateau}
+
+
+def of_until(tiny_recipe: Raw, **changes: Any) -> dict[str, Any]:
+    own = {"trainer__steps": 12, "trainer__until": until(), "eval__every": 2}
+    return tiny_recipe(**own | {"checkpoint__every": 5} | changes)
+
+
+def test_run_ends_where_the_metric_is_on_its_plateau(
+    accuracies: list[float], tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """It is best after step 2; steps 4 and 6 are no better. The step is saved out of turn."""
+    accuracies += [0.25, 0.5, 0.25, 0.5]
+    display = Silent()
+    outcome = run(of_until(tiny_recipe), tmp_path / "run", display)
+    assert (outcome.steps, outcome.best, outcome.interrupted) == (6, 2, False)
+    assert accuracies == []
+    assert list_checkpoints(tmp_path / "run")[-1].step == 6
+    (line,) = [text for text in display.texts if "trainer.until" in text]
+    assert line == (
+        "step 6: the run ends by trainer.until: no eval/accuracy was better than 0.5, of step 2, "
+        "at 2 evaluations"
+    )
+
+
+def test_run_that_ended_by_its_plateau_trains_no_more(
+    accuracies: list[float], tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    accuracies += [0.25, 0.5, 0.25, 0.5]
+    raw = of_until(tiny_recipe)
+    run(raw, tmp_path / "run")
+    again = Silent()
+    outcome = run(raw, tmp_path / "run", again, resume=True)
+    assert (outcome.steps, outcome.best, outcome.interrupted, again.steps) == (6, 2, False, [])
+
+
+def test_plateau_is_counted_over_a_stop(
+    accuracies: list[float], tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """The best evaluation is before the stop, and the last one after it."""
+    accuracies += [0.25, 0.5, 0.25, 0.5]
+    raw = of_until(tiny_recipe)
+    assert run(raw, tmp_path / "run", Silent(interrupt_at=6)).steps == 5
+    outcome = run(raw, tmp_path / "run", resume=True)
+    assert (outcome.steps, outcome.best) == (6, 2)
+
+
+def test_kill_before_the_evaluation_that_decides_changes_nothing(
+    accuracies: list[float], tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """The process ends without a checkpoint after step 5, and steps 6 and its evaluation repeat."""
+    accuracies += [0.25, 0.5, 0.25]
+
+    class Killed(Silent):
+        def step(self, step: int, metrics: dict[str, float]) -> None:
+            if step == 6:
+                raise KeyboardInterrupt  # as a second Ctrl-C: nothing is saved
+
+    raw = of_until(tiny_recipe)
+    accuracies.append(0.5)
+    with pytest.raises(KeyboardInterrupt):
+        run(raw, tmp_path / "run", Killed())
+    assert [one.step for one in list_checkpoints(tmp_path / "run")] == [5]
+    accuracies.append(0.5)
+    outcome = run(raw, tmp_path / "run", resume=True)
+    assert (outcome.steps, outcome.best) == (6, 2)
+
+
+def test_run_whose_metric_rises_has_all_its_steps(
+    accuracies: list[float], tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    accuracies += [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+    outcome = run(of_until(tiny_recipe), tmp_path / "run")
+    assert (outcome.steps, outcome.best, outcome.interrupted) == (12, None, False)
+
+
+def test_metric_that_is_not_measured_ends_the_run_before_step_1(
+    monkeypatch: pytest.MonkeyPatch, tiny_recipe: Raw, tmp_path: Path
+) -> None:
+    """As the KL, where a tape that answers alone has no scores of the rollouts."""
+    monkeypatch.setattr(Evaluator, "student", lambda self: {METRIC: 0.5})
+    wanted = {"metric": "eval/reverse_kl", "plateau": 1}
+    display = Silent()
+    with pytest.raises(ValueError, match=r"trainer.until.metric = .*measured eval/accuracy; ch"):
+        run(of_until(tiny_recipe, trainer__until=wanted), tmp_path / "run", display)
+    assert display.steps == []
+
+
+def test_dry_run_names_the_early_end(tiny_recipe: Raw) -> None:
+    recipe = parse_recipe(of_until(tiny_recipe))
+    lines = plan(recipe, load_problem_set(recipe.sources))
+    assert "ends earlier where eval/accuracy is no better at 2 evaluations" in lines
