@@ -105,17 +105,19 @@ def _rl(args: argparse.Namespace) -> int:
         return _rl_upstream(args)
     set_environment()
     with ending_at_once():
-        from prime_composer.cli.runs import plan_local, run_local
-        from prime_composer.local.run_dir.claim import Wish
-        from prime_composer.recipe.loading import load_recipe
+        from prime_composer.cli.runs import plan_local, plan_stages, run_local, run_stages
+        from prime_composer.local.run_dir.stages import wishes_of
+        from prime_composer.recipe.stages import load_stages
 
     with stopping_at_once():
-        recipe = load_recipe(args.config, args.overrides)
-        output_dir = args.output_dir or recipe.output_dir
-        wish = Wish(recipe, Path(args.config), output_dir, args.resume, args.step, args.overwrite)
+        recipes, path = load_stages(args.config, args.overrides), Path(args.config)
+        how = {"resume": args.resume, "step": args.step, "overwrite": args.overwrite}
+        wishes = wishes_of(recipes, path, args.output_dir, **how)
         if args.dry_run:
-            return plan_local(wish)
-        return run_local(wish, repeated(args))
+            return plan_stages(wishes) if len(wishes) > 1 else plan_local(wishes[0])
+        if len(wishes) > 1:
+            return run_stages(wishes, repeated(args))
+        return run_local(wishes[0], repeated(args))
 
 
 def repeated(args: argparse.Namespace) -> str:

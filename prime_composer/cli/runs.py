@@ -3,7 +3,7 @@
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from prime_composer.local.run_dir.claim import (
 )
 from prime_composer.local.run_dir.disk import describe
 from prime_composer.local.run_dir.model_check import check_models
+from prime_composer.local.run_dir.stages import open_chain, remove_empty
 from prime_composer.local.sources import load_sources
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.recipe.routing import Routing
@@ -28,7 +29,41 @@ if TYPE_CHECKING:
     from prime_composer.local.run import Outcome
 
 
-def run_local(wish: Wish, command: str) -> int:
+def run_stages(wishes: Sequence[Wish], command: str) -> int:
+    """Run what is left of a recipe's stages as ``run_local`` runs a recipe, one after the other.
+
+    Stages are checked as by a dry run before the first of them begins. Returns the exit status of
+    the last one that ran.
+    """
+    chain = open_chain(wishes)
+    for place in chain.left:
+        _plan_stage(wishes[place])
+    before: Callable[[], None] | None = chain.delete_later if wishes[0].overwrite else None
+    is_new = not chain.output.exists()
+    for place in chain.left:
+        try:
+            status = run_local(chain.wish(place), command, before)
+        except BaseException:
+            if is_new:
+                remove_empty(chain.output)
+            raise
+        if status:
+            return status
+        before = None
+    return 0
+
+
+def _plan_stage(wish: Wish) -> list[str]:
+    """Return the lines of a stage's plan. What refuses it names the stage."""
+    from prime_composer.local.run_dir.plan import plan
+
+    try:
+        return plan(wish.recipe, load_sources(wish.recipe))
+    except ValueError as error:
+        raise ValueError(f"stage {wish.stage} of {wish.stages}: {error}") from error
+
+
+def run_local(wish: Wish, command: str, before: Callable[[], None] | None = None) -> int:
     """Prepare the recipe's models, train, show the outcome, and return the exit status.
 
     It is 0, 1 if the loss diverged, or 128 + n after signal n (130 after Ctrl-C).
@@ -36,6 +71,7 @@ def run_local(wish: Wish, command: str) -> int:
     Args:
         wish: what the user asked for.
         command: the words that ask for it again, for the line with which a stopped run continues.
+        before: called when every check has passed, before the run deletes what it replaces.
 
     Raises:
         ImportError: a library that the run needs is missing.
@@ -48,12 +84,31 @@ def run_local(wish: Wish, command: str) -> int:
     require_libraries(wish.recipe, Routing.of_recipe(wish.recipe))
     problems = load_sources(wish.recipe)
     with claim_run_dir(wish) as claim:
-        print(claim.run_dir.describe(), flush=True)
+        print(f"{_stage_of(wish, claim.run_dir)}{claim.run_dir.describe()}", flush=True)
+
+        def begin() -> None:
+            if before is not None:
+                before()
+            claim.begin()
+
         try:
-            return _run(wish, problems, claim.run_dir, claim.begin, command)
+            return _run(wish, problems, claim.run_dir, begin, command)
         except KeyboardInterrupt:
-            print(f"\n{how_to_go_on(claim.path, command)}", file=sys.stderr)
+            print(f"\n{how_to_go_on(wish, claim.path, command)}", file=sys.stderr)
             raise
+
+
+def _stage_of(wish: Wish, run_dir: RunDir) -> str:
+    """Return a line that names stage and step; "" for a recipe without stages."""
+    if not wish.stage:
+        return ""
+    step = run_dir.checkpoint.step if run_dir.checkpoint else 0
+    trainer = wish.recipe.trainer
+    return (
+        f"stage {wish.stage} of {wish.stages}, step {step}: {wish.recipe.loss.type}, "
+        f"{trainer.steps} steps, lr {trainer.lr:g}, a new optimizer and {trainer.schedule} "
+        "schedule\n"
+    )
 
 
 def _run(
@@ -81,11 +136,13 @@ def _run(
         except RunStopped as error:
             if error.checkpoint is None:
                 raise
-            line = line_to_resume(path, command, error.step)
-            raise RunStopped(f"{error}\n    {line}", error.checkpoint) from error
+            line = line_to_resume(wish, path, command, error.step)
+            text = str(error).replace(f"--output-dir {path}", f"--output-dir {_named(wish, path)}")
+            raise RunStopped(f"{text}\n    {line}", error.checkpoint) from error
     drawn = _show(outcome, recipe)
-    if outcome.interrupted:
-        print(f"stopped after step {outcome.steps}; {how_to_go_on(path, command)}")
+    # A signal during the last step of a stage ends it, and keeps the next one from its start.
+    if outcome.interrupted or (wish.stage < wish.stages and outcome.signum is not None):
+        print(f"stopped after step {outcome.steps}; {how_to_go_on(wish, path, command)}")
         return 128 + (outcome.signum or signal.SIGINT)
     names = ("metrics.jsonl", "tensorboard/", "checkpoints/")
     contents = ", ".join(name for name in names if (path / name).exists())
@@ -119,21 +176,32 @@ def _show(outcome: "Outcome", recipe: Recipe) -> bool:
     return False
 
 
-def how_to_go_on(run_dir: Path, command: str) -> str:
+def how_to_go_on(wish: Wish, run_dir: Path, command: str) -> str:
     """Say what of a stopped run is saved, and how it continues."""
-    checkpoints = list_checkpoints(run_dir)
-    if not checkpoints:
-        return "nothing is saved yet; the same command starts over"
-    step = checkpoints[-1].step
-    return f"step {step} is saved; continue with\n    {line_to_resume(run_dir, command, step)}"
+    checkpoints, of_stage = list_checkpoints(run_dir), ""
+    if wish.stage:
+        of_stage = f" of stage {wish.stage}"
+    if checkpoints:
+        step = checkpoints[-1].step
+        line = line_to_resume(wish, run_dir, command, step)
+        return f"step {step}{of_stage} is saved; continue with\n    {line}"
+    if wish.stage > 1:
+        line = f"{command} {shlex.join(['--output-dir', str(run_dir.parent), '--resume'])}"
+        return f"stage {wish.stage - 1} is saved; continue with\n    {line}"
+    return "nothing is saved yet; the same command starts over"
 
 
-def line_to_resume(run_dir: Path, command: str, step: int) -> str:
+def line_to_resume(wish: Wish, run_dir: Path, command: str, step: int) -> str:
     """Return the command line that continues a run from one of its checkpoints, to be pasted."""
     newest = list_checkpoints(run_dir)[-1].step
-    words = ["--output-dir", str(run_dir), "--resume"]
+    words = ["--output-dir", str(_named(wish, run_dir)), "--resume"]
     words += [] if step == newest else ["--step", str(step)]
     return f"{command} {shlex.join(words)}"
+
+
+def _named(wish: Wish, run_dir: Path) -> Path:
+    """Return the directory that a user names: that of all stages where a recipe has them."""
+    return run_dir.parent if wish.stage else run_dir
 
 
 def plan_local(wish: Wish) -> int:
@@ -147,5 +215,23 @@ def plan_local(wish: Wish) -> int:
     run_dir = choose_run_dir(wish)
     for line in (run_dir.describe(), *plan(wish.recipe, problems)):
         print(line)
+    print("dry run: nothing was run, nothing was written")
+    return 0
+
+
+def plan_stages(wishes: Sequence[Wish]) -> int:
+    """Check and print of all stages what ``plan_local`` does of a recipe."""
+    chain = open_chain(wishes)
+    print(f"run directory: {chain.output}, with a folder for each of {len(wishes)} stages")
+    if chain.first:
+        print(f"stage {chain.first + 1} of {len(wishes)} is under way")
+    for place, wish in enumerate(wishes):
+        trainer = wish.recipe.trainer
+        run_dir = choose_run_dir(chain.wish(place)) if place == chain.first else RunDir(Path())
+        print(f"\n{_stage_of(wish, run_dir)}", end="")
+        if place:
+            print(f"starts from the student of stage {place}; trainer.seed is {trainer.seed}")
+        for line in _plan_stage(wish):
+            print(line)
     print("dry run: nothing was run, nothing was written")
     return 0

@@ -1,10 +1,10 @@
 """A run on this machine: what is open, what happens around its steps, and how it ends."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from prime_composer.backends.cpu_guard import all_cores
 from prime_composer.local.answers import Answer, Answerer, write_answers
@@ -32,7 +32,7 @@ from prime_composer.local.run_dir.checkpoint import (
 from prime_composer.local.run_dir.disk import describe
 from prime_composer.local.signals import StepAbandoned, StopRequest, finishing_the_step
 from prime_composer.local.student import Student
-from prime_composer.local.tracker import Tracker, read_metrics
+from prime_composer.local.tracker import Tracker, past_evaluations, read_metrics
 from prime_composer.local.watch import Watch, WatchFailed
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import signatures_of
@@ -481,18 +481,6 @@ def checkpoints_at_once(config: CheckpointConfig, done: int, last: int) -> int:
     """Return how many checkpoints are on the disk at most, while one is written."""
     written = sum(step == last or is_due(step, config.every) for step in range(done + 1, last + 1))
     return min(config.keep + 1, written + (done > 0))
-
-
-def past_evaluations(logged: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
-    """Return what a resumed run has measured before, by step, from its records."""
-    evaluations = {}
-    for record in logged:
-        measured = {
-            name: value for name, value in record.items() if name.startswith(("eval/", "teacher/"))
-        }
-        if measured:
-            evaluations[record["step"]] = measured
-    return evaluations
 
 
 def is_due(step: int, every: int) -> bool:

@@ -4,7 +4,7 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +204,18 @@ def parse_records(path: Path, damaged_too: bool = False) -> list[dict[str, Any]]
             continue
         records.append(record)
     return records
+
+
+def past_evaluations(logged: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+    """Return what a resumed run has measured before, by step, from its records."""
+    evaluations = {}
+    for record in logged:
+        measured = {
+            name: value for name, value in record.items() if name.startswith(("eval/", "teacher/"))
+        }
+        if measured:
+            evaluations[record["step"]] = measured
+    return evaluations
 
 
 def _rewrite(path: Path, records: Sequence[dict[str, Any]]) -> None:

@@ -29,6 +29,7 @@ from prime_composer.local.run_dir.recipe_file import (
 )
 from prime_composer.local.tracker import METRICS_FILE, WANDB_ID_FILE
 from prime_composer.recipe.schema import Recipe, RecipeError
+from prime_composer.recipe.stages import folder_of
 
 REPORT_FILE = "report.png"
 TENSORBOARD = "tensorboard"
@@ -42,6 +43,7 @@ _INSIDE = {
 """Folder -> the names that a run writes in it."""
 
 _FILES = {RECIPE_FILE, METRICS_FILE, "metrics.tmp", ANSWERS_FILE, WANDB_ID_FILE, REPORT_FILE}
+_STARTS_OVER = "an earlier start in it ended before its first checkpoint; starting over"
 _OURS = {*_FIRST, *_FILES, *_INSIDE, "wandb"}
 
 
@@ -56,6 +58,9 @@ class Wish:
         resume: continue the run that is there.
         step: the checkpoint to continue from; None: the newest.
         overwrite: delete the run that is there.
+        stage: number of the stage that the recipe is of, from 1 on; its run is in a folder of the
+            directory. 0: the recipe has no stages.
+        stages: how many stages there are.
     """
 
     recipe: Recipe
@@ -64,6 +69,13 @@ class Wish:
     resume: bool = False
     step: int | None = None
     overwrite: bool = False
+    stage: int = 0
+    stages: int = 0
+
+    @property
+    def folder(self) -> str:
+        """The run's folder within the directory; "" for the directory itself."""
+        return folder_of(self.stage) if self.stage else ""
 
     @property
     def tables(self) -> Tables:
@@ -111,7 +123,7 @@ def choose_run_dir(wish: Wish) -> RunDir:
 def _choose(wish: Wish) -> RunDir:
     """Return what ``choose_run_dir`` returns, with a checkpoint that was not read."""
     if wish.output_dir is not None:
-        return _look_at(Path(wish.output_dir), wish)
+        return _look_at(Path(wish.output_dir, wish.folder), wish)
     outputs, stem = Path("outputs"), wish.recipe_path.stem
     newest, free = None, outputs / stem
     for number in itertools.count(2):
@@ -123,13 +135,13 @@ def _choose(wish: Wish) -> RunDir:
             raise RecipeError(
                 f"--resume: no run of {stem} under outputs/; name it with --output-dir"
             )
-        return RunDir(free)
+        return RunDir(free / wish.folder)
     if wish.resume or wish.overwrite:
-        return _look_at(newest, wish)
+        return _look_at(newest / wish.folder, wish)
     with suppress(RecipeError, InUse):  # an earlier start that ended before its first checkpoint
-        if _names(newest):
-            return _look_at(newest, wish)
-    return RunDir(free)
+        if _names(newest / wish.folder):
+            return _look_at(newest / wish.folder, wish)
+    return RunDir(free / wish.folder)
 
 
 @dataclass
@@ -208,7 +220,7 @@ def claim_run_dir(wish: Wish) -> Claim:
 def _look_at(path: Path, wish: Wish, held: bool = False) -> RunDir:
     """Return what a run in this directory would be. A checkpoint is not read."""
     if os.path.lexists(path) and not path.is_dir():
-        raise _taken(path)
+        raise taken(path)
     names = _names(path)
     if not held:
         check_free(path)
@@ -226,9 +238,10 @@ def _look_at(path: Path, wish: Wish, held: bool = False) -> RunDir:
                 "touched. Name another --output-dir"
             )
         read_recipe(path)
-        return RunDir(
-            path, replaces=True, note="--overwrite: the run in it is deleted when this one begins"
-        )
+        note = "--overwrite: the run in it is deleted when this one begins"
+        if wish.stage > 1:
+            note = _STARTS_OVER
+        return RunDir(path, replaces=True, note=note)
     checkpoints = list_checkpoints(path)
     if wish.resume and checkpoints:
         checkpoint = find_checkpoint(path, wish.step)
@@ -237,16 +250,12 @@ def _look_at(path: Path, wish: Wish, held: bool = False) -> RunDir:
         others = foreign_files(path)
         changed = changed_keys(read_recipe(path), wish.tables)
         if not others and not changed:
-            return RunDir(
-                path,
-                replaces=True,
-                note="an earlier start in it ended before its first checkpoint; starting over",
-            )
+            return RunDir(path, replaces=True, note=_STARTS_OVER)
         if wish.resume:
             reasons = [f"it was started with other values of {', '.join(changed)}"] * bool(changed)
             reasons += [f"it holds other files ({', '.join(others[:3])})"] * bool(others)
             raise _no_checkpoint(path, f", and {' and '.join(reasons)}")
-    raise _no_checkpoint(path) if wish.resume else _taken(path)
+    raise _no_checkpoint(path) if wish.resume else taken(path)
 
 
 def _check_writable(path: Path) -> None:
@@ -300,7 +309,7 @@ def _no_checkpoint(path: Path, reason: str = "") -> RecipeError:
     )
 
 
-def _taken(path: Path) -> RecipeError:
+def taken(path: Path) -> RecipeError:
     remedy = ", or continue that run with --resume"
     if (path / RECIPE_FILE).is_file():
         remedy = ", continue that run with --resume, or replace it with --overwrite"

@@ -26,6 +26,9 @@ PROVEN = re.compile(r"(?P<table>teacher|teachers\..+|rollout)\.(url|dtype)")
 """Keys of a model on a server that a resumed run may change, for its first answers prove that the
 model is the same. A dtype there only says how far answers may be apart."""
 
+STAGE = re.compile(r"stage_[0-9]+")
+"""Folder of a stage."""
+
 Tables = Mapping[str, Any]
 """A recipe as ``recipe.json`` has it, with every default."""
 
@@ -74,7 +77,13 @@ def differing_keys(before: Any, now: Any, name: str = "") -> list[str]:
 
 def changed_keys(before: Tables, now: Tables) -> list[str]:
     """Name the differing keys that a resumed run may not change."""
-    return [key for key in differing_keys(before, now) if not MAY_CHANGE.fullmatch(key)]
+    changed = [key for key in differing_keys(before, now) if not MAY_CHANGE.fullmatch(key)]
+    if "student.model" in changed:
+        models = [Path(str(tables["student"]["model"])).parts[-3:] for tables in (before, now)]
+        # The checkpoint of the stage before this one, in a directory that was moved.
+        if models[0] == models[1] and STAGE.fullmatch(models[0][0]):
+            changed.remove("student.model")
+    return changed
 
 
 def check_continues(run_dir: Path, now: Tables, done: int) -> str:
