@@ -169,17 +169,29 @@ def recipe_of(args: argparse.Namespace) -> "Recipe":
 
 
 def _check(args: argparse.Namespace) -> int:
-    recipe = recipe_of(args)
-    warn_of_paths(recipe)
-    print(recipe.model_dump_json(indent=2))
+    import json
+
+    from prime_composer.recipe.stages import load_stages
+
+    recipes = load_stages(args.config, args.overrides)
+    warn_of_paths(recipes[0])
+    tables = [recipe.model_dump(mode="json") for recipe in recipes]
+    shown = {"stages": tables} if len(tables) > 1 else tables[0]
+    print(json.dumps(shown, indent=2, ensure_ascii=False))
     return 0
 
 
 def _probe(args: argparse.Namespace) -> int:
     set_environment()
     from prime_composer.cli.probe import run_probe
+    from prime_composer.recipe.stages import load_stages
 
-    return run_probe(recipe_of(args), args.json, args.reference)
+    recipes, status = load_stages(args.config, args.overrides), 0
+    for number, recipe in enumerate(recipes, 1):
+        if len(recipes) > 1 and not args.json:
+            print(f"stage {number} of {len(recipes)}, from the recipe's student:")
+        status = max(status, run_probe(recipe, args.json, args.reference))
+    return status
 
 
 def _teacher(args: argparse.Namespace) -> int:
@@ -196,18 +208,23 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     from prime_composer.local.sources import problems_to_prepare
+    from prime_composer.recipe.stages import load_stages
     from prime_composer.recipe.urls import has_credentials, public_url
     from prime_composer.tiny_models.cache import model_folders
     from prime_composer.upstream.export import export_recipe
+    from prime_composer.upstream.export.stages import write_stages
     from prime_composer.upstream.export.toml import write_text
 
-    recipe = recipe_of(args)
+    recipe, *later = load_stages(args.config, args.overrides)
     problems = problems_to_prepare(recipe)
     folders = {} if problems is None else model_folders(recipe, problems)
     models = {table: folder for table, folder in folders.items() if folder.is_dir()}
+    warn_of_paths(recipe)
+    if later:
+        source = Path(args.config)
+        return write_stages([recipe, *later], args.dialect, models, problems, source, args.output)
     export = export_recipe(recipe, args.dialect, models, problems)
     export.warn()
-    warn_of_paths(recipe)
     text = export.text()
     if args.output is None:
         if has_credentials(text):
@@ -235,8 +252,9 @@ def warn_of_paths(recipe: "Recipe") -> None:
 def _prepare(args: argparse.Namespace) -> int:
     set_environment()
     from prime_composer.local.sources import problems_to_prepare
+    from prime_composer.recipe.stages import load_stages
 
-    recipe = recipe_of(args)
+    recipe, *_ = load_stages(args.config, args.overrides)  # whose models are those of every stage
     problems = problems_to_prepare(recipe)
     if problems is None:
         print("this recipe names existing models; there is nothing to prepare")

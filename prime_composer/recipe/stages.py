@@ -85,7 +85,19 @@ def parse_stages(raw: dict[str, Any], source: str = "recipe") -> list[Recipe]:
             f"{source}: {' and '.join(double)} beside [[stages]]: each stage has its own; leave "
             "the recipe's out"
         )
-    return [_stage(raw, number, source) for number in range(1, len(stages) + 1)]
+    recipes = [_stage(raw, number, source) for number in range(1, len(stages) + 1)]
+    if recipes[0].rollout.url is not None:
+        raise RecipeError(
+            f"{source}: [[stages]] and rollout.url: a stage begins with a checkpoint of the one "
+            "before it, and the server has another model; set another rollout.backend, without url"
+        )
+    if recipes[0].environments_by_id and not recipes[0].rollout.renderer:
+        raise RecipeError(
+            f"{source}: [[stages]] and environments by id without rollout.renderer: from the "
+            "second stage on the student is a directory, whose name chooses no renderer; set "
+            "rollout.renderer"
+        )
+    return recipes
 
 
 def _stage(raw: dict[str, Any], number: int, source: str) -> Recipe:

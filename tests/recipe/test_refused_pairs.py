@@ -12,6 +12,7 @@ from prime_composer.local.probe.run import probe
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
+from prime_composer.recipe.stages import parse_stages
 from prime_composer.trl.objective import read_loss
 from prime_composer.upstream.export import export_recipe
 from tests.command import toml
@@ -26,13 +27,26 @@ SFT = {"loss": {"type": "sft"}, "rollout": {"student_fraction": 0.0}}
 END = {"checks": {"collapse": {"end": 0.01}}}
 GROWTH = {"max_tokens": 64, "growth": {"start": 8, "steps": 7}}
 GROWING = {"rollout": {**GROWTH, "group_size": 2}}
+GROWTH_IN_STAGES = {"rollout": {"max_tokens": 64, "growth": {"start": 8, "steps": 2},
+                                "group_size": 2}}  # fmt: skip
 DPO = {"weight": 1.0, "loss": {"type": "dpo"}}
+STAGES: dict[str, Any] = {
+    "stages": [{"loss": {"type": "topk_reverse_kl", "k": 4}, "steps": 3},
+               {"loss": {"type": "default"}, "steps": 2}],
+    "loss": None, "trainer": {"batch_size": 8},
+}  # fmt: skip
 BY_ID = {"environments": {"rev": {"id": "reverse-text"}}, "data": None}
 
 
 def parsed(raw: dict[str, Any], folder: Path) -> str:
     with pytest.raises(RecipeError) as error:
         parse_recipe(raw)
+    return str(error.value)
+
+
+def staged(raw: dict[str, Any], folder: Path) -> str:
+    with pytest.raises(RecipeError) as error:
+        parse_stages(raw)
     return str(error.value)
 
 
@@ -106,6 +120,19 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
         parsed, {"loss": {"type": "sft"}, "rollout": {**GROWTH, "student_fraction": 0.0}}
     ),
     "`[rollout.growth]`, a recipe for TRL": (for_trl, GROWING),
+    "`[[stages]]`, `[loss]`": (staged, {**STAGES, "loss": SAMPLED}),
+    "`[[stages]]`, `trainer.steps`": (staged, {**STAGES, "trainer": {"steps": 3}}),
+    "`[reference]`, a stage of RL": (
+        staged, {**STAGES, "reference": {"start": True},
+                 "stages": [{"loss": SAMPLED, "steps": 3}, STAGES["stages"][1]]},
+    ),
+    "`[rollout.growth]`, a stage of RL": (staged, {**STAGES, **GROWTH_IN_STAGES}),
+    "`[[stages]]`, `rollout.url`": (
+        staged, {**STAGES, "rollout": {"backend": "server", "url": "http://a:1", "group_size": 2}}
+    ),
+    "`[[stages]]`, `environments` by id without `rollout.renderer`": (staged, {**STAGES, **BY_ID}),
+    "`[[stages]]`, `tape make`": (made, {**STAGES, "teacher": TAPED}),
+    "`[[stages]]`, a recipe for TRL": (for_trl, STAGES),
 }  # fmt: skip
 
 

@@ -184,6 +184,8 @@ class Version:
         wandb: path of the W&B table.
         run_dir: writes the run directory.
         resume: changes a TOML table so that the run continues from its newest checkpoint.
+        weights: folder of the run directory with a whole model of its checkpoints. None: it writes
+            none.
         places: where [orchestrator] has the keys that main moved.
         vllm_without_plugins: the vLLM that it pins, where that has no endpoint plugins.
     """
@@ -207,6 +209,7 @@ class Version:
     wandb: tuple[str, ...]
     run_dir: Callable[[Path], Table]
     resume: Callable[[Table], None]
+    weights: str | None
     places: Places = PLACES
     vllm_without_plugins: str | None = None
 
@@ -245,6 +248,7 @@ _V0_6 = Version(
     wandb=("wandb",),
     run_dir=output_dir_itself,
     resume=resume_newest_step,
+    weights="weights",
     vllm_without_plugins="0.22",
 )
 _V0_7 = replace(
@@ -284,6 +288,7 @@ _HEAD = replace(
     wandb=("monitors", "wandb"),
     run_dir=output_dir_and_name,
     resume=resume_table,
+    weights=None,
 )
 _V0_9 = replace(_HEAD, name="v0.9", commit=None, surface=(*_HEAD.surface, "rl.dashboard"))
 _MAIN = replace(
