@@ -17,8 +17,8 @@ from typing import TypeAlias
 from prime_composer.cli.program import program
 from prime_composer.cli.study_file import Run, StudyConfig, is_finished, load_study
 from prime_composer.cli.study_report import in_short, write_report
-from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.run_dir.claim import Wish, choose_run_dir, claim_run_dir
+from prime_composer.local.run_dir.stages import open_chain, wishes_of
 from prime_composer.local.signals import Stopped
 from prime_composer.local.sources import load_sources
 from prime_composer.recipe.schema import RecipeError
@@ -44,6 +44,12 @@ def plan_study(
             print(f"{run.name}: finished, kept")
             continue
         left.append(run)
+        if run.stages:
+            chain = open_chain(wishes_of_stages(run, overwrite))
+            of_stages = [stage.trainer for stage in run.stages[chain.first :]]
+            rollouts += sum(trainer.steps * trainer.batch_size for trainer in of_stages)
+            print(f"{run.name}: runs, stages {chain.first + 1} to {len(run.stages)}")
+            continue
         run_dir = choose_run_dir(wish_of(run, overwrite))
         checkpoint = run_dir.checkpoint
         steps = run.recipe.trainer.steps - (checkpoint.step if checkpoint else 0)
@@ -101,10 +107,16 @@ def introduction(study: StudyConfig, runs: Sequence[Run]) -> str:
 def wish_of(run: Run, overwrite: bool) -> Wish:
     """Return what a run asks of its directory: to continue there, or to delete what is there."""
     exists = run.run_dir.exists()
-    resume = not overwrite and bool(list_checkpoints(run.run_dir))
+    resume = not overwrite and run.has_begun
     return Wish(
         run.recipe, run.base, str(run.run_dir), resume=resume, overwrite=overwrite and exists
     )
+
+
+def wishes_of_stages(run: Run, overwrite: bool) -> list[Wish]:
+    """Return ``wish_of`` for each stage of a run that has stages."""
+    how = {"resume": not overwrite and run.has_begun, "overwrite": overwrite}
+    return wishes_of(run.stages, run.base, str(run.run_dir), **how)
 
 
 def check_variants(runs: Sequence[Run]) -> list[str]:
@@ -121,7 +133,11 @@ def check_variants(runs: Sequence[Run]) -> list[str]:
         first.setdefault(run.variant, run)
     for run in first.values():
         try:
-            lines = plan(run.recipe, load_sources(run.recipe))
+            lines = [
+                line
+                for recipe in run.stages or [run.recipe]
+                for line in plan(recipe, load_sources(recipe))
+            ]
         except ValueError as error:
             raise RecipeError(f"{run.name}: {error}") from error
         warnings |= dict.fromkeys(line for line in lines if line.startswith("warning:"))
@@ -134,11 +150,15 @@ def delete(runs: Sequence[Run]) -> None:
     Raises:
         ValueError: a variant is wrong, or a directory is no run or in use. Nothing was touched.
     """
-    wishes = [wish_of(run, overwrite=True) for run in runs if run.run_dir.exists()]
+    there = [run for run in runs if run.run_dir.exists()]
+    wishes = [wish_of(run, overwrite=True) for run in there if not run.stages]
+    chains = [open_chain(wishes_of_stages(run, overwrite=True)) for run in there if run.stages]
     for wish in wishes:
         choose_run_dir(wish)
     check_variants(runs)
-    for wish in wishes:
+    for chain in chains:
+        chain.delete_later()
+    for wish in (*wishes, *(chain.wish(0) for chain in chains)):
         with claim_run_dir(wish) as claim:
             claim.begin()
     for run in runs:
@@ -183,7 +203,7 @@ def start(run: Run) -> Process:
     command += ["--engine", "local", "--output-dir", str(run.run_dir)]
     for item in run.overrides:
         command += ["--set", item]
-    if list_checkpoints(run.run_dir):
+    if run.has_begun:
         command.append("--resume")
     run.run_dir.parent.mkdir(parents=True, exist_ok=True)
     return call(command, run.log)

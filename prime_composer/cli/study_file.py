@@ -10,15 +10,18 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.run_dir.recipe_file import (
     RECIPE_FILE,
     Tables,
     differing_keys,
     read_recipe,
 )
+from prime_composer.local.run_dir.stages import last_step
 from prime_composer.local.tracker import METRICS_FILE, read_metrics
-from prime_composer.recipe.loading import load_recipe, parse_tables, read_tables
+from prime_composer.recipe.loading import parse_tables, read_tables
 from prime_composer.recipe.schema import Recipe, RecipeError
+from prime_composer.recipe.stages import folder_of, load_stages
 from prime_composer.tables import Table
 
 SAME = re.compile(
@@ -103,6 +106,9 @@ class StudyConfig(Table):
         return {"-".join(names): items for names, items in self.combinations.items()}
 
 
+STARTS = ("student.model", "student.prepare")
+"""Keys that differ from a stage's recipe in its run: it begins with another stage's checkpoint."""
+
 EVALUATED = "eval/truncated"
 """Metric of every evaluation."""
 
@@ -118,6 +124,8 @@ class Run:
         overrides: the same as ``--set`` items.
         base: the recipe file.
         run_dir: where the run goes.
+        stages: the recipe of each stage, where it has stages. Then ``recipe`` is the last one's,
+            with the steps of all.
     """
 
     variant: str
@@ -126,10 +134,16 @@ class Run:
     overrides: tuple[str, ...]
     base: Path
     run_dir: Path
+    stages: Sequence[Recipe] = ()
 
     @property
     def name(self) -> str:
         return f"{self.variant}-seed{self.seed}"
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run, or its first stage, has a checkpoint to continue from."""
+        return bool(list_checkpoints(self.run_dir / (folder_of(1) if self.stages else "")))
 
     @property
     def log(self) -> Path:
@@ -165,11 +179,17 @@ def load_study(
         for variant, items in study.items_of.items():
             overrides = (*study.overrides, *items, *changes, f"trainer.seed={seed}")
             try:
-                recipe = load_recipe(base, overrides)
+                stages = load_stages(base, overrides)
             except RecipeError as error:
                 raise RecipeError(f"{path}: variants.{variant}: {error}") from None
             run_dir = folder / f"{variant}-seed{seed}"
-            runs.append(Run(variant, seed, recipe, overrides, base, run_dir))
+            recipe = stages[-1]
+            if len(stages) > 1:
+                steps = sum(stage.trainer.steps for stage in stages)
+                trainer = recipe.trainer.model_copy(update={"steps": steps})
+                recipe = recipe.model_copy(update={"trainer": trainer})
+            of_stages = stages if len(stages) > 1 else ()
+            runs.append(Run(variant, seed, recipe, overrides, base, run_dir, of_stages))
     _check_same_budget(runs[: len(study.items_of)], path)
     return study, runs
 
@@ -194,16 +214,24 @@ def is_finished(run: Run) -> bool:
     Raises:
         RecipeError: it contains another recipe's run.
     """
-    if not (run.run_dir / RECIPE_FILE).exists():
+    if run.stages:
+        return all(
+            _is_finished(run.run_dir / folder_of(number), stage, is_later=number > 1)
+            for number, stage in enumerate(run.stages, 1)
+        )
+    return _is_finished(run.run_dir, run.recipe)
+
+
+def _is_finished(run_dir: Path, recipe: Recipe, is_later: bool = False) -> bool:
+    """Return ``is_finished`` of a run; ``is_later`` of one whose student another stage left."""
+    if not (run_dir / RECIPE_FILE).exists():
         return False
-    if changed := differing_keys(read_recipe(run.run_dir), run.tables):
+    changed = differing_keys(read_recipe(run_dir), recipe.model_dump(mode="json"))
+    if changed := [key for key in changed if not (is_later and key in STARTS)]:
         raise RecipeError(
-            f"{run.run_dir} holds a run with other values of {', '.join(changed)}; nothing was "
+            f"{run_dir} holds a run with other values of {', '.join(changed)}; nothing was "
             "touched. Name another --output-dir, or replace the study's runs with --overwrite"
         )
-    if not (run.run_dir / METRICS_FILE).exists():
+    if not (run_dir / METRICS_FILE).exists():
         return False
-    records = {record["step"]: record for record in read_metrics(run.run_dir)}
-    last, first = records.get(run.recipe.trainer.steps), records.get(0)
-    evaluates_nothing = first is not None and EVALUATED not in first
-    return last is not None and (EVALUATED in last or evaluates_nothing)
+    return last_step(read_metrics(run_dir), recipe.trainer) is not None

@@ -1,6 +1,7 @@
 """Log metrics to ``metrics.jsonl``, and to TensorBoard and W&B where the recipe enables them."""
 
 import importlib
+import itertools
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from typing import Any
 from prime_composer.backends.errors import naming
 from prime_composer.local.run_dir.disk import describe, replace_text
 from prime_composer.recipe.schema import LoggingConfig
+from prime_composer.recipe.stages import folder_of
 
 METRICS_FILE = "metrics.jsonl"
 WANDB_ID_FILE = "wandb_run_id.txt"
@@ -176,6 +178,9 @@ def import_wandb() -> Any:
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return every record of a run, in order. A last line cut short by a crash is left out.
 
+    Of a directory of stages these are the records of all of them. Steps count on over the stages,
+    and what a stage measures before its first step belongs to the last step before it.
+
     Raises:
         ValueError: there is no metrics file, or another line is not a record.
     """
@@ -183,7 +188,27 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     try:
         return parse_records(path)
     except (FileNotFoundError, NotADirectoryError):
+        if stages := stage_dirs(run_dir):
+            return _in_a_row([parse_records(stage / METRICS_FILE) for stage in stages])
         raise ValueError(f"{run_dir}: no {METRICS_FILE} there; is it a run directory?") from None
+
+
+def stage_dirs(run_dir: str | os.PathLike[str]) -> list[Path]:
+    """Return the directories of the stages that began in a run's, in order; none without stages."""
+    folders = (Path(run_dir) / folder_of(number) for number in itertools.count(1))
+    return [*itertools.takewhile(lambda folder: (folder / METRICS_FILE).is_file(), folders)]
+
+
+def _in_a_row(stages: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
+    for own in stages:
+        before = records[-1]["step"] if records else 0
+        for record in own:
+            if records and record["step"] == 0:
+                records[-1] = record | records[-1]
+            else:
+                records.append({**record, "step": before + record["step"]})
+    return records
 
 
 def parse_records(path: Path, damaged_too: bool = False) -> list[dict[str, Any]]:
