@@ -106,8 +106,8 @@ def _stage_of(wish: Wish, run_dir: RunDir) -> str:
     trainer = wish.recipe.trainer
     return (
         f"stage {wish.stage} of {wish.stages}, step {step}: {wish.recipe.loss.type}, "
-        f"{trainer.steps} steps, lr {trainer.lr:g}, a new optimizer and {trainer.schedule} "
-        "schedule\n"
+        f"{trainer.steps} steps, lr {trainer.lr:g}, with an optimizer and a {trainer.schedule} "
+        "schedule of its own\n"
     )
 
 

@@ -45,6 +45,8 @@ TESTS = {
     "step/balance.py": ["tests/step/test_balance.py"],
     "local/health.py": ["tests/local/test_health.py"],
     "recipe/rollout.py": ["tests/local/test_growth.py"],
+    "recipe/watchers.py": ["tests/recipe/test_stages.py"],
+    "recipe/stages.py": ["tests/recipe/test_stages.py"],
     "losses/sampled_reverse_kl.py": [
         LOSSES + "test_sampled_reverse_kl.py", "tests/parity/test_recorded.py"
     ],
@@ -622,6 +624,17 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "growth that jumps at its end": mutant(
         "recipe/rollout.py", "GrowthConfig.limit", ("self.steps - 1", "self.steps")
+    ),
+    "plateau from the last of equal values": mutant(
+        "recipe/watchers.py", "UntilConfig.best",
+        ("(values[index][1], -index)", "(values[index][1], index)"),
+    ),
+    "plateau one evaluation longer": mutant(
+        "recipe/watchers.py", "UntilConfig.best",
+        ("len(values) - 1 - place >= self.plateau", "len(values) - 1 - place > self.plateau"),
+    ),
+    "stages in one order of problems": mutant(
+        "recipe/stages.py", "_stage", ("SEEDS_APART * (number - 1)", "0")
     ),
     "growth over the last step": mutant(
         "local/health.py", "CollapseCheck.add", ("self.first_length is None", "True")

@@ -24,7 +24,7 @@ from prime_composer.local.run_dir.recipe_file import (
     changed_keys,
     read_recipe,
 )
-from prime_composer.local.tracker import past_evaluations, read_metrics
+from prime_composer.local.tracker import METRICS_FILE, past_evaluations, read_metrics
 from prime_composer.recipe.schema import Recipe, RecipeError, TrainerConfig
 from prime_composer.recipe.stages import folder_of, left_by_the_stage_before
 
@@ -146,6 +146,8 @@ def open_chain(wishes: Sequence[Wish]) -> Chain:
 
 def is_over(run_dir: Path, trainer: TrainerConfig) -> bool:
     """Return whether the newest checkpoint of a run is that of its last step, and evaluated."""
+    if not (run_dir / METRICS_FILE).exists():
+        return False
     records = {record["step"]: record for record in read_metrics(run_dir)}
     newest = list_checkpoints(run_dir)[-1].step
     upto = [record for step, record in sorted(records.items()) if step <= newest]
