@@ -20,7 +20,7 @@ from prime_composer.local.run_dir.recipe_file import (
 from prime_composer.local.run_dir.stages import last_step
 from prime_composer.local.tracker import METRICS_FILE, read_metrics
 from prime_composer.recipe.loading import parse_tables, read_tables
-from prime_composer.recipe.schema import Recipe, RecipeError
+from prime_composer.recipe.schema import Recipe, RecipeError, TrainerConfig
 from prime_composer.recipe.stages import folder_of, load_stages
 from prime_composer.tables import Table
 
@@ -216,17 +216,24 @@ def is_finished(run: Run) -> bool:
     """
     if run.stages:
         return all(
-            _is_finished(run.run_dir / folder_of(number), stage, is_later=number > 1)
+            _is_finished(
+                run.run_dir / folder_of(number),
+                stage.model_dump(mode="json"),
+                stage.trainer,
+                is_later=number > 1,
+            )
             for number, stage in enumerate(run.stages, 1)
         )
-    return _is_finished(run.run_dir, run.recipe)
+    return _is_finished(run.run_dir, run.tables, run.recipe.trainer)
 
 
-def _is_finished(run_dir: Path, recipe: Recipe, is_later: bool = False) -> bool:
+def _is_finished(
+    run_dir: Path, tables: Tables, trainer: TrainerConfig, is_later: bool = False
+) -> bool:
     """Return ``is_finished`` of a run; ``is_later`` of one whose student another stage left."""
     if not (run_dir / RECIPE_FILE).exists():
         return False
-    changed = differing_keys(read_recipe(run_dir), recipe.model_dump(mode="json"))
+    changed = differing_keys(read_recipe(run_dir), tables)
     if changed := [key for key in changed if not (is_later and key in STARTS)]:
         raise RecipeError(
             f"{run_dir} holds a run with other values of {', '.join(changed)}; nothing was "
@@ -234,4 +241,4 @@ def _is_finished(run_dir: Path, recipe: Recipe, is_later: bool = False) -> bool:
         )
     if not (run_dir / METRICS_FILE).exists():
         return False
-    return last_step(read_metrics(run_dir), recipe.trainer) is not None
+    return last_step(read_metrics(run_dir), trainer) is not None

@@ -166,7 +166,7 @@ def test_chain_that_was_moved_goes_on(whole: Path) -> None:
         shutil.rmtree(f"elsewhere/stage_2/checkpoints/step_00000{step}")
     (Path("elsewhere") / "stage_2" / "metrics.jsonl").unlink()
     with pytest.MonkeyPatch.context() as patch:
-        kill_at(patch, 2, 3, signal.SIGINT)
+        kill_at(patch, 2, 1, signal.SIGINT)
         assert rl("--resume", "--output-dir", "elsewhere") == 130
     shutil.move("elsewhere", "again")
     assert rl("--resume", "--output-dir", "again") == 0
@@ -215,8 +215,8 @@ def other(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("raw", "words", "said"),
     [
-        (other(lr=1e-2), ["--resume"], "is over, and was run with other values of trainer.lr;"),
-        (other(steps=9), ["--resume"], "other values of trainer.steps"),
+        (other(lr=1e-2), ["--resume"], "stage_1 was started with other values of trainer.lr;"),
+        (other(steps=9), ["--resume"], "trainer.steps = 9 instead of 4"),
         (tables(stages=[FIRST, {**SECOND, "lr": 1}]), ["--resume"], "other values of trainer.lr"),
         (tables(stages=[FIRST, SECOND, FIRST]), ["--resume", "--step", "2"], "3 of 3 is under"),
         (tables(), [], "exists and is not empty"),
@@ -233,6 +233,21 @@ def test_chain_that_does_not_continue_is_refused(
 ) -> None:
     assert rl("--output-dir", str(whole), *words, raw=raw) == 2
     assert said in capsys.readouterr().err
+
+
+def test_stage_that_is_over_grows_no_longer(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run with a constant schedule does, and another stage has begun with its student."""
+    shutil.copytree(whole, "here")
+    for stage in ("stage_1", "stage_2"):
+        kept = Path("here") / stage / "recipe.json"
+        kept.write_text(kept.read_text().replace('"linear"', '"constant"'))
+    raw = other(steps=9)
+    raw["trainer"] = {**raw["trainer"], "schedule": "constant"}
+    assert rl("--output-dir", "here", "--resume", raw=raw) == 2
+    said = capsys.readouterr().err
+    assert "here/stage_1 is over, and was run with other values of trainer.steps;" in said
 
 
 def test_directory_of_something_else_is_refused(
@@ -261,5 +276,6 @@ def test_stage_that_cannot_run_is_found_before_the_first_one(
     raw["rollout"] = {**raw["rollout"], "group_size": 2}
     raw["replay"] = {"source": "jsonl", "path": "gone.jsonl"}
     assert rl(raw=raw) == 2
-    assert "stage 2 of 2: " in (said := capsys.readouterr().err) and "gone.jsonl" in said
-    assert not Path("outputs").exists() or not list(Path("outputs").rglob("metrics.jsonl"))
+    said = capsys.readouterr().err
+    assert "stage 2 of 2: " in said and "gone.jsonl" in said
+    assert not list(Path().rglob("metrics.jsonl"))
