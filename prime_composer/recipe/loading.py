@@ -198,9 +198,9 @@ def apply_override(raw: dict[str, Any], item: str) -> None:
 
 def _stage_of(raw: dict[str, Any], names: Sequence[str], shown: str) -> dict[str, Any]:
     """Return the table of the stage whose number comes first in ``names``."""
-    stages = raw.get("stages")
-    count = len(stages) if isinstance(stages, list) else 0
-    if not count:
+    found = raw.get("stages")
+    stages = found if isinstance(found, list) else []
+    if not (count := len(stages)):
         raise RecipeError(f"{shown}: the recipe has no [[stages]]; set trainer.steps or loss.type")
     if names[0] not in map(str, range(1, count + 1)) or len(names) < 2:
         raise RecipeError(
