@@ -136,7 +136,7 @@ def _run(
         except RunStopped as error:
             if error.checkpoint is None:
                 raise
-            line = line_to_resume(wish, path, command, error.step)
+            line = line_to_resume(_named(wish, path), path, command, error.step)
             text = str(error).replace(f"--output-dir {path}", f"--output-dir {_named(wish, path)}")
             raise RunStopped(f"{text}\n    {line}", error.checkpoint) from error
     drawn = _show(outcome, recipe)
@@ -183,7 +183,7 @@ def how_to_go_on(wish: Wish, run_dir: Path, command: str) -> str:
         of_stage = f" of stage {wish.stage}"
     if checkpoints:
         step = checkpoints[-1].step
-        line = line_to_resume(wish, run_dir, command, step)
+        line = line_to_resume(_named(wish, run_dir), run_dir, command, step)
         return f"step {step}{of_stage} is saved; continue with\n    {line}"
     if wish.stage > 1:
         line = f"{command} {shlex.join(['--output-dir', str(run_dir.parent), '--resume'])}"
@@ -191,10 +191,13 @@ def how_to_go_on(wish: Wish, run_dir: Path, command: str) -> str:
     return "nothing is saved yet; the same command starts over"
 
 
-def line_to_resume(wish: Wish, run_dir: Path, command: str, step: int) -> str:
-    """Return the command line that continues a run from one of its checkpoints, to be pasted."""
+def line_to_resume(named: Path, run_dir: Path, command: str, step: int) -> str:
+    """Return the command line that continues a run from one of its checkpoints, to be pasted.
+
+    ``named`` is the directory that it names, ``run_dir`` or the one of all stages.
+    """
     newest = list_checkpoints(run_dir)[-1].step
-    words = ["--output-dir", str(_named(wish, run_dir)), "--resume"]
+    words = ["--output-dir", str(named), "--resume"]
     words += [] if step == newest else ["--step", str(step)]
     return f"{command} {shlex.join(words)}"
 

@@ -143,8 +143,10 @@ def test_line_of_a_stopped_run_can_be_pasted(
 def test_line_names_the_step_where_it_is_not_the_newest(tmp_path: Path) -> None:
     for step in (1, 2):
         (tmp_path / "checkpoints" / f"step_{step:06}").mkdir(parents=True)
-    assert line_to_resume(tmp_path, "prime-rl rl", 2).endswith(f"{tmp_path} --resume")
-    assert line_to_resume(tmp_path, "prime-rl rl", 1).endswith(f"{tmp_path} --resume --step 1")
+    assert line_to_resume(tmp_path, tmp_path, "prime-rl rl", 2).endswith(f"{tmp_path} --resume")
+    assert line_to_resume(tmp_path, tmp_path, "prime-rl rl", 1).endswith(
+        f"{tmp_path} --resume --step 1"
+    )
 
 
 @pytest.mark.slow
