@@ -7,7 +7,7 @@ Per token of the mask that was sampled with mu(y) < below,
 It knows neither teacher nor rewards: what it gains, an objective from a teacher has to beat. The
 teacher is asked all the same, so that evaluations measure the KL.
 
-Source: OPSA, https://arxiv.org/abs/2608.31046. Left out: its thresholds and its trust region.
+The idea is OPSA's, https://arxiv.org/abs/2608.31046; threshold, penalty and rho are chosen here.
 """
 
 import math

@@ -830,7 +830,26 @@ def test_carried_key_changes_the_export_or_is_refused(key, monkeypatch):
     assert table != export_recipe(parse_recipe(without), "head", MODELS).table
 
 
-@pytest.mark.parametrize("key", kinds("not carried"))
+UNTIL = ["trainer.until.metric", "trainer.until.plateau"]
+"""Keys that a recipe has together, or not at all."""
+
+
+def test_end_before_the_last_step_is_not_carried(capsys):
+    """Both keys are named, and prime-rl's file is that of all steps."""
+    raw = tables()
+    raw["trainer"]["steps"], raw["eval"] = 9, {"every": 1}
+    without = export_recipe(parse_recipe(raw), "head").table
+    raw["trainer"]["until"] = {"metric": "eval/accuracy", "plateau": 2}
+    export = export_recipe(parse_recipe(raw), "head")
+    export.warn()
+    assert export.table == without
+    why = "prime-rl trains all steps of a run"
+    assert {key: export.not_carried[key] for key in UNTIL} == dict.fromkeys(UNTIL, why)
+    said = capsys.readouterr().err
+    assert all(key in said for key in UNTIL) and why in said
+
+
+@pytest.mark.parametrize("key", [key for key in kinds("not carried") if key not in UNTIL])
 def test_key_that_is_not_carried_is_in_head_and_on_stderr(key, capsys):
     """It changes nothing else."""
     raw = tables()
