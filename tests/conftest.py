@@ -48,6 +48,7 @@ def pytest_addoption(parser):
 
 
 import copy  # noqa: E402
+import functools  # noqa: E402
 import signal  # noqa: E402
 import subprocess  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
@@ -211,17 +212,19 @@ def trees(checkout: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Ca
 def tiny_recipe() -> Callable[..., dict[str, Any]]:
     """Return the tables of a recipe that runs in a second, with ``section__key=value`` changes."""
 
-    def make(**changes: Any) -> dict[str, Any]:
-        raw = copy.deepcopy(TINY_RECIPE)
-        for key, value in changes.items():
-            section, _, name = key.partition("__")
-            if name:
-                raw.setdefault(section, {})[name] = value
-            else:
-                raw[section] = value
-        return raw
+    return functools.partial(changed, TINY_RECIPE)
 
-    return make
+
+def changed(tables: dict[str, Any], /, **changes: Any) -> dict[str, Any]:
+    """Return a copy of a recipe's tables with ``section__key=value`` changes."""
+    raw = copy.deepcopy(tables)
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        if name:
+            raw.setdefault(section, {})[name] = value
+        else:
+            raw[section] = value
+    return raw
 
 
 @pytest.fixture(scope="session")

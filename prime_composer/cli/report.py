@@ -27,7 +27,7 @@ from prime_composer.local.answers import Answer, read_answers, read_signatures
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.run_dir.disk import readable
 from prime_composer.local.run_dir.recipe_file import RECIPE_FILE
-from prime_composer.local.tracker import read_metrics, stage_dirs
+from prime_composer.local.tracker import newest_stage, read_metrics, stage_dirs
 from prime_composer.problems.metrics import TITLES, signatures_of
 from prime_composer.recipe.prepare import QuantizeConfig
 from prime_composer.recipe.schema import Recipe
@@ -272,7 +272,7 @@ def print_report(runs: Sequence[str | Path]) -> None:
     print_table(console(), head, rows, names=2)
     print_signatures({k: text for run in runs for k, text in read_signatures(Path(run)).items()})
     for run in runs:
-        print_size([Path(run), *stage_dirs(run)][-1])
+        print_size(newest_stage(run))
     if len(runs) == 1:
         environments = environments_of(runs[0])
         if len(environments) > 1 and evaluated:
@@ -473,7 +473,7 @@ def loss_name(run: str | Path) -> str:
 
 def environments_of(run: str | Path) -> dict[str, str]:
     """Return the environments of a run with their titles, from the recipe kept with it."""
-    tables = _table_of([run, *stage_dirs(run)][-1], "environments")
+    tables = _table_of(newest_stage(run), "environments")
     return titles_of({k: table for k, table in tables.items() if isinstance(table, dict)})
 
 

@@ -199,6 +199,11 @@ def stage_dirs(run_dir: str | os.PathLike[str]) -> list[Path]:
     return [*itertools.takewhile(lambda folder: (folder / METRICS_FILE).is_file(), folders)]
 
 
+def newest_stage(run_dir: str | os.PathLike[str]) -> Path:
+    """Return the directory of a run's newest stage, its own where it has no stages."""
+    return [Path(run_dir), *stage_dirs(run_dir)][-1]
+
+
 def _in_a_row(stages: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for own in stages:

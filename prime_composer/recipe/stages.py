@@ -26,6 +26,9 @@ SEEDS_APART = 1_000_000
 """What ``trainer.seed`` rises by from one stage to the next: problems and samples are other ones,
 and those of no other seed that a study has."""
 
+FOLDER = re.compile(r"stage_[0-9]+")
+"""What ``folder_of`` returns."""
+
 
 class StageConfig(Table):
     """A stage of several: its loss and steps. All else is the recipe's, in every stage. A table

@@ -10,7 +10,7 @@ from prime_composer.recipe.loading import apply_override, parse_recipe
 from prime_composer.recipe.schema import RecipeError
 from prime_composer.recipe.stages import parse_stages
 from prime_composer.recipe.watchers import UntilConfig
-from tests.conftest import TINY_RECIPE
+from tests.conftest import TINY_RECIPE, changed
 
 OPD = {"loss": {"type": "topk_reverse_kl", "k": 8}, "steps": 6}
 RL = {"loss": {"type": "default", "adv_tau": 0.5}, "steps": 4, "lr": 1e-4}
@@ -23,13 +23,7 @@ def staged(*stages: Any, **changes: Any) -> dict[str, Any]:
     raw["rollout"]["group_size"] = 2
     del raw["loss"], raw["trainer"]["steps"]
     raw["stages"] = copy.deepcopy(list(stages))
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        if name:
-            raw.setdefault(section, {})[name] = value
-        else:
-            raw[section] = value
-    return raw
+    return changed(raw, **changes)
 
 
 def test_each_stage_is_the_recipe_that_one_writes_by_hand() -> None:

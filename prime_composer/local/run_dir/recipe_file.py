@@ -9,6 +9,7 @@ from typing import Any
 from prime_composer.local.run_dir.disk import replace_text
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.schema import RecipeError
+from prime_composer.recipe.stages import FOLDER
 from prime_composer.recipe.urls import MASK
 
 RECIPE_FILE = "recipe.json"
@@ -25,9 +26,6 @@ MAY_CHANGE = re.compile(
 PROVEN = re.compile(r"(?P<table>teacher|teachers\..+|rollout)\.(url|dtype)")
 """Keys of a model on a server that a resumed run may change, for its first answers prove that the
 model is the same. A dtype there only says how far answers may be apart."""
-
-STAGE = re.compile(r"stage_[0-9]+")
-"""Folder of a stage."""
 
 Tables = Mapping[str, Any]
 """A recipe as ``recipe.json`` has it, with every default."""
@@ -81,7 +79,7 @@ def changed_keys(before: Tables, now: Tables) -> list[str]:
     if "student.model" in changed:
         models = [Path(str(tables["student"]["model"])).parts[-3:] for tables in (before, now)]
         # The checkpoint of the stage before this one, in a directory that was moved.
-        if models[0] == models[1] and STAGE.fullmatch(models[0][0]):
+        if models[0] == models[1] and FOLDER.fullmatch(models[0][0]):
             changed.remove("student.model")
     return changed
 

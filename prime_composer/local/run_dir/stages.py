@@ -4,7 +4,7 @@ Each stage is a run in a folder of its own, ``stage_1`` and so on. A stage begin
 checkpoint of the one before it, once that is over.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,15 +18,10 @@ from prime_composer.local.run_dir.claim import (
     claim_run_dir,
     taken,
 )
-from prime_composer.local.run_dir.recipe_file import (
-    RECIPE_FILE,
-    STAGE,
-    changed_keys,
-    read_recipe,
-)
+from prime_composer.local.run_dir.recipe_file import RECIPE_FILE, changed_keys, read_recipe
 from prime_composer.local.tracker import METRICS_FILE, past_evaluations, read_metrics
 from prime_composer.recipe.schema import Recipe, RecipeError, TrainerConfig
-from prime_composer.recipe.stages import folder_of, left_by_the_stage_before
+from prime_composer.recipe.stages import FOLDER, folder_of, left_by_the_stage_before
 
 
 @dataclass(frozen=True)
@@ -44,9 +39,9 @@ class Chain:
     first: int
 
     @property
-    def left(self) -> Iterator[int]:
+    def left(self) -> range:
         """The places of the stages that are run now."""
-        return iter(range(self.first, len(self.wishes)))
+        return range(self.first, len(self.wishes))
 
     def wish(self, place: int) -> Wish:
         """Return what is asked of a stage, whose student the stage before it has left.
@@ -55,14 +50,14 @@ class Chain:
             DamagedCheckpoint: that checkpoint is not what was saved.
         """
         own = replace(self.wishes[place], output_dir=str(self.output))
-        folder, first = self.output / own.folder, place == self.first
-        begun = bool(list_checkpoints(folder))
         if place == 0:
             return own
+        folder = self.output / own.folder
+        begun = bool(list_checkpoints(folder))
         before = whole_checkpoint(self.output / folder_of(place)).path
         recipe = own.recipe.model_copy(update=left_by_the_stage_before(own.recipe.student, before))
         half_made = not begun and (folder / RECIPE_FILE).exists()
-        step = own.step if first else None
+        step = own.step if place == self.first else None
         return replace(own, recipe=recipe, resume=begun, step=step, overwrite=half_made)
 
     def delete_later(self) -> None:
@@ -184,7 +179,7 @@ def _check_output(output: Path, stages: int) -> None:
         return
     known = {REPORT_FILE, *map(folder_of, range(1, stages + 1))}
     others = sorted(path.name for path in output.iterdir() if path.name not in known)
-    if all(map(STAGE.fullmatch, others)) and others:
+    if all(map(FOLDER.fullmatch, others)) and others:
         raise RecipeError(
             f"{output} has {others[-1]}, and the recipe has {stages} stages: give the recipe that "
             "it was started with, or name another --output-dir"
