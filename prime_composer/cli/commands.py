@@ -132,7 +132,7 @@ def repeated(args: argparse.Namespace) -> str:
 def _rl_upstream(args: argparse.Namespace) -> int:
     set_environment()
     from prime_composer.local.sources import problems_to_prepare
-    from prime_composer.recipe.loading import read_tables
+    from prime_composer.recipe.loading import load_recipe, read_tables
     from prime_composer.tiny_models.cache import model_folders
     from prime_composer.upstream.launch import is_native, launch
     from prime_composer.upstream.versions.config_fields import has_prime_rl
@@ -141,7 +141,7 @@ def _rl_upstream(args: argparse.Namespace) -> int:
     problems = None
     # Without prime-rl, launch refuses; then there is nothing to prepare for.
     if has_prime_rl() and not is_native(read_tables(args.config, "recipe", "recipes/")):
-        recipe = recipe_of(args)
+        recipe = load_recipe(args.config, args.overrides)
         problems = problems_to_prepare(recipe)
         if problems is not None and args.dry_run:
             models = model_folders(recipe, problems)
@@ -159,13 +159,6 @@ def _rl_upstream(args: argparse.Namespace) -> int:
         dry_run=args.dry_run,
         problems=problems,
     )
-
-
-def recipe_of(args: argparse.Namespace) -> "Recipe":
-    """Load the recipe that a command names, with its overrides."""
-    from prime_composer.recipe.loading import load_recipe
-
-    return load_recipe(args.config, args.overrides)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -186,12 +179,7 @@ def _probe(args: argparse.Namespace) -> int:
     from prime_composer.cli.probe import run_probe
     from prime_composer.recipe.stages import load_stages
 
-    recipes, status = load_stages(args.config, args.overrides), 0
-    for number, recipe in enumerate(recipes, 1):
-        if len(recipes) > 1 and not args.json:
-            print(f"stage {number} of {len(recipes)}, from the recipe's student:")
-        status = max(status, run_probe(recipe, args.json, args.reference))
-    return status
+    return run_probe(load_stages(args.config, args.overrides), args.json, args.reference)
 
 
 def _teacher(args: argparse.Namespace) -> int:

@@ -41,35 +41,50 @@ PASSED = {"ok": True, "failed": False, "skipped": None}
 WORDS = {True: "passed", False: "FAILED", None: "not run"}
 
 
-def run_probe(recipe: Recipe, as_json: bool, references: int = 0) -> int:
+def run_probe(recipes: Sequence[Recipe], as_json: bool, references: int = 0) -> int:
     """Prepare a recipe's small models, measure, and print tables or one JSON object.
 
-    Of a teacher with a tokenizer of its own, ``references`` positions are compared with brute
-    force.
+    Of a recipe with stages each is measured, from the recipe's student; the object then has their
+    list, ``stages``. Of a teacher with a tokenizer of its own, ``references`` positions are
+    compared with brute force.
 
     Progress and failed checks go to standard error, the result to standard output. The exit status
     is 1 where a check failed, those of ``rl --dry-run`` included.
     """
+    reports = []
+    for number, recipe in enumerate(recipes, 1):
+        report = _measured(recipe, references)
+        reports.append(report)
+        stage = f"stage {number} of {len(recipes)}" if len(recipes) > 1 else ""
+        if not as_json:
+            if stage:
+                print(f"{stage}, from the recipe's student:")
+            print_probe(report)
+        for finding in report.findings:
+            if finding.state == "failed":
+                where = f"{stage}: " if stage else ""
+                print(f"{program()} probe: {where}{finding.name}: {finding.text}", file=sys.stderr)
+    if as_json:
+        shown = [plain(serialized(report)) for report in reports]
+        whole = {"stages": shown} if len(shown) > 1 else shown[0]
+        print(json.dumps(whole, indent=2, allow_nan=False))
+    return 0 if all(report.passed for report in reports) else 1
+
+
+def _measured(recipe: Recipe, references: int) -> ProbeReport:
+    """Return what is measured of one recipe, with what a dry run refuses."""
     with redirect_stdout(sys.stderr), Screen(total=recipe.trainer.steps) as screen:
         problems = load_sources(recipe)
         refused = refusal(OPENING, lambda: check_models(recipe))
-        if refused is None:
-            refused = refusal("what rl --dry-run checks", lambda: plan(recipe, problems))
-            paths = prepare_models(recipe, problems, progress=screen.preparing)
-            report = probe(recipe, problems, paths, screen.status, references=references)
-            # A check of the open models has said it already, with the same words or better ones.
-            if refused is not None and report.passed:
-                report = replace(report, findings=[*report.findings, refused])
-        else:
-            report = ProbeReport([refused])
-    if as_json:
-        print(json.dumps(plain(serialized(report)), indent=2, allow_nan=False))
-    else:
-        print_probe(report)
-    for finding in report.findings:
-        if finding.state == "failed":
-            print(f"{program()} probe: {finding.name}: {finding.text}", file=sys.stderr)
-    return 0 if report.passed else 1
+        if refused is not None:
+            return ProbeReport([refused])
+        refused = refusal("what rl --dry-run checks", lambda: plan(recipe, problems))
+        paths = prepare_models(recipe, problems, progress=screen.preparing)
+        report = probe(recipe, problems, paths, screen.status, references=references)
+        # A check of the open models has said it already, with the same words or better ones.
+        if refused is not None and report.passed:
+            report = replace(report, findings=[*report.findings, refused])
+        return report
 
 
 def refusal(name: str, check: Callable[[], object]) -> Finding | None:

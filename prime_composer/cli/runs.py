@@ -36,13 +36,15 @@ def run_stages(wishes: Sequence[Wish], command: str) -> int:
     the last one that ran.
     """
     chain = open_chain(wishes)
+    check_models(wishes[0].recipe)
+    problems = load_sources(wishes[0].recipe)  # which are those of every stage
     for place in chain.left:
-        _plan_stage(wishes[place])
+        _plan_stage(wishes[place], problems)
     before: Callable[[], None] | None = chain.delete_later if wishes[0].overwrite else None
     is_new = not chain.output.exists()
     for place in chain.left:
         try:
-            status = run_local(chain.wish(place), command, before)
+            status = _claim_and_run(chain.wish(place), problems, command, before)
         except BaseException:
             if is_new:
                 remove_empty(chain.output)
@@ -53,17 +55,17 @@ def run_stages(wishes: Sequence[Wish], command: str) -> int:
     return 0
 
 
-def _plan_stage(wish: Wish) -> list[str]:
+def _plan_stage(wish: Wish, problems: ProblemSet) -> list[str]:
     """Return the lines of a stage's plan. What refuses it names the stage."""
     from prime_composer.local.run_dir.plan import plan
 
     try:
-        return plan(wish.recipe, load_sources(wish.recipe))
+        return plan(wish.recipe, problems)
     except ValueError as error:
         raise ValueError(f"stage {wish.stage} of {wish.stages}: {error}") from error
 
 
-def run_local(wish: Wish, command: str, before: Callable[[], None] | None = None) -> int:
+def run_local(wish: Wish, command: str) -> int:
     """Prepare the recipe's models, train, show the outcome, and return the exit status.
 
     It is 0, 1 if the loss diverged, or 128 + n after signal n (130 after Ctrl-C).
@@ -71,7 +73,6 @@ def run_local(wish: Wish, command: str, before: Callable[[], None] | None = None
     Args:
         wish: what the user asked for.
         command: the words that ask for it again, for the line with which a stopped run continues.
-        before: called when every check has passed, before the run deletes what it replaces.
 
     Raises:
         ImportError: a library that the run needs is missing.
@@ -82,7 +83,17 @@ def run_local(wish: Wish, command: str, before: Callable[[], None] | None = None
 
     check_models(wish.recipe)
     require_libraries(wish.recipe, Routing.of_recipe(wish.recipe))
-    problems = load_sources(wish.recipe)
+    return _claim_and_run(wish, load_sources(wish.recipe), command)
+
+
+def _claim_and_run(
+    wish: Wish, problems: ProblemSet, command: str, before: Callable[[], None] | None = None
+) -> int:
+    """Run a recipe that is checked in the directory that is asked for, as ``run_local`` does.
+
+    ``before`` is called when every check of the open models has passed, before the run deletes what
+    it replaces.
+    """
     with claim_run_dir(wish) as claim:
         print(f"{_stage_of(wish, claim.run_dir)}{claim.run_dir.describe()}", flush=True)
 
@@ -137,8 +148,7 @@ def _run(
             if error.checkpoint is None:
                 raise
             line = line_to_resume(_named(wish, path), path, command, error.step)
-            text = str(error).replace(f"--output-dir {path}", f"--output-dir {_named(wish, path)}")
-            raise RunStopped(f"{text}\n    {line}", error.checkpoint) from error
+            raise RunStopped(f"{error}\n    {line}", error.checkpoint) from error
     drawn = _show(outcome, recipe)
     # A signal during the last step of a stage ends it, and keeps the next one from its start.
     if outcome.interrupted or (wish.stage < wish.stages and outcome.signum is not None):
@@ -225,6 +235,7 @@ def plan_local(wish: Wish) -> int:
 def plan_stages(wishes: Sequence[Wish]) -> int:
     """Check and print of all stages what ``plan_local`` does of a recipe."""
     chain = open_chain(wishes)
+    problems = load_sources(wishes[0].recipe)
     print(f"run directory: {chain.output}, with a folder for each of {len(wishes)} stages")
     if chain.first:
         print(f"stage {chain.first + 1} of {len(wishes)} is under way")
@@ -234,7 +245,7 @@ def plan_stages(wishes: Sequence[Wish]) -> int:
         print(f"\n{_stage_of(wish, run_dir)}", end="")
         if place:
             print(f"starts from the student of stage {place}; trainer.seed is {trainer.seed}")
-        for line in _plan_stage(wish):
+        for line in _plan_stage(wish, problems):
             print(line)
     print("dry run: nothing was run, nothing was written")
     return 0

@@ -350,9 +350,7 @@ class Run:
             choice = f", or with --step {verified[-1]} from a verified one" if verified else ""
         words = "--resume" if chosen == checkpoints[-1] else f"--resume --step {chosen.step}"
         return RunStopped(
-            f"{reason}; step {chosen.step} {state}; continue with {words} "
-            f"--output-dir {self.run_dir}{choice}",
-            chosen,
+            f"{reason}; step {chosen.step} {state}; continue with {words}{choice}", chosen
         )
 
     def outcome(self) -> Outcome:

@@ -35,7 +35,8 @@ class StageConfig(Table):
     ``until`` has the keys of ``[trainer.until]``.
 
     Each stage is a run: a new optimizer, a warm-up and a schedule over its own steps. Stage N has
-    ``trainer.seed`` + 1,000,000 (N - 1).
+    ``trainer.seed`` + 1,000,000 (N - 1). A student with ``quantize`` begins with its rounded
+    weights.
 
     Source: on-policy distillation, then RL, https://arxiv.org/abs/2609.04108.
     """

@@ -11,14 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from prime_composer.cli import report
 from prime_composer.cli.commands import main
+from prime_composer.local.opening import open_engine
 from prime_composer.local.run import Run
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.tiny_models.cache import prepare_models
 from tests.command import numbers, toml
 from tests.conftest import TINY_RECIPE
-from tests.local.helpers import run, weights
+from tests.local.helpers import run, tiny_models, weights
 
 FIRST = {"loss": {"type": "topk_reverse_kl", "k": 8}, "steps": 4}
 SECOND = {"loss": {"type": "topk_forward_kl", "k": 4}, "steps": 3, "lr": 3e-3}
@@ -94,6 +99,31 @@ def test_chain_is_two_runs_by_hand(whole: Path, tmp_path: Path) -> None:
     kept = json.loads((whole / "stage_2" / "recipe.json").read_text())
     assert kept["student"]["model"] == "outputs/r/stage_1/checkpoints/step_000004"
     assert kept["student"]["prepare"] is None
+
+
+def test_second_stage_of_a_rounded_student_begins_with_its_rounded_weights(tmp_path: Path) -> None:
+    """What the first stage learned below the rounding ends with it, as its optimizer does."""
+    source = tiny_models(TINY_RECIPE)["student"]
+    rounded = {"model": str(source), "quantize": {"bits": 3, "group": 8}}
+    assert rl(raw=tables(student=rounded)) == 0
+    left = Path("outputs/r/stage_1/checkpoints/step_000004")
+    by_hand = copy.deepcopy(TINY_RECIPE) | {
+        "loss": SECOND["loss"],
+        "student": rounded | {"model": str(left)},
+    }
+    by_hand["trainer"] |= {"steps": 3, "lr": 3e-3, "seed": 1_000_000}
+    recipe = parse_recipe(by_hand)
+    problems = load_problem_set(recipe.sources)
+    saved = load_file(left / "model.safetensors")
+    before = torch.load(left / "trainer.pt", weights_only=True)["latent"]
+    paths = prepare_models(recipe, problems)
+    with open_engine(recipe, problems, paths, lambda text: None) as engine:
+        began, latent = engine.model.state_dict(), engine.latent.state_dict()
+    assert all(torch.equal(saved[name], began[name]) for name in saved)
+    assert all(torch.equal(latent[name], saved[f"{name}.weight"]) for name in latent)
+    assert any(not torch.equal(before[name], latent[name]) for name in latent)
+    run(by_hand, tmp_path / "two")
+    assert_same(Path("outputs/r/stage_2"), tmp_path / "two")
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, stage: int, step: int, signum: int | None) -> None:
