@@ -6,7 +6,9 @@ runs all of this on a loss outside the package.
 
 import contextlib
 import dataclasses
+import inspect
 import math
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -388,6 +390,30 @@ def test_every_loss_names_itself_and_its_function():
         assert fn.__module__ == config.__module__ == module
         fields = {key: field for key, field in config.model_fields.items() if key != "type"}
         assert all(field.description for field in fields.values()), name
+
+
+def changes_with_the_sampler(config: LossConfig) -> bool:
+    """Return whether value or gradient depend on the log-probs of the policy that sampled."""
+    inputs = packed_inputs(config)
+    moved = dataclasses.replace(inputs, inference_logprobs=inputs.inference_logprobs - 0.1)
+    (out, grads), (other, others) = (loss_and_grads(config, one) for one in (inputs, moved))
+    return not all(map(torch.equal, (out.loss, *grads), (other.loss, *others)))
+
+
+def test_every_loss_says_how_it_takes_stale_rollouts():
+    """Its docstring has a sentence, and the code does what that says."""
+    for config, fn in LOSS_FNS.items():
+        if ":" in config.model_fields["type"].default:
+            continue
+        text = " ".join(inspect.getmodule(fn).__doc__.split())
+        said = re.search(r"Stale rollouts: (.*?)( References?: |$)", text)
+        assert said is not None, fn
+        plain = [one for knobs in config.examples if not (one := config(**knobs)).modifiers]
+        own = [one for one in plain if one.rl_mix is None]
+        reads = any(map(changes_with_the_sampler, own))
+        if not config.is_sum():
+            assert ("without an importance ratio" in said[1]) == (not reads), fn
+            assert "importance ratio" in said[1], fn
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)

@@ -2,8 +2,10 @@
 
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from prime_composer.extras import pip_install, requirement
@@ -50,6 +52,30 @@ class Refused(Exception):
         super().__init__(status, reason)
         self.status = status
         self.reason = reason
+
+
+class NotWanted(Exception):
+    """What this thread waits for is not wanted any more."""
+
+
+_unwanted: ContextVar[threading.Event | None] = ContextVar("unwanted", default=None)
+
+
+@contextmanager
+def wanted_until(unwanted: threading.Event) -> Iterator[None]:
+    """Within the block, let ``check_wanted`` raise in this thread once the event is set."""
+    token = _unwanted.set(unwanted)
+    try:
+        yield
+    finally:
+        _unwanted.reset(token)
+
+
+def check_wanted() -> None:
+    """Raise ``NotWanted`` where another thread has given up what this one works at."""
+    unwanted = _unwanted.get()
+    if unwanted is not None and unwanted.is_set():
+        raise NotWanted
 
 
 def os_error(error: BaseException) -> OSError | None:

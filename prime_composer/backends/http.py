@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from prime_composer.backends.errors import Refused, ServerError
+from prime_composer.backends.errors import Refused, ServerError, check_wanted
 from prime_composer.backends.incoming import Incoming
 from prime_composer.extras import pip_install
 from prime_composer.recipe.urls import checked_url, public_url, two_credentials
@@ -247,6 +247,7 @@ class Connection:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             while not concurrent.futures.wait([future], timeout=TICK).done:
+                check_wanted()
                 self._report()
             self._report()
             return future.result()
@@ -439,11 +440,10 @@ class Connection:
         if self._announced is not None and self._announced is not outage:
             self.show(f"{self.name} is back after {now - self._announced.since:.0f} s")
             self._announced = None
-        if outage is not None:
-            if outage.is_due(now):
-                self._announced = outage
-                self._show_wait(outage, now, self.wait)
-        elif self._quiet.is_due(now):
+        if outage is not None and outage.is_due(now):
+            self._announced = outage
+            self._show_wait(outage, now, self.wait)
+        elif outage is None and self._quiet.is_due(now):
             self._show_wait(self._quiet, now, self._deadline)
 
     def _show_wait(self, waiting: Waiting, now: float, limit: float) -> None:

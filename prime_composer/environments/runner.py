@@ -14,11 +14,13 @@ import os
 import queue
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from prime_composer.backends.errors import check_wanted
 from prime_composer.backends.protocols import Sampler, SamplingParams
 from prime_composer.environments.episodes import EnvironmentFailed, Episode, Failure, outcome
 from prime_composer.environments.opening import Environment, describe
@@ -32,6 +34,9 @@ CLOSING_SECONDS = 30.0
 
 PATIENCE = 60.0
 """Seconds that a round may take beyond what its rollouts are allowed, on a busy machine."""
+
+TICK = 0.25
+"""Seconds between two looks at whether the rollouts are still wanted."""
 
 STAGES = 4
 """Stages of a rollout that each may take its seconds: set-up, turns, clean-up, rewards."""
@@ -146,14 +151,16 @@ class Environments:
             )
 
     def _next_round(self, full: "queue.SimpleQueue[Any]", patience: float) -> Any:
-        try:
-            return full.get(timeout=patience)
-        except queue.Empty:
-            raise EnvironmentFailed(
-                f"the environments {', '.join(self._environments)} have neither asked for a turn "
-                f"nor ended for {patience:.0f} s, and do not react to their time limits: code of "
-                "one of them blocks. Repair it, or leave it out"
-            ) from None
+        end = time.monotonic() + patience
+        while (left := end - time.monotonic()) > 0:
+            check_wanted()
+            with contextlib.suppress(queue.Empty):
+                return full.get(timeout=min(left, TICK))
+        raise EnvironmentFailed(
+            f"the environments {', '.join(self._environments)} have neither asked for a turn nor "
+            f"ended for {patience:.0f} s, and do not react to their time limits: code of one of "
+            "them blocks. Repair it, or leave it out"
+        )
 
     async def _play(
         self, rounds: Rounds, tasks: Sequence[Task], params: SamplingParams

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -36,6 +36,12 @@ class Clock:
         self._start = time.perf_counter()
         self.laps: dict[str, float] = {}
 
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add phases that another clock has measured meanwhile, which lengthen no step."""
+        for name, value in seconds.items():
+            if name != "time/step":
+                self.laps[name] = self.laps.get(name, 0.0) + value
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure what runs in the block. A phase that comes twice is added up."""
@@ -44,6 +50,21 @@ class Clock:
         now = time.perf_counter()
         self.laps[f"time/{name}"] = self.laps.get(f"time/{name}", 0.0) + now - began
         self.laps["time/step"] = now - self._start
+
+
+@dataclass(frozen=True, eq=False)
+class Collected:
+    """A step's batch, and what was measured while it was collected.
+
+    Attributes:
+        batch: the batch.
+        metrics: of its rollouts and scores.
+        seconds: of the phases of its collection, where that ran beside other work.
+    """
+
+    batch: Batch
+    metrics: dict[str, float]
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -70,6 +91,11 @@ class Collector:
         """Return the problems of a step, shared among the environments by their ratios."""
         count = self.trainer.batch_size // self.rollout.group_size
         return problems_of_step(self.engine.problems.problem_set, count, self.trainer.seed, step)
+
+    def collect(self, step: int) -> Batch:
+        """Return the batch of a step: sampled, graded and scored."""
+        samples = self.grade(self.sample(self.problems(step), step))
+        return self.score(samples, step)
 
     def sample(self, problems: Sequence[Problem], step: int) -> "Sampled":
         """Sample answers to the problems, and play tasks of environments by id."""

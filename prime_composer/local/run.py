@@ -1,14 +1,17 @@
 """A run on this machine: what is open, what happens around its steps, and how it ends."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from prime_composer.backends.cpu_guard import all_cores
+from prime_composer.local.ahead.batches import Batches, Weights
+from prime_composer.local.ahead.pipeline import Ahead
+from prime_composer.local.ahead.stored import batch_state
 from prime_composer.local.answers import Answer, Answerer, write_answers
-from prime_composer.local.collect import Clock, Collector
+from prime_composer.local.collect import Clock
 from prime_composer.local.engine import Engine
 from prime_composer.local.evaluate import Evaluator
 from prime_composer.local.health import (
@@ -18,7 +21,7 @@ from prime_composer.local.health import (
     tokens_of_no_use,
 )
 from prime_composer.local.opening import open_engine
-from prime_composer.local.preflight import check_routing, preflight
+from prime_composer.local.preflight import check_routing
 from prime_composer.local.run_dir.checkpoint import (
     Checkpoint,
     CheckpointNotSaved,
@@ -26,22 +29,26 @@ from prime_composer.local.run_dir.checkpoint import (
     list_checkpoints,
     save_checkpoint,
     set_newer_aside,
-    tensor_bytes,
     tidy,
 )
 from prime_composer.local.run_dir.disk import describe
+from prime_composer.local.run_dir.room import (
+    bytes_ahead,
+    checkpoint_bytes,
+    checkpoints_at_once,
+    is_due,
+)
 from prime_composer.local.signals import StepAbandoned, StopRequest, finishing_the_step
 from prime_composer.local.student import Student
 from prime_composer.local.tracker import Tracker, past_evaluations, read_metrics
-from prime_composer.local.watch import Watch, WatchFailed
+from prime_composer.local.watch import Watch, WatchFailed, open_watch
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import signatures_of
 from prime_composer.recipe.routing import Routing
-from prime_composer.recipe.schema import CheckpointConfig, Recipe
+from prime_composer.recipe.schema import Recipe
 from prime_composer.recipe.watchers import check_measured
 from prime_composer.step.batch import Batch
 from prime_composer.step.gradients import gradient_shares
-from prime_composer.step.mismatch import SamplerCheck
 from prime_composer.teachers.tokenizer_pair import check_pairs
 
 
@@ -119,7 +126,10 @@ class Run:
         tracker: logs the steps.
         stop: whether a signal asked the run to stop.
         evaluations: step -> what was measured after it.
-        collector: collects the batch of the step under way.
+        batches: collects the batch of a step.
+        ahead: does it before the step; None where each batch is collected in its step.
+        clock: measures the step under way.
+        metrics: of the batch of the step under way.
         abandoned: a step was given up, because a signal came while it waited for a server.
         warned: metrics of steps, and what is not measured, of which the user was warned, each once.
     """
@@ -135,17 +145,27 @@ class Run:
     tracker: Tracker
     stop: StopRequest
     evaluations: dict[int, dict[str, float]]
-    collector: Collector = field(init=False)
+    batches: Batches = field(init=False)
+    ahead: Ahead | None = None
+    clock: Clock = field(default_factory=Clock)
+    metrics: dict[str, float] = field(default_factory=dict)
     abandoned: bool = False
     warned: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        recipe, engine, rollout = self.recipe, self.engine, self.recipe.rollout
+        self.batches = Batches(engine, recipe.trainer, rollout, recipe.replay, self.watch)
+        if rollout.ahead:
+            self.ahead = Ahead(
+                *(rollout.ahead, recipe.trainer.steps, engine.model, engine.sampler),
+                *(self.batches.collect, self.stop),
+            )
 
     def steps(self) -> Iterator[int]:
         """Yield the steps that are left, until a signal or ``trainer.until`` ends the run."""
         recipe, last = self.recipe, self.recipe.trainer.steps
         while self.student.steps < last and not self.stop.requested and self.best is None:
-            self.collector = Collector(
-                self.engine, recipe.trainer, recipe.rollout, recipe.replay, Clock()
-            )
+            self.clock = Clock()
             yield self.student.steps + 1
         if recipe.trainer.until is not None and self.best is not None:
             words = recipe.trainer.until.describe(self.best, self.evaluations)
@@ -159,17 +179,21 @@ class Run:
         until = self.recipe.trainer.until
         return None if until is None else until.best(self.evaluations)
 
-    def watch_teachers(self) -> None:
-        """Check who is due or was lost, after the batch is scored and before it trains.
-
-        A teacher that was exchanged while it scored this batch is seen as well.
-        """
-        with self.collector.clock.phase("checks"):
-            self.watch.check(self.student.steps)
+    def collect(self, step: int) -> Batch:
+        """Return the batch of a step: collected now, or ahead by an earlier step's weights."""
+        if self.ahead is None:
+            now = Weights(self.student.steps, self.student.model)
+            collected = self.batches.collect(step, now, self.clock)
+        else:
+            with self.clock.phase("wait"):
+                collected = self.ahead.take(step)
+            self.clock.add(collected.seconds)
+        self.metrics = collected.metrics
+        return collected.batch
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """Update the student, and return the step's metrics."""
-        student, clock = self.student, self.collector.clock
+        student, clock = self.student, self.clock
         shares: dict[str, float] = {}
         with clock.phase("train"):
             self.engine.begin_update()
@@ -177,24 +201,31 @@ class Run:
             with clock.phase("checks"):
                 shares = gradient_shares(student.model, student.loss, batch, student.config, step)
         with clock.phase("train"):
-            metrics = self.collector.metrics | shares | student.update(batch, step)
+            metrics = self.metrics | shares | student.update(batch, step)
         # Kept by the student, so that ``leave`` logs a step whose end an error cuts off.
         student.metrics = metrics | self.collapse.add(step, metrics)
         return student.metrics
 
     def load_weights(self, step: int) -> None:
-        """Send the new weights to whoever follows the student."""
-        with self.collector.clock.phase("sync"):
-            self.engine.end_step(step)
+        """Send the new weights to whoever follows the student.
+
+        A sampler that works ahead gets them between two batches, and here where it is asked next.
+        """
+        if self.ahead is None:
+            with self.clock.phase("sync"):
+                self.engine.end_step(step)
+        elif self.is_measured(step) or self.is_to_save(step):
+            with self.clock.phase("wait"):
+                self.ahead.settle()
+            with self.clock.phase("sync"):
+                self.ahead.serve(step)
 
     def end_step(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
         """Evaluate, watch, log, and save where it is due."""
-        seconds = self.collector.clock.laps
+        seconds = self.clock.laps
         metrics |= seconds
         metrics["tokens_per_second"] = batch.tokens / seconds["time/step"]
-        is_last = step == self.recipe.trainer.steps
-        saves = is_last or is_due(step, self.recipe.checkpoint.every)
-        measures = self.is_measured(step)
+        measures, saves = self.is_measured(step), self.is_to_save(step)
         with self.stop.may_interrupt():
             if measures:
                 metrics |= self.measure(step)
@@ -222,6 +253,10 @@ class Run:
     def is_measured(self, step: int) -> bool:
         """Return whether a step ends with an evaluation."""
         return step == self.recipe.trainer.steps or is_due(step, self.recipe.eval.every)
+
+    def is_to_save(self, step: int) -> bool:
+        """Return whether a step ends with a checkpoint."""
+        return step == self.recipe.trainer.steps or is_due(step, self.recipe.checkpoint.every)
 
     def measure(self, step: int) -> dict[str, float]:
         """Evaluate the student, and keep its first answers for the report."""
@@ -283,7 +318,7 @@ class Run:
                 yield self.stop
                 if not self.is_saved():
                     with self.stop.may_interrupt():
-                        self.watch.check(self.student.steps, before_use=True)
+                        self.verify()
                     self.save()
         except (ValueError, OSError, StepAbandoned) as error:
             stopped = self.leave(error)
@@ -292,6 +327,18 @@ class Run:
                 raise stopped from error
             if doubts := self.watch.doubts(self.student.steps):
                 self.display.status(f"warning: {doubts}")
+
+    def close(self) -> None:
+        """Give up what is collected ahead. Closing twice is harmless."""
+        if self.ahead is not None:
+            self.ahead.stop()
+
+    def verify(self) -> None:
+        """Ask everyone before the last finished step is saved, and collect nothing ahead of it."""
+        if self.ahead is not None:
+            self.ahead.stop()
+            self.ahead.serve(self.student.steps)
+        self.watch.check(self.student.steps, before_use=True)
 
     def is_saved(self) -> bool:
         """Return whether there is nothing new to save."""
@@ -305,6 +352,8 @@ class Run:
         state = self.student.state_dict()
         state |= {"teacher": self.engine.state_dict(), "watch": self.watch.state_dict()}
         state["tokenizer_pairs"] = self.engine.tokenizer_pairs
+        if self.ahead is not None:
+            state["ahead"] = self.ahead.state_dict(step, batch_state)
         model, tokenizer = self.engine.model, self.engine.problems.tokenizer
         kept = kept_steps(self.watch, self.collapse, step)
         save_checkpoint(self.run_dir, step, model, tokenizer, state, keep, kept)
@@ -316,6 +365,7 @@ class Run:
             The error to raise: what happened, what is safe, and how to go on.
         """
         reason = in_words(error)
+        self.close()
         # A step in doubt would push the last good checkpoint out.
         unfit = isinstance(error, CheckpointNotSaved | WatchFailed)
         if not unfit and not self.is_saved():
@@ -395,11 +445,12 @@ def open_run(
         resumed = None if resume is None else resume.step
         check_room(
             run_dir,
-            checkpoint_bytes(engine),
+            checkpoint_bytes(engine)
+            + bytes_ahead(engine, recipe.rollout, recipe.trainer.batch_size),
             checkpoints_at_once(recipe.checkpoint, student.steps, recipe.trainer.steps),
             resumed,
         )
-        watch = open_watch(engine, recipe, student.sampler_check is not None, status)
+        watch = open_watch(engine, recipe, status)
         if resume is not None:
             watch.load_state_dict(stored["watch"])
         if doubts := watch.doubts(student.steps):
@@ -425,29 +476,11 @@ def open_run(
                 *(recipe, run_dir, display, engine, student, watch, collapse, evaluator, tracker),
                 *(stop, evaluations),
             )
-            run.measure_at_start()
-            yield run
-
-
-def open_watch(
-    engine: Engine,
-    recipe: Recipe,
-    compares_samples: bool,
-    status: Callable[[str], None],
-) -> Watch:
-    """Run the preflight, and return the watch over what it has found.
-
-    ``compares_samples`` says whether a step compares the tokens that the sampler wrote.
-    """
-    found = preflight(engine, recipe, status)
-    return Watch(
-        engine,
-        recipe.checks,
-        dict(found.probes),
-        SamplerCheck.of_completions(recipe),
-        compares_each_step=compares_samples and recipe.rollout.student_fraction > 0,
-        max_tokens=recipe.rollout.max_tokens,
-    )
+            with closing(run):
+                run.measure_at_start()
+                if resume is not None and run.ahead is not None:
+                    run.ahead.load_state_dict(stored["ahead"], run.batches.of_state)
+                yield run
 
 
 def kept_steps(watch: Watch, collapse: CollapseCheck, step: int) -> list[int]:
@@ -461,26 +494,3 @@ def kept_steps(watch: Watch, collapse: CollapseCheck, step: int) -> list[int]:
 def in_words(error: Exception) -> str:
     """Return an error's sentence; for one of the file system what, where and how much room."""
     return describe(error) if isinstance(error, OSError) else str(error)
-
-
-def checkpoint_bytes(engine: Engine) -> int:
-    """Return the size of a checkpoint: weights, latent ones, AdamW's two moments, a moving
-    teacher."""
-    moments = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
-    return (
-        tensor_bytes(engine.model.state_dict())
-        + 2 * tensor_bytes(moments)
-        + tensor_bytes({} if engine.latent is None else engine.latent.state_dict())
-        + tensor_bytes(engine.state_dict())
-    )
-
-
-def checkpoints_at_once(config: CheckpointConfig, done: int, last: int) -> int:
-    """Return how many checkpoints are on the disk at most, while one is written."""
-    written = sum(step == last or is_due(step, config.every) for step in range(done + 1, last + 1))
-    return min(config.keep + 1, written + (done > 0))
-
-
-def is_due(step: int, every: int) -> bool:
-    """Return whether something that happens every ``every`` steps happens now; 0 is never."""
-    return every > 0 and step % every == 0

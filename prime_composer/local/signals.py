@@ -1,6 +1,7 @@
 """Stop on Ctrl-C, SIGTERM and SIGHUP: at once outside the steps, after the step in training."""
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,10 +34,14 @@ class StopRequest:
     Attributes:
         signum: number of the first signal; None before it.
         waiting: what is under way waits for a server and may be given up.
+        background: the thread that collects batches ahead; None without one.
+        background_waits: that thread waits for a server.
     """
 
     signum: int | None = None
     waiting: bool = False
+    background: int | None = None
+    background_waits: bool = False
     _may_wait: bool = False
 
     @property
@@ -58,7 +63,13 @@ class StopRequest:
             self._may_wait = self.waiting = False
 
     def wait_begins(self) -> None:
-        """Note that a server is waited for. A signal that has come before abandons the step."""
+        """Note that a server is waited for. A signal that has come before abandons the step.
+
+        What is waited for in the background is noted for whoever waits for that in turn.
+        """
+        if threading.get_ident() == self.background:
+            self.background_waits = True
+            return
         self.waiting = self._may_wait
         if self.waiting and self.requested:
             raise StepAbandoned

@@ -50,10 +50,7 @@ def train(
     ):
         for step in run.steps():
             with stop.may_interrupt():
-                sampled = run.collector.sample(run.collector.problems(step), step)
-                samples = run.collector.grade(sampled)
-                batch = run.collector.score(samples, step)
-                run.watch_teachers()
+                batch = run.collect(step)
             metrics = run.update(batch, step)
             with stop.may_interrupt():
                 run.load_weights(step)

@@ -1,10 +1,11 @@
 """Watch whether teachers and sampler are still those of the run's start.
 
 A teacher's weights are fixed, so it scores the preflight's probe with the same numbers throughout.
-The sampler's weights are the student's, so its log-probs of the tokens that it samples are those of
-the student. It is asked at temperature 1 and top-p 1, for runs that sample in another way. In the
-others every step compares its own tokens (``step.mismatch``), and the sampler is only asked before
-its rollouts are evaluated or its policy is saved.
+The sampler's weights are the student's, or those of its copy where batches are sampled ahead, so
+that its log-probs of the tokens that it samples are those of that model. It is asked at temperature
+1 and top-p 1, for runs that sample in another way or ahead. In the others every step compares its
+own tokens (``step.mismatch``), and the sampler is only asked before its rollouts are evaluated or
+its policy is saved.
 
 A teacher on a server is also asked before every batch trains and after every evaluation, unless the
 scoring plugin says that it is the same one (``teachers.watch``).
@@ -14,18 +15,20 @@ some sequences and right for the probe; and a model that scores the probe like t
 the tolerance of the dtype.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from prime_composer.backends.protocols import SamplingParams, Scorer
 from prime_composer.contract import InvalidAnswer, Scores, given
 from prime_composer.local.engine import Engine
-from prime_composer.local.preflight import PROBE_TOKENS, TOLERANCES
+from prime_composer.local.preflight import PROBE_TOKENS, TOLERANCES, preflight
 from prime_composer.recipe.routing import TeacherId
-from prime_composer.recipe.schema import ChecksConfig
+from prime_composer.recipe.schema import ChecksConfig, Recipe
 from prime_composer.recipe.urls import public_url
 from prime_composer.samplers.registry import BackendSpec
 from prime_composer.step.batch import Sample
@@ -90,7 +93,7 @@ class Watch:
             probe.limit = self.checks.tolerance or tolerance(self.engine, teacher, probe)
         self._sampler_starts = starts_of(self.engine.sampler)
 
-    def check(self, step: int, before_use: bool = False) -> None:
+    def check(self, step: int, before_use: bool = False, student: nn.Module | None = None) -> None:
         """Ask everyone where it is due, and whose server may be another one.
 
         Due are the steps of ``checks.every``, and each one before its weights are saved or
@@ -99,6 +102,7 @@ class Watch:
         Args:
             step: finished steps.
             before_use: the step is about to be saved or measured.
+            student: what has the weights of the sampler; None for the student in training.
 
         Raises:
             WatchFailed: an answer is another one.
@@ -114,7 +118,7 @@ class Watch:
             self._check_teacher(teacher)
         restarted = starts != self._sampler_starts
         if restarted or (due and (before_use or not self.compares_each_step)):
-            self._check_sampler()
+            self._check_sampler(self.engine.model if student is None else student)
             self._sampler_starts = starts
         everyone = len(teachers) == len(self.probes) and (restarted or self.compares_each_step)
         if due or ((teachers or restarted) and everyone):
@@ -208,8 +212,8 @@ class Watch:
         if (taped := given(self.engine.teachers).tapes.get(teacher)) is not None:
             taped.mark()
 
-    def _check_sampler(self) -> None:
-        kl, limit = self._sampler_mismatch(), self.sampler_check.limit
+    def _check_sampler(self, student: nn.Module) -> None:
+        kl, limit = self._sampler_mismatch(student), self.sampler_check.limit
         if not kl <= limit:
             raise WatchFailed(
                 f"[rollout] the sampler's log-probs are not those of the student's weights: KL "
@@ -219,7 +223,7 @@ class Watch:
             )
 
     @torch.no_grad()
-    def _sampler_mismatch(self) -> float:
+    def _sampler_mismatch(self, student: nn.Module) -> float:
         """Return KL(sampler || student) on a few completions, in nats per token."""
         engine = self.engine
         problems = engine.problems.problem_set.practice[:SAMPLER_PROMPTS]
@@ -230,8 +234,8 @@ class Watch:
         rollouts = engine.sampler.generate(prompts, params, seed=0)
         samples = [Sample(one, problem) for one, problem in zip(rollouts, problems, strict=True)]
         mismatch = Mismatch(self.sampler_check)
-        with autocast(engine.model, self.sampler_check.dtype):
-            mismatch.add(student_inputs(engine.model, samples))
+        with autocast(student, self.sampler_check.dtype):
+            mismatch.add(student_inputs(student, samples))
         return mismatch.capped_kl
 
     def _doubt(self) -> str:
@@ -239,6 +243,21 @@ class Watch:
             f"it was right at step {self.safe_step}, and later steps may have trained on wrong "
             "numbers. "
         )
+
+
+def open_watch(engine: Engine, recipe: Recipe, status: Callable[[str], None]) -> Watch:
+    """Run the preflight, and return the watch over what it has found."""
+    found, of_step = preflight(engine, recipe, status), SamplerCheck.of_recipe(recipe)
+    return Watch(
+        engine,
+        recipe.checks,
+        dict(found.probes),
+        SamplerCheck.of_completions(recipe),
+        compares_each_step=of_step is not None
+        and math.isfinite(of_step.limit)
+        and recipe.rollout.student_fraction > 0,
+        max_tokens=recipe.rollout.max_tokens,
+    )
 
 
 def tolerance(engine: Engine, teacher: TeacherId, probe: KnownRequest) -> float:

@@ -6,6 +6,8 @@
 The head is the teacher's most probable tokens up to a mass of ``head_mass``, the first one always.
 A tail bucket never belongs to it. w is one number per position.
 
+Stale rollouts: compared as the current student has them, without an importance ratio.
+
 Reference: "Rethinking Kullback-Leibler Divergence in Knowledge Distillation for Large Language
 Models" (2024), https://arxiv.org/abs/2404.02657, and wutaiqiang/LLM_KD_AKL ff278be.
 """

@@ -7,6 +7,8 @@ forward KL, (0, 1) is reverse KL. A small beta pulls harder at tokens that the s
 improbable, and a small alpha spreads the pull beyond the teacher's first tokens. The scale changes
 with both, so that a learning rate for one pair does not fit another.
 
+Stale rollouts: compared as the current student has them, without an importance ratio.
+
 Reference: ABKD (2025), https://arxiv.org/abs/2505.04560, and ghwang-s/abkd df81318, whose
 script for GPT-2 has these defaults. It differs at the limits, see
 ``divergences.alpha_beta_divergence``.

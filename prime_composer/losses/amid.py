@@ -7,6 +7,8 @@ The gradient flows through r. alpha = -1 mixes probabilities, and "q||r" is then
 forward with the same skew. alpha = 1 mixes log-probs, as TAID does. A larger alpha moves r towards
 the tokens that both find probable.
 
+Stale rollouts: compared as the current student has them, without an importance ratio.
+
 Reference: AMiD (2025), https://arxiv.org/abs/2510.15982, and aailab-kaist/AMiD a963105. Its "pr" is
 "q||r" here, because its p is the teacher. The defaults are that code's.
 """

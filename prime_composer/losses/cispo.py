@@ -10,6 +10,8 @@ has none at clipped ones. ratio_low = 0 clips on the high side alone, as the pap
 Left out: the paper's mask of tokens, which brings PPO's rule back. Equality with prime-rl's class
 is read from its source, and was not run.
 
+Stale rollouts: weighted by the importance ratio rho, clipped and detached.
+
 References: "MiniMax-M1" (2025), https://arxiv.org/abs/2506.13585, and prime-rl's ``CISPOLoss``
 (main of October 2026),
 https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py.

@@ -11,6 +11,8 @@ All channels but ``replay`` are sums over the same tokens, so that their weights
 ``replay`` is a sum over pairs, which the trainer scales by ``LossInputs.replay.loss_weights``. Each
 channel keeps its own modifiers and its own schedule, which reads the channel's mean loss and not
 the sum's. Metrics are ``compose/<channel>/<what>``, and ``compose/<channel>/loss`` per token.
+
+Stale rollouts: as each channel has it, with or without an importance ratio.
 """
 
 from typing import Any, ClassVar, Literal

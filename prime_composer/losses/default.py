@@ -8,6 +8,8 @@ Per token of the mask, with advantage A,
 On finite inputs, loss, gradient and metrics are bit-equal to upstream's, with ``loss_weights`` as
 in v0.7 and later.
 
+Stale rollouts: weighted by the importance ratio rho, within the trust region.
+
 References: ``default_loss_fn``,
 https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py
 (v0.6.0 to 559b4477). DPPO (2026), https://arxiv.org/abs/2602.04879. Kimi K2.5 (2026),

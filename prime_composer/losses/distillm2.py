@@ -15,6 +15,8 @@ with g, the mean of g_a over the answers of a kind in these steps, as the anchor
 
 Left out: answers that are sampled once, before training. Here both are sampled in each step.
 
+Stale rollouts: compared as the current student has them, without an importance ratio.
+
 References: "DistiLLM-2" (2025), https://arxiv.org/abs/2503.07067, and jongwooko/distillm-2 fe4cf9b.
 Its trainer switches the rise of beta and the adaptive skew off, and reads the anchors of the latter
 under another name than it stores them. There the adaptive skew has a gradient.

@@ -11,6 +11,8 @@ outside the mask trains nothing.
 The loss is a SUM over *pairs*. Where the trainer divides by tokens, ``loss_weights`` of
 tokens/pairs make that the mean over pairs. A pair's weight is the mean weight of its tokens.
 
+Stale rollouts: p is the current student's, without an importance ratio. Pairs are of any policy.
+
 Reference: "Direct Preference Optimization" (2023), https://arxiv.org/abs/2305.18290, Eq. 7.
 """
 

@@ -11,6 +11,9 @@ so that H(q) is a lower bound of the entropy of a single teacher. It is none of 
 head is a bound itself. Choose tau by the metric ``entropy``, which reports this number. The paper's
 tau, alpha and K could not be found, so that tau and alpha have no default here.
 
+Stale rollouts: p is the current student's. With ``reverse = "sampled"``, R is weighted by the
+importance ratio p/mu within the trust region, and nothing else is.
+
 Reference: "Entropy-Aware On-Policy Distillation" (2026), https://arxiv.org/abs/2603.07079.
 """
 

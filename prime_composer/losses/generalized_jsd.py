@@ -11,6 +11,8 @@ of the data: the engine draws it per sequence before sampling, and the paper's A
 Also left out: the paper's mean over each sequence (Eq. 2), because every token of the batch counts
 alike here. Temperatures: log-probs are of T = 1.
 
+Stale rollouts: compared as the current student has them, without an importance ratio.
+
 References: GKD, "On-Policy Distillation of Language Models" (2023),
 https://arxiv.org/abs/2306.13649, Eq. 1-2, Alg. 1.
 """

@@ -18,6 +18,9 @@ the tokens outside S.
 Left out: the trust region. ``max_ratio`` bounds rho instead, and gives up the unbiasedness beyond
 the bound.
 
+Stale rollouts: the head is of the current student, without a ratio, and the sampled tail is
+weighted by the importance ratio rho.
+
 References: EMA-PG (2026), https://arxiv.org/abs/2602.04417 (head and masked sampled tail, with a
 head that is not detached). SC-TA of TA-OPD (2026), https://arxiv.org/abs/2608.14728.
 """

@@ -11,6 +11,8 @@ Left out: the paper has two ratios, one of the two engines at the old weights, w
 and PPO's, which is clipped. As in prime-rl, one ratio has both meanings. Equality with prime-rl's
 class is read from its source, and was not run.
 
+Stale rollouts: weighted by the importance ratio rho, within the band.
+
 References: "Every Step Evolves" (2025), https://arxiv.org/abs/2510.18855, and prime-rl's
 ``IcePopLoss`` (main of October 2026),
 https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py.

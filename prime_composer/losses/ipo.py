@@ -11,6 +11,8 @@ kl_tau = 0, and rho capped at 1e4. It is not the preference loss of the same nam
 
 Left out: main's branch with score centering, https://arxiv.org/abs/2609.20807.
 
+Stale rollouts: weighted by the importance ratio rho, within the trust region.
+
 References: ``ipo_loss_fn`` (v0.6.0 to 559b4477) and ``IPOLoss`` (main of October 2026),
 https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py.
 """

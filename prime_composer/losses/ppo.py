@@ -12,6 +12,8 @@ Left out: a value function, an entropy bonus, and PPO's ratio to the policy at t
 the sampler is the old policy. Equality with prime-rl's class is read from its source, and was not
 run.
 
+Stale rollouts: weighted by the importance ratio rho, clipped.
+
 References: "Proximal Policy Optimization Algorithms" (2017), https://arxiv.org/abs/1707.06347, Eq.
 7, and prime-rl's ``PPOLoss`` (main of October 2026),
 https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py.

@@ -21,6 +21,8 @@ clipped ratio is prime-rl's trust region, with the same gradient at rho = 1. The
 lambda enter as their product, ``scale``. A rollout without a wrong one beside it, which they leave
 out, trains as under plain RL (e = 0). The wrong hints are the first of the group, not random ones.
 
+Stale rollouts: weighted by the importance ratio rho, within the trust region.
+
 References: "RLCSD" (2026), https://arxiv.org/abs/2606.11709, and THU-BPM/RLCSD 7eeff3c,
 third_party/verl/verl/trainer/ppo/core_algos.py, ``compute_policy_loss_rlcsd``.
 """

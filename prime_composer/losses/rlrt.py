@@ -15,6 +15,8 @@ of ``clip`` are those of ``rlsd``, and ``mix`` is 1. The paper's teacher reads a
 the same group. ``hint = "sibling"`` would leave out rollouts without one, and the recipe refuses it
 together with advantages: use ``hint = "reference"``.
 
+Stale rollouts: weighted by the importance ratio rho. The credit w is of the current student.
+
 Reference: "Rebellious Student" (2026), https://arxiv.org/abs/2605.10781.
 """
 

@@ -16,6 +16,8 @@ Differences from the authors' code, which adds PPO's clipped ratio: the trust re
 and the gradient is the same at rho = 1. Left out: the warm-up of ``mix``, and its restriction to
 wrong rollouts or to the tokens of a thought.
 
+Stale rollouts: weighted by the importance ratio rho. The credit w is of the current student.
+
 References: "Self-Distilled RLVR" (2026), https://arxiv.org/abs/2604.03128, and iie-ycx/RLSD
 93e46f7, verl/workers/actor/dp_opsd_actor.py, ``_build_stgca_advantages``.
 """

@@ -28,6 +28,9 @@ That is G-OPD, and with lambda above 1 ExOPD. The sum is formed where the rollou
 The letters: p is the current student (``trainer_logprobs``), mu the sampler, q the teacher. A sum
 over future tokens is left out on purpose, as upstream does (discount 0).
 
+Stale rollouts: A is of the current student, and weighted by the importance ratio rho, within the
+trust region.
+
 References: prime-rl ``opd_loss_fn`` (v0.6.0) and ``ref_kl_loss_fn`` (v0.7.0 to 559b4477, and
 main of October 2026), https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py.
 "On-Policy Distillation" (Thinking Machines, 2025),

@@ -12,6 +12,8 @@ beta = 0 is refused: the gate would be 1/2 everywhere, and the teacher drop out.
 It is an auxiliary term: put it into ``[loss.distillation.<name>]`` of ``compose``, with a weight of
 about 0.01, beside the RL loss. There is no importance ratio, as in the authors' code.
 
+Stale rollouts: p is the current student's, without an importance ratio.
+
 References: "Self-Distilled Agentic Reinforcement Learning" (2026),
 https://arxiv.org/abs/2605.15155, and ZJU-REAL/SDAR 8b85c23, verl/trainer/ppo/sdar_utils.py.
 """

@@ -15,6 +15,9 @@ token. Both policies are close, so that a support of the student's choice misses
 asks for the whole vocabulary and selects the student's K of it. A trainer whose teacher scores
 given ids provides those K alone.
 
+Stale rollouts: D is of the current student, and weighted by the importance ratio rho up to
+``max_ratio``.
+
 References: SDPO (2026), https://arxiv.org/abs/2601.20802, and lasgroup/SDPO 0e6d510,
 verl/trainer/ppo/core_algos.py. OPSD (2026), https://arxiv.org/abs/2601.18734. SDFT (2026),
 https://arxiv.org/abs/2601.19897 (skips the first tokens).

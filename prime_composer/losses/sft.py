@@ -5,6 +5,8 @@
 On finite inputs, loss, gradient and metric are bit-equal to upstream's, with ``loss_weights`` as in
 v0.7 and later. The loss needs no teacher at training time and no on-policy rollouts.
 
+Stale rollouts: p is the current student's, without an importance ratio.
+
 References: ``sft_loss_fn`` (v0.6.0) and ``ce_loss_fn`` (v0.7.0 to 559b4477),
 https://github.com/PrimeIntellect-ai/prime-rl/blob/main/src/prime_rl/trainer/rl/loss.py.
 "Sequence-Level Knowledge Distillation" (2016), https://arxiv.org/abs/1606.07947.

@@ -6,6 +6,8 @@ Per pair, with the *mean* log-prob of each response's tokens,
 
 Pairs are laid out and weighted as in ``dpo``. The loss is a SUM over pairs.
 
+Stale rollouts: p is the current student's, without an importance ratio. Pairs are of any policy.
+
 Reference: "SimPO" (2024), https://arxiv.org/abs/2405.14734, Eq. 6.
 """
 

@@ -8,6 +8,8 @@ skew = 0 is the plain KL. The loss is at most -log skew per token, and its gradi
 
 Left out: DistiLLM's adaptive share of the student's own rollouts, which is a property of the data.
 
+Stale rollouts: compared as the current student has them, without an importance ratio.
+
 Reference: DistiLLM (2024), https://arxiv.org/abs/2402.03898, and jongwooko/distillm d47e77f, whose
 default is 0.1.
 """

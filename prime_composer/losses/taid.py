@@ -14,6 +14,8 @@ it is 0 at p = p_t. The schedule reads whichever of the two the loss returns.
 
 At the default alpha the second branch wins only in runs of more than about 4,000 steps.
 
+Stale rollouts: compared as the current student has them, without an importance ratio.
+
 References: "TAID: Temporally Adaptive Interpolated Distillation" (2025),
 https://arxiv.org/abs/2501.16937, Eq. 3-6, Alg. 1. SakanaAI/TAID a062892,
 src/distil_losses/taid.py.

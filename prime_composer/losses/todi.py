@@ -5,6 +5,8 @@
 
 The value is forward KL plus reverse KL. The gradient is not, because the weights are held fixed.
 
+Stale rollouts: compared as the current student has them, without an importance ratio.
+
 Reference: ToDi (2025), https://arxiv.org/abs/2505.16297, and jungseongryong/ToDi 45f1f8b.
 """
 

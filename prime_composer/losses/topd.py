@@ -21,6 +21,9 @@ A token that a modifier removes from the loss still counts in R and in the norma
 the paper's inner iterations over a batch. The importance ratio and its trust region play their
 part, as in prime-rl's pull request.
 
+Stale rollouts: weighted by the importance ratio rho. The credit compares q with mu, the policy that
+sampled, and not with the current student.
+
 References: "Trust Region Policy Distillation" (2026), https://arxiv.org/abs/2607.04751, Eq. 8, and
 prime-rl's pull request 2966, af745473a, src/prime_rl/orchestrator/algo/topd.py.
 """

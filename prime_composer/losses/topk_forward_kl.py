@@ -7,6 +7,8 @@ S (``tail``). It is bounded for any probability of the token, unlike the reverse
 
 Left out: importance weighting, as in ``topk_reverse_kl``.
 
+Stale rollouts: compared as the current student has them, without an importance ratio.
+
 Reference: GKD, "On-Policy Distillation of Language Models" (2023),
 https://arxiv.org/abs/2306.13649, Eq. 1-2. The paper uses the full vocabulary and takes the mean
 over each sequence first. This loss is a sum over tokens.

@@ -11,6 +11,8 @@ Left out: importance weighting. The divergence is exact at each visited position
 decides which positions are visited. Also left out: the sampled token outside S, see
 ``head_tail_reverse_kl``.
 
+Stale rollouts: compared as the current student has them, without an importance ratio.
+
 References: "Revisiting On-Policy Distillation" (2026), https://arxiv.org/abs/2603.25562, Eq. 6-8
 (renorm, K = 32). Tail bucket: TA-OPD (2026), https://arxiv.org/abs/2608.14728. Generalized: MOPD
 (2026), https://arxiv.org/abs/2606.30406, Eq. 5.

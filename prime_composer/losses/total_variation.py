@@ -5,6 +5,8 @@
 The gradient for log p_j is p_j sign(p_j - q_j) / 2. It does not shrink as p approaches q, so that
 the learning rate has to.
 
+Stale rollouts: compared as the current student has them, without an importance ratio.
+
 Reference: "f-Divergence Minimization for Sequence-Level Knowledge Distillation" (2023),
 https://arxiv.org/abs/2307.15190.
 """

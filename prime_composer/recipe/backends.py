@@ -27,16 +27,18 @@ class Backend(NamedTuple):
         within_positions: it refuses a context longer than the model has positions.
         libraries: what it imports beside transformers.
         opens: makes a sampler or scorer, where it is from outside the package.
+        any_thread: it answers other threads than the one that opened it, one at a time.
     """
 
     serves: bool
     within_positions: bool
     libraries: tuple[str, ...] = ()
     opens: Callable[..., Any] | None = None
+    any_thread: bool = True
 
 
 BUILT_IN = {
-    "vllm": Backend(serves=False, within_positions=True, libraries=("vllm",)),
+    "vllm": Backend(serves=False, within_positions=True, libraries=("vllm",), any_thread=False),
     "transformers": Backend(serves=False, within_positions=False),
     "server": Backend(serves=True, within_positions=False, libraries=("httpx",)),
 }
@@ -76,7 +78,7 @@ def backend_of(name: str) -> Backend:
             raise ValueError(
                 f"{what} does not say whether it {meaning}: set {attribute}.{flag} to True or False"
             )
-    return Backend(opens.serves, opens.within_positions, opens=opens)
+    return Backend(opens.serves, opens.within_positions, opens=opens, any_thread=opens.serves)
 
 
 def _checked(name: str, role: str) -> str:

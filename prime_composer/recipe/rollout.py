@@ -17,6 +17,9 @@ USUAL_CONTEXT = 2048
 """Context of a recipe that sets none and needs no more."""
 
 
+MOST_AHEAD = 8
+"""Largest ``rollout.ahead``: what prime-rl allows by default."""
+
 ONE_LIMIT = not_carried("prime-rl has one max_completion_tokens for all steps of a run")
 
 
@@ -93,6 +96,11 @@ class RolloutConfig(Table):
 
     growth: GrowthConfig | None = Field(default=None, json_schema_extra=ONE_LIMIT)
     """Begin with fewer tokens than ``max_tokens``, and raise them step by step."""
+
+    ahead: int = Field(default=0, ge=0, le=MOST_AHEAD, json_schema_extra=CARRIED)
+    """Steps that a batch is sampled and scored ahead of the one that trains on it, while the steps
+    before it train. Step t = 1, 2, .. trains on what the student sampled after step
+    max(t - 1 - ahead, 0). For a student's server."""
 
     max_model_len: int | None = Field(
         default=None, ge=2, le=LONGEST_CONTEXT, json_schema_extra=CARRIED

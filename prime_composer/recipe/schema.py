@@ -38,6 +38,7 @@ from prime_composer.recipe.teacher import (
     OneOfSeveralConfig,
     ReferenceConfig,
     TeacherConfig,
+    check_ahead,
     check_choice_of_teachers,
     check_hint,
     check_own_tokenizers,
@@ -416,7 +417,9 @@ class Recipe(Table):
             kl_support=self.eval.kl_support,
         )
         reference = {} if self.reference is None else {"reference": self.reference}
-        check_tapes({**self.teacher_tables, **reference})
+        tables = {**self.teacher_tables, **reference}
+        check_tapes(tables)
+        check_ahead(self.rollout.ahead, self.rollout.backend, tables)
         check_end(self.checks.collapse, self.loss, has_reference=self.reference is not None)
         if self.reference is None:
             return self

@@ -309,6 +309,37 @@ def check_tapes(teachers: Mapping[str, TeacherConfig]) -> None:
             )
 
 
+def check_ahead(ahead: int, sampler: str, teachers: Mapping[str, TeacherConfig]) -> None:
+    """Refuse batches ahead of their steps where training and sampling or scoring take turns.
+
+    Args:
+        ahead: of ``[rollout]``.
+        sampler: its backend.
+        teachers: by table, the reference too.
+    """
+    if not ahead:
+        return
+    key = f"rollout.ahead = {ahead}"
+    if not backend_of(sampler).serves:
+        raise ValueError(
+            f"{key} samples while the student trains, and rollout.backend = {sampler!r} is a part "
+            "of the process that trains, and takes turns with it: start a server of the student "
+            "and name it in rollout.url (backend = 'server'), or leave ahead out"
+        )
+    for table, teacher in teachers.items():
+        if teacher.policy is not None:
+            raise ValueError(
+                f"{key} scores while the student trains, and [{table}.policy] is the student, "
+                "whose weights change meanwhile: name a teacher of its own, or leave ahead out"
+            )
+        if not teacher.tape_only and not backend_of(teacher.runs_on(sampler)).any_thread:
+            raise ValueError(
+                f"{key} scores in another thread than training, and [{table}] backend = "
+                f"{teacher.backend!r} answers in this process to one thread alone: start its "
+                f"server and name it in {table}.url, or set {table}.backend = 'transformers'"
+            )
+
+
 def check_choice_of_teachers(
     sources: Mapping[str, DataConfig | EnvironmentConfig], teachers: Mapping[str, TeacherConfig]
 ) -> None:

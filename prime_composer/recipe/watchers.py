@@ -266,10 +266,10 @@ class ChecksConfig(Table):
         ),
     )
     """Steps between two questions whose answers are known. Each teacher scores the probe of the
-    run's start again. With another temperature than 1, or with top_p, the sampler is compared with
-    the student's weights, which otherwise happens in every step. Both are also asked before a
-    checkpoint, after the last step, and when a signal ends the run. A server that may be another
-    one is asked before its scores train. 0: only such a server."""
+    run's start again. With another temperature than 1, with top_p or with rollout.ahead, the
+    sampler is compared with its weights, which otherwise happens in every step. Both are also asked
+    before a checkpoint, after the last step, and when a signal ends the run. A server that may be
+    another one is asked before its scores train. 0: only such a server."""
 
     tolerance: float | None = Field(
         default=None,

@@ -5,7 +5,7 @@ Only the policy that trains can tell, and its log-probs of the same tokens are a
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -47,7 +47,8 @@ class SamplerCheck:
     ``local.watch`` alone compares the two.
 
     Attributes:
-        limit: largest KL(mu || trainer) of a step, in nats per token.
+        limit: largest KL(mu || trainer) of a step, in nats per token. Infinite with
+            ``rollout.ahead``, where the trainer has other weights than the sampler had.
         dtype: the trainer's, for the message.
         with_solutions: whether some tokens are the data's, which have no mu.
         served: whether the sampler is a server, for the message.
@@ -63,7 +64,8 @@ class SamplerCheck:
         """Return the check of a recipe; None where mu is not the trainer's distribution."""
         if recipe.rollout.temperature != 1 or recipe.rollout.top_p < 1:
             return None
-        return cls.of_completions(recipe, with_solutions=recipe.rollout.student_fraction < 1)
+        check = cls.of_completions(recipe, with_solutions=recipe.rollout.student_fraction < 1)
+        return replace(check, limit=math.inf) if recipe.rollout.ahead else check
 
     @classmethod
     def of_completions(cls, recipe: Recipe, with_solutions: bool = False) -> "SamplerCheck":

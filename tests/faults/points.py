@@ -1,10 +1,11 @@
 """Let a run fail at every point where it can: each change of a file, each request, each answer.
 
-    python -m tests.faults.points [--road served|in_process] [--sample 40 --seed 1] [--list]
+    python -m tests.faults.points [--road served|ahead|in_process] [--sample 40 --seed 1] [--list]
 
 A run of three steps is recorded once, and each point gets a name. ``served`` has a teacher with
-the scoring plugin and a tape, and a sampler, both servers (``tests.faults.wire``). ``in_process``
-prepares both models and runs them with transformers. Each point is then disturbed once per fault:
+the scoring plugin and a tape, and a sampler, both servers (``tests.faults.wire``). ``ahead`` is the
+same with batches that are collected a step ahead. ``in_process`` prepares both models and runs them
+with transformers. Each point is then disturbed once per fault:
 
     EIO              a change of a file fails once
     ENOSPC           a write or a creation fails, and all later ones: the disk is full
@@ -45,7 +46,7 @@ from tests.faults.compare import differences, steps_of
 from tests.faults.watched import BROKEN, FULL, KILL, NEEDS_ROOM, Plan, read_log
 from tests.fork_server import Fork, ForkServer
 
-ROADS = ("served", "in_process")
+ROADS = ("served", "ahead", "in_process")
 STEPS = 3
 SECONDS = 90.0
 LONGEST_MESSAGE = 1500
@@ -182,6 +183,8 @@ class Road:
             raw["student"] = {"model": self.wire.student.model}
             raw["data"] = {"source": "jsonl", "path": str(self.folder.parent / "models")}
             raw["rollout"] |= {"backend": "server", "url": self.wire.student.url} | how
+        if self.name == "ahead":
+            raw["rollout"]["ahead"] = 1
         return raw
 
     def new_place(self) -> Place:
@@ -387,7 +390,7 @@ def opened(road: str, folder: Path, forks: ForkServer, real: str | None = None) 
     """
     found = Road(road, folder, forks)
     with ExitStack() as stack:
-        if road == "served":
+        if road != "in_process":
             from tests.faults.wire import Wire
 
             found.wire = stack.enter_context(Wire.of_folder(models(folder.parent), real))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prime_composer.contract import Scores
-from prime_composer.local import run as run_module
+from prime_composer.local import watch as watch_module
 from prime_composer.local.collect import Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import open_engine
@@ -24,7 +24,6 @@ from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import TeacherId
 from prime_composer.recipe.schema import Recipe
 from prime_composer.samplers.transformers import TransformersSampler
-from prime_composer.step.mismatch import SamplerCheck
 from prime_composer.teachers.compatibility import PreflightError
 from prime_composer.teachers.transformers import TransformersScorer
 from prime_composer.teachers.watch import largest_difference
@@ -82,11 +81,9 @@ def open_watch(engine: Engine, recipe: Recipe, found: Preflight | None = None) -
     """Return the watch of a run, over what a preflight has found."""
     if found is not None:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(run_module, "preflight", lambda *_: found)
+            patched.setattr(watch_module, "preflight", lambda *_: found)
             return open_watch(engine, recipe)
-    return run_module.open_watch(
-        engine, recipe, SamplerCheck.of_recipe(recipe) is not None, lambda _: None
-    )
+    return watch_module.open_watch(engine, recipe, lambda _: None)
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ TESTS = {
     "step/balance.py": ["tests/step/test_balance.py"],
     "local/health.py": ["tests/local/test_health.py"],
     "recipe/rollout.py": ["tests/local/test_growth.py"],
+    "local/ahead/pipeline.py": ["tests/local/test_ahead_schedule.py"],
     "recipe/watchers.py": ["tests/recipe/test_stages.py"],
     "recipe/stages.py": ["tests/recipe/test_stages.py"],
     "losses/sampled_reverse_kl.py": [
@@ -141,6 +142,7 @@ FINISH, SUMS = "cross_tokenizer/finish.py", "cross_tokenizer/sums.py"
 PLAN, TURNS = "cross_tokenizer/plan.py", "upstream/orchestrator/own_tokenizer.py"
 RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
 
+AHEAD = "local/ahead/pipeline.py"
 MUTANTS: dict[str, Mutant] = {
     # divergences
     "tail dropped": mutant(BASE, "outcomes", ("with_tail(p), with_tail(q)", "p, q")),
@@ -619,6 +621,28 @@ MUTANTS: dict[str, Mutant] = {
         ("self.within[name] >= self.config.steps", "True"),
     ),
     "cut answers have a length": mutant(COLLAPSE, "collapse_metrics", ("grows", "False")),
+    "ahead: one step more": mutant(
+        AHEAD, "Ahead.take", ("step + self._steps", "step + self._steps + 1")
+    ),
+    "ahead: one step less": mutant(
+        AHEAD, "Ahead.take", ("step + self._steps", "step + self._steps - 1")
+    ),
+    "ahead: batches after the last step": mutant(
+        AHEAD, "Ahead.take", ("min(step + self._steps, self._last)", "step + self._steps")
+    ),
+    "ahead: stale by one step less": mutant(
+        AHEAD, "Ahead.take", ("step - 1 - pending.sampled_at", "step - 2 - pending.sampled_at")
+    ),
+    "ahead: weights that still train": mutant(
+        AHEAD, "Ahead._copy", ("copy.deepcopy(self._model)", "self._model")
+    ),
+    "ahead: finished step in a checkpoint": mutant(
+        AHEAD, "Ahead.state_dict", ("step > done", "step >= done")
+    ),
+    "ahead: resumed with the newest weights": mutant(
+        AHEAD, "Ahead.load_state_dict",
+        ("_X.model.load_state_dict(one['weights'])", "_X"),
+    ),
     "growth from the second step": mutant(
         "recipe/rollout.py", "GrowthConfig.limit", ("step - 1", "step")
     ),

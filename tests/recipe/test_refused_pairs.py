@@ -29,6 +29,7 @@ GROWTH = {"max_tokens": 64, "growth": {"start": 8, "steps": 7}}
 GROWING = {"rollout": {**GROWTH, "group_size": 2}}
 GROWTH_IN_STAGES = {"rollout": {"max_tokens": 64, "growth": {"start": 8, "steps": 2},
                                 "group_size": 2}}  # fmt: skip
+AHEAD = {"backend": "server", "url": "http://a:1", "ahead": 1}
 DPO = {"weight": 1.0, "loss": {"type": "dpo"}}
 STAGES: dict[str, Any] = {
     "stages": [{"loss": {"type": "topk_reverse_kl", "k": 4}, "steps": 3},
@@ -133,6 +134,14 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
     "`[[stages]]`, `environments` by id without `rollout.renderer`": (staged, {**STAGES, **BY_ID}),
     "`[[stages]]`, `tape make`": (made, {**STAGES, "teacher": TAPED}),
     "`[[stages]]`, a recipe for TRL": (for_trl, STAGES),
+    "`rollout.ahead`, a sampler in this process": (parsed, {"rollout": {"ahead": 1}}),
+    "`rollout.ahead`, `[teacher.policy]`": (
+        parsed, {"rollout": AHEAD, "teacher": {"policy": {}}}
+    ),
+    "`rollout.ahead`, a teacher with vLLM in this process": (
+        parsed, {"rollout": AHEAD, "teacher": {"model": "t", "backend": "vllm"}}
+    ),
+    "`rollout.ahead`, a recipe for TRL": (for_trl, {"rollout": AHEAD}),
 }  # fmt: skip
 
 
@@ -173,6 +182,10 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "growth": {"teacher": TAPED, **GROWING, "reference": {"start": True},
                "checks": {"collapse": {"truncated": 0.5, "longer": 2.0}},
                "loss": {**SAMPLED, "repetition": {}}},
+    "ahead": {"rollout": {**AHEAD, **GROWTH, "group_size": 2},
+              "teacher": {**TAPED, "backend": "transformers"},
+              "loss": {**SAMPLED, "repetition": {}}, "reference": {"start": True,
+                                                                   "backend": "transformers"}},
     "growth and own": {"teacher": {"model": "t", "tokenizer": "own"}, **GROWING},
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from prime_composer.contract import Scores, given
 from prime_composer.local.collect import Clock, Collector
 from prime_composer.local.engine import Engine
 from prime_composer.local.opening import open_engine
-from prime_composer.local.run import open_watch
+from prime_composer.local.watch import open_watch
 from prime_composer.problems.loading import load_problem_set
 from prime_composer.recipe.loading import parse_recipe
 from prime_composer.recipe.routing import TeacherId
@@ -69,7 +69,7 @@ def test_watch_compares_the_teachers_own_rows(tiny_recipe: Raw) -> None:
     with engine:
         scorer = own_scorer(engine)
         scorer.scorer = Noisy(scorer.scorer, 0.2)
-        watch = open_watch(engine, recipe, False, lambda _: None)
+        watch = open_watch(engine, recipe, lambda _: None)
         prompts = [engine.problems.prompt(p) for p in engine.problems.problem_set.practice[:8]]
         rollouts = engine.sampler.generate(prompts, SamplingParams(max_tokens=8), seed=0)
         once, again = (scorer.score(rollouts, 8) for _ in range(2))

@@ -119,6 +119,16 @@ def test_export_top_p_is_in_the_request_body_or_typed(version):
     assert plain == {"temperature": 1.0, "max_completion_tokens": 64}
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_export_bounds_how_far_rollouts_may_be_behind(version):
+    """Without the key prime-rl's own bound stays, which is 8."""
+    served = {"backend": "server", "url": "http://host:8000"}
+    for steps in (0, 1, 8):
+        table = export_table(version, rollout={**served, "ahead": steps})["orchestrator"]
+        assert table["max_off_policy_steps"] == steps
+    assert "max_off_policy_steps" not in export_table(version, rollout=served)["orchestrator"]
+
+
 TEACHERS_LOSSES = [
     {"type": "topk_reverse_kl", "k": 8},
     {"type": "topk_reverse_kl", "k": "full"},
@@ -700,6 +710,7 @@ OTHER_VALUES = {
     "environment.use": "eval",
     "rollout.group_size": 4,
     "rollout.growth": {"start": 8, "steps": 3},
+    "rollout.ahead": 2,
     "rollout.max_model_len": 257,
     "trainer.batch_size": 16,
     "trainer.warmup_steps": 2,
@@ -710,6 +721,7 @@ COMMON_VALUES = (
     *("other", "http://host:1", "transformers", {"name": "other"}),
 )
 COMPANIONS = {
+    "rollout.ahead": {"rollout": {"backend": "server", "url": "http://other:1"}},
     "rollout.url": {"rollout": {"backend": "server", "url": "http://other:1"}},
     "rollout.api_key_var": {"rollout": {"backend": "server", "url": "http://other:1"}},
     "teacher.tape_only": {"teacher": {"tape": "tape"}},

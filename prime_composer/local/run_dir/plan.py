@@ -222,6 +222,10 @@ def describe_steps(
         f"{rollouts:,} rollouts, at most {most:,} new tokens",
         f"evaluation: {every}, {size} problems, {kl_size} for the reverse KL",
     ]
+    if rollout.ahead:
+        lines.append(
+            f"ahead: a step trains on what the student sampled up to {rollout.ahead} steps before"
+        )
     if (until := trainer.until) is not None:
         lines.append(
             f"ends earlier where {until.metric} is no better at {until.plateau} evaluations"

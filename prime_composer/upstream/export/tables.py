@@ -59,6 +59,8 @@ def orchestrator(plan: Plan) -> dict[str, Any]:
     put(table, version.places.group_size, recipe.rollout.group_size)
     put(table, "train.sampling", sampling(recipe.rollout))
     put(table, f"train.{version.environment_key}", environments)
+    if "ahead" in recipe.rollout.model_fields_set:
+        table["max_off_policy_steps"] = recipe.rollout.ahead
     if recipe.rollout.top_p != 1:
         put(table, version.places.top_p, recipe.rollout.top_p)
     if recipe.loss.compares_with_teacher:

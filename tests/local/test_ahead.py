@@ -1,0 +1,270 @@
+"""Batches ahead of their steps: whose weights sample them, what is stored, what goes wrong."""
+
+import copy
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_composer.backends.errors import check_wanted
+from prime_composer.local.collect import Clock, Collector
+from prime_composer.local.evaluate import Evaluator
+from prime_composer.local.opening import open_engine
+from prime_composer.local.run import RunStopped
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.student import Student
+from prime_composer.local.tracker import read_metrics
+from prime_composer.local.watch import WatchFailed
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.tiny_models.cache import prepare_models
+from tests.command import numbers
+from tests.local.helpers import Silent, copy_first_half, run, weights
+from tests.local.test_train import assert_same_run, assert_same_weights
+from tests.studies.beside import Beside
+
+Raw = Callable[..., dict[str, Any]]
+BESIDE = {"backend": "tests.studies.beside:Beside", "url": "http://beside"}
+OF_STEP = ("loss", "grad_norm", "rollout/reward", "rollout/tokens", "eval/reverse_kl")
+
+
+@pytest.fixture(scope="module")
+def ahead(tiny_recipe: Raw) -> Callable[..., dict[str, Any]]:
+    """Return the tiny recipe with batches that are collected ahead."""
+
+    def raw(steps: int, **changes: Any) -> dict[str, Any]:
+        own = {f"rollout__{key}": value for key, value in BESIDE.items()}
+        plain = {"rollout__ahead": steps, "teacher__backend": "transformers", "checkpoint__keep": 3}
+        long = {"trainer__steps": 6, "trainer__lr": 1e-2}
+        return tiny_recipe(**(own | plain | long | changes))
+
+    return raw
+
+
+def one_after_the_other(raw: dict[str, Any], behind: int) -> tuple[list[dict[str, float]], Any]:
+    """Return steps' metrics and final weights of a run in one thread, which keeps all weights.
+
+    Step t trains on what the weights after step max(t - 1 - behind, 0) have sampled.
+    """
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    rows = []
+    with open_engine(recipe, problems, prepare_models(recipe, problems), lambda _: None) as engine:
+        student = Student.of_recipe(recipe, engine)
+        evaluator = Evaluator.of_recipe(engine, recipe)
+        weights = [copy.deepcopy(engine.model)]
+        for step in range(1, recipe.trainer.steps + 1):
+            old = weights[max(step - 1 - behind, 0)]
+            engine.sampler.update_weights(old)
+            then = replace(engine, model=old)
+            tables = recipe.trainer, recipe.rollout, recipe.replay
+            collector = Collector(then, *tables, Clock())
+            samples = collector.grade(collector.sample(collector.problems(step), step))
+            batch = collector.score(samples, step)
+            row = collector.metrics | student.update(batch, step)
+            weights.append(copy.deepcopy(engine.model))
+            if step % recipe.eval.every == 0 or step == recipe.trainer.steps:
+                engine.sampler.update_weights(engine.model)
+                row |= evaluator.student()
+            rows.append(row)
+        return rows, engine.model.state_dict()
+
+
+TOPK = {"type": "topk_reverse_kl", "k": 8}
+BY_STUDENT = {**TOPK, "chosen_by": "student"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "loss"), [(1, TOPK), (2, BY_STUDENT), (8, {"type": "sampled_reverse_kl"})]
+)
+def test_batches_are_as_stale_as_a_loop_in_one_thread(
+    steps: int, loss: dict[str, Any], ahead: Any, tmp_path: Path
+) -> None:
+    raw = ahead(steps, loss=loss)
+    run(raw, tmp_path / "run")
+    rows, final = one_after_the_other(raw, steps)
+    records = read_metrics(tmp_path / "run")[1:]
+    for record, row in zip(records, rows, strict=True):
+        assert {key: record[key] for key in row if key in record} == row
+        assert row.keys() & OF_STEP
+    assert [record["rollout/staleness"] for record in records] == [
+        min(steps, step) for step in range(6)
+    ]
+    trained = weights(tmp_path / "run")
+    assert all(torch.equal(trained[name], value) for name, value in final.items())
+    stale = [record["sampler/mismatch_kl"] for record in records]
+    assert stale[0] < 1e-9 < 1e-5 < min(stale[1:])
+
+
+def test_resumed_run_has_the_numbers_of_a_whole_one(ahead: Any, tmp_path: Path) -> None:
+    """Killed after its second step: what was in flight then is in the checkpoint."""
+    raw = ahead(2, loss={"type": "topd"}, trainer__batch_size=4, rollout__group_size=2)
+    run(raw, tmp_path / "whole")
+    state = torch.load(
+        tmp_path / "whole" / "checkpoints" / "step_000004" / "trainer.pt", weights_only=True
+    )["ahead"]
+    assert {step: one["sampled_at"] for step, one in state.items()} == {5: 2, 6: 3}
+    assert all(one["batch"] and one["weights"] is None for one in state.values())
+    copy_first_half(tmp_path / "whole", tmp_path / "cut")
+    run(raw, tmp_path / "cut", resume=True)
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+    assert_same_weights(tmp_path / "cut", tmp_path / "whole")
+
+
+class Gone(ValueError):
+    """What a backend raises when a server stays away."""
+
+
+@pytest.fixture(scope="module")
+def whole(ahead: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run six steps, two ahead, without an interruption."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    run(ahead(2), run_dir)
+    return run_dir
+
+
+def test_error_of_a_batch_ends_the_run_at_its_step(
+    whole: Path, ahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch 5 is lost while step 3 trains. Steps 3 and 4 have theirs already."""
+    original = Collector.sample
+
+    def lost(self: Collector, problems: Any, step: int) -> Any:
+        if step == 5:
+            raise Gone("the student's server at http://h:1 is away.")
+        return original(self, problems, step)
+
+    monkeypatch.setattr(Collector, "sample", lost)
+    with pytest.raises(RunStopped, match="^the student's server at http://h:1 is away; step 4 is"):
+        run(ahead(2, checkpoint__every=3), tmp_path / "run")
+    checkpoint = list_checkpoints(tmp_path / "run")[-1]
+    state = checkpoint.load()["ahead"]
+    assert checkpoint.step == 4 and state[5]["batch"] is None and state[5]["sampled_at"] == 2
+    monkeypatch.undo()
+    run(ahead(2, checkpoint__every=3), tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "run", whole)
+
+
+class Away(Beside):
+    """A server that is away for batches after ``from_step``, as one that is waited for."""
+
+    calls = itertools.count()
+    blocked = threading.Event()
+    away_at: int | None = None
+
+    def generate(self, prompts: Any, params: Any, seed: int) -> Any:
+        if threading.current_thread().name.startswith("ahead") and next(Away.calls) == Away.away_at:
+            self.status("waiting for the student's server")
+            Away.blocked.set()
+            for _ in range(400):
+                check_wanted()
+                time.sleep(0.05)
+        return super().generate(prompts, params, seed)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(2, 2), (0, 3)])
+def test_signal_while_a_batch_waits_for_its_server_loses_nothing(
+    every: int,
+    steps: int,
+    whole: Path,
+    ahead: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Batch 4 waits. It keeps step 2 from its evaluation, or step 4 from training.
+
+    The thread is given up. What it was to sample is sampled by the same weights later, after the
+    evaluation that is left to do.
+    """
+    monkeypatch.setattr(Away, "calls", itertools.count())
+    monkeypatch.setattr(Away, "away_at", 3)  # of batch 4
+    monkeypatch.setattr(Away, "blocked", threading.Event())
+    raw = ahead(
+        2,
+        rollout__backend="tests.local.test_ahead:Away",
+        eval__every=every,
+        checkpoint__every=every,
+    )
+
+    def interrupt() -> None:
+        Away.blocked.wait(60)
+        time.sleep(3.0)  # steps train, and then wait
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    outcome = run(raw, tmp_path / "run")
+    thread.join()
+    assert (outcome.interrupted, outcome.signum, outcome.steps) == (True, signal.SIGINT, steps)
+    assert not [one for one in threading.enumerate() if one.name.startswith("ahead")]
+    state = list_checkpoints(tmp_path / "run")[-1].load()["ahead"]
+    assert state[4]["batch"] is None and state[4]["weights"] is not None
+    Away.away_at = None
+    run(raw, tmp_path / "run", resume=True)
+    (assert_same_run if every == 2 else assert_same_weights)(tmp_path / "run", whole)
+
+
+def test_signal_in_a_step_stops_after_it(whole: Path, ahead: Any, tmp_path: Path) -> None:
+    """Sampler and teacher are asked before the step is saved, which is verified then."""
+    raw, display = ahead(2), Silent(interrupt_at=4)
+    outcome = run(raw, tmp_path / "run", display)
+    assert (outcome.interrupted, outcome.steps) == (True, 3)
+    assert list_checkpoints(tmp_path / "run")[-1].load()["watch"]["safe_step"] == 3
+    assert not [text for text in display.texts if "not verified" in text]
+    run(raw, tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_sampler_that_stops_taking_weights_is_seen_when_due(
+    ahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is compared with the weights that it should have, and not with those that train."""
+    monkeypatch.setattr(Beside, "update_weights", stopping_after(2, Beside.update_weights))
+    raw = ahead(1, checks__every=2, eval__every=0, checkpoint__every=0)
+    with pytest.raises(RunStopped, match="the sampler's log-probs are not those") as caught:
+        run(raw, tmp_path / "run")
+    assert isinstance(caught.value.__cause__, WatchFailed)
+
+
+def stopping_after(step: int, original: Any) -> Any:
+    """Return an ``update_weights`` that ignores copies of the student after that many of them."""
+    copies: list[Any] = []
+
+    def update(self: Any, model: Any) -> None:
+        is_copy = not next(model.parameters()).requires_grad
+        if is_copy and all(one is not model for one in copies):
+            copies.append(model)
+        if not is_copy or len(copies) <= step:
+            original(self, model)
+
+    return update
+
+
+def test_run_that_is_over_begins_no_batch_after_it(
+    ahead: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither after the last step, nor after the evaluation by which ``trainer.until`` ends it."""
+    collected: list[int] = []
+    original = Collector.problems
+
+    def noting(self: Collector, step: int) -> Any:
+        collected.append(step)
+        return original(self, step)
+
+    monkeypatch.setattr(Collector, "problems", noting)
+    run(ahead(8, trainer__steps=3), tmp_path / "short")
+    assert collected == [1, 2, 3]
+    collected.clear()
+    until = {"metric": "eval/accuracy", "plateau": 1}
+    monkeypatch.setattr(Evaluator, "student", lambda self: {"eval/accuracy": 0.5})
+    monkeypatch.setattr(Evaluator, "teachers", lambda self: {})
+    outcome = run(ahead(1, trainer__until=until), tmp_path / "until")
+    assert outcome.steps == 2 and collected == [1, 2, 3]
