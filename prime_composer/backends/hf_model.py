@@ -148,6 +148,18 @@ def load_model(
     return net.to(device).eval()
 
 
+def shapes(model: str | Path) -> nn.Module:
+    """Return a model without weights, in float32, as its config describes it.
+
+    Raises:
+        ModelUnavailable: there is no such model, or the hub cannot be reached.
+    """
+    config = read_config(model)
+    with torch.device("meta"):
+        net: nn.Module = import_transformers().AutoModelForCausalLM.from_config(config)
+    return net.float()
+
+
 def check_finite(net: nn.Module, model: str | Path) -> None:
     """Check that no weight is NaN or infinite. Quantized weights are not looked at.
 
@@ -249,6 +261,15 @@ def lm_head_weight(model: nn.Module) -> Tensor:
             "another model."
         )
     return head.weight
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers of a causal language model by name, without its output head."""
+    net: Any = model
+    head = net.get_output_embeddings()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            yield name, module
 
 
 def check_plain_head(model: nn.Module) -> None:

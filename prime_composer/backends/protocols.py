@@ -128,7 +128,10 @@ class Sampler(Protocol):
         ...
 
     def update_weights(self, model: nn.Module) -> None:
-        """Load the weights of ``model``, and drop every prefix cached with the old ones."""
+        """Load ``lora.views.weights_of(model)``, and drop every prefix cached with the old ones.
+
+        For a student without an adapter they are ``model.state_dict()``.
+        """
         ...
 
     def close(self) -> None:

@@ -37,6 +37,7 @@ from prime_composer.backends.cpu_guard import (
     use_threads,
 )
 from prime_composer.backends.hf_model import read_config, read_eos_token_ids
+from prime_composer.backends.lora.views import weights_of
 from prime_composer.backends.protocols import (
     Limits,
     Rollout,
@@ -206,7 +207,7 @@ class VLLMEngine:
         A CPU build loads by ``PackedWeights``. Any other, and a model of other layers than plain
         matrices, loads by vLLM's ``reload_weights``.
 
-        The names come from ``state_dict()``. Unlike ``named_parameters()`` it lists
+        The names come from ``weights_of``. Unlike ``named_parameters()`` it lists
         ``lm_head.weight`` when that is tied to the embeddings; without it ``reload_weights``
         silently keeps the CPU engine's old, repacked head.
 
@@ -217,7 +218,7 @@ class VLLMEngine:
 
         TODO(vllm): leave the threads alone once a packed weight does not depend on them.
         """
-        weights = iter(model.state_dict().items())
+        weights = weights_of(model)
         with use_threads(self._threads):
             if self._packed is None:
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from prime_composer.backends.lora.adapter import CONFIG
 from prime_composer.cli.program import program
 from prime_composer.local.run_dir.checkpoint import list_checkpoints
 from prime_composer.local.run_dir.claim import (
@@ -160,7 +161,10 @@ def _run(
     if drawn:
         print(f"plot: {path / REPORT_FILE}")
     if outcome.student is not None:
-        print(f"student: {outcome.student} (a Hugging Face directory)")
+        what = "Hugging Face directory"
+        if (outcome.student / CONFIG).exists():
+            what = "LoRA adapter"
+        print(f"student: {outcome.student} (a {what})")
     return 0
 
 

@@ -25,11 +25,12 @@ from prime_composer.recipe.stages import folder_of, load_stages
 from prime_composer.tables import Table
 
 SAME = re.compile(
-    r"student(\.(?!quantize(\.|$)).*)?|(data|environments\.[^.]+)(\.(?!teacher(\.|$)).*)?|environments"
+    r"student(\.(?!(quantize|lora)(\.|$)).*)?|(data|environments\.[^.]+)(\.(?!teacher(\.|$)).*)?|environments"
     r"|trainer\.(steps|batch_size)|rollout\.max_tokens|eval\.(size|kl_size)"
 )
 """Keys that every variant shares: the start, the rollout budget, and what is measured. Variants may
-choose other teachers for an environment, and the rounding that their student keeps."""
+choose other teachers for an environment, and what of their student trains: the rounding that it
+keeps, or an adapter."""
 
 
 class StudyConfig(Table):

@@ -8,6 +8,7 @@ from torch import nn
 
 from prime_composer.backends.answers import InvalidAnswer
 from prime_composer.backends.hf_model import lm_head_weight
+from prime_composer.backends.lora.adapter import Adapter
 from prime_composer.backends.protocols import Sampler
 from prime_composer.contract import Scores, given
 from prime_composer.local.tokenized_problems import TokenizedProblems
@@ -93,6 +94,7 @@ class Engine:
         environments: the environments by id, running; None without one.
         context: longest sequence in tokens that the engines read.
         latent: the weights behind a student that stays rounded; None for any other.
+        adapter: the adapter of a LoRA student; None for any other.
     """
 
     problems: TokenizedProblems
@@ -110,6 +112,12 @@ class Engine:
     environments: "Environments | None" = None
     context: int = 0
     latent: LatentWeights | None = None
+    adapter: Adapter | None = None
+
+    @property
+    def stored(self) -> Any:
+        """What a checkpoint stores as the student: the model, or its adapter."""
+        return self.model if self.adapter is None else self.adapter
 
     @property
     def vocab_size(self) -> int:

@@ -201,7 +201,7 @@ class ExplodedWeights(NonFiniteLoss):
 
 @dataclass(frozen=True, eq=False)
 class WeightCheck:
-    """The norms of the student's tensors at the start of the run.
+    """The norms of the tensors that train, at the start of the run.
 
     Attributes:
         norms: Euclidean norm of each parameter, in the model's order, on the CPU.
@@ -212,7 +212,7 @@ class WeightCheck:
     @classmethod
     def of_model(cls, model: nn.Module) -> "WeightCheck":
         """Return the check of a run that begins with these weights."""
-        return cls(norms_of([*model.parameters()]))
+        return cls(norms_of([*trained(model).values()]))
 
     def check(self, model: nn.Module, step: int) -> None:
         """Refuse weights that are NaN, infinite, or whose norm grew beyond ``LARGEST_GROWTH``.
@@ -224,7 +224,7 @@ class WeightCheck:
         Raises:
             ExplodedWeights: a tensor is; the message names it.
         """
-        names, parameters = zip(*model.named_parameters(), strict=True)
+        names, parameters = zip(*trained(model).items(), strict=True)
         norms = norms_of(parameters)
         sizes = torch.tensor([parameter.numel() for parameter in parameters])
         floors = torch.where(sizes < FEW_ENTRIES, SMALLEST_RMS_OF_FEW, SMALLEST_RMS)
@@ -275,6 +275,11 @@ def tokens_of_no_use(metrics: Mapping[str, float]) -> dict[str, str]:
         for name in metrics
         if name.endswith(metric) and metrics[name] > LARGEST_SHARE
     }
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that train, by name: all, or those of an adapter."""
+    return {name: one for name, one in model.named_parameters() if one.requires_grad}
 
 
 @torch.no_grad()

@@ -6,17 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import torch
 from torch import nn
 
 from prime_composer.backends.hf_model import (
     ModelUnavailable,
     checkpoint_layers,
-    import_transformers,
     load_student,
     load_tokenizer,
-    read_config,
+    shapes,
 )
+from prime_composer.backends.lora.adapter import Adapter
+from prime_composer.backends.lora.views import base_of
 from prime_composer.backends.protocols import Limits, Rollout, Sampler, SamplingParams, Scorer
 from prime_composer.local.engine import Engine
 from prime_composer.local.run_dir.model_check import in_table, local_models
@@ -38,6 +38,7 @@ from prime_composer.teachers.policy import PolicyTeacher
 from prime_composer.teachers.registry import open_scorer
 from prime_composer.teachers.tape.opening import tape_alone, with_tape
 from prime_composer.teachers.tokenizer_pair import own_tokenizer_of
+from prime_composer.teachers.transformers import TransformersScorer
 from prime_composer.tiny_models.rounding import LatentWeights
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def teacher_spec(
     return BackendSpec(
         backend=teacher.runs_on(student.backend),
         model=model,
-        dtype=teacher.dtype or student.dtype,
+        dtype="float32" if teacher.base else teacher.dtype or student.dtype,
         max_model_len=student.max_model_len,
         sequences=student.sequences if samples else min(student.sequences, SCORED_AT_ONCE),
         gpu_memory_utilization=teacher.gpu_memory_utilization,
@@ -133,8 +134,14 @@ def open_engine(
     resumes = student_dir is not None
     with ExitStack() as opened:
         load = _student_without_weights if teachers_alone else load_student
-        model, tokenizer = _load_student(load, student_dir or origin, status)
+        lora = None if teachers_alone else recipe.student.lora
+        weights = student_dir if student_dir is not None and lora is None else origin
+        model, tokenizer = _load_student(load, weights, student_dir or origin, status)
         latent = None if teachers_alone else _round(model, recipe.student)
+        adapter = None
+        if lora is not None:
+            seed, merge = recipe.trainer.seed, recipe.checkpoint.merge
+            adapter = Adapter.of_model(model, lora, origin, seed, merge, checkpoint=student_dir)
         if recipe.trainer.gradient_checkpointing:
             checkpoint_layers(model)
         tokenized = TokenizedProblems(problems, tokenizer)
@@ -155,7 +162,7 @@ def open_engine(
             status(f"opening the {rollout.backend} sampler")
             sampler = open_sampler(replace(spec, starting=spec.starting or resumes), status)
         opened.callback(sampler.close)
-        if resumes or latent is not None:
+        if resumes or latent is not None or (lora is not None and lora.start is not None):
             sampler.update_weights(model)
         engine = Engine(
             tokenized,
@@ -165,6 +172,7 @@ def open_engine(
             environments=environments,
             context=rollout.context(),
             latent=latent,
+            adapter=adapter,
         )
         if recipe.teacher is not None and (policy := recipe.teacher.policy) is not None:
             engine.policy_teacher = PolicyTeacher(policy, problems.sources, model, tokenizer)
@@ -175,7 +183,7 @@ def open_engine(
         elif recipe.asks_teacher:
             routing, samples = Routing.of_recipe(recipe), recipe.rollout.teacher_samples
             _set_specs(engine, routing, spec, paths, samples)
-            scorers = _open_scorers(engine.teacher_specs, resumes, status, opened)
+            scorers = _open_scorers(engine, routing, resumes, status, opened)
             _open_tapes(engine, routing, scorers, recipe.checks, status, opened)
             _wrap_own_tokenizers(engine, routing, scorers, status)
             engine.teachers = Teachers(scorers, routing)
@@ -185,8 +193,7 @@ def open_engine(
             environments.room = conversation_room(engine.context, engine.teachers)
         if recipe.loss.reads_pairs:
             if replay_needs_reference(recipe.loss):
-                engine.reference = load_student(origin)[0].requires_grad_(False)
-                _round(engine.reference, recipe.student)
+                engine.reference = _frozen_start(engine, recipe.student, origin)
             if recipe.replay.path is not None:
                 engine.pairs = read_pairs(recipe.replay.path, problems.sources, tokenizer)
         opened.pop_all()
@@ -214,20 +221,21 @@ class NoSampler:
 
 def _student_without_weights(model: str | Path) -> tuple[nn.Module, Any]:
     """Return a student's shapes, and its tokenizer."""
-    with torch.device("meta"):
-        shapes = import_transformers().AutoModelForCausalLM.from_config(read_config(model))
-    return shapes, load_tokenizer(model)
+    return shapes(model), load_tokenizer(model)
 
 
 def _load_student(
     load: Callable[[str | Path], tuple[nn.Module, Any]],
     model: str | Path,
+    tokenizer_of_model: str | Path,
     status: Callable[[str], None],
 ) -> tuple[nn.Module, Any]:
-    """Return the student for training, and its tokenizer."""
+    """Return the student for training, and its tokenizer, which a checkpoint may have apart."""
     status(f"loading the student from {model}")
     with in_table("student"):
         student, tokenizer = load(model)
+        if tokenizer_of_model != model:
+            tokenizer = load_tokenizer(tokenizer_of_model)
     if tokenizer is None:
         raise ModelUnavailable(f"[student] {model} has no tokenizer; add its files")
     return student, tokenizer
@@ -241,6 +249,20 @@ def _round(model: nn.Module, config: StudentConfig) -> LatentWeights | None:
         return LatentWeights.of_model(model, config.quantize)
     except ValueError as error:
         raise ModelUnavailable(f"[student] {error}") from None
+
+
+def _frozen_start(engine: Engine, config: StudentConfig, origin: str | Path) -> nn.Module:
+    """Return the student as it is before the first step, which does not train.
+
+    It is the student's own base where the adapter is a new one.
+    """
+    if config.lora is not None and config.lora.start is None:
+        return base_of(engine.model)
+    start, _ = load_student(origin)
+    _round(start, config)
+    if config.lora is not None:
+        Adapter.of_model(start, config.lora, origin, seed=0)
+    return start.requires_grad_(False)
 
 
 def _start_environments(
@@ -341,14 +363,21 @@ def tokenizer_of(spec: BackendSpec) -> Any | None:
 
 
 def _open_scorers(
-    specs: Mapping[TeacherId, BackendSpec],
+    engine: Engine,
+    routing: Routing,
     resumes: bool,
     status: Callable[[str], None],
     opened: ExitStack,
 ) -> dict[TeacherId, Scorer]:
     """Open the teachers' scorers, and leave to ``opened`` to close them."""
-    scorers = {}
-    for teacher, spec in specs.items():
+    scorers: dict[TeacherId, Scorer] = {}
+    for teacher, spec in engine.teacher_specs.items():
+        if routing.teachers[teacher].base and engine.adapter is not None:
+            status(f"the {teacher.display} is the student without its adapter")
+            scorers[teacher] = TransformersScorer(
+                base_of(engine.model), max_model_len=spec.max_model_len, source=spec.model
+            )
+            continue
         status(f"opening the {teacher.display}'s {spec.backend} scorer")
         with in_table(teacher.table):
             scorers[teacher] = open_scorer(replace(spec, starting=spec.starting or resumes), status)

@@ -105,7 +105,7 @@ class Outcome:
 
     @property
     def student(self) -> Path | None:
-        """The newest checkpoint, a directory in Hugging Face format; None without one."""
+        """The newest checkpoint, a directory of the model or its adapter; None without one."""
         checkpoints = list_checkpoints(self.run_dir)
         return checkpoints[-1].path if checkpoints else None
 
@@ -354,7 +354,7 @@ class Run:
         state["tokenizer_pairs"] = self.engine.tokenizer_pairs
         if self.ahead is not None:
             state["ahead"] = self.ahead.state_dict(step, batch_state)
-        model, tokenizer = self.engine.model, self.engine.problems.tokenizer
+        model, tokenizer = self.engine.stored, self.engine.problems.tokenizer
         kept = kept_steps(self.watch, self.collapse, step)
         save_checkpoint(self.run_dir, step, model, tokenizer, state, keep, kept)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from prime_composer.backends.cpu_guard import return_freed_memory
 from prime_composer.local.engine import Engine
-from prime_composer.local.health import WeightCheck
+from prime_composer.local.health import WeightCheck, trained
 from prime_composer.losses import setup_loss_fn
 from prime_composer.losses.bound import Objective
 from prime_composer.losses.shared.modifiers import resolve
@@ -47,7 +47,9 @@ class Student:
 
     def __post_init__(self) -> None:
         self.trained = (
-            [*self.model.parameters()] if self.latent is None else self.latent.trained(self.model)
+            [*trained(self.model).values()]
+            if self.latent is None
+            else self.latent.trained(self.model)
         )
         self.optimizer = torch.optim.AdamW(
             self.trained,

@@ -168,7 +168,10 @@ def stale_part(
 
 @contextmanager
 def perturbed(model: nn.Module) -> Iterator[None]:
-    """Multiply every floating-point parameter by 1 + 0.2 * noise, and restore the exact values."""
+    """Multiply every floating-point parameter by 1 + 0.2 * noise, and restore the exact values.
+
+    One that is all zeros, as B of an adapter before the first step, becomes 0.02 * noise.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     saved = [parameter.detach().clone() for parameter in parameters]
     generator = torch.Generator().manual_seed(0)
@@ -176,7 +179,10 @@ def perturbed(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter in parameters:
                 noise = torch.randn(parameter.shape, generator=generator)
-                parameter.mul_(1 + 0.2 * noise.to(parameter))
+                if parameter.any():
+                    parameter.mul_(1 + 0.2 * noise.to(parameter))
+                else:
+                    parameter.add_(0.02 * noise.to(parameter))
         yield
     finally:
         with torch.no_grad():

@@ -1,6 +1,9 @@
 """Define the tables of a model's origin, which student and teachers share."""
 
-from pydantic import Field, model_validator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, model_validator
 
 from prime_composer.recipe.carried import CARRIED
 from prime_composer.recipe.prepare import AnyPrepare, StaysRoundedConfig
@@ -19,7 +22,9 @@ class ModelConfig(Table):
     @model_validator(mode="after")
     def _check_origin(self) -> "ModelConfig":
         origins = [
-            name for name in ("model", "prepare", "policy") if getattr(self, name, None) is not None
+            name
+            for name in ("model", "prepare", "policy", "base")
+            if getattr(self, name, None) not in (None, False)
         ]
         if not origins and self.needs_no_model:
             return self
@@ -27,11 +32,12 @@ class ModelConfig(Table):
             choices = (
                 "`model` and the table `prepare`"
                 if not hasattr(self, "policy")
-                else "`model`, `prepare` and `policy`"
+                else "`model`, `prepare`, `policy` and `base = true`"
             )
             raise ValueError(
                 f"give exactly one of {choices}"
                 + (f", not {' and '.join(origins)}" if origins else "")
+                + ("; a hinted base is policy.update = 'base'" * (origins == ["policy", "base"]))
             )
         return self
 
@@ -41,8 +47,55 @@ class ModelConfig(Table):
         return False
 
 
+LARGEST_RANK = 512
+"""Of an adapter. vLLM loads none of a larger rank."""
+
+
+class LoraConfig(Table):
+    """Train an adapter of low rank beside the student's weights, which stay as they are (LoRA).
+
+    A layer of weight W [out, in] becomes W + (alpha / rank) B A, with A [rank, in] and B [out,
+    rank]. B begins at 0, so that the first rollouts are the student's own. Needs peft.
+
+    Source: https://arxiv.org/abs/2106.09685.
+    """
+
+    rank: int = Field(default=16, ge=1, le=LARGEST_RANK, json_schema_extra=CARRIED)
+    """Rank of each layer's adapter."""
+
+    alpha: int = Field(default=32, ge=1, le=65536, json_schema_extra=CARRIED)
+    """The adapter's product counts alpha / rank times."""
+
+    targets: (
+        Literal["all-linear"]
+        | Annotated[
+            tuple[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]+$")], ...],
+            Field(min_length=1),
+        ]
+    ) = Field(default="all-linear", json_schema_extra=CARRIED)
+    """Layers with an adapter, by the last part of their names, such as ["q_proj", "v_proj"]; or
+    "all-linear", every linear layer but the output head."""
+
+    start: Path | None = Field(default=None, json_schema_extra=CARRIED)
+    """Directory of an adapter to begin with: a checkpoint, or one that peft has saved. It has this
+    rank, alpha and these targets. Unset: a new one."""
+
+
 class StudentConfig(ModelConfig):
     """The model that is trained."""
 
+    lora: LoraConfig | None = None
+    """Train an adapter instead of the weights."""
+
     quantize: StaysRoundedConfig | None = Field(default=None, json_schema_extra=CARRIED)
     """Keep the linear layers rounded while the student learns."""
+
+    @model_validator(mode="after")
+    def _check_what_trains(self) -> "StudentConfig":
+        if self.lora is not None and self.quantize is not None:
+            raise ValueError(
+                "`lora` leaves the student's weights as they are, and `quantize` rounds them after "
+                "every step: keep one of them. An adapter on a rounded model has its `quantize` in "
+                "[student.prepare]"
+            )
+        return self

@@ -59,10 +59,11 @@ class Routing:
     def of_recipe(cls, recipe: Recipe) -> "Routing":
         """Read teachers and weights from a recipe."""
         teachers: dict[TeacherId, TeacherConfig] = {
-            TeacherId(name): config for name, config in recipe.teachers.items()
+            TeacherId(name): config.resolved(recipe.student)
+            for name, config in recipe.teachers.items()
         }
         if recipe.teacher is not None and recipe.teacher.policy is None:
-            teachers[TeacherId()] = recipe.teacher
+            teachers[TeacherId()] = recipe.teacher.resolved(recipe.student)
         scorers = dict(teachers)
         if recipe.reference is not None:
             scorers[REFERENCE] = recipe.reference.resolved(recipe.student)

@@ -30,6 +30,7 @@ from prime_composer.recipe.environment import (
     check_without_solutions,
     comparable_metrics,
 )
+from prime_composer.recipe.lora import check_adapter
 from prime_composer.recipe.model import ModelConfig as ModelConfig
 from prime_composer.recipe.model import StudentConfig
 from prime_composer.recipe.prepare import LARGEST_SEED, PrepareConfig
@@ -407,6 +408,7 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _check_teachers(self) -> "Recipe":
+        check_adapter(self.student, self.teacher_tables, self.reference, self.checkpoint.merge)
         if self.rollout.teacher_samples:
             check_sampling_teachers(self.teacher_tables)
         check_own_tokenizers(

@@ -133,4 +133,7 @@ def folder_of(number: int) -> str:
 
 def left_by_the_stage_before(student: StudentConfig, model: Path) -> dict[str, StudentConfig]:
     """Return what differs in the recipe of a stage that begins with another stage's checkpoint."""
+    if student.lora is not None:
+        lora = student.lora.model_copy(update={"start": model})
+        return {"student": student.model_copy(update={"lora": lora})}
     return {"student": StudentConfig(model=str(model), quantize=student.quantize)}

@@ -49,9 +49,10 @@ class PolicyTeacherConfig(Table):
     """For a loss that contrasts hints (`rlcsd`): at most this many wrong rollouts of the same group
     are wrong hints for a rollout, each scored by its own."""
 
-    update: Literal["live", "ema", "sync"] = Field(default="ema", json_schema_extra=CARRIED)
-    """The teacher's weights: the current policy's, their moving average, or a copy renewed every
-    ``sync_every`` steps."""
+    update: Literal["live", "ema", "sync", "base"] = Field(default="ema", json_schema_extra=CARRIED)
+    """The teacher's weights: the current policy's, their moving average, a copy renewed every
+    ``sync_every`` steps, or with `[student.lora]` the policy's without its adapter, which stay as
+    they are and cost no copy."""
 
     ema_rate: float = Field(default=0.05, gt=0, le=1, json_schema_extra=ONLY_REFUSED)
     """For ``ema``: teacher <- (1 - rate) teacher + rate policy after each step (SDPO 0.05, OPSD
@@ -74,11 +75,17 @@ class PolicyTeacherConfig(Table):
 
 
 class TeacherConfig(ModelConfig):
-    """The model that scores the student's tokens: a model of its own, or the policy with a hint."""
+    """The model that scores the student's tokens: a model of its own, the policy with a hint, or
+    the student without its adapter."""
 
     policy: PolicyTeacherConfig | None = None
     """Self-distillation: the teacher is the student itself, given a hint. Goes without `model` and
     `prepare`."""
+
+    base: bool = Field(default=False, json_schema_extra=CARRIED)
+    """With `[student.lora]`: the teacher is the student with its adapter switched off. It computes
+    in this process with the student's own weights, in float32, and takes no memory for others. Goes
+    without `model` and `prepare`. Inside prime-rl it is a server of its own."""
 
     backend: ScorerName | None = Field(
         default=None,
@@ -185,6 +192,19 @@ class TeacherConfig(ModelConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_base(self) -> "TeacherConfig":
+        given = [
+            key for key in ("backend", "url", "head", "dtype") if getattr(self, key) is not None
+        ]
+        given += ["tokenizer"] * (self.tokenizer == "own")
+        if self.base and given:
+            raise ValueError(
+                f"`{given[0]}` is of a model of its own, and `base = true` is the student's own "
+                "weights and tokenizer, in float32 on this machine: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_tape(self) -> "TeacherConfig":
         if self.tape is not None and self.policy is not None:
             raise ValueError(
@@ -205,14 +225,25 @@ class TeacherConfig(ModelConfig):
         """Whether the table may leave the model's origin out."""
         return self.tape_only
 
+    @property
+    def own_backend(self) -> str | None:
+        """The backend that the table says; None where it is the rollout's."""
+        return "transformers" if self.base else self.backend
+
+    def resolved(self, student: StudentConfig) -> "TeacherConfig":
+        """Return the table with the student's origin beside ``base``."""
+        if not self.base:
+            return self
+        return self.model_copy(update={"model": student.model, "prepare": student.prepare})
+
     def runs_on(self, student_backend: str) -> str:
         """Return the teacher's backend: its own, "server" where it has a URL, or the student's.
 
         Raises:
             ValueError: none of them says how to run it.
         """
-        if self.backend is not None:
-            return self.backend
+        if self.own_backend is not None:
+            return self.own_backend
         if self.url is not None:
             return "server"
         backend = backend_of(student_backend)
@@ -264,6 +295,8 @@ class ReferenceConfig(TeacherConfig):
             )
         if self.policy is not None:
             raise ValueError("`policy` is a teacher of its own: use [teacher.policy]")
+        if self.base:
+            raise ValueError("`base` is a teacher's: the student before training is start = true")
         if self.start and self.url is not None:
             raise ValueError(
                 "`start = true` opens the student's weights on this machine, and `url` is a "
@@ -379,7 +412,11 @@ def check_reference_model(
     reference: ReferenceConfig, student: StudentConfig, teachers: Mapping[str, TeacherConfig]
 ) -> None:
     """Refuse a reference without a teacher to extrapolate, or which is the same model."""
-    models = {table: teacher for table, teacher in teachers.items() if teacher.policy is None}
+    models = {
+        table: teacher.resolved(student)
+        for table, teacher in teachers.items()
+        if teacher.policy is None
+    }
     if not models:
         raise ValueError(
             "[reference] extrapolates a teacher that is a model of its own: add a [teacher] "

@@ -195,6 +195,16 @@ class CheckpointConfig(Table):
     keep: int = Field(default=2, ge=1, le=LARGEST_BATCH, json_schema_extra=CARRIED)
     """Number of the newest checkpoints to keep."""
 
+    merge: bool = Field(
+        default=False,
+        json_schema_extra=not_carried(
+            "prime-rl writes a merged model up to v0.8, and the adapter from then on",
+            harmless=(False,),
+        ),
+    )
+    """With `[student.lora]`: a checkpoint is the whole model, the adapter merged into its weights
+    in float32, and the adapter is in its folder `adapter`. Unset: it is the adapter's directory."""
+
 
 LOGS_ALONE = not_carried(
     "prime-rl logs lengths and entropy; up to v0.8 it can drop answers that are too sure for too "

@@ -16,6 +16,7 @@ from prime_composer.backends.hf_model import (
     pad,
     read_eos_token_ids,
 )
+from prime_composer.backends.lora.views import weights_of
 from prime_composer.backends.protocols import (
     Rollout,
     SamplingParams,
@@ -105,7 +106,7 @@ class TransformersSampler(LoadedModel):
 
     def update_weights(self, model: nn.Module) -> None:
         """Copy the model's weights. No cache outlives a call."""
-        self.model.load_state_dict(model.state_dict())
+        self.model.load_state_dict(dict(weights_of(model)))
 
     def _generate_batch(
         self, jobs: list[tuple[int, list[int]]], params: SamplingParams, generator: torch.Generator

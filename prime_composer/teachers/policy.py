@@ -1,6 +1,5 @@
 """Self-distillation: the teacher is the policy itself, given privileged information (a hint)."""
 
-import copy
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from prime_composer.backends.lora.views import base_of, frozen_copy, weights_of
 from prime_composer.backends.protocols import Rollout
 from prime_composer.contract import Scores
 from prime_composer.problems.answers import verdict
@@ -23,7 +23,8 @@ from prime_composer.teachers.transformers import TransformersScorer
 
 
 class PolicyTeacher:
-    """A hint-conditioned teacher with the policy's weights, their moving average, or a copy.
+    """A hint-conditioned teacher with the policy's weights, their moving average, a copy, or those
+    of the policy without its adapter.
 
     It scores a rollout's own tokens after a prompt that contains a hint.
 
@@ -48,9 +49,8 @@ class PolicyTeacher:
         self.sources = sources
         self.tokenizer = tokenizer
         self.policy = model
-        self.model = (
-            model if config.update == "live" else copy.deepcopy(model).requires_grad_(False)
-        )
+        fixed = {"live": lambda model: model, "base": base_of}
+        self.model = fixed.get(config.update, frozen_copy)(model)
 
     def prompt(self, problem: Problem, hint: str, attempt: str = "") -> list[int]:
         """Return the teacher's prompt as token ids.
@@ -153,19 +153,24 @@ class PolicyTeacher:
     def end_step(self, step: int) -> None:
         """Update the teacher after optimizer step ``step``, as ``update`` says."""
         if self.config.update == "ema":
-            pairs = zip(self.model.parameters(), self.policy.parameters(), strict=True)
-            for parameter, policy_parameter in pairs:
-                parameter.lerp_(policy_parameter, self.config.ema_rate)
+            own = dict(self.model.named_parameters())  # a tied weight once
+            for name, weight in weights_of(self.policy):
+                if name in own:
+                    own[name].lerp_(weight, self.config.ema_rate)
         elif self.config.update == "sync" and step % self.config.sync_every == 0:
-            self.model.load_state_dict(self.policy.state_dict())
+            self.model.load_state_dict(dict(weights_of(self.policy)))
+
+    @property
+    def _moves(self) -> bool:
+        return self.config.update in ("ema", "sync")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the teacher's weights; empty where they are the policy's own."""
-        return {} if self.config.update == "live" else self.model.state_dict()
+        """Return the teacher's weights; empty where they are the policy's own, or its base's."""
+        return self.model.state_dict() if self._moves else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
-        if self.config.update != "live":
+        if self._moves:
             self.model.load_state_dict(state)
 
 

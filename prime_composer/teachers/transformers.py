@@ -44,6 +44,8 @@ class TransformersScorer(LoadedModel):
         device: None is the GPU where there is one.
         max_model_len: longest sequence; None reads the model's limit.
         batch_tokens: tokens that go through the model at once, including padding.
+        source: directory or hub id that the weights of a model in memory stay those of; None where
+            they move.
 
     Raises:
         ValueError: the model cannot be loaded, or its logits are not a plain product with its head.
@@ -57,8 +59,10 @@ class TransformersScorer(LoadedModel):
         device: str | torch.device | None = None,
         max_model_len: int | None = None,
         batch_tokens: int = 8192,
+        source: str | Path | None = None,
     ):
         super().__init__(model, dtype, device, max_model_len)
+        self._source = self._source or source
         check_plain_head(self.model)
         self.batch_tokens = batch_tokens
 

@@ -12,7 +12,7 @@ A model that is rounded once is a student that distillation repairs, and all its
 (``round_model``). A student may also stay on the levels while it learns (``LatentWeights``).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from prime_composer.backends.hf_model import linear_layers
 from prime_composer.recipe.prepare import QuantizeConfig
 
 
@@ -160,15 +161,6 @@ def layers_to_round(model: nn.Module, config: QuantizeConfig) -> dict[str, nn.Li
                 f"of {name} in {source.name_or_path}; choose a divisor of them"
             )
     return layers
-
-
-def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers of a causal language model by name, without its output head."""
-    net: Any = model
-    head = net.get_output_embeddings()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            yield name, module
 
 
 def round_to_nearest(

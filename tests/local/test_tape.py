@@ -241,7 +241,10 @@ def test_tape_make_with_several_teachers_fills_each(tiny_recipe: Raw, tmp_path: 
         ({"teacher": {"tape": "t", "tape_only": True, "tokenizer": "own"}}, "not its tokenizer"),
         ({"reference": {"start": True, "tape": "t"}, "teacher__tape": "t",
           "loss": {"type": "sampled_reverse_kl"}}, "have the same tape"),
-        ({"teacher": {"tape": "t"}}, "exactly one of `model`, `prepare` and `policy`"),
+        (
+            {"teacher": {"tape": "t"}},
+            "exactly one of `model`, `prepare`, `policy` and `base = true`",
+        ),
         ({"teacher__tape": "t", "teacher__tape_gb": 0}, "tape_gb"),
     ],
 )  # fmt: skip

@@ -44,6 +44,10 @@ TESTS = {
     "losses/shared/clamp.py": [LOSSES + "test_clamp.py"],
     "step/balance.py": ["tests/step/test_balance.py"],
     "local/health.py": ["tests/local/test_health.py"],
+    **dict.fromkeys(
+        ("backends/lora/views.py", "backends/lora/adapter.py", "local/weight_sync.py"),
+        ["tests/backends/test_lora.py"],
+    ),
     "recipe/rollout.py": ["tests/local/test_growth.py"],
     "local/ahead/pipeline.py": ["tests/local/test_ahead_schedule.py"],
     "recipe/watchers.py": ["tests/recipe/test_stages.py"],
@@ -140,6 +144,7 @@ ADAPTER, ORCHESTRATOR = "upstream/trainer/adapter.py", "upstream/orchestrator/ho
 BINDING = "upstream/trainer/binding.py"
 FINISH, SUMS = "cross_tokenizer/finish.py", "cross_tokenizer/sums.py"
 PLAN, TURNS = "cross_tokenizer/plan.py", "upstream/orchestrator/own_tokenizer.py"
+VIEWS, LORA = "backends/lora/views.py", "backends/lora/adapter.py"
 RATIO = "torch.exp(p - mu.detach()) * (p - q).detach()"
 
 AHEAD = "local/ahead/pipeline.py"
@@ -1079,5 +1084,39 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "tape: more ids than were asked for": mutant(
         TAPE_SCORER, "TapedScorer.score", ("_A.top(k)", "_A"),
+    ),
+    # LoRA
+    "lora: merged without its scale": mutant(
+        VIEWS, "weights_of",
+        ("layer.get_delta_weight(ADAPTER)",
+         "layer.get_delta_weight(ADAPTER) / layer.scaling[ADAPTER]"),
+    ),
+    "lora: merged with the wrong sign": mutant(
+        VIEWS, "weights_of",
+        ("value + layer.get_delta_weight(ADAPTER)", "value - layer.get_delta_weight(ADAPTER)"),
+    ),
+    "lora: a bias is merged as well": mutant(
+        VIEWS, "weights_of", ('parameter == "weight"', "True"),
+    ),
+    "lora: the base keeps its adapter": mutant(
+        VIEWS, "base_of", ("return layer.base_layer", "return layer"),
+    ),
+    "lora: a frozen copy is the base's": mutant(
+        VIEWS, "frozen_copy", ("dict(weights_of(model))", "base_of(model).state_dict()"),
+    ),
+    "lora: a frozen copy trains": mutant(
+        VIEWS, "frozen_copy", ("_M.requires_grad_(False)", "_M"),
+    ),
+    "lora: another base accepted": mutant(LORA, "Adapter.load", ("digest != self.digest", "False")),
+    "lora: alpha is not peft's": mutant(
+        LORA, "Adapter.of_model", ("config.alpha", "config.rank"),
+    ),
+    "lora: a zero adapter stays zero in the check of a sync": mutant(
+        "local/weight_sync.py", "perturbed",
+        ("parameter.add_(0.02 * noise.to(parameter))", "parameter.add_(0)"),
+    ),
+    "lora: an average of the base's weights": mutant(
+        "teachers/policy.py", "PolicyTeacher.end_step",
+        ("own[name].lerp_(weight, self.config.ema_rate)", "own[name].lerp_(own[name], 0.5)"),
     ),
 }  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from prime_composer.backends.hf_model import ModelUnavailable
+from prime_composer.backends.lora.adapter import layers_to_adapt
 from prime_composer.cli.tape import make_tapes
 from prime_composer.local.probe.run import probe
 from prime_composer.problems.loading import load_problem_set
@@ -16,6 +18,7 @@ from prime_composer.recipe.stages import parse_stages
 from prime_composer.trl.objective import read_loss
 from prime_composer.upstream.export import export_recipe
 from tests.command import toml
+from tests.tiny_qwen import make_model
 from tests.upstream.export_recipes import tables
 
 GUIDE = Path(__file__).parents[2] / "recipes" / "README.md"
@@ -36,6 +39,8 @@ STAGES: dict[str, Any] = {
                {"loss": {"type": "default"}, "steps": 2}],
     "loss": None, "trainer": {"batch_size": 8},
 }  # fmt: skip
+LORA: dict[str, Any] = {"student": {"model": "s", "lora": {}}}
+BEGUN: dict[str, Any] = {"student": {"model": "s", "lora": {"start": "an adapter"}}}
 BY_ID = {"environments": {"rev": {"id": "reverse-text"}}, "data": None}
 
 
@@ -76,6 +81,14 @@ def for_trl(raw: dict[str, Any], folder: Path) -> str:
     (folder / "r.toml").write_text(toml(raw))
     with pytest.raises(RecipeError) as error:
         read_loss(folder / "r.toml")
+    return str(error.value)
+
+
+def planned(raw: dict[str, Any], folder: Path) -> str:
+    targets = ("lm_head",)
+    model = make_model(tied=True, seed=0, layers=1)
+    with pytest.raises(ModelUnavailable) as error:
+        layers_to_adapt(model, targets)
     return str(error.value)
 
 
@@ -142,6 +155,24 @@ ROWS: dict[str, tuple[Refusal, dict[str, Any]]] = {
         parsed, {"rollout": AHEAD, "teacher": {"model": "t", "backend": "vllm"}}
     ),
     "`rollout.ahead`, a recipe for TRL": (for_trl, {"rollout": AHEAD}),
+    "`lora`, `quantize`": (
+        parsed, {"student": {"model": "s", "lora": {}, "quantize": {"bits": 4, "group": 32}}}
+    ),
+    "`lora`, `targets` of the output head": (planned, {}),
+    "`base = true`, `policy`": (parsed, {"teacher": {"base": True, "policy": {}}, **LORA}),
+    "`base = true`, `url`": (parsed, {"teacher": {"base": True, "url": "http://a:1"}, **LORA}),
+    "`teacher.base` without `[student.lora]`": (parsed, {"teacher": {"base": True}}),
+    "`teacher.policy.update = 'base'` without `[student.lora]`": (
+        parsed, {"teacher": {"policy": {"update": "base"}}}
+    ),
+    "`checkpoint.merge` without `[student.lora]`": (parsed, {"checkpoint": {"merge": True}}),
+    "`student.lora.start`, `[reference] start = true`": (
+        parsed, {**BEGUN, "reference": {"start": True}, "loss": SAMPLED}
+    ),
+    "`student.lora.start`, `prime-rl export`": (exported, BEGUN),
+    "`student.lora.start`, `prime-rl probe` of a server": (
+        probed, {**BEGUN, "rollout": {"backend": "server", "url": "http://a:1"}}
+    ),
 }  # fmt: skip
 
 
@@ -186,6 +217,14 @@ TOGETHER: dict[str, dict[str, Any]] = {
               "teacher": {**TAPED, "backend": "transformers"},
               "loss": {**SAMPLED, "repetition": {}}, "reference": {"start": True,
                                                                    "backend": "transformers"}},
+    "lora": {"teacher": {"base": True, "tape": "a folder"}, **LORA, **GROWING, **END,
+             "checkpoint": {"merge": True}, "loss": {"type": "topk_reverse_kl", "k": "full",
+                                                     "normalization": "full"}},
+    "lora and several": {"teacher": None, **LORA,
+                         "teachers": {"a": {"base": True}, "b": {"model": "t"}}},
+    "lora and reference": {"teacher": {"model": "t"}, **LORA, "reference": {"start": True},
+                           "loss": SAMPLED},
+    "lora and hints": {"teacher": {"policy": {"update": "base"}}, **LORA},
     "growth and own": {"teacher": {"model": "t", "tokenizer": "own"}, **GROWING},
 }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Both samplers against the plain model: same checks, same numbers."""
 
+import contextlib
 import copy
 
 import numpy as np
@@ -7,8 +8,11 @@ import pytest
 import torch
 
 from prime_composer.backends.hf_model import read_eos_token_ids
+from prime_composer.backends.lora.adapter import Adapter
+from prime_composer.backends.lora.views import is_adapted
 from prime_composer.backends.protocols import Limits, Sampler, SamplingParams
 from prime_composer.backends.vllm import can_load_again
+from prime_composer.recipe.model import LoraConfig
 from prime_composer.samplers.transformers import TransformersSampler, processed_logprobs
 from prime_composer.samplers.vllm import VLLMSampler
 
@@ -154,6 +158,59 @@ def test_update_weights_reaches_tied_head_and_prefix_cache(sampler, tied_model, 
         assert rollout.inference_logprobs[t] == pytest.approx(
             float(rows[t, rollout.token_ids[t]]), abs=1e-4
         )
+
+
+def test_update_weights_merges_an_adapter(sampler, tied_model, plain_logprobs):
+    """The sampler's log-probs are those of W + (alpha / rank) B A, and of the adapted model."""
+    plain = copy.deepcopy(tied_model)
+    config = LoraConfig(rank=4, alpha=6, targets=("q_proj", "o_proj", "up_proj"))
+    Adapter.of_model(tied_model, config, "base", seed=0)
+    with torch.no_grad():
+        for name, layer in tied_model.named_modules():
+            if is_adapted(layer):
+                a, b = (getattr(layer, f"lora_{side}").default.weight for side in "AB")
+                b.normal_(generator=torch.Generator().manual_seed(len(name)))
+                plain.get_submodule(name).weight += 1.5 * (b.double() @ a.double()).float()
+    sampler.update_weights(tied_model)
+    (rollout,) = sampler.generate(PROMPTS[:1], SamplingParams(max_tokens=9), seed=0)
+    for model in (plain, tied_model):
+        rows = plain_logprobs(model, rollout.token_ids)
+        for t in completion_positions(rollout):
+            expected = float(rows[t, rollout.token_ids[t]])
+            assert rollout.inference_logprobs[t] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_loads_an_adapters_directory(models, tied_model, plain_logprobs, tmp_path):
+    """Its own LoRA layers give the log-probs of the adapted student."""
+    config = LoraConfig(rank=8, alpha=16)
+    adapter = Adapter.of_model(tied_model, config, models.tied, seed=0)
+    with torch.no_grad():
+        for name, value in adapter.weights.items():
+            if "lora_B" in name:
+                value.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    adapter.save_pretrained(tmp_path)
+    with contextlib.closing(
+        VLLMSampler(
+            models.tied, max_model_len=320, engine_args={"enable_lora": True, "max_lora_rank": 8}
+        )
+    ) as sampler:
+        from vllm.lora.request import LoRARequest
+
+        request = sampler._vllm.SamplingParams(max_tokens=9, temperature=0, logprobs=0)
+        (output,) = sampler.llm.generate(
+            [{"prompt_token_ids": PROMPTS[0]}],
+            request,
+            lora_request=LoRARequest("student", 1, str(tmp_path)),
+            use_tqdm=False,
+        )
+    completion = output.outputs[0]
+    rows = plain_logprobs(tied_model, [*PROMPTS[0], *completion.token_ids])
+    for t, (token, logprobs) in enumerate(
+        zip(completion.token_ids, completion.logprobs, strict=True), len(PROMPTS[0])
+    ):
+        assert logprobs[token].logprob == pytest.approx(float(rows[t, token]), abs=1e-3)
 
 
 def test_sampler_keeps_its_weights_while_training_moves_on(sampler, tied_model):

@@ -693,6 +693,9 @@ def test_every_shipped_recipe_is_exported_or_refused(version, path):
 OTHER_VALUES = {
     "teacher.tokenizer": "own",
     "student.quantize": {"bits": 3, "group": 32},
+    "student.lora.targets": ("q_proj",),
+    "student.lora.start": "an adapter",
+    "teacher.base": True,
     "loss": {"type": "topk_reverse_kl", "k": 17},
     "prime_rl": {"seq_len": 7},
     "student.prepare": {},
@@ -731,6 +734,11 @@ COMPANIONS = {
     "data.system_key": {"data": {"path": "other.jsonl"}},
     "data.kind": {"data": {"metric": "rougeL"}},
     "data.topics": {"data": {"kind": "facts", "metric": "short_answer"}},
+    **dict.fromkeys(
+        ("student.lora.rank", "student.lora.alpha", "student.lora.targets", "student.lora.start"),
+        {"student": {"lora": {}}},
+    ),
+    "teacher.base": {"student": {"lora": {}}},
     "logging.wandb.name": {"logging": {"wandb": {"project": "p"}}},
 }
 """Key -> what a recipe that sets it has to set as well."""
@@ -806,12 +814,16 @@ def with_key(key, value):
         raw.setdefault(section, {}).update(copy.deepcopy(table))
     if key.endswith(".prepare"):
         del raw[key.split(".")[0]]["model"]
+    if key == "teacher.base":
+        raw["teacher"] = {"model": "a/teacher"}
     without = copy.deepcopy(raw)
     *path, name = written(key).split(".")
     table = raw
     for part in path:
         table = table.setdefault(part, {})
     table[name] = value
+    if key == "teacher.base":
+        del raw["teacher"]["model"]
     return without, raw
 
 
@@ -842,6 +854,15 @@ def test_carried_key_changes_the_export_or_is_refused(key, monkeypatch):
     assert table != export_recipe(parse_recipe(without), "head", MODELS).table
 
 
+def test_server_of_an_adapted_student_is_told_to_load_adapters():
+    """One that prime-rl starts is told by prime-rl."""
+    line = "    enable_lora = true, max_lora_rank = 5"
+    student = {"lora": {"rank": 5}}
+    served = {"backend": "server", "url": "http://other:1"}
+    assert line in export_recipe(recipe(student=student, rollout=served), "head").head
+    assert line not in export_recipe(recipe(student=student), "head").head
+
+
 UNTIL = ["trainer.until.metric", "trainer.until.plateau"]
 """Keys that a recipe has together, or not at all."""
 
@@ -867,6 +888,8 @@ def test_key_that_is_not_carried_is_in_head_and_on_stderr(key, capsys):
     raw = tables()
     if key != "teacher.head":
         del raw["teacher"]["url"]  # a recipe with `url` has no other backend
+    if key == "checkpoint.merge":
+        raw["student"]["lora"] = {}
     *path, name = key.split(".")
     table = raw
     for part in path:

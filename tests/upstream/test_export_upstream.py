@@ -131,6 +131,31 @@ def test_prime_rl_reads_what_the_recipe_says(prime_rl, tmp_path, version):
     assert model["ac"] is None and model["ac_offloading"] is None
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_prime_rl_reads_the_adapter(prime_rl, tmp_path, version):
+    """Trainer, orchestrator and the student's server; the base teacher is the student's model."""
+    lora = {"rank": 8, "alpha": 24, "targets": ["q_proj", "down_proj"]}
+    raw = qwen3_tables(trainer={"gradient_checkpointing": True})
+    raw["student"]["lora"], raw["teacher"] = lora, {"base": True}
+    commands = [rl(tmp_path, "named", version, raw)]
+    raw["student"]["lora"] = {"rank": 8, "alpha": 24}
+    commands.append(rl(tmp_path, "all", version, raw))
+    named, every = (one["config"] for one in prime_rl(version).run(READ, commands=commands))
+    for config in (named, every):
+        trainer, orchestrator = config["trainer"], config["orchestrator"]
+        student = orchestrator["student"] if version == "v0.6" else orchestrator
+        own = trainer["model"]["lora"]
+        assert (own["rank"], own["alpha"], own["dropout"]) == (8, 24.0, 0.0)
+        assert trainer["model"]["ac"]["mode"] == "full"
+        assert student["model"]["lora"] == {"name": "r8-a24.0", "rank": 8, "alpha": 24.0}
+        inference = config["inference"]
+        vllm = inference.get("vllm", inference)
+        assert vllm["enable_lora"] and vllm["max_lora_rank"] == 8
+    assert named["trainer"]["model"]["lora"]["target_modules"] == lora["targets"]
+    usual = every["trainer"]["model"]["lora"]["target_modules"]
+    assert {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")} <= {*usual}
+
+
 BY_ID = [
     ("v0.6", "v0"),
     ("v0.7", "v0"),

@@ -90,8 +90,8 @@ NO_TEACHER = (
 )
 
 TO_OTHERS = (
-    "student.quantize would send the server of [rollout] rounded weights, which everybody who uses "
-    "it would get; probe with another rollout.backend, or start the run"
+    "{key} would send the server of [rollout] {what} weights, which everybody who uses it would "
+    "get; probe with another rollout.backend, or start the run"
 )
 
 C = TypeVar("C", RolloutConfig, TeacherConfig, OneOfSeveralConfig, ReferenceConfig)
@@ -126,8 +126,13 @@ def probe(
         if teacher.tape_only:
             return ProbeReport([Finding(OPENING, "failed", NO_TEACHER.format(table=table.table))])
     recipe = impatient(recipe)
-    if recipe.student.quantize is not None and recipe.rollout.url is not None:
-        return ProbeReport([Finding(OPENING, "failed", TO_OTHERS)])
+    lora, sends = recipe.student.lora, None
+    if recipe.student.quantize is not None:
+        sends = {"key": "student.quantize", "what": "rounded"}
+    elif lora is not None and lora.start is not None:
+        sends = {"key": "student.lora.start", "what": "merged"}
+    if sends is not None and recipe.rollout.url is not None:
+        return ProbeReport([Finding(OPENING, "failed", TO_OTHERS.format(**sends))])
     try:
         check_routing(Routing.of_recipe(recipe), problems)
         engine = open_engine(recipe, problems, paths, status)

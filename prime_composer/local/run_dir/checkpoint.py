@@ -57,7 +57,8 @@ class Checkpoint:
     """A checkpoint on disk.
 
     Attributes:
-        path: directory with the model in Hugging Face format and the trainer's state.
+        path: directory with the model in Hugging Face format, or its adapter, and the trainer's
+            state.
         step: finished optimizer steps.
     """
 
@@ -127,7 +128,7 @@ def save_checkpoint(
     Args:
         run_dir: the run directory.
         step: finished optimizer steps.
-        model: the student, a transformers model.
+        model: the student, a transformers model, or its adapter.
         tokenizer: its tokenizer.
         state: the trainer's state, as tensors and plain values.
         keep: checkpoints that remain, at least 1.
@@ -212,7 +213,7 @@ def _write(folder: Path, step: int, model: Any, tokenizer: Any, state: dict[str,
     with open(folder / TRAINER_FILE, "wb") as file:
         torch.save({**state, "step": step}, file)
     files = _files_of(folder)
-    for path in files.values():
+    for path in (*files.values(), *({one.parent for one in files.values()} - {folder})):
         _flush(path)
     digests = {name: _sha256(path) for name, path in sorted(files.items())}
     path, manifest = folder / MANIFEST, {"step": step, "files": digests}

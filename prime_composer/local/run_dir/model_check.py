@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_composer.backends.hf_model import ModelUnavailable
+from prime_composer.backends.lora.adapter import CONFIG, check_directory, folder_of_adapter
 from prime_composer.backends.model_files import (
     has_tokenizer,
     missing_folder,
@@ -34,6 +35,12 @@ def check_models(recipe: Recipe, hub: bool = True) -> None:
     Raises:
         RecipeError: a model does not fit; the message names table, path and what is missing.
     """
+    lora = recipe.student.lora
+    if lora is not None and lora.start is not None:
+        try:
+            check_directory(folder_of_adapter(lora.start), lora)
+        except ModelUnavailable as error:
+            raise RecipeError(str(error)) from None
     for table, config, backend in local_models(recipe):
         # Unset, it becomes what the models can read.
         longest = recipe.rollout.max_model_len or 0
@@ -99,6 +106,11 @@ def what_is_missing(folder: Path) -> str | None:
     config = read_json(folder / "config.json")
     if config is None:
         there = (folder / "config.json").exists()
+        if (folder / CONFIG).exists():
+            return (
+                "is a LoRA adapter, and no whole model: name its base here, and the adapter in "
+                "student.lora.start; or let a run write merged checkpoints (checkpoint.merge)"
+            )
         return "has a config.json that is no JSON object" if there else "has no config.json"
     files = [folder / name for name in WEIGHTS if (folder / name).exists()]
     if not files:
@@ -136,7 +148,7 @@ def local_models(recipe: Recipe) -> Iterator[tuple[str, ModelConfig, str]]:
     if not recipe.asks_teacher:
         return
     for teacher, config in Routing.of_recipe(recipe).opened.items():
-        backend = config.backend or recipe.rollout.backend
+        backend = config.own_backend or recipe.rollout.backend
         if config.url is None and not backend_of(backend).serves:
             yield teacher.table, config, backend
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from torch import nn
 
 from prime_composer.backends.errors import how_to_install
-from prime_composer.backends.hf_model import load_tokenizer, read_config
+from prime_composer.backends.hf_model import load_tokenizer, read_config, shapes
+from prime_composer.backends.lora.adapter import import_peft, layers_to_adapt
 from prime_composer.backends.protocols import Limits
 from prime_composer.local.preflight import (
     binding,
@@ -31,6 +32,7 @@ from prime_composer.losses.shared.modifiers import resolve
 from prime_composer.problems.loading import ProblemSet
 from prime_composer.problems.metrics import TITLES, require_library, signature
 from prime_composer.recipe.backends import backend_of
+from prime_composer.recipe.model import LoraConfig
 from prime_composer.recipe.routing import Routing, TeacherId
 from prime_composer.recipe.schema import (
     EvalConfig,
@@ -65,6 +67,8 @@ def plan(recipe: Recipe, problems: ProblemSet) -> list[str]:
     models: dict[str, ModelConfig] = {"student": recipe.student, **teachers}
     folders = {table: local_folder(model, problems) for table, model in models.items()}
     lines = [f"{table}: {describe_model(model, folders[table])}" for table, model in models.items()]
+    if (lora := recipe.student.lora) is not None:
+        lines.insert(1, f"student: {describe_adapter(lora, folders['student'])}")
     lines += describe_tapes(routing)
     if (quantize := recipe.student.quantize) is not None:
         lines.insert(1, f"student: {quantize.work} while it learns")
@@ -104,6 +108,8 @@ def require_libraries(recipe: Recipe, routing: Routing) -> None:
         require_library(data.metric)
     if recipe.eval.temperatures:
         require_library("bleu", "[eval] temperatures")
+    if recipe.student.lora is not None:
+        import_peft()
     if recipe.logging.wandb is not None:
         import_wandb()
 
@@ -118,12 +124,30 @@ def local_folder(model: ModelConfig, problems: ProblemSet) -> Path | None:
 
 def describe_model(model: ModelConfig, folder: Path | None) -> str:
     """Return a model's origin, and whether it is on this machine."""
+    if isinstance(model, TeacherConfig) and model.base:
+        return "the student's own weights, without its adapter"
     if model.prepare is None:
         return f"{folder}" if folder else f"{model.model} (hub id, loaded when the run starts)"
     if folder is not None:
         origin = "comes with the package:" if is_shipped(folder) else "cached in"
         return f"prepared, {origin} {folder}"
     return f"to be prepared now: {model.prepare.work}"
+
+
+def describe_adapter(lora: LoraConfig, folder: Path | None) -> str:
+    """Return an adapter's rank and layers, and how many numbers it has where the model is here.
+
+    Raises:
+        ModelUnavailable: the model has no such layers.
+    """
+    layers = ""
+    if folder is not None:
+        adapted = layers_to_adapt(shapes(folder), lora.targets).values()
+        size = lora.rank * sum(layer.in_features + layer.out_features for layer in adapted)
+        layers = f" ({len(adapted)} layers, {size:,} numbers)"
+    targets = lora.targets if isinstance(lora.targets, str) else ", ".join(lora.targets)
+    begins = "" if lora.start is None else f", which begins as {lora.start}"
+    return f"an adapter of rank {lora.rank}, alpha {lora.alpha}, on {targets}{layers}{begins}"
 
 
 def describe_tapes(routing: Routing) -> list[str]:

@@ -76,12 +76,19 @@ def differing_keys(before: Any, now: Any, name: str = "") -> list[str]:
 def changed_keys(before: Tables, now: Tables) -> list[str]:
     """Name the differing keys that a resumed run may not change."""
     changed = [key for key in differing_keys(before, now) if not MAY_CHANGE.fullmatch(key)]
-    if "student.model" in changed:
-        models = [Path(str(tables["student"]["model"])).parts[-3:] for tables in (before, now)]
+    for key in {"student.model", "student.lora.start"} & {*changed}:
+        places = [Path(str(_value_of(tables, key))).parts[-3:] for tables in (before, now)]
         # The checkpoint of the stage before this one, in a directory that was moved.
-        if models[0] == models[1] and FOLDER.fullmatch(models[0][0]):
-            changed.remove("student.model")
+        if places[0] == places[1] and FOLDER.fullmatch(places[0][0]):
+            changed.remove(key)
     return changed
+
+
+def _value_of(tables: Tables, key: str) -> Any:
+    """Return the value of a dotted key that the tables have."""
+    for name in key.split("."):
+        tables = tables[name]
+    return tables
 
 
 def check_continues(run_dir: Path, now: Tables, done: int) -> str:

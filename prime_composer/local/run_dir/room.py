@@ -13,11 +13,11 @@ ENTRY_BYTES = 8
 
 
 def checkpoint_bytes(engine: Engine) -> int:
-    """Return the size of a checkpoint: weights, latent ones, AdamW's two moments, a moving
-    teacher."""
+    """Return the size of a checkpoint: weights or adapter, latent weights, AdamW's two moments, a
+    moving teacher."""
     moments = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
     return (
-        tensor_bytes(engine.model.state_dict())
+        tensor_bytes(engine.stored.state_dict())
         + 2 * tensor_bytes(moments)
         + tensor_bytes({} if engine.latent is None else engine.latent.state_dict())
         + tensor_bytes(engine.state_dict())

@@ -49,6 +49,7 @@ def head_comment(plan: Plan, table: Mapping[str, Any], not_carried: Mapping[str,
         "    prime-rl rl --config THIS_FILE --engine prime-rl",
         "which is PRIME_COMPOSER=1 in front of prime-rl's own `rl @ THIS_FILE`.",
         *servers(plan),
+        *adapters(plan),
         *packages(plan),
         *temperatures(plan.recipe.loss, plan.recipe.rollout.temperature),
         *evaluation_left_out(plan),
@@ -117,6 +118,18 @@ def servers(plan: Plan) -> list[str]:
         why = why if states else "Several times faster, with"
         lines += [f"{why} prime_composer's plugin in the same environment:"]
     return [*lines, *faster, *logits_dtype(plan)]
+
+
+def adapters(plan: Plan) -> list[str]:
+    """Return with which options a server that the user starts for the student loads its adapter."""
+    recipe = plan.recipe
+    if recipe.student.lora is None or recipe.rollout.url is None:
+        return []
+    return [
+        "",
+        "The server at rollout.url, prime-rl's `inference`, has to load adapters. Start it with",
+        f"    enable_lora = true, max_lora_rank = {recipe.student.lora.rank}",
+    ]
 
 
 def temperatures(loss: LossConfig, sampled: float) -> list[str]:

@@ -39,6 +39,12 @@ def refuse(recipe: Recipe, version: Version) -> None:
             "weights that its optimizer trains, and has no step between the two that would round "
             f"them. Leave it out, {RUN_LOCALLY}"
         )
+    if (lora := recipe.student.lora) is not None and lora.start is not None:
+        raise RecipeError(
+            f"student.lora.start = {str(lora.start)!r}: prime-rl begins with a new adapter, and "
+            "has no key for another one. Name a merged model in student.model (checkpoint.merge "
+            f"writes one) and leave start out, {RUN_LOCALLY}"
+        )
     if recipe.reference is not None:
         raise RecipeError(
             "[reference]: prime-rl's orchestrator asks the teacher alone, and has no second model "

@@ -8,6 +8,7 @@ from prime_composer.backends.model_files import window
 from prime_composer.losses import LossConfig
 from prime_composer.losses.shared.dialect import dialect_of
 from prime_composer.problems.config import DataConfig
+from prime_composer.recipe.model import LoraConfig
 from prime_composer.recipe.schema import RolloutConfig, TrainerConfig
 from prime_composer.upstream.environment import NAME, data_settings
 from prime_composer.upstream.export.plan import Environment, Plan, api_key, v1_url
@@ -155,7 +156,7 @@ def evaluation(plan: Plan) -> dict[str, Any]:
 
 
 def trainer(plan: Plan) -> dict[str, Any]:
-    """Return [trainer]: loss, optimizer, schedule, activation checkpointing."""
+    """Return [trainer]: loss, optimizer, schedule, activation checkpointing, adapter."""
     config = plan.recipe.trainer
     table: dict[str, Any] = {
         "loss": {"type": "custom", "import_path": IMPORT_PATH, "kwargs": loss_table(plan)},
@@ -174,6 +175,20 @@ def trainer(plan: Plan) -> dict[str, Any]:
         # Offloading, which later versions turn on as well, would turn checkpointing on again.
         off = {"ac": "None", "ac_offloading": "None"}
         table["model"] = {"ac": {"mode": "full"}} if config.gradient_checkpointing else off
+    if (lora := plan.recipe.student.lora) is not None:
+        table.setdefault("model", {})["lora"] = adapter(lora)
+    return table
+
+
+def adapter(lora: LoraConfig) -> dict[str, Any]:
+    """Return [trainer.model.lora].
+
+    Of all linear layers prime-rl's own list is written by nobody: it has the usual names of a dense
+    model's, and experts.
+    """
+    table: dict[str, Any] = {"rank": lora.rank, "alpha": float(lora.alpha)}
+    if lora.targets != "all-linear":
+        table["target_modules"] = list(lora.targets)
     return table
 
 

@@ -1,0 +1,278 @@
+"""Put a LoRA adapter on a student, and store it as peft, transformers and vLLM load it.
+
+A checkpoint is a directory with ``adapter_config.json`` and ``adapter_model.safetensors``. With
+``merge`` it is a whole model, and that directory is the folder ``adapter`` in it.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from prime_composer.backends.cpu_guard import preserved_rng
+from prime_composer.backends.errors import naming
+from prime_composer.backends.hf_model import ModelUnavailable, import_transformers, linear_layers
+from prime_composer.backends.lora.views import ADAPTER, base_of, weights_of
+from prime_composer.backends.model_files import read_json
+from prime_composer.extras import pip_install
+from prime_composer.recipe.model import LoraConfig
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+FOLDER = "adapter"
+"""Where the adapter is in a checkpoint of the merged model."""
+
+PREFIX = "base_model.model."
+"""Of every name in an adapter's file. peft puts it before the names of the base's layers."""
+
+DIGEST = "base_sha256"
+"""Key of the file's metadata: the digest of the base's weights."""
+
+PLAIN = {"use_rslora": False, "use_dora": False, "alpha_pattern": {}, "rank_pattern": {}}
+"""What an adapter of another origin may say, and what is right here."""
+
+
+def import_peft() -> Any:
+    """Return peft.
+
+    Raises:
+        ImportError: it is missing; the message names the pip line.
+    """
+    import_transformers()  # peft would import it beside a torchvision that breaks it
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        raise ImportError(f"[student.lora] needs peft: {pip_install('lora')}.") from error
+    return peft
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter of a student.
+
+    Attributes:
+        model: the student, whose layers have the adapter.
+        config: the recipe's ``[student.lora]``.
+        base: directory or hub id of the model without it.
+        digest: SHA-256 of the base's weights.
+        merge: whether a checkpoint is the merged model.
+    """
+
+    model: nn.Module
+    config: LoraConfig
+    base: str
+    digest: str
+    merge: bool = False
+
+    @classmethod
+    def of_model(
+        cls,
+        model: nn.Module,
+        config: LoraConfig,
+        base: str | Path,
+        seed: int,
+        merge: bool = False,
+        checkpoint: Path | None = None,
+    ) -> "Adapter":
+        """Freeze a model, and put an adapter on it in place.
+
+        B begins at 0, so that the model computes what it did, bit for bit. A is random by the seed.
+        With a checkpoint, or else with ``start``, both are those of that directory.
+
+        Raises:
+            ImportError: peft is missing.
+            ModelUnavailable: the model has no such layers, or the directory's adapter is another.
+        """
+        peft = import_peft()
+        names = layers_to_adapt(model, config.targets)
+        digest = digest_of(model)
+        with preserved_rng():
+            torch.manual_seed(seed)
+            settings = peft.LoraConfig(
+                r=config.rank, lora_alpha=config.alpha, target_modules=list(names)
+            )
+            peft.inject_adapter_in_model(settings, model)
+        adapter = cls(model.eval(), config, str(base), digest, merge)
+        if (begins := checkpoint or config.start) is not None:
+            adapter.load(begins)
+        return adapter
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """A and B of each layer, by the names of peft's files."""
+        return {
+            PREFIX + name.replace(f".{ADAPTER}.", "."): parameter.detach()
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return tensors of the sizes that ``save_pretrained`` writes.
+
+        Those of the merged model are the base's own, which costs no memory.
+        """
+        return self.weights | (base_of(self.model).state_dict() if self.merge else {})
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the adapter's directory, or with ``merge`` the merged model's."""
+        from safetensors.torch import save_file
+
+        if self.merge:
+            net: Any = self.model
+            net.save_pretrained(folder, state_dict=dict(weights_of(self.model)))
+            folder = folder / FOLDER
+            folder.mkdir()
+        text = json.dumps(self._described(), indent=2) + "\n"
+        (folder / CONFIG).write_text(text, encoding="utf-8")
+        weights = {name: value.cpu().contiguous() for name, value in self.weights.items()}
+        with naming(folder / WEIGHTS):
+            save_file(weights, folder / WEIGHTS, metadata={"format": "pt", DIGEST: self.digest})
+
+    def _described(self) -> dict[str, Any]:
+        """Return ``adapter_config.json``: what every version of peft reads."""
+        base = Path(self.base)
+        layers = layers_to_adapt(base_of(self.model), self.config.targets)
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": str(base.resolve()) if base.is_dir() else self.base,
+            "r": self.config.rank,
+            "lora_alpha": self.config.alpha,
+            "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Take the weights of an adapter's directory, or of a checkpoint.
+
+        Raises:
+            ModelUnavailable: it is no adapter, one of other layers, rank or alpha, or one of
+                another base, as far as its file says.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        folder = folder_of_adapter(folder)
+        check_directory(folder, self.config)
+        try:
+            with safe_open(folder / WEIGHTS, framework="pt") as file:
+                digest = (file.metadata() or {}).get(DIGEST, self.digest)
+                stored = {name: file.get_tensor(name) for name in file.keys()}
+        except (OSError, SafetensorError) as error:
+            raise ModelUnavailable(f"[student.lora] {folder / WEIGHTS}: {error}") from error
+        if digest != self.digest:
+            raise ModelUnavailable(
+                f"[student.lora] {folder} is an adapter of another model than {self.base}: the "
+                "SHA-256 of that one's weights differs. Name the student that it was trained on"
+            )
+        own = self.weights
+        shapes = {name: value.shape for name, value in own.items()}
+        if {name: value.shape for name, value in stored.items()} != shapes:
+            raise ModelUnavailable(
+                f"[student.lora] {folder} has other matrices than `targets` and `rank` give "
+                f"{self.base}: set them to those of its {CONFIG}"
+            )
+        for name, value in own.items():
+            value.copy_(stored[name])
+
+
+def folder_of_adapter(checkpoint: Path) -> Path:
+    """Return the directory of a checkpoint's adapter: the folder of a merged one, or itself."""
+    inner = checkpoint / FOLDER
+    return inner if inner.is_dir() else checkpoint
+
+
+def check_directory(folder: Path, config: LoraConfig) -> None:
+    """Check that a directory has an adapter of this rank and alpha. No weights are read.
+
+    Raises:
+        ModelUnavailable: it has not.
+    """
+    described: Mapping[str, Any] | None = read_json(folder / CONFIG)
+    if described is None or not (folder / WEIGHTS).is_file():
+        raise ModelUnavailable(
+            f"[student.lora] {folder} is no LoRA adapter: it needs {CONFIG} and {WEIGHTS}"
+        )
+    wanted = {"r": config.rank, "lora_alpha": config.alpha}
+    found = {key: described.get(key) for key in wanted}
+    if found != wanted:
+        raise ModelUnavailable(
+            f"[student.lora] {folder} has rank {found['r']} and alpha {found['lora_alpha']}, and "
+            f"the recipe has {config.rank} and {config.alpha}: set `rank` and `alpha` to its own"
+        )
+    for key, value in PLAIN.items():
+        if (described.get(key) or value) != value:
+            raise ModelUnavailable(
+                f"[student.lora] {folder} has {key} = {described[key]} in its {CONFIG}, and the "
+                "student's adapter is a plain one: leave `start` out"
+            )
+
+
+def layers_to_adapt(
+    model: nn.Module, targets: Literal["all-linear"] | tuple[str, ...]
+) -> dict[str, nn.Linear]:
+    """Return the layers that get an adapter, by name.
+
+    Args:
+        model: a plain model.
+        targets: last parts of their names; "all-linear" for every linear layer but the head.
+
+    Raises:
+        ModelUnavailable: there are none, one is no plain linear layer in float32, or a target names
+            none.
+    """
+    net: Any = model
+    layers = dict(linear_layers(model))
+    names = sorted({name.rpartition(".")[2] for name in layers})
+    if not layers:
+        raise ModelUnavailable(
+            f"[student.lora] {net.name_or_path} has no linear layers that could have an adapter"
+        )
+    for target in () if targets == "all-linear" else targets:
+        if target in names:
+            continue
+        ends = (net.get_output_embeddings(), net.get_input_embeddings())
+        is_end = any(
+            name.rpartition(".")[2] == target and module in ends
+            for name, module in model.named_modules()
+        )
+        why = ", whose weight losses and sampler read as it is" if is_end else ""
+        what = "the output head or the embeddings" if is_end else "no linear layer"
+        raise ModelUnavailable(
+            f"[student.lora] targets names {target!r}, which is {what} of {net.name_or_path}{why}: "
+            f"choose among {', '.join(names)}"
+        )
+    chosen = {
+        name: layer
+        for name, layer in layers.items()
+        if targets == "all-linear" or name.rpartition(".")[2] in targets
+    }
+    for name, layer in chosen.items():
+        if type(layer) is not nn.Linear or layer.weight.dtype != torch.float32:
+            raise ModelUnavailable(
+                f"[student.lora] {name} of {net.name_or_path} is quantized "
+                f"({type(layer).__name__}, {layer.weight.dtype}), and the sampler gets merged "
+                "weights, which need its float32 ones: name the unquantized model, or round it "
+                "with [student.prepare] quantize"
+            )
+    return chosen
+
+
+def digest_of(model: nn.Module) -> str:
+    """Return the SHA-256 of a model's parameters, with their names and shapes."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+        values = parameter.detach().cpu().contiguous().flatten()
+        digest.update(values.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,65 @@
+"""Read a model with a LoRA adapter as plain models: the merged one, and its base.
+
+An adapted layer computes y = x W^T + (alpha / rank) x A^T B^T. It is the plain layer of weight
+
+    W + (alpha / rank) B A
+
+in exact arithmetic. The product and the sum are computed in the weights' dtype, which is float32
+for a student that trains: a merged weight is rounded once, by 6e-8 of its size.
+
+A model without an adapter is its own merged model. Nothing here needs peft.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ADAPTER = "default"
+"""What peft calls the only adapter of a model."""
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether a module is a layer with an adapter."""
+    return hasattr(module, "base_layer") and hasattr(module, "lora_A")
+
+
+@torch.no_grad()
+def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight of a model as it is served, by the name of its checkpoint.
+
+    These are the entries of ``state_dict()``, with the adapter merged into the layers that have
+    one. A merged weight is made when it is asked for, so that a caller who takes one after the
+    other holds one at a time. The model stays as it is.
+    """
+    for name, value in model.state_dict().items():
+        layer_name, base, parameter = name.rpartition("base_layer.")
+        layer: Any = model.get_submodule(layer_name.rstrip(".")) if base else None
+        if base and is_adapted(layer):
+            merges = parameter == "weight"
+            merged = value + layer.get_delta_weight(ADAPTER) if merges else value
+            yield layer_name + parameter, merged
+        elif ".lora_" not in name:
+            yield name, value
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """Return a model without its adapter. It has the very weights of ``model``, and copies none."""
+    if is_adapted(model):
+        layer: Any = model
+        return layer.base_layer
+    view = copy.copy(model)
+    children = {
+        name: None if child is None else base_of(child) for name, child in model._modules.items()
+    }
+    view.__dict__["_modules"] = children
+    return view
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """Return a plain model of the weights that ``model`` is served with, which does not train."""
+    plain = copy.deepcopy(base_of(model)).requires_grad_(False)
+    plain.load_state_dict(dict(weights_of(model)))
+    return plain

@@ -1,0 +1,679 @@
+"""A LoRA student: what trains, what is sampled from, what is stored, and the base as a teacher."""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from prime_composer.backends.hf_model import (
+    ModelUnavailable,
+    import_transformers,
+    linear_layers,
+    load_model,
+    sequence_logprobs,
+)
+from prime_composer.backends.lora.adapter import Adapter, digest_of
+from prime_composer.backends.lora.views import base_of, weights_of
+from prime_composer.local.collect import Clock
+from prime_composer.local.engine import Engine
+from prime_composer.local.health import ExplodedWeights
+from prime_composer.local.opening import open_engine
+from prime_composer.local.preflight import preflight
+from prime_composer.local.probe.run import probe
+from prime_composer.local.run import checkpoint_bytes
+from prime_composer.local.run_dir.checkpoint import list_checkpoints
+from prime_composer.local.run_dir.model_check import check_models
+from prime_composer.local.run_dir.plan import plan
+from prime_composer.local.run_dir.recipe_file import changed_keys, differing_keys
+from prime_composer.local.student import Student
+from prime_composer.local.train import train
+from prime_composer.problems.loading import load_problem_set
+from prime_composer.recipe.loading import parse_recipe
+from prime_composer.recipe.schema import Recipe, RecipeError
+from prime_composer.recipe.stages import left_by_the_stage_before, parse_stages
+from prime_composer.step.batch import Batch
+from prime_composer.step.gradients import accumulate_gradients
+from prime_composer.teachers.compatibility import PreflightError
+from prime_composer.teachers.transformers import TransformersScorer
+from prime_composer.tiny_models.cache import prepare_models
+from tests.conftest import TINY_RECIPE
+from tests.local.helpers import Silent, collect, copy_first_half, run, tiny_models
+
+Raw = Callable[..., dict[str, Any]]
+
+LORA = {"rank": 3, "alpha": 7, "targets": ["q_proj", "down_proj"]}
+SCALE = 7 / 3
+UNTIED = {**TINY_RECIPE["student"]["prepare"], "tie_word_embeddings": False}
+FULL = {"type": "topk_reverse_kl", "k": "full", "normalization": "full"}
+
+
+@pytest.fixture
+def raw(tiny_recipe: Raw) -> dict[str, Any]:
+    """Return a recipe of a student with an adapter on two of its seven layers."""
+    return tiny_recipe(student__lora=dict(LORA), trainer={"steps": 4, "batch_size": 6, "lr": 1e-2})
+
+
+def opened(raw: dict[str, Any], **how: Any) -> Engine:
+    """Return the open models of a recipe."""
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    return open_engine(recipe, problems, prepare_models(recipe, problems), lambda text: None, **how)
+
+
+@pytest.fixture
+def moved(raw: dict[str, Any]) -> Iterator[Engine]:
+    """Yield open models whose adapter is not zero."""
+    with opened(raw) as engine:
+        move(engine.model)
+        yield engine
+
+
+@torch.no_grad()
+def move(model: nn.Module) -> None:
+    """Give B values of the size that A has."""
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def pairs_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A and B by the name of their layer."""
+    found = dict(model.named_parameters())
+    names = [name.removesuffix(".lora_A.default.weight") for name in found if "lora_A" in name]
+    return {
+        name: (found[f"{name}.lora_A.default.weight"], found[f"{name}.lora_B.default.weight"])
+        for name in names
+    }
+
+
+def merged_by_hand(raw: dict[str, Any], model: nn.Module) -> nn.Module:
+    """Return the student's directory in float64, with W + 7/3 B A in the adapted layers."""
+    plain = load_model(tiny_models(raw)["student"]).double()
+    with torch.no_grad():
+        for name, (a, b) in pairs_of(model).items():
+            plain.get_submodule(name).weight += SCALE * (b.double() @ a.double())
+    return plain
+
+
+def step_of(raw: dict[str, Any], engine: Engine) -> tuple[Recipe, Student, Batch]:
+    """Return recipe, student and the batch of the first step."""
+    recipe = parse_recipe(raw)
+    return recipe, Student.of_recipe(recipe, engine), collect(engine, recipe, 1, Clock())[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss": {"type": "sampled_reverse_kl"}},
+        {"loss": FULL},
+        {"student__prepare": UNTIED, "loss": FULL},
+        {"trainer__gradient_checkpointing": True},
+        {"trainer__micro_batch_tokens": 40},
+        {"teacher": {"base": True}, "loss": FULL},
+    ],
+    ids=["top-k", "sampled", "full", "untied", "recomputed", "micro-batches", "base"],
+)
+def test_gradients_are_those_of_the_chain_rule(
+    changes: dict[str, Any], raw: dict[str, Any]
+) -> None:
+    """dA = s B^T dW and dB = s dW A^T, from the gradient of the dense weights in float64."""
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        raw[section] = {**raw[section], name: value} if name else value
+    with opened(raw) as engine:
+        move(engine.model)
+        engine.sampler.update_weights(engine.model)
+        recipe, student, batch = step_of(raw, engine)
+        accumulate_gradients(engine.model, student.loss, batch, recipe.trainer, 1)
+        dense = merged_by_hand(raw, engine.model)
+        accumulate_gradients(dense, student.loss, batch, recipe.trainer, 1)
+        pairs = pairs_of(engine.model)
+        assert len(pairs) == 2
+        for name, (a, b) in pairs.items():
+            of_weight = dense.get_submodule(name).weight.grad
+            for own, expected in (
+                (a, SCALE * b.detach().double().T @ of_weight),
+                (b, SCALE * of_weight @ a.detach().double().T),
+            ):
+                scale = float(expected.abs().max())
+                assert scale > 1e-4
+                torch.testing.assert_close(own.grad.double(), expected, atol=1e-4 * scale, rtol=0)
+        others = {n for n, p in engine.model.named_parameters() if p.grad is not None}
+        assert len(others) == 4
+
+
+def test_optimizer_clip_and_decay_see_the_adapter_alone(raw: dict[str, Any], moved: Engine) -> None:
+    """One step is AdamW's on copies of A and B, after a clip by their norm."""
+    raw["trainer"] |= {"weight_decay": 0.1, "max_grad_norm": 0.01}
+    moved.sampler.update_weights(moved.model)
+    recipe, student, batch = step_of(raw, moved)
+    names = [name for name, one in moved.model.named_parameters() if one.requires_grad]
+    assert len(names) == 4 and all("lora_" in name for name in names)
+    before = {name: one.detach().clone() for name, one in moved.model.named_parameters()}
+    accumulate_gradients(moved.model, student.loss, batch, recipe.trainer, 1)
+    grads = {name: moved.model.get_parameter(name).grad.clone() for name in names}
+    moved.model.zero_grad(set_to_none=True)
+    metrics = student.update(batch, 1)
+    norm = torch.cat([grad.flatten() for grad in grads.values()]).double().norm()
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    assert float(norm) > 0.01
+    lr, (_, beta) = recipe.trainer.lr, recipe.trainer.betas
+    for name, old in before.items():
+        new = moved.model.get_parameter(name)
+        if name not in names:
+            assert torch.equal(new, old), name
+            continue
+        grad = grads[name].double() * (0.01 / float(norm))
+        # The first step of Adam, whose averages are the gradient and its square once corrected.
+        expected = old.double() * (1 - lr * 0.1) - lr * grad / (grad.abs() + 1e-8)
+        assert beta < 1
+        torch.testing.assert_close(new.double(), expected, atol=2e-5, rtol=0)
+    state = student.state_dict()["optimizer"]["state"]
+    sizes = sorted(one["exp_avg"].numel() for one in state.values())
+    assert sizes == sorted(before[name].numel() for name in names)
+    assert len(student.state_dict()["norms"]) == 4
+
+
+def test_step_0_is_the_base_bit_for_bit(raw: dict[str, Any]) -> None:
+    """In trainer and sampler; two openings with one seed have the same A."""
+    base = load_model(tiny_models(raw)["student"])
+    tokens = [[5, 6, 7, 8, 9, 10, 11, 12]]
+    (expected,) = sequence_logprobs(base, tokens)
+    with opened(raw) as engine:
+        sampler: Any = engine.sampler
+        for model in (engine.model, sampler.model, base_of(engine.model)):
+            (own,) = sequence_logprobs(model, tokens)
+            assert torch.equal(own[1:], expected[1:])
+        assert engine.adapter is not None
+        first = engine.adapter.weights
+        assert {name.split(".")[-2] for name in first} == {"lora_A", "lora_B"}
+        assert all(bool(value.any()) == ("lora_A" in name) for name, value in first.items())
+    with opened(raw) as engine:
+        assert engine.adapter is not None
+        assert all(torch.equal(engine.adapter.weights[name], first[name]) for name in first)
+    raw["trainer"]["seed"] = 1
+    with opened(raw) as engine:
+        assert engine.adapter is not None
+        other = engine.adapter.weights
+        assert not any(torch.equal(other[n], first[n]) for n in first if "lora_A" in n)
+
+
+def test_sampler_gets_the_merged_weights_and_the_student_keeps_its_own(
+    raw: dict[str, Any], moved: Engine
+) -> None:
+    """Each is W + s B A by brute force; the base stays, and so does the adapter."""
+    before = {name: one.clone() for name, one in moved.model.state_dict().items()}
+    expected = merged_by_hand(raw, moved.model).state_dict()
+    served = dict(weights_of(moved.model))
+    assert served.keys() == expected.keys()
+    base = load_model(tiny_models(raw)["student"]).state_dict()
+    for name, value in served.items():
+        torch.testing.assert_close(value.double(), expected[name], atol=1e-6, rtol=1e-6)
+        adapted = name.removesuffix(".weight") in pairs_of(moved.model)
+        assert torch.equal(value, base[name]) != adapted
+    moved.sampler.update_weights(moved.model)
+    sampler: Any = moved.sampler
+    state = sampler.model.state_dict()
+    assert all(torch.equal(state[name], served[name]) for name in served)
+    after = moved.model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_preflight_stops_a_sampler_without_the_adapter(
+    raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a run's start B is 0, and the check moves it; with merged weights it passes."""
+    with opened(raw) as engine:
+        recipe = parse_recipe(raw)
+        before = {name: one.clone() for name, one in engine.model.state_dict().items()}
+        assert preflight(engine, recipe, lambda text: None).sampler_trainer_difference < 1e-5
+        after = engine.model.state_dict()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        sampler: Any = engine.sampler
+        receive = sampler.update_weights
+        monkeypatch.setattr(sampler, "update_weights", lambda model: receive(base_of(model)))
+        with pytest.raises(PreflightError, match=r"After a weight sync .* it kept old weights"):
+            preflight(engine, recipe, lambda text: None)
+
+
+def logits_of(model: Any) -> Tensor:
+    """Return a model's logits of eight tokens."""
+    ids = torch.arange(5, 13)[None]
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+
+
+def test_checkpoint_is_an_adapter_that_peft_and_transformers_load(
+    raw: dict[str, Any], moved: Engine, tmp_path: Path
+) -> None:
+    """Both give the student's logits; the base is named by its full path."""
+    assert moved.adapter is not None
+    moved.adapter.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    described = json.loads((tmp_path / "adapter_config.json").read_text())
+    base = tiny_models(raw)["student"]
+    assert described["base_model_name_or_path"] == str(base.resolve())
+    assert described["target_modules"] == ["down_proj", "q_proj"]
+    expected = logits_of(moved.model)
+    assert not torch.allclose(expected, logits_of(base_of(moved.model)), atol=1e-3)
+    import_transformers()
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    by_peft = PeftModel.from_pretrained(load_model(base), str(tmp_path))
+    by_transformers = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for loaded in (by_peft, by_transformers):
+        torch.testing.assert_close(logits_of(loaded.eval()), expected, atol=1e-5, rtol=1e-5)
+    merged = logits_of(by_peft.merge_and_unload())
+    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("prepare", [TINY_RECIPE["student"]["prepare"], UNTIED])
+def test_merged_checkpoint_is_a_whole_model_beside_its_adapter(
+    prepare: dict[str, Any], raw: dict[str, Any], tmp_path: Path
+) -> None:
+    raw["student"]["prepare"], raw["checkpoint"]["merge"] = prepare, True
+    with opened(raw) as engine:
+        move(engine.model)
+        assert engine.adapter is not None
+        engine.adapter.save_pretrained(tmp_path)
+        model, expected = load_model(tmp_path), merged_by_hand(raw, engine.model).state_dict()
+        state = model.state_dict()
+        assert state.keys() == expected.keys()
+        for name in state:
+            torch.testing.assert_close(state[name].double(), expected[name], atol=1e-6, rtol=1e-6)
+        own = logits_of(engine.model)
+        torch.testing.assert_close(logits_of(model), own, atol=1e-5, rtol=1e-5)
+        copied = copy.deepcopy(engine.adapter.weights)
+        with torch.no_grad():
+            for value in engine.adapter.weights.values():
+                value.zero_()
+        engine.adapter.load(tmp_path)
+        now = engine.adapter.weights
+        assert all(torch.equal(now[name], copied[name]) for name in copied)
+
+
+def files_of(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """Return tensors and state of the newest checkpoint."""
+    from safetensors.torch import load_file
+
+    path = list_checkpoints(run_dir)[-1].path
+    inner = path / "adapter"
+    folder = inner if inner.is_dir() else path
+    state = torch.load(path / "trainer.pt", weights_only=True)
+    moments = state["optimizer"]["state"]
+    return {
+        "adapter": load_file(folder / "adapter_model.safetensors"),
+        "moments": {f"{i} {key}": one[key] for i, one in moments.items() for key in one},
+    }
+
+
+def test_resumed_run_ends_with_the_same_adapter_and_optimizer(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    """Bit for bit, after a cut behind step 2; also where it goes on with merged checkpoints."""
+    run(raw, tmp_path / "whole")
+    expected = files_of(tmp_path / "whole")
+    assert all(bool(value.any()) for value in expected["adapter"].values())
+    assert len(expected["adapter"]) == 4 and len(expected["moments"]) == 12
+    copy_first_half(tmp_path / "whole", tmp_path / "cut")
+    raw["checkpoint"]["merge"] = True
+    run(raw, tmp_path / "cut", resume=True)
+    resumed = files_of(tmp_path / "cut")
+    for part in ("adapter", "moments"):
+        assert resumed[part].keys() == expected[part].keys()
+        for name, value in expected[part].items():
+            assert torch.equal(resumed[part][name], value), name
+    adapters = [one.path for one in list_checkpoints(tmp_path / "cut")]
+    assert [(path / "model.safetensors").exists() for path in adapters] == [False, True]
+    lines = [
+        (tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "cut")
+    ]
+    losses = [[json.loads(line).get("loss") for line in own] for own in lines]
+    assert losses[0] == losses[1]
+
+
+def test_size_of_a_checkpoint_is_known_before_the_run(raw: dict[str, Any], tmp_path: Path) -> None:
+    """The adapter's is smaller than the model's, whose size the merged one has."""
+    sizes = []
+    for merge in (False, True):
+        raw["checkpoint"]["merge"], raw["trainer"]["steps"] = merge, 1
+        with opened(raw) as engine:
+            expected = checkpoint_bytes(engine)
+        run(raw, tmp_path / str(merge))
+        files = list_checkpoints(tmp_path / str(merge))[-1].path.rglob("*.*")
+        size = sum(file.stat().st_size for file in files if file.suffix in (".safetensors", ".pt"))
+        assert expected <= size < expected + 20_000  # names, shapes and the step
+        sizes.append(expected)
+    base = load_model(tiny_models(raw)["student"])
+    weights = sum(one.numel() for one in base.parameters())
+    shapes = [(16, 32), (32, 16)]  # of q_proj and down_proj, in the one layer
+    adapter = sum(3 * (rows + columns) for rows, columns in shapes)
+    assert sizes == [3 * 4 * adapter, 4 * (3 * adapter + weights)]
+
+
+def test_another_base_is_refused(raw: dict[str, Any], tmp_path: Path) -> None:
+    """One weight that differs is enough; rank, alpha and layers have to be the same too."""
+    from safetensors.torch import load_file, save_file
+
+    source = tmp_path / "base"
+    with opened(raw) as engine:
+        base: Any = base_of(engine.model)
+        base.save_pretrained(source)
+        engine.problems.tokenizer.save_pretrained(source)
+    raw["student"] = {"model": str(source), "lora": dict(LORA)}
+    raw["trainer"]["steps"] = 1
+    run(raw, tmp_path / "run")
+    checkpoint = list_checkpoints(tmp_path / "run")[-1].path
+    begun = copy.deepcopy(raw)
+    begun["student"]["lora"]["start"] = str(checkpoint)
+    for key, value in (("rank", 4), ("alpha", 8)):
+        other = copy.deepcopy(begun)
+        other["student"]["lora"][key] = value
+        with pytest.raises(RecipeError, match="set `rank` and `alpha` to its own"):
+            check_models(parse_recipe(other))
+    other = copy.deepcopy(begun)
+    other["student"]["lora"]["targets"] = ["q_proj"]
+    with pytest.raises(ModelUnavailable, match="has other matrices than `targets` and `rank`"):
+        opened(other)
+    check_models(parse_recipe(begun))
+    with opened(begun) as engine:
+        assert engine.adapter is not None
+        stored = load_file(checkpoint / "adapter_model.safetensors")
+        assert all(torch.equal(engine.adapter.weights[name], stored[name]) for name in stored)
+        sampler: Any = engine.sampler
+        served = dict(weights_of(engine.model))
+        assert all(torch.equal(sampler.model.state_dict()[n], served[n]) for n in served)
+    model = load_model(source)
+    with torch.no_grad():
+        model.get_submodule("model.norm").weight[3] += 1e-3
+    save_file({n: v for n, v in model.state_dict().items() if n != "lm_head.weight"},
+              source / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    with pytest.raises(ModelUnavailable, match=r"another model than .*base: the SHA-256 of"):
+        run(raw, tmp_path / "run", resume=True)
+    with pytest.raises(ModelUnavailable, match="Name the student that it was trained on"):
+        opened(begun)
+
+
+def test_adapter_is_no_model(raw: dict[str, Any], moved: Engine, tmp_path: Path) -> None:
+    assert moved.adapter is not None
+    moved.adapter.save_pretrained(tmp_path)
+    raw["student"] = {"model": str(tmp_path)}
+    with pytest.raises(RecipeError, match=r"is a LoRA adapter, and no whole model: name its base"):
+        check_models(parse_recipe(raw))
+    raw["student"] = {"model": "nowhere", "lora": {**LORA, "start": str(tmp_path / "empty")}}
+    with pytest.raises(RecipeError, match="empty is no LoRA adapter: it needs adapter_config.json"):
+        check_models(parse_recipe(raw))
+    described = json.loads((tmp_path / "adapter_config.json").read_text())
+    described["use_rslora"] = True
+    (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+    raw["student"]["lora"]["start"] = str(tmp_path)
+    with pytest.raises(RecipeError, match="use_rslora = True .* leave `start` out"):
+        check_models(parse_recipe(raw))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_base_as_the_teacher_scores_as_the_model_loaded_alone(
+    trained: bool, raw: dict[str, Any]
+) -> None:
+    """Bit for bit, whatever the adapter is, by K and by hidden states; it has no second weight."""
+    raw |= {"teacher": {"base": True}, "loss": FULL}
+    with opened(raw) as engine:
+        if trained:
+            recipe, student, batch = step_of(raw, engine)
+            student.update(batch, 1)
+            assert engine.teachers is not None
+        assert engine.teachers is not None
+        (scorer,) = engine.teachers.scorers.values()
+        alone = TransformersScorer(tiny_models(raw)["student"])
+        recipe = parse_recipe(raw)
+        samples = collect(engine, recipe, 1, Clock())[0].samples
+        rollouts = [sample.rollout for sample in samples]
+        for size, hidden in ((8, False), (0, True)):
+            own = scorer.score(rollouts, size, hidden=hidden)
+            others = alone.score(rollouts, size, hidden=hidden)
+            for one, other in zip(own, others, strict=True):
+                assert torch.equal(one.ref_logprobs, other.ref_logprobs)
+                assert torch.equal(one.token_ids, other.token_ids)
+                assert torch.equal(one.teacher_logprobs, other.teacher_logprobs)
+                for mine, its in zip(one.hidden, other.hidden, strict=True):
+                    assert torch.equal(mine.states, its.states)
+        model: Any = scorer
+        own_weights = {one.data_ptr() for one in engine.model.parameters()}
+        assert {one.data_ptr() for one in model.model.parameters()} <= own_weights
+
+
+def test_run_against_the_base_begins_at_a_distance_of_0(
+    raw: dict[str, Any], tmp_path: Path
+) -> None:
+    """RL beside a penalty of the base; the teacher's accuracy is the student's first one."""
+    raw |= {"teacher": {"base": True}, "loss": {"type": "topk_reverse_kl", "k": 8}}
+    display = Silent()
+    outcome = run(raw, tmp_path / "run", display)
+    first = outcome.evaluations[0]
+    assert first["eval/reverse_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert first["teacher/accuracy"] == first["eval/accuracy"]
+    assert "the teacher is the student without its adapter" in display.texts
+    assert not any("opening the teacher" in text for text in display.texts)
+
+
+@pytest.mark.parametrize("update", ["live", "ema", "sync", "base"])
+def test_policy_teacher_of_an_adapted_student(update: str, raw: dict[str, Any]) -> None:
+    """Its weights are the merged ones, their average, a copy, or the base's."""
+    raw["teacher"] = {"policy": {"update": update, "ema_rate": 0.25, "sync_every": 2}}
+    raw["rollout"]["max_model_len"] = 256
+    with opened(raw) as engine:
+        teacher = engine.policy_teacher
+        assert teacher is not None
+        base = {name: one.clone() for name, one in weights_of(engine.model)}
+        move(engine.model)
+        teacher.end_step(1)
+        merged = dict(weights_of(engine.model))
+        changed = [name for name in merged if not torch.equal(merged[name], base[name])]
+        assert len(changed) == 2
+        shares = {"live": 1.0, "ema": 0.25, "sync": 0.0, "base": 0.0}
+        own = dict(weights_of(teacher.model))
+        for name in merged:
+            share = shares[update]
+            expected = (1 - share) * base[name] + share * merged[name]
+            torch.testing.assert_close(own[name], expected, atol=1e-6, rtol=1e-6)
+        teacher.end_step(2)
+        own = dict(weights_of(teacher.model))
+        if update == "sync":
+            assert all(torch.equal(own[name], merged[name]) for name in merged)
+        assert bool(teacher.state_dict()) == (update in ("ema", "sync"))
+        saved = copy.deepcopy(teacher.state_dict())
+        teacher.load_state_dict(saved)
+        assert not any("lora" in name for name in saved)
+
+
+@pytest.mark.parametrize(
+    ("targets", "why"),
+    [
+        (["q_proj", "qproj"], "'qproj', which is no linear layer"),
+        (["lm_head"], "'lm_head', which is the output head or the embeddings"),
+        (["embed_tokens"], "'embed_tokens', which is the output head or the embeddings"),
+    ],
+)
+def test_targets_that_get_no_adapter_are_refused(
+    targets: list[str], why: str, raw: dict[str, Any]
+) -> None:
+    """By a dry run as well, with the names that there are."""
+    raw["student"]["lora"]["targets"] = targets
+    tiny_models(raw)
+    recipe = parse_recipe(raw)
+    for refuse in (
+        lambda: opened(raw),
+        lambda: plan(recipe, load_problem_set(recipe.sources)),
+    ):
+        with pytest.raises(ModelUnavailable, match=why) as error:
+            refuse()
+        assert "choose among down_proj, gate_proj, k_proj" in str(error.value)
+
+
+def test_plan_names_the_adapter_and_the_base(raw: dict[str, Any]) -> None:
+    raw["teacher"] = {"base": True}
+    raw["student"]["lora"]["targets"] = "all-linear"
+    tiny_models(raw)
+    recipe = parse_recipe(raw)
+    lines = plan(recipe, load_problem_set(recipe.sources))
+    assert (
+        "student: an adapter of rank 3, alpha 7, on all-linear (7 layers, 1,008 numbers)" in lines
+    )
+    assert "teacher: the student's own weights, without its adapter" in lines
+
+
+def test_missing_peft_is_one_sentence(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=r"\[student.lora\] needs peft: pip install .*lora"):
+        opened(raw)
+
+
+def test_replay_compares_with_the_base(raw: dict[str, Any], tmp_path: Path) -> None:
+    """A frozen policy of the start is the base itself; with ``start`` it is a copy."""
+    raw["loss"] = {
+        "type": "compose",
+        "distillation": {"teacher": {"weight": 1.0, "loss": {"type": "sampled_reverse_kl"}}},
+        "replay": {"weight": 0.5, "loss": {"type": "dpo"}},
+    }
+    raw["rollout"]["group_size"] = 2
+    with opened(raw) as engine:
+        reference, tokens = engine.reference, [[5, 6, 7, 8]]
+        assert reference is not None
+        embeddings = engine.model.get_submodule("model.embed_tokens")
+        assert reference.get_submodule("model.embed_tokens").weight is embeddings.weight
+        (before,) = sequence_logprobs(reference, tokens)
+        move(engine.model)
+        (after,) = sequence_logprobs(reference, tokens)
+        assert torch.equal(before[1:], after[1:])
+        (moved,) = sequence_logprobs(engine.model, tokens)
+        assert not torch.allclose(moved[1:], after[1:], atol=1e-3)
+        assert engine.adapter is not None
+        engine.adapter.save_pretrained(tmp_path)
+    raw["student"]["lora"]["start"] = str(tmp_path)
+    with opened(raw) as engine:
+        assert engine.reference is not None
+        (start,) = sequence_logprobs(engine.reference, tokens)
+        torch.testing.assert_close(start[1:], moved[1:], atol=1e-5, rtol=1e-5)
+
+
+def test_probe_and_tape_take_the_base_as_a_teacher(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["teacher"] = {"base": True, "tape": str(tmp_path / "tape")}
+    recipe = parse_recipe(raw)
+    problems = load_problem_set(recipe.sources)
+    paths = prepare_models(recipe, problems)
+    report = probe(recipe, problems, paths, lambda text: None, seconds=0.01)
+    assert [one for one in report.findings if one.state == "failed"] == []
+    raw["trainer"]["steps"] = 1
+    run(raw, tmp_path / "first")
+    raw["teacher"] = {"tape": str(tmp_path / "tape"), "tape_only": True}
+    run(raw, tmp_path / "second")
+    first, second = (files_of(tmp_path / name)["adapter"] for name in ("first", "second"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_exploded_adapter_is_not_saved(raw: dict[str, Any], tmp_path: Path) -> None:
+    raw["trainer"] |= {"lr": 1e6, "warmup_steps": 0}
+    with pytest.raises(ExplodedWeights, match=r"the weights of model\.layers.*lora_[AB]"):
+        run(raw, tmp_path / "run")
+
+
+def test_digest_changes_with_one_weight(student: tuple[nn.Module, Any]) -> None:
+    model = copy.deepcopy(student[0])
+    before = digest_of(model)
+    assert before == digest_of(student[0])
+    with torch.no_grad():
+        model.get_submodule("model.norm").weight[0] *= 1.0000002
+    assert digest_of(model) != before
+
+
+def test_layers_of_a_quantized_model_are_refused(student: tuple[nn.Module, Any]) -> None:
+    """A merged weight needs a float32 one."""
+    model = copy.deepcopy(student[0])
+    config = parse_recipe({**TINY_RECIPE, "student": {"model": "m", "lora": {}}}).student.lora
+    assert config is not None
+    name, layer = next(iter(linear_layers(model)))
+    layer.to(torch.bfloat16)
+    with pytest.raises(ModelUnavailable, match=rf"{name} .* is quantized .*prepare\] quantize"):
+        Adapter.of_model(model, config, "m", seed=0)
+
+
+def test_next_stage_goes_on_with_the_adapter(raw: dict[str, Any], tmp_path: Path) -> None:
+    """Also where the directory was moved before a resume; the base stays the student's."""
+    raw["teacher"] = {"base": True}
+    loss = raw.pop("loss")
+    raw["stages"] = [{"loss": loss, "steps": steps} for steps in (1, 2)]
+    del raw["trainer"]["steps"]
+    first, second = parse_stages(raw)
+    problems = load_problem_set(first.sources)
+    paths = prepare_models(first, problems)
+    (tmp_path / "stage_1").mkdir()
+    train(first, problems, paths, tmp_path / "stage_1", Silent())
+    checkpoint = list_checkpoints(tmp_path / "stage_1")[-1].path
+    left = left_by_the_stage_before(second.student, checkpoint)
+    begun = second.model_copy(update=left)
+    stored = files_of(tmp_path / "stage_1")["adapter"]
+    with open_engine(begun, problems, paths, lambda text: None) as engine:
+        assert engine.adapter is not None and engine.teachers is not None
+        assert all(torch.equal(engine.adapter.weights[name], stored[name]) for name in stored)
+        assert any(bool(value.any()) for name, value in stored.items() if "lora_B" in name)
+        (scorer,) = engine.teachers.scorers.values()
+        model: Any = scorer
+        base = load_model(paths["student"])
+        assert torch.equal(logits_of(model.model), logits_of(base))
+    tables = [
+        second.model_copy(
+            update=left_by_the_stage_before(
+                second.student, Path(place, "stage_1/checkpoints/step_000001")
+            )
+        ).model_dump(mode="json")
+        for place in ("here", "there")
+    ]
+    assert differing_keys(*tables) == ["student.lora.start"]
+    assert changed_keys(*tables) == []
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"trainer__dtype": "bfloat16"},
+    "two teachers": {
+        "teacher": None,
+        "teachers": {"a": {"base": True}, "b": {"prepare": TINY_RECIPE["teacher"]["prepare"]}},
+    },
+    "a hinted base": {
+        "teacher": {"policy": {"update": "base"}},
+        "rollout__max_model_len": 256,
+    },
+    "a base that samples": {
+        "teacher": {"base": True},
+        "rollout__student_fraction": 0.5,
+        "rollout__other_source": "teacher",
+    },
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_run_of_every_mode_trains_the_adapter(
+    mode: str, raw: dict[str, Any], tmp_path: Path
+) -> None:
+    """Preflight and each step compare sampler and trainer; two steps move A and B."""
+    for key, value in MODES[mode].items():
+        section, _, name = key.partition("__")
+        raw[section] = {**raw[section], name: value} if name else value
+    raw = {key: table for key, table in raw.items() if table is not None}
+    raw["trainer"]["steps"] = 2
+    run(raw, tmp_path / "run")
+    stored = files_of(tmp_path / "run")["adapter"]
+    assert all(bool(value.any()) for value in stored.values())
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["grad_norm"] > 0
